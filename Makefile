@@ -1,0 +1,91 @@
+# From an empty clone to a served model: `make demo`. What else there is: `make help`.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# Python 3.11 or newer, to make the environment with.
+PYTHON ?= python3
+# For pip: an index, for instance, on a machine where plain torch is not the CPU build.
+PIP_FLAGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CODE := $(wildcard vllm_kvretrieval benchmarks examples tests tools)
+
+LOCKS := requirements/runtime.txt requirements/build.txt requirements/dev.txt
+METADATA := tools/packaging/vllm-metadata
+# Named after what is installed: another lock file means another stamp, whatever the clocks say.
+DIGEST := $(shell cat $(LOCKS) $(METADATA)/pyproject.toml | sha256sum | cut -c1-12)
+INSTALLED := $(VENV)/.installed-$(DIGEST)
+BUILT := $(VENV)/.built
+SOURCES := pyproject.toml CMakeLists.txt tools/packaging/backend.py $(wildcard csrc/cpu/*)
+
+.PHONY: help venv build wheel model models demo lint test bench clean distclean
+
+help:
+	@echo "make venv    environment with the pinned dependencies, in $(VENV)"
+	@echo "make build   the package with its C++ extension, installed there (editable)"
+	@echo "make wheel   the same as a wheel, in dist"
+	@echo "make model   SmolLM2-135M-Instruct, in models; make models: every model"
+	@echo "make demo    serve that model and ask it about a long document"
+	@echo "make lint    ruff and mypy"
+	@echo "make test    all of the set-up, lint and the test suite"
+	@echo "make bench   speed against stock vLLM"
+	@echo "make clean   remove builds and caches; make distclean: $(VENV) and models, too"
+
+venv: $(INSTALLED)
+
+$(INSTALLED):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "needs Python 3.11 or newer: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' || \
+	  { echo "vLLM's CPU kernels need libnuma.so.1: install libnuma (Debian: libnuma1)"; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || \
+	  { echo "venv: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "venv: fetching $$(cat $(LOCKS) | grep -c ==) pinned distributions (some minutes)"
+	@$(PIP) install --no-deps --progress-bar off $(PIP_FLAGS) $(addprefix -r ,$(LOCKS)) | \
+	  sed -unE 's/^Collecting ([^ ]+).*/  \1/p; s/^Installing collected.*/venv: unpacking/p'
+	@$(PIP) install -q --no-deps --no-build-isolation ./$(METADATA)
+	@rm -f $(VENV)/.installed-* && touch $@
+	@echo "venv: done"
+
+build: $(BUILT)
+
+# Editable: Python files are read from the checkout; what C++ is built from makes it rebuild.
+$(BUILT): $(INSTALLED) $(SOURCES)
+	@echo "build: compiling the C++ extension"
+	@$(PIP) install -q --no-deps --no-build-isolation -C build-dir=build/editable -e .
+	@touch $@
+	@echo "build: done"
+
+# Serves every Python from 3.12 on where it is made with one of those.
+wheel: $(INSTALLED)
+	$(PIP) wheel -q --no-deps --no-build-isolation -C wheel.py-api=cp312 -w dist .
+
+model: $(INSTALLED)
+	@$(BIN)/python tools/get_model.py smollm2
+
+models: $(INSTALLED)
+	@$(BIN)/python tools/get_model.py smollm2 smollm2-32k gemma3 qwen
+
+demo: build model
+	@$(BIN)/python examples/demo.py
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(CODE)
+
+test: lint build models
+	$(BIN)/python -m pytest
+
+bench: build models
+	$(BIN)/python -m benchmarks.decode
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache $(BUILT)
+
+distclean: clean
+	rm -rf $(VENV) models

@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Write the lock files requirements/*.txt from what the running environment holds.
+
+Each requirements/NAME.in lists what we ask for; its lock file pins that and everything it needs,
+less what an earlier lock file already pins. To upgrade: install the new versions into the
+environment, run its Python on this file, and commit the result.
+"""
+
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1] / "requirements"
+LOCKS = ("runtime", "build", "dev")  # each may rely on those before it
+# Needed for images, sound and video only, and on a CPU machine they break `import transformers`:
+# their only builds are for CUDA.
+LEFT_OUT = {"torchaudio", "torchcodec", "torchvision"}
+
+
+def read_roots(path: Path) -> list[str]:
+    """The requirement lines of a .in file, without comments."""
+    lines = (re.sub(r"#.*", "", line).strip() for line in path.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def closure(roots: list[str]) -> dict[str, str]:
+    """Map every distribution that `roots` need, and the roots themselves, to its version.
+
+    Raises SystemExit where one is not installed or has a version that its user does not accept.
+    """
+    pinned: dict[str, str] = {}
+    todo = [("requirements", Requirement(root)) for root in roots]
+    seen: set[tuple[str, str]] = set()
+    while todo:
+        user, requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        if name in LEFT_OUT:
+            continue
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            sys.exit(f"{requirement} (asked for by {user}) is not installed: install it first")
+        if not requirement.specifier.contains(found.version, prereleases=True):
+            sys.exit(f"{user} asks for {requirement}, but {found.version} is installed")
+        # A local version ("+cpu") names a build, which differs from machine to machine.
+        pinned[name] = Version(found.version).public
+        for extra in {"", *requirement.extras}:
+            if (name, extra) in seen:
+                continue
+            seen.add((name, extra))
+            for line in found.requires or ():
+                needed = Requirement(line)
+                if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                    todo.append((name, needed))
+    return pinned
+
+
+def main() -> None:
+    """Rewrite all lock files."""
+    earlier: set[str] = set()
+    for lock in LOCKS:
+        pinned = closure(read_roots(ROOT / f"{lock}.in"))
+        lines = [f"{name}=={pinned[name]}" for name in sorted(pinned) if name not in earlier]
+        header = f"# Made by tools/lock.py from {lock}.in. Install with --no-deps.\n"
+        (ROOT / f"{lock}.txt").write_text(header + "\n".join(lines) + "\n")
+        print(f"requirements/{lock}.txt: {len(lines)} distributions")
+        earlier |= pinned.keys()
+
+
+if __name__ == "__main__":
+    main()
