@@ -56,13 +56,13 @@ build: $(BUILT)
 # Editable: Python files are read from the checkout; what C++ is built from makes it rebuild.
 $(BUILT): $(INSTALLED) $(SOURCES)
 	@echo "build: compiling the C++ extension"
-	@$(PIP) install -q --no-deps --no-build-isolation -C build-dir=build/editable -e .
+	@$(PIP) install -q --no-deps --no-build-isolation --config-settings=build-dir=build/editable -e .
 	@touch $@
 	@echo "build: done"
 
 # Serves every Python from 3.12 on where it is made with one of those.
 wheel: $(INSTALLED)
-	$(PIP) wheel -q --no-deps --no-build-isolation -C wheel.py-api=cp312 -w dist .
+	$(PIP) wheel -q --no-deps --no-build-isolation --config-settings=wheel.py-api=cp312 -w dist .
 
 model: $(INSTALLED)
 	@$(BIN)/python tools/get_model.py smollm2
