@@ -1,0 +1,343 @@
+"""How fast: stock vLLM and KV-cache retrieval side by side, through the whole engine.
+
+    python -m benchmarks.decode --quick      # a few minutes: does everything work?
+    python -m benchmarks.decode              # the complete table
+
+For every context length and batch size both engines get the same documents, different ones
+for each request of a batch. Prefill is timed on documents that the engine has not seen;
+decoding is timed on documents that the prefix cache holds. Measurements alternate between
+the engines, and the order within a pair alternates too, so a machine that slows down for a
+while does not favour one of them. While one engine is measured, the other is frozen.
+
+Reported are medians: of the step times of one repeat, then over repeats; ratios are medians
+of the ratios of neighbouring measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import signal
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+from transformers import AutoConfig, AutoTokenizer
+
+from benchmarks import decode_report, texts
+from benchmarks.common import MODELS, RESULTS, Stopwatch, read_json, result_header, write_json
+from benchmarks.engines import EngineError, EngineProcess, EngineSpec, Timing
+from benchmarks.status import Status
+
+MODULE = "benchmarks.decode"
+WARM_STEPS = 8
+PREFILL_TOKENS = 65536
+ENGINE_GIB = 2.0
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a stored result depends on, apart from the context and the batch."""
+
+    model: str
+    hf_overrides: dict[str, Any]
+    against: str
+    budget: int
+    steps: int
+    repeats: int
+    prefill_repeats: int
+    temperature: float
+    enforce_eager: bool
+
+
+class Documents:
+    """Endless distinct documents: the novel's tokens, each time from another starting point."""
+
+    def __init__(self, model: str) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokens: list[int] = tokenizer("\n\n".join(texts.paragraphs()), verbose=False)["input_ids"]
+        self._tokens = tokens
+        self._serial = 0
+
+    def take(self, count: int, length: int) -> list[list[int]]:
+        """`count` documents of `length` tokens, none of which shares its beginning."""
+        golden = (math.sqrt(5) - 1) / 2
+        documents = []
+        for _ in range(count):
+            self._serial += 1
+            start = int(self._serial * golden % 1 * len(self._tokens))
+            text = itertools.islice(itertools.cycle(self._tokens), start, start + length)
+            documents.append(list(text))
+        return documents
+
+
+class Bench:
+    """Measures one (context, batch) cell at a time on a pair of engines."""
+
+    def __init__(
+        self,
+        engines: Sequence[EngineProcess],
+        settings: Settings,
+        documents: Documents,
+        status: Status,
+    ) -> None:
+        self._engines = engines
+        self._status = status
+        self._settings = settings
+        self._documents = documents
+        self._tokens = settings.steps + WARM_STEPS + 1
+
+    def cell(self, context: int, batch: int, profile: bool) -> dict[str, Any]:
+        """Prefill and decode times of both engines; contexts end at `context` tokens."""
+        prefills: list[list[Timing]] = []
+        decodes: list[list[Timing]] = []
+        length = context - self._tokens
+        for i in range(prefill_repeats(context, batch, self._settings.prefill_repeats)):
+            prompts = self._documents.take(batch, length)
+            prefills.append(self._pair(i, f"prefill {i + 1}", prompts, 1))
+        for i in range(decode_repeats(context, self._settings)):
+            decodes.append(self._pair(i, f"decode {i + 1}", prompts, self._tokens))
+        result: dict[str, Any] = {"context": context, "batch": batch, "engines": {}}
+        for k, engine in enumerate(self._engines):
+            result["engines"][engine.name] = {
+                "prefill_s": [round(max(pair[k].first_token), 4) for pair in prefills],
+                "first_token_s": [
+                    round(statistics.median(pair[k].first_token), 4) for pair in prefills
+                ],
+                "step_ms": [decode_report.spread(self._steps(pair[k])) for pair in decodes],
+            }
+            if profile:
+                result["engines"][engine.name]["profile_ms"] = self._profile(engine, prompts)
+        return result
+
+    def warm_up(self, context: int) -> None:
+        """Let both engines meet every kind of work once; contexts end at `context` tokens."""
+        for batch in (1, 2):
+            prompts = self._documents.take(batch, context - self._tokens)
+            self._pair(0, "warm-up", prompts, self._tokens)
+
+    def _pair(
+        self, turn: int, label: str, prompts: list[list[int]], max_tokens: int
+    ) -> list[Timing]:
+        """The same batch on both engines; `turn` decides which one goes first."""
+        timings: dict[str, Timing] = {}
+        order = self._engines if turn % 2 == 0 else tuple(reversed(self._engines))
+        for engine in order:
+            self._status.set(f"{label}, {engine.name}")
+            engine.resume()
+            timings[engine.name] = engine.generate(prompts, max_tokens, self._settings.temperature)
+            engine.pause()
+        return [timings[engine.name] for engine in self._engines]
+
+    def _steps(self, timing: Timing) -> list[float]:
+        """Milliseconds of the measured steps of one repeat."""
+        return [1e3 * step for step in timing.steps[WARM_STEPS:]]
+
+    def _profile(self, engine: EngineProcess, prompts: list[list[int]]) -> dict[str, float]:
+        """Mean milliseconds per step of each part of a decode step."""
+        self._status.set(f"profile, {engine.name}")
+        engine.resume()
+        engine.collective_rpc("start_timing")
+        timing = engine.generate(prompts, self._tokens, self._settings.temperature)
+        parts = engine.collective_rpc("stop_timing")
+        engine.pause()
+        return decode_report.profile(self._steps(timing), parts)
+
+
+def prefill_repeats(context: int, batch: int, at_most: int) -> int:
+    """How often a cell's prefill is timed: the dearer, the fewer (at least once)."""
+    return max(1, min(at_most, PREFILL_TOKENS // (context * batch)))
+
+
+def decode_repeats(context: int, settings: Settings) -> int:
+    """How often a cell's decoding is timed: twice as often where 3 % must be told apart."""
+    return settings.repeats * (2 if context <= settings.budget else 1)
+
+
+def kv_bytes_per_token(config: Any) -> int:
+    """Bytes of keys and values that one token takes in all layers, in 16-bit precision."""
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+
+
+def yarn_overrides(config: Any, longest: int) -> dict[str, Any]:
+    """Overrides of a model's config that stretch it to `longest` tokens, if it needs any."""
+    limit = config.max_position_embeddings
+    if longest <= limit:
+        return {}
+    factor = math.ceil(longest / limit)
+    rope = {
+        "rope_type": "yarn",
+        "factor": float(factor),
+        "original_max_position_embeddings": limit,
+        "rope_theta": config.rope_parameters["rope_theta"],
+    }
+    return {"max_position_embeddings": limit * factor, "rope_parameters": rope}
+
+
+def engine_specs(
+    model: str, settings: Settings, config: Any, longest: int, batch: int
+) -> list[EngineSpec]:
+    """Stock vLLM and its counterpart, alike but for the attention backend.
+
+    Raises `SystemExit` where the two KV caches do not fit into memory.
+    """
+    tokens = batch * longest + longest // 2 + 8 * BLOCK
+    cache = tokens * kv_bytes_per_token(config)
+    need, free = 2 * (cache / 2**30 + ENGINE_GIB), psutil.virtual_memory().available / 2**30
+    if need > free:
+        sys.exit(
+            f"two engines with {batch} x {longest} tokens each need about {need:.0f} GiB of "
+            f"memory, {free:.0f} GiB are free: ask for shorter --contexts or smaller --batches"
+        )
+    common: dict[str, Any] = {
+        "model": model,
+        "hf_overrides": settings.hf_overrides,
+        "max_model_len": longest,
+        "kv_cache_memory_bytes": cache,
+        "enforce_eager": settings.enforce_eager,
+        "worker_extension_cls": "benchmarks.worker_timing.TimingExtension",
+    }
+    stock = EngineSpec("stock", common, {"VLLM_PLUGINS": ""})
+    if settings.against == "stock":
+        return [stock, EngineSpec("stock again", common, {"VLLM_PLUGINS": ""})]
+    options = {
+        "attention_backend": settings.against.upper(),
+        "additional_config": {"kv_retrieval": {"budget": settings.budget}},
+    }
+    return [stock, EngineSpec(settings.against, common | options)]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; `--quick` changes the defaults of the sizes."""
+    quick = "--quick" in sys.argv
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description=(__doc__ or "").partition("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small sizes: a check that everything works")
+    add("--model", default=str(MODELS / "SmolLM2-135M-Instruct"), help="any model vLLM serves")
+    add("--against", default="freekv", help="attention backend set against stock; "
+        "'stock' compares vLLM with itself: the error of the method")  # fmt: skip
+    add("--budget", type=int, default=1024, help="tokens attended to per decode step")
+    contexts = [512, 2048] if quick else [512, 896, 2048, 8192, 16384, 32768]
+    add("--contexts", type=int, nargs="+", default=contexts, help="tokens at the last step")
+    add("--batches", type=int, nargs="+", default=[1] if quick else [1, 4])
+    add("--steps", type=int, default=16 if quick else 48, help="measured steps per repeat")
+    add("--repeats", type=int, default=2 if quick else 5, help="decode repeats")
+    add("--prefill-repeats", type=int, default=1 if quick else 5, help="at most; fewer where "
+        f"a batch has over {PREFILL_TOKENS // 5:,} tokens")  # fmt: skip
+    add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
+    add("--enforce-eager", action="store_true", help="without torch.compile")
+    add("--hf-overrides", type=json.loads, default=None, help="JSON for the model's config "
+        "(default: YaRN where a context exceeds the model's own limit)")  # fmt: skip
+    add("--no-profile", dest="profile", action="store_false", help="skip the share of the parts")
+    add("--resume", action="store_true", help="keep the cells that the output file holds already")
+    name = "decode-quick.json" if quick else "decode.json"
+    add("--output", type=Path, default=RESULTS / name, help="JSON; the plot goes beside it")
+    return parser.parse_args()
+
+
+def earlier_cells(path: Path, settings: Settings) -> list[dict[str, Any]]:
+    """The cells of an interrupted run with the same settings.
+
+    Raises `SystemExit` where the file comes from other settings.
+    """
+    stored = read_json(path)
+    if stored is None:
+        return []
+    if stored["settings"] != asdict(settings):
+        sys.exit(f"{path} was made with other settings: drop --resume or name another --output")
+    return list(stored["cells"])
+
+
+def todo(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
+    """The (context, batch) cells still to be measured, the cheap ones first."""
+    have = {(cell["context"], cell["batch"]) for cell in done}
+    for context, batch in itertools.product(sorted(args.contexts), sorted(args.batches)):
+        if (context, batch) not in have:
+            yield context, batch
+
+
+def measure(
+    args: argparse.Namespace, settings: Settings, specs: list[EngineSpec], store: dict[str, Any]
+) -> None:
+    """Add every missing cell to `store` and write it to the output file after each."""
+    cells = list(todo(args, store["cells"]))
+    if not cells:
+        return
+    status, watch = Status(), Stopwatch()
+    documents = Documents(args.model)
+    with ExitStack() as stack:
+        engines = []
+        for spec in specs:
+            status.set(f"starting {spec.name}")
+            log = args.output.with_name(f"{args.output.stem}-{spec.name.replace(' ', '-')}.log")
+            engine = stack.enter_context(EngineProcess(spec, log, status.tick))
+            engine.pause()
+            engines.append(engine)
+        store["engines"] = {engine.name: engine.info for engine in engines}
+        bench = Bench(engines, settings, documents, status)
+        bench.warm_up(min(max(args.contexts), 2 * settings.budget))
+        status.clear()
+        print(decode_report.HEADER)
+        for number, (context, batch) in enumerate(cells, 1):
+            status.prefix(f"[{number}/{len(cells)}, {watch}] {context:,} x {batch}: ")
+            cell = bench.cell(context, batch, args.profile)
+            store["cells"].append(cell)
+            write_json(args.output, store)
+            status.clear()
+            print(decode_report.row(cell))
+
+
+def main() -> None:
+    """Measure, print, store; exits with 1 where an engine fails."""
+    args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    longest, batch = max(args.contexts), max(args.batches)
+    if min(args.contexts) <= args.steps + WARM_STEPS + 1:
+        sys.exit(f"--contexts: {min(args.contexts)} leaves no room for {args.steps} steps")
+    config = AutoConfig.from_pretrained(args.model)
+    overrides = args.hf_overrides
+    settings = Settings(
+        model=Path(args.model).name,
+        hf_overrides=yarn_overrides(config, longest) if overrides is None else overrides,
+        against=args.against,
+        budget=args.budget,
+        steps=args.steps,
+        repeats=args.repeats,
+        prefill_repeats=args.prefill_repeats,
+        temperature=args.temperature,
+        enforce_eager=args.enforce_eager,
+    )
+    specs = engine_specs(args.model, settings, config, longest, batch)
+    done = earlier_cells(args.output, settings) if args.resume else []
+    store = result_header(MODULE) | {"settings": asdict(settings), "cells": done}
+    try:
+        measure(args, settings, specs, store)
+    except EngineError as error:
+        sys.exit(f"\n{error}")
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted; --resume continues after the last complete cell")
+    store["acceptance"] = decode_report.acceptance(store["cells"], settings.budget)
+    write_json(args.output, store)
+    plot = args.output.with_suffix(".png")
+    decode_report.plot(store, plot)
+    print(decode_report.summary(store))
+    print(f"written: {args.output} and {plot}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""What `benchmarks.decode` makes of its measurements: figures, tables, verdicts and a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.worker_timing import (
+    ATTENTION_KERNEL,
+    ATTENTION_LAYER,
+    FORWARD,
+    INDEX_UPDATE,
+    KV_WRITE,
+    PLANNING,
+    RUNNER,
+)
+
+Cell = dict[str, Any]
+
+HEADER = (
+    f"{'context':>8}{'batch':>6} | {'decode, ms/step':>17}{'speed-up':>9}{'(min..max)':>15}"
+    f" | {'prefill, s':>17}{'ratio':>7} | {'first token, s':>17}"
+)
+
+
+def spread(milliseconds: Sequence[float]) -> dict[str, float]:
+    """Median, tenth and ninetieth percentile of the steps of one repeat."""
+    tenths = statistics.quantiles(milliseconds, n=10)
+    return {
+        "median": round(statistics.median(milliseconds), 3),
+        "p10": round(tenths[0], 3),
+        "p90": round(tenths[-1], 3),
+    }
+
+
+def profile(steps_ms: Sequence[float], parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Split the mean step into disjoint parts, in milliseconds.
+
+    steps_ms: lengths of the last decode steps, as seen from outside the engine.
+    parts: inclusive seconds of the worker's parts per step, the same steps last.
+    """
+    last = parts[-len(steps_ms) :]
+
+    def mean(label: str) -> float:
+        return 1e3 * statistics.fmean(part.get(label, 0.0) for part in last)
+
+    layers = mean(ATTENTION_LAYER) + mean(KV_WRITE)
+    ops = [mean(label) for label in (ATTENTION_KERNEL, PLANNING, INDEX_UPDATE)]
+    step = statistics.fmean(steps_ms)
+    split = {
+        "attention kernel": ops[0],
+        "retrieval planning": ops[1],
+        "index update": ops[2],
+        "rest of attention, KV write": layers - sum(ops),
+        "rest of the model": mean(FORWARD) - layers,
+        "rest of the model runner": mean(RUNNER) - mean(FORWARD),
+        "outside the model runner": step - mean(RUNNER),
+    }
+    return {"step": round(step, 3)} | {name: round(ms, 3) for name, ms in split.items()}
+
+
+def step_ms(cell: Cell, engine: str) -> float:
+    """Decode milliseconds per step: the median over repeats of each repeat's median."""
+    return statistics.median(repeat["median"] for repeat in cell["engines"][engine]["step_ms"])
+
+
+def pair(cell: Cell) -> tuple[str, str]:
+    """Names of the stock engine and of its counterpart."""
+    stock, other = cell["engines"]
+    return stock, other
+
+
+def decode_ratios(cell: Cell) -> list[float]:
+    """Per repeat, the counterpart's step time over stock's."""
+    stock, other = (cell["engines"][name]["step_ms"] for name in pair(cell))
+    return [b["median"] / a["median"] for a, b in zip(stock, other, strict=True)]
+
+
+def prefill_ratio(cell: Cell) -> float:
+    """Median over repeats of the counterpart's prefill time over stock's."""
+    stock, other = (cell["engines"][name]["prefill_s"] for name in pair(cell))
+    return statistics.median(b / a for a, b in zip(stock, other, strict=True))
+
+
+def row(cell: Cell) -> str:
+    """One line of the table under `HEADER`."""
+    steps = [step_ms(cell, name) for name in pair(cell)]
+    ups = sorted(1 / ratio for ratio in decode_ratios(cell))
+    prefill, first = (
+        [statistics.median(cell["engines"][name][key]) for name in pair(cell)]
+        for key in ("prefill_s", "first_token_s")
+    )
+    decode = f"{steps[0]:.1f} -> {steps[1]:.1f}"
+    between = f"({ups[0]:.2f}..{ups[-1]:.2f})"
+    return (
+        f"{cell['context']:8,}{cell['batch']:6} | {decode:>17}{statistics.median(ups):8.2f}x"
+        f"{between:>15} | {f'{prefill[0]:.2f} -> {prefill[1]:.2f}':>17}"
+        f"{prefill_ratio(cell):7.3f} | {f'{first[0]:.2f} -> {first[1]:.2f}':>17}"
+    )
+
+
+def acceptance(cells: list[Cell], budget: int) -> list[dict[str, Any]]:
+    """The targets, what was measured, and whether it is enough (None: not measured)."""
+    by_size = {(cell["context"], cell["batch"]): cell for cell in cells}
+    long, short = 32768, 2048
+    verdicts: list[dict[str, Any]] = []
+
+    def judge(target: str, measure: Callable[[], float], limit: float, at_least: bool) -> None:
+        try:
+            value = round(measure(), 3)
+        except (KeyError, ValueError):
+            verdicts.append({"target": target, "limit": limit, "value": None, "pass": None})
+            return
+        passed = value >= limit if at_least else value <= limit
+        verdicts.append({"target": target, "limit": limit, "value": value, "pass": passed})
+
+    def speed_up(batch: int) -> float:
+        return statistics.median(1 / ratio for ratio in decode_ratios(by_size[long, batch]))
+
+    def flatness() -> float:
+        cell = by_size[long, 1]
+        name = pair(cell)[1]
+        return step_ms(cell, name) / step_ms(by_size[short, 1], name)
+
+    def within_budget() -> float:
+        small = (cell for cell in cells if cell["context"] <= budget)
+        return max(statistics.median(decode_ratios(cell)) for cell in small)
+
+    def prefill() -> float:
+        return max(prefill_ratio(cell) for cell in cells if cell["context"] > budget)
+
+    judge(f"decode at {long:,}, batch 1: speed-up over stock", lambda: speed_up(1), 2.0, True)
+    judge(f"decode at {long:,}, batch 4: speed-up over stock", lambda: speed_up(4), 3.5, True)
+    judge(f"own step at {long:,} over own step at {short:,}, batch 1", flatness, 1.2, False)
+    judge("decode within the budget, over stock, worst cell", within_budget, 1.03, False)
+    judge("prefill beyond the budget, over stock, worst cell", prefill, 1.05, False)
+    return verdicts
+
+
+def summary(store: dict[str, Any]) -> str:
+    """The whole result as text: table, parts of a step, verdicts."""
+    cells = sorted(store["cells"], key=lambda cell: (cell["batch"], cell["context"]))
+    lines = ["", HEADER, *map(row, cells), *_profile_lines(cells), ""]
+    for verdict in store["acceptance"]:
+        word = {True: "PASS", False: "FAIL", None: "not measured"}[verdict["pass"]]
+        value = "" if verdict["value"] is None else f" {verdict['value']:.3f}"
+        lines.append(f"{word:>4}{value}  {verdict['target']} (limit {verdict['limit']})")
+    return "\n".join(lines)
+
+
+def _profile_lines(cells: list[Cell]) -> list[str]:
+    """Where the time of a step goes, one block per engine and one column per cell."""
+    cells = [c for c in cells if all("profile_ms" in e for e in c["engines"].values())]
+    if not cells:
+        return []
+    lines = ["", "where a step's time goes, ms (measured apart, with timers inside the worker)"]
+    for name in pair(cells[0]):
+        columns = [cell["engines"][name]["profile_ms"] for cell in cells]
+        sizes = "".join(f"{cell['context']:>8,} x{cell['batch']}" for cell in cells)
+        lines.append(f"{name:<28}{sizes}")
+        for part in columns[0]:
+            lines.append(f"  {part:<26}" + "".join(f"{column[part]:11.2f}" for column in columns))
+    return lines
+
+
+def plot(store: dict[str, Any], path: Path) -> None:
+    """Milliseconds per step over the context, one panel per batch size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    batches = sorted({cell["batch"] for cell in store["cells"]})
+    figure, axes = pyplot.subplots(
+        1, len(batches), figsize=(5 * len(batches), 4), squeeze=False, layout="constrained"
+    )
+    for axis, batch in zip(axes[0], batches, strict=True):
+        cells = [cell for cell in store["cells"] if cell["batch"] == batch]
+        cells.sort(key=lambda cell: cell["context"])
+        contexts = [cell["context"] for cell in cells]
+        for name in pair(cells[0]):
+            axis.plot(contexts, [step_ms(cell, name) for cell in cells], "o-", label=name)
+        axis.axvline(store["settings"]["budget"], color="grey", linestyle=":", label="budget")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(contexts, [f"{c / 1024:.3g}K" for c in contexts])
+        axis.set_ylim(bottom=0)
+        axis.set(title=f"batch {batch}", xlabel="context, tokens", ylabel="decode, ms per step")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    machine = store["machine"]
+    figure.suptitle(f"{store['settings']['model']}, {machine['cpu']}, {machine['cores']} cores")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
