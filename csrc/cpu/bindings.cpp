@@ -1,0 +1,79 @@
+// Python's view of the kernels. Tensors arrive as addresses: the extension does not depend on any
+// PyTorch version, and a call costs about a microsecond. vllm_kvretrieval/kernels/cpu.py is the only
+// caller and guarantees shapes, dtypes and lifetimes.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+const kvr::KernelTable* active = &kvr::kernels();
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void use_isa(const std::string& isa) {
+  const kvr::KernelTable* table = kvr::kernels_for(isa.c_str());
+  if (table == nullptr)
+    throw std::invalid_argument("instruction set '" + isa + "' is not available on this machine");
+  active = table;
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, m) {
+  m.doc() = "Fused CPU kernels of vllm-kvretrieval.";
+  m.def("isa", [] { return active->isa; }, "Name of the instruction set in use.");
+  m.def("use_isa", &use_isa, nb::arg("isa"),
+        "Choose another instruction set ('avx512', 'avx2', 'portable'), for tests and benchmarks.");
+
+  nb::class_<kvr::DecodeRows>(m, "DecodeRows")
+      .def("__init__",
+           [](kvr::DecodeRows* self, int rows, uintptr_t block_table, int64_t block_table_stride,
+              uintptr_t seq_lens, uintptr_t slots, uintptr_t sink_pages, uintptr_t window_pages,
+              uintptr_t select_pages, uintptr_t threshold, uintptr_t fresh, uintptr_t corrected,
+              uintptr_t page_table, int64_t page_table_stride) {
+             new (self) kvr::DecodeRows{
+                 rows, at<int32_t>(block_table), block_table_stride, at<int32_t>(seq_lens),
+                 at<int32_t>(slots), at<int32_t>(sink_pages), at<int32_t>(window_pages),
+                 at<int32_t>(select_pages), at<float>(threshold), at<uint8_t>(fresh),
+                 at<int64_t>(corrected), at<int32_t>(page_table), page_table_stride};
+           });
+
+  nb::class_<kvr::LayerState>(m, "LayerState")
+      .def("__init__",
+           [](kvr::LayerState* self, int dtype, int kv_heads, int group, int head_size,
+              int page_size, float scale, uintptr_t index, uintptr_t prev_query,
+              uintptr_t prev_selection, int64_t prev_selection_stride) {
+             new (self) kvr::LayerState{
+                 static_cast<kvr::DType>(dtype), kv_heads, group, head_size, page_size, scale,
+                 at<void>(index), at<void>(prev_query), at<int32_t>(prev_selection),
+                 prev_selection_stride};
+           });
+
+  m.def(
+      "update_index",
+      [](int dtype, uintptr_t keys, int64_t key_stride, uintptr_t slot_mapping, int64_t num_tokens,
+         uintptr_t index, int kv_heads, int head_size, int page_size) {
+        active->update_index({static_cast<kvr::DType>(dtype), at<void>(keys), key_stride,
+                              at<int64_t>(slot_mapping), num_tokens, at<void>(index), kv_heads,
+                              head_size, page_size});
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "plan_decode",
+      [](uintptr_t query, int64_t query_stride, const kvr::DecodeRows& rows,
+         const kvr::LayerState& layer) {
+        active->plan_decode({rows, layer, at<void>(query), query_stride});
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,53 @@
+// Chooses the kernels' instruction set once, at run time.
+#include <cstring>
+
+#include "kernels.h"
+
+namespace kvr {
+
+#ifdef KVR_HAVE_X86
+extern const KernelTable table_avx512;
+extern const KernelTable table_avx2;
+#endif
+extern const KernelTable table_portable;
+
+namespace {
+
+bool runs_here([[maybe_unused]] const KernelTable& table) {
+#ifdef KVR_HAVE_X86
+  if (&table == &table_avx512)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (&table == &table_avx2)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+#endif
+  return true;
+}
+
+const KernelTable* const kTables[] = {
+#ifdef KVR_HAVE_X86
+    &table_avx512,
+    &table_avx2,
+#endif
+    &table_portable,
+};
+
+}  // namespace
+
+const KernelTable* kernels_for(const char* isa) {
+  for (const KernelTable* table : kTables)
+    if (std::strcmp(table->isa, isa) == 0 && runs_here(*table)) return table;
+  return nullptr;
+}
+
+const KernelTable& kernels() {
+  static const KernelTable& best = [] () -> const KernelTable& {
+    for (const KernelTable* table : kTables)
+      if (runs_here(*table)) return *table;
+    return table_portable;
+  }();
+  return best;
+}
+
+}  // namespace kvr

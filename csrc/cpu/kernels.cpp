@@ -1,0 +1,359 @@
+// The retrieval ops, compiled once per instruction set (KVR_ISA names it).
+#include "kernels.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+
+#define KVR_STRING_(x) #x
+#define KVR_STRING(x) KVR_STRING_(x)
+#define KVR_CONCAT_(a, b) a##b
+#define KVR_CONCAT(a, b) KVR_CONCAT_(a, b)
+
+namespace kvr {
+namespace KVR_ISA {
+
+constexpr int kGroupBlock = 8;      // query heads scored together, one accumulator each
+constexpr int kChunk = 128;         // pages per scoring task
+constexpr int kSerialKeys = 4096;   // work below which waking the other threads costs more
+constexpr int kSerialPages = 64;
+
+// ---------------------------------------------------------------------------------------------
+// Page index: channel-wise min and max of the keys of a page (FreeKV, section 3.2)
+// ---------------------------------------------------------------------------------------------
+
+// A maximal range of consecutive tokens that lie in one page.
+struct Run {
+  int64_t page, first, last;  // tokens [first, last)
+  bool starts_page;           // holds the page's first token, so the old entry is void
+};
+
+static std::vector<Run>& find_runs(const IndexUpdate& u) {
+  thread_local std::vector<Run> runs;
+  runs.clear();
+  for (int64_t t = 0; t < u.num_tokens; ++t) {
+    const int64_t slot = u.slot_mapping[t];
+    if (slot < 0) continue;
+    const int64_t page = slot / u.page_size;
+    const bool first = slot % u.page_size == 0;
+    if (!first && !runs.empty() && runs.back().page == page && runs.back().last == t)
+      runs.back().last = t + 1;
+    else
+      runs.push_back({page, t, t + 1, first});
+  }
+  return runs;
+}
+
+template <class E>
+static void update_run(const IndexUpdate& u, const Run& run) {
+  const int d = u.head_size;
+  for (int h = 0; h < u.kv_heads; ++h) {
+    E* lo = static_cast<E*>(u.index) + (run.page * u.kv_heads + h) * 2 * d;
+    E* hi = lo + d;
+    for (int c = 0; c < d; c += kWidth) {
+      const E* key = static_cast<const E*>(u.keys) + run.first * u.key_stride + h * d + c;
+      Floats a = run.starts_page ? E::load(key) : E::load(lo + c);
+      Floats b = run.starts_page ? a : E::load(hi + c);
+      for (int64_t t = run.first; t < run.last; ++t, key += u.key_stride) {
+        const Floats k = E::load(key);
+        a = min(a, k);
+        b = max(b, k);
+      }
+      E::store(lo + c, a);
+      E::store(hi + c, b);
+    }
+  }
+}
+
+template <class E>
+static void update_index_of(const IndexUpdate& u) {
+  const std::vector<Run>& runs = find_runs(u);
+  const int64_t n = static_cast<int64_t>(runs.size());
+#pragma omp parallel for schedule(static) if (u.num_tokens * u.kv_heads > kSerialKeys)
+  for (int64_t i = 0; i < n; ++i) update_run<E>(u, runs[i]);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Scores: an upper bound of every q.k in the page, as relu(q).kmax + min(q, 0).kmin
+// ---------------------------------------------------------------------------------------------
+
+// The query heads of one KV head, split by sign, with the scale folded in.
+class SplitQuery {
+ public:
+  template <class E>
+  SplitQuery(const E* q, int n, float scale) {
+    thread_local std::vector<float> buffer;
+    if (buffer.size() < 2 * static_cast<size_t>(n)) buffer.resize(2 * n);
+    positive = buffer.data();
+    negative = positive + n;
+    for (int i = 0; i < n; i += kWidth) {
+      const Floats x = E::load(q + i) * scale;
+      const Floats pos = max(x, Floats{}), neg = min(x, Floats{});
+      std::memcpy(positive + i, &pos, sizeof pos);
+      std::memcpy(negative + i, &neg, sizeof neg);
+    }
+  }
+  float *positive, *negative;
+};
+
+// Scores of pages [begin, end) for N query heads; out[g * out_stride + j].
+template <class E, int N>
+static void score_pages(const SplitQuery& q, int first_head, int d, const E* index,
+                        int64_t page_stride, const int32_t* pages, int begin, int end, float* out,
+                        int64_t out_stride) {
+  const float* pos = q.positive + first_head * d;
+  const float* neg = q.negative + first_head * d;
+  for (int j = begin; j < end; ++j) {
+    if (j + 4 < end) {
+      const char* ahead = reinterpret_cast<const char*>(index + pages[j + 4] * page_stride);
+      for (size_t b = 0; b < 2 * d * sizeof(E); b += 64) __builtin_prefetch(ahead + b);
+    }
+    const E* lo = index + pages[j] * page_stride;
+    const E* hi = lo + d;
+    Floats acc[N] = {};
+    for (int c = 0; c < d; c += kWidth) {
+      const Floats kmin = E::load(lo + c), kmax = E::load(hi + c);
+      for (int g = 0; g < N; ++g) {
+        acc[g] += load_as<Floats>(pos + g * d + c) * kmax;
+        acc[g] += load_as<Floats>(neg + g * d + c) * kmin;
+      }
+    }
+    for (int g = 0; g < N; ++g) out[g * out_stride + j] = sum(acc[g]);
+  }
+}
+
+template <class E>
+using ScoreFn = void (*)(const SplitQuery&, int, int, const E*, int64_t, const int32_t*, int, int,
+                         float*, int64_t);
+
+template <class E>
+static ScoreFn<E> score_fn(int heads) {
+  static constexpr ScoreFn<E> kFns[kGroupBlock] = {
+      score_pages<E, 1>, score_pages<E, 2>, score_pages<E, 3>, score_pages<E, 4>,
+      score_pages<E, 5>, score_pages<E, 6>, score_pages<E, 7>, score_pages<E, 8>};
+  return kFns[heads - 1];
+}
+
+// ---------------------------------------------------------------------------------------------
+// Pooling and top-k
+// ---------------------------------------------------------------------------------------------
+
+// scores[g][0..n) -> scores[0][0..n): the mean over the group of softmax over the pages.
+// Rows are padded to a multiple of kWidth by the caller's stride; the padding is overwritten.
+static void pool_group(float* scores, int64_t stride, int group, int n) {
+  const int padded = (n + kWidth - 1) / kWidth * kWidth;
+  for (int g = 0; g < group; ++g) {
+    float* s = scores + g * stride;
+    std::fill(s + n, s + padded, -std::numeric_limits<float>::infinity());
+    Floats top = load_as<Floats>(s);
+    for (int j = kWidth; j < padded; j += kWidth) top = max(top, load_as<Floats>(s + j));
+    float highest = top[0];
+    for (int i = 1; i < kWidth; ++i) highest = std::max(highest, top[i]);
+    Floats total = {};
+    for (int j = 0; j < padded; j += kWidth) {
+      const Floats e = exp_nonpositive(load_as<Floats>(s + j) - highest);
+      std::memcpy(s + j, &e, sizeof e);
+      total += e;
+    }
+    const float weight = 1.0f / (sum(total) * group);
+    for (int j = 0; j < padded; j += kWidth) {
+      Floats p = load_as<Floats>(s + j) * weight;
+      if (g > 0) p += load_as<Floats>(scores + j);
+      std::memcpy(scores + j, &p, sizeof p);
+    }
+  }
+}
+
+// How many of values[0..n) have a bit pattern of at least `floor`. Non-negative floats order like
+// their bit patterns.
+static int count_at_least(const float* values, int n, int32_t floor) {
+  Ints counts = {};
+  int j = 0;
+  for (; j + kWidth <= n; j += kWidth) counts -= (load_as<Ints>(values + j) >= floor);
+  int count = 0;
+  for (int i = 0; i < kWidth; ++i) count += counts[i];
+  for (; j < n; ++j) {
+    int32_t bits;
+    std::memcpy(&bits, values + j, 4);
+    count += bits >= floor;
+  }
+  return count;
+}
+
+// The k largest of values[0..n), n > k > 0, all non-negative: their positions plus `offset` in
+// rising order; of equal values the lower position wins.
+static void top_k(const float* values, int n, int k, int32_t offset, int32_t* out) {
+  int32_t kth = 0;  // bit pattern of the k-th largest value
+  for (int bit = 30; bit >= 0; --bit) {
+    const int32_t candidate = kth | (int32_t{1} << bit);
+    if (count_at_least(values, n, candidate) >= k) kth = candidate;
+  }
+  int ties = k - count_at_least(values, n, kth + 1);
+  int taken = 0;
+  for (int j = 0; j < n && taken < k; ++j) {
+    int32_t bits;
+    std::memcpy(&bits, values + j, 4);
+    const bool tie = bits == kth && ties > 0;
+    ties -= tie;
+    out[taken] = offset + j;
+    taken += tie || bits > kth;
+  }
+}
+
+// Mean over the group of cos(q, previous q) (FreeKV, section 3.3).
+template <class E>
+static float query_similarity(const E* q, const E* prev, int group, int d) {
+  float mean = 0;
+  for (int g = 0; g < group; ++g, q += d, prev += d) {
+    Floats dot = {}, qq = {}, pp = {};
+    for (int c = 0; c < d; c += kWidth) {
+      const Floats a = E::load(q + c), b = E::load(prev + c);
+      dot += a * b;
+      qq += a * a;
+      pp += b * b;
+    }
+    const float norm = __builtin_sqrtf(sum(qq) * sum(pp));
+    mean += norm > 0 ? sum(dot) / norm : 0;
+  }
+  return mean / group;
+}
+
+// ---------------------------------------------------------------------------------------------
+// One decode step of one layer
+// ---------------------------------------------------------------------------------------------
+
+template <class E>
+struct Planner {
+  const DecodeRows& rows;
+  const LayerState& layer;
+  const E* queries;
+  int64_t query_stride;
+
+  explicit Planner(const DecodePlan& p)
+      : rows(p.rows), layer(p.layer), queries(static_cast<const E*>(p.query)),
+        query_stride(p.query_stride) {}
+
+  int group_elements() const { return layer.group * layer.head_size; }
+  int pages(int row) const { return (rows.seq_lens[row] + layer.page_size - 1) / layer.page_size; }
+  const int32_t* blocks(int row) const { return rows.block_table + row * rows.block_table_stride; }
+  const E* query(int row, int head) const {
+    return queries + row * query_stride + int64_t(head) * group_elements();
+  }
+
+  void score(int row, int head, int begin, int end, float* scores, int64_t stride) const {
+    const int d = layer.head_size;
+    const SplitQuery q(query(row, head), group_elements(), layer.scale);
+    const int64_t page_stride = int64_t(layer.kv_heads) * 2 * d;
+    const E* index = static_cast<const E*>(layer.index) + int64_t(head) * 2 * d;
+    for (int g = 0; g < layer.group; g += kGroupBlock) {
+      const int heads = std::min(kGroupBlock, layer.group - g);
+      score_fn<E>(heads)(q, g, d, index, page_stride, blocks(row), begin, end, scores + g * stride,
+                         stride);
+    }
+  }
+
+  // Selects for the next step, decides whose selection this step attends to, writes the page list.
+  void select(int row, int head, float* scores, int64_t stride) const {
+    const int n = pages(row), k = rows.select_pages[row];
+    const int sink = rows.sink_pages[row], window = rows.window_pages[row];
+    const int32_t* block = blocks(row);
+    int32_t* list = rows.page_table + (int64_t(row) * layer.kv_heads + head) * rows.page_table_stride;
+    // Entries address the cache seen as [pages * kv_heads] single-head pages.
+    const auto append = [&](int32_t page) { *list++ = block[page] * layer.kv_heads + head; };
+    if (k < 0) {
+      for (int j = 0; j < n; ++j) append(j);
+      return;
+    }
+    for (int j = 0; j < sink; ++j) append(j);
+    if (k > 0) {
+      const int64_t unit = int64_t(rows.slots[row]) * layer.kv_heads + head;
+      int32_t* kept = layer.prev_selection + unit * layer.prev_selection_stride;
+      E* prev = static_cast<E*>(layer.prev_query) + unit * group_elements();
+      const E* q = query(row, head);
+      const bool correct = must_correct(row, q, prev);
+      if (!correct)
+        for (int i = 0; i < k; ++i) append(kept[i]);
+      pool_group(scores, stride, layer.group, n);
+      top_k(scores + sink, n - sink - window, k, sink, kept);
+      if (correct) {
+        for (int i = 0; i < k; ++i) append(kept[i]);
+#pragma omp atomic
+        rows.corrected[rows.slots[row]] += 1;
+      }
+      std::memcpy(prev, q, group_elements() * sizeof(E));
+    }
+    for (int j = n - window; j < n; ++j) append(j);
+  }
+
+  bool must_correct(int row, const E* q, const E* prev) const {
+    const float tau = rows.threshold[row];
+    if (rows.fresh[row] || tau >= 1.0f) return true;
+    if (tau <= -1.0f) return false;
+    return query_similarity(q, prev, layer.group, layer.head_size) < tau;
+  }
+};
+
+template <class E>
+static void plan_decode_of(const DecodePlan& p) {
+  const Planner<E> planner(p);
+  const DecodeRows& rows = p.rows;
+  const int heads = p.layer.kv_heads;
+  int most_pages = 0;
+  for (int r = 0; r < rows.rows; ++r)
+    if (rows.select_pages[r] > 0) most_pages = std::max(most_pages, planner.pages(r));
+  // Scores of a wave of (row, head) units at a time: the scratch stays bounded however large the
+  // batch, and all threads share the scoring of a single long request.
+  const int units = rows.rows * heads;
+  const int wave = std::min(units, 4 * omp_get_max_threads());
+  const int chunks = (most_pages + kChunk - 1) / kChunk;
+  const int64_t stride = int64_t(chunks) * kChunk;
+  const int64_t unit_stride = p.layer.group * stride;
+  static std::vector<float> scratch;  // plans are made one at a time
+  if (scratch.size() < static_cast<size_t>(wave * unit_stride)) scratch.resize(wave * unit_stride);
+  float* scores = scratch.data();
+#pragma omp parallel if (int64_t(units) * most_pages > kSerialPages)
+  for (int first = 0; first < units; first += wave) {
+    const int count = std::min(wave, units - first);
+#pragma omp for schedule(dynamic, 1)
+    for (int task = 0; task < count * chunks; ++task) {
+      const int unit = task / chunks, begin = task % chunks * kChunk;
+      const int row = (first + unit) / heads, head = (first + unit) % heads;
+      const int end = std::min(begin + kChunk, planner.pages(row));
+      if (rows.select_pages[row] > 0 && begin < end)
+        planner.score(row, head, begin, end, scores + unit * unit_stride, stride);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int unit = 0; unit < count; ++unit)
+      planner.select((first + unit) / heads, (first + unit) % heads, scores + unit * unit_stride,
+                     stride);
+  }
+}
+
+static void update_index(const IndexUpdate& u) {
+  switch (u.dtype) {
+    case DType::kBFloat16: return update_index_of<BFloat16>(u);
+    case DType::kFloat16: return update_index_of<Float16>(u);
+    case DType::kFloat32: return update_index_of<Float32>(u);
+  }
+}
+
+static void plan_decode(const DecodePlan& p) {
+  switch (p.layer.dtype) {
+    case DType::kBFloat16: return plan_decode_of<BFloat16>(p);
+    case DType::kFloat16: return plan_decode_of<Float16>(p);
+    case DType::kFloat32: return plan_decode_of<Float32>(p);
+  }
+}
+
+}  // namespace KVR_ISA
+
+extern const KernelTable KVR_CONCAT(table_, KVR_ISA);
+const KernelTable KVR_CONCAT(table_, KVR_ISA) = {KVR_STRING(KVR_ISA), KVR_ISA::update_index,
+                                                 KVR_ISA::plan_decode};
+
+}  // namespace kvr

@@ -1,0 +1,71 @@
+// The retrieval ops of the CPU platform: what they take, independent of the instruction set.
+//
+// The specification of every op is its plain-torch twin in vllm_kvretrieval/kernels/reference.py.
+// Nothing here knows PyTorch: pointers, strides and sizes only.
+#pragma once
+
+#include <cstdint>
+
+namespace kvr {
+
+enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
+
+// New keys and where they were written; `index` is [pages, kv_heads, 2 (min, max), head_size].
+struct IndexUpdate {
+  DType dtype;
+  const void* keys;              // [num_tokens, kv_heads, head_size]
+  int64_t key_stride;            // elements from one token to the next
+  const int64_t* slot_mapping;   // [num_tokens]; page * page_size + offset, negative = padding
+  int64_t num_tokens;
+  void* index;
+  int32_t kv_heads, head_size, page_size;
+};
+
+// The requests of a step that decode one token each; the same for every layer.
+struct DecodeRows {
+  int32_t rows;
+  const int32_t* block_table;    // [rows, block_table_stride]; page ids in context order
+  int64_t block_table_stride;
+  const int32_t* seq_lens;       // [rows]; tokens in context, the new one included
+  const int32_t* slots;          // [rows]; the request's entry in the state tensors
+  const int32_t* sink_pages;     // [rows]
+  const int32_t* window_pages;   // [rows]
+  const int32_t* select_pages;   // [rows]; negative: attend to the whole context
+  const float* threshold;        // [rows]; correction threshold tau
+  const uint8_t* fresh;          // [rows]; no previous decode step: correct every head
+  int64_t* corrected;            // [state slots]; counts corrected heads
+  int32_t* page_table;           // out, [rows * kv_heads, page_table_stride]
+  int64_t page_table_stride;
+};
+
+// What one layer keeps: its page index and, per running request, the previous decode step.
+struct LayerState {
+  DType dtype;
+  int32_t kv_heads, group, head_size, page_size;
+  float scale;                   // softmax scale of the layer
+  const void* index;             // as in IndexUpdate
+  void* prev_query;              // [state slots, kv_heads * group, head_size]
+  int32_t* prev_selection;       // [state slots, kv_heads, prev_selection_stride]
+  int64_t prev_selection_stride;
+};
+
+struct DecodePlan {
+  const DecodeRows& rows;
+  const LayerState& layer;
+  const void* query;             // [rows, kv_heads * group, head_size]
+  int64_t query_stride;          // elements from one row to the next
+};
+
+// The functions that one instruction set provides.
+struct KernelTable {
+  const char* isa;
+  void (*update_index)(const IndexUpdate&);
+  void (*plan_decode)(const DecodePlan&);
+};
+
+// The fastest table that this machine runs.
+const KernelTable& kernels();
+// A table by name ("avx512", "avx2", "portable"), or null where it is not compiled in or cannot run.
+const KernelTable* kernels_for(const char* isa);
+
+}  // namespace kvr

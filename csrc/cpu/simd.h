@@ -1,0 +1,139 @@
+// A vector of floats as wide as the instruction set that this file is compiled for.
+// GCC's vector extension does the arithmetic; only fp16 conversion needs intrinsics.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace kvr {
+// One namespace per instruction set: inline functions compiled for AVX-512 must never be merged
+// with their portable twins by the linker.
+namespace KVR_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+using Floats = float __attribute__((vector_size(4 * kWidth)));
+using Ints = int32_t __attribute__((vector_size(4 * kWidth)));
+using Words = uint32_t __attribute__((vector_size(4 * kWidth)));
+using Halves = uint16_t __attribute__((vector_size(2 * kWidth)));
+
+template <class V>
+inline V load_as(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline Floats splat(float x) { return Floats{} + x; }
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+
+inline float sum(Floats v) {
+  float total = 0;
+  for (int i = 0; i < kWidth; ++i) total += v[i];
+  return total;
+}
+
+// Elements of the KV cache. Conversions to float and back of a value that came from the type are exact.
+struct BFloat16 {
+  uint16_t bits;
+  static Floats load(const BFloat16* p) {
+    return (Floats)(__builtin_convertvector(load_as<Halves>(p), Words) << 16);
+  }
+  static void store(BFloat16* p, Floats v) {
+    Halves h = __builtin_convertvector((Words)v >> 16, Halves);
+    std::memcpy(p, &h, sizeof h);
+  }
+};
+
+struct Float32 {
+  float value;
+  static Floats load(const Float32* p) { return load_as<Floats>(p); }
+  static void store(Float32* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+};
+
+struct Float16 {
+  uint16_t bits;
+#if defined(__AVX512F__)
+  static Floats load(const Float16* p) {
+    return (Floats)_mm512_cvtph_ps(load_as<__m256i>(p));
+  }
+  static void store(Float16* p, Floats v) {
+    __m256i h = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+    std::memcpy(p, &h, sizeof h);
+  }
+#elif defined(__F16C__)
+  static Floats load(const Float16* p) {
+    return (Floats)_mm256_cvtph_ps(load_as<__m128i>(p));
+  }
+  static void store(Float16* p, Floats v) {
+    __m128i h = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+    std::memcpy(p, &h, sizeof h);
+  }
+#else
+  static Floats load(const Float16* p) {
+    Floats v;
+    for (int i = 0; i < kWidth; ++i) v[i] = to_float(p[i].bits);
+    return v;
+  }
+  static void store(Float16* p, Floats v) {
+    for (int i = 0; i < kWidth; ++i) p[i].bits = from_float(v[i]);
+  }
+
+ private:
+  static float to_float(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000) << 16;
+    const uint32_t rest = uint32_t(h & 0x7fff);
+    if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+    // Scaling by 2^112 moves the exponent's bias and handles subnormals at once.
+    const float magnitude = bits_to_float(rest << 13) * 0x1p112f;
+    return sign ? -magnitude : magnitude;
+  }
+  static uint16_t from_float(float f) {  // f is a value that fp16 holds exactly
+    uint32_t u;
+    std::memcpy(&u, &f, 4);
+    const uint16_t sign = u >> 16 & 0x8000;
+    u &= 0x7fffffff;
+    if (u >= 0x7f800000) return sign | 0x7c00 | (u >> 13 & 0x3ff);
+    std::memcpy(&f, &u, 4);
+    f *= 0x1p-112f;
+    std::memcpy(&u, &f, 4);
+    return sign | u >> 13;
+  }
+  static float bits_to_float(uint32_t u) {
+    float f;
+    std::memcpy(&f, &u, 4);
+    return f;
+  }
+#endif
+};
+
+// exp(x) for x <= 0, relative error below 2e-7; 0 far below the smallest normal float.
+inline Floats exp_nonpositive(Floats x) {
+  x = max(x, splat(-87.0f));
+  const Floats scaled = x * 1.44269504f;
+  const Ints n = __builtin_convertvector(scaled - 0.5f, Ints);  // rounds to nearest: scaled <= 0
+  const Floats whole = __builtin_convertvector(n, Floats);
+  const Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return p * (Floats)((n + 127) << 23);
+}
+
+}  // namespace KVR_ISA
+}  // namespace kvr

@@ -1,0 +1,1 @@
+"""What vLLM calls: backend, metadata builder and implementation."""

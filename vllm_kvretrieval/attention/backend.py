@@ -1,0 +1,72 @@
+"""The attention backends that vLLM selects by name, one per method."""
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType, MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from vllm_kvretrieval.attention.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.attention.metadata import RetrievalMetadataBuilder
+from vllm_kvretrieval.attention.support import DTYPES, HEAD_SIZES, KV_CACHE_DTYPES
+from vllm_kvretrieval.config import RetrievalConfig
+
+
+class RetrievalBackend(CPUAttentionBackend):
+    """vLLM's CPU attention; decode over selected pages where the context exceeds the budget."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(KV_CACHE_DTYPES)
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Our page size, so that vLLM hands out block tables in pages."""
+        vllm_config = get_current_vllm_config_or_none()
+        config = RetrievalConfig.from_vllm(vllm_config) if vllm_config else None
+        return [(config or RetrievalConfig()).page_size]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(HEAD_SIZES)
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """Reasons why vLLM cannot use the backend here; asked on GPU platforms only."""
+        reasons = super().validate_configuration(*args, **kwargs)
+        if not current_platform.is_cpu():
+            reasons.append("KV retrieval runs on vLLM's CPU platform only in this release")
+        return reasons
+
+    @staticmethod
+    def get_impl_cls() -> type[RetrievalAttentionImpl]:
+        return RetrievalAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[RetrievalMetadataBuilder]:
+        return RetrievalMetadataBuilder
+
+
+class FreeKVBackend(RetrievalBackend):
+    """``--attention-backend freekv``."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "FREEKV"
+
+
+class StreamingLLMBackend(RetrievalBackend):
+    """``--attention-backend streamingllm``."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "STREAMINGLLM"

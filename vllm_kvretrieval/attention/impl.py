@@ -1,0 +1,136 @@
+"""Attention of one layer."""
+
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+from vllm_kvretrieval.attention.metadata import DecodePlan, RetrievalMetadata
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels import LayerState, Ops
+
+
+class RetrievalAttentionImpl(CPUAttentionBackendImpl):
+    """vLLM's CPU attention; decode rows of a retrieval layer attend to their own page lists.
+
+    Attributes:
+        state: The layer's page index and per-request memory, or None in a dense layer. Set by the
+            worker once the KV cache is allocated.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        unsupported = {
+            "ALiBi": self.alibi_slopes is not None,
+            "logits soft-capping": bool(self.logits_soft_cap),
+            "learned attention sinks": self.sinks is not None,
+            "cross-layer KV sharing": self.kv_sharing_target_layer_name is not None,
+        }
+        for what, present in unsupported.items():
+            if present:
+                raise RetrievalConfigError(
+                    f"KV retrieval does not support {what}, which this model uses. Serve it "
+                    "without --attention-backend."
+                )
+        self.state: LayerState | None = None
+        self.kernels: Ops
+        # Keys and values of the cache, seen as single-head pages [pages * kv_heads, 1, tokens, d].
+        self.page_keys = self.page_values = torch.empty(0)
+
+    def attach(self, kernels: Ops, state: LayerState, kv_cache: torch.Tensor) -> None:
+        """Make this a retrieval layer.
+
+        Args:
+            kernels: Implementation of the ops.
+            state: Freshly allocated.
+            kv_cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
+
+        Raises:
+            ValueError: vLLM's pages are not those of the state.
+        """
+        pages, kv_heads, page_size, _ = kv_cache.shape
+        if (pages, kv_heads, page_size) != (state.index.shape[0], state.kv_heads, state.page_size):
+            raise ValueError(
+                f"KV cache of {pages} pages, {kv_heads} heads, {page_size} tokens does not match "
+                f"the page index {tuple(state.index.shape)} of pages of {state.page_size}"
+            )
+        single_head = kv_cache.view(pages * kv_heads, 1, 2 * page_size, self.head_size)
+        self.page_keys, self.page_values = single_head.chunk(2, dim=2)
+        self.kernels, self.state = kernels, state
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        if self.state is not None:
+            self.kernels.update_index(key, slot_mapping, self.state)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``CPUAttentionBackendImpl.forward``."""
+        plan = attn_metadata.plan if isinstance(attn_metadata, RetrievalMetadata) else None
+        if self.state is None or plan is None:
+            return super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        self._attend_to_pages(query, output, plan, self.state)
+        if plan.rest is not None:
+            rows = len(plan.rows)
+            super().forward(
+                layer,
+                query[rows:],
+                key[rows:],
+                value[rows:],
+                kv_cache,
+                plan.rest,
+                output[rows:],
+            )
+        return output
+
+    def _attend_to_pages(
+        self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, state: LayerState
+    ) -> None:
+        """Decode rows: every (row, KV head) is a sequence of its own to vLLM's kernel."""
+        self.kernels.plan_decode(query, plan.rows, state)
+        rows = len(plan.rows)
+        shape = (rows * state.kv_heads, state.group, state.head_size)
+        ops.cpu_attention_with_kv_cache(
+            query=query[:rows].reshape(shape),
+            key_cache=self.page_keys,
+            value_cache=self.page_values,
+            output=output[:rows].view(shape),
+            query_start_loc=plan.query_start_loc,
+            seq_lens=plan.attended_lens,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=plan.rows.page_table,
+            softcap=0.0,
+            scheduler_metadata=plan.scheduler_metadata,
+            s_aux=None,
+        )

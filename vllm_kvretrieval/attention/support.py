@@ -1,0 +1,98 @@
+"""What retrieval cannot serve yet, refused at start-up with what to do instead."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
+
+WITHOUT = "Serve it without --attention-backend."
+
+
+def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse engines that retrieval cannot serve.
+
+    Raises:
+        RetrievalConfigError: Says which feature stands in the way and what to change.
+    """
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    cache = vllm_config.cache_config
+    method = config.method
+    if model.runner_type == "pooling":
+        raise RetrievalConfigError(
+            f"{method} serves text generation; {model.model} runs as a pooling model. {WITHOUT}"
+        )
+    if model.is_encoder_decoder:
+        raise RetrievalConfigError(
+            f"{method} serves decoder-only models; {model.model} is an encoder-decoder. {WITHOUT}"
+        )
+    if model.use_mla:
+        raise RetrievalConfigError(
+            f"{method} does not support multi-head latent attention (MLA), which {model.model} "
+            f"uses. {WITHOUT}"
+        )
+    if vllm_config.speculative_config is not None:
+        raise RetrievalConfigError(
+            f"{method} does not support speculative decoding yet; leave --speculative-config out."
+        )
+    contexts = (
+        parallel.decode_context_parallel_size,
+        parallel.prefill_context_parallel_size,
+    )
+    if max(contexts) > 1:
+        raise RetrievalConfigError(
+            f"{method} does not support context parallelism; set "
+            "--decode-context-parallel-size and --prefill-context-parallel-size to 1 and use "
+            "--tensor-parallel-size instead."
+        )
+    if cache.cache_dtype not in KV_CACHE_DTYPES:
+        raise RetrievalConfigError(
+            f"{method} does not support --kv-cache-dtype {cache.cache_dtype}; use auto."
+        )
+    if cache.block_size % config.page_size:
+        raise RetrievalConfigError(
+            f"--block-size {cache.block_size} must be a multiple of kv_retrieval.page_size="
+            f"{config.page_size}; use 128."
+        )
+    if vllm_config.use_v2_model_runner:
+        raise RetrievalConfigError(
+            f"{method} on the CPU needs vLLM's V1 model runner; unset VLLM_USE_V2_MODEL_RUNNER."
+        )
+    check_shape(model.dtype, model.get_head_size(), method)
+
+
+def check_shape(dtype: torch.dtype, head_size: int, method: str) -> None:
+    """Refuse element types and head sizes that the kernels lack."""
+    if dtype not in DTYPES:
+        raise RetrievalConfigError(f"{method} does not support dtype {dtype}; use bfloat16.")
+    if head_size not in HEAD_SIZES:
+        raise RetrievalConfigError(
+            f"{method} does not support head size {head_size}, only {HEAD_SIZES}. {WITHOUT}"
+        )
+
+
+def check_layer(selector: Any) -> None:
+    """Refuse a layer that retrieval cannot run (vLLM's ``AttentionSelectorConfig``)."""
+    unsupported = {
+        "multi-head latent attention (MLA)": selector.use_mla,
+        "a model-native sparse attention": selector.use_sparse,
+        "learned attention sinks": selector.has_sink,
+        "bidirectional multimodal prefixes": selector.use_mm_prefix,
+        "non-causal attention": selector.use_non_causal,
+        "reference sliding windows": selector.use_rswa,
+        "context parallelism": selector.use_dcp or selector.use_pcp,
+        f"{selector.attn_type} layers": selector.attn_type != "decoder",
+    }
+    for what, present in unsupported.items():
+        if present:
+            raise RetrievalConfigError(f"KV retrieval does not support {what}. {WITHOUT}")
+    check_shape(selector.dtype, selector.head_size, "KV retrieval")

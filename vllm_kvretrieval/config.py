@@ -1,0 +1,256 @@
+"""Options of KV retrieval: typed and validated here, and nowhere else."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET, PageBudget, default_part
+from vllm_kvretrieval.retrieval.methods import METHODS, Method
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CONFIG_KEY = "kv_retrieval"
+"""Key in vLLM's ``additional_config``, and in ``SamplingParams.extra_args``."""
+
+PAGE_SIZES = (32, 64, 128)
+
+HELP = {
+    "budget": "tokens of context that a KV head attends to in a decode step; a shorter context is "
+    "attended to whole, exactly (default: 2048)",
+    "sink": "tokens at the start of the context that are always attended to (default: a quarter of "
+    "the budget, at most 512)",
+    "window": "most recent tokens, always attended to (default: as sink)",
+    "page_size": f"tokens per page, the unit of retrieval, one of {PAGE_SIZES} (default: 32)",
+    "correction_threshold": "a KV head whose query has a lower cosine similarity to the previous "
+    "step's selects anew before attention; 1 selects at every step, -1 never corrects "
+    "(default: 0.8)",
+    "dense_layers": "leading layers that keep full attention (default: 1)",
+}
+
+
+def _require_int(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RetrievalConfigError(f"{key}={value!r} must be a whole number of tokens, e.g. 1024.")
+    return value
+
+
+def _require_number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RetrievalConfigError(f"{key}={value!r} must be a number between -1 and 1, e.g. 0.8.")
+    return float(value)
+
+
+def _reject_unknown(given: Mapping[str, Any], known: list[str], where: str) -> None:
+    for key in given:
+        if key not in known:
+            raise RetrievalConfigError(
+                f"{where} has no option {key!r} (value {given[key]!r}). Known: {', '.join(known)}."
+            )
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """Validated options of one engine. Lengths are in tokens.
+
+    Build it with :meth:`from_options` or :meth:`from_vllm`; both raise
+    :class:`RetrievalConfigError` on anything that cannot work.
+    """
+
+    method: str = "freekv"
+    budget: int = DEFAULT_BUDGET
+    sink: int | None = None
+    window: int | None = None
+    page_size: int = 32
+    correction_threshold: float = 0.8
+    dense_layers: int = 1
+
+    def __post_init__(self) -> None:
+        for key in ("budget", "page_size", "dense_layers"):
+            _require_int(key, getattr(self, key))
+        _require_number("correction_threshold", self.correction_threshold)
+        if self.page_size not in PAGE_SIZES:
+            raise RetrievalConfigError(
+                f"page_size={self.page_size} is not supported; use one of {PAGE_SIZES}."
+            )
+        if self.dense_layers < 0:
+            raise RetrievalConfigError(
+                f"dense_layers={self.dense_layers} must be 0 or more; 1 is FreeKV's choice."
+            )
+        for key in ("sink", "window"):
+            value = getattr(self, key)
+            if value is None:
+                continue
+            if _require_int(key, value) < self.page_size or value % self.page_size:
+                raise RetrievalConfigError(
+                    f"{key}={value} must be a positive multiple of page_size={self.page_size}; "
+                    f"try {self._nearest(value)}, or leave it out."
+                )
+        self.page_budget()
+
+    @property
+    def preset(self) -> Method:
+        return METHODS[self.method]
+
+    def page_budget(self, budget: int | None = None, method: str | None = None) -> PageBudget:
+        """The budget in pages, for this engine or for a request that lowers it.
+
+        Args:
+            budget: Tokens; the engine's own if None.
+            method: Name in ``METHODS``; the engine's own if None.
+
+        Raises:
+            RetrievalConfigError: The budget is no multiple of the page, or too small for sink,
+                window and (where the method selects) one page.
+        """
+        budget = self.budget if budget is None else budget
+        selects = METHODS[method or self.method].selects
+        if budget <= 0 or budget % self.page_size:
+            raise RetrievalConfigError(
+                f"budget={budget} must be a positive multiple of page_size={self.page_size}; "
+                f"try {self._nearest(budget)}."
+            )
+        part = default_part(budget, self.page_size)
+        sink = part if self.sink is None else self.sink
+        window = part if self.window is None else self.window
+        if not selects:
+            window = budget - sink  # nothing is selected: the window takes all the rest
+        needed = sink + (window if selects else 0) + self.page_size
+        if budget < needed:
+            parts = f"sink={sink}" + (f" + window={window}" if selects else "")
+            raise RetrievalConfigError(
+                f"budget={budget} is too small: {parts} + one page of {self.page_size} need at "
+                f"least {needed} tokens. Raise budget, or lower sink and window."
+            )
+        select = budget - sink - window
+        return PageBudget(*(tokens // self.page_size for tokens in (sink, window, select)))
+
+    def _nearest(self, tokens: int) -> int:
+        return max(1, round(tokens / self.page_size)) * self.page_size
+
+    @classmethod
+    def from_options(cls, method: str, options: Any) -> "RetrievalConfig":
+        """Validate the ``kv_retrieval`` mapping of ``additional_config`` for ``method``.
+
+        Raises:
+            RetrievalConfigError: An unknown key, a wrong type or an impossible combination.
+        """
+        if not isinstance(options, Mapping):
+            raise RetrievalConfigError(
+                f"kv_retrieval must be a mapping of options, got {options!r}. "
+                "Example: --kv-retrieval.budget 1024"
+            )
+        known = [f.name for f in fields(cls) if f.name != "method"]
+        if "method" in options:
+            raise RetrievalConfigError(
+                f"kv_retrieval.method={options['method']!r}: the method is chosen by the backend's "
+                f"name; use --attention-backend {options['method']} instead."
+            )
+        _reject_unknown(options, known, "kv_retrieval")
+        try:
+            return cls(method=method, **options)
+        except RetrievalConfigError as e:
+            raise RetrievalConfigError(f"kv_retrieval.{e}") from None
+
+    @classmethod
+    def from_vllm(cls, vllm_config: "VllmConfig") -> "RetrievalConfig | None":
+        """The options of an engine, or None where it does not use retrieval."""
+        method = selected_method(vllm_config)
+        if method is None:
+            return None
+        return cls.from_options(method, options_of(vllm_config))
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What one request asks for; the engine's own values where it says nothing.
+
+    Attributes:
+        budget: Pages to attend to.
+        correction_threshold: See :class:`RetrievalConfig`.
+        exact: Full attention at every step.
+    """
+
+    budget: PageBudget
+    correction_threshold: float
+    exact: bool = False
+
+    @classmethod
+    def parse(
+        cls, extra_args: Mapping[str, Any] | None, config: RetrievalConfig
+    ) -> "RequestOptions":
+        """Validate ``SamplingParams.extra_args`` of one request.
+
+        Options are given as ``{"kv_retrieval": {"budget": 512}}`` or, over HTTP, as flat
+        ``vllm_xargs`` such as ``{"kv_retrieval_budget": 512}``.
+
+        Raises:
+            RetrievalConfigError: An unknown key, a wrong type, a budget above the engine's.
+        """
+        options = _request_options(extra_args or {})
+        _reject_unknown(
+            options,
+            ["budget", "correction_threshold", "exact", "method"],
+            f"{CONFIG_KEY} of a request",
+        )
+        method = options.get("method", config.method)
+        if method not in METHODS or not config.preset.serves(METHODS[method]):
+            served = [name for name, m in METHODS.items() if config.preset.serves(m)]
+            raise RetrievalConfigError(
+                f"kv_retrieval.method={method!r} cannot be served by this engine, which runs "
+                f"{config.method}; use one of {', '.join(served)}."
+            )
+        budget = _require_int("kv_retrieval.budget", options.get("budget", config.budget))
+        if budget > config.budget:
+            raise RetrievalConfigError(
+                f"kv_retrieval.budget={budget} exceeds the server's budget of {config.budget}; a "
+                "request may only lower it. Ask for less, or start the server with "
+                f"--kv-retrieval.budget {budget}."
+            )
+        threshold = _require_number(
+            "kv_retrieval.correction_threshold",
+            options.get("correction_threshold", config.correction_threshold),
+        )
+        exact = options.get("exact", False)
+        if exact not in (True, False):  # over HTTP, JSON's true may arrive as 1
+            raise RetrievalConfigError(f"kv_retrieval.exact={exact!r} must be true or false.")
+        try:
+            pages = config.page_budget(budget, method)
+        except RetrievalConfigError as e:
+            raise RetrievalConfigError(f"kv_retrieval.{e}") from None
+        return cls(pages, threshold, bool(exact))
+
+
+def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    nested = extra_args.get(CONFIG_KEY, {})
+    if not isinstance(nested, Mapping):
+        raise RetrievalConfigError(
+            f"{CONFIG_KEY}={nested!r} must be a mapping of options; over HTTP use flat keys "
+            f'such as "{CONFIG_KEY}_budget".'
+        )
+    prefix = CONFIG_KEY + "_"
+    flat = {k.removeprefix(prefix): v for k, v in extra_args.items() if k.startswith(prefix)}
+    return {**nested, **flat}
+
+
+def options_of(vllm_config: "VllmConfig") -> Any:
+    """The raw ``kv_retrieval`` options of an engine."""
+    additional = vllm_config.additional_config
+    return additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
+
+
+def selected_method(vllm_config: "VllmConfig") -> str | None:
+    """The retrieval method that an engine's attention backend names, or None.
+
+    Raises:
+        RetrievalConfigError: Two different methods are named for two kinds of layers.
+    """
+    attention = vllm_config.attention_config
+    backends = {attention.backend, *attention.backend_per_kind.values()}
+    names = {b.name.lower() for b in backends if b is not None} & METHODS.keys()
+    if len(names) > 1:
+        raise RetrievalConfigError(
+            f"attention backends {', '.join(sorted(names))} cannot run in one engine; choose one."
+        )
+    return names.pop() if names else None

@@ -1,0 +1,1 @@
+"""vLLM subclasses and what they keep: the worker and the table of running requests."""

@@ -1,0 +1,148 @@
+"""The running requests as the retrieval layers see them."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from vllm_kvretrieval.config import RequestOptions, RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+logger = init_logger("vllm.kvretrieval.requests")
+
+
+class RowOptions(NamedTuple):
+    """Options of the rows of a step; arrays of one entry per row."""
+
+    sink_pages: np.ndarray
+    window_pages: np.ndarray
+    select_pages: np.ndarray
+    total_pages: np.ndarray
+    threshold: np.ndarray
+    exact: np.ndarray
+
+
+class RequestTable:
+    """Gives every running request a slot, a stable index into all per-request state.
+
+    Life of a slot: a request takes one when it first appears in a batch, keeps it however the batch
+    is reordered or condensed, and gives it back when it finishes, is aborted or is preempted. A
+    resumed request takes a new one: its first decode step corrects every head, so nothing of the
+    old state is needed. State is never cleared: it is valid only for a request that decoded
+    sparsely in the step before, which the metadata builder checks by the length of the context.
+
+    Args:
+        config: Options of the engine.
+        capacity: Most requests that run at once.
+        retrieval_heads: KV heads times retrieval layers, the denominator of the corrected share.
+        runner: vLLM's model runner, which knows the order of the batch and the requests' options.
+    """
+
+    def __init__(
+        self, config: RetrievalConfig, capacity: int, retrieval_heads: int, runner: Any
+    ) -> None:
+        self.config = config
+        self.capacity = capacity
+        self.runner = runner
+        self.retrieval_heads = retrieval_heads
+        self.corrected = torch.zeros(capacity, dtype=torch.int64)
+        self._slot_of: dict[str, int] = {}
+        self._free = list(range(capacity))[::-1]
+        self._sink = np.zeros(capacity, dtype=np.int32)
+        self._window = np.zeros(capacity, dtype=np.int32)
+        self._select = np.zeros(capacity, dtype=np.int32)
+        self._total = np.zeros(capacity, dtype=np.int32)
+        self._threshold = np.zeros(capacity, dtype=np.float32)
+        self._exact = np.zeros(capacity, dtype=bool)
+        # Per slot: context, decode steps, sparse steps, pages attended and pages in all, the last
+        # two summed over sparse steps.
+        self._usage = np.zeros((capacity, 5), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def release(self, req_ids: Iterable[str]) -> None:
+        """Take back the slots of finished, aborted or preempted requests; unknown ids are fine."""
+        for req_id in req_ids:
+            slot = self._slot_of.pop(req_id, None)
+            if slot is not None:
+                self._log_usage(req_id, slot)
+                self._free.append(slot)
+
+    def slots(self, count: int) -> np.ndarray:
+        """int32 [count]; slots of the first ``count`` rows of the batch about to run."""
+        slot_of = self._slot_of
+        return np.array(
+            [
+                slot_of[r] if r in slot_of else self._admit(r)
+                for r in self.runner.input_batch.req_ids[:count]
+            ],
+            dtype=np.int32,
+        )
+
+    def select(self, slots: np.ndarray) -> RowOptions:
+        """Options of the requests in ``slots``."""
+        return RowOptions(
+            self._sink[slots],
+            self._window[slots],
+            self._select[slots],
+            self._total[slots],
+            self._threshold[slots],
+            self._exact[slots],
+        )
+
+    def count_steps(
+        self,
+        slots: np.ndarray,
+        lens: np.ndarray,
+        pages: np.ndarray,
+        sparse: np.ndarray,
+        decodes: np.ndarray,
+    ) -> None:
+        """Book one step: which rows decode, and which of them over selected pages only.
+
+        A step is booked once, also where several groups of layers report it.
+        """
+        usage = self._usage[slots]
+        new = lens != usage[:, 0]
+        usage[:, 0] = lens
+        usage[:, 1] += new & decodes
+        usage[:, 2] += new & sparse
+        usage[:, 3] += np.where(new & sparse, self._total[slots], 0)
+        usage[:, 4] += np.where(new & sparse, pages, 0)
+        self._usage[slots] = usage
+
+    def _admit(self, req_id: str) -> int:
+        slot = self._free.pop()
+        self._slot_of[req_id] = slot
+        sampling_params = self.runner.requests[req_id].sampling_params
+        extra_args = getattr(sampling_params, "extra_args", None)
+        try:
+            options = RequestOptions.parse(extra_args, self.config)
+        except RetrievalConfigError as e:  # only a front end that skips our validation gets here
+            logger.error("Request %s runs with the server's options: %s", req_id, e)
+            options = RequestOptions.parse(None, self.config)
+        budget = options.budget
+        self._sink[slot], self._window[slot] = budget.sink, budget.window
+        self._select[slot], self._total[slot] = budget.select, budget.total
+        self._threshold[slot], self._exact[slot] = options.correction_threshold, options.exact
+        self._usage[slot] = 0
+        self.corrected[slot] = 0
+        return slot
+
+    def _log_usage(self, req_id: str, slot: int) -> None:
+        context, steps, sparse, attended, pages = (int(x) for x in self._usage[slot])
+        logger.debug(
+            "kv_retrieval request_id=%s context=%d decode_steps=%d sparse_steps=%d "
+            "pages_attended=%d pages_total=%d kv_read_share=%.4f corrected_share=%.4f",
+            req_id,
+            context,
+            steps,
+            sparse,
+            attended // max(sparse, 1),
+            pages // max(sparse, 1),
+            attended / pages if pages else 1.0,
+            int(self.corrected[slot]) / max(sparse * self.retrieval_heads, 1),
+        )

@@ -1,0 +1,9 @@
+"""The ops of retrieval: one signature each, several implementations.
+
+``reference`` (plain torch) is the specification, ``cpu`` binds the compiled CPU kernels. Every
+implementation offers the functions of :class:`Ops`.
+"""
+
+from vllm_kvretrieval.kernels.types import DecodeRows, LayerState, Ops
+
+__all__ = ["DecodeRows", "LayerState", "Ops"]

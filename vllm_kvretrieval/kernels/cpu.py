@@ -1,0 +1,104 @@
+"""The ops on the CPU: bindings of the compiled kernels in csrc/cpu.
+
+The extension takes addresses, not tensors, so a call costs about a microsecond; shapes and dtypes
+are checked once, when the rows and layers are bound.
+"""
+
+import torch
+
+from vllm_kvretrieval import _cpu
+from vllm_kvretrieval.kernels.types import DecodeRows, LayerState
+
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+def isa() -> str:
+    """Instruction set in use: ``avx512``, ``avx2`` or ``portable``."""
+    return _cpu.isa()
+
+
+def use_isa(name: str) -> None:
+    """Choose another instruction set, for tests and benchmarks.
+
+    Raises:
+        ValueError: It is not compiled in, or this machine lacks it.
+    """
+    _cpu.use_isa(name)
+
+
+def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, state: LayerState) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.update_index`."""
+    index = state.index
+    _cpu.update_index(
+        _DTYPES[key.dtype],
+        key.data_ptr(),
+        key.stride(0),
+        slot_mapping.data_ptr(),
+        slot_mapping.shape[0],
+        index.data_ptr(),
+        index.shape[1],
+        index.shape[3],
+        state.page_size,
+    )
+
+
+def plan_decode(query: torch.Tensor, rows: DecodeRows, state: LayerState) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.plan_decode`."""
+    if rows.handle is None:
+        rows.handle = _bind_rows(rows)
+    if state.handle is None:
+        state.handle = _bind_layer(state)
+    _cpu.plan_decode(query.data_ptr(), query.stride(0), rows.handle, state.handle)
+
+
+def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
+    for name in ("seq_lens", "slots", "sink_pages", "window_pages", "select_pages"):
+        _check(name, getattr(rows, name), torch.int32)
+    _check("threshold", rows.threshold, torch.float32)
+    _check("fresh", rows.fresh, torch.uint8)
+    _check("corrected", rows.corrected, torch.int64)
+    _check("block_table", rows.block_table, torch.int32)
+    _check("page_table", rows.page_table, torch.int32)
+    return _cpu.DecodeRows(
+        len(rows),
+        rows.block_table.data_ptr(),
+        rows.block_table.stride(0),
+        rows.seq_lens.data_ptr(),
+        rows.slots.data_ptr(),
+        rows.sink_pages.data_ptr(),
+        rows.window_pages.data_ptr(),
+        rows.select_pages.data_ptr(),
+        rows.threshold.data_ptr(),
+        rows.fresh.data_ptr(),
+        rows.corrected.data_ptr(),
+        rows.page_table.data_ptr(),
+        rows.page_table.stride(0),
+    )
+
+
+def _bind_layer(state: LayerState) -> "_cpu.LayerState":
+    if state.head_size % 16:
+        raise ValueError(f"head size {state.head_size} is no multiple of 16")
+    _check("index", state.index, state.index.dtype)
+    _check("prev_query", state.prev_query, state.index.dtype)
+    _check("prev_selection", state.prev_selection, torch.int32)
+    return _cpu.LayerState(
+        _DTYPES[state.index.dtype],
+        state.kv_heads,
+        state.group,
+        state.head_size,
+        state.page_size,
+        state.scale,
+        state.index.data_ptr(),
+        state.prev_query.data_ptr(),
+        state.prev_selection.data_ptr(),
+        state.prev_selection.stride(1),
+    )
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype or tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must be {dtype} and contiguous in its last dimension, got {tensor.dtype} with "
+            f"strides {tensor.stride()}"
+        )

@@ -1,0 +1,142 @@
+"""What the ops take: the rows of a decode step, the state of a layer, and the ops' signatures."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass
+class DecodeRows:
+    """The requests of a step that decode one token each, in batch order; the same for all layers.
+
+    ``R`` rows, ``S`` state slots. All tensors are contiguous in their last dimension.
+
+    Attributes:
+        block_table: int32 [R, >= pages]; page ids in context order.
+        seq_lens: int32 [R]; tokens in the context, the new one included.
+        slots: int32 [R]; each request's entry in the per-request state.
+        sink_pages, window_pages: int32 [R]; pages always attended to. The window's last page is the
+            tail page, which may be partly filled.
+        select_pages: int32 [R]; pages chosen by score. 0: none, sink and window only. Negative:
+            attend to the whole context. Where it is not negative, the context has more pages than
+            sink, window and selection together.
+        threshold: float32 [R]; correction threshold tau.
+        fresh: uint8 [R]; 1 where the previous step was no sparse decode step of this request.
+        corrected: int64 [S]; incremented for every KV head corrected.
+        page_table: int32 [R * kv_heads, width], written: per (row, KV head) the pages to attend to
+            in context order, as ``page_id * kv_heads + kv_head``.
+        handle: The implementation's own view of these tensors, made on first use.
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    slots: torch.Tensor
+    sink_pages: torch.Tensor
+    window_pages: torch.Tensor
+    select_pages: torch.Tensor
+    threshold: torch.Tensor
+    fresh: torch.Tensor
+    corrected: torch.Tensor
+    page_table: torch.Tensor
+    handle: Any = None
+
+    def __len__(self) -> int:
+        return self.seq_lens.shape[0]
+
+
+@dataclass
+class LayerState:
+    """What one layer keeps for retrieval.
+
+    Attributes:
+        index: [pages, kv_heads, 2, head_size] in the KV cache's dtype; channel-wise minimum and
+            maximum of the keys of each page, keyed by vLLM's page id.
+        prev_query: [S, kv_heads * group, head_size]; each request's query of its last decode step.
+        prev_selection: int32 [S, kv_heads, max selected pages]; positions in the context of the
+            pages that this query selected, in rising order.
+        page_size: Tokens per page.
+        scale: Softmax scale of the layer.
+        handle: The implementation's own view of these tensors, made on first use.
+    """
+
+    index: torch.Tensor
+    prev_query: torch.Tensor
+    prev_selection: torch.Tensor
+    page_size: int
+    scale: float
+    handle: Any = None
+
+    @classmethod
+    def empty(
+        cls,
+        *,
+        pages: int,
+        slots: int,
+        kv_heads: int,
+        group: int,
+        head_size: int,
+        max_selected: int,
+        page_size: int,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> "LayerState":
+        """State for ``slots`` requests over ``pages`` pages; its contents are undefined."""
+        return cls(
+            torch.empty(pages, kv_heads, 2, head_size, dtype=dtype),
+            torch.empty(slots, kv_heads * group, head_size, dtype=dtype),
+            torch.zeros(slots, kv_heads, max_selected, dtype=torch.int32),
+            page_size,
+            scale,
+        )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.index.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.prev_query.shape[1] // self.kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.index.shape[3]
+
+
+class Ops(Protocol):
+    """One implementation of the ops."""
+
+    def update_index(
+        self, key: torch.Tensor, slot_mapping: torch.Tensor, state: LayerState
+    ) -> None:
+        """Take newly written keys into the page index (FreeKV, section 3.2).
+
+        The first token of a page voids the page's old entry, so recycled pages start afresh. Bytes
+        moved: the keys once, and ``4 * head_size`` elements per (page touched, KV head).
+
+        Args:
+            key: [>= T, kv_heads, head_size]; tokens may be strided.
+            slot_mapping: int64 [T]; ``page * page_size + offset``, negative for padding. Tokens of
+                one page are adjacent.
+            state: Its ``index`` is updated.
+        """
+        ...
+
+    def plan_decode(self, query: torch.Tensor, rows: DecodeRows, state: LayerState) -> None:
+        """Decide which pages each (row, KV head) attends to, and remember the step.
+
+        Per row and KV head, as FreeKV's sections 3.2 and 3.3 state it: compare the query with the
+        previous step's (cosine, mean over the group); score every page with an upper bound of its
+        attention scores, pool them over the group as the mean of their softmax over all pages, and
+        select the best ``select_pages`` between sink and window. A head below the threshold, or
+        fresh, attends to this new selection, any other to that of the previous step; the new one is
+        kept for the next. Ties go to the earlier page. Bytes moved: ``2 * head_size`` elements of
+        index per (page of context, KV head).
+
+        Args:
+            query: [>= R, kv_heads * group, head_size]; rows may be strided.
+            rows: ``page_table`` and ``corrected`` are written.
+            state: ``prev_query`` and ``prev_selection`` of the rows' slots are written.
+        """
+        ...

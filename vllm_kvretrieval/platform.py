@@ -1,0 +1,77 @@
+"""The CPU platform with retrieval: hooks only."""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.logger import init_logger
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_kvretrieval.config import RequestOptions, RetrievalConfig, options_of, selected_method
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.methods import METHODS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.kvretrieval.platform")
+
+WORKER = "vllm_kvretrieval.engine.worker.RetrievalCPUWorker"
+
+
+class CpuRetrievalPlatform(CpuPlatform):
+    """vLLM's CPU platform; differs only where a retrieval backend is selected."""
+
+    # What requests are validated against in this front-end process; None without retrieval.
+    _retrieval: ClassVar[RetrievalConfig | None] = None
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        super().pre_register_and_update(parser)
+        if parser is not None:
+            from vllm_kvretrieval.cli import add_options
+
+            add_options(parser)
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        if selected_backend is None or selected_backend.name.lower() not in METHODS:
+            return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        if attn_selector_config.has_sliding_window:
+            return AttentionBackendEnum.CPU_ATTN.get_path()
+        from vllm_kvretrieval.attention.support import check_layer
+
+        check_layer(attn_selector_config)
+        return selected_backend.get_path()
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        method = selected_method(vllm_config)
+        worker = vllm_config.parallel_config.worker_cls
+        super().check_and_update_config(vllm_config)
+        cls._retrieval = None
+        if method is None:
+            if options_of(vllm_config):
+                raise RetrievalConfigError(
+                    f"kv_retrieval={options_of(vllm_config)!r} has no effect without a retrieval "
+                    f"backend: add --attention-backend with one of {', '.join(METHODS)}."
+                )
+            return
+        config = RetrievalConfig.from_options(method, options_of(vllm_config))
+        from vllm_kvretrieval.attention.support import check_engine
+
+        check_engine(vllm_config, config)
+        if worker not in ("auto", WORKER):
+            raise RetrievalConfigError(
+                f"worker_cls={worker!r} cannot be combined with attention backend {method}, which "
+                "brings its own worker; leave --worker-cls out."
+            )
+        vllm_config.parallel_config.worker_cls = WORKER
+        cls._retrieval = config
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        super().validate_request(processed_inputs, params)
+        if cls._retrieval is not None:
+            RequestOptions.parse(getattr(params, "extra_args", None), cls._retrieval)
