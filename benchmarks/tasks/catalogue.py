@@ -1,0 +1,97 @@
+"""Which tasks, methods and budgets the accuracy benchmark knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import MODELS
+from benchmarks.tasks import forced, needles
+from benchmarks.tasks.base import Task
+
+_QWEN = MODELS / "Qwen2.5-Coder-0.5B-Instruct"
+_GEMMA3 = MODELS / "gemma-3-270m"
+_SMOLLM2 = MODELS / "SmolLM2-135M-Instruct"
+
+BUDGETS = (256, 512, 1024)
+QUICK_BUDGETS = (512,)
+
+TASKS = (
+    Task("passkey", "qwen", _QWEN, 4096, 20, needles.passkey_in_novel, ("passkey",)),
+    Task("passkey", "qwen", _QWEN, 8192, 10, needles.passkey_in_novel, ("passkey",)),
+    Task("passkey", "gemma3", _GEMMA3, 4096, 20, needles.passkey_in_novel, ("passkey",)),
+    Task("passkey", "gemma3", _GEMMA3, 16384, 10, needles.passkey_in_novel, ("passkey",)),
+    Task("lookup", "qwen", _QWEN, 4096, 20, needles.key_value_lookup),
+    Task("copy", "smollm2", _SMOLLM2, 2048, 16, forced.second_copy, ("control",)),
+    Task("copy", "qwen", _QWEN, 4096, 16, forced.second_copy, ("control",)),
+    Task(
+        "novel", "smollm2", _SMOLLM2, 4096, 8, forced.novel, ("covering", "control", "speculation")
+    ),
+)
+"""The tasks of the full benchmark."""
+
+QUICK_TASKS = (
+    Task("sentences", "smollm2", _SMOLLM2, 2048, 8, needles.passkey_in_sentences, ("passkey",)),
+    Task("copy", "smollm2", _SMOLLM2, 2048, 8, forced.second_copy, ("covering", "control")),
+)
+"""The tasks of the quick tier, small enough for every change's tests."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of decoding, as options of a request to the retrieval engine."""
+
+    name: str
+    meaning: str
+    options: dict[str, Any]
+
+
+VARIANTS = (
+    Variant("freekv", "speculative retrieval with correction", {}),
+    Variant("every_step", "selection at every step (threshold 1)", {"correction_threshold": 1.0}),
+    Variant("sink_window", "sinks and window alone, the control", {"method": "streamingllm"}),
+)
+
+FULL = Variant("full", "stock vLLM, full attention", {})
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure of the benchmark: a task under one variant at one budget."""
+
+    task: Task
+    variant: Variant
+    budget: int
+    covering: bool = False
+    """The budget covers the whole context."""
+
+    @property
+    def name(self) -> str:
+        """What the cell is stored under; one per task, variant and budget."""
+        return f"{self.task.name}/{self.variant.name}/{'all' if self.covering else self.budget}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The request's ``kv_retrieval`` options."""
+        return {"budget": self.budget, **self.variant.options}
+
+
+def cells_of(task: Task, budgets: tuple[int, ...], covering_budget: int) -> list[Cell]:
+    """Return the cells to be computed for one task.
+
+    Args:
+        task: the task.
+        budgets: budgets in tokens.
+        covering_budget: a budget that covers the longest context, for tasks that run one.
+    """
+    cells = [Cell(task, variant, budget) for variant in VARIANTS for budget in budgets]
+    if "covering" in task.checks:
+        cells.append(Cell(task, VARIANTS[0], covering_budget, covering=True))
+    return cells
+
+
+def with_model(tasks: tuple[Task, ...], model: Path) -> tuple[Task, ...]:
+    """Return the tasks put to another model (each kind of task and context once)."""
+    unique = {(task.what, task.context): task for task in tasks}
+    return tuple(replace(task, label=model.name, model=model) for task in unique.values())

@@ -1,0 +1,120 @@
+"""Runs samples through a vLLM engine and brings back what it generated."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from tqdm import tqdm
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.logprobs import FlatLogprobs
+
+from benchmarks.tasks.base import Sample
+from benchmarks.tasks.forcing import FORCED_TOKENS, ForceTokens
+from benchmarks.tasks.metrics import TOP_LOGPROBS, Generated, Scored
+
+BATCH = 4
+"""Requests decoded together."""
+
+_KV_CACHE_BYTES = 4 << 30
+
+
+@contextmanager
+def open_engine(model: Path, context: int, budget: int | None) -> Iterator[LLM]:
+    """Start a vLLM engine and shut it down at the end.
+
+    Args:
+        model: directory of the checkpoint.
+        context: longest context in tokens.
+        budget: the server's budget in tokens, which requests may lower; None for stock vLLM.
+    """
+    retrieval: dict[str, Any] = {}
+    if budget is not None:
+        retrieval = {
+            "attention_backend": "FREEKV",
+            "additional_config": {"kv_retrieval": {"budget": budget}},
+        }
+    llm = LLM(
+        model=str(model),
+        dtype="bfloat16",
+        max_model_len=context,
+        max_num_seqs=BATCH,
+        max_logprobs=TOP_LOGPROBS,
+        logits_processors=[ForceTokens],
+        kv_cache_memory_bytes=_KV_CACHE_BYTES,
+        enable_prefix_caching=True,
+        enforce_eager=True,
+        disable_log_stats=True,
+        **retrieval,
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def run_samples(
+    llm: LLM, samples: Sequence[Sample], options: dict[str, Any] | None, label: str
+) -> list[Generated]:
+    """Generate for all samples, `BATCH` at a time, greedily.
+
+    Args:
+        llm: an engine from `open_engine`.
+        samples: the requests.
+        options: the request's ``kv_retrieval`` options; None for stock vLLM.
+        label: what the progress bar is called.
+
+    Raises:
+        RuntimeError: a request did not generate the tokens that were forced upon it.
+    """
+
+    def progress(*iterable: Any, **settings: Any) -> tqdm:
+        settings |= {"desc": label, "mininterval": 2.0, "disable": bool(iterable)}
+        return tqdm(*iterable, **settings)
+
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=list(sample.prompt)) for sample in samples],
+        [_sampling(sample, options) for sample in samples],
+        use_tqdm=progress,
+    )
+    results = []
+    for sample, output in zip(samples, outputs, strict=True):
+        completion = output.outputs[0]
+        tokens = tuple(completion.token_ids)
+        if tokens[: len(sample.forced)] != sample.forced:
+            raise RuntimeError(f"{label}: the engine did not generate the tokens forced upon it")
+        scored = None
+        if not sample.answer:
+            scored = _scored(cast(FlatLogprobs, completion.logprobs), sample.scored_from)
+        results.append(Generated(tokens, scored))
+    return results
+
+
+def _sampling(sample: Sample, options: dict[str, Any] | None) -> SamplingParams:
+    extra: dict[str, Any] = {FORCED_TOKENS: list(sample.forced)}
+    if options is not None:
+        extra["kv_retrieval"] = options
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=sample.generated,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=None if sample.answer else TOP_LOGPROBS,
+        flat_logprobs=True,
+        extra_args=extra,
+    )
+
+
+def _scored(logprobs: FlatLogprobs, first: int) -> Scored:
+    """Read vLLM's log-probs: per position the generated token's own, then the top ones."""
+    shape = (len(logprobs.start_indices), TOP_LOGPROBS + 1)
+    values = np.array(logprobs.logprobs).reshape(shape)[first:]
+    ids = np.array(logprobs.token_ids).reshape(shape)[first:]
+    return Scored(values[:, 0], ids[:, 1:], values[:, 1:])

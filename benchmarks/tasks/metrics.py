@@ -1,0 +1,129 @@
+"""Scores: divergence from full attention, agreement, perplexity, found answers, cache read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+TOP_LOGPROBS = 512
+"""Log-probs kept per position; KL merges all other tokens into one bucket."""
+
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The model's distributions at T scored positions of one sample."""
+
+    target: Floats
+    """Shape (T,): log-probability of the forced token."""
+
+    top_ids: Ints
+    """Shape (T, K): the K most likely tokens, most likely first."""
+
+    top_logprobs: Floats
+    """Shape (T, K): their log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one sample's request brought back."""
+
+    tokens: tuple[int, ...]
+    scored: Scored | None
+    """Distributions at the scored positions; None for a needle task."""
+
+
+def kl_divergence(full: Scored, other: Scored) -> Floats:
+    """Return KL(full || other) at each position, in nats, shape (T,).
+
+    Only each side's K most likely tokens are known. The tokens on both lists are compared one by
+    one, all others as a single bucket that holds the rest of the probability. Merging outcomes
+    never raises a divergence, so this is a lower bound; with K in the hundreds it is a close one.
+
+    Raises:
+        ValueError: the two do not score the same number of positions.
+    """
+    if full.top_ids.shape[0] != other.top_ids.shape[0]:
+        raise ValueError(
+            f"{full.top_ids.shape[0]} positions cannot be compared with {other.top_ids.shape[0]}"
+        )
+    values = np.empty(full.top_ids.shape[0])
+    for row in range(len(values)):
+        _, mine, theirs = np.intersect1d(
+            full.top_ids[row], other.top_ids[row], assume_unique=True, return_indices=True
+        )
+        log_p = full.top_logprobs[row][mine]
+        log_q = other.top_logprobs[row][theirs]
+        p = np.exp(log_p)
+        rest_p = max(1.0 - p.sum(), _TINY)
+        rest_q = max(1.0 - np.exp(log_q).sum(), _TINY)
+        values[row] = (p * (log_p - log_q)).sum() + rest_p * math.log(rest_p / rest_q)
+    return values
+
+
+def top_agreement(full: Scored, other: Scored) -> float:
+    """Return the share of positions at which both find the same token most likely."""
+    return float((full.top_ids[:, 0] == other.top_ids[:, 0]).mean())
+
+
+def perplexity(samples: list[Scored]) -> float:
+    """Return the perplexity of the forced tokens over all samples' positions."""
+    return float(np.exp(-np.concatenate([sample.target for sample in samples]).mean()))
+
+
+def forced_scores(full: list[Scored], other: list[Scored]) -> dict[str, float | list[float]]:
+    """Compare the same samples under full attention and under another method.
+
+    Returns:
+        ``kl`` (mean over all positions), ``kl_samples`` (mean of each sample), ``agreement``,
+        ``perplexity`` and ``perplexity_full``.
+
+    Raises:
+        ValueError: the numbers of samples differ.
+    """
+    if len(full) != len(other):
+        raise ValueError(f"{len(full)} samples cannot be compared with {len(other)}")
+    divergences = [kl_divergence(a, b) for a, b in zip(full, other, strict=True)]
+    sizes = [len(values) for values in divergences]
+    agreement = [top_agreement(a, b) for a, b in zip(full, other, strict=True)]
+    return {
+        "kl": float(np.concatenate(divergences).mean()),
+        "kl_samples": [round(float(values.mean()), 6) for values in divergences],
+        "agreement": float(np.average(agreement, weights=sizes)),
+        "perplexity": perplexity(other),
+        "perplexity_full": perplexity(full),
+    }
+
+
+def answer_found(generated: str, answer: str) -> bool:
+    """Tell whether the generated text starts with the answer (white space aside)."""
+    return generated.lstrip().startswith(answer)
+
+
+def cache_share(
+    prompt: int, generated: int, attended: int, full_layers: int, dense_layers: int
+) -> float:
+    """Return the share of the KV cache that a request's decode steps read, 0 to 1.
+
+    Counted over the layers with full attention (sliding-window layers keep vLLM's own treatment)
+    and over the decode steps, with L the context of a step::
+
+        ((full_layers - dense_layers) * min(L, attended) + dense_layers * L) / (full_layers * L)
+
+    Args:
+        prompt: tokens of the prompt.
+        generated: tokens generated; the first comes from the prefill and takes no decode step.
+        attended: tokens that a retrieval layer attends to at most.
+        full_layers: layers with full attention.
+        dense_layers: those of them that retrieval leaves alone.
+    """
+    contexts = np.arange(prompt + 1, prompt + max(generated, 2))
+    sparse = np.minimum(contexts, attended) / contexts
+    return float(((full_layers - dense_layers) * sparse.mean() + dense_layers) / full_layers)

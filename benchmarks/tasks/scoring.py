@@ -1,0 +1,69 @@
+"""Turns what the engine generated into the figures of one cell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from benchmarks.tasks import metrics
+from benchmarks.tasks.base import Sample
+from benchmarks.tasks.metrics import Generated
+
+DENSE_LAYERS = 1
+"""Leading layers that retrieval leaves alone, as the plug-in has it by default."""
+
+PAGE = 32
+"""Tokens per page, the plug-in's default; budgets are multiples of it."""
+
+
+def score(
+    samples: Sequence[Sample],
+    reference: Sequence[Generated],
+    results: Sequence[Generated],
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """Return a cell's figures: ``accuracy`` and ``found`` (per sample) where there is an answer,
+    else those of `metrics.forced_scores` against the reference."""
+    if samples[0].answer:
+        found = [
+            metrics.answer_found(
+                tokenizer.decode(result.tokens[len(sample.forced) :]), sample.answer
+            )
+            for sample, result in zip(samples, results, strict=True)
+        ]
+        return {"accuracy": sum(found) / len(found), "found": [int(hit) for hit in found]}
+    full = [result.scored for result in reference if result.scored is not None]
+    other = [result.scored for result in results if result.scored is not None]
+    return dict(metrics.forced_scores(full, other))
+
+
+def covering_budget(samples: Sequence[Sample]) -> int:
+    """Return the smallest budget in whole pages that covers every sample to its end."""
+    longest = max(sample.total for sample in samples)
+    return -(-longest // PAGE) * PAGE
+
+
+def mean_share(samples: Sequence[Sample], budget: int, model: Path) -> float:
+    """Return the mean share of the KV cache that the samples' decode steps read.
+
+    See `metrics.cache_share`. Every variant attends to its whole budget (the control spends on its
+    window what the others spend on selected pages).
+    """
+    full_layers, dense_layers = attention_layers(model)
+    shares = [
+        metrics.cache_share(len(sample.prompt), sample.generated, budget, full_layers, dense_layers)
+        for sample in samples
+    ]
+    return sum(shares) / len(shares)
+
+
+def attention_layers(model: Path) -> tuple[int, int]:
+    """Return how many layers have full attention, and how many of those retrieval leaves alone."""
+    config = json.loads((model / "config.json").read_text())
+    types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    full = [index for index, kind in enumerate(types) if kind == "full_attention"]
+    return len(full), sum(index < DENSE_LAYERS for index in full)

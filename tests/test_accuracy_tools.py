@@ -1,0 +1,290 @@
+"""The accuracy benchmark's own tools: scores, samples, criteria, and what it keeps on disk."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks import accuracy, common, texts
+from benchmarks.tasks import catalogue, criteria, forced, metrics, needles, report, scoring, store
+from benchmarks.tasks.base import (
+    BLIND_HEAD,
+    BLIND_TAIL,
+    Sample,
+    Task,
+    TokenText,
+    blind_positions,
+    prompt_length,
+)
+from benchmarks.tasks.forcing import FORCED_TOKENS, ForceTokens
+from benchmarks.tasks.metrics import Generated, Scored
+
+
+@pytest.fixture(scope="module")
+def text() -> TokenText:
+    """The novel in a tokenizer that needs no file: one token per byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    return TokenText(PreTrainedTokenizerFast(tokenizer_object=raw))
+
+
+def top(logits: np.ndarray, count: int, target: int = 0) -> Scored:
+    """The `count` most likely tokens of each row, as vLLM would report them."""
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    ids = np.argsort(-logprobs, axis=1)[:, :count]
+    return Scored(logprobs[:, target], ids, np.take_along_axis(logprobs, ids, axis=1))
+
+
+def exact_kl(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    p, q = (torch.tensor(x).log_softmax(-1) for x in (a, b))
+    return (p.exp() * (p - q)).sum(-1).numpy()
+
+
+def test_kl_over_the_whole_vocabulary_is_exact():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 5, 50))
+    np.testing.assert_allclose(
+        metrics.kl_divergence(top(a, 50), top(b, 50)), exact_kl(a, b), rtol=1e-6, atol=1e-9
+    )
+
+
+def test_kl_with_a_tail_bucket_is_a_close_lower_bound():
+    rng = np.random.default_rng(1)
+    a = rng.normal(size=(20, 5000)) * 3
+    b = a + rng.normal(size=a.shape) * 0.2
+    bound, true = metrics.kl_divergence(top(a, 512), top(b, 512)), exact_kl(a, b)
+    assert (bound <= true + 1e-12).all()
+    assert bound.mean() > 0.9 * true.mean()
+
+
+def test_kl_of_a_distribution_to_itself_is_zero_and_disjoint_tops_are_finite():
+    a = top(np.random.default_rng(2).normal(size=(3, 100)), 10)
+    np.testing.assert_allclose(metrics.kl_divergence(a, a), 0, atol=1e-12)
+    first, last = np.zeros((1, 100)), np.zeros((1, 100))
+    first[0, :10], last[0, -10:] = 9, 9
+    assert np.isfinite(metrics.kl_divergence(top(first, 10), top(last, 10))).all()
+
+
+def test_kl_refuses_different_lengths():
+    a = np.zeros((3, 10))
+    with pytest.raises(ValueError, match="3 positions cannot be compared with 2"):
+        metrics.kl_divergence(top(a, 5), top(a[:2], 5))
+
+
+def test_forced_scores_weigh_positions_not_samples():
+    rng = np.random.default_rng(3)
+    a, b = rng.normal(size=(2, 8, 30))
+    full, other = [top(a[:2], 30), top(a[2:], 30)], [top(b[:2], 30), top(b[2:], 30)]
+    scores = metrics.forced_scores(full, other)
+    assert scores["kl"] == pytest.approx(exact_kl(a, b).mean())
+    assert scores["agreement"] == pytest.approx((a.argmax(1) == b.argmax(1)).mean())
+    assert scores["perplexity"] == pytest.approx(math.exp(-top(b, 30).target.mean()))
+
+
+@pytest.mark.parametrize(
+    ("generated", "found"), [("48213", True), (" 48213.", True), ("48219", False), ("", False)]
+)
+def test_answers_are_found_at_the_start(generated, found):
+    assert metrics.answer_found(generated, "48213") is found
+
+
+def test_cache_share_counts_dense_layers_whole():
+    assert metrics.cache_share(999, 2, 100, 10, 0) == pytest.approx(0.1)
+    assert metrics.cache_share(999, 2, 100, 10, 1) == pytest.approx(0.9 * 0.1 + 0.1)
+    assert metrics.cache_share(999, 10, 4096, 10, 1) == 1.0
+
+
+def test_hybrid_models_count_their_full_layers_only(tmp_path):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    (tmp_path / "config.json").write_text(json.dumps({"layer_types": kinds}))
+    assert scoring.attention_layers(tmp_path) == (2, 0)
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 30}))
+    assert scoring.attention_layers(tmp_path) == (30, 1)
+
+
+@pytest.mark.parametrize(
+    "build", [needles.passkey_in_novel, needles.passkey_in_sentences, needles.key_value_lookup]
+)
+def test_needles_are_hidden_from_sinks_and_window(text, build):
+    context, count = 4096, 5
+    for sample in build(text, context, count):
+        prompt = text.tokenizer.decode(sample.prompt)
+        assert len(sample.prompt) <= prompt_length(context)
+        if build is not needles.key_value_lookup:
+            assert len(sample.prompt) == prompt_length(context)
+        assert prompt.index(sample.answer) >= BLIND_HEAD - 100  # it may move between paragraphs
+        assert prompt.rindex(sample.answer) < len(prompt) - BLIND_TAIL + 100
+        assert text.tokenizer.decode(sample.forced).endswith(" is ")
+        assert sample.answer_tokens == len(sample.answer)
+        assert prompt.endswith("?")
+
+
+def test_needle_samples_differ_and_are_reproducible(text):
+    first = needles.passkey_in_novel(text, 4096, 4)
+    assert len({sample.answer for sample in first}) == 4
+    assert first == needles.passkey_in_novel(text, 4096, 4)
+
+
+def test_second_copy_forces_what_stands_in_the_prompt(text):
+    for sample in forced.second_copy(text, 2048, 6):
+        passage = sample.forced[2:]
+        assert len(passage) == forced.COPY_TOKENS
+        place = blind_positions(len(sample.prompt), forced.COPY_TOKENS, forced.COPIES)
+        assert passage in [sample.prompt[i : i + forced.COPY_TOKENS] for i in place]
+        assert sample.scored_from == 2 + forced.COPY_CUE
+
+
+def test_novel_forces_its_own_continuation(text):
+    prose = "".join(f"{paragraph}\n\n" for paragraph in texts.paragraphs())
+    for sample in forced.novel(text, 2048, 3):
+        assert text.tokenizer.decode(sample.prompt + sample.forced) in prose
+
+
+def test_a_context_without_room_is_refused():
+    with pytest.raises(ValueError, match="take a longer context"):
+        blind_positions(1200, 80, 4)
+
+
+def test_forcing_leaves_one_token_then_lets_go():
+    processor = ForceTokens(SimpleNamespace(), torch.device("cpu"), False)
+    params = SimpleNamespace(extra_args={FORCED_TOKENS: [3, 1]})
+    force = processor.new_req_logits_processor(params)
+    logits = torch.arange(5.0)
+    assert force([], logits.clone()).argmax() == 3
+    assert force([3], logits.clone()).argmax() == 1
+    assert torch.equal(force([3, 1], logits.clone()), logits)
+    assert processor.new_req_logits_processor(SimpleNamespace(extra_args=None)) is None
+
+
+def test_results_resume_where_the_key_matches(tmp_path):
+    path = tmp_path / "out" / "accuracy.json"
+    store.Results(path, {"command": "first"}).put("task/freekv/256", "k1", {"accuracy": 1.0})
+    resumed = store.Results(path, {"command": "second"})
+    assert resumed.get("task/freekv/256", "k1") == {"key": "k1", "accuracy": 1.0}
+    assert resumed.get("task/freekv/256", "k2") is None
+    assert resumed.get("task/freekv/512", "k1") is None
+    resumed.put("task/freekv/512", "k1", {"accuracy": 0.5})
+    stored = json.loads(path.read_text())
+    assert stored["command"] == "second"
+    assert set(stored["cells"]) == {"task/freekv/256", "task/freekv/512"}
+    assert [file.name for file in path.parent.iterdir()] == ["accuracy.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "results.json"
+    common.write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="Out of range float"):
+        common.write_json(path, {"a": math.nan})
+    assert common.read_json(path) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_broken_result_file_says_what_to_do(tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match="move it away"):
+        store.Results(path, {})
+
+
+def test_references_return_what_was_put(tmp_path):
+    references = store.References(tmp_path)
+    scored = top(np.random.default_rng(4).normal(size=(3, 40)), 8)
+    assert references.get("task", "key") is None
+    references.put("task", "key", [Generated((1, 2), scored), Generated((3,), None)])
+    first, second = references.get("task", "key")
+    assert (first.tokens, second.tokens, second.scored) == ((1, 2), (3,), None)
+    np.testing.assert_array_equal(first.scored.top_ids, scored.top_ids)
+    np.testing.assert_allclose(metrics.kl_divergence(scored, first.scored), 0, atol=1e-5)
+    assert (tmp_path / ".gitignore").read_text() == "*\n"
+
+
+def test_reference_keys_follow_model_samples_and_version():
+    sample = Sample((1, 2, 3), (4,))
+    key = store.reference_key("m", [sample], "0.32.0")
+    assert key == store.reference_key("m", [Sample((1, 2, 3), (4,))], "0.32.0")
+    assert key != store.reference_key("n", [sample], "0.32.0")
+    assert key != store.reference_key("m", [Sample((1, 2, 3), (5,))], "0.32.0")
+    assert key != store.reference_key("m", [sample, sample], "0.32.0")
+    assert key != store.reference_key("m", [sample], "0.32.1")
+
+
+def test_a_missing_model_says_how_to_get_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match="make models"):
+        store.model_fingerprint(tmp_path / "none")
+
+
+def figures(task: Task, **changes: float) -> dict[str, dict[str, float | str]]:
+    """Cells that meet every criterion, with changes by ``variant_budget``."""
+    good = {"full_all": 1.0, "freekv_1024": 0.95, "every_step_1024": 0.95, "sink_window_1024": 0.1}
+    if task.what == "novel":
+        good = {
+            "full_all": 0.0,
+            "freekv_all": 0.001,
+            "freekv_1024": 0.0104,
+            "every_step_1024": 0.01,
+            "sink_window_1024": 0.04,
+        }
+    cells = {}
+    for name, value in (good | changes).items():
+        variant, budget = name.rsplit("_", 1)
+        cell = {"variant": variant, "samples": 4, "share": 0.25}
+        if task.what == "novel":
+            cell |= {"kl": value, "agreement": 0.9, "perplexity": 20.0}
+        else:
+            cell |= {"accuracy": value}
+        cells[f"{task.name}/{variant}/{budget}"] = cell
+    return cells
+
+
+PASSKEY = next(task for task in catalogue.TASKS if task.what == "passkey")
+NOVEL = next(task for task in catalogue.TASKS if task.what == "novel")
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "expected"),
+    [
+        (PASSKEY, {}, [True, True]),
+        (PASSKEY, {"freekv_1024": 0.9}, [False, True]),
+        (PASSKEY, {"sink_window_1024": 0.6}, [True, False]),
+        (PASSKEY, {"full_all": 0.75}, [None, None]),
+        (NOVEL, {}, [True, True, True]),
+        (NOVEL, {"freekv_all": 0.0031}, [False, True, True]),
+        (NOVEL, {"sink_window_1024": 0.03}, [True, False, True]),
+        (NOVEL, {"every_step_1024": 0.0095}, [True, True, False]),
+    ],
+)
+def test_criteria(task, changes, expected):
+    found = criteria.check([task], [1024], figures(task, **changes))
+    assert [criterion.passed for criterion in found] == expected
+    words = {True: "PASS", False: "FAIL", None: "SKIP"}
+    lines = report.verdicts(found).splitlines()
+    assert [line[:4] for line in lines] == [words[passed] for passed in expected]
+
+
+def test_report_shows_every_cell(tmp_path):
+    cells = figures(PASSKEY) | figures(NOVEL)
+    shown = report.table([PASSKEY, NOVEL], [1024], cells)
+    assert "sink_window" in shown
+    assert "95%" in shown
+    assert "KL 0.0104" in shown
+    report.plot(tmp_path / "plot.png", [PASSKEY, NOVEL], [1024], cells)
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_unknown_tasks_are_named(capsys):
+    with pytest.raises(SystemExit):
+        accuracy.main(["--task", "nothing"])
+    assert "no task nothing; there are: passkey-qwen-4k" in capsys.readouterr().err
+
+
+def test_another_model_takes_the_tasks_over(tmp_path):
+    tasks = catalogue.with_model(catalogue.TASKS, tmp_path / "Mine")
+    assert "passkey-Mine-4k" in [task.name for task in tasks]
+    assert len({task.name for task in tasks}) == len(tasks)
