@@ -3,6 +3,7 @@
 import json
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,6 +157,7 @@ def test_forcing_leaves_one_token_then_lets_go():
     processor = ForceTokens(SimpleNamespace(), torch.device("cpu"), False)
     params = SimpleNamespace(extra_args={FORCED_TOKENS: [3, 1]})
     force = processor.new_req_logits_processor(params)
+    assert force is not None
     logits = torch.arange(5.0)
     assert force([], logits.clone()).argmax() == 3
     assert force([3], logits.clone()).argmax() == 1
@@ -198,7 +200,10 @@ def test_references_return_what_was_put(tmp_path):
     scored = top(np.random.default_rng(4).normal(size=(3, 40)), 8)
     assert references.get("task", "key") is None
     references.put("task", "key", [Generated((1, 2), scored), Generated((3,), None)])
-    first, second = references.get("task", "key")
+    stored = references.get("task", "key")
+    assert stored is not None
+    first, second = stored
+    assert first.scored is not None
     assert (first.tokens, second.tokens, second.scored) == ((1, 2), (3,), None)
     np.testing.assert_array_equal(first.scored.top_ids, scored.top_ids)
     np.testing.assert_allclose(metrics.kl_divergence(scored, first.scored), 0, atol=1e-5)
@@ -220,7 +225,7 @@ def test_a_missing_model_says_how_to_get_it(tmp_path):
         store.model_fingerprint(tmp_path / "none")
 
 
-def figures(task: Task, **changes: float) -> dict[str, dict[str, float | str]]:
+def figures(task: Task, **changes: float) -> dict[str, dict[str, Any]]:
     """Cells that meet every criterion, with changes by ``variant_budget``."""
     good = {"full_all": 1.0, "freekv_1024": 0.95, "every_step_1024": 0.95, "sink_window_1024": 0.1}
     if task.what == "novel":
@@ -234,7 +239,7 @@ def figures(task: Task, **changes: float) -> dict[str, dict[str, float | str]]:
     cells = {}
     for name, value in (good | changes).items():
         variant, budget = name.rsplit("_", 1)
-        cell = {"variant": variant, "samples": 4, "share": 0.25}
+        cell: dict[str, Any] = {"variant": variant, "samples": 4, "share": 0.25}
         if task.what == "novel":
             cell |= {"kl": value, "agreement": 0.9, "perplexity": 20.0}
         else:
