@@ -1,5 +1,6 @@
 """Options of KV retrieval: typed and validated here, and nowhere else."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,8 @@ def _require_int(key: str, value: Any) -> int:
 
 
 def _require_number(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not abs(value) <= sys.float_info.max:  # NaN compares false
         raise RetrievalConfigError(f"{key}={value!r} must be a number between -1 and 1, e.g. 0.8.")
     return float(value)
 
@@ -195,7 +197,8 @@ class RequestOptions:
             f"{CONFIG_KEY} of a request",
         )
         method = options.get("method", config.method)
-        if method not in METHODS or not config.preset.serves(METHODS[method]):
+        named = isinstance(method, str) and method in METHODS
+        if not named or not config.preset.serves(METHODS[method]):
             served = [name for name, m in METHODS.items() if config.preset.serves(m)]
             raise RetrievalConfigError(
                 f"kv_retrieval.method={method!r} cannot be served by this engine, which runs "

@@ -1,0 +1,287 @@
+"""Options: every way to give them, every way to get them wrong."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_kvretrieval.cli import add_options
+from vllm_kvretrieval.config import HELP, RequestOptions, RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.budget import PageBudget
+from vllm_kvretrieval.retrieval.methods import METHODS
+
+# ------------------------------------------------------------------------------- engine options
+
+
+def test_defaults():
+    config = RetrievalConfig.from_options("freekv", {})
+    assert (config.budget, config.page_size, config.dense_layers) == (2048, 32, 1)
+    assert config.correction_threshold == 0.8
+    assert config.page_budget() == PageBudget(sink=16, window=16, select=32)
+
+
+@pytest.mark.parametrize(
+    ("budget", "page", "part"),
+    [
+        (96, 32, 1),  # never less than a page
+        (512, 32, 4),
+        (608, 32, 4),  # a quarter, rounded down to a page
+        (2048, 32, 16),
+        (8192, 32, 16),  # never more than 512 tokens
+        (1024, 128, 2),
+    ],
+)
+def test_default_sink_and_window(budget, page, part):
+    config = RetrievalConfig.from_options("freekv", {"budget": budget, "page_size": page})
+    assert config.page_budget() == PageBudget(part, part, budget // page - 2 * part)
+    assert config.page_budget().total * page == budget
+
+
+def test_given_sink_and_window():
+    options = {"budget": 512, "sink": 32, "window": 64}
+    assert RetrievalConfig.from_options("freekv", options).page_budget() == (1, 2, 13)
+
+
+def test_streamingllm_gives_the_budget_to_the_window():
+    config = RetrievalConfig.from_options("streamingllm", {"budget": 512, "sink": 64})
+    assert config.page_budget() == PageBudget(sink=2, window=14, select=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        # Each message names the key and the value, and says what to do.
+        (
+            {"bugdet": 1024},
+            r"no option 'bugdet' \(value 1024\)\. Known: budget, sink, window, page_size, "
+            "correction_threshold, dense_layers",
+        ),
+        ({"method": "freekv"}, "method='freekv'.*use --attention-backend freekv"),
+        ({"budget": "1024"}, r"kv_retrieval\.budget='1024' must be a whole number.*e\.g\. 1024"),
+        ({"budget": 1024.0}, r"kv_retrieval\.budget=1024\.0 must be a whole number"),
+        ({"budget": True}, r"kv_retrieval\.budget=True must be a whole number"),
+        ({"budget": None}, r"kv_retrieval\.budget=None must be a whole number"),
+        ({"budget": 1000}, r"budget=1000 must be a positive multiple of page_size=32; try 992"),
+        ({"budget": 0}, r"budget=0 must be a positive multiple of page_size=32; try 32"),
+        ({"budget": -64}, r"budget=-64 must be a positive multiple"),
+        (
+            {"budget": 64},
+            r"budget=64 is too small: sink=32 \+ window=32 \+ one page of 32 need .*96",
+        ),
+        (
+            {"budget": 512, "sink": 256, "window": 256},
+            r"budget=512 is too small: sink=256 \+ window=256 .* at least 544 tokens\. "
+            "Raise budget, or lower sink and window",
+        ),
+        ({"sink": "64"}, r"kv_retrieval\.sink='64' must be a whole number"),
+        ({"sink": False}, r"kv_retrieval\.sink=False must be a whole number"),
+        ({"sink": 0}, r"sink=0 must be a positive multiple of page_size=32; try 32, or leave it"),
+        ({"window": 40}, r"window=40 must be a positive multiple of page_size=32; try 32"),
+        ({"window": -32}, r"window=-32 must be a positive multiple"),
+        ({"window": 64.0}, r"kv_retrieval\.window=64\.0 must be a whole number"),
+        ({"page_size": 16}, r"page_size=16 is not supported; use one of \(32, 64, 128\)"),
+        ({"page_size": "32"}, r"kv_retrieval\.page_size='32' must be a whole number"),
+        ({"page_size": 64, "budget": 1056}, r"budget=1056 must be .* page_size=64; try 1024"),
+        ({"dense_layers": -1}, r"dense_layers=-1 must be 0 or more; 1 is"),
+        ({"dense_layers": 1.0}, r"kv_retrieval\.dense_layers=1\.0 must be a whole number"),
+        ({"dense_layers": True}, r"kv_retrieval\.dense_layers=True must be a whole number"),
+        (
+            {"correction_threshold": "0.8"},
+            r"correction_threshold='0\.8' must be a number between -1 and 1, e\.g\. 0\.8",
+        ),
+        ({"correction_threshold": True}, r"correction_threshold=True must be a number"),
+        ({"correction_threshold": None}, r"correction_threshold=None must be a number"),
+        ({"correction_threshold": 10**400}, r"correction_threshold=1000+ must be a number"),
+        ({"correction_threshold": float("nan")}, r"correction_threshold=nan must be a number"),
+    ],
+    ids=str,
+)
+def test_impossible_options(options, message):
+    with pytest.raises(RetrievalConfigError, match=message):
+        RetrievalConfig.from_options("freekv", options)
+
+
+@pytest.mark.parametrize("options", [None, 5, "budget", [("budget", 512)]])
+def test_options_must_be_a_mapping(options):
+    with pytest.raises(RetrievalConfigError, match=r"must be a mapping.*--kv-retrieval\.budget"):
+        RetrievalConfig.from_options("freekv", options)
+
+
+def test_streamingllm_needs_a_page_beside_the_sink():
+    with pytest.raises(RetrievalConfigError, match=r"sink=512 \+ one page of 32 need at least 544"):
+        RetrievalConfig.from_options("streamingllm", {"budget": 512, "sink": 512})
+
+
+@pytest.mark.parametrize("threshold", [-1, 0, 0.5, 1, 1.5])
+def test_thresholds(threshold):
+    config = RetrievalConfig.from_options("freekv", {"correction_threshold": threshold})
+    assert config.correction_threshold == threshold
+
+
+# ------------------------------------------------------------------------------ request options
+
+
+SERVER = RetrievalConfig.from_options("freekv", {"budget": 1024})
+
+
+def test_a_silent_request_gets_the_servers_options():
+    for extra_args in (None, {}, {"kv_retrieval": {}}, {"another_plugin": 3}):
+        options = RequestOptions.parse(extra_args, SERVER)
+        assert options == RequestOptions(SERVER.page_budget(), 0.8, exact=False)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_request_options(flat):
+    given = {"budget": 512, "correction_threshold": 0.95, "exact": True}
+    if flat:
+        extra_args = {f"kv_retrieval_{key}": value for key, value in given.items()}
+    else:
+        extra_args = {"kv_retrieval": given}
+    options = RequestOptions.parse(extra_args, SERVER)
+    assert options == RequestOptions(PageBudget(4, 4, 8), 0.95, exact=True)
+
+
+def test_flat_keys_complete_nested_ones():
+    extra_args = {"kv_retrieval": {"budget": 512}, "kv_retrieval_exact": 1}
+    options = RequestOptions.parse(extra_args, SERVER)
+    assert options == RequestOptions(PageBudget(4, 4, 8), 0.8, exact=True)
+
+
+def test_a_request_keeps_the_servers_sink_and_window():
+    server = RetrievalConfig.from_options("freekv", {"budget": 1024, "sink": 64, "window": 128})
+    options = RequestOptions.parse({"kv_retrieval": {"budget": 256}}, server)
+    assert options.budget == PageBudget(2, 4, 2)
+    with pytest.raises(RetrievalConfigError, match="budget=192 is too small.*at least 224"):
+        RequestOptions.parse({"kv_retrieval": {"budget": 192}}, server)
+
+
+def test_a_request_may_ask_for_the_sink_and_window_baseline():
+    options = RequestOptions.parse({"kv_retrieval_method": "streamingllm"}, SERVER)
+    assert options.budget == PageBudget(sink=8, window=24, select=0)
+    assert RequestOptions.parse({"kv_retrieval_method": "freekv"}, SERVER).budget.select > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bugdet": 512}, "of a request has no option 'bugdet'.*Known: budget, correction_thresh"),
+        ({"page_size": 64}, "of a request has no option 'page_size'"),
+        ({"budget": 2048}, r"budget=2048 exceeds the server's budget of 1024.*only lower it.*2048"),
+        ({"budget": 100}, r"kv_retrieval\.budget=100 must be a positive multiple.*try 96"),
+        ({"budget": 64}, r"kv_retrieval\.budget=64 is too small"),
+        ({"budget": 0}, r"kv_retrieval\.budget=0 must be a positive multiple"),
+        ({"budget": "512"}, r"kv_retrieval\.budget='512' must be a whole number"),
+        ({"budget": 512.0}, r"kv_retrieval\.budget=512\.0 must be a whole number"),
+        ({"budget": None}, r"kv_retrieval\.budget=None must be a whole number"),
+        ({"correction_threshold": "high"}, "correction_threshold='high' must be a number"),
+        ({"correction_threshold": False}, "correction_threshold=False must be a number"),
+        ({"correction_threshold": float("nan")}, "correction_threshold=nan must be a number"),
+        ({"exact": "yes"}, r"exact='yes' must be true or false"),
+        ({"exact": 2}, r"exact=2 must be true or false"),
+        ({"exact": None}, r"exact=None must be true or false"),
+        ({"method": "quest"}, "method='quest' cannot be served.*use one of freekv, streamingllm"),
+        ({"method": 3}, "method=3 cannot be served"),
+        ({"method": ["freekv"]}, r"method=\['freekv'\] cannot be served"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_impossible_request_options(options, message, flat):
+    nested = {"kv_retrieval": options}
+    extra_args = {f"kv_retrieval_{key}": v for key, v in options.items()} if flat else nested
+    with pytest.raises(RetrievalConfigError, match=message):
+        RequestOptions.parse(extra_args, SERVER)
+
+
+def test_request_options_must_be_a_mapping():
+    with pytest.raises(RetrievalConfigError, match='use flat keys such as "kv_retrieval_budget"'):
+        RequestOptions.parse({"kv_retrieval": 512}, SERVER)
+
+
+def test_a_streamingllm_server_cannot_select():
+    server = RetrievalConfig.from_options("streamingllm", {"budget": 1024})
+    with pytest.raises(RetrievalConfigError, match="runs streamingllm; use one of streamingllm"):
+        RequestOptions.parse({"kv_retrieval_method": "freekv"}, server)
+
+
+# --------------------------------------------------------------------------------- command line
+
+
+@pytest.fixture
+def parse():
+    """Parses a command line with all of vLLM's own engine arguments; gives additional_config."""
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    return lambda *argv: parser.parse_args(argv).additional_config
+
+
+OTHERS = ("--additional-config", '{"other": 7, "kv_retrieval": {"sink": 64, "budget": 512}}')
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), {}),
+        (
+            ("--kv-retrieval.budget", "1024", "--kv-retrieval.correction_threshold=0.9"),
+            {"kv_retrieval": {"budget": 1024, "correction_threshold": 0.9}},
+        ),
+        (("--kv_retrieval.budget", "1024"), {"kv_retrieval": {"budget": 1024}}),
+        (("--kv-retrieval", '{"budget": 1024}'), {"kv_retrieval": {"budget": 1024}}),
+        (
+            ("--additional-config.kv_retrieval.budget", "1024"),
+            {"kv_retrieval": {"budget": 1024}},
+        ),
+        (OTHERS, {"other": 7, "kv_retrieval": {"sink": 64, "budget": 512}}),
+        (
+            ("--kv-retrieval.budget", "1024", *OTHERS),
+            {"other": 7, "kv_retrieval": {"sink": 64, "budget": 1024}},
+        ),
+        (
+            (*OTHERS, "--kv-retrieval.budget", "1024"),
+            {"other": 7, "kv_retrieval": {"sink": 64, "budget": 1024}},
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_command_line(parse, argv, expected):
+    assert parse(*argv) == expected
+
+
+@pytest.mark.parametrize("text", ["1024", "[]", "budget=1024"])
+def test_command_line_wants_an_object(parse, text, capsys):
+    with pytest.raises(SystemExit):
+        parse("--kv-retrieval", text)
+    assert "expected a JSON object such as '{\"budget\": 1024}'" in capsys.readouterr().err
+
+
+def test_options_are_added_once_and_only_beside_vllms():
+    other = argparse.ArgumentParser()
+    add_options(other)
+    assert "--kv-retrieval" not in other.format_help()
+    engine = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    before = len(engine._actions)
+    add_options(engine)
+    assert len(engine._actions) == before
+
+
+def test_help_explains_every_option():
+    """As a user sees it. Every option has a help text, and every help text an option."""
+    vllm = Path(sys.executable).with_name("vllm")
+    shown = subprocess.run(
+        [vllm, "serve", "--help=kv-retrieval"],
+        env=os.environ | {"COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for key, text in HELP.items():
+        assert f"--kv-retrieval.{key}: {text}" in shown
+    assert set(HELP) == set(RetrievalConfig.__dataclass_fields__) - {"method"}
+    for method in METHODS:
+        assert method in shown
