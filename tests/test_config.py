@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -138,7 +139,7 @@ def test_a_silent_request_gets_the_servers_options():
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_request_options(flat):
-    given = {"budget": 512, "correction_threshold": 0.95, "exact": True}
+    given: dict[str, Any] = {"budget": 512, "correction_threshold": 0.95, "exact": True}
     if flat:
         extra_args = {f"kv_retrieval_{key}": value for key, value in given.items()}
     else:
@@ -157,7 +158,7 @@ def test_a_request_keeps_the_servers_sink_and_window():
     server = RetrievalConfig.from_options("freekv", {"budget": 1024, "sink": 64, "window": 128})
     options = RequestOptions.parse({"kv_retrieval": {"budget": 256}}, server)
     assert options.budget == PageBudget(2, 4, 2)
-    with pytest.raises(RetrievalConfigError, match="budget=192 is too small.*at least 224"):
+    with pytest.raises(RetrievalConfigError, match=r"budget=192 is too small.*at least 224"):
         RequestOptions.parse({"kv_retrieval": {"budget": 192}}, server)
 
 
