@@ -131,10 +131,10 @@ def test_thresholds(threshold):
 SERVER = RetrievalConfig.from_options("freekv", {"budget": 1024})
 
 
-def test_a_silent_request_gets_the_servers_options():
-    for extra_args in (None, {}, {"kv_retrieval": {}}, {"another_plugin": 3}):
-        options = RequestOptions.parse(extra_args, SERVER)
-        assert options == RequestOptions(SERVER.page_budget(), 0.8, exact=False)
+@pytest.mark.parametrize("extra_args", [None, {}, {"kv_retrieval": {}}, {"another_plugin": 3}])
+def test_a_silent_request_gets_the_servers_options(extra_args):
+    options = RequestOptions.parse(extra_args, SERVER)
+    assert options == RequestOptions(SERVER.page_budget(), 0.8, exact=False)
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -1,5 +1,6 @@
 """vLLM's entry points. Called in every process, so nothing heavy is imported here."""
 
+import functools
 import logging
 
 SUPPORTED_VLLM = "0.32"
@@ -11,6 +12,7 @@ BACKENDS = {
 logger = logging.getLogger("vllm.kvretrieval")
 
 
+@functools.cache  # vLLM calls both entry points, and the refusal is one line
 def _vllm_is_supported() -> bool:
     from vllm.version import __version__
 

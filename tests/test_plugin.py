@@ -1,0 +1,143 @@
+"""The plug-in: found, loaded and harmless to engines that do not select it."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import distribution, entry_points
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from tests.engine import checkpoint
+from vllm_kvretrieval import __version__, plugin
+from vllm_kvretrieval.platform import CpuRetrievalPlatform
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a fresh interpreter, as vLLM's own processes are."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def engine_config(**options):
+    return EngineArgs(model=checkpoint("SmolLM2-135M-Instruct"), **options).create_engine_config()
+
+
+def test_installed_metadata():
+    installed = distribution("vllm-kvretrieval")
+    assert installed.version == __version__
+    assert installed.requires == ["vllm<0.33,>=0.32"]
+    ours = {(e.group, e.value) for e in installed.entry_points}
+    assert ours == {
+        ("vllm.platform_plugins", "vllm_kvretrieval.plugin:activate_platform"),
+        ("vllm.general_plugins", "vllm_kvretrieval.plugin:register"),
+    }
+
+
+@pytest.mark.parametrize("group", ["vllm.platform_plugins", "vllm.general_plugins"])
+def test_entry_points_load(group):
+    (entry,) = entry_points(group=group, name="kvretrieval")
+    assert callable(entry.load())
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    done = python(
+        "import sys, vllm_kvretrieval.plugin\n"
+        "print([m for m in ('torch', 'numpy', 'vllm') if m in sys.modules])"
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_platform_is_ours():
+    assert type(current_platform) is CpuRetrievalPlatform
+    assert current_platform.is_cpu()
+
+
+def test_registration_is_idempotent():
+    before = dict(AttentionBackendEnum.__members__)
+    for _ in range(2):
+        plugin.register()
+        assert plugin.activate_platform() == "vllm_kvretrieval.platform.CpuRetrievalPlatform"
+    assert dict(AttentionBackendEnum.__members__) == before
+    for name in plugin.BACKENDS:
+        backend = AttentionBackendEnum[name].get_class()
+        assert backend.get_name() == name
+
+
+def test_another_vllm_is_refused_with_one_line():
+    """A process that resolves the platform and loads general plug-ins, as each of vLLM's does."""
+    done = python(
+        "import vllm.version\n"
+        "vllm.version.__version__ = '0.33.1+cpu'\n"
+        "from vllm.platforms import current_platform\n"
+        "from vllm.plugins import load_general_plugins\n"
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
+        "load_general_plugins()\n"
+        "print(type(current_platform).__name__, 'FREEKV' in AttentionBackendEnum.__members__)"
+    )
+    assert done.stdout.splitlines()[-1] == "CpuPlatform False"
+    lines = (done.stdout + done.stderr).splitlines()
+    refusals = [line for line in lines if "vllm-kvretrieval" in line]
+    assert len(refusals) == 1
+    assert (
+        "vllm-kvretrieval is made for vLLM 0.32 and stays off under vLLM 0.33.1+cpu: "
+        "install vllm==0.32.* or a release of vllm-kvretrieval for your vLLM." in refusals[0]
+    )
+
+
+@pytest.mark.model
+def test_a_stock_engine_is_configured_as_without_the_plugin():
+    code = (
+        "import sys\n"
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        "config = EngineArgs(model=sys.argv[-1]).create_engine_config()\n"
+        "parallel, attention = config.parallel_config, config.attention_config\n"
+        "print(config.compute_hash(), config, parallel, attention, sep='\\n')"
+    )
+    path = checkpoint("SmolLM2-135M-Instruct")
+    code = code.replace("sys.argv[-1]", repr(path))
+    without, beside = (python(code, VLLM_PLUGINS=names) for names in ("", "kvretrieval"))
+    assert without.stdout.splitlines()[-4:] == beside.stdout.splitlines()[-4:]
+    assert "CPUWorker" in without.stdout
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("backend", ["freekv", "FREEKV", "streamingllm"])
+def test_a_backend_brings_its_worker(backend):
+    config = engine_config(attention_backend=backend)
+    worker = "vllm_kvretrieval.engine.worker.RetrievalCPUWorker"
+    assert config.parallel_config.worker_cls == worker
+    assert config.attention_config.backend.name == backend.upper()
+
+
+@pytest.mark.model
+def test_options_without_a_backend_are_an_error():
+    with pytest.raises(ValueError, match="has no effect without a retrieval backend: add --att"):
+        engine_config(additional_config={"kv_retrieval": {"budget": 1024}})
+
+
+@pytest.mark.model
+def test_requests_are_validated_only_where_retrieval_is_on():
+    params = SamplingParams(extra_args={"kv_retrieval": {"budget": 31}})
+    engine_config(attention_backend="freekv")
+    with pytest.raises(ValueError, match=r"kv_retrieval\.budget=31"):
+        current_platform.validate_request({}, params)
+    engine_config()  # another engine in the same process
+    current_platform.validate_request({}, params)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("backend", ["freekv", "streamingllm"])
+def test_impossible_options_stop_the_start(backend):
+    with pytest.raises(ValueError, match=r"kv_retrieval\.budget=1000 must be .* try 992"):
+        engine_config(
+            attention_backend=backend, additional_config={"kv_retrieval": {"budget": 1000}}
+        )

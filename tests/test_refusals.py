@@ -1,0 +1,226 @@
+"""What retrieval cannot serve is refused at start-up, with what to do instead.
+
+Engines are configured as ``vllm serve`` does it; none is started.
+"""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from tests.engine import checkpoint
+from vllm_kvretrieval.attention.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 2048,
+    "vocab_size": 512,
+}
+DEEPSEEK = LLAMA | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+WHISPER = {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "dtype": "bfloat16",
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 1,
+    "decoder_attention_heads": 1,
+    "vocab_size": 512,
+}
+
+
+@pytest.fixture
+def configure(tmp_path):
+    """Makes the configuration of an engine for a model that consists of a config.json."""
+
+    def configure(model, **options):
+        if not isinstance(model, str):
+            (tmp_path / "config.json").write_text(json.dumps(model))
+            model = str(tmp_path)
+        options = {"attention_backend": "freekv", "skip_tokenizer_init": True} | options
+        return EngineArgs(model=model, **options).create_engine_config()
+
+    return configure
+
+
+@pytest.mark.parametrize("backend", ["freekv", "streamingllm"])
+def test_a_plain_model_is_accepted(configure, backend):
+    config = configure(LLAMA, attention_backend=backend)
+    assert "Retrieval" in config.parallel_config.worker_cls
+
+
+MODELS = {
+    "mla": (DEEPSEEK, {}, "does not support multi-head latent attention (MLA), which"),
+    "encoder-decoder": (WHISPER, {}, "serves decoder-only models; * is an encoder-decoder."),
+    "pooling": (LLAMA, {"runner": "pooling"}, "serves text generation; * as a pooling model."),
+    "head size": (
+        LLAMA | {"head_dim": 48},
+        {},
+        "does not support head size 48, only (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512).",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "options", "message"), MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("backend", ["freekv", "streamingllm"])
+def test_models(configure, model, options, message, backend):
+    """The remedy is vLLM's own attention, and with it the model is accepted."""
+    with pytest.raises(ValueError, match=pattern(f"{backend} {message}")) as error:
+        configure(model, attention_backend=backend, **options)
+    assert "Serve it without --attention-backend." in str(error.value)
+    configure(model, attention_backend=None, **options)
+
+
+ENGINES = {
+    "fp8 cache": (
+        {"kv_cache_dtype": "fp8"},
+        "freekv does not support --kv-cache-dtype fp8*; use auto.",
+    ),
+    "speculation": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        "freekv does not support speculative decoding yet; leave --speculative-config out.",
+    ),
+    "decode contexts": (
+        {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
+        "freekv does not support context parallelism; set --decode-context-parallel-size and "
+        "--prefill-context-parallel-size to 1 and use --tensor-parallel-size instead.",
+    ),
+    "prefill contexts": (
+        {"prefill_context_parallel_size": 2},
+        "freekv does not support context parallelism; set *",
+    ),
+    "block size": (
+        {"block_size": 96, "additional_config": {"kv_retrieval": {"page_size": 64}}},
+        "--block-size 96 must be a multiple of kv_retrieval.page_size=64; use 128.",
+    ),
+    "worker": (
+        {"worker_cls": "somewhere.Worker"},
+        "worker_cls='somewhere.Worker' cannot be combined with attention backend freekv, which "
+        "brings its own worker; leave --worker-cls out.",
+    ),
+    "two methods": (
+        {
+            "attention_backend": None,
+            "attention_config": {
+                "backend": "FREEKV",
+                "backend_per_kind": {"sliding_window": "STREAMINGLLM"},
+            },
+        },
+        "attention backends freekv, streamingllm cannot run in one engine; choose one.",
+    ),
+}
+
+
+def pattern(message: str) -> str:
+    """A regular expression for ``message``, in which * stands for anything."""
+    return re.escape(message).replace(r"\*", ".*")
+
+
+@pytest.mark.parametrize(("options", "message"), ENGINES.values(), ids=ENGINES.keys())
+def test_engines(configure, options, message):
+    with pytest.raises(ValueError, match=pattern(message)):
+        configure(LLAMA, **options)
+
+
+def test_the_v2_model_runner(configure, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match="needs vLLM's V1 model runner; unset VLLM_USE_V2_MODEL"):
+        configure(LLAMA)
+
+
+@pytest.mark.model
+def test_a_real_model_is_refused_alike(configure):
+    with pytest.raises(ValueError, match=r"freekv serves text generation; .*SmolLM2"):
+        configure(checkpoint("SmolLM2-135M-Instruct"), runner="pooling")
+
+
+# ---------------------------------------------------------- what only single layers give away
+
+
+FULL = AttentionSelectorConfig(64, torch.bfloat16, "auto", 128)
+
+
+def test_sliding_window_layers_keep_vllms_backend():
+    select = current_platform.get_attn_backend_cls
+    backend = AttentionBackendEnum["FREEKV"]
+    assert select(backend, FULL) == "vllm_kvretrieval.attention.backend.FreeKVBackend"
+    ours = FULL._replace(has_sliding_window=True)
+    assert select(backend, ours) == AttentionBackendEnum.CPU_ATTN.get_path()
+    assert select(None, FULL) == AttentionBackendEnum.CPU_ATTN.get_path()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"use_mla": True}, r"multi-head latent attention \(MLA\)"),
+        ({"use_sparse": True}, "a model-native sparse attention"),
+        ({"has_sink": True}, "learned attention sinks"),
+        ({"use_mm_prefix": True}, "bidirectional multimodal prefixes"),
+        ({"use_non_causal": True}, "non-causal attention"),
+        ({"use_rswa": True}, "reference sliding windows"),
+        ({"use_dcp": True}, "context parallelism"),
+        ({"use_pcp": True}, "context parallelism"),
+        ({"attn_type": "encoder_only"}, "encoder_only layers"),
+        ({"attn_type": "encoder_decoder"}, "encoder_decoder layers"),
+        ({"head_size": 48}, r"head size 48, only \(32, 64"),
+        ({"dtype": torch.float64}, r"dtype torch\.float64; use bfloat16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["FREEKV", "STREAMINGLLM"])
+def test_layers(change, what, backend):
+    with pytest.raises(RetrievalConfigError, match=f"KV retrieval does not support {what}"):
+        current_platform.get_attn_backend_cls(
+            AttentionBackendEnum[backend], FULL._replace(**change)
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
+        ({"logits_soft_cap": 30.0}, "logits soft-capping"),
+        ({"sinks": torch.zeros(2)}, "learned attention sinks"),
+        ({"kv_sharing_target_layer_name": "model.layers.0.attn"}, "cross-layer KV sharing"),
+    ],
+    ids=["alibi", "soft cap", "sinks", "sharing"],
+)
+def test_attention_variants(configure, change, what):
+    plain: dict[str, Any] = {
+        "num_heads": 2,
+        "head_size": 64,
+        "scale": 0.125,
+        "num_kv_heads": 1,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+    }
+    refusal = f"does not support {what}, which this model"
+    with set_current_vllm_config(configure(LLAMA)):
+        RetrievalAttentionImpl(**plain)
+        with pytest.raises(RetrievalConfigError, match=refusal):
+            RetrievalAttentionImpl(**plain | change)
