@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT
+from benchmarks.common import ROOT, all_cores
 
 POLL_S = 1.0
 SHUTDOWN_S = 15.0
@@ -86,7 +86,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | spec.env | {"PYTHONPATH": path},
+                env=os.environ | all_cores() | spec.env | {"PYTHONPATH": path},
                 pass_fds=[far_end.fileno()],
                 preexec_fn=os.setpgrp,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.logprobs import FlatLogprobs
 
+from benchmarks.common import all_cores
 from benchmarks.tasks.base import Sample
 from benchmarks.tasks.forcing import FORCED_TOKENS, ForceTokens
 from benchmarks.tasks.metrics import TOP_LOGPROBS, Generated, Scored
@@ -39,6 +41,7 @@ def open_engine(model: Path, context: int, budget: int | None) -> Iterator[LLM]:
             "attention_backend": "FREEKV",
             "additional_config": {"kv_retrieval": {"budget": budget}},
         }
+    os.environ |= all_cores()
     llm = LLM(
         model=str(model),
         dtype="bfloat16",

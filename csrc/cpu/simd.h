@@ -39,9 +39,11 @@ inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
 
 inline float sum(Floats v) {
-  float total = 0;
-  for (int i = 0; i < kWidth; ++i) total += v[i];
-  return total;
+  using Quad = float __attribute__((vector_size(16)));
+  Quad parts[kWidth / 4];
+  std::memcpy(parts, &v, sizeof v);
+  for (int i = 1; i < kWidth / 4; ++i) parts[0] += parts[i];
+  return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
 }
 
 // Elements of the KV cache. Conversions to float and back of a value that came from the type are exact.

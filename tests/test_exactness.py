@@ -1,0 +1,78 @@
+"""What the engine attends to, against an independent implementation of the paper's algorithm.
+
+Queries, keys and values are those of a real model in a real run (``tests/recorder.py``).
+"""
+
+import pytest
+from vllm import SamplingParams
+
+from benchmarks.texts import emma
+from tests.engine import checkpoint, engine
+
+STEPS = 40  # crosses a page boundary at least once
+LAYERS = (0, 14, 28)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    options = {"budget": 512, "sink": 64, "window": 128, "correction_threshold": 0.9}
+    with engine(
+        checkpoint("SmolLM2-135M-Instruct"),
+        attention_backend="freekv",
+        additional_config={"kv_retrieval": options},
+        worker_extension_cls="tests.recorder.RecordingWorker",
+        max_model_len=4096,
+        max_num_seqs=4,
+        enforce_eager=True,
+    ) as llm:
+        yield llm
+
+
+def run(llm, requests):
+    """Run (number of words, per-request options) pairs together, recorded; return the summary."""
+    words = emma().split()
+    llm.collective_rpc("start_recording", args=(LAYERS,))
+    prompts = [" ".join(words[1000 * i : 1000 * i + n]) for i, (n, _) in enumerate(requests)]
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=STEPS,
+            ignore_eos=True,
+            extra_args={"kv_retrieval": options},
+        )
+        for _, options in requests
+    ]
+    llm.generate(prompts, params, use_tqdm=False)
+    (summary,) = llm.collective_rpc("check_recording")
+    return summary
+
+
+def assert_equal_to_oracle(summary, requests):
+    # The first token comes from prefill; all others from sparse decode steps.
+    assert summary["steps"] == requests * (STEPS - 1) * len(LAYERS)
+    assert summary["heads"] == summary["steps"] * 3
+    assert summary["differ"] == 0
+    assert summary["near_ties"] < summary["heads"] * 0.01
+    # Outputs are rounded to bf16, and so are the probabilities inside vLLM's kernel.
+    assert summary["worst_error"] < 2**-7
+    assert summary["page_moves"] > 0, "a page boundary was crossed"
+
+
+def test_speculation_and_correction(llm):
+    """Requests of different lengths, budgets and thresholds in one batch."""
+    requests = [(700, {}), (1500, {"budget": 256}), (2300, {"correction_threshold": 0.95})]
+    summary = run(llm, requests)
+    assert_equal_to_oracle(summary, len(requests))
+    assert 0.05 < summary["corrected"] / summary["heads"] < 0.95, "both were exercised"
+
+
+def test_threshold_of_one_selects_at_every_step(llm):
+    summary = run(llm, [(1200, {"correction_threshold": 1.0})])
+    assert_equal_to_oracle(summary, 1)
+    assert summary["corrected"] == summary["heads"]
+
+
+def test_threshold_of_minus_one_is_pure_reuse(llm):
+    summary = run(llm, [(1200, {"correction_threshold": -1.0})])
+    assert_equal_to_oracle(summary, 1)
+    assert summary["corrected"] == 3 * len(LAYERS), "a request's first decode step corrects"
