@@ -2,6 +2,9 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -281,6 +284,67 @@ def test_report_shows_every_cell(tmp_path):
     assert "KL 0.0104" in shown
     report.plot(tmp_path / "plot.png", [PASSKEY, NOVEL], [1024], cells)
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+class FakeEngine:
+    """Stands in for vLLM: answers right, counts its starts and runs, and can break down."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        self.started: list[int | None] = []
+        self.ran: list[str] = []
+        self.breaks_at = ""
+
+    @contextmanager
+    def open(self, model: Path, context: int, budget: int | None) -> Iterator[str]:
+        self.started.append(budget)
+        yield "engine"
+
+    def run(self, llm: Any, samples: list[Sample], options: Any, label: str) -> list[Generated]:
+        if self.breaks_at and self.breaks_at in label:
+            raise KeyboardInterrupt
+        self.ran.append(label)
+        answers = [self.tokenizer(sample.answer).input_ids for sample in samples]
+        return [
+            Generated((*sample.forced, *answer), None)
+            for sample, answer in zip(samples, answers, strict=True)
+        ]
+
+
+def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, capsys):
+    engine = FakeEngine(text.tokenizer)
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 4}))
+    for name, replacement in (
+        ("open_engine", engine.open),
+        ("run_samples", engine.run),
+        ("model_fingerprint", lambda model: "weights"),
+        ("build_fingerprint", lambda: "build"),
+        ("RESULTS", tmp_path),
+        ("AutoTokenizer", SimpleNamespace(from_pretrained=lambda model: text.tokenizer)),
+    ):
+        monkeypatch.setattr(accuracy, name, replacement)
+    what = f"sentences-{tmp_path.name}-2k"
+    command = ["--quick", "--model", str(tmp_path), "--task", what, "--samples", "2"]
+
+    engine.breaks_at = "sink_window"
+    with pytest.raises(KeyboardInterrupt):
+        accuracy.main(command)
+    assert engine.started == [None, 512]
+    assert engine.ran == [f"{what} full", f"{what} freekv 512", f"{what} every_step 512"]
+
+    engine.breaks_at = ""
+    assert accuracy.main(command) == 1  # the control answers as well: the task proves nothing
+    assert engine.started == [None, 512, 512]
+    assert engine.ran[3:] == [f"{what} sink_window 512"]
+    assert "FAIL" in capsys.readouterr().out
+
+    assert accuracy.main(command) == 1
+    assert engine.started == [None, 512, 512]
+
+    monkeypatch.setattr(accuracy, "build_fingerprint", lambda: "another build")
+    accuracy.main(command)
+    assert engine.started[3:] == [512]
+    assert len(engine.ran) == 4 + 3
 
 
 def test_unknown_tasks_are_named(capsys):
