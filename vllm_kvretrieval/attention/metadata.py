@@ -79,7 +79,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         max_pages = -(-self.vllm_config.model_config.max_model_len // page_size)
         self.requests = requests
         # Length of the context at a slot's last sparse decode step.
-        self.last_len = np.zeros(slots, dtype=np.int32)
+        self.last_len = requests.per_slot()
         self.page_table = torch.empty(slots * heads, max_pages, dtype=torch.int32)
         self.one_token_starts = torch.arange(slots * heads + 1, dtype=torch.int32)
 

@@ -31,7 +31,8 @@ class RequestTable:
     is reordered or condensed, and gives it back when it finishes, is aborted or is preempted. A
     resumed request takes a new one: its first decode step corrects every head, so nothing of the
     old state is needed. State is never cleared: it is valid only for a request that decoded
-    sparsely in the step before, which the metadata builder checks by the length of the context.
+    sparsely in the step before, which the metadata builder checks by the length of the context at
+    that step; that is forgotten when the slot changes hands.
 
     Args:
         config: Options of the engine.
@@ -49,6 +50,7 @@ class RequestTable:
         self.retrieval_heads = retrieval_heads
         self.corrected = torch.zeros(capacity, dtype=torch.int64)
         self._slot_of: dict[str, int] = {}
+        self._per_slot: list[np.ndarray] = []
         self._free = list(range(capacity))[::-1]
         self._sink = np.zeros(capacity, dtype=np.int32)
         self._window = np.zeros(capacity, dtype=np.int32)
@@ -70,6 +72,12 @@ class RequestTable:
             if slot is not None:
                 self._log_usage(req_id, slot)
                 self._free.append(slot)
+
+    def per_slot(self) -> np.ndarray:
+        """int32 [capacity]; the caller's own, an entry is zero whenever its slot changes hands."""
+        entries = np.zeros(self.capacity, dtype=np.int32)
+        self._per_slot.append(entries)
+        return entries
 
     def slots(self, count: int) -> np.ndarray:
         """int32 [count]; slots of the first ``count`` rows of the batch about to run."""
@@ -130,6 +138,8 @@ class RequestTable:
         self._threshold[slot], self._exact[slot] = options.correction_threshold, options.exact
         self._usage[slot] = 0
         self.corrected[slot] = 0
+        for entries in self._per_slot:
+            entries[slot] = 0
         return slot
 
     def _log_usage(self, req_id: str, slot: int) -> None:

@@ -1,0 +1,151 @@
+"""Per-request state: slots that follow their requests, and steps that know what came before."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+from vllm_kvretrieval.attention.metadata import RetrievalMetadataBuilder
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.requests import RequestTable
+
+PAGE = 32
+CONFIG = RetrievalConfig.from_options("freekv", {"budget": 128})  # 1 + 1 + 2 pages
+CAPACITY = 3
+
+
+class Runner:
+    """What the table asks vLLM's model runner."""
+
+    def __init__(self) -> None:
+        self.input_batch = SimpleNamespace(req_ids=[])
+        self.requests: dict[str, Any] = {}
+
+    def batch(self, *req_ids: str, **options: Any) -> None:
+        """The batch about to run; ``options`` are those of requests that are new in it."""
+        self.input_batch.req_ids = list(req_ids)
+        for req_id in req_ids:
+            params = SamplingParams(extra_args={"kv_retrieval": options.get(req_id, {})})
+            self.requests.setdefault(req_id, SimpleNamespace(sampling_params=params))
+
+
+@pytest.fixture
+def runner():
+    return Runner()
+
+
+@pytest.fixture
+def table(runner):
+    return RequestTable(CONFIG, CAPACITY, 10, runner)
+
+
+@pytest.fixture
+def builder(table):
+    """A metadata builder of layers with one head, without the engine around it."""
+    builder: Any = object.__new__(RetrievalMetadataBuilder)
+    builder.block_size = PAGE
+    builder.num_heads = builder.num_kv_heads = builder.group = 1
+    builder.head_dim, builder.dtype, builder.isa = 64, torch.float32, "vec"
+    builder.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=4096))
+    builder.attach(table, PAGE)
+    return builder
+
+
+def plan(builder, lens, queries=None, prefilling=None):
+    """The plan of a step: per request its context, new tokens and whether it reads its prompt."""
+    count = len(lens)
+    starts = torch.tensor([0, *(queries or [1] * count)], dtype=torch.int32).cumsum(0)
+    common = SimpleNamespace(
+        query_start_loc_cpu=starts,
+        num_reqs=count,
+        is_prefilling=torch.tensor(prefilling or [False] * count),
+    )
+    dense = CPUAttentionMetadata(
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=max(queries or [1]),
+        query_start_loc=starts.to(torch.int32),
+        max_seq_len=max(lens),
+        seq_lens=torch.tensor(lens, dtype=torch.int32),
+        block_table=torch.zeros(count, 128, dtype=torch.int32),
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+        scheduler_metadata=None,
+    )
+    return builder._plan(common, dense)
+
+
+# ------------------------------------------------------------------------------------ the table
+
+
+def test_slots_follow_requests(runner, table):
+    runner.batch("a", "b", "c")
+    a, b, c = table.slots(3).tolist()
+    assert len({a, b, c}) == 3
+    runner.batch("c", "a")
+    assert table.slots(2).tolist() == [c, a]
+    assert len(table) == 3, "a request that is not scheduled keeps its slot"
+    table.release(["b", "never seen"])
+    runner.batch("d", "c", "a")
+    assert table.slots(3).tolist() == [b, c, a]
+    table.release(["a", "c", "d"])
+    assert len(table) == 0
+
+
+def test_options_go_with_the_slot(runner, table):
+    runner.batch("a", "b", "c", b={"budget": 96, "correction_threshold": 0.5}, c={"exact": True})
+    rows = table.select(table.slots(3))
+    assert rows.total_pages.tolist() == [4, 3, 4]
+    assert rows.select_pages.tolist() == [2, 1, 2]
+    assert rows.threshold.tolist() == pytest.approx([0.8, 0.5, 0.8])
+    assert rows.exact.tolist() == [False, False, True]
+    table.release(["b", "c"])
+    runner.batch("a", "d", "e")
+    rows = table.select(table.slots(3))
+    assert rows.total_pages.tolist() == [4, 4, 4]
+    assert not rows.exact.any()
+
+
+def test_options_that_nobody_validated_do_not_stop_the_engine(runner, table):
+    runner.batch("a", a={"budget": 31})
+    assert table.select(table.slots(1)).total_pages.tolist() == [4]
+
+
+# ------------------------------------------------------------------------------------- the plan
+
+
+def test_no_plan_within_the_budget(runner, builder):
+    runner.batch("a", "b")
+    assert plan(builder, [4 * PAGE, 17]) is None
+    step = plan(builder, [4 * PAGE + 1, 18])
+    assert step.rows.select_pages.tolist() == [2, -1], "the other row keeps its whole context"
+    assert step.attended_lens.tolist() == [3 * PAGE + 1, 18]
+
+
+def test_prefill_is_exact(runner, builder):
+    runner.batch("a", "b", "c")
+    step = plan(builder, [900, 601, 500], [1, 1, 200], [False, True, True])
+    assert step.rows.select_pages.tolist() == [2, -1], "the second reads its prompt's last token"
+    assert step.rest.num_actual_tokens == 200
+    assert step.rest.query_start_loc.tolist() == [0, 200]
+    assert step.rest.seq_lens.tolist() == [500]
+
+
+def test_only_consecutive_steps_speculate(runner, builder, table):
+    runner.batch("a")
+    assert plan(builder, [300]).rows.fresh.tolist() == [1], "a request's first decode step"
+    assert plan(builder, [301]).rows.fresh.tolist() == [0]
+    table.release(["a"])  # preempted; its tokens are computed anew, then it goes on
+    assert plan(builder, [303]).rows.fresh.tolist() == [1]
+    runner.batch("b", "a")
+    assert plan(builder, [700, 304]).rows.fresh.tolist() == [1, 0], "state moves with the rows"
+
+
+def test_a_slots_next_owner_starts_afresh(runner, builder, table):
+    """Also where its context is just one token longer than its predecessor's last."""
+    runner.batch("a")
+    plan(builder, [300])
+    table.release(["a"])
+    runner.batch("b")
+    assert plan(builder, [301]).rows.fresh.tolist() == [1]
