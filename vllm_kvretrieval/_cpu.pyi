@@ -9,14 +9,6 @@ class LayerState:
 def isa() -> str: ...
 def use_isa(isa: str) -> None: ...
 def update_index(
-    dtype: int,
-    keys: int,
-    key_stride: int,
-    slot_mapping: int,
-    num_tokens: int,
-    index: int,
-    kv_heads: int,
-    head_size: int,
-    page_size: int,
+    keys: int, key_stride: int, slot_mapping: int, num_tokens: int, layer: LayerState
 ) -> None: ...
 def plan_decode(query: int, query_stride: int, rows: DecodeRows, layer: LayerState) -> None: ...

@@ -61,11 +61,10 @@ NB_MODULE(_cpu, m) {
 
   m.def(
       "update_index",
-      [](int dtype, uintptr_t keys, int64_t key_stride, uintptr_t slot_mapping, int64_t num_tokens,
-         uintptr_t index, int kv_heads, int head_size, int page_size) {
-        active->update_index({static_cast<kvr::DType>(dtype), at<void>(keys), key_stride,
-                              at<int64_t>(slot_mapping), num_tokens, at<void>(index), kv_heads,
-                              head_size, page_size});
+      [](uintptr_t keys, int64_t key_stride, uintptr_t slot_mapping, int64_t num_tokens,
+         const kvr::LayerState& layer) {
+        active->update_index(
+            {layer, at<void>(keys), key_stride, at<int64_t>(slot_mapping), num_tokens});
       },
       nb::call_guard<nb::gil_scoped_release>());
 

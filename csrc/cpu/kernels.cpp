@@ -39,8 +39,8 @@ static std::vector<Run>& find_runs(const IndexUpdate& u) {
   for (int64_t t = 0; t < u.num_tokens; ++t) {
     const int64_t slot = u.slot_mapping[t];
     if (slot < 0) continue;
-    const int64_t page = slot / u.page_size;
-    const bool first = slot % u.page_size == 0;
+    const int64_t page = slot / u.layer.page_size;
+    const bool first = slot % u.layer.page_size == 0;
     if (!first && !runs.empty() && runs.back().page == page && runs.back().last == t)
       runs.back().last = t + 1;
     else
@@ -51,9 +51,9 @@ static std::vector<Run>& find_runs(const IndexUpdate& u) {
 
 template <class E>
 static void update_run(const IndexUpdate& u, const Run& run) {
-  const int d = u.head_size;
-  for (int h = 0; h < u.kv_heads; ++h) {
-    E* lo = static_cast<E*>(u.index) + (run.page * u.kv_heads + h) * 2 * d;
+  const int d = u.layer.head_size, heads = u.layer.kv_heads;
+  for (int h = 0; h < heads; ++h) {
+    E* lo = static_cast<E*>(u.layer.index) + (run.page * heads + h) * 2 * d;
     E* hi = lo + d;
     for (int c = 0; c < d; c += kWidth) {
       const E* key = static_cast<const E*>(u.keys) + run.first * u.key_stride + h * d + c;
@@ -74,7 +74,7 @@ template <class E>
 static void update_index_of(const IndexUpdate& u) {
   const std::vector<Run>& runs = find_runs(u);
   const int64_t n = static_cast<int64_t>(runs.size());
-#pragma omp parallel for schedule(static) if (u.num_tokens * u.kv_heads > kSerialKeys)
+#pragma omp parallel for schedule(static) if (u.num_tokens * u.layer.kv_heads > kSerialKeys)
   for (int64_t i = 0; i < n; ++i) update_run<E>(u, runs[i]);
 }
 
@@ -335,7 +335,7 @@ static void plan_decode_of(const DecodePlan& p) {
 }
 
 static void update_index(const IndexUpdate& u) {
-  switch (u.dtype) {
+  switch (u.layer.dtype) {
     case DType::kBFloat16: return update_index_of<BFloat16>(u);
     case DType::kFloat16: return update_index_of<Float16>(u);
     case DType::kFloat32: return update_index_of<Float32>(u);

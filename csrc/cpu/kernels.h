@@ -10,17 +10,6 @@ namespace kvr {
 
 enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
-// New keys and where they were written; `index` is [pages, kv_heads, 2 (min, max), head_size].
-struct IndexUpdate {
-  DType dtype;
-  const void* keys;              // [num_tokens, kv_heads, head_size]
-  int64_t key_stride;            // elements from one token to the next
-  const int64_t* slot_mapping;   // [num_tokens]; page * page_size + offset, negative = padding
-  int64_t num_tokens;
-  void* index;
-  int32_t kv_heads, head_size, page_size;
-};
-
 // The requests of a step that decode one token each; the same for every layer.
 struct DecodeRows {
   int32_t rows;
@@ -43,10 +32,19 @@ struct LayerState {
   DType dtype;
   int32_t kv_heads, group, head_size, page_size;
   float scale;                   // softmax scale of the layer
-  const void* index;             // as in IndexUpdate
+  void* index;                   // [pages, kv_heads, 2 (min, max), head_size]
   void* prev_query;              // [state slots, kv_heads * group, head_size]
   int32_t* prev_selection;       // [state slots, kv_heads, prev_selection_stride]
   int64_t prev_selection_stride;
+};
+
+// New keys and where they were written.
+struct IndexUpdate {
+  const LayerState& layer;
+  const void* keys;              // [num_tokens, kv_heads, head_size]
+  int64_t key_stride;            // elements from one token to the next
+  const int64_t* slot_mapping;   // [num_tokens]; page * page_size + offset, negative = padding
+  int64_t num_tokens;
 };
 
 struct DecodePlan {

@@ -58,9 +58,9 @@ class RequestTable:
         self._total = np.zeros(capacity, dtype=np.int32)
         self._threshold = np.zeros(capacity, dtype=np.float32)
         self._exact = np.zeros(capacity, dtype=bool)
-        # Per slot: context, decode steps, sparse steps, pages attended and pages in all, the last
-        # two summed over sparse steps.
-        self._usage = np.zeros((capacity, 5), dtype=np.int64)
+        self._context = np.zeros(capacity, dtype=np.int32)
+        # Per slot: decode steps, sparse ones among them, and pages of context summed over these.
+        self._steps = np.zeros((3, capacity), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -113,14 +113,9 @@ class RequestTable:
 
         A step is booked once, also where several groups of layers report it.
         """
-        usage = self._usage[slots]
-        new = lens != usage[:, 0]
-        usage[:, 0] = lens
-        usage[:, 1] += new & decodes
-        usage[:, 2] += new & sparse
-        usage[:, 3] += np.where(new & sparse, self._total[slots], 0)
-        usage[:, 4] += np.where(new & sparse, pages, 0)
-        self._usage[slots] = usage
+        new = lens != self._context[slots]
+        self._context[slots] = lens
+        self._steps[:, slots] += np.array((decodes, sparse, pages * sparse)) * new
 
     def _admit(self, req_id: str) -> int:
         slot = self._free.pop()
@@ -136,19 +131,21 @@ class RequestTable:
         self._sink[slot], self._window[slot] = budget.sink, budget.window
         self._select[slot], self._total[slot] = budget.select, budget.total
         self._threshold[slot], self._exact[slot] = options.correction_threshold, options.exact
-        self._usage[slot] = 0
+        self._context[slot] = 0
+        self._steps[:, slot] = 0
         self.corrected[slot] = 0
         for entries in self._per_slot:
             entries[slot] = 0
         return slot
 
     def _log_usage(self, req_id: str, slot: int) -> None:
-        context, steps, sparse, attended, pages = (int(x) for x in self._usage[slot])
+        steps, sparse, pages = (int(x) for x in self._steps[:, slot])
+        attended = sparse * int(self._total[slot])
         logger.debug(
             "kv_retrieval request_id=%s context=%d decode_steps=%d sparse_steps=%d "
             "pages_attended=%d pages_total=%d kv_read_share=%.4f corrected_share=%.4f",
             req_id,
-            context,
+            int(self._context[slot]),
             steps,
             sparse,
             attended // max(sparse, 1),

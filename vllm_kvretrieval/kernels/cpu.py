@@ -28,17 +28,10 @@ def use_isa(name: str) -> None:
 
 def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, state: LayerState) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.update_index`."""
-    index = state.index
+    if state.handle is None:
+        state.handle = _bind_layer(state)
     _cpu.update_index(
-        _DTYPES[key.dtype],
-        key.data_ptr(),
-        key.stride(0),
-        slot_mapping.data_ptr(),
-        slot_mapping.shape[0],
-        index.data_ptr(),
-        index.shape[1],
-        index.shape[3],
-        state.page_size,
+        key.data_ptr(), key.stride(0), slot_mapping.data_ptr(), len(slot_mapping), state.handle
     )
 
 
