@@ -24,18 +24,18 @@ def test_defaults():
     config = RetrievalConfig.from_options("freekv", {})
     assert (config.budget, config.page_size, config.dense_layers) == (2048, 32, 1)
     assert config.correction_threshold == 0.8
-    assert config.page_budget() == PageBudget(sink=16, window=16, select=32)
+    assert config.page_budget() == PageBudget(sink=4, window=4, select=56)
 
 
 @pytest.mark.parametrize(
     ("budget", "page", "part"),
     [
         (96, 32, 1),  # never less than a page
-        (512, 32, 4),
-        (608, 32, 4),  # a quarter, rounded down to a page
-        (2048, 32, 16),
-        (8192, 32, 16),  # never more than 512 tokens
-        (1024, 128, 2),
+        (512, 32, 1),
+        (2048, 32, 4),
+        (2496, 32, 4),  # a 16th, rounded down to a page
+        (8192, 32, 16),
+        (4096, 128, 2),
     ],
 )
 def test_default_sink_and_window(budget, page, part):

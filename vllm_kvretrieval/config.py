@@ -20,8 +20,7 @@ PAGE_SIZES = (32, 64, 128)
 HELP = {
     "budget": "tokens of context that a KV head attends to in a decode step; a shorter context is "
     "attended to whole, exactly (default: 2048)",
-    "sink": "tokens at the start of the context that are always attended to (default: a quarter of "
-    "the budget, at most 512)",
+    "sink": "tokens at the start of the context, always attended to (default: budget / 16)",
     "window": "most recent tokens, always attended to (default: as sink)",
     "page_size": f"tokens per page, the unit of retrieval, one of {PAGE_SIZES} (default: 32)",
     "correction_threshold": "a KV head whose query has a lower cosine similarity to the previous "

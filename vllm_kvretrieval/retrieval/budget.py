@@ -3,8 +3,9 @@
 from typing import NamedTuple
 
 DEFAULT_BUDGET = 2048
-LARGEST_DEFAULT_PART = 512
-"""FreeKV's sink and window at a budget of 2048 tokens (section 5.1)."""
+DEFAULT_SHARE = 16
+"""Sink and window are one part in this many of the budget: 128 tokens each of 2048, FreeKV's
+setting for long inputs (section 5.1)."""
 
 
 class PageBudget(NamedTuple):
@@ -21,9 +22,5 @@ class PageBudget(NamedTuple):
 
 
 def default_part(budget: int, page_size: int) -> int:
-    """Tokens of sink, and of window, where the user names none: a quarter of the budget each.
-
-    At most 512, FreeKV's own choice at its budget of 2048; at least one page.
-    """
-    quarter = min(LARGEST_DEFAULT_PART, budget // 4)
-    return max(page_size, quarter // page_size * page_size)
+    """Tokens of sink, and of window, where the user names none; at least one page each."""
+    return max(page_size, budget // DEFAULT_SHARE // page_size * page_size)
