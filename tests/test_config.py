@@ -145,13 +145,13 @@ def test_request_options(flat):
     else:
         extra_args = {"kv_retrieval": given}
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions(PageBudget(4, 4, 8), 0.95, exact=True)
+    assert options == RequestOptions(PageBudget(1, 1, 14), 0.95, exact=True)
 
 
 def test_flat_keys_complete_nested_ones():
     extra_args = {"kv_retrieval": {"budget": 512}, "kv_retrieval_exact": 1}
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions(PageBudget(4, 4, 8), 0.8, exact=True)
+    assert options == RequestOptions(PageBudget(1, 1, 14), 0.8, exact=True)
 
 
 def test_a_request_keeps_the_servers_sink_and_window():
@@ -164,7 +164,7 @@ def test_a_request_keeps_the_servers_sink_and_window():
 
 def test_a_request_may_ask_for_the_sink_and_window_baseline():
     options = RequestOptions.parse({"kv_retrieval_method": "streamingllm"}, SERVER)
-    assert options.budget == PageBudget(sink=8, window=24, select=0)
+    assert options.budget == PageBudget(sink=2, window=30, select=0)
     assert RequestOptions.parse({"kv_retrieval_method": "freekv"}, SERVER).budget.select > 0
 
 
