@@ -1,10 +1,22 @@
-"""Checkpoints and engines for tests."""
+"""Checkpoints, engines and texts for tests."""
 
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.inputs import TokensPrompt
+
+from benchmarks.texts import excerpt
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
+SHUTDOWN_S = 30
 
 
 def checkpoint(name: str) -> str:
@@ -13,3 +25,147 @@ def checkpoint(name: str) -> str:
     if not (path / "config.json").exists():
         pytest.fail(f"{path} is missing: run make models")
     return str(path)
+
+
+def cores(options: dict[str, Any]) -> str:
+    """vLLM's notation for all cores of this machine, dealt out to the workers of an engine.
+
+    On its own vLLM keeps one back for its front end, which halves a worker on two cores.
+    """
+    workers = options.get("tensor_parallel_size", 1)
+    ours = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    return "|".join(",".join(ours[i::workers]) for i in range(workers))
+
+
+def processes() -> list[psutil.Process]:
+    """All processes below this one; Python's resource tracker, which stays, is left out."""
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "multiprocessing.resource_tracker" not in " ".join(process.cmdline())
+    ]
+
+
+@contextmanager
+def engine(model: str, **options: Any) -> Iterator[LLM]:
+    """A vLLM engine whose processes are gone at the end, so that the next one has the machine.
+
+    Its cache holds 1 GiB unless ``options`` say otherwise; ``collective_rpc`` takes functions. The
+    scheduler runs in this process and the worker in another, so that a step is a step, and what is
+    handed in between two steps arrives between them.
+    """
+    before = set(processes())
+    defaults = {
+        "kv_cache_memory_bytes": 1 << 30,
+        "disable_log_stats": True,
+        "distributed_executor_backend": "mp",
+    }
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", cores(defaults | options))
+        environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        llm = LLM(model=model, **defaults | options)
+        try:
+            yield llm
+        finally:
+            started = set(processes()) - before
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            _, left = psutil.wait_procs(started, timeout=SHUTDOWN_S)
+            for process in left:
+                process.kill()
+    assert not left, f"still running after shutdown: {left}"
+
+
+@dataclass
+class Answer:
+    """What one request got.
+
+    Attributes:
+        tokens: generated token ids.
+        logprobs: of each of them.
+        cached: prompt tokens that came from the prefix cache.
+        steps: engine steps, as counted by :func:`drive`, at which a token came out.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    cached: int = 0
+    steps: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Request:
+    """One request for :func:`drive`; greedy, and of a fixed number of tokens.
+
+    Attributes:
+        prompt: token ids.
+        tokens: how many to generate.
+        options: its ``kv_retrieval`` options; None for an engine without retrieval.
+        arrives: step before which it is handed in.
+        aborts: step before which it is aborted.
+        cache: whether it may read the prefix cache.
+    """
+
+    prompt: list[int]
+    tokens: int
+    options: dict[str, Any] | None = None
+    arrives: int = 0
+    aborts: int | None = None
+    cache: bool = False
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=0,
+            max_tokens=self.tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            skip_reading_prefix_cache=not self.cache,
+            extra_args=None if self.options is None else {"kv_retrieval": self.options},
+        )
+
+
+def drive(llm: LLM, requests: Sequence[Request]) -> list[Answer]:
+    """Step the engine until all of ``requests`` are done; the answers in their order."""
+    core = llm.llm_engine
+    answers = [Answer() for _ in requests]
+    ids: dict[int, str] = {}
+    last = max(request.arrives for request in requests)
+    step = 0
+    while step <= last or core.has_unfinished_requests():
+        for i, request in enumerate(requests):
+            if request.arrives == step:
+                prompt = TokensPrompt(prompt_token_ids=request.prompt)
+                ids[i] = core.add_request(str(i), prompt, request.params())
+            if request.aborts == step:
+                core.abort_request([ids[i]], internal=True)
+        for output in core.step():
+            assert isinstance(output, RequestOutput)
+            answer, completion = answers[int(output.request_id)], output.outputs[0]
+            assert completion.logprobs is not None
+            new = completion.token_ids[len(answer.tokens) :]
+            answer.logprobs += [
+                position[token].logprob
+                for token, position in zip(
+                    new, completion.logprobs[len(answer.tokens) :], strict=True
+                )
+            ]
+            answer.tokens += new
+            answer.steps += [step] * len(new)
+            answer.cached = output.num_cached_tokens or 0
+        step += 1
+    return answers
+
+
+def assert_same(answer: Answer, expected: Answer, tolerance: float) -> None:
+    """Equal tokens, and log-probs of them that are equal to rounding."""
+    assert answer.tokens == expected.tokens
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=tolerance)
+
+
+def novel(llm: LLM, tokens: int, paragraph: int) -> list[int]:
+    """Token ids of the novel from a paragraph on."""
+    ids: list[int] = llm.get_tokenizer().encode(excerpt(6 * tokens, paragraph))
+    return ids[:tokens]
