@@ -1,0 +1,78 @@
+"""A model whose layers are mostly sliding windows: those keep vLLM's own attention."""
+
+import pytest
+
+from benchmarks.texts import excerpt
+from tests.engine import Request, assert_same, checkpoint, drive, engine, novel
+
+pytestmark = [pytest.mark.engine, pytest.mark.model]
+
+MODEL = "gemma-3-270m"
+BUDGET = 512
+KEY = "48213"
+STOCK = {"max_model_len": 4096, "max_num_seqs": 4, "enforce_eager": True}
+
+
+def short_requests(llm, options=None):
+    return [Request(novel(llm, n, n), 24, options) for n in (40, 300, BUDGET - 24)]
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """What vLLM without retrieval answers; its engine is gone before ours starts."""
+    with engine(checkpoint(MODEL), **STOCK) as llm:
+        return [drive(llm, [request])[0] for request in short_requests(llm)]
+
+
+@pytest.fixture(scope="module")
+def llm(stock):
+    with engine(
+        checkpoint(MODEL),
+        attention_backend="freekv",
+        additional_config={"kv_retrieval": {"budget": BUDGET}},
+        **STOCK,
+    ) as llm:
+        yield llm
+
+
+def test_only_full_layers_retrieve(llm):
+    """Gemma 3 270M: every sixth of its 18 layers attends to the whole context."""
+
+    def describe(worker):
+        layers = worker.vllm_config.compilation_config.static_forward_context
+        return {
+            int(name.split(".")[2]): (
+                layer.get_attn_backend().get_name(),
+                layer.impl.sliding_window > 0,
+                name in worker.retrieval_layers,
+            )
+            for name, layer in layers.items()
+        }
+
+    (layers,) = llm.collective_rpc(describe)
+    full, sliding = ("FREEKV", False, True), ("CPU_ATTN", True, False)
+    assert layers == {i: full if i % 6 == 5 else sliding for i in range(18)}
+
+
+def test_short_contexts_are_answered_as_by_stock_vllm(llm, stock):
+    answers = [drive(llm, [request])[0] for request in short_requests(llm, {})]
+    for answer, expected in zip(answers, stock, strict=True):
+        assert_same(answer, expected, tolerance=1e-5)
+
+
+def test_a_pass_key_is_found_in_a_novel(llm):
+    """In a context seven times the budget; by sink and window alone it is not."""
+    tokenizer = llm.get_tokenizer()
+    chosen = excerpt(16_000, 300).split("\n\n")
+    chosen.insert(25, f"The pass key is {KEY}. Remember it. {KEY} is the pass key.")
+    question = "\n\nWhat is the pass key? The pass key is"
+    prompt = tokenizer.encode("\n\n".join(chosen) + question)
+    assert 7 * BUDGET <= len(prompt) < 8 * BUDGET - 16
+
+    def ask(options):
+        (answer,) = drive(llm, [Request(prompt, 8, options, cache=True)])
+        return tokenizer.decode(answer.tokens)
+
+    assert KEY in ask({})
+    assert KEY in ask({"exact": True})
+    assert KEY not in ask({"method": "streamingllm"})

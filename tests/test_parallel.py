@@ -1,0 +1,74 @@
+"""Tensor parallelism: every worker retrieves for its own KV heads.
+
+A small Llama with random weights, in float32: what is at stake is which head attends to what, and
+the answers are to be those of a single worker to rounding.
+"""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.engine import Request, assert_same, drive, engine
+
+pytestmark = pytest.mark.engine
+
+BUDGET = 128
+LAYERS, KV_HEADS = 4, 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Path of the model. Its weights are large enough for attention to be sharp."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2 * KV_HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=64,
+        max_position_embeddings=2048,
+        initializer_range=0.1,
+    )
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def answers(model, workers):
+    """Answers of an engine with so many workers, and the KV heads of each."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(512, (length,), generator=generator).tolist() for length in (60, 500, 900)
+    ]
+    options = [{}, {}, {"correction_threshold": 0.9}]
+    with engine(
+        model,
+        tensor_parallel_size=workers,
+        attention_backend="freekv",
+        additional_config={"kv_retrieval": {"budget": BUDGET}},
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=4,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+    ) as llm:
+        requests = [Request(p, 24, o) for p, o in zip(prompts, options, strict=True)]
+        together = drive(llm, requests)
+        exact = drive(llm, [Request(prompts[1], 24, {"exact": True})])[0]
+        heads = llm.collective_rpc(
+            lambda worker: [impl.state.kv_heads for impl in worker.retrieval_layers.values()]
+        )
+    return together, exact, heads
+
+
+def test_two_workers_answer_as_one(model):
+    expected, exact, heads = answers(model, workers=1)
+    assert heads == [[KV_HEADS] * (LAYERS - 1)]
+    ours, _, heads = answers(model, workers=2)
+    assert heads == [[KV_HEADS // 2] * (LAYERS - 1)] * 2
+    for answer, single in zip(ours, expected, strict=True):
+        assert_same(answer, single, tolerance=1e-3)
+    differences = zip(exact.logprobs, expected[1].logprobs, strict=True)
+    assert max(abs(a - b) for a, b in differences) > 0.05, "retrieval attends to a part"
