@@ -19,6 +19,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import signal
 import statistics
 import sys
@@ -33,14 +34,16 @@ from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks import decode_report, texts
 from benchmarks.common import MODELS, RESULTS, Stopwatch, read_json, result_header, write_json
+from benchmarks.decode_report import Cell
 from benchmarks.engines import EngineError, EngineProcess, EngineSpec, Timing
 from benchmarks.status import Status
 
 MODULE = "benchmarks.decode"
 WARM_STEPS = 8
-PREFILL_TOKENS = 65536
 ENGINE_GIB = 2.0
 BLOCK = 128
+# A chunk of a long prompt may exceed vLLM's five minutes on a small machine.
+LONG_STEPS = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Settings:
     steps: int
     repeats: int
     prefill_repeats: int
+    prefill_seconds: float
     temperature: float
     enforce_eager: bool
 
@@ -79,8 +83,16 @@ class Documents:
         return documents
 
 
+@dataclass(frozen=True)
+class Prefill:
+    """Documents handed in at once, and what each engine made of them."""
+
+    prompts: list[list[int]]
+    timings: list[Timing]
+
+
 class Bench:
-    """Measures one (context, batch) cell at a time on a pair of engines."""
+    """Measures both engines, one context length after another."""
 
     def __init__(
         self,
@@ -95,28 +107,57 @@ class Bench:
         self._documents = documents
         self._tokens = settings.steps + WARM_STEPS + 1
 
-    def cell(self, context: int, batch: int, profile: bool) -> dict[str, Any]:
-        """Prefill and decode times of both engines; contexts end at `context` tokens."""
-        prefills: list[list[Timing]] = []
-        decodes: list[list[Timing]] = []
-        length = context - self._tokens
-        for i in range(prefill_repeats(context, batch, self._settings.prefill_repeats)):
-            prompts = self._documents.take(batch, length)
-            prefills.append(self._pair(i, f"prefill {i + 1}", prompts, 1))
-        for i in range(decode_repeats(context, self._settings)):
-            decodes.append(self._pair(i, f"decode {i + 1}", prompts, self._tokens))
-        result: dict[str, Any] = {"context": context, "batch": batch, "engines": {}}
+    def context(self, context: int, batches: Sequence[int], profile: bool) -> Iterator[Cell]:
+        """The cells of one context length, in rising batch size; contexts end at `context`.
+
+        Where prefilling a whole batch several times would take too long, its documents are
+        handed in one after another instead, each once and on both engines in turn. That is
+        how vLLM prefills a batch anyway, and every document is a sample for batch 1.
+        """
+        singles = [self._fresh(context, 1, 1)]
+        one = _seconds(singles)
+        dear = one * max(batches) > self._settings.prefill_seconds
+        while len(singles) < (max(batches) if dear else self._repeats(one, 1 in batches)):
+            singles.append(self._fresh(context, 1, len(singles) + 1))
+        for batch in sorted(batches):
+            if batch == 1:
+                runs = singles
+            elif dear:
+                runs = [_one_by_one(singles[:batch])]
+            else:
+                runs = [self._fresh(context, batch, 1)]
+                while len(runs) < self._repeats(_seconds(runs[:1]), True):
+                    runs.append(self._fresh(context, batch, len(runs) + 1))
+            yield self._cell(context, runs, profile) | {"one_by_one": dear and batch > 1}
+
+    def _repeats(self, seconds: float, wanted: bool) -> int:
+        """How often to time a prefill that takes `seconds` on both engines together."""
+        affordable = int(self._settings.prefill_seconds / seconds)
+        return max(1, min(affordable, self._settings.prefill_repeats)) if wanted else 1
+
+    def _fresh(self, context: int, batch: int, turn: int) -> Prefill:
+        """Prefill `batch` documents that neither engine has seen."""
+        prompts = self._documents.take(batch, context - self._tokens)
+        return Prefill(prompts, self._pair(turn, f"prefill {turn} of {batch}", prompts, 1))
+
+    def _cell(self, context: int, prefills: Sequence[Prefill], profile: bool) -> Cell:
+        """Decode times on the documents prefilled last, beside the prefill times."""
+        prompts = prefills[-1].prompts
+        decodes = [
+            self._pair(turn, f"decode {turn} of {len(prompts)}", prompts, self._tokens)
+            for turn in range(1, 1 + decode_repeats(context, self._settings))
+        ]
+        cell: Cell = {"context": context, "batch": len(prompts), "engines": {}}
         for k, engine in enumerate(self._engines):
-            result["engines"][engine.name] = {
-                "prefill_s": [round(max(pair[k].first_token), 4) for pair in prefills],
-                "first_token_s": [
-                    round(statistics.median(pair[k].first_token), 4) for pair in prefills
-                ],
+            first = [run.timings[k].first_token for run in prefills]
+            cell["engines"][engine.name] = {
+                "prefill_s": [round(max(times), 4) for times in first],
+                "first_token_s": [round(statistics.median(times), 4) for times in first],
                 "step_ms": [decode_report.spread(self._steps(pair[k])) for pair in decodes],
             }
             if profile:
-                result["engines"][engine.name]["profile_ms"] = self._profile(engine, prompts)
-        return result
+                cell["engines"][engine.name] |= self._profile(engine, prompts)
+        return cell
 
     def warm_up(self, context: int) -> None:
         """Let both engines meet every kind of work once; contexts end at `context` tokens."""
@@ -141,20 +182,32 @@ class Bench:
         """Milliseconds of the measured steps of one repeat."""
         return [1e3 * step for step in timing.steps[WARM_STEPS:]]
 
-    def _profile(self, engine: EngineProcess, prompts: list[list[int]]) -> dict[str, float]:
-        """Mean milliseconds per step of each part of a decode step."""
+    def _profile(self, engine: EngineProcess, prompts: list[list[int]]) -> dict[str, Any]:
+        """One more decode repeat, with timers in the worker: where a step's time goes."""
         self._status.set(f"profile, {engine.name}")
         engine.resume()
         engine.collective_rpc("start_timing")
         timing = engine.generate(prompts, self._tokens, self._settings.temperature)
-        parts = engine.collective_rpc("stop_timing")
+        parts, requests = engine.collective_rpc("stop_timing")
         engine.pause()
-        return decode_report.profile(self._steps(timing), parts)
+        return {
+            "profile_ms": decode_report.profile(self._steps(timing), parts),
+            "retrieval": decode_report.retrieval(requests),
+        }
 
 
-def prefill_repeats(context: int, batch: int, at_most: int) -> int:
-    """How often a cell's prefill is timed: the dearer, the fewer (at least once)."""
-    return max(1, min(at_most, PREFILL_TOKENS // (context * batch)))
+def _seconds(prefills: Sequence[Prefill]) -> float:
+    """What these prefills took on all engines together."""
+    return sum(max(timing.first_token) for run in prefills for timing in run.timings)
+
+
+def _one_by_one(singles: Sequence[Prefill]) -> Prefill:
+    """Single documents as a batch, in which each waits for those before it."""
+    timings = []
+    for runs in zip(*(single.timings for single in singles), strict=True):
+        times = itertools.accumulate(max(run.first_token) for run in runs)
+        timings.append(Timing(list(times), []))
+    return Prefill([prompt for single in singles for prompt in single.prompts], timings)
 
 
 def decode_repeats(context: int, settings: Settings) -> int:
@@ -208,14 +261,14 @@ def engine_specs(
         "enforce_eager": settings.enforce_eager,
         "worker_extension_cls": "benchmarks.worker_timing.TimingExtension",
     }
-    stock = EngineSpec("stock", common, {"VLLM_PLUGINS": ""})
+    stock = EngineSpec("stock", common, {"VLLM_PLUGINS": ""} | LONG_STEPS)
     if settings.against == "stock":
-        return [stock, EngineSpec("stock again", common, {"VLLM_PLUGINS": ""})]
+        return [stock, EngineSpec("stock again", common, {"VLLM_PLUGINS": ""} | LONG_STEPS)]
     options = {
         "attention_backend": settings.against.upper(),
         "additional_config": {"kv_retrieval": {"budget": settings.budget}},
     }
-    return [stock, EngineSpec(settings.against, common | options)]
+    return [stock, EngineSpec(settings.against, common | options, LONG_STEPS)]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -237,8 +290,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--batches", type=int, nargs="+", default=[1] if quick else [1, 4])
     add("--steps", type=int, default=16 if quick else 48, help="measured steps per repeat")
     add("--repeats", type=int, default=2 if quick else 5, help="decode repeats")
-    add("--prefill-repeats", type=int, default=1 if quick else 5, help="at most; fewer where "
-        f"a batch has over {PREFILL_TOKENS // 5:,} tokens")  # fmt: skip
+    add("--prefill-repeats", type=int, default=1 if quick else 5, help="at most")
+    add("--prefill-seconds", type=float, default=120.0, help="fewer prefill repeats where they "
+        "would take longer than this, both engines together")  # fmt: skip
     add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
     add("--enforce-eager", action="store_true", help="without torch.compile")
     add("--hf-overrides", type=json.loads, default=None, help="JSON for the model's config "
@@ -250,7 +304,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def earlier_cells(path: Path, settings: Settings) -> list[dict[str, Any]]:
+def earlier_cells(path: Path, settings: Settings) -> list[Cell]:
     """The cells of an interrupted run with the same settings.
 
     Raises `SystemExit` where the file comes from other settings.
@@ -263,20 +317,22 @@ def earlier_cells(path: Path, settings: Settings) -> list[dict[str, Any]]:
     return list(stored["cells"])
 
 
-def todo(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
-    """The (context, batch) cells still to be measured, the cheap ones first."""
+def todo(args: argparse.Namespace, done: list[Cell]) -> dict[int, list[int]]:
+    """The contexts still to be measured, the short ones first, and their batch sizes."""
     have = {(cell["context"], cell["batch"]) for cell in done}
-    for context, batch in itertools.product(sorted(args.contexts), sorted(args.batches)):
-        if (context, batch) not in have:
-            yield context, batch
+    missing = {
+        context: [batch for batch in sorted(set(args.batches)) if (context, batch) not in have]
+        for context in sorted(set(args.contexts))
+    }
+    return {context: batches for context, batches in missing.items() if batches}
 
 
 def measure(
     args: argparse.Namespace, settings: Settings, specs: list[EngineSpec], store: dict[str, Any]
 ) -> None:
     """Add every missing cell to `store` and write it to the output file after each."""
-    cells = list(todo(args, store["cells"]))
-    if not cells:
+    missing = todo(args, store["cells"])
+    if not missing:
         return
     status, watch = Status(), Stopwatch()
     documents = Documents(args.model)
@@ -293,13 +349,18 @@ def measure(
         bench.warm_up(min(max(args.contexts), 2 * settings.budget))
         status.clear()
         print(decode_report.HEADER)
-        for number, (context, batch) in enumerate(cells, 1):
-            status.prefix(f"[{number}/{len(cells)}, {watch}] {context:,} x {batch}: ")
-            cell = bench.cell(context, batch, args.profile)
-            store["cells"].append(cell)
-            write_json(args.output, store)
-            status.clear()
-            print(decode_report.row(cell))
+        for number, (context, batches) in enumerate(missing.items(), 1):
+            status.prefix(f"[{number}/{len(missing)}, {watch}] {context:,}: ")
+            for cell in bench.context(context, batches, args.profile):
+                store["cells"].append(cell)
+                write_json(args.output, store)
+                status.clear()
+                print(decode_report.row(cell), flush=True)
+
+
+def _matters(variable: str) -> bool:
+    """Whether an environment variable steers the engines (threads, above all)."""
+    return variable.startswith(("VLLM_", "OMP_", "MKL_", "TORCH"))
 
 
 def main() -> None:
@@ -319,12 +380,17 @@ def main() -> None:
         steps=args.steps,
         repeats=args.repeats,
         prefill_repeats=args.prefill_repeats,
+        prefill_seconds=args.prefill_seconds,
         temperature=args.temperature,
         enforce_eager=args.enforce_eager,
     )
     specs = engine_specs(args.model, settings, config, longest, batch)
     done = earlier_cells(args.output, settings) if args.resume else []
-    store = result_header(MODULE) | {"settings": asdict(settings), "cells": done}
+    store = result_header(MODULE) | {
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if _matters(name)},
+        "settings": asdict(settings),
+        "cells": done,
+    }
     try:
         measure(args, settings, specs, store)
     except EngineError as error:

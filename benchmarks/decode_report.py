@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,6 +63,13 @@ def profile(steps_ms: Sequence[float], parts: Sequence[dict[str, float]]) -> dic
     return {"step": round(step, 3)} | {name: round(ms, 3) for name, ms in split.items()}
 
 
+def retrieval(requests: Sequence[str]) -> dict[str, float]:
+    """Means of what the plug-in noted about the requests of a batch; empty for stock vLLM."""
+    notes = [dict(re.findall(r"(\w+_share)=([\d.]+)", line)) for line in requests]
+    names = notes[0] if notes else {}
+    return {name: round(statistics.fmean(float(note[name]) for note in notes), 4) for name in names}
+
+
 def step_ms(cell: Cell, engine: str) -> float:
     """Decode milliseconds per step: the median over repeats of each repeat's median."""
     return statistics.median(repeat["median"] for repeat in cell["engines"][engine]["step_ms"])
@@ -98,6 +107,7 @@ def row(cell: Cell) -> str:
         f"{cell['context']:8,}{cell['batch']:6} | {decode:>17}{statistics.median(ups):8.2f}x"
         f"{between:>15} | {f'{prefill[0]:.2f} -> {prefill[1]:.2f}':>17}"
         f"{prefill_ratio(cell):7.3f} | {f'{first[0]:.2f} -> {first[1]:.2f}':>17}"
+        f"{' *' if cell['one_by_one'] else ''}"
     )
 
 
@@ -142,7 +152,10 @@ def acceptance(cells: list[Cell], budget: int) -> list[dict[str, Any]]:
 def summary(store: dict[str, Any]) -> str:
     """The whole result as text: table, parts of a step, verdicts."""
     cells = sorted(store["cells"], key=lambda cell: (cell["batch"], cell["context"]))
-    lines = ["", HEADER, *map(row, cells), *_profile_lines(cells), ""]
+    lines = ["", HEADER, *map(row, cells)]
+    if any(cell["one_by_one"] for cell in cells):
+        lines.append("* prefill and first token: the batch's documents handed in one after another")
+    lines += [*_profile_lines(cells), ""]
     for verdict in store["acceptance"]:
         word = {True: "PASS", False: "FAIL", None: "not measured"}[verdict["pass"]]
         value = "" if verdict["value"] is None else f" {verdict['value']:.3f}"
@@ -162,6 +175,10 @@ def _profile_lines(cells: list[Cell]) -> list[str]:
         lines.append(f"{name:<28}{sizes}")
         for part in columns[0]:
             lines.append(f"  {part:<26}" + "".join(f"{column[part]:11.2f}" for column in columns))
+        notes = [cell["engines"][name]["retrieval"] for cell in cells]
+        for share in notes[-1]:
+            shares = "".join(f"{note.get(share, math.nan):11.1%}" for note in notes)
+            lines.append(f"  {share:<26}{shares}")
     return lines
 
 

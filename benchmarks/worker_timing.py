@@ -2,12 +2,14 @@
 
 Given to an engine as `worker_extension_cls`, it adds methods that `LLM.collective_rpc`
 reaches. It changes nothing until `start_timing` and takes everything back in `stop_timing`.
+It also collects what the plug-in notes about each finished request meanwhile.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +29,19 @@ FUNCTIONS = {
     INDEX_UPDATE: ("vllm_kvretrieval.kernels.cpu", "update_index"),
 }
 
+REQUEST_LOGGER = "vllm.kvretrieval.requests"
+
+
+class _Collector(logging.Handler):
+    """Keeps messages instead of writing them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
 
 class TimingExtension:
     """Times the model runner, the model, its attention layers and the ops inside them.
@@ -39,11 +54,13 @@ class TimingExtension:
     _restore: list[Callable[[], None]]
     _steps: list[dict[str, float]]
     _running: set[str]
+    _collector: _Collector
 
     def start_timing(self) -> None:
         """Wrap the functions; from now on every engine step is noted."""
         runner = self.model_runner  # type: ignore[attr-defined]
         self._restore, self._steps, self._running = [], [], set()
+        self._collect_requests()
         self._wrap(runner, "execute_model", RUNNER)
         self._wrap(runner, "sample_tokens", RUNNER)
         self._wrap(runner, "_model_forward", FORWARD)
@@ -55,11 +72,20 @@ class TimingExtension:
             if module in sys.modules:
                 self._wrap_everywhere(importlib.import_module(module), function, label)
 
-    def stop_timing(self) -> list[dict[str, float]]:
-        """Unwrap; returns the seconds spent in each part, one dict per engine step."""
+    def stop_timing(self) -> tuple[list[dict[str, float]], list[str]]:
+        """Unwrap; returns the seconds spent in each part, one dict per engine step, and the
+        plug-in's notes, one line per finished request."""
         for restore in reversed(self._restore):
             restore()
-        return self._steps
+        return self._steps, self._collector.messages
+
+    def _collect_requests(self) -> None:
+        logger = logging.getLogger(REQUEST_LOGGER)
+        self._collector = _Collector()
+        self._restore.append(functools.partial(logger.setLevel, logger.level))
+        self._restore.append(functools.partial(logger.removeHandler, self._collector))
+        logger.addHandler(self._collector)
+        logger.setLevel(logging.DEBUG)
 
     def _timed(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
         begins_step = label == RUNNER and function.__name__ == "execute_model"
