@@ -4,6 +4,5 @@
 class RetrievalConfigError(ValueError):
     """A ``kv_retrieval`` option, or the model it is asked to serve, is not acceptable.
 
-    The message names the option, the value, and what to do instead. vLLM's HTTP server answers 400
-    when a request raises it.
+    The message names the option, the value, and what to do instead.
     """

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvretrieval.platform")
 
 WORKER = "vllm_kvretrieval.engine.worker.RetrievalCPUWorker"
+
+
+class RetrievalRequestError(RetrievalConfigError, VLLMClientError):
+    """A request's ``kv_retrieval`` options are not acceptable; vLLM's server answers 400."""
 
 
 class CpuRetrievalPlatform(CpuPlatform):
@@ -74,4 +79,7 @@ class CpuRetrievalPlatform(CpuPlatform):
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
         super().validate_request(processed_inputs, params)
         if cls._retrieval is not None:
-            RequestOptions.parse(getattr(params, "extra_args", None), cls._retrieval)
+            try:
+                RequestOptions.parse(getattr(params, "extra_args", None), cls._retrieval)
+            except RetrievalConfigError as e:
+                raise RetrievalRequestError(str(e)) from None
