@@ -7,6 +7,7 @@ from importlib.metadata import distribution, entry_points
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -77,7 +78,8 @@ def test_another_vllm_is_refused_with_one_line():
     done = python(
         "import vllm.version\n"
         "vllm.version.__version__ = '0.33.1+cpu'\n"
-        "from vllm.platforms import current_platform\n"
+        "from vllm.exceptions import VLLMClientError
+from vllm.platforms import current_platform\n"
         "from vllm.plugins import load_general_plugins\n"
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
         "load_general_plugins()\n"
@@ -128,7 +130,8 @@ def test_options_without_a_backend_are_an_error():
 def test_requests_are_validated_only_where_retrieval_is_on():
     params = SamplingParams(extra_args={"kv_retrieval": {"budget": 31}})
     engine_config(attention_backend="freekv")
-    with pytest.raises(ValueError, match=r"kv_retrieval\.budget=31"):
+    # A kind of error that vLLM's HTTP server answers with 400.
+    with pytest.raises(VLLMClientError, match=r"kv_retrieval\.budget=31"):
         current_platform.validate_request({}, params)
     engine_config()  # another engine in the same process
     current_platform.validate_request({}, params)
