@@ -78,8 +78,7 @@ def test_another_vllm_is_refused_with_one_line():
     done = python(
         "import vllm.version\n"
         "vllm.version.__version__ = '0.33.1+cpu'\n"
-        "from vllm.exceptions import VLLMClientError
-from vllm.platforms import current_platform\n"
+        "from vllm.platforms import current_platform\n"
         "from vllm.plugins import load_general_plugins\n"
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
         "load_general_plugins()\n"
