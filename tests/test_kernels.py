@@ -87,7 +87,7 @@ def test_index_equals_reference(isa, dtype, head_size):
     actual = copy_of(expected)
     written = torch.zeros(pages, dtype=torch.int64)
     for _ in range(12):
-        slots = []
+        slots: list[int] = []
         for page in torch.randperm(pages)[:20].tolist():
             start = int(written[page]) % PAGE
             end = int(torch.randint(start + 1, PAGE + 1, ()))
