@@ -4,6 +4,6 @@
 implementation offers the functions of :class:`Ops`.
 """
 
-from vllm_kvretrieval.kernels.types import DecodeRows, LayerState, Ops
+from vllm_kvretrieval.kernels.types import DecodeRows, LayerState, Ops, RecallCache
 
-__all__ = ["DecodeRows", "LayerState", "Ops"]
+__all__ = ["DecodeRows", "LayerState", "Ops", "RecallCache"]
