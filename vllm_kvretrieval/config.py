@@ -56,9 +56,9 @@ def _require_number(key: str, value: Any) -> float:
 
 def _parse_size(key: str, value: Any) -> int:
     """Bytes of ``64GiB``, ``512MiB``, or a plain number of them."""
-    text = value if isinstance(value, str) else str(value)
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]i)?B)?", text.strip(), re.IGNORECASE)
-    if isinstance(value, bool) or match is None:
+    text = str(value).strip() if type(value) in (int, str) else ""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]i)?B)?", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
         raise RetrievalConfigError(
             f"{key}={value!r} must be a size such as 64GiB or 512MiB, or a number of bytes."
         )

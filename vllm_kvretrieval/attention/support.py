@@ -63,6 +63,11 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"--block-size {cache.block_size} must be a multiple of kv_retrieval.page_size="
             f"{config.page_size}; use 128."
         )
+    if config.home != "device" and vllm_config.kv_transfer_config is not None:
+        raise RetrievalConfigError(
+            f"kv_retrieval.home={config.home} does not support KV connectors; leave "
+            "--kv-transfer-config out, or use home=device."
+        )
     if vllm_config.use_v2_model_runner:
         raise RetrievalConfigError(
             f"{method} on the CPU needs vLLM's V1 model runner; unset VLLM_USE_V2_MODEL_RUNNER."
