@@ -16,7 +16,7 @@ import torch
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.tiers import home as home_module
-from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.tiers.home import DiskHome, PageRuns
 from vllm_kvretrieval.tiers.sizes import Cache, Tiers
 
 MIB = 1 << 20
@@ -168,16 +168,22 @@ def test_resident_memory_is_let_go_of(tmp_path, monkeypatch):
     assert 28 < resident() - before < 36
     home.unmap(1)
     assert resident() - before < 4
-    assert home.stage(0, np.array([[4 * MIB, 8 * MIB], [100, 5000]]))
+    assert home.stage(0, PageRuns.of(np.arange(4, 12), MIB))
     assert 7 < resident() - before < 10
+
+
+def test_runs_of_pages():
+    pages, runs = PageRuns.of(np.array([7, 3, 4, 5, 9, 8, 4], dtype=np.int32), 1000)
+    assert pages.tolist() == [3, 4, 5, 7, 8, 9]
+    assert runs.tolist() == [[3000, 3000], [7000, 3000]]
 
 
 def test_what_cannot_be_read_is_reported(tmp_path):
     home = DiskHome(str(tmp_path), layers=2, layer_bytes=MIB)
     os.ftruncate(home.fd, MIB)
-    runs = np.array([[0, 100], [MIB // 2, mmap.PAGESIZE]])
-    assert home.stage(0, runs)
-    assert not home.stage(1, runs)
+    reads = PageRuns.of(np.array([3, 100]), mmap.PAGESIZE)
+    assert home.stage(0, reads)
+    assert not home.stage(1, reads)
 
 
 def test_too_small_a_disk(tmp_path):

@@ -5,6 +5,7 @@ import errno
 import mmap
 import os
 import tempfile
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,26 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 
 TRIM_BYTES = 64 << 20
 MADV_POPULATE_READ = 22  # Linux 5.14; not named by Python 3.11
+
+
+class PageRuns(NamedTuple):
+    """Pages that a step reads in place, the same in every layer.
+
+    Attributes:
+        pages: Their ids, rising.
+        runs: int64 [n, 2]; first byte within a layer and length of every run of adjacent ones.
+    """
+
+    pages: np.ndarray
+    runs: np.ndarray
+
+    @classmethod
+    def of(cls, pages: np.ndarray, page_bytes: int) -> "PageRuns":
+        """Of page ids in any order, with repetitions; at least one."""
+        pages = np.unique(pages).astype(np.int64)
+        starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
+        counts = np.diff(starts, append=len(pages))
+        return cls(pages, np.stack([pages[starts], counts], axis=1) * page_bytes)
 
 
 class DiskHome:
@@ -65,7 +86,7 @@ class DiskHome:
             self._map.madvise(mmap.MADV_DONTNEED)
             self._mapped = 0
 
-    def stage(self, layer: int, runs: np.ndarray) -> bool:
+    def stage(self, layer: int, reads: PageRuns) -> bool:
         """Bring parts of a layer into the page cache and map them, and start on the next layer's.
 
         The next layer's parts travel while this layer computes. Nothing is copied, so there is no
@@ -73,14 +94,14 @@ class DiskHome:
 
         Args:
             layer: Its number.
-            runs: int64 [n, 2]; first byte and length of each part, the same in every layer.
+            reads: The parts.
 
         Returns:
             False if a part cannot be read; reading ``memory`` there would end the process.
         """
         start = layer * self.layer_bytes
         try:
-            for first, size in runs.tolist():
+            for first, size in reads.runs.tolist():
                 begin = (start + first) // mmap.PAGESIZE * mmap.PAGESIZE
                 self._map.madvise(MADV_POPULATE_READ, begin, start + first + size - begin)
         except OSError as e:
@@ -89,7 +110,7 @@ class DiskHome:
         if layer + 1 < self.layers:
             start += self.layer_bytes
             with contextlib.suppress(OSError):  # a hint: whoever reads will see the error
-                for first, size in runs.tolist():
+                for first, size in reads.runs.tolist():
                     os.posix_fadvise(self.fd, start + first, size, os.POSIX_FADV_WILLNEED)
         return True
 
