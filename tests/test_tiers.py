@@ -121,14 +121,14 @@ def test_the_least_that_is_accepted():
     assert tiers(fixed + LEAST * SLOT).slots == LEAST
     assert tiers(500 * MIB, recall_cache_bytes=LEAST * SLOT).slots == LEAST
     for fast, options in ((fixed + LEAST * SLOT - 1, {}), (500 * MIB, {"recall_cache_bytes": 9})):
-        with pytest.raises(RetrievalConfigError, match="max_num_seqs=2 requests need 0.02 GiB of"):
+        with pytest.raises(RetrievalConfigError, match="max_num_seqs=2 requests need"):
             tiers(fast, **options)
 
 
 def test_what_does_not_fit():
     with pytest.raises(RetrievalConfigError, match="home_bytes=100: one request of max_model_len"):
         tiers(500 * MIB, home_bytes=100)
-    with pytest.raises(RetrievalConfigError, match="of slots, but there are 0.0 GiB: of 0.01 GiB"):
+    with pytest.raises(RetrievalConfigError, match="of slots, but there are"):
         tiers(10 * MIB)
     with pytest.raises(RetrievalConfigError, match="recall_cache_bytes=524288000 is more than"):
         tiers(500 * MIB, recall_cache_bytes="500MiB")
@@ -187,7 +187,7 @@ def test_what_cannot_be_read_is_reported(tmp_path):
 
 
 def test_too_small_a_disk(tmp_path):
-    with pytest.raises(RetrievalConfigError, match=r"the home needs 2048.0 GiB, but .* has .* free"):
+    with pytest.raises(RetrievalConfigError, match=r"the home needs 2048.0 GiB, but .* free"):
         DiskHome(str(tmp_path), layers=2, layer_bytes=1 << 40)
 
 

@@ -40,14 +40,15 @@ class PageRuns(NamedTuple):
 class DiskHome:
     """KV cache of some layers in a file, mapped into memory, one layer after the other.
 
-    What is written to ``memory`` is in the file at once as far as ``read`` calls are concerned (both
-    go through the operating system's page cache), and on the disk when the system sees fit. The
-    mapping is let go of regularly, so that what the process keeps resident is bounded: by
-    ``TRIM_BYTES`` of new tokens, and by one layer's share of the contexts that a step reads in place.
-    The page cache grows and shrinks with the memory that nobody else needs.
+    What is written to ``memory`` is in the file at once as far as ``read`` calls are concerned:
+    both go through the operating system's page cache, which writes to the disk when it sees fit,
+    and grows and shrinks with the memory that nobody else needs. The mapping is let go of
+    regularly, so that what the process keeps resident is bounded: by ``TRIM_BYTES`` of new tokens,
+    and by one layer's share of the contexts that a step reads in place.
 
-    The file never has a name that outlives the call that makes it, so nothing is left behind however
-    the process ends. Its space is reserved when it is made: a full disk is found out at start-up.
+    The file never has a name that outlives the call that makes it, so nothing is left behind
+    however the process ends. Its space is reserved when it is made: a full disk is found out at
+    start-up.
 
     Args:
         directory: Where the file is to lie; None for the system's choice.
@@ -80,7 +81,7 @@ class DiskHome:
         self._mapped = 0
 
     def note_written(self, size: int) -> None:
-        """Count bytes written to ``memory``; lets go of the mapping after ``TRIM_BYTES`` of them."""
+        """Count bytes written to ``memory``; after ``TRIM_BYTES`` of them the mapping goes."""
         self._mapped += size
         if self._mapped > TRIM_BYTES:
             self._map.madvise(mmap.MADV_DONTNEED)

@@ -104,8 +104,9 @@ class Tiers:
         if config.recall_cache_bytes is not None and config.recall_cache_bytes > left:
             raise RetrievalConfigError(
                 f"kv_retrieval.recall_cache_bytes={config.recall_cache_bytes} is more than fast "
-                f"memory has: of {format_gib(fast)} GiB for the KV cache, {cls._fixed(dense, index)}"
-                f" leave {format_gib(left)} GiB. Lower it, or {cls._remedy()}."
+                f"memory has: of {format_gib(fast)} GiB for the KV cache, "
+                f"{cls._fixed(dense, index)} leave {format_gib(left)} GiB. "
+                f"Lower it, or {cls._remedy()}."
             )
         per_slot = cache.retrieval_layers * (unit_bytes + BOOKS_PER_SLOT)
         recall_bytes = left if config.recall_cache_bytes is None else config.recall_cache_bytes
