@@ -69,6 +69,16 @@ NB_MODULE(_cpu, m) {
       nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
+      "stage_pages",
+      [](uintptr_t source, uintptr_t pages, int64_t num_pages, uintptr_t target,
+         int32_t pages_per_block, int32_t kv_heads, int32_t page_size, int32_t head_size,
+         int32_t element_size) {
+        kvr::stage_pages({at<void>(source), at<int32_t>(pages), num_pages, at<void>(target),
+                          pages_per_block, kv_heads, page_size, head_size, element_size});
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
       "plan_decode",
       [](uintptr_t query, int64_t query_stride, const kvr::DecodeRows& rows,
          const kvr::LayerState& layer) {

@@ -54,6 +54,17 @@ struct DecodePlan {
   int64_t query_stride;          // elements from one row to the next
 };
 
+// Pages of one layer, to be laid out as larger blocks. In both, a (page, KV head) holds its keys
+// transposed, [head_size, tokens], and then its values, [tokens, head_size].
+struct PageStaging {
+  const void* source;            // [pages, kv_heads, 2 * page_size * head_size]
+  const int32_t* pages;          // [num_pages]; a multiple of pages_per_block
+  int64_t num_pages;
+  void* target;                  // [num_pages / pages_per_block, kv_heads, ...]
+  int32_t pages_per_block, kv_heads, page_size, head_size, element_size;
+};
+void stage_pages(const PageStaging&);
+
 // The functions that one instruction set provides.
 struct KernelTable {
   const char* isa;

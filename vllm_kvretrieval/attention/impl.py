@@ -7,6 +7,7 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from vllm_kvretrieval.attention.metadata import DecodePlan, RetrievalMetadata
+from vllm_kvretrieval.attention.staging import PrefillStaging
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import LayerState, Ops
 
@@ -35,16 +36,24 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 )
         self.state: LayerState | None = None
         self.kernels: Ops
+        self.staging: PrefillStaging | None = None
         # Keys and values of the cache, seen as single-head pages [pages * kv_heads, 1, tokens, d].
         self.page_keys = self.page_values = torch.empty(0)
 
-    def attach(self, kernels: Ops, state: LayerState, kv_cache: torch.Tensor) -> None:
+    def attach(
+        self,
+        kernels: Ops,
+        state: LayerState,
+        kv_cache: torch.Tensor,
+        staging: PrefillStaging | None,
+    ) -> None:
         """Make this a retrieval layer.
 
         Args:
             kernels: Implementation of the ops.
             state: Freshly allocated.
             kv_cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
+            staging: What the metadata builder plans prefill with.
 
         Raises:
             ValueError: vLLM's pages are not those of the state.
@@ -57,7 +66,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             )
         single_head = kv_cache.view(pages * kv_heads, 1, 2 * page_size, self.head_size)
         self.page_keys, self.page_values = single_head.chunk(2, dim=2)
-        self.kernels, self.state = kernels, state
+        self.kernels, self.state, self.staging = kernels, state, staging
 
     def do_kv_cache_update(
         self,
@@ -84,8 +93,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``CPUAttentionBackendImpl.forward``."""
-        plan = attn_metadata.plan if isinstance(attn_metadata, RetrievalMetadata) else None
-        if self.state is None or plan is None:
+        split = attn_metadata.split if isinstance(attn_metadata, RetrievalMetadata) else None
+        if self.state is None or split is None:
             return super().forward(
                 layer,
                 query,
@@ -97,16 +106,23 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 output_scale,
                 output_block_scale,
             )
-        self._attend_to_pages(query, output, plan, self.state)
-        if plan.rest is not None:
-            rows = len(plan.rows)
+        rows = split.rows
+        if isinstance(split.decode, DecodePlan):
+            self._attend_to_pages(query, output, split.decode, self.state)
+        elif split.decode is not None:
+            super().forward(layer, query, key, value, kv_cache, split.decode, output)
+        if split.prefill is not None:
+            if split.staged is not None:
+                assert self.staging is not None
+                self.kernels.stage_pages(kv_cache, split.staged, self.staging.buffer)
+                kv_cache = self.staging.buffer
             super().forward(
                 layer,
                 query[rows:],
                 key[rows:],
                 value[rows:],
                 kv_cache,
-                plan.rest,
+                split.prefill,
                 output[rows:],
             )
         return output

@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from vllm_kvretrieval.attention.staging import PrefillStaging
 from vllm_kvretrieval.kernels import DecodeRows
 
 if TYPE_CHECKING:
@@ -21,22 +22,38 @@ if TYPE_CHECKING:
 
 @dataclass
 class DecodePlan:
-    """A step in which at least one request's context exceeds its budget.
+    """How decode rows attend where at least one request's context exceeds its budget.
 
     Attributes:
         rows: The requests that decode one token; they lead the batch.
         attended_lens: int32 [rows * kv_heads]; tokens that each (row, KV head) attends to.
         query_start_loc: int32 [rows * kv_heads + 1]; 0, 1, 2, ...
         scheduler_metadata: vLLM's kernel schedule for these single-head sequences.
-        rest: Metadata of the prefilling requests behind the rows, their tokens counted from the end
-            of the rows; None in a step that only decodes.
     """
 
     rows: DecodeRows
     attended_lens: torch.Tensor
     query_start_loc: torch.Tensor
     scheduler_metadata: torch.Tensor
-    rest: CPUAttentionMetadata | None
+
+
+@dataclass
+class Split:
+    """A step whose requests do not all take vLLM's own path: decode rows first, then prefill.
+
+    Attributes:
+        rows: Requests that decode one token; they lead the batch.
+        decode: How they attend: to selected pages, or as vLLM has it; None where there are none.
+        prefill: The other requests, their tokens counted from the end of the rows; None in a step
+            that only decodes.
+        staged: int32 [n]; the pages to copy into the staging buffer, which ``prefill`` then reads;
+            None where it reads the cache itself.
+    """
+
+    rows: int
+    decode: DecodePlan | CPUAttentionMetadata | None
+    prefill: CPUAttentionMetadata | None
+    staged: torch.Tensor | None
 
 
 @dataclass
@@ -44,11 +61,10 @@ class RetrievalMetadata(CPUAttentionMetadata):
     """vLLM's metadata of the whole batch, for dense layers and contexts within budget.
 
     Attributes:
-        plan: How retrieval layers attend; None where all contexts are within their budgets, and
-            every layer takes vLLM's own path.
+        split: How retrieval layers attend; None where they take vLLM's own path too.
     """
 
-    plan: DecodePlan | None = None
+    split: Split | None = None
 
 
 class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -61,13 +77,17 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(*args, **kwargs)
         self.group = self.num_heads // self.num_kv_heads
         self.requests: RequestTable | None = None
+        self.staging: PrefillStaging | None = None
 
-    def attach(self, requests: "RequestTable", page_size: int) -> None:
+    def attach(
+        self, requests: "RequestTable", page_size: int, staging: PrefillStaging | None
+    ) -> None:
         """Switch retrieval on, once the worker has allocated the layers' state.
 
         Args:
             requests: Table of the running requests.
             page_size: Tokens per page of the layers' state.
+            staging: Where prefill reads its context from; None: the cache itself.
 
         Raises:
             ValueError: vLLM's block tables are not in pages of this size.
@@ -77,7 +97,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         slots = requests.capacity
         heads = self.num_kv_heads
         max_pages = -(-self.vllm_config.model_config.max_model_len // page_size)
-        self.requests = requests
+        self.requests, self.staging = requests, staging
         # Length of the context at a slot's last sparse decode step.
         self.last_len = requests.per_slot()
         self.page_table = torch.empty(slots * heads, max_pages, dtype=torch.int32)
@@ -93,16 +113,31 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         dense = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = RetrievalMetadata(**vars(dense))
         if self.requests is not None:
-            metadata.plan = self._plan(common_attn_metadata, dense)
+            metadata.split = self._split(common_attn_metadata, dense)
         return metadata
 
+    def _split(self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata) -> Split | None:
+        longer = np.flatnonzero(np.diff(common.query_start_loc_cpu.numpy()) != 1)
+        rows = int(longer[0]) if len(longer) else common.num_reqs
+        plan = self._plan(common, dense, rows)
+        staged = None
+        if self.staging is not None and rows < common.num_reqs:
+            starts = dense.query_start_loc[rows:]
+            staged = self.staging.plan(dense.block_table[rows:], dense.seq_lens[rows:], starts)
+        if plan is None and staged is None:
+            return None
+        decode = prefill = None
+        if rows:
+            decode = plan or self._part(dense, slice(0, rows), dense.block_table[:rows])
+        if rows < common.num_reqs:
+            table = staged.block_table if staged else dense.block_table[rows:]
+            prefill = self._part(dense, slice(rows, common.num_reqs), table)
+        return Split(rows, decode, prefill, staged.pages if staged else None)
+
     def _plan(
-        self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata
+        self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata, count: int
     ) -> DecodePlan | None:
         assert self.requests is not None
-        starts = common.query_start_loc_cpu.numpy()
-        longer = np.flatnonzero(np.diff(starts) != 1)
-        count = int(longer[0]) if len(longer) else common.num_reqs
         lens = dense.seq_lens.numpy()[:count]
         # A prompt's last chunk may be a single token; prefill is exact.
         assert common.is_prefilling is not None, "vLLM's V1 model runner provides this"
@@ -139,23 +174,23 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             attended_lens,
             query_start_loc,
             self._schedule(attended_lens, query_start_loc, self.group, 1),
-            self._rest(dense, count),
         )
 
-    def _rest(self, dense: CPUAttentionMetadata, rows: int) -> CPUAttentionMetadata | None:
-        tokens = dense.num_actual_tokens - rows
-        if tokens == 0:
-            return None
-        query_start_loc = dense.query_start_loc[rows:] - rows
-        seq_lens = dense.seq_lens[rows:]
+    def _part(
+        self, dense: CPUAttentionMetadata, requests: slice, block_table: torch.Tensor
+    ) -> CPUAttentionMetadata:
+        """vLLM's metadata for some of the requests, their tokens counted from the first of them."""
+        starts = dense.query_start_loc[requests.start : requests.stop + 1]
+        query_start_loc = starts - starts[0]
+        seq_lens = dense.seq_lens[requests]
         return CPUAttentionMetadata(
-            num_actual_tokens=tokens,
+            num_actual_tokens=int(query_start_loc[-1]),
             max_query_len=dense.max_query_len,
             query_start_loc=query_start_loc,
             max_seq_len=dense.max_seq_len,
             seq_lens=seq_lens,
-            block_table=dense.block_table[rows:],
-            slot_mapping=dense.slot_mapping[rows:],
+            block_table=block_table,
+            slot_mapping=dense.slot_mapping,
             scheduler_metadata=self._schedule(
                 seq_lens, query_start_loc, self.num_heads, self.num_kv_heads
             ),

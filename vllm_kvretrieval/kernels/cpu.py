@@ -44,6 +44,25 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, state: LayerState) -> Non
     _cpu.plan_decode(query.data_ptr(), query.stride(0), rows.handle, state.handle)
 
 
+def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.stage_pages`."""
+    _, kv_heads, page_size, width = source.shape
+    _check("pages", pages, torch.int32)
+    if not (source.is_contiguous() and target.is_contiguous()) or source.dtype != target.dtype:
+        raise ValueError("source and target must be contiguous and of one dtype")
+    _cpu.stage_pages(
+        source.data_ptr(),
+        pages.data_ptr(),
+        len(pages),
+        target.data_ptr(),
+        target.shape[2] // page_size,
+        kv_heads,
+        page_size,
+        width // 2,
+        source.element_size(),
+    )
+
+
 def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
     for name in ("seq_lens", "slots", "sink_pages", "window_pages", "select_pages"):
         _check(name, getattr(rows, name), torch.int32)

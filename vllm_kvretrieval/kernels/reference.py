@@ -59,6 +59,21 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, state: LayerState) -> Non
             previous.copy_(grouped)
 
 
+def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.stage_pages`."""
+    _, kv_heads, page_size, width = source.shape
+    block_size, size = target.shape[2], width // 2
+    blocks = target[: len(pages) * page_size // block_size]
+    parts = block_size // page_size
+    # [blocks, parts, kv_heads, keys or values, elements of a page]
+    chosen = source[pages.long()].view(len(blocks), parts, kv_heads, 2, page_size * size)
+    keys = chosen[..., 0, :].view(len(blocks), parts, kv_heads, size, page_size)
+    values = chosen[..., 1, :].view(len(blocks), parts, kv_heads, page_size, size)
+    halves = blocks.view(len(blocks), kv_heads, 2, block_size * size)
+    halves[:, :, 0] = keys.permute(0, 2, 3, 1, 4).flatten(2)
+    halves[:, :, 1] = values.transpose(1, 2).flatten(2)
+
+
 def page_scores(query: torch.Tensor, index: torch.Tensor, scale: float) -> torch.Tensor:
     """Pooled score of every page for one KV head (FreeKV, section 3.2).
 

@@ -140,3 +140,17 @@ class Ops(Protocol):
             state: ``prev_query`` and ``prev_selection`` of the rows' slots are written.
         """
         ...
+
+    def stage_pages(self, source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor) -> None:
+        """Lay out pages of one layer as larger blocks, for vLLM's prefill kernel.
+
+        In both, a (page, KV head) holds its keys transposed, ``[head_size, tokens]``, and then its
+        values, ``[tokens, head_size]``: what vLLM's CPU cache update writes without AMX. Bytes
+        moved: the pages once, read and written.
+
+        Args:
+            source: [P, kv_heads, page_size, 2 * head_size]; vLLM's KV cache of the layer.
+            pages: int32 [n]; page ids in the order wanted, n a multiple of pages per block.
+            target: [>= n * page_size / block_size, kv_heads, block_size, 2 * head_size], written.
+        """
+        ...
