@@ -23,24 +23,24 @@ from vllm_kvretrieval.retrieval.methods import METHODS
 def test_defaults():
     config = RetrievalConfig.from_options("freekv", {})
     assert (config.budget, config.page_size, config.dense_layers) == (2048, 32, 1)
-    assert config.correction_threshold == 0.8
+    assert config.correction_threshold == 0.9
     assert config.page_budget() == PageBudget(sink=4, window=4, select=56)
 
 
 @pytest.mark.parametrize(
-    ("budget", "page", "part"),
+    ("budget", "page", "sink", "window"),
     [
-        (96, 32, 1),  # never less than a page
-        (512, 32, 1),
-        (2048, 32, 4),
-        (2496, 32, 4),  # a 16th, rounded down to a page
-        (8192, 32, 16),
-        (4096, 128, 2),
+        (128, 32, 1, 2),  # never less than a page of sink, two of window
+        (512, 32, 1, 2),
+        (2048, 32, 4, 4),
+        (2496, 32, 4, 4),  # a 16th, rounded down to a page
+        (8192, 32, 16, 16),
+        (4096, 128, 2, 2),
     ],
 )
-def test_default_sink_and_window(budget, page, part):
+def test_default_sink_and_window(budget, page, sink, window):
     config = RetrievalConfig.from_options("freekv", {"budget": budget, "page_size": page})
-    assert config.page_budget() == PageBudget(part, part, budget // page - 2 * part)
+    assert config.page_budget() == PageBudget(sink, window, budget // page - sink - window)
     assert config.page_budget().total * page == budget
 
 
@@ -73,7 +73,7 @@ def test_streamingllm_gives_the_budget_to_the_window():
         ({"budget": -64}, r"budget=-64 must be a positive multiple"),
         (
             {"budget": 64},
-            r"budget=64 is too small: sink=32 \+ window=32 \+ one page of 32 need .*96",
+            r"budget=64 is too small: sink=32 \+ window=64 \+ one page of 32 need .*128",
         ),
         (
             {"budget": 512, "sink": 256, "window": 256},
@@ -134,7 +134,7 @@ SERVER = RetrievalConfig.from_options("freekv", {"budget": 1024})
 @pytest.mark.parametrize("extra_args", [None, {}, {"kv_retrieval": {}}, {"another_plugin": 3}])
 def test_a_silent_request_gets_the_servers_options(extra_args):
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions(SERVER.page_budget(), 0.8, exact=False)
+    assert options == RequestOptions(SERVER.page_budget(), 0.9, exact=False)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -145,13 +145,13 @@ def test_request_options(flat):
     else:
         extra_args = {"kv_retrieval": given}
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions(PageBudget(1, 1, 14), 0.95, exact=True)
+    assert options == RequestOptions(PageBudget(1, 2, 13), 0.95, exact=True)
 
 
 def test_flat_keys_complete_nested_ones():
     extra_args = {"kv_retrieval": {"budget": 512}, "kv_retrieval_exact": 1}
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions(PageBudget(1, 1, 14), 0.8, exact=True)
+    assert options == RequestOptions(PageBudget(1, 2, 13), 0.9, exact=True)
 
 
 def test_a_request_keeps_the_servers_sink_and_window():

@@ -9,11 +9,13 @@ from vllm import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from vllm_kvretrieval.attention.metadata import RetrievalMetadataBuilder
+from vllm_kvretrieval.attention.staging import PrefillStaging
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.requests import RequestTable
 
 PAGE = 32
-CONFIG = RetrievalConfig.from_options("freekv", {"budget": 128})  # 1 + 1 + 2 pages
+# 1 + 1 + 2 pages
+CONFIG = RetrievalConfig.from_options("freekv", {"budget": 128, "sink": 32, "window": 32})
 CAPACITY = 3
 
 
@@ -50,12 +52,12 @@ def builder(table):
     builder.num_heads = builder.num_kv_heads = builder.group = 1
     builder.head_dim, builder.dtype, builder.isa = 64, torch.float32, "vec"
     builder.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=4096))
-    builder.attach(table, PAGE)
+    builder.attach(table, PAGE, PrefillStaging(PAGE, 1, 64, torch.float32, 2048))
     return builder
 
 
-def plan(builder, lens, queries=None, prefilling=None):
-    """The plan of a step: per request its context, new tokens and whether it reads its prompt."""
+def split(builder, lens, queries=None, prefilling=None):
+    """How a step is split: per request its context, new tokens and whether it reads its prompt."""
     count = len(lens)
     starts = torch.tensor([0, *(queries or [1] * count)], dtype=torch.int32).cumsum(0)
     common = SimpleNamespace(
@@ -73,7 +75,7 @@ def plan(builder, lens, queries=None, prefilling=None):
         slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
         scheduler_metadata=None,
     )
-    return builder._plan(common, dense)
+    return builder._split(common, dense)
 
 
 # ------------------------------------------------------------------------------------ the table
@@ -98,7 +100,7 @@ def test_options_go_with_the_slot(runner, table):
     rows = table.select(table.slots(3))
     assert rows.total_pages.tolist() == [4, 3, 4]
     assert rows.select_pages.tolist() == [2, 1, 2]
-    assert rows.threshold.tolist() == pytest.approx([0.8, 0.5, 0.8])
+    assert rows.threshold.tolist() == pytest.approx([0.9, 0.5, 0.9])
     assert rows.exact.tolist() == [False, False, True]
     table.release(["b", "c"])
     runner.batch("a", "d", "e")
@@ -112,40 +114,60 @@ def test_options_that_nobody_validated_do_not_stop_the_engine(runner, table):
     assert table.select(table.slots(1)).total_pages.tolist() == [4]
 
 
-# ------------------------------------------------------------------------------------- the plan
+# ------------------------------------------------------------------------------------ the split
 
 
-def test_no_plan_within_the_budget(runner, builder):
+def test_nothing_to_split_within_the_budget(runner, builder):
     runner.batch("a", "b")
-    assert plan(builder, [4 * PAGE, 17]) is None
-    step = plan(builder, [4 * PAGE + 1, 18])
-    assert step.rows.select_pages.tolist() == [2, -1], "the other row keeps its whole context"
-    assert step.attended_lens.tolist() == [3 * PAGE + 1, 18]
+    assert split(builder, [4 * PAGE, 17]) is None
+    step = split(builder, [4 * PAGE + 1, 18])
+    assert step.decode.rows.select_pages.tolist() == [2, -1], (
+        "the other row keeps its whole context"
+    )
+    assert step.decode.attended_lens.tolist() == [3 * PAGE + 1, 18]
 
 
 def test_prefill_is_exact(runner, builder):
     runner.batch("a", "b", "c")
-    step = plan(builder, [900, 601, 500], [1, 1, 200], [False, True, True])
-    assert step.rows.select_pages.tolist() == [2, -1], "the second reads its prompt's last token"
-    assert step.rest.num_actual_tokens == 200
-    assert step.rest.query_start_loc.tolist() == [0, 200]
-    assert step.rest.seq_lens.tolist() == [500]
+    step = split(builder, [900, 601, 500], [1, 1, 200], [False, True, True])
+    assert step.decode.rows.select_pages.tolist() == [2, -1], (
+        "the second reads its prompt's last token"
+    )
+    assert step.prefill.num_actual_tokens == 200
+    assert step.prefill.query_start_loc.tolist() == [0, 200]
+    assert step.prefill.seq_lens.tolist() == [500]
+    assert len(step.staged) == 16, "four blocks of 128"
+    step = split(builder, [900, 601, 500], [1, 1, 100], [False, True, True])
+    assert step.prefill.num_actual_tokens == 100
+    assert step.staged is None, "too few tokens for the copy to pay"
+
+
+def test_long_prompts_are_staged_within_the_budget_too(runner, builder):
+    runner.batch("a", "b")
+    step = split(builder, [100, 300], [1, 300], [False, True])
+    assert (step.rows, step.decode.num_actual_tokens, step.prefill.num_actual_tokens) == (1, 1, 300)
+    assert step.decode.seq_lens.tolist() == [100]
+    assert step.prefill.block_table.tolist() == [[0, 1, 2]]
+    runner.batch("b")
+    assert split(builder, [300], [300], [True]).decode is None
 
 
 def test_only_consecutive_steps_speculate(runner, builder, table):
     runner.batch("a")
-    assert plan(builder, [300]).rows.fresh.tolist() == [1], "a request's first decode step"
-    assert plan(builder, [301]).rows.fresh.tolist() == [0]
+    assert split(builder, [300]).decode.rows.fresh.tolist() == [1], "a request's first decode step"
+    assert split(builder, [301]).decode.rows.fresh.tolist() == [0]
     table.release(["a"])  # preempted; its tokens are computed anew, then it goes on
-    assert plan(builder, [303]).rows.fresh.tolist() == [1]
+    assert split(builder, [303]).decode.rows.fresh.tolist() == [1]
     runner.batch("b", "a")
-    assert plan(builder, [700, 304]).rows.fresh.tolist() == [1, 0], "state moves with the rows"
+    assert split(builder, [700, 304]).decode.rows.fresh.tolist() == [1, 0], (
+        "state moves with the rows"
+    )
 
 
 def test_a_slots_next_owner_starts_afresh(runner, builder, table):
     """Also where its context is just one token longer than its predecessor's last."""
     runner.batch("a")
-    plan(builder, [300])
+    split(builder, [300])
     table.release(["a"])
     runner.batch("b")
-    assert plan(builder, [301]).rows.fresh.tolist() == [1]
+    assert split(builder, [301]).decode.rows.fresh.tolist() == [1]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET, PageBudget, default_part
+from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET, PageBudget, default_parts
 from vllm_kvretrieval.retrieval.methods import METHODS, Method
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ HELP = {
     "budget": "tokens of context that a KV head attends to in a decode step; a shorter context is "
     "attended to whole, exactly (default: 2048)",
     "sink": "tokens at the start of the context, always attended to (default: budget / 16)",
-    "window": "most recent tokens, always attended to (default: as sink)",
+    "window": "most recent tokens, always attended to (default: budget / 16, at least two pages)",
     "page_size": f"tokens per page, the unit of retrieval, one of {PAGE_SIZES} (default: 32)",
     "correction_threshold": "a KV head whose query has a lower cosine similarity to the previous "
     "step's selects anew before attention; 1 selects at every step, -1 never corrects "
-    "(default: 0.8)",
+    "(default: 0.9)",
     "dense_layers": "leading layers that keep full attention (default: 1)",
     "home": "where the whole KV cache of the retrieval layers lives: device (vLLM's own memory), "
     "disk (a file; fast memory then holds recalled pages only), host (on GPUs), or auto (device if "
@@ -87,7 +87,7 @@ class RetrievalConfig:
     sink: int | None = None
     window: int | None = None
     page_size: int = 32
-    correction_threshold: float = 0.8
+    correction_threshold: float = 0.9
     dense_layers: int = 1
     home: str = "device"
     home_bytes: int | None = None
@@ -165,9 +165,9 @@ class RetrievalConfig:
                 f"budget={budget} must be a positive multiple of page_size={self.page_size}; "
                 f"try {self._nearest(budget)}."
             )
-        part = default_part(budget, self.page_size)
-        sink = part if self.sink is None else self.sink
-        window = part if self.window is None else self.window
+        default_sink, default_window = default_parts(budget, self.page_size)
+        sink = default_sink if self.sink is None else self.sink
+        window = default_window if self.window is None else self.window
         if not selects:
             window = budget - sink  # nothing is selected: the window takes all the rest
         needed = sink + (window if selects else 0) + self.page_size

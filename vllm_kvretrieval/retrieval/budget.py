@@ -21,6 +21,11 @@ class PageBudget(NamedTuple):
         return self.sink + self.window + self.select
 
 
-def default_part(budget: int, page_size: int) -> int:
-    """Tokens of sink, and of window, where the user names none; at least one page each."""
-    return max(page_size, budget // DEFAULT_SHARE // page_size * page_size)
+def default_parts(budget: int, page_size: int) -> tuple[int, int]:
+    """Tokens of sink and window where the user names none.
+
+    The window has at least two pages: the tail page may hold a single token, and what comes just
+    before it matters most.
+    """
+    part = budget // DEFAULT_SHARE // page_size * page_size
+    return max(part, page_size), max(part, 2 * page_size)
