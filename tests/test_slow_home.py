@@ -13,7 +13,7 @@ from tests.engine import Request, drive, engine, random_llama
 
 pytestmark = pytest.mark.engine
 
-BUDGET = 128  # 4 pages: sink 1, window 1, selected 2
+BUDGET = {"budget": 128, "sink": 32, "window": 32}  # in pages: 1, 1, and 2 selected
 LAYERS, KV_HEADS, HEAD_SIZE = 4, 4, 64
 SEQUENCES = 4
 BLOCKS = 26
@@ -97,16 +97,12 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(model):
     """What the engine with its cache in memory does; it is gone before others start."""
-    with engine(model, additional_config={"kv_retrieval": {"budget": BUDGET}}, **OPTIONS) as llm:
+    with engine(model, additional_config={"kv_retrieval": BUDGET}, **OPTIONS) as llm:
         return run_scenarios(llm)
 
 
 def on_disk(slots, **options):
-    return {
-        "budget": BUDGET,
-        "home": "disk",
-        "recall_cache_bytes": slots * SLOT_BYTES,
-    } | options
+    return BUDGET | {"home": "disk", "recall_cache_bytes": slots * SLOT_BYTES} | options
 
 
 @pytest.fixture(scope="module")
@@ -181,10 +177,10 @@ def test_more_than_memory_would_hold(model):
     """A context that vLLM refuses for want of memory, on disk."""
     fast = 12 << 20
     options = OPTIONS | {"kv_cache_memory_bytes": fast, "num_gpu_blocks_override": None}
-    refused = engine(model, additional_config={"kv_retrieval": {"budget": BUDGET}}, **options)
+    refused = engine(model, additional_config={"kv_retrieval": BUDGET}, **options)
     with pytest.raises(ValueError, match="larger than the available KV cache memory"):
         refused.__enter__()
-    options |= {"additional_config": {"kv_retrieval": {"budget": BUDGET, "home": "auto"}}}
+    options |= {"additional_config": {"kv_retrieval": BUDGET | {"home": "auto"}}}
     options |= {"max_num_seqs": 1}
     with engine(model, **options) as llm:
         (answer,) = drive(llm, [Request(prompt(2000, 70), 30, {})])

@@ -92,7 +92,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         requests: "RequestTable",
         page_size: int,
         staging: PrefillStaging | None,
-        home_page_bytes: int,
+        home_page_bytes: int = 0,
     ) -> None:
         """Switch retrieval on, once the worker has allocated the layers' state.
 
@@ -127,19 +127,17 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         dense = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = RetrievalMetadata(**vars(dense))
         if self.requests is not None:
-            longer = np.flatnonzero(np.diff(common_attn_metadata.query_start_loc_cpu.numpy()) != 1)
-            rows = int(longer[0]) if len(longer) else common_attn_metadata.num_reqs
-            split = self._split(common_attn_metadata, dense, rows)
-            metadata.split = split
+            metadata.split = self._split(common_attn_metadata, dense)
             if self.home_page_bytes:
-                decode = split.decode if split is not None else None
-                recalled = isinstance(decode, DecodePlan) and not decode.in_place
-                metadata.in_place = self._in_place(dense, rows if recalled else 0)
+                metadata.in_place = self._in_place(dense, metadata.split)
         return metadata
 
-    def _in_place(self, dense: CPUAttentionMetadata, first: int) -> PageRuns | None:
-        """Pages of the requests from ``first`` on, if one has more than the budget's."""
+    def _in_place(self, dense: CPUAttentionMetadata, split: Split | None) -> PageRuns | None:
+        """Pages of the requests that read home in place, if one has more than the budget's."""
         assert self.requests is not None
+        first = 0
+        if split is not None and isinstance(split.decode, DecodePlan) and not split.decode.in_place:
+            first = split.rows
         pages = -(-dense.seq_lens.numpy()[first:] // self.block_size)
         if not (pages > self.requests.config.page_budget().total).any():
             return None
@@ -147,9 +145,9 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         used = table[np.arange(table.shape[1]) < pages[:, None]]
         return PageRuns.of(used, self.home_page_bytes)
 
-    def _split(
-        self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata, rows: int
-    ) -> Split | None:
+    def _split(self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata) -> Split | None:
+        longer = np.flatnonzero(np.diff(common.query_start_loc_cpu.numpy()) != 1)
+        rows = int(longer[0]) if len(longer) else common.num_reqs
         plan = self._plan(common, dense, rows)
         staged = None
         if self.staging is not None and rows < common.num_reqs:
