@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvretrieval.platform")
 
 WORKER = "vllm_kvretrieval.engine.worker.RetrievalCPUWorker"
-SCHEDULER = "vllm_kvretrieval.engine.scheduler.RetrievalScheduler"
 
 
 class RetrievalRequestError(RetrievalConfigError, VLLMClientError):
@@ -75,14 +74,9 @@ class CpuRetrievalPlatform(CpuPlatform):
             )
         vllm_config.parallel_config.worker_cls = WORKER
         if config.home != "device":
-            scheduler = vllm_config.scheduler_config
-            if scheduler.scheduler_cls not in (None, SCHEDULER):
-                raise RetrievalConfigError(
-                    f"scheduler_cls={scheduler.scheduler_cls!r} cannot be combined with "
-                    f"kv_retrieval.home={config.home}, which brings its own scheduler; leave "
-                    "--scheduler-cls out, or use home=device."
-                )
-            scheduler.scheduler_cls = SCHEDULER
+            from vllm_kvretrieval.engine.connector import connector_config
+
+            vllm_config.kv_transfer_config = connector_config()
         cls._retrieval = config
 
     @classmethod

@@ -1,6 +1,6 @@
 """The running requests as the retrieval layers see them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +51,8 @@ class RequestTable:
         self.corrected = torch.zeros(capacity, dtype=torch.int64)
         # What recall caches count: (page, KV head) units attended to, missed, read from home.
         self.recalls = torch.zeros(capacity, 3, dtype=torch.int64)
+        self._past = torch.zeros(4, dtype=torch.int64)  # counts of slots' earlier requests
+        self._taken = torch.zeros(4, dtype=torch.int64)
         self._slot_of: dict[str, int] = {}
         self._per_slot: list[np.ndarray] = []
         self._free = list(range(capacity))[::-1]
@@ -81,6 +83,18 @@ class RequestTable:
                 slots.append(slot)
         self._free += slots
         return slots
+
+    def take_counts(self) -> list[int]:
+        """KV heads corrected, and units attended to, missed and read, since the last call."""
+        counts = self._past + self._counts(range(self.capacity))
+        new = counts - self._taken
+        self._taken = counts
+        return new.tolist()
+
+    def _counts(self, slots: Sequence[int]) -> torch.Tensor:
+        """int64 [4]; corrected heads and recalls of the slots' last requests."""
+        index = torch.tensor(slots)
+        return torch.cat([self.corrected[index].sum(0, keepdim=True), self.recalls[index].sum(0)])
 
     def per_slot(self) -> np.ndarray:
         """int32 [capacity]; the caller's own, an entry is zero whenever its slot changes hands."""
@@ -142,6 +156,7 @@ class RequestTable:
         self._threshold[slot], self._exact[slot] = options.correction_threshold, options.exact
         self._context[slot] = 0
         self._steps[:, slot] = 0
+        self._past += self._counts([slot])
         self.corrected[slot] = 0
         self.recalls[slot] = 0
         for entries in self._per_slot:

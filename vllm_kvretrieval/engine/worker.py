@@ -2,15 +2,14 @@
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval.attention.impl import RetrievalAttentionImpl
@@ -18,6 +17,7 @@ from vllm_kvretrieval.attention.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.staging import BLOCK_SIZE, PrefillStaging
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.allocation import allocate_kv_cache
+from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import LayerState
@@ -140,6 +140,8 @@ class RetrievalCPUWorker(CPUWorker):
             for name in names:
                 self._attach(name, layers[name], budget, staging)
             builder.attach(self.requests, config.page_size, staging, self._home_bytes_per_page())
+        if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
+            get_kv_transfer_group().report(self._take_failed_blocks, self._take_stats)
         self._log_start(budget, len(layers))
 
     def _home_bytes_per_page(self) -> int:
@@ -221,20 +223,33 @@ class RetrievalCPUWorker(CPUWorker):
             self.home.note_written(tokens * self.home.memory.numel() // capacity)
         return output
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        output = super().sample_tokens(grammar_output)
+    def _take_failed_blocks(self) -> set[int]:
+        """vLLM's blocks of which a page could not be read since the last call."""
         pages = set[int]().union(*(layer.take_failed_pages() for layer in self.slow_layers))
-        if not pages:
-            return output
-        if self.rank:  # vLLM listens to the first worker only
-            raise RuntimeError(f"the KV cache's home could not be read on worker {self.rank}")
-        logger.error(
-            "The KV cache's home (%s) could not be read; the requests with these pages fail: %s",
-            self.retrieval_config.home_path or "a temporary file",
-            sorted(pages),
-        )
-        blocks = {page // self._pages_per_block for page in pages}
-        return replace(output, kv_connector_output=KVConnectorOutput(invalid_block_ids=blocks))
+        if pages:
+            logger.error(
+                "The KV cache's home (%s) cannot be read; the requests with these pages fail: %s",
+                self.retrieval_config.home_path or "a temporary file",
+                sorted(pages),
+            )
+        return {page // self._pages_per_block for page in pages}
+
+    def _take_stats(self) -> dict[str, int]:
+        """What the connector reports; nothing without a slow home."""
+        if not self.slow_layers:
+            return {}
+        assert self.requests is not None
+        caches = [layer.cache for layer in self.slow_layers]
+        unit_bytes = caches[0].slots[0].nbytes
+        corrected, attended, missed, recalled = self.requests.take_counts()
+        return {
+            "units_attended": attended,
+            "units_missed": missed,
+            "bytes_recalled": recalled * unit_bytes,
+            "heads_corrected": corrected,
+            "slots_used": sum(cache.used for cache in caches),
+            "slots": sum(len(cache.slots) for cache in caches),
+        }
 
     def _copy_index(self, copies: Any) -> None:
         """Copy index entries with the blocks that vLLM copies on write."""
