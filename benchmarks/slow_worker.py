@@ -1,0 +1,44 @@
+"""A vLLM worker extension for `benchmarks.slow_home`: switches and counters of a slow home."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+
+class SlowHomeExtension:
+    """Adds methods that `LLM.collective_rpc` reaches; none does anything by itself."""
+
+    slow_layers: list[Any]
+    requests: Any
+
+    def read_ahead(self, on: bool) -> None:
+        """Whether pages selected for the next step are fetched beside this one."""
+        for layer in self.slow_layers:
+            vars(layer.cache).pop("prefetch", None)
+            if not on:
+                layer.cache.prefetch = lambda rows, state: None
+
+    def take_recall(self) -> dict[str, float]:
+        """Since the last call: units attended to, missed and read, bytes, seconds waited."""
+        _, attended, missed, recalled = self.requests.take_counts()
+        waited = sum(layer.cache.seconds[1] for layer in self.slow_layers)
+        since, self._waited = getattr(self, "_waited", 0.0), waited
+        unit = self.slow_layers[0].cache.slots[0].nbytes if self.slow_layers else 0
+        return {
+            "attended": attended,
+            "missed": missed,
+            "recalled_bytes": recalled * unit,
+            "waited_s": waited - since,
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this process keeps resident: its own, and of mapped files; its threads."""
+        process = psutil.Process()
+        info = process.memory_info()
+        return {
+            "own": info.rss - info.shared,
+            "mapped": info.shared,
+            "threads": process.num_threads(),
+        }
