@@ -179,7 +179,7 @@ def capacity(args: argparse.Namespace) -> dict[str, Any]:
     print(f"{slots / MIB:.1f} MiB of KV cache hold {stock:,} tokens; {context:,} are wanted.")
     refusal = ""
     try:
-        with open_engine(model, context, None, kv_cache_bytes=slots):
+        with open_engine(model, context, None, slots, 1):
             pass
     except (ValueError, RuntimeError) as error:
         refusal = str(error)
@@ -187,7 +187,7 @@ def capacity(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     samples = passkey_in_novel(TokenText(tokenizer), context, args.samples)
     home = {"home": "disk", "recall_cache_bytes": slots}
-    with open_engine(model, context, args.budget, kv_cache_bytes=GIB, **home) as llm:
+    with open_engine(model, context, args.budget, GIB, 1, **home) as llm:
         results = run_samples(llm, samples, {}, f"{context:,} tokens on disk")
     found = [
         sample.answer in tokenizer.decode(result.tokens[len(sample.forced) :])
@@ -220,11 +220,9 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
             done += context // 2 - 1
             memory = engine.collective_rpc("memory")
             notes.append({"steps": done} | memory)
-            print(
-                f"{done:>8,} steps: {memory['own'] / MIB:,.0f} MiB own, {memory['mapped'] / MIB:,.0f}"
-                f" MiB mapped, {memory['threads']} threads",
-                flush=True,
-            )
+            own, mapped = memory["own"] / MIB, memory["mapped"] / MIB
+            line = f"{done:>8,} steps: {own:,.0f} MiB own, {mapped:,.0f} MiB mapped, "
+            print(line + f"{memory['threads']} threads", flush=True)
     return {"model": Path(args.model).name, "context": context, "notes": notes}
 
 

@@ -109,7 +109,7 @@ def on_disk(slots, **options):
 def llm(model, expected):
     """With as few slots as are accepted."""
     options = {"kv_retrieval": on_disk(LEAST_SLOTS)}
-    with engine(model, additional_config=options, **OPTIONS) as llm:
+    with engine(model, additional_config=options, disable_log_stats=False, **OPTIONS) as llm:
         yield llm
 
 
@@ -123,6 +123,27 @@ def test_same_answers_as_in_memory(llm, expected):
     steps = results["outgrowing"][2]["steps"]
     pauses = [b - a for a, b in pairwise(steps)]
     assert max(pauses) > 5, "a request was preempted"
+
+
+def test_metrics(llm):
+    """vLLM's Prometheus metrics say what recall did."""
+
+    def metrics():
+        found = {m.name: m.value for m in llm.get_metrics() if "kv_retrieval" in m.name}
+        return {name.removeprefix("vllm:kv_retrieval_"): value for name, value in found.items()}
+
+    before = metrics()
+    assert before["slots"] == (LAYERS - 1) * LEAST_SLOTS
+    request = Request(prompt(700, 40), 12, {"correction_threshold": 1.0})
+    drive(llm, [request])
+    after = metrics()
+    change = {name: after[name] - before[name] for name in after}
+    heads = (LAYERS - 1) * KV_HEADS * (request.tokens - 1)
+    assert change["heads_corrected"] == heads
+    assert change["units_attended"] == heads * 4
+    assert 0 < change["units_missed"] < change["units_attended"] / 2
+    assert change["bytes_recalled"] >= change["units_missed"] * 2 * 32 * HEAD_SIZE * 4
+    assert 0 < after["slots_used"] <= after["slots"]
 
 
 def test_integrity_in_the_middle_of_things(llm):

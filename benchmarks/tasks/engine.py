@@ -32,6 +32,7 @@ def open_engine(
     context: int,
     budget: int | None,
     kv_cache_bytes: int = _KV_CACHE_BYTES,
+    batch: int = BATCH,
     **options: Any,
 ) -> Iterator[LLM]:
     """Start a vLLM engine and shut it down at the end.
@@ -41,6 +42,7 @@ def open_engine(
         context: longest context in tokens.
         budget: the server's budget in tokens, which requests may lower; None for stock vLLM.
         kv_cache_bytes: memory for the KV cache.
+        batch: most requests at once.
         options: further ``kv_retrieval`` options.
     """
     retrieval: dict[str, Any] = {}
@@ -54,7 +56,7 @@ def open_engine(
         model=str(model),
         dtype="bfloat16",
         max_model_len=context,
-        max_num_seqs=BATCH,
+        max_num_seqs=batch,
         max_logprobs=TOP_LOGPROBS,
         logits_processors=[ForceTokens],
         kv_cache_memory_bytes=kv_cache_bytes,
