@@ -1,6 +1,7 @@
 """What a slow home reports, on its way through vLLM's metrics."""
 
 from prometheus_client import REGISTRY, Counter, Gauge
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from vllm_kvretrieval.engine.connector import (
     COUNTERS,
@@ -47,6 +48,7 @@ def test_stats_add_up():
 
 
 def test_prometheus():
+    unregister_vllm_metrics()  # another engine's, in this process
     labels = {0: ["m", "0"], 1: ["m", "1"]}
     kinds = {Counter: Counter, Gauge: Gauge}
     config = type("Config", (), {"kv_transfer_config": connector_config()})()

@@ -7,13 +7,17 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.worker import RetrievalCPUWorker
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.tiers import home as home_module
 from vllm_kvretrieval.tiers.home import DiskHome, PageRuns
@@ -139,6 +143,49 @@ def test_when_memory_is_enough():
     assert CACHE.fits_in(needed, 32)
     assert not CACHE.fits_in(needed - 1, 32)
     assert not replace(CACHE, max_num_seqs=3).fits_in(needed, 32)
+
+
+# -------------------------------------------------------------------------------------- worker
+
+
+def worker(specs, **options):
+    """As much of a worker as plans the tiers."""
+    worker: Any = object.__new__(RetrievalCPUWorker)
+    worker.retrieval_config = RetrievalConfig.from_options("freekv", {"budget": BUDGET} | options)
+    worker.get_kv_cache_spec = lambda: {f"model.layers.{i}": s for i, s in enumerate(specs)}
+    worker.scheduler_config = SimpleNamespace(max_num_seqs=CACHE.max_num_seqs)
+    worker.model_config = SimpleNamespace(max_model_len=CACHE.max_model_len, model="somebody/model")
+    worker.cache_config = SimpleNamespace(num_gpu_blocks_override=None)
+    return worker
+
+
+FULL = FullAttentionSpec(block_size=128, num_kv_heads=4, head_size=64, dtype=torch.float32)
+LOCAL = SlidingWindowSpec(
+    block_size=128, num_kv_heads=4, head_size=64, dtype=torch.float32, sliding_window=256
+)
+
+
+def test_the_worker_plans_its_layers():
+    assert FULL.page_size_bytes == CACHE.block_bytes
+    assert worker([FULL] * 10, home="disk")._plan_tiers(500 * MIB) == tiers(500 * MIB)
+    assert worker([FULL] * 10)._plan_tiers(500 * MIB) is None
+    dense = worker([FULL] * 10, home="disk", dense_layers=3)._plan_tiers(500 * MIB)
+    assert dense.dense == 3 * tiers(500 * MIB).dense
+
+
+def test_auto_takes_the_disk_only_where_it_must():
+    assert worker([FULL] * 10, home="auto")._plan_tiers(500 * MIB) == tiers(500 * MIB)
+    assert worker([FULL] * 10, home="auto")._plan_tiers(600 * MIB) is None
+    assert worker([FULL, LOCAL] * 5, home="auto")._plan_tiers(500 * MIB) is None
+
+
+@pytest.mark.parametrize(
+    ("specs", "options"), [([FULL, LOCAL] * 5, {}), ([FULL] * 4, {"dense_layers": 4})]
+)
+def test_models_that_cannot_be_on_disk(specs, options):
+    message = "home=disk serves models whose layers all .* somebody/model is none. Use home=device"
+    with pytest.raises(RetrievalConfigError, match=message):
+        worker(specs, home="disk", **options)._plan_tiers(500 * MIB)
 
 
 # ---------------------------------------------------------------------------------------- file
