@@ -173,6 +173,7 @@ def test_random_life(home, slots):
             assert tables[0].equal(tables[1])
         assert [cache.check() for cache in both] == ["", ""]
         assert both[0].resident() == both[1].resident()
+        assert both[0].used == both[1].used == len(both[0].resident())
         assert counts[0].equal(counts[1])
     assert min(seen.values()) > 20, seen
     assert counts[0].min() > 0
@@ -232,6 +233,7 @@ def test_read_errors(home, ahead):
         rows.block_table[0] = torch.arange(20, 30)
         rows.handle = cpu._bind_rows(rows)
         cache.prefetch(rows, state)
+        cache.write(torch.tensor([-1]))  # waits
         failed = {23, 24, 25}
     else:
         rows = step(cache, [PAGE * (sum(BUDGET) + 2)], (SINK, WINDOW, SELECT + 2))

@@ -143,18 +143,17 @@ void RecallCache::resolve(const DecodeRows& rows) {
     return select < 0 ? pages : rows.sink_pages[r] + select + rows.window_pages[r];
   };
   // Hits first: what a row is about to use is then safe from another row's misses.
-  static thread_local std::vector<int32_t*> missing;
-  missing.clear();
+  missing_.clear();
   for (int r = 0; r < rows.rows; ++r) {
     const int entries = entries_of(r);
-    const size_t before = missing.size();
+    const size_t before = missing_.size();
     for (int head = 0; head < config_.kv_heads; ++head) {
       int32_t* entry =
           rows.page_table + (int64_t(r) * config_.kv_heads + head) * rows.page_table_stride;
       for (int32_t* end = entry + entries; entry != end; ++entry) {
         const int32_t slot = slot_of_[*entry];
         if (slot == kNone) {
-          missing.push_back(entry);
+          missing_.push_back({entry, rows.slots[r]});
         } else {
           touch(slot);
           *entry = slot;
@@ -163,11 +162,10 @@ void RecallCache::resolve(const DecodeRows& rows) {
     }
     int64_t* counts = config_.counts + int64_t(rows.slots[r]) * kRecallCounts;
     counts[kAttended] += int64_t(entries) * config_.kv_heads;
-    counts[kMissed] += missing.size() - before;
-    counts[kRecalled] += missing.size() - before;
+    counts[kMissed] += missing_.size() - before;
   }
   misses_.clear();
-  for (int32_t* entry : missing) {
+  for (const auto& [entry, request] : missing_) {
     const int32_t unit = *entry;
     int32_t slot = slot_of_[unit];
     if (slot == kNone) {  // else another row has missed it, too
@@ -175,6 +173,7 @@ void RecallCache::resolve(const DecodeRows& rows) {
       if (slot == kNone)
         throw std::logic_error("the recall cache has fewer slots than one step attends to");
       misses_.push_back({unit, slot});
+      ++config_.counts[int64_t(request) * kRecallCounts + kRecalled];
     }
     *entry = slot;
   }
@@ -273,7 +272,6 @@ void RecallCache::release(int request) {
 }
 
 std::vector<int64_t> RecallCache::take_failed_pages() {
-  join();
   std::vector<int32_t> units;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

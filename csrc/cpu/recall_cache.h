@@ -47,7 +47,8 @@ class RecallCache {
   void drop_pages(const int64_t* pages, int64_t count);
   // Unpins what a request pinned; it has finished, or was aborted or preempted.
   void release(int request);
-  // Pages that could not be read since the last call. Their slots are given up.
+  // Pages found unreadable since the last call. Their slots are given up. Does not wait for what is
+  // being read ahead: a failure there is known before anyone attends to the page.
   std::vector<int64_t> take_failed_pages();
   // What is wrong with the bookkeeping, or with a slot's contents; empty if nothing.
   std::string check();
@@ -62,6 +63,10 @@ class RecallCache {
  private:
   struct Read {
     int32_t unit, slot;
+  };
+  struct Miss {
+    int32_t* entry;  // of a page list
+    int32_t request;
   };
   static constexpr int32_t kNone = -1;
 
@@ -85,6 +90,7 @@ class RecallCache {
   std::vector<int32_t> older_, newer_;
   std::vector<int32_t> free_;
   std::vector<std::vector<int32_t>> pinned_by_;  // per request: slots
+  std::vector<Miss> missing_;
   std::vector<Read> misses_, ahead_;
   int64_t step_ = 0;
   int64_t waited_ns_ = 0;

@@ -105,7 +105,7 @@ class RecallCache:
 
     @property
     def used(self) -> int:
-        """Slots that hold a unit."""
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.used`."""
         return self._cache.used
 
     @property
@@ -119,14 +119,17 @@ class RecallCache:
         return self._cache.read_ahead_ns / 1e9, self._cache.waited_ns / 1e9
 
     def write(self, slot_mapping: torch.Tensor) -> None:
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.write`."""
         self._cache.write(slot_mapping.data_ptr(), len(slot_mapping))
 
     def resolve(self, rows: DecodeRows) -> None:
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.resolve`."""
         if rows.handle is None:
             rows.handle = _bind_rows(rows)
         self._cache.resolve(rows.handle)
 
     def prefetch(self, rows: DecodeRows, state: LayerState) -> None:
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.prefetch`."""
         if state.handle is None:
             state.handle = _bind_layer(state)
         self._cache.prefetch(rows.handle, state.handle)

@@ -127,6 +127,11 @@ class RecallCache:
         self._free = list(range(slots))[::-1]
         self._step = 0
 
+    @property
+    def used(self) -> int:
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.used`."""
+        return len(self._slot_of)
+
     def write(self, slot_mapping: torch.Tensor) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.write`."""
         tokens = [slot for slot in slot_mapping.tolist() if slot >= 0]
@@ -142,17 +147,19 @@ class RecallCache:
         for request in rows.slots.tolist():
             self.release(request)
         lists = [self._entries(rows, r) for r in range(len(rows))]
-        missing: list[int] = []
+        missing: list[tuple[int, int]] = []
         for request, units in zip(rows.slots.tolist(), lists, strict=True):
             misses = [unit for unit in units if unit not in self._slot_of]
-            missing += misses
+            missing += [(request, unit) for unit in misses]
             for unit in units:
                 if unit in self._slot_of:
                     self._touch(unit)
-            self.counts[request] += torch.tensor([len(units), len(misses), len(misses)])
-        for unit in missing:
-            if unit not in self._slot_of and not self._fetch(unit):
-                raise RuntimeError("the recall cache has fewer slots than one step attends to")
+            self.counts[request, :2] += torch.tensor([len(units), len(misses)])
+        for request, unit in missing:
+            if unit not in self._slot_of:  # else another row has missed it, too
+                if not self._fetch(unit):
+                    raise RuntimeError("the recall cache has fewer slots than one step attends to")
+                self.counts[request, 2] += 1
         for r, (request, units) in enumerate(zip(rows.slots.tolist(), lists, strict=True)):
             per_head = len(units) // self.kv_heads
             sink, window = int(rows.sink_pages[r]), int(rows.window_pages[r])

@@ -171,6 +171,11 @@ class RecallCache(Protocol):
     slots: torch.Tensor
     """[slots, 1, 2 * page_size, head_size]: the slots as single-head pages."""
 
+    @property
+    def used(self) -> int:
+        """Slots that hold a unit."""
+        ...
+
     def write(self, slot_mapping: torch.Tensor) -> None:
         """Follow a write to home.
 
@@ -220,7 +225,11 @@ class RecallCache(Protocol):
         ...
 
     def take_failed_pages(self) -> list[int]:
-        """Pages of which a unit could not be read since the last call; their slots are freed."""
+        """Pages of which a unit was found unreadable since the last call; their slots are freed.
+
+        What is still on its way is not waited for: a failure there is known before the page is
+        attended to.
+        """
         ...
 
     def resident(self) -> list[int]:
