@@ -1,6 +1,6 @@
 """What a slow home reports, on its way through vLLM's metrics."""
 
-from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from vllm_kvretrieval.engine.connector import (
@@ -49,8 +49,8 @@ def test_stats_add_up():
 
 def test_prometheus():
     unregister_vllm_metrics()  # another engine's, in this process
-    labels = {0: ["m", "0"], 1: ["m", "1"]}
-    kinds = {Counter: Counter, Gauge: Gauge}
+    labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
     config = type("Config", (), {"kv_transfer_config": connector_config()})()
     metrics = RetrievalConnector.build_prom_metrics(config, kinds, ["model", "engine"], labels)
     for _ in range(2):

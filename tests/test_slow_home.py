@@ -5,6 +5,7 @@ attend with the same kernel to the same pages in the same order, so answers agre
 """
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ BLOCKS = 26
 CHUNK = 256
 LEAST_SLOTS = SEQUENCES * KV_HEADS * 4
 SLOT_BYTES = (LAYERS - 1) * (2 * 32 * HEAD_SIZE * 4 + 24)
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "attention_backend": "freekv",
     "dtype": "float32",
     "max_model_len": 2048,

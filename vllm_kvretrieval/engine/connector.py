@@ -99,9 +99,7 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     @classmethod
-    def build_kv_connector_stats(
-        cls, data: dict[str, Any] | None = None
-    ) -> KVConnectorStats | None:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "RetrievalStats":
         return RetrievalStats(data or {})
 
     @classmethod
@@ -111,7 +109,7 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         metric_types: Any,
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
+    ) -> "RetrievalMetrics":
         return RetrievalMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
@@ -137,7 +135,7 @@ class RetrievalStats(KVConnectorStats):
         }
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def is_empty(self) -> bool:
         return not self.data
