@@ -69,9 +69,8 @@ def engine_specs(args: argparse.Namespace, overrides: dict[str, Any]) -> list[En
         "worker_extension_cls": "benchmarks.slow_worker.SlowHomeExtension",
     }
     retrieval = {"budget": args.budget}
-    slow = retrieval | {"home": "disk", "home_bytes": size}
-    if args.recall_cache:
-        slow["recall_cache_bytes"] = args.recall_cache
+    cache = args.recall_cache or 2 * batch * args.budget * kv_bytes_per_token(config)
+    slow = retrieval | {"home": "disk", "home_bytes": size, "recall_cache_bytes": cache}
     return [
         EngineSpec(
             name,
@@ -249,7 +248,8 @@ def main() -> None:
         add("--steps", type=int, default=steps)
         add("--repeats", type=int, default=3)
         add("--samples", type=int, default=8)
-        add("--recall-cache", type=int, default=cache, help="bytes of slots")
+        add("--recall-cache", type=int, default=cache, help="bytes of slots (default: twice what "
+            "a batch attends to)")  # fmt: skip
         add("--enforce-eager", action="store_true", help="without torch.compile")
         add("--output", type=Path, default=RESULTS / f"slow-home-{run.__name__}.json")
         command.set_defaults(run=run)
