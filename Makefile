@@ -80,6 +80,7 @@ lint: $(INSTALLED)
 
 test: lint build models
 	$(BIN)/python -m pytest
+	$(BIN)/python -m benchmarks.accuracy --quick --out build/accuracy-quick.json
 
 bench: build models
 	$(BIN)/python -m benchmarks.decode

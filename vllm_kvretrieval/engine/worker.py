@@ -117,8 +117,12 @@ class RetrievalCPUWorker(CPUWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         assert self.requests is not None
-        self.requests.release(scheduler_output.finished_req_ids)
-        self.requests.release(scheduler_output.preempted_req_ids or ())
+        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        if gone:
+            self.requests.release(gone)
+        self.requests.begin_step(
+            scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
+        )
         self._copy_index(scheduler_output.kv_cache_block_copies or ())
         return super().execute_model(scheduler_output)
 
