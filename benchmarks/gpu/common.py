@@ -40,7 +40,7 @@ def gpu_header(module: str) -> dict[str, Any]:
     """
     if not torch.cuda.is_available():
         raise SystemExit(f"{module} needs an NVIDIA GPU and a CUDA build of torch: found none")
-    header = result_header(module)
+    header = result_header(module) | {"command": f"python -m {module}"}
     properties = torch.cuda.get_device_properties(0)
     header["machine"]["gpu"] = {
         "name": properties.name,

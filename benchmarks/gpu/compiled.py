@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,9 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     for head_size in HEAD_SIZES:
         for dtype in DTYPES:
             name = f"d{head_size} {str(dtype).removeprefix('torch.')}"
-            yield f"sparse_decode {name}", lambda d=head_size, t=dtype: _decode(d, t)
-        yield f"recall_units d{head_size}", lambda d=head_size: _recall(d)
-        yield f"write_kv d{head_size}", lambda d=head_size: _write(d)
+            yield f"sparse_decode {name}", partial(_decode, head_size, dtype)
+        yield f"recall_units d{head_size}", partial(_recall, head_size)
+        yield f"write_kv d{head_size}", partial(_write, head_size)
 
 
 def _slots(head_size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -144,7 +145,7 @@ def main() -> None:
             for name, call in calls():
                 call()
                 results.setdefault(name, {})[f"sm_{arch}"] = resources(compiled.pop())
-    header = result_header(MODULE)
+    header = result_header(MODULE) | {"command": f"python -m {MODULE}"}
     header["versions"]["triton"] = metadata.version("triton")
     write_json(output, header | {"results": results})
     print(f"{'registers / spilled bytes / shared KiB':40}", *[f"sm_{a:<12}" for a in ARCHITECTURES])

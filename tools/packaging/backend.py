@@ -1,9 +1,9 @@
 """Build backend: scikit-build-core, or setuptools (Python files only) where that is not installed.
 
-The CPU kernels are left out, and no compiler is needed, where the build sees a CUDA build of torch,
-or where it has to fall back to setuptools. So an offline GPU machine can install the package with
-`pip install --no-index --no-deps --no-build-isolation .`. An isolated build sees no torch and always
-has scikit-build-core: it compiles them. `-C wheel.cmake=true` or `=false` decides otherwise.
+The CPU kernels are left out, and no compiler is needed, where the build sees a CUDA build of torch
+or has to fall back to setuptools. So an offline GPU machine can install the package with
+`pip install --no-index --no-deps --no-build-isolation .`. An isolated build sees no torch and
+always has scikit-build-core: it compiles them. `-C wheel.cmake=true` or `=false` decides otherwise.
 """
 
 from __future__ import annotations
@@ -17,34 +17,16 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "scikit_build_core":
         raise
-    from setuptools import build_meta as _backend
+    from setuptools import build_meta as _backend  # type: ignore[no-redef]
 
 Settings = dict[str, Any]
 
-get_requires_for_build_sdist = _backend.get_requires_for_build_sdist
 build_sdist = _backend.build_sdist
-
-
-def get_requires_for_build_wheel(config_settings: Settings | None = None) -> list[str]:
-    return _backend.get_requires_for_build_wheel(_settled(config_settings))
-
-
-def get_requires_for_build_editable(config_settings: Settings | None = None) -> list[str]:
-    return _backend.get_requires_for_build_editable(_settled(config_settings))
-
-
-def prepare_metadata_for_build_wheel(
-    metadata_directory: str, config_settings: Settings | None = None
-) -> str:
-    return _backend.prepare_metadata_for_build_wheel(metadata_directory, _settled(config_settings))
-
-
-def prepare_metadata_for_build_editable(
-    metadata_directory: str, config_settings: Settings | None = None
-) -> str:
-    return _backend.prepare_metadata_for_build_editable(
-        metadata_directory, _settled(config_settings)
-    )
+get_requires_for_build_sdist = _backend.get_requires_for_build_sdist
+get_requires_for_build_wheel = _backend.get_requires_for_build_wheel
+get_requires_for_build_editable = _backend.get_requires_for_build_editable
+prepare_metadata_for_build_wheel = _backend.prepare_metadata_for_build_wheel
+prepare_metadata_for_build_editable = _backend.prepare_metadata_for_build_editable
 
 
 def build_wheel(
@@ -52,6 +34,7 @@ def build_wheel(
     config_settings: Settings | None = None,
     metadata_directory: str | None = None,
 ) -> str:
+    """Build a wheel (PEP 517)."""
     return _backend.build_wheel(wheel_directory, _settled(config_settings), metadata_directory)
 
 
@@ -60,6 +43,7 @@ def build_editable(
     config_settings: Settings | None = None,
     metadata_directory: str | None = None,
 ) -> str:
+    """Build a wheel that refers to the checkout (PEP 660)."""
     return _backend.build_editable(wheel_directory, _settled(config_settings), metadata_directory)
 
 
@@ -67,7 +51,7 @@ def _settled(config_settings: Settings | None) -> Settings:
     """The settings, with the choice that was left open about the CPU kernels made."""
     settings = dict(config_settings or {})
     if "wheel.cmake" not in settings and _torch_is_for_cuda():
-        print("torch is a CUDA build: leaving the CPU kernels out (-C wheel.cmake=true: build them)")
+        print("torch is a CUDA build: leaving the CPU kernels out (-C wheel.cmake=true keeps them)")
         settings["wheel.cmake"] = "false"
     return settings
 

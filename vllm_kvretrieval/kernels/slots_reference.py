@@ -50,7 +50,7 @@ def sparse_decode(
     workspace: DecodeWorkspace,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.sparse_decode`. Computes in float64."""
-    rows, group = lse.shape
+    group = lse.shape[1]
     kv_heads = query.shape[1] // group
     for row, length in enumerate(lengths.tolist()):
         request, head = divmod(row, kv_heads)

@@ -65,7 +65,9 @@ def _sparse_decode_kernel(
     for tile in tl.range(first, last, num_stages=STAGES):
         tokens = tile * TILE + tl.arange(0, TILE)
         valid = tokens < length
-        slot = tl.load(slot_lists + row.to(tl.int64) * list_stride + tokens // PAGE, mask=valid, other=0)
+        slot = tl.load(
+            slot_lists + row.to(tl.int64) * list_stride + tokens // PAGE, mask=valid, other=0
+        )
         starts = (slot.to(tl.int64) * PAGE + tokens % PAGE) * (2 * HEAD_SIZE)
         k = tl.load(
             slots + starts[None, :] + dims[:, None],
@@ -102,7 +104,9 @@ def _sparse_decode_kernel(
         acc = tl.zeros([MEMBERS, DIMS], tl.float32)
         for other in tl.range(SPLITS):
             partial = (row * SPLITS + other).to(tl.int64) * GROUP + members
-            part_lse = tl.load(partial_lse + partial, mask=in_group, other=0.0, cache_modifier=".cg")
+            part_lse = tl.load(
+                partial_lse + partial, mask=in_group, other=0.0, cache_modifier=".cg"
+            )
             part = tl.load(
                 partial_out + partial[:, None] * HEAD_SIZE + dims[None, :],
                 mask=head_mask,
@@ -118,7 +122,9 @@ def _sparse_decode_kernel(
             best = new_best
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         result_lse = best + tl.log2(total)
-    tl.store(out + request * out_stride + head_offsets, result.to(out.dtype.element_ty), mask=head_mask)
+    tl.store(
+        out + request * out_stride + head_offsets, result.to(out.dtype.element_ty), mask=head_mask
+    )
     tl.store(lse + row.to(tl.int64) * GROUP + members, result_lse / LOG2_E, mask=in_group)
 
 
@@ -193,5 +199,6 @@ def sparse_decode(
         TILE=tile_elements // dims,
         SPLITS=workspace.splits,
         STAGES=stages,
-        num_warps=warps,        enable_fp_fusion=True,
+        num_warps=warps,
+        enable_fp_fusion=True,
     )

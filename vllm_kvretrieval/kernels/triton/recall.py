@@ -71,5 +71,6 @@ def recall_units(
         UNIT=words,
         CHUNK=chunk,
         STAGES=stages,
-        num_warps=warps,        enable_fp_fusion=True,
+        num_warps=warps,
+        enable_fp_fusion=True,
     )

@@ -92,5 +92,6 @@ def write_kv(
         PAGE=page,
         HEADS=heads,
         DIMS=triton.next_power_of_2(head_size),
-        HAS_TAIL=tail_slots is not None,        enable_fp_fusion=True,
+        HAS_TAIL=tail_slots is not None,
+        enable_fp_fusion=True,
     )
