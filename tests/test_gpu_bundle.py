@@ -1,4 +1,4 @@
-"""The bundle for offline GPU machines: what it cuts out of a library, and that it comes back whole."""
+"""The bundle for offline GPU machines: what it cuts out of a library, and what comes back."""
 
 import struct
 import zipfile

@@ -48,7 +48,7 @@ def rotation(batch: int, length: int) -> int:
     return max(2, ROTATED_BYTES // kv_bytes(batch, length))
 
 
-def ours(batch: int, length: int, splits: int | None = None, **tuning: int) -> float:
+def ours(batch: int, length: int, splits: int | None = None, **tuning: Any) -> float:
     """Seconds of `sparse_decode`; raises where it is wrong."""
     rows = batch * KV_HEADS
     width = length // PAGE

@@ -11,10 +11,8 @@ from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
 from vllm_kvretrieval.kernels.triton.mapped import map_host
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="needs an NVIDIA GPU and a CUDA build of torch (bash tools/gpu/run.sh kernels)",
-)
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU and a CUDA build of torch", allow_module_level=True)
 
 KV_HEADS, GROUP, HEAD_SIZE, PAGE = 4, 4, 128, 32
 PAGES, SLOTS = 50, 80

@@ -130,7 +130,7 @@ def everything(payload: bytes) -> bool:
 
 
 def plain_attention(payload: bytes) -> bool:
-    """Of FlashAttention 3's forward kernels those for bf16, head size 64 or 128, no soft-capping."""
+    """Of FlashAttention 3's forward kernels those for bf16, head size 64 or 128, no capping."""
     names = sorted(set(re.findall(rb"\.text\.(_Z\w*FlashAttnFwdSm90\w+)", payload)))
     if not names:
         return True  # no forward kernel: a helper

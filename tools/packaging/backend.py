@@ -25,8 +25,22 @@ build_sdist = _backend.build_sdist
 get_requires_for_build_sdist = _backend.get_requires_for_build_sdist
 get_requires_for_build_wheel = _backend.get_requires_for_build_wheel
 get_requires_for_build_editable = _backend.get_requires_for_build_editable
-prepare_metadata_for_build_wheel = _backend.prepare_metadata_for_build_wheel
-prepare_metadata_for_build_editable = _backend.prepare_metadata_for_build_editable
+
+
+def prepare_metadata_for_build_wheel(
+    metadata_directory: str, config_settings: Settings | None = None
+) -> str:
+    """Write a wheel's metadata (PEP 517); must know what the wheel will hold."""
+    return _backend.prepare_metadata_for_build_wheel(metadata_directory, _settled(config_settings))
+
+
+def prepare_metadata_for_build_editable(
+    metadata_directory: str, config_settings: Settings | None = None
+) -> str:
+    """Write an editable wheel's metadata (PEP 660)."""
+    return _backend.prepare_metadata_for_build_editable(
+        metadata_directory, _settled(config_settings)
+    )
 
 
 def build_wheel(
