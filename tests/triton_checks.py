@@ -72,8 +72,8 @@ def decode(
     rows, width = len(lengths), -(-max(*lengths, 1) // page) + 1
     requests = rows // kv_heads
     slots = torch.randn(3 * width, page, 2 * head_size, device=device).to(dtype) * magnitude
-    slots[-1] = float("nan")  # what no list may reach
-    slot_lists = torch.randint(3 * width - 1, (rows, width), device=device, dtype=torch.int32)
+    slots[[0, -1]] = float("nan")  # what no row may reach
+    slot_lists = torch.randint(1, 3 * width - 1, (rows, width), device=device, dtype=torch.int32)
     for row, length in enumerate(lengths):
         slot_lists[row, -(-length // page) :] = 3 * width - 1
         if length % page:  # the rest of a partly filled page is poison, too: give it a slot

@@ -150,8 +150,8 @@ def sparse_decode(
     """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.sparse_decode`.
 
     Each program takes ``1 / workspace.splits`` of a row's tiles; the one that finishes a row last
-    merges its parts, so there is no second launch. Three more things move besides what the
-    signature counts: ``4 * group * head_size`` bytes per part, written and read again.
+    merges its parts, so there is no second launch. Besides what the signature counts, ``4 * group *
+    head_size`` bytes per part are written and read again.
 
     Raises:
         ValueError: A tensor's dtype, shape or strides are not those of the signature, or a KV head
