@@ -22,7 +22,7 @@ INSTALLED := $(VENV)/.installed-$(DIGEST)
 BUILT := $(VENV)/.built
 SOURCES := pyproject.toml CMakeLists.txt tools/packaging/backend.py $(wildcard csrc/cpu/*)
 
-.PHONY: help venv build wheel model models demo lint test bench clean distclean
+.PHONY: help venv build wheel model models demo lint test bench gpu gpu-bundle clean distclean
 
 help:
 	@echo "make venv    environment with the pinned dependencies, in $(VENV)"
@@ -33,6 +33,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make test    all of the set-up, lint and the test suite"
 	@echo "make bench   speed against stock vLLM"
+	@echo "make gpu     what needs an NVIDIA GPU; make gpu-bundle: to do so without network"
 	@echo "make clean   remove builds and caches; make distclean: $(VENV) and models, too"
 
 venv: $(INSTALLED)
@@ -80,9 +81,16 @@ lint: $(INSTALLED)
 
 test: lint build models
 	$(BIN)/python -m pytest
+	$(BIN)/python -m benchmarks.accuracy --quick --out build/accuracy-quick.json
 
 bench: build models
 	$(BIN)/python -m benchmarks.decode
+
+gpu:
+	PYTHON=$(PYTHON) bash tools/gpu/run.sh kernels baseline
+
+gpu-bundle:
+	$(PYTHON) tools/gpu/bundle.py build .gpu/bundle
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache $(BUILT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,20 +88,48 @@ def pair(cell: Cell) -> tuple[str, str]:
     return stock, other
 
 
+def pooled(cells: Sequence[Cell]) -> list[Cell]:
+    """One cell per size: the repeats of both orders in which the engines were started."""
+    by_size: dict[tuple[int, int], list[Cell]] = {}
+    for cell in cells:
+        by_size.setdefault((cell["context"], cell["batch"]), []).append(cell)
+    return [_pool(orders) for _, orders in sorted(by_size.items())]
+
+
+def _pool(orders: Sequence[Cell]) -> Cell:
+    engines = {
+        name: engine
+        | {
+            key: [repeat for cell in orders for repeat in cell["engines"][name][key]]
+            for key in ("step_ms", "prefill_s", "first_token_s")
+        }
+        for name, engine in orders[0]["engines"].items()
+    }
+    ratios = {
+        "decode_ratio": _mean_of_medians(map(decode_ratios, orders)),
+        "prefill_ratio": _mean_of_medians(map(_prefill_ratios, orders)),
+    }
+    return orders[0] | {"engines": engines} | ratios
+
+
+def _mean_of_medians(orders: Iterable[Sequence[float]]) -> float:
+    return statistics.geometric_mean(map(statistics.median, orders))
+
+
 def decode_ratios(cell: Cell) -> list[float]:
     """Per repeat, the counterpart's step time over stock's."""
     stock, other = (cell["engines"][name]["step_ms"] for name in pair(cell))
     return [b["mean"] / a["mean"] for a, b in zip(stock, other, strict=True)]
 
 
-def prefill_ratio(cell: Cell) -> float:
-    """Median over repeats of the counterpart's prefill time over stock's."""
+def _prefill_ratios(cell: Cell) -> list[float]:
     stock, other = (cell["engines"][name]["prefill_s"] for name in pair(cell))
-    return statistics.median(b / a for a, b in zip(stock, other, strict=True))
+    return [b / a for a, b in zip(stock, other, strict=True)]
 
 
 def row(cell: Cell) -> str:
     """One line of the table under `HEADER`."""
+    (cell,) = pooled([cell]) if "decode_ratio" not in cell else (cell,)
     steps = [step_ms(cell, name) for name in pair(cell)]
     ups = sorted(1 / ratio for ratio in decode_ratios(cell))
     prefill, first = (
@@ -111,15 +139,16 @@ def row(cell: Cell) -> str:
     decode = f"{steps[0]:.1f} -> {steps[1]:.1f}"
     between = f"({ups[0]:.2f}..{ups[-1]:.2f})"
     return (
-        f"{cell['context']:8,}{cell['batch']:6} | {decode:>17}{statistics.median(ups):8.2f}x"
+        f"{cell['context']:8,}{cell['batch']:6} | {decode:>17}{1 / cell['decode_ratio']:8.2f}x"
         f"{between:>15} | {f'{prefill[0]:.2f} -> {prefill[1]:.2f}':>17}"
-        f"{prefill_ratio(cell):7.3f} | {f'{first[0]:.2f} -> {first[1]:.2f}':>17}"
+        f"{cell['prefill_ratio']:7.3f} | {f'{first[0]:.2f} -> {first[1]:.2f}':>17}"
         f"{' *' if cell['one_by_one'] else ''}"
     )
 
 
-def acceptance(cells: list[Cell], budget: int) -> list[dict[str, Any]]:
+def acceptance(cells: Sequence[Cell], budget: int) -> list[dict[str, Any]]:
     """The targets, what was measured, and whether it is enough (None: not measured)."""
+    cells = pooled(cells)
     by_size = {(cell["context"], cell["batch"]): cell for cell in cells}
     long, short = 32768, 2048
     verdicts: list[dict[str, Any]] = []
@@ -134,7 +163,7 @@ def acceptance(cells: list[Cell], budget: int) -> list[dict[str, Any]]:
         verdicts.append({"target": target, "limit": limit, "value": value, "pass": passed})
 
     def speed_up(batch: int) -> float:
-        return statistics.median(1 / ratio for ratio in decode_ratios(by_size[long, batch]))
+        return 1 / by_size[long, batch]["decode_ratio"]
 
     def flatness() -> float:
         cell = by_size[long, 1]
@@ -142,11 +171,10 @@ def acceptance(cells: list[Cell], budget: int) -> list[dict[str, Any]]:
         return step_ms(cell, name) / step_ms(by_size[short, 1], name)
 
     def within_budget() -> float:
-        small = (cell for cell in cells if cell["context"] <= budget)
-        return max(statistics.median(decode_ratios(cell)) for cell in small)
+        return max(cell["decode_ratio"] for cell in cells if cell["context"] <= budget)
 
     def prefill() -> float:
-        return max(prefill_ratio(cell) for cell in cells if cell["context"] > budget)
+        return max(cell["prefill_ratio"] for cell in cells if cell["context"] > budget)
 
     judge(f"decode at {long:,}, batch 1: speed-up over stock", lambda: speed_up(1), 2.0, True)
     judge(f"decode at {long:,}, batch 4: speed-up over stock", lambda: speed_up(4), 3.5, True)
@@ -158,7 +186,7 @@ def acceptance(cells: list[Cell], budget: int) -> list[dict[str, Any]]:
 
 def summary(store: dict[str, Any]) -> str:
     """The whole result as text: table, parts of a step, verdicts."""
-    cells = sorted(store["cells"], key=lambda cell: (cell["batch"], cell["context"]))
+    cells = sorted(pooled(store["cells"]), key=lambda cell: (cell["batch"], cell["context"]))
     lines = ["", HEADER, *map(row, cells)]
     if any(cell["one_by_one"] for cell in cells):
         lines.append("* prefill and first token: the batch's documents handed in one after another")
@@ -201,8 +229,7 @@ def plot(store: dict[str, Any], path: Path) -> None:
         1, len(batches), figsize=(5 * len(batches), 4), squeeze=False, layout="constrained"
     )
     for axis, batch in zip(axes[0], batches, strict=True):
-        cells = [cell for cell in store["cells"] if cell["batch"] == batch]
-        cells.sort(key=lambda cell: cell["context"])
+        cells = [cell for cell in pooled(store["cells"]) if cell["batch"] == batch]
         contexts = [cell["context"] for cell in cells]
         for name in pair(cells[0]):
             axis.plot(contexts, [step_ms(cell, name) for cell in cells], "o-", label=name)

@@ -252,6 +252,7 @@ OTHERS = ("--additional-config", '{"other": 7, "kv_retrieval": {"sink": 64, "bud
 )
 def test_command_line(parse, argv, expected):
     assert parse(*argv) == expected
+    assert parse() == {}, "the parser keeps nothing for its next command line"
 
 
 @pytest.mark.parametrize("text", ["1024", "[]", "budget=1024"])

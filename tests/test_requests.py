@@ -159,6 +159,29 @@ def test_prefill_is_exact(runner, builder):
     assert step.staged is None, "too few tokens for the copy to pay"
 
 
+def test_steps_known_to_be_within_the_budget_are_not_looked_at(runner, builder, table):
+    def calm(**scheduled):
+        table.begin_step(scheduled, sum(scheduled.values()))
+        return table.calm
+
+    runner.batch("a", "b", b={"exact": True})
+    assert not calm(a=1, b=1)
+    assert split(builder, [4 * PAGE - 2, 999]) is None
+    assert [calm(b=1, a=1) for _ in range(3)] == [True, True, False], "the budget is reached"
+    step = split(builder, [4 * PAGE + 1, 1002])
+    assert step.decode.rows.select_pages.tolist() == [2, -1]
+    assert table._steps[:2, table.slots(2)].tolist() == [[4, 4], [1, 0]], "all were counted"
+
+    table.release(["a"])
+    runner.batch("b")
+    assert split(builder, [1003]) is None
+    assert calm(b=1)
+    assert not calm(b=1, c=5), "another batch"
+    assert not calm(b=1), "and from then on nothing is known"
+    assert split(builder, [1005]) is None
+    assert not calm(b=2), "not a decode step"
+
+
 def test_long_prompts_are_staged_within_the_budget_too(runner, builder):
     runner.batch("a", "b")
     step = split(builder, [100, 300], [1, 300], [False, True])

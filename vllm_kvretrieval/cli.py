@@ -21,17 +21,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     target = parser._option_string_actions.get(TARGET)
     if target is None or OPTION in parser._option_string_actions:
         return
-    given: dict[str, Any] = {}
-    dest, parse_target = target.dest, target.type
-    assert callable(parse_target), "vLLM parses --additional-config with a function"
+    dest, target_class = target.dest, type(target)
 
     class Store(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
-            given.update(values)
-            current = getattr(namespace, dest, None) or {}
-            setattr(namespace, dest, _merge(current, given))
+            setattr(namespace, dest, _merge(getattr(namespace, dest, None) or {}, values))
 
-    target.type = lambda text: _merge(parse_target(text), given)
+    class KeepStored(target_class):  # type: ignore[misc, valid-type]
+        def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+            earlier = (getattr(namespace, dest, None) or {}).get(CONFIG_KEY, {})
+            super().__call__(parser, namespace, _merge(values, earlier), option)
+
+    target.__class__ = KeepStored
     methods = ", ".join(f"{name} ({m.summary})" for name, m in METHODS.items())
     group = parser.add_argument_group(
         "kv-retrieval",

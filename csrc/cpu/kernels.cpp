@@ -73,8 +73,12 @@ static void update_run(const IndexUpdate& u, const Run& run) {
 template <class E>
 static void update_index_of(const IndexUpdate& u) {
   const std::vector<Run>& runs = find_runs(u);
+  if (u.num_tokens * u.layer.kv_heads <= kSerialKeys) {
+    for (const Run& run : runs) update_run<E>(u, run);
+    return;
+  }
   const int64_t n = static_cast<int64_t>(runs.size());
-#pragma omp parallel for schedule(static) if (u.num_tokens * u.layer.kv_heads > kSerialKeys)
+#pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < n; ++i) update_run<E>(u, runs[i]);
 }
 

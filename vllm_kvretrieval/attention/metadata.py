@@ -126,10 +126,10 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         """See ``CPUAttentionMetadataBuilder.build``."""
         dense = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = RetrievalMetadata(**vars(dense))
-        if self.requests is not None:
+        if self.requests is not None and not self.requests.calm:
             metadata.split = self._split(common_attn_metadata, dense)
-            if self.home_page_bytes:
-                metadata.in_place = self._in_place(dense, metadata.split)
+        if self.home_page_bytes:
+            metadata.in_place = self._in_place(dense, metadata.split)
         return metadata
 
     def _in_place(self, dense: CPUAttentionMetadata, split: Split | None) -> PageRuns | None:
@@ -177,6 +177,10 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         sparse = decodes & ~batch.exact & (pages > batch.total_pages)
         self.requests.count_steps(slots, lens, pages, sparse, decodes)
         if not sparse.any():
+            if count == common.num_reqs and decodes.all():
+                room = batch.total_pages * self.block_size - lens
+                never = np.iinfo(np.int32).max
+                self.requests.expect_calm(int(np.where(batch.exact, never, room).min()))
             return None
         fresh = self.last_len[slots] != lens - 1
         self.last_len[slots[sparse]] = lens[sparse]

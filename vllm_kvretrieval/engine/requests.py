@@ -65,6 +65,10 @@ class RequestTable:
         self._context = np.zeros(capacity, dtype=np.int32)
         # Per slot: decode steps, sparse ones among them, and pages of context summed over these.
         self._steps = np.zeros((3, capacity), dtype=np.int64)
+        # Whether the step about to run is a decode step within all budgets, known beforehand.
+        self.calm = False
+        self._calm_batch: set[str] = set()
+        self._calm_left = self._calm_passed = 0
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -75,6 +79,7 @@ class RequestTable:
         Returns:
             The slots taken back.
         """
+        self._settle()
         slots = []
         for req_id in req_ids:
             slot = self._slot_of.pop(req_id, None)
@@ -95,6 +100,37 @@ class RequestTable:
         """int64 [4]; corrected heads and recalls of the slots' last requests."""
         index = torch.tensor(slots)
         return torch.cat([self.corrected[index].sum(0, keepdim=True), self.recalls[index].sum(0)])
+
+    def begin_step(self, scheduled: dict[str, int], tokens: int) -> None:
+        """Find out whether the step is ``calm``: one more like those that :meth:`expect_calm` saw.
+
+        Args:
+            scheduled: Tokens of each request in the step.
+            tokens: Their sum.
+        """
+        self.calm = (
+            self._calm_left > 0
+            and tokens == len(scheduled)
+            and scheduled.keys() == self._calm_batch
+        )
+        if self.calm:
+            self._calm_left -= 1
+            self._calm_passed += 1
+        else:
+            self._settle()
+
+    def expect_calm(self, steps: int) -> None:
+        """All rows of this step decode within their budgets, and will for so many more steps."""
+        self._calm_batch = set(self.runner.input_batch.req_ids)
+        self._calm_left = steps
+
+    def _settle(self) -> None:
+        """Book the calm steps that have passed; the next step has to be looked at."""
+        if self._calm_passed:
+            slots = [self._slot_of[req_id] for req_id in self._calm_batch]
+            self._context[slots] += self._calm_passed
+            self._steps[0, slots] += self._calm_passed
+        self._calm_left = self._calm_passed = 0
 
     def per_slot(self) -> np.ndarray:
         """int32 [capacity]; the caller's own, an entry is zero whenever its slot changes hands."""

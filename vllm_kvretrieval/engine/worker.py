@@ -210,11 +210,13 @@ class RetrievalCPUWorker(CPUWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         assert self.requests is not None
-        released = self.requests.release(scheduler_output.finished_req_ids)
-        released += self.requests.release(scheduler_output.preempted_req_ids or ())
-        for layer in self.slow_layers:
-            for slot in released:
+        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        for slot in self.requests.release(gone) if gone else ():
+            for layer in self.slow_layers:
                 layer.cache.release(slot)
+        self.requests.begin_step(
+            scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
+        )
         self._copy_index(scheduler_output.kv_cache_block_copies or ())
         output = super().execute_model(scheduler_output)
         if self.home is not None:

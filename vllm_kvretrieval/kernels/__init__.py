@@ -1,7 +1,9 @@
 """The ops of retrieval: one signature each, several implementations.
 
 ``reference`` (plain torch) is the specification, ``cpu`` binds the compiled CPU kernels. Every
-implementation offers the functions of :class:`Ops`.
+implementation offers the functions of :class:`Ops`. The ops of a cache in two tiers are apart:
+:class:`~vllm_kvretrieval.kernels.slots.SlotOps` in ``slots``, their specification in
+``slots_reference``, the kernels in ``triton``.
 """
 
 from vllm_kvretrieval.kernels.types import DecodeRows, LayerState, Ops, RecallCache

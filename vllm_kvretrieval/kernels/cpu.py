@@ -6,7 +6,13 @@ are checked once, when the rows and layers are bound.
 
 import torch
 
-from vllm_kvretrieval import _cpu
+try:
+    from vllm_kvretrieval import _cpu
+except ImportError as error:
+    raise ImportError(
+        "vllm-kvretrieval was installed without its CPU kernels, as it is where torch is a CUDA "
+        "build. To have them compiled: pip install -C wheel.cmake=true . in a checkout"
+    ) from error
 from vllm_kvretrieval.kernels.types import DecodeRows, LayerState
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}

@@ -1,0 +1,39 @@
+"""A process in which Triton's interpreter runs the kernels, on tensors in ordinary memory.
+
+Triton decides when it is imported whether kernels are compiled or interpreted, so the tests'
+own process, where vLLM imports it too, cannot have both.
+"""
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
+
+
+def start() -> ProcessPoolExecutor:
+    """A pool of one process, to which functions that launch kernels can be submitted."""
+    pool = ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn"), initializer=_widen_bfloat16
+    )
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
+        pool.submit(os.getpid).result()
+    return pool
+
+
+def _widen_bfloat16() -> None:
+    """Let the interpreter multiply bfloat16 matrices, which it would take for integers."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    multiply = InterpreterBuilder.create_dot
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return TensorHandle(bits.view(np.float32), tl.float32)
+
+    InterpreterBuilder.create_dot = lambda self, a, b, *rest: multiply(
+        self, widened(a), widened(b), *rest
+    )

@@ -1,0 +1,204 @@
+"""Sparse decode attention over slots, split over the list and merged by log-sum-exp."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace
+from vllm_kvretrieval.kernels.triton.checks import check_heads, check_list, check_units
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+MEMBERS = 16
+"""Query heads of a tile: the fewest rows that the tensor cores multiply."""
+TILE_ELEMENTS = 8192
+"""Elements of keys, and as many of values, that a program takes at a time."""
+
+
+@triton.jit
+def _sparse_decode_kernel(
+    query,
+    slots,
+    slot_lists,
+    lengths,
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    arrivals,
+    scale_log2,  # softmax scale for exponentials to base 2
+    query_stride,
+    list_stride,
+    out_stride,
+    kv_heads,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    DIMS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    request = (row // kv_heads).to(tl.int64)
+    first_head = row % kv_heads * GROUP
+    members = tl.arange(0, MEMBERS)
+    dims = tl.arange(0, DIMS)
+    in_group = members < GROUP
+    in_head = dims < HEAD_SIZE
+    head_mask = in_group[:, None] & in_head[None, :]
+    head_offsets = (first_head + members)[:, None] * HEAD_SIZE + dims[None, :]
+    q = tl.load(query + request * query_stride + head_offsets, mask=head_mask, other=0.0)
+
+    length = tl.load(lengths + row)
+    tiles = tl.cdiv(length, TILE)
+    per_split = tl.cdiv(tiles, SPLITS)
+    first = split * per_split
+    last = tl.minimum(first + per_split, tiles)
+
+    best = tl.full([MEMBERS], float("-inf"), tl.float32)
+    total = tl.zeros([MEMBERS], tl.float32)
+    acc = tl.zeros([MEMBERS, DIMS], tl.float32)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        tokens = tile * TILE + tl.arange(0, TILE)
+        valid = tokens < length
+        slot = tl.load(
+            slot_lists + row.to(tl.int64) * list_stride + tokens // PAGE, mask=valid, other=0
+        )
+        starts = (slot.to(tl.int64) * PAGE + tokens % PAGE) * (2 * HEAD_SIZE)
+        k = tl.load(
+            slots + starts[None, :] + dims[:, None],
+            mask=valid[None, :] & in_head[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(q, k, out_dtype=tl.float32) * scale_log2
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        decay = tl.exp2(best - new_best)
+        weights = tl.exp2(scores - new_best[:, None])
+        total = total * decay + tl.sum(weights, 1)
+        v = tl.load(
+            slots + starts[:, None] + HEAD_SIZE + dims[None, :],
+            mask=valid[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, out_dtype=tl.float32)
+        best = new_best
+
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    result_lse = best + tl.log2(total)
+    if SPLITS > 1:
+        partial = (row * SPLITS + split).to(tl.int64) * GROUP + members
+        partial_offsets = partial[:, None] * HEAD_SIZE + dims[None, :]
+        tl.store(partial_lse + partial, result_lse, mask=in_group)
+        tl.store(partial_out + partial_offsets, result, mask=head_mask)
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
+            return
+        tl.store(arrivals + row, 0)
+        best = tl.full([MEMBERS], float("-inf"), tl.float32)
+        total = tl.zeros([MEMBERS], tl.float32)
+        acc = tl.zeros([MEMBERS, DIMS], tl.float32)
+        for other in tl.range(SPLITS):
+            partial = (row * SPLITS + other).to(tl.int64) * GROUP + members
+            part_lse = tl.load(
+                partial_lse + partial, mask=in_group, other=0.0, cache_modifier=".cg"
+            )
+            part = tl.load(
+                partial_out + partial[:, None] * HEAD_SIZE + dims[None, :],
+                mask=head_mask,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_best = tl.maximum(best, part_lse)
+            reference = tl.where(new_best == float("-inf"), 0.0, new_best)
+            decay = tl.exp2(best - reference)
+            weight = tl.exp2(part_lse - reference)
+            total = total * decay + weight
+            acc = acc * decay[:, None] + part * weight[:, None]
+            best = new_best
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        result_lse = best + tl.log2(total)
+    tl.store(
+        out + request * out_stride + head_offsets, result.to(out.dtype.element_ty), mask=head_mask
+    )
+    tl.store(lse + row.to(tl.int64) * GROUP + members, result_lse / LOG2_E, mask=in_group)
+
+
+def count_splits(rows: int, multiprocessors: int) -> int:
+    """Parts to attend to each list in, so that every multiprocessor gets about two programs."""
+    return 1 << max(0, (2 * multiprocessors // rows).bit_length() - 1)
+
+
+def sparse_decode(
+    query: torch.Tensor,
+    slots: torch.Tensor,
+    slot_lists: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    tile_elements: int = TILE_ELEMENTS,
+    stages: int = 5,
+    warps: int = 4,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.sparse_decode`.
+
+    Each program takes ``1 / workspace.splits`` of a row's tiles; the one that finishes a row last
+    merges its parts, so there is no second launch. Besides what the signature counts, ``4 * group *
+    head_size`` bytes per part are written and read again.
+
+    Raises:
+        ValueError: A tensor's dtype, shape or strides are not those of the signature, or a KV head
+            has more than 16 query heads.
+    """
+    (rows, group), (_, page, row) = lse.shape, slots.shape
+    head_size = row // 2
+    kv_heads = query.shape[1] // group
+    check_units("slots", slots, query.dtype)
+    check_heads("query", query, head_size, query.dtype)
+    check_heads("out", out, head_size, query.dtype)
+    check_list("slot_lists", slot_lists, (rows, slot_lists.shape[1]), torch.int32)
+    check_list("lengths", lengths, (rows,), torch.int32)
+    check_list("lse", lse, (rows, group), torch.float32)
+    if not 1 <= group <= MEMBERS:
+        raise ValueError(f"{group} query heads per KV head: 1 to {MEMBERS} are supported")
+    if workspace.out.shape[0] < rows or workspace.out.shape[2:] != (group, head_size):
+        raise ValueError(
+            f"the workspace {list(workspace.out.shape)} is not for {rows} rows of {group} heads of "
+            f"size {head_size}"
+        )
+    if rows == 0:
+        return
+    dims = triton.next_power_of_2(head_size)
+    _sparse_decode_kernel[(rows, workspace.splits)](
+        query,
+        slots,
+        slot_lists,
+        lengths,
+        out,
+        lse,
+        workspace.out,
+        workspace.lse,
+        workspace.arrivals,
+        scale * LOG2_E.value,
+        query.stride(0),
+        slot_lists.stride(0),
+        out.stride(0),
+        kv_heads,
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        PAGE=page,
+        MEMBERS=MEMBERS,
+        DIMS=dims,
+        TILE=tile_elements // dims,
+        SPLITS=workspace.splits,
+        STAGES=stages,
+        num_warps=warps,
+        enable_fp_fusion=True,
+    )

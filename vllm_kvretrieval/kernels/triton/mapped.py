@@ -1,0 +1,82 @@
+"""Host memory that the GPU reads and writes in place, over the bus."""
+
+import ctypes
+import mmap
+import weakref
+from typing import Any
+
+import torch
+
+_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
+
+
+def map_host(nbytes: int, device: torch.device | str = "cuda") -> tuple[torch.Tensor, torch.Tensor]:
+    """Page-locked host memory, seen from both sides.
+
+    Unlike ``torch.empty(..., pin_memory=True)``, which rounds up to a power of two, this takes what
+    was asked for, and gives a tensor that counts as being on the device, so Triton, FlashAttention
+    and torch itself take it as an argument. The memory starts zeroed, and stays locked and mapped
+    as long as the device's tensor, or a view of it, lives. Work that uses it must have ended by
+    then.
+
+    Args:
+        nbytes: Size of the memory in bytes.
+        device: The GPU that maps it.
+
+    Returns:
+        The same uint8 [nbytes] as a tensor on the CPU and as one on the device.
+
+    Raises:
+        MemoryError: The system does not lock that much memory.
+        RuntimeError: The GPU cannot map it.
+    """
+    mapping = _Mapping(nbytes, torch.device(device))
+    return mapping.host, mapping.view()
+
+
+class _Mapping:
+    """One registration with CUDA, kept by the tensors that torch makes of it."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.host = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        self._device = device
+        with torch.cuda.device(device):
+            cudart = torch.cuda.cudart()
+            address = self.host.data_ptr()
+            status = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED))
+            if status:
+                raise MemoryError(
+                    f"CUDA cannot lock {nbytes} bytes of host memory (error {status}): ask for "
+                    "less, or raise the limit of locked memory (ulimit -l)"
+                )
+            weakref.finalize(self, cudart.cudaHostUnregister, address)
+            self._address = _device_address(address)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": tuple(self.host.shape),
+            "typestr": "|u1",
+            "data": (self._address, False),
+            "version": 3,
+        }
+
+    def view(self) -> torch.Tensor:
+        """The memory as a tensor on the device; the tensor keeps ``self``."""
+        with torch.cuda.device(self._device):
+            view = torch.as_tensor(self, device=self._device)
+        if view.data_ptr() != self._address:
+            raise RuntimeError(f"{self._device} sees a copy of the host memory, not the memory")
+        return view
+
+
+def _device_address(host_address: int) -> int:
+    """Where the GPU sees registered host memory: on most systems at the same address."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    address = ctypes.c_uint64()
+    status = driver.cuMemHostGetDevicePointer_v2(
+        ctypes.byref(address), ctypes.c_void_p(host_address), ctypes.c_uint(0)
+    )
+    if status:
+        raise RuntimeError(f"the GPU does not map the host memory (CUDA driver error {status})")
+    return address.value
