@@ -7,7 +7,7 @@
 `steady` decodes the same documents with the cache in memory and on disk, the file being in the
 operating system's page cache, and takes from the latter one thing at a time: reading ahead, and
 speculation (selection at every step, so that every change of pages is waited for). The variants
-take turns, and reported are medians over repeats.
+take turns, each from an empty recall cache, and reported are medians over repeats.
 """
 
 from __future__ import annotations

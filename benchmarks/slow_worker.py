@@ -10,15 +10,27 @@ import psutil  # type: ignore[import-untyped]
 class SlowHomeExtension:
     """Adds methods that `LLM.collective_rpc` reaches; none does anything by itself."""
 
+    retrieval_layers: dict[str, Any]
     slow_layers: list[Any]
     requests: Any
 
     def read_ahead(self, on: bool) -> None:
-        """Whether pages selected for the next step are fetched beside this one."""
+        """Empty the recall caches, and say whether the next step's pages are read beside this one.
+
+        To be called while no request runs.
+        """
         for layer in self.slow_layers:
+            cache = layer.cache
+            for entry in range(self.requests.capacity):
+                cache.release(entry)
+            cache.drop_pages(sorted({unit // self.kv_heads() for unit in cache.resident()}))
             vars(layer.cache).pop("prefetch", None)
             if not on:
                 layer.cache.prefetch = lambda rows, state: None
+
+    def kv_heads(self) -> int:
+        """KV heads of a layer on this worker."""
+        return next(iter(self.retrieval_layers.values())).num_kv_heads
 
     def take_recall(self) -> dict[str, float]:
         """Since the last call: units attended to, missed and read, bytes, seconds waited."""
