@@ -133,7 +133,7 @@ def plain_attention(payload: bytes) -> bool:
     """Of FlashAttention 3's forward kernels those for bf16, head size 64 or 128, no capping."""
     names = sorted(set(re.findall(rb"\.text\.(_Z\w*FlashAttnFwdSm90\w+)", payload)))
     if not names:
-        return True  # no forward kernel: a helper
+        return True  # none of the forward kernels
     command = ["c++filt", names[0].decode()]
     name = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in steps that fit into calls of ten minutes (docs/gpu.md):
-#   bash tools/gpu/run.sh kernels     install, tests, ceilings, sparse decode attention (8 minutes)
-#   bash tools/gpu/run.sh baseline    stock vLLM with Llama-3.1-8B's shapes (8 minutes)
-#   bash tools/gpu/run.sh kernels baseline
+#   bash tools/gpu/run.sh kernels     tests, ceilings, sparse decode attention
+#   bash tools/gpu/run.sh baseline    stock vLLM with Llama-3.1-8B's shapes
 # Needs no network. Where .gpu/bundle is there (make gpu-bundle), vLLM comes from it. Results go to
 # $OUT, by default benchmarks/results; a step that fails does not keep the next from running.
 set -uo pipefail
