@@ -113,10 +113,14 @@ class EngineProcess:
         time.sleep(SETTLE_S)
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, temperature: float = 0.0
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        extra_args: dict[str, Any] | None = None,
     ) -> Timing:
         """Decode exactly `max_tokens` tokens for each of `prompts`, handed in at once."""
-        return self._call("generate", prompts, max_tokens, temperature)
+        return self._call("generate", prompts, max_tokens, temperature, extra_args)
 
     def collective_rpc(self, method: str, *args: Any) -> Any:
         """Call `method` of the first worker (see `LLM.collective_rpc`)."""
@@ -213,7 +217,13 @@ class _Engine:
             "dtype": str(config.model_config.dtype),
         }
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, temperature: float) -> Timing:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        temperature: float,
+        extra_args: dict[str, Any] | None,
+    ) -> Timing:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -223,6 +233,7 @@ class _Engine:
             max_tokens=max_tokens,
             ignore_eos=True,
             output_kind=RequestOutputKind.DELTA,
+            extra_args=extra_args,
         )
         self._serial += 1
         first: dict[str, float] = {}

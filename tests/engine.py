@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 
@@ -24,6 +26,24 @@ def checkpoint(name: str) -> str:
     path = MODELS / name
     if not (path / "config.json").exists():
         pytest.fail(f"{path} is missing: run make models")
+    return str(path)
+
+
+def random_llama(path: Path, layers: int, kv_heads: int) -> str:
+    """A small Llama, saved at ``path``. Its weights are large enough for attention to be sharp."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=layers,
+        num_attention_heads=2 * kv_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        max_position_embeddings=2048,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
     return str(path)
 
 

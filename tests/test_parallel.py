@@ -6,9 +6,8 @@ the answers are to be those of a single worker to rounding.
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.engine import Request, assert_same, drive, engine
+from tests.engine import Request, assert_same, drive, engine, random_llama
 
 pytestmark = pytest.mark.engine
 
@@ -18,22 +17,7 @@ LAYERS, KV_HEADS = 4, 4
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Path of the model. Its weights are large enough for attention to be sharp."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2 * KV_HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=64,
-        max_position_embeddings=2048,
-        initializer_range=0.1,
-    )
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return str(path)
+    return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
 
 
 def answers(model, workers):

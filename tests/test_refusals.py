@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -17,6 +17,8 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.engine import checkpoint
 from vllm_kvretrieval.attention.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.attention.support import CONNECTOR
+from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.errors import RetrievalConfigError
 
 LLAMA = {
@@ -73,6 +75,14 @@ def test_a_plain_model_is_accepted(configure, backend):
     assert "Retrieval" in config.parallel_config.worker_cls
 
 
+def test_a_slow_home_brings_its_connector(configure):
+    assert configure(LLAMA).kv_transfer_config is None
+    for home in ("disk", "auto"):
+        config = configure(LLAMA, additional_config={"kv_retrieval": {"home": home}})
+        assert config.kv_transfer_config.kv_connector == CONNECTOR == RetrievalConnector.__name__
+        assert not config.scheduler_config.disable_hybrid_kv_cache_manager
+
+
 MODELS = {
     "mla": (DEEPSEEK, {}, "does not support multi-head latent attention (MLA), which"),
     "encoder-decoder": (WHISPER, {}, "serves decoder-only models; * is an encoder-decoder."),
@@ -121,6 +131,16 @@ ENGINES = {
         {"worker_cls": "somewhere.Worker"},
         "worker_cls='somewhere.Worker' cannot be combined with attention backend freekv, which "
         "brings its own worker; leave --worker-cls out.",
+    ),
+    "connector": (
+        {
+            "kv_transfer_config": KVTransferConfig(
+                kv_connector="OffloadingConnector", kv_role="kv_both"
+            ),
+            "additional_config": {"kv_retrieval": {"home": "disk"}},
+        },
+        "kv_retrieval.home=disk cannot be combined with the KV connector OffloadingConnector; "
+        "leave --kv-transfer-config out, or use home=device.",
     ),
     "two methods": (
         {

@@ -56,6 +56,23 @@ def builder(table):
     return builder
 
 
+def test_counts_outlive_their_requests(runner, table):
+    """What a slot counted stays counted when another request takes it."""
+    runner.batch("a", "b")
+    a, b = table.slots(2)
+    table.corrected[a] += 5
+    table.recalls[a] += torch.tensor([10, 2, 3])
+    table.recalls[b] += torch.tensor([100, 20, 30])
+    assert table.take_counts() == [5, 110, 22, 33]
+    table.corrected[a] += 1
+    assert table.release(["a"]) == [a]
+    runner.batch("c", "b")
+    assert table.slots(2)[0] == a
+    table.recalls[a] += torch.tensor([7, 0, 0])
+    assert table.take_counts() == [1, 7, 0, 0]
+    assert table.take_counts() == [0, 0, 0, 0]
+
+
 def split(builder, lens, queries=None, prefilling=None):
     """How a step is split: per request its context, new tokens and whether it reads its prompt."""
     count = len(lens)

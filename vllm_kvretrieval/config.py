@@ -1,8 +1,10 @@
 """Options of KV retrieval: typed and validated here, and nowhere else."""
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -16,6 +18,7 @@ CONFIG_KEY = "kv_retrieval"
 """Key in vLLM's ``additional_config``, and in ``SamplingParams.extra_args``."""
 
 PAGE_SIZES = (32, 64, 128)
+HOMES = ("auto", "device", "host", "disk")
 
 HELP = {
     "budget": "tokens of context that a KV head attends to in a decode step; a shorter context is "
@@ -27,6 +30,14 @@ HELP = {
     "step's selects anew before attention; 1 selects at every step, -1 never corrects "
     "(default: 0.9)",
     "dense_layers": "leading layers that keep full attention (default: 1)",
+    "home": "where the whole KV cache of the retrieval layers lives: device (vLLM's own memory), "
+    "disk (a file; fast memory then holds recalled pages only), host (on GPUs), or auto (device if "
+    "max_num_seqs requests of max_model_len fit there) (default: device)",
+    "home_bytes": "size of a slow home, per worker, e.g. 64GiB (default: room for max_num_seqs "
+    "requests of max_model_len)",
+    "home_path": "directory of the file of home=disk (default: the directory for temporary files)",
+    "recall_cache_bytes": "fast memory for recalled pages, per worker, e.g. 2GiB (default: what "
+    "vLLM would give to the KV cache, less dense layers and page index)",
 }
 
 
@@ -43,6 +54,18 @@ def _require_number(key: str, value: Any) -> float:
     return float(value)
 
 
+def _parse_size(key: str, value: Any) -> int:
+    """Bytes of ``64GiB``, ``512MiB``, or a plain number of them."""
+    text = str(value).strip() if type(value) in (int, str) else ""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]i)?B)?", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise RetrievalConfigError(
+            f"{key}={value!r} must be a size such as 64GiB or 512MiB, or a number of bytes."
+        )
+    number, prefix = match.groups()
+    return int(float(number) * 1024 ** " kmgt".index((prefix or " ")[0].lower()))
+
+
 def _reject_unknown(given: Mapping[str, Any], known: list[str], where: str) -> None:
     for key in given:
         if key not in known:
@@ -53,7 +76,7 @@ def _reject_unknown(given: Mapping[str, Any], known: list[str], where: str) -> N
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """Validated options of one engine. Lengths are in tokens.
+    """Validated options of one engine. Lengths are in tokens, sizes in bytes per worker.
 
     Build it with :meth:`from_options` or :meth:`from_vllm`; both raise
     :class:`RetrievalConfigError` on anything that cannot work.
@@ -66,6 +89,10 @@ class RetrievalConfig:
     page_size: int = 32
     correction_threshold: float = 0.9
     dense_layers: int = 1
+    home: str = "device"
+    home_bytes: int | None = None
+    home_path: str | None = None
+    recall_cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for key in ("budget", "page_size", "dense_layers"):
@@ -89,6 +116,32 @@ class RetrievalConfig:
                     f"try {self._nearest(value)}, or leave it out."
                 )
         self.page_budget()
+        self._check_home()
+
+    def _check_home(self) -> None:
+        if self.home not in HOMES:
+            raise RetrievalConfigError(f"home={self.home!r} is unknown; use one of {HOMES}.")
+        if self.home == "host":
+            raise RetrievalConfigError(
+                "home='host' is for GPUs; on the CPU platform host memory is what device names. "
+                "Use home=device, or home=disk for a cache larger than memory."
+            )
+        for key in ("home_bytes", "home_path", "recall_cache_bytes"):
+            value = getattr(self, key)
+            if value is None:
+                continue
+            if self.home == "device":
+                raise RetrievalConfigError(
+                    f"{key}={value!r} has no effect with home=device; leave it out, or use "
+                    "home=disk."
+                )
+            if key == "home_path":
+                if not isinstance(value, str) or not Path(value).is_dir():
+                    raise RetrievalConfigError(
+                        f"home_path={value!r} is no directory; name one on the disk to be used."
+                    )
+            else:
+                object.__setattr__(self, key, _parse_size(key, value))
 
     @property
     def preset(self) -> Method:

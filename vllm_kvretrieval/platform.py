@@ -73,6 +73,10 @@ class CpuRetrievalPlatform(CpuPlatform):
                 "brings its own worker; leave --worker-cls out."
             )
         vllm_config.parallel_config.worker_cls = WORKER
+        if config.home != "device":
+            from vllm_kvretrieval.engine.connector import connector_config
+
+            vllm_config.kv_transfer_config = connector_config()
         cls._retrieval = config
 
     @classmethod

@@ -27,29 +27,39 @@ _KV_CACHE_BYTES = 4 << 30
 
 
 @contextmanager
-def open_engine(model: Path, context: int, budget: int | None) -> Iterator[LLM]:
+def open_engine(
+    model: Path,
+    context: int,
+    budget: int | None,
+    kv_cache_bytes: int = _KV_CACHE_BYTES,
+    batch: int = BATCH,
+    **options: Any,
+) -> Iterator[LLM]:
     """Start a vLLM engine and shut it down at the end.
 
     Args:
         model: directory of the checkpoint.
         context: longest context in tokens.
         budget: the server's budget in tokens, which requests may lower; None for stock vLLM.
+        kv_cache_bytes: memory for the KV cache.
+        batch: most requests at once.
+        options: further ``kv_retrieval`` options.
     """
     retrieval: dict[str, Any] = {}
     if budget is not None:
         retrieval = {
             "attention_backend": "FREEKV",
-            "additional_config": {"kv_retrieval": {"budget": budget}},
+            "additional_config": {"kv_retrieval": {"budget": budget} | options},
         }
     os.environ |= all_cores()
     llm = LLM(
         model=str(model),
         dtype="bfloat16",
         max_model_len=context,
-        max_num_seqs=BATCH,
+        max_num_seqs=batch,
         max_logprobs=TOP_LOGPROBS,
         logits_processors=[ForceTokens],
-        kv_cache_memory_bytes=_KV_CACHE_BYTES,
+        kv_cache_memory_bytes=kv_cache_bytes,
         enable_prefix_caching=True,
         enforce_eager=True,
         disable_log_stats=True,

@@ -3,11 +3,13 @@
 // caller and guarantees shapes, dtypes and lifetimes.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <string>
 
 #include "kernels.h"
+#include "recall_cache.h"
 
 namespace nb = nanobind;
 
@@ -85,4 +87,35 @@ NB_MODULE(_cpu, m) {
         active->plan_decode({rows, layer, at<void>(query), query_stride});
       },
       nb::call_guard<nb::gil_scoped_release>());
+
+  using Cache = kvr::RecallCache;
+  const auto release_gil = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<Cache>(m, "RecallCache")
+      .def("__init__",
+           [](Cache* self, int units, int slots, int kv_heads, int page_size, int requests,
+              int64_t unit_bytes, uintptr_t slot_memory, uintptr_t home, int fd, int64_t offset,
+              uintptr_t counts) {
+             new (self) Cache({units, slots, kv_heads, page_size, requests, unit_bytes,
+                               at<char>(slot_memory), at<const char>(home), fd, offset,
+                               at<int64_t>(counts)});
+           })
+      .def("write",
+           [](Cache& self, uintptr_t slot_mapping, int64_t tokens) {
+             self.write(at<int64_t>(slot_mapping), tokens);
+           },
+           release_gil)
+      .def("resolve", &Cache::resolve, release_gil)
+      .def("prefetch", &Cache::prefetch, release_gil)
+      .def("drop_pages",
+           [](Cache& self, const std::vector<int64_t>& pages) {
+             self.drop_pages(pages.data(), static_cast<int64_t>(pages.size()));
+           })
+      .def("release", &Cache::release)
+      .def("take_failed_pages", &Cache::take_failed_pages)
+      .def("check", &Cache::check)
+      .def("resident", &Cache::resident)
+      .def_prop_ro("used", &Cache::used)
+      .def_prop_ro("pinned", &Cache::pinned)
+      .def_prop_ro("read_ahead_ns", &Cache::read_ahead_ns)
+      .def_prop_ro("waited_ns", &Cache::waited_ns);
 }

@@ -6,10 +6,11 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_kvretrieval.attention.metadata import DecodePlan, RetrievalMetadata
+from vllm_kvretrieval.attention.metadata import DecodePlan, RetrievalMetadata, Split
 from vllm_kvretrieval.attention.staging import PrefillStaging
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import LayerState, Ops
+from vllm_kvretrieval.tiers.layer import SlowLayer
 
 
 class RetrievalAttentionImpl(CPUAttentionBackendImpl):
@@ -37,6 +38,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self.state: LayerState | None = None
         self.kernels: Ops
         self.staging: PrefillStaging | None = None
+        self.slow: SlowLayer | None = None
         # Keys and values of the cache, seen as single-head pages [pages * kv_heads, 1, tokens, d].
         self.page_keys = self.page_values = torch.empty(0)
 
@@ -46,6 +48,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         state: LayerState,
         kv_cache: torch.Tensor,
         staging: PrefillStaging | None,
+        slow: SlowLayer | None,
     ) -> None:
         """Make this a retrieval layer.
 
@@ -54,6 +57,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             state: Freshly allocated.
             kv_cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
             staging: What the metadata builder plans prefill with.
+            slow: Where ``kv_cache`` lies in a slow home, the way to read it.
 
         Raises:
             ValueError: vLLM's pages are not those of the state.
@@ -66,7 +70,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             )
         single_head = kv_cache.view(pages * kv_heads, 1, 2 * page_size, self.head_size)
         self.page_keys, self.page_values = single_head.chunk(2, dim=2)
-        self.kernels, self.state, self.staging = kernels, state, staging
+        self.kernels, self.state, self.staging, self.slow = kernels, state, staging, slow
 
     def do_kv_cache_update(
         self,
@@ -79,6 +83,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         if self.state is not None:
             self.kernels.update_index(key, slot_mapping, self.state)
+        if self.slow is not None:
+            self.slow.cache.write(slot_mapping)
 
     def forward(
         self,
@@ -93,9 +99,16 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``CPUAttentionBackendImpl.forward``."""
-        split = attn_metadata.split if isinstance(attn_metadata, RetrievalMetadata) else None
-        if self.state is None or split is None:
-            return super().forward(
+        ours = isinstance(attn_metadata, RetrievalMetadata)
+        in_place = attn_metadata.in_place if ours and self.slow is not None else None
+        readable = self.slow is None or self.slow.stage(in_place)
+        if not readable:
+            output.zero_()  # of requests that are about to fail
+        split = attn_metadata.split if ours else None
+        if self.state is not None and split is not None:
+            self._attend_in_parts(layer, query, key, value, kv_cache, split, output, readable)
+        elif readable:
+            super().forward(
                 layer,
                 query,
                 key,
@@ -106,12 +119,30 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 output_scale,
                 output_block_scale,
             )
+        if self.slow is not None and in_place is not None:
+            self.slow.unmap()
+        return output
+
+    def _attend_in_parts(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        split: Split,
+        output: torch.Tensor,
+        readable: bool,
+    ) -> None:
+        """Decode rows, then prefill; where ``kv_cache`` is not readable, only what needs none."""
+        assert self.state is not None
         rows = split.rows
         if isinstance(split.decode, DecodePlan):
-            self._attend_to_pages(query, output, split.decode, self.state)
-        elif split.decode is not None:
+            if readable or not split.decode.in_place:
+                self._attend_to_pages(query, output, split.decode, self.state)
+        elif split.decode is not None and readable:
             super().forward(layer, query, key, value, kv_cache, split.decode, output)
-        if split.prefill is not None:
+        if split.prefill is not None and readable:
             if split.staged is not None:
                 assert self.staging is not None
                 self.kernels.stage_pages(kv_cache, split.staged, self.staging.buffer)
@@ -125,19 +156,23 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 split.prefill,
                 output[rows:],
             )
-        return output
 
     def _attend_to_pages(
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, state: LayerState
     ) -> None:
         """Decode rows: every (row, KV head) is a sequence of its own to vLLM's kernel."""
         self.kernels.plan_decode(query, plan.rows, state)
+        keys, values = self.page_keys, self.page_values
+        if self.slow is not None and not plan.in_place:
+            self.slow.cache.resolve(plan.rows)
+            self.slow.cache.prefetch(plan.rows, state)
+            keys, values = self.slow.keys, self.slow.values
         rows = len(plan.rows)
         shape = (rows * state.kv_heads, state.group, state.head_size)
         ops.cpu_attention_with_kv_cache(
             query=query[:rows].reshape(shape),
-            key_cache=self.page_keys,
-            value_cache=self.page_values,
+            key_cache=keys,
+            value_cache=values,
             output=output[:rows].view(shape),
             query_start_loc=plan.query_start_loc,
             seq_lens=plan.attended_lens,

@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvretrieval.attention.staging import PrefillStaging
 from vllm_kvretrieval.kernels import DecodeRows
+from vllm_kvretrieval.tiers.home import PageRuns
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.requests import RequestTable
@@ -29,12 +30,15 @@ class DecodePlan:
         attended_lens: int32 [rows * kv_heads]; tokens that each (row, KV head) attends to.
         query_start_loc: int32 [rows * kv_heads + 1]; 0, 1, 2, ...
         scheduler_metadata: vLLM's kernel schedule for these single-head sequences.
+        in_place: Whether pages are read where they are also in a slow home: some row attends to a
+            context that no recall cache has slots for.
     """
 
     rows: DecodeRows
     attended_lens: torch.Tensor
     query_start_loc: torch.Tensor
     scheduler_metadata: torch.Tensor
+    in_place: bool
 
 
 @dataclass
@@ -62,9 +66,12 @@ class RetrievalMetadata(CPUAttentionMetadata):
 
     Attributes:
         split: How retrieval layers attend; None where they take vLLM's own path too.
+        in_place: With a slow home, the pages of the requests that read it in place, if one of these
+            is longer than the budget.
     """
 
     split: Split | None = None
+    in_place: PageRuns | None = None
 
 
 class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -78,9 +85,14 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.group = self.num_heads // self.num_kv_heads
         self.requests: RequestTable | None = None
         self.staging: PrefillStaging | None = None
+        self.home_page_bytes = 0
 
     def attach(
-        self, requests: "RequestTable", page_size: int, staging: PrefillStaging | None
+        self,
+        requests: "RequestTable",
+        page_size: int,
+        staging: PrefillStaging | None,
+        home_page_bytes: int = 0,
     ) -> None:
         """Switch retrieval on, once the worker has allocated the layers' state.
 
@@ -88,6 +100,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             requests: Table of the running requests.
             page_size: Tokens per page of the layers' state.
             staging: Where prefill reads its context from; None: the cache itself.
+            home_page_bytes: Bytes of a layer's page in a slow home; 0: the home is fast memory.
 
         Raises:
             ValueError: vLLM's block tables are not in pages of this size.
@@ -98,6 +111,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         heads = self.num_kv_heads
         max_pages = -(-self.vllm_config.model_config.max_model_len // page_size)
         self.requests, self.staging = requests, staging
+        self.home_page_bytes = home_page_bytes
         # Length of the context at a slot's last sparse decode step.
         self.last_len = requests.per_slot()
         self.page_table = torch.empty(slots * heads, max_pages, dtype=torch.int32)
@@ -114,7 +128,22 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         metadata = RetrievalMetadata(**vars(dense))
         if self.requests is not None and not self.requests.calm:
             metadata.split = self._split(common_attn_metadata, dense)
+        if self.home_page_bytes:
+            metadata.in_place = self._in_place(dense, metadata.split)
         return metadata
+
+    def _in_place(self, dense: CPUAttentionMetadata, split: Split | None) -> PageRuns | None:
+        """Pages of the requests that read home in place, if one has more than the budget's."""
+        assert self.requests is not None
+        first = 0
+        if split is not None and isinstance(split.decode, DecodePlan) and not split.decode.in_place:
+            first = split.rows
+        pages = -(-dense.seq_lens.numpy()[first:] // self.block_size)
+        if not (pages > self.requests.config.page_budget().total).any():
+            return None
+        table = dense.block_table.numpy()[first:]
+        used = table[np.arange(table.shape[1]) < pages[:, None]]
+        return PageRuns.of(used, self.home_page_bytes)
 
     def _split(self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata) -> Split | None:
         longer = np.flatnonzero(np.diff(common.query_start_loc_cpu.numpy()) != 1)
@@ -178,6 +207,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             attended_lens,
             query_start_loc,
             self._schedule(attended_lens, query_start_loc, self.group, 1),
+            in_place=bool((~sparse & (pages > batch.total_pages)).any()),
         )
 
     def _part(

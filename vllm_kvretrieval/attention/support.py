@@ -14,6 +14,9 @@ HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 
+CONNECTOR = "RetrievalConnector"
+"""Our own, which a slow home brings (``engine/connector.py``)."""
+
 WITHOUT = "Serve it without --attention-backend."
 
 
@@ -62,6 +65,12 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         raise RetrievalConfigError(
             f"--block-size {cache.block_size} must be a multiple of kv_retrieval.page_size="
             f"{config.page_size}; use 128."
+        )
+    transfer = vllm_config.kv_transfer_config
+    if config.home != "device" and transfer and transfer.kv_connector != CONNECTOR:
+        raise RetrievalConfigError(
+            f"kv_retrieval.home={config.home} cannot be combined with the KV connector "
+            f"{transfer.kv_connector}; leave --kv-transfer-config out, or use home=device."
         )
     if vllm_config.use_v2_model_runner:
         raise RetrievalConfigError(

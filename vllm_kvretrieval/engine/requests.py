@@ -1,6 +1,6 @@
 """The running requests as the retrieval layers see them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +49,10 @@ class RequestTable:
         self.runner = runner
         self.retrieval_heads = retrieval_heads
         self.corrected = torch.zeros(capacity, dtype=torch.int64)
+        # What recall caches count: (page, KV head) units attended to, missed, read from home.
+        self.recalls = torch.zeros(capacity, 3, dtype=torch.int64)
+        self._past = torch.zeros(4, dtype=torch.int64)  # counts of slots' earlier requests
+        self._taken = torch.zeros(4, dtype=torch.int64)
         self._slot_of: dict[str, int] = {}
         self._per_slot: list[np.ndarray] = []
         self._free = list(range(capacity))[::-1]
@@ -69,14 +73,33 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._slot_of)
 
-    def release(self, req_ids: Iterable[str]) -> None:
-        """Take back the slots of finished, aborted or preempted requests; unknown ids are fine."""
+    def release(self, req_ids: Iterable[str]) -> list[int]:
+        """Take back the slots of finished, aborted or preempted requests; unknown ids are fine.
+
+        Returns:
+            The slots taken back.
+        """
         self._settle()
+        slots = []
         for req_id in req_ids:
             slot = self._slot_of.pop(req_id, None)
             if slot is not None:
                 self._log_usage(req_id, slot)
-                self._free.append(slot)
+                slots.append(slot)
+        self._free += slots
+        return slots
+
+    def take_counts(self) -> list[int]:
+        """KV heads corrected, and units attended to, missed and read, since the last call."""
+        counts = self._past + self._counts(range(self.capacity))
+        new = counts - self._taken
+        self._taken = counts
+        return new.tolist()
+
+    def _counts(self, slots: Sequence[int]) -> torch.Tensor:
+        """int64 [4]; corrected heads and recalls of the slots' last requests."""
+        index = torch.tensor(slots)
+        return torch.cat([self.corrected[index].sum(0, keepdim=True), self.recalls[index].sum(0)])
 
     def begin_step(self, scheduled: dict[str, int], tokens: int) -> None:
         """Find out whether the step is ``calm``: one more like those that :meth:`expect_calm` saw.
@@ -169,7 +192,9 @@ class RequestTable:
         self._threshold[slot], self._exact[slot] = options.correction_threshold, options.exact
         self._context[slot] = 0
         self._steps[:, slot] = 0
+        self._past += self._counts([slot])
         self.corrected[slot] = 0
+        self.recalls[slot] = 0
         for entries in self._per_slot:
             entries[slot] = 0
         return slot
@@ -177,9 +202,11 @@ class RequestTable:
     def _log_usage(self, req_id: str, slot: int) -> None:
         steps, sparse, pages = (int(x) for x in self._steps[:, slot])
         attended = sparse * int(self._total[slot])
+        units, missed, recalled = self.recalls[slot].tolist()
         logger.debug(
             "kv_retrieval request_id=%s context=%d decode_steps=%d sparse_steps=%d "
-            "pages_attended=%d pages_total=%d kv_read_share=%.4f corrected_share=%.4f",
+            "pages_attended=%d pages_total=%d kv_read_share=%.4f corrected_share=%.4f "
+            "recall_hit_rate=%.4f units_recalled=%d",
             req_id,
             int(self._context[slot]),
             steps,
@@ -188,4 +215,6 @@ class RequestTable:
             pages // max(sparse, 1),
             attended / pages if pages else 1.0,
             int(self.corrected[slot]) / max(sparse * self.retrieval_heads, 1),
+            1 - missed / units if units else 1.0,
+            recalled,
         )

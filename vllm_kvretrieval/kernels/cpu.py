@@ -69,6 +69,78 @@ def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor)
     )
 
 
+class RecallCache:
+    """See :class:`vllm_kvretrieval.kernels.types.RecallCache`.
+
+    Args:
+        home: [units, 1, 2 * page_size, head_size]; the layer's part of the home file, mapped.
+        slots: How many units fast memory holds.
+        kv_heads: KV heads of the layer.
+        counts: int64 [S, 3]; per request, units attended to, missed, and read from home; added to.
+        file: Descriptor of the home file, and where in it the layer's part begins (bytes).
+    """
+
+    def __init__(
+        self,
+        home: torch.Tensor,
+        slots: int,
+        kv_heads: int,
+        counts: torch.Tensor,
+        file: tuple[int, int],
+    ) -> None:
+        self.slots = torch.empty(slots, *home.shape[1:], dtype=home.dtype)
+        self._tensors = home, counts  # the addresses below stay valid as long as these
+        _check("counts", counts, torch.int64)
+        self._cache = _cpu.RecallCache(
+            home.shape[0],
+            slots,
+            kv_heads,
+            home.shape[2] // 2,
+            counts.shape[0],
+            home[0].numel() * home.element_size(),
+            self.slots.data_ptr(),
+            home.data_ptr(),
+            *file,
+            counts.data_ptr(),
+        )
+        self.drop_pages = self._cache.drop_pages
+        self.release = self._cache.release
+        self.take_failed_pages = self._cache.take_failed_pages
+        self.resident = self._cache.resident
+        self.check = self._cache.check
+
+    @property
+    def used(self) -> int:
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.used`."""
+        return self._cache.used
+
+    @property
+    def pinned(self) -> int:
+        """Slots that some request has pinned."""
+        return self._cache.pinned
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Time that reading ahead took in its threads, and time that steps waited for reads."""
+        return self._cache.read_ahead_ns / 1e9, self._cache.waited_ns / 1e9
+
+    def write(self, slot_mapping: torch.Tensor) -> None:
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.write`."""
+        self._cache.write(slot_mapping.data_ptr(), len(slot_mapping))
+
+    def resolve(self, rows: DecodeRows) -> None:
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.resolve`."""
+        if rows.handle is None:
+            rows.handle = _bind_rows(rows)
+        self._cache.resolve(rows.handle)
+
+    def prefetch(self, rows: DecodeRows, state: LayerState) -> None:
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.prefetch`."""
+        if state.handle is None:
+            state.handle = _bind_layer(state)
+        self._cache.prefetch(rows.handle, state.handle)
+
+
 def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
     for name in ("seq_lens", "slots", "sink_pages", "window_pages", "select_pages"):
         _check(name, getattr(rows, name), torch.int32)

@@ -154,3 +154,90 @@ class Ops(Protocol):
             target: [>= n * page_size / block_size, kv_heads, block_size, 2 * head_size], written.
         """
         ...
+
+
+class RecallCache(Protocol):
+    """Fast memory for one layer whose KV cache, its home, lies in a slow tier.
+
+    A *unit* is one (page, KV head) slice of the KV cache, ``2 * page_size * head_size`` contiguous
+    elements, numbered ``page * kv_heads + kv_head``; a *slot* holds a copy of one. Slots are shared
+    by all requests. A slot always holds what home holds, so giving one up needs no write.
+
+    Life of a slot: free -> holds a unit -> free, when its page is written anew; or -> holds another
+    unit, when it is the least recently used one that is neither pinned nor of the current step. The
+    sink and window pages of a request stay pinned from one of its sparse decode steps to the next.
+    """
+
+    slots: torch.Tensor
+    """[slots, 1, 2 * page_size, head_size]: the slots as single-head pages."""
+
+    @property
+    def used(self) -> int:
+        """Slots that hold a unit."""
+        ...
+
+    def write(self, slot_mapping: torch.Tensor) -> None:
+        """Follow a write to home.
+
+        Args:
+            slot_mapping: int64 [T]; the tokens just written, as ``page * page_size + offset``,
+                negative for padding. Tokens of one page are adjacent. The first token of a page
+                voids its slots, any other is copied into them.
+        """
+        ...
+
+    def resolve(self, rows: DecodeRows) -> None:
+        """Begin a step: bring all that the rows attend to into slots, and pin sink and window.
+
+        Bytes moved: one unit per miss.
+
+        Args:
+            rows: ``page_table`` holds units, as ``plan_decode`` wrote it, and gets their slots.
+                Negative entries do not occur. A slot that could not be read holds zeros.
+
+        Raises:
+            RuntimeError: There are fewer slots than the rows attend to.
+        """
+        ...
+
+    def prefetch(self, rows: DecodeRows, state: LayerState) -> None:
+        """Fetch the pages selected for the rows' next step, beside the model.
+
+        To be called after ``resolve``. Takes no slot of the current step; where slots run short it
+        fetches less. The next call waits for what is still on its way.
+
+        Args:
+            rows: Those of ``resolve``; ``page_table`` is not read.
+            state: ``prev_selection`` names the pages.
+        """
+        ...
+
+    def drop_pages(self, pages: list[int]) -> None:
+        """Forget pages whose home has changed by other means than a write of tokens.
+
+        Raises:
+            RuntimeError: A running request has one of them pinned.
+        """
+        ...
+
+    def release(self, request: int) -> None:
+        """Unpin what the request in this entry of the per-request state has pinned."""
+        ...
+
+    def take_failed_pages(self) -> list[int]:
+        """Pages of which a unit was found unreadable since the last call; their slots are freed.
+
+        What is still on its way is not waited for: a failure there is known before the page is
+        attended to.
+        """
+        ...
+
+    def resident(self) -> list[int]:
+        """The units in slots, least recently used first, then the pinned ones in slot order."""
+        ...
+
+    def check(self) -> str:
+        """What is wrong: with the books (each slot owned once, nothing pinned by nobody, free and
+        used slots are all slots), or with a slot that differs from home. Empty if nothing is.
+        """
+        ...

@@ -1,0 +1,56 @@
+"""A vLLM worker extension for `benchmarks.slow_home`: switches and counters of a slow home."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+
+class SlowHomeExtension:
+    """Adds methods that `LLM.collective_rpc` reaches; none does anything by itself."""
+
+    retrieval_layers: dict[str, Any]
+    slow_layers: list[Any]
+    requests: Any
+
+    def read_ahead(self, on: bool) -> None:
+        """Empty the recall caches, and say whether the next step's pages are read beside this one.
+
+        To be called while no request runs.
+        """
+        for layer in self.slow_layers:
+            cache = layer.cache
+            for entry in range(self.requests.capacity):
+                cache.release(entry)
+            cache.drop_pages(sorted({unit // self.kv_heads() for unit in cache.resident()}))
+            vars(layer.cache).pop("prefetch", None)
+            if not on:
+                layer.cache.prefetch = lambda rows, state: None
+
+    def kv_heads(self) -> int:
+        """KV heads of a layer on this worker."""
+        return next(iter(self.retrieval_layers.values())).num_kv_heads
+
+    def take_recall(self) -> dict[str, float]:
+        """Since the last call: units attended to, missed and read, bytes, seconds waited."""
+        _, attended, missed, recalled = self.requests.take_counts()
+        waited = sum(layer.cache.seconds[1] for layer in self.slow_layers)
+        since, self._waited = getattr(self, "_waited", 0.0), waited
+        unit = self.slow_layers[0].cache.slots[0].nbytes if self.slow_layers else 0
+        return {
+            "attended": attended,
+            "missed": missed,
+            "recalled_bytes": recalled * unit,
+            "waited_s": waited - since,
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this process keeps resident: its own, and of mapped files; its threads."""
+        process = psutil.Process()
+        info = process.memory_info()
+        return {
+            "own": info.rss - info.shared,
+            "mapped": info.shared,
+            "threads": process.num_threads(),
+        }

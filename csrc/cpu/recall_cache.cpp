@@ -1,0 +1,344 @@
+#include "recall_cache.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+
+#include "readers.h"
+
+namespace kvr {
+
+namespace {
+
+constexpr size_t kSerialReads = 4;  // fewer reads than this are not worth waking threads for
+constexpr size_t kReadsPerJob = 8;  // at least, when reading ahead
+
+int64_t now_ns() {
+  using namespace std::chrono;
+  return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+bool read_fully(int fd, char* to, size_t bytes, off_t offset) {
+  while (bytes > 0) {
+    const ssize_t got = pread(fd, to, bytes, offset);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return false;  // an error, or a file that ends too early
+    to += got;
+    bytes -= got;
+    offset += got;
+  }
+  return true;
+}
+
+}  // namespace
+
+RecallCache::RecallCache(const RecallCacheConfig& config)
+    : config_(config), slot_of_(config.units, kNone), unit_of_(config.slots, kNone),
+      pins_(config.slots, 0), stamp_(config.slots, 0), older_(config.slots + 1),
+      newer_(config.slots + 1), pinned_by_(config.requests) {
+  older_[config.slots] = newer_[config.slots] = config.slots;
+  free_.reserve(config.slots);
+  for (int32_t slot = config.slots - 1; slot >= 0; --slot) free_.push_back(slot);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Which slot holds what
+// ---------------------------------------------------------------------------------------------
+
+void RecallCache::link_newest(int32_t slot) {
+  const int32_t ring = config_.slots, last = older_[ring];
+  older_[slot] = last;
+  newer_[slot] = ring;
+  newer_[last] = older_[ring] = slot;
+}
+
+void RecallCache::unlink(int32_t slot) {
+  newer_[older_[slot]] = newer_[slot];
+  older_[newer_[slot]] = older_[slot];
+}
+
+void RecallCache::touch(int32_t slot) {
+  stamp_[slot] = step_;
+  if (pins_[slot] > 0) return;
+  unlink(slot);
+  link_newest(slot);
+}
+
+int32_t RecallCache::acquire(int32_t unit) {
+  int32_t slot;
+  if (!free_.empty()) {
+    slot = free_.back();
+    free_.pop_back();
+  } else {
+    slot = newer_[config_.slots];
+    while (slot != config_.slots && stamp_[slot] == step_) slot = newer_[slot];
+    if (slot == config_.slots) return kNone;
+    slot_of_[unit_of_[slot]] = kNone;
+    unlink(slot);
+  }
+  slot_of_[unit] = slot;
+  unit_of_[slot] = unit;
+  stamp_[slot] = step_;
+  link_newest(slot);
+  return slot;
+}
+
+void RecallCache::drop(int32_t unit) {
+  const int32_t slot = slot_of_[unit];
+  if (slot == kNone) return;
+  if (pins_[slot] > 0)
+    throw std::logic_error("page " + std::to_string(unit / config_.kv_heads) +
+                           " is given up while a running request has it pinned");
+  unlink(slot);
+  slot_of_[unit] = unit_of_[slot] = kNone;
+  free_.push_back(slot);
+}
+
+void RecallCache::pin(int32_t slot) {
+  if (pins_[slot]++ == 0) unlink(slot);
+}
+
+void RecallCache::unpin(int32_t slot) {
+  if (--pins_[slot] == 0) link_newest(slot);
+}
+
+// ---------------------------------------------------------------------------------------------
+// The life of a step
+// ---------------------------------------------------------------------------------------------
+
+void RecallCache::write(const int64_t* slot_mapping, int64_t tokens) {
+  join();
+  for (int64_t t = 0; t < tokens;) {
+    if (slot_mapping[t] < 0) {
+      ++t;
+      continue;
+    }
+    const int64_t page = slot_mapping[t] / config_.page_size;
+    bool starts = false;  // the page holds another text from now on
+    for (; t < tokens && slot_mapping[t] >= 0 && slot_mapping[t] / config_.page_size == page; ++t)
+      starts |= slot_mapping[t] % config_.page_size == 0;
+    for (int head = 0; head < config_.kv_heads; ++head) {
+      const int32_t unit = static_cast<int32_t>(page * config_.kv_heads + head);
+      const int32_t slot = slot_of_[unit];
+      if (slot == kNone) continue;
+      if (starts)
+        drop(unit);
+      else
+        std::memcpy(slot_at(slot), config_.home + unit * config_.unit_bytes, config_.unit_bytes);
+    }
+  }
+}
+
+void RecallCache::resolve(const DecodeRows& rows) {
+  join();
+  ++step_;
+  for (int r = 0; r < rows.rows; ++r) release(rows.slots[r]);
+  const auto entries_of = [&](int r) {
+    const int pages = (rows.seq_lens[r] + config_.page_size - 1) / config_.page_size;
+    const int select = rows.select_pages[r];
+    return select < 0 ? pages : rows.sink_pages[r] + select + rows.window_pages[r];
+  };
+  // Hits first: what a row is about to use is then safe from another row's misses.
+  missing_.clear();
+  for (int r = 0; r < rows.rows; ++r) {
+    const int entries = entries_of(r);
+    const size_t before = missing_.size();
+    for (int head = 0; head < config_.kv_heads; ++head) {
+      int32_t* entry =
+          rows.page_table + (int64_t(r) * config_.kv_heads + head) * rows.page_table_stride;
+      for (int32_t* end = entry + entries; entry != end; ++entry) {
+        const int32_t slot = slot_of_[*entry];
+        if (slot == kNone) {
+          missing_.push_back({entry, rows.slots[r]});
+        } else {
+          touch(slot);
+          *entry = slot;
+        }
+      }
+    }
+    int64_t* counts = config_.counts + int64_t(rows.slots[r]) * kRecallCounts;
+    counts[kAttended] += int64_t(entries) * config_.kv_heads;
+    counts[kMissed] += missing_.size() - before;
+  }
+  misses_.clear();
+  for (const auto& [entry, request] : missing_) {
+    const int32_t unit = *entry;
+    int32_t slot = slot_of_[unit];
+    if (slot == kNone) {  // else another row has missed it, too
+      slot = acquire(unit);
+      if (slot == kNone)
+        throw std::logic_error("the recall cache has fewer slots than one step attends to");
+      misses_.push_back({unit, slot});
+      ++config_.counts[int64_t(request) * kRecallCounts + kRecalled];
+    }
+    *entry = slot;
+  }
+  if (!misses_.empty()) {
+    const int64_t start = now_ns();
+    const int64_t count = static_cast<int64_t>(misses_.size());
+#pragma omp parallel for schedule(static) if (misses_.size() >= kSerialReads)
+    for (int64_t i = 0; i < count; ++i) read(misses_, i, i + 1);
+    waited_ns_ += now_ns() - start;
+  }
+  for (int r = 0; r < rows.rows; ++r) {
+    if (rows.select_pages[r] < 0) continue;
+    std::vector<int32_t>& pinned = pinned_by_[rows.slots[r]];
+    for (int head = 0; head < config_.kv_heads; ++head) {
+      const int32_t* first =
+          rows.page_table + (int64_t(r) * config_.kv_heads + head) * rows.page_table_stride;
+      const int32_t* end = first + entries_of(r);
+      pinned.insert(pinned.end(), first, first + rows.sink_pages[r]);
+      pinned.insert(pinned.end(), end - rows.window_pages[r], end);
+    }
+    for (int32_t slot : pinned) pin(slot);
+  }
+}
+
+void RecallCache::prefetch(const DecodeRows& rows, const LayerState& layer) {
+  ahead_.clear();
+  bool room = true;
+  for (int r = 0; r < rows.rows; ++r) {
+    const int32_t* block = rows.block_table + r * rows.block_table_stride;
+    const size_t before = ahead_.size();
+    for (int head = 0; head < config_.kv_heads; ++head) {
+      const int32_t* kept =
+          layer.prev_selection +
+          (int64_t(rows.slots[r]) * config_.kv_heads + head) * layer.prev_selection_stride;
+      for (int i = 0; i < rows.select_pages[r]; ++i) {
+        const int32_t unit = block[kept[i]] * config_.kv_heads + head;
+        int32_t slot = slot_of_[unit];
+        if (slot != kNone) {
+          touch(slot);
+        } else if (room) {
+          slot = acquire(unit);
+          room = slot != kNone;
+          if (room) ahead_.push_back({unit, slot});
+        }
+      }
+    }
+    config_.counts[int64_t(rows.slots[r]) * kRecallCounts + kRecalled] += ahead_.size() - before;
+  }
+  if (ahead_.empty()) return;
+  const size_t jobs = std::clamp<size_t>(ahead_.size() / kReadsPerJob, 1, reader_threads());
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pending_ = static_cast<int>(jobs);
+  }
+  for (size_t job = 0; job < jobs; ++job) {
+    const size_t begin = ahead_.size() * job / jobs, end = ahead_.size() * (job + 1) / jobs;
+    submit([this, begin, end] {
+      const int64_t start = now_ns();
+      read(ahead_, begin, end);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      read_ahead_ns_ += now_ns() - start;
+      if (--pending_ == 0) done_.notify_all();
+    });
+  }
+}
+
+void RecallCache::join() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (pending_ == 0) return;
+  const int64_t start = now_ns();
+  done_.wait(lock, [this] { return pending_ == 0; });
+  waited_ns_ += now_ns() - start;
+}
+
+void RecallCache::read(const std::vector<Read>& reads, size_t begin, size_t end) {
+  for (size_t i = begin; i < end; ++i) {
+    const auto [unit, slot] = reads[i];
+    const off_t offset = config_.offset + unit * config_.unit_bytes;
+    if (read_fully(config_.fd, slot_at(slot), config_.unit_bytes, offset)) continue;
+    std::memset(slot_at(slot), 0, config_.unit_bytes);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failed_.push_back(unit);
+  }
+}
+
+void RecallCache::drop_pages(const int64_t* pages, int64_t count) {
+  join();
+  for (int64_t i = 0; i < count; ++i)
+    for (int head = 0; head < config_.kv_heads; ++head)
+      drop(static_cast<int32_t>(pages[i] * config_.kv_heads + head));
+}
+
+void RecallCache::release(int request) {
+  for (int32_t slot : pinned_by_[request]) unpin(slot);
+  pinned_by_[request].clear();
+}
+
+std::vector<int64_t> RecallCache::take_failed_pages() {
+  std::vector<int32_t> units;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    units.swap(failed_);
+  }
+  std::vector<int64_t> pages;
+  for (int32_t unit : units) {
+    const int32_t slot = slot_of_[unit];
+    if (slot == kNone) continue;  // evicted since, unread
+    for (size_t request = 0; request < pinned_by_.size(); ++request) {
+      const std::vector<int32_t>& pinned = pinned_by_[request];
+      if (std::find(pinned.begin(), pinned.end(), slot) != pinned.end())
+        release(static_cast<int>(request));
+    }
+    drop(unit);
+    pages.push_back(unit / config_.kv_heads);
+  }
+  return pages;
+}
+
+// ---------------------------------------------------------------------------------------------
+// For tests
+// ---------------------------------------------------------------------------------------------
+
+int RecallCache::pinned() const {
+  return static_cast<int>(
+      std::count_if(pins_.begin(), pins_.end(), [](int32_t pins) { return pins > 0; }));
+}
+
+std::vector<int32_t> RecallCache::resident() const {
+  std::vector<int32_t> units;
+  for (int32_t slot = newer_[config_.slots]; slot != config_.slots; slot = newer_[slot])
+    units.push_back(unit_of_[slot]);
+  for (int32_t slot = 0; slot < config_.slots; ++slot)
+    if (pins_[slot] > 0) units.push_back(unit_of_[slot]);
+  return units;
+}
+
+std::string RecallCache::check() {
+  join();
+  std::vector<int32_t> owners(config_.slots, 0), pins(config_.slots, 0);
+  for (int32_t slot : free_) {
+    if (unit_of_[slot] != kNone) return "slot " + std::to_string(slot) + " is free and in use";
+    ++owners[slot];
+  }
+  for (int32_t slot = newer_[config_.slots]; slot != config_.slots; slot = newer_[slot]) {
+    if (older_[newer_[slot]] != slot) return "the list of slots is broken at " + std::to_string(slot);
+    if (++owners[slot] > 1) return "slot " + std::to_string(slot) + " is listed twice";
+  }
+  for (const auto& pinned : pinned_by_)
+    for (int32_t slot : pinned) ++pins[slot];
+  for (int32_t slot = 0; slot < config_.slots; ++slot) {
+    const std::string name = "slot " + std::to_string(slot);
+    if (pins[slot] != pins_[slot])
+      return name + " has " + std::to_string(pins_[slot]) + " pins, requests hold " +
+             std::to_string(pins[slot]);
+    if (owners[slot] + (pins_[slot] > 0) != 1) return name + " is not owned exactly once";
+    const int32_t unit = unit_of_[slot];
+    if (unit == kNone) continue;
+    if (slot_of_[unit] != slot) return name + " holds unit " + std::to_string(unit) + " unknown to it";
+    if (std::memcmp(slot_at(slot), config_.home + unit * config_.unit_bytes, config_.unit_bytes))
+      return name + " differs from unit " + std::to_string(unit) + " in home";
+  }
+  const auto resident = config_.units - std::count(slot_of_.begin(), slot_of_.end(), kNone);
+  if (resident + static_cast<int64_t>(free_.size()) != config_.slots)
+    return "free and used slots are not all slots";
+  return "";
+}
+
+}  // namespace kvr

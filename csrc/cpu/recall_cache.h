@@ -1,0 +1,106 @@
+// Slots in fast memory for one layer whose KV cache lives in a file: which unit is where, which may
+// be evicted, and the reading of what misses.
+//
+// A unit is one (page, KV head) slice of the KV cache, `page * kv_heads + head`; home and slots hold
+// it in the same bytes. The specification is RecallCache in vllm_kvretrieval/kernels/reference.py.
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace kvr {
+
+struct RecallCacheConfig {
+  int32_t units, slots, kv_heads, page_size, requests;
+  int64_t unit_bytes;
+  char* slot_memory;        // [slots, unit_bytes]
+  const char* home;         // the layer's part of the home file, mapped: [units, unit_bytes]
+  int fd;                   // the home file
+  off_t offset;             // of the layer's part in it
+  int64_t* counts;          // [requests, kRecallCounts]
+};
+
+// Per request, summed over the layers.
+enum RecallCount { kAttended = 0, kMissed = 1, kRecalled = 2, kRecallCounts = 3 };
+
+class RecallCache {
+ public:
+  explicit RecallCache(const RecallCacheConfig& config);
+  ~RecallCache() { join(); }
+  RecallCache(const RecallCache&) = delete;
+  RecallCache& operator=(const RecallCache&) = delete;
+
+  // Home was written at these tokens: page * page_size + offset, negative for padding.
+  void write(const int64_t* slot_mapping, int64_t tokens);
+  // Replaces the units in the rows' page lists by slots that hold them, and pins sink and window.
+  void resolve(const DecodeRows& rows);
+  // Starts fetching what the rows selected for their next step, as far as there is room.
+  void prefetch(const DecodeRows& rows, const LayerState& layer);
+  // Forgets the pages: their home has changed by other means than write().
+  void drop_pages(const int64_t* pages, int64_t count);
+  // Unpins what a request pinned; it has finished, or was aborted or preempted.
+  void release(int request);
+  // Pages found unreadable since the last call. Their slots are given up. Does not wait for what is
+  // being read ahead: a failure there is known before anyone attends to the page.
+  std::vector<int64_t> take_failed_pages();
+  // What is wrong with the bookkeeping, or with a slot's contents; empty if nothing.
+  std::string check();
+
+  int used() const { return config_.slots - static_cast<int>(free_.size()); }
+  int pinned() const;
+  std::vector<int32_t> resident() const;  // units, least recently used first, pinned ones last
+  // Nanoseconds that reader threads read ahead, and that steps waited for reads of any kind.
+  int64_t read_ahead_ns() const { return read_ahead_ns_; }
+  int64_t waited_ns() const { return waited_ns_; }
+
+ private:
+  struct Read {
+    int32_t unit, slot;
+  };
+  struct Miss {
+    int32_t* entry;  // of a page list
+    int32_t request;
+  };
+  static constexpr int32_t kNone = -1;
+
+  char* slot_at(int32_t slot) { return config_.slot_memory + slot * config_.unit_bytes; }
+  void touch(int32_t slot);
+  int32_t acquire(int32_t unit);  // kNone where every slot is pinned or of this step
+  void drop(int32_t unit);
+  void pin(int32_t slot);
+  void unpin(int32_t slot);
+  void link_newest(int32_t slot);
+  void unlink(int32_t slot);
+  void read(const std::vector<Read>& reads, size_t begin, size_t end);
+  void join();
+
+  RecallCacheConfig config_;
+  std::vector<int32_t> slot_of_;  // per unit
+  std::vector<int32_t> unit_of_;  // per slot; kNone: free
+  std::vector<int32_t> pins_;     // per slot
+  std::vector<int64_t> stamp_;    // per slot: the step that last used it
+  // Slots that hold a unit and are not pinned, oldest first: a ring through the entry `slots`.
+  std::vector<int32_t> older_, newer_;
+  std::vector<int32_t> free_;
+  std::vector<std::vector<int32_t>> pinned_by_;  // per request: slots
+  std::vector<Miss> missing_;
+  std::vector<Read> misses_, ahead_;
+  int64_t step_ = 0;
+  int64_t waited_ns_ = 0;
+
+  // Shared with reader threads.
+  std::mutex mutex_;
+  std::condition_variable done_;
+  int pending_ = 0;                  // parts of `ahead_` still to be read
+  std::vector<int32_t> failed_;      // units
+  int64_t read_ahead_ns_ = 0;
+};
+
+}  // namespace kvr

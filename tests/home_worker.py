@@ -1,0 +1,108 @@
+"""A worker extension that looks into a slow home and its recall caches."""
+
+import os
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+
+from vllm_kvretrieval.kernels import cpu
+
+
+class HomeWorker:
+    """Mixed into the worker by vLLM (``worker_extension_cls``)."""
+
+    retrieval_layers: dict[str, Any]
+    home: Any
+    requests: Any
+    slow_layers: list[Any]
+    vllm_config: Any
+    _plans: defaultdict[str, list[list[int]]]
+    _written: dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
+    _fd: int
+
+    def record_plans(self):
+        """Record from now on which units the layers' decode rows attend to."""
+        self._plans = defaultdict(list)
+        for name, impl in self.retrieval_layers.items():
+            impl.kernels = SimpleNamespace(**vars(cpu))
+            impl.kernels.plan_decode = self._recorded(name)
+
+    def _recorded(self, name):
+        def plan_decode(query, rows, state):
+            rows.page_table.fill_(-1)
+            cpu.plan_decode(query, rows, state)
+            self._plans[name].append(rows.page_table.flatten().tolist())
+
+        return plan_decode
+
+    def plans(self):
+        """What was recorded, per layer and step."""
+        return dict(self._plans)
+
+    def record_writes(self):
+        """Keep all keys and values from now on as the model produced them."""
+        self._written = {}
+        for name, impl in self.retrieval_layers.items():
+            self._written[name] = []
+            impl.do_kv_cache_update = self._writing(self._written[name], impl.do_kv_cache_update)
+
+    def _writing(self, written, write):
+        def do_kv_cache_update(layer, key, value, kv_cache, slot_mapping):
+            count = len(slot_mapping)
+            written.append((key[:count].clone(), value[:count].clone(), slot_mapping.clone()))
+            write(layer, key, value, kv_cache, slot_mapping)
+
+        return do_kv_cache_update
+
+    def compare_home(self):
+        """Tokens compared with the home's file; raises where they differ.
+
+        What was recorded is laid out anew in memory by vLLM's own kernel and compared with what
+        the file's pages hold at the tokens written.
+        """
+        compared = 0
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name, impl in self.retrieval_layers.items():
+            like = layers[name].kv_cache
+            from_file = torch.frombuffer(
+                bytearray(os.pread(self.home.fd, like.nbytes, impl.slow.offset)), dtype=like.dtype
+            ).view_as(like)
+            # The file also holds what earlier requests wrote; the mark tells our tokens from it.
+            expected, mark = torch.zeros_like(like), torch.zeros_like(like)
+            for key, value, slots in self._written[name]:
+                for cache, k, v in (
+                    (expected, key, value),
+                    (mark, torch.ones_like(key), torch.ones_like(value)),
+                ):
+                    pages, heads, size, width = cache.shape
+                    keys, values = cache.view(pages, heads, 2 * size, width // 2).chunk(2, dim=2)
+                    ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, layers[name].isa)
+                compared += int((slots >= 0).sum())
+            assert torch.equal(from_file * mark, expected), f"{name}: home differs"
+            assert mark.any()
+        return compared
+
+    def check_caches(self):
+        """Complaints of the recall caches, and how many slots are pinned in all."""
+        caches = [layer.cache for layer in self.slow_layers]
+        return [c.check() for c in caches if c.check()], sum(c.pinned for c in caches)
+
+    def cache_state(self):
+        """Slots per layer, requests' counts, seconds."""
+        caches = [layer.cache for layer in self.slow_layers]
+        return [len(c.slots) for c in caches], self.requests.recalls.tolist()
+
+    def break_reads(self):
+        """Let every read of the home's file fail from now on."""
+        self._fd = os.dup(self.home.fd)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, self.home.fd)
+        os.close(nothing)
+
+    def mend_reads(self):
+        """And work again."""
+        os.dup2(self._fd, self.home.fd)
+        os.close(self._fd)

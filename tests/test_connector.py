@@ -1,0 +1,68 @@
+"""What a slow home reports, on its way through vLLM's metrics."""
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+from vllm_kvretrieval.engine.connector import (
+    COUNTERS,
+    GAUGES,
+    RetrievalConnector,
+    RetrievalStats,
+    connector_config,
+)
+
+STEP = {
+    "units_attended": 100,
+    "units_missed": 10,
+    "bytes_recalled": 3 << 20,
+    "heads_corrected": 4,
+    "slots_used": 50,
+    "slots": 80,
+}
+
+
+def test_stats_add_up():
+    nothing = RetrievalConnector.build_kv_connector_stats({})
+    once = RetrievalConnector.build_kv_connector_stats(STEP)
+    assert nothing.is_empty()
+    assert nothing.aggregate(nothing).is_empty()
+    assert nothing.aggregate(once).data == once.aggregate(nothing).data == STEP
+    twice = once.aggregate(RetrievalStats(STEP | {"slots_used": 60, "units_missed": 0}))
+    assert twice.data == {
+        "units_attended": 200,
+        "units_missed": 10,
+        "bytes_recalled": 6 << 20,
+        "heads_corrected": 8,
+        "slots_used": 60,
+        "slots": 80,
+    }
+    assert twice.reduce() == {
+        "recall hit rate": 0.95,
+        "MiB recalled": 6.0,
+        "heads corrected": 8,
+        "slots used": 60,
+        "slots": 80,
+    }
+    twice.reset()
+    assert twice.is_empty()
+
+
+def test_prometheus():
+    unregister_vllm_metrics()  # another engine's, in this process
+    labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    config = type("Config", (), {"kv_transfer_config": connector_config()})()
+    metrics = RetrievalConnector.build_prom_metrics(config, kinds, ["model", "engine"], labels)
+    for _ in range(2):
+        metrics.observe(STEP, 1)
+
+    def value(name, engine):
+        return REGISTRY.get_sample_value(
+            f"vllm:kv_retrieval_{name}", {"model": "m", "engine": engine}
+        )
+
+    for name in COUNTERS:
+        assert value(f"{name}_total", "1") == 2 * STEP[name]
+        assert value(f"{name}_total", "0") == 0
+    for name in GAUGES:
+        assert value(name, "1") == STEP[name]

@@ -1,0 +1,216 @@
+"""A KV cache on disk with a small recall cache: the same answers as in memory, whatever happens.
+
+A small Llama with random weights, in float32. Both engines give out the same block numbers and
+attend with the same kernel to the same pages in the same order, so answers agree to the last bit.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import Request, drive, engine, random_llama
+
+pytestmark = pytest.mark.engine
+
+BUDGET = {"budget": 128, "sink": 32, "window": 32}  # in pages: 1, 1, and 2 selected
+LAYERS, KV_HEADS, HEAD_SIZE = 4, 4, 64
+SEQUENCES = 4
+BLOCKS = 26
+CHUNK = 256
+LEAST_SLOTS = SEQUENCES * KV_HEADS * 4
+SLOT_BYTES = (LAYERS - 1) * (2 * 32 * HEAD_SIZE * 4 + 24)
+OPTIONS: dict[str, Any] = {
+    "attention_backend": "freekv",
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "max_num_seqs": SEQUENCES,
+    "max_num_batched_tokens": CHUNK,
+    "num_gpu_blocks_override": BLOCKS,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "worker_extension_cls": "tests.home_worker.HomeWorker",
+}
+
+
+def prompt(length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(512, (length,), generator=generator).tolist()
+
+
+DOCUMENT = prompt(700, 100)
+
+
+def crowd():
+    """Different lengths, options, arrivals and ends; some exact, some within the budget."""
+    return [
+        Request(prompt(600, 0), 40, {}),
+        Request(prompt(60, 1), 90, {}),
+        Request(prompt(1100, 2), 24, {"budget": 96}, arrives=3),
+        Request(prompt(500, 3), 12, {"method": "streamingllm"}, arrives=5),
+        Request(prompt(700, 4), 30, {"correction_threshold": 1.0}, arrives=14),
+        Request(prompt(500, 5), 20, {"exact": True}, arrives=20),
+        Request(prompt(650, 6), 16, {"correction_threshold": -1.0}, arrives=21),
+        Request(prompt(30, 7), 9, {"exact": False}, arrives=30),
+        Request(prompt(385, 8), 9, {}, arrives=31),
+    ]
+
+
+def shared():
+    """Prefix hits, on pages of requests that run and of requests that are gone, and aborts."""
+    question = prompt(50, 101)
+    return [
+        Request(DOCUMENT, 30, {}, cache=True),
+        Request(DOCUMENT, 40, {"correction_threshold": 1.0}, arrives=8, cache=True),
+        Request(DOCUMENT + question, 20, {}, arrives=9, cache=True, aborts=16),
+        Request(DOCUMENT + question, 30, {}, arrives=20, cache=True),
+        Request(prompt(900, 9), 30, {}, arrives=22, aborts=24),
+        Request(DOCUMENT[:400], 20, {}, arrives=60, cache=True),
+    ]
+
+
+def outgrowing():
+    """Three requests that outgrow the cache; one is preempted and resumed."""
+    return [Request(prompt(n, n), 40, {}) for n in (1011, 1010, 950)]
+
+
+SCENARIOS = {"crowd": crowd, "shared": shared, "outgrowing": outgrowing}
+
+
+def settle(llm):
+    """One more step, with which the worker learns who has finished."""
+    drive(llm, [Request(prompt(40, 0), 1, {})])
+
+
+def run_scenarios(llm):
+    """Answers and attended units per scenario."""
+    llm.collective_rpc("record_plans")
+    results = {}
+    for name, requests in SCENARIOS.items():
+        answers = drive(llm, requests())
+        settle(llm)
+        results[name] = [vars(answer) for answer in answers]
+        results[name + " plans"] = llm.collective_rpc("plans")[0]
+    return results
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """What the engine with its cache in memory does; it is gone before others start."""
+    with engine(model, additional_config={"kv_retrieval": BUDGET}, **OPTIONS) as llm:
+        return run_scenarios(llm)
+
+
+def on_disk(slots, **options):
+    return BUDGET | {"home": "disk", "recall_cache_bytes": slots * SLOT_BYTES} | options
+
+
+@pytest.fixture(scope="module")
+def llm(model, expected):
+    """With as few slots as are accepted."""
+    options = {"kv_retrieval": on_disk(LEAST_SLOTS)}
+    with engine(model, additional_config=options, disable_log_stats=False, **OPTIONS) as llm:
+        yield llm
+
+
+def test_same_answers_as_in_memory(llm, expected):
+    assert llm.collective_rpc("cache_state")[0][0] == [LEAST_SLOTS] * (LAYERS - 1)
+    results = run_scenarios(llm)
+    for name in results:
+        assert results[name] == expected[name], name
+    assert llm.collective_rpc("check_caches") == [([], 0)]
+    assert sum(answer["cached"] for answer in results["shared"]) > 2000
+    steps = results["outgrowing"][2]["steps"]
+    pauses = [b - a for a, b in pairwise(steps)]
+    assert max(pauses) > 5, "a request was preempted"
+
+
+def test_metrics(llm):
+    """vLLM's Prometheus metrics say what recall did."""
+
+    def metrics():
+        found = {m.name: m.value for m in llm.get_metrics() if "kv_retrieval" in m.name}
+        return {name.removeprefix("vllm:kv_retrieval_"): value for name, value in found.items()}
+
+    settle(llm)
+    before = metrics()
+    assert before["slots"] == (LAYERS - 1) * LEAST_SLOTS
+    request = Request(prompt(700, 40), 12, {"correction_threshold": 1.0})
+    drive(llm, [request])
+    after = metrics()
+    change = {name: after[name] - before[name] for name in after}
+    heads = (LAYERS - 1) * KV_HEADS * (request.tokens - 1)
+    assert change["heads_corrected"] == heads
+    assert change["units_attended"] == heads * 4
+    assert 0 < change["units_missed"] < change["units_attended"] / 2
+    assert change["bytes_recalled"] >= change["units_missed"] * 2 * 32 * HEAD_SIZE * 4
+    assert 0 < after["slots_used"] <= after["slots"]
+
+
+def test_integrity_in_the_middle_of_things(llm):
+    """Stepped by hand, with a look at every slot after every step."""
+    core = llm.llm_engine
+    pinned = []
+    for i, request in enumerate(crowd()[:4]):
+        core.add_request(f"r{i}", {"prompt_token_ids": request.prompt}, request.params())
+    while core.has_unfinished_requests():
+        core.step()
+        complaints, pins = llm.collective_rpc("check_caches")[0]
+        assert complaints == []
+        pinned.append(pins)
+    assert 0 < max(pinned) <= (LAYERS - 1) * LEAST_SLOTS
+
+
+def test_home_holds_every_token(llm):
+    """Written through: the file against the model's own keys and values."""
+    llm.reset_prefix_cache()
+    llm.collective_rpc("record_writes")
+    requests = [Request(prompt(700, 50), 40, {}), Request(prompt(60, 51), 20, {}, arrives=4)]
+    drive(llm, requests)
+    (compared,) = llm.collective_rpc("compare_home")
+    assert compared == (LAYERS - 1) * sum(len(r.prompt) + r.tokens - 1 for r in requests)
+
+
+def test_a_read_error_fails_its_requests_alone(llm):
+    def finish(core, requests):
+        reasons = {}
+        for name, request in requests.items():
+            core.add_request(name, {"prompt_token_ids": request.prompt}, request.params())
+        steps = 0
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    reasons[output.request_id] = output.outputs[0].finish_reason
+            steps += 1
+            if steps == 12:
+                llm.collective_rpc("break_reads")
+        llm.collective_rpc("mend_reads")
+        return reasons
+
+    # The short one needs no new page before the long one has failed.
+    long, short = Request(prompt(700, 60), 60, {}), Request(prompt(34, 61), 60, {})
+    alone = drive(llm, [long])
+    reasons = finish(llm.llm_engine, {"long": long, "short": short})
+    assert reasons == {"long": "error", "short": "length"}
+    assert drive(llm, [long]) == alone
+    settle(llm)
+    assert llm.collective_rpc("check_caches") == [([], 0)]
+
+
+def test_more_than_memory_would_hold(model):
+    """What does not fit in memory goes to disk with home=auto, prompts of full length included."""
+    fast = 12 << 20
+    assert fast < OPTIONS["max_model_len"] * LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4
+    options = OPTIONS | {"kv_cache_memory_bytes": fast, "num_gpu_blocks_override": None}
+    options |= {"additional_config": {"kv_retrieval": BUDGET | {"home": "auto"}}}
+    options |= {"max_num_seqs": 1}
+    with engine(model, **options) as llm:
+        (answer,) = drive(llm, [Request(prompt(2000, 70), 30, {})])
+        assert len(answer.tokens) == 30
+        assert llm.collective_rpc("check_caches")[0][0] == []

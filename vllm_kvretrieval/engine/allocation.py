@@ -1,0 +1,59 @@
+"""Memory for vLLM's KV cache where some of its layers live in a slow home."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, create_kv_cache_views
+from vllm.v1.worker.utils import bind_kv_cache, map_kv_caches_to_kernel_blocks
+
+from vllm_kvretrieval.tiers.home import DiskHome
+
+
+def allocate_kv_cache(
+    runner: Any,
+    kv_cache_config: KVCacheConfig,
+    kernel_block_sizes: list[int],
+    in_home: list[str],
+    directory: str | None,
+) -> tuple[dict[str, torch.Tensor], DiskHome]:
+    """Allocate the KV cache and bind it to the layers, as the model runner does with one medium.
+
+    To vLLM a block is a block: it allots, shares, hashes and frees them by number, and writes to
+    them through the tensors made here.
+
+    Args:
+        runner: vLLM's V1 model runner.
+        kv_cache_config: A single group of layers that are all alike.
+        kernel_block_sizes: Tokens per page, per group.
+        in_home: Names of the layers in the slow home, in the order of the model.
+        directory: Where the home's file is to lie.
+
+    Returns:
+        The layers' caches by name, and the home, whose layers are numbered as in ``in_home``.
+    """
+    (tensor,), (group,) = kv_cache_config.kv_cache_tensors, kv_cache_config.kv_cache_groups
+    home = DiskHome(directory, len(in_home), tensor.layer_stride)
+    dense = [name for name in tensor.layers if name not in in_home]
+    memory = torch.zeros(len(dense) * tensor.layer_stride, dtype=torch.int8)
+    kv_caches: dict[str, torch.Tensor] = {}
+    for names, raw in ((dense, memory), (in_home, home.memory)):
+        views = create_kv_cache_views(
+            raw,
+            group.kv_cache_spec,
+            kv_cache_config.num_blocks,
+            runner.cache_config.get_resolved_kv_cache_layout(),
+            replace(tensor, layers=names),
+            kernel_block_sizes[0],
+        )
+        kv_caches.update(zip(names, views, strict=True))
+    attn_groups = itertools.chain.from_iterable(runner.attn_groups)
+    bind_kv_cache(
+        kv_caches,
+        runner.compilation_config.static_forward_context,
+        runner.kv_caches,
+        kv_cache_groups=kv_cache_config.kv_cache_groups,
+        layer_kv_caches=map_kv_caches_to_kernel_blocks(kv_caches, attn_groups),
+    )
+    return kv_caches, home

@@ -1,0 +1,172 @@
+"""How a slow home reports to vLLM: as a KV connector that never moves anything.
+
+The interface carries what the scheduler has to know (blocks that could not be read), and what the
+front end shows (metrics, in vLLM's log line and Prometheus endpoint).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+COUNTERS = {
+    "units_attended": "(page, KV head) units that decode steps attended to in recall caches",
+    "units_missed": "those of them that had to be read from home while the step waited",
+    "bytes_recalled": "bytes read from home into recall caches, ahead or not",
+    "heads_corrected": "KV heads that selected pages anew before attention",
+}
+GAUGES = {
+    "slots_used": "slots of all recall caches that hold a unit",
+    "slots": "slots of all recall caches",
+}
+
+
+def connector_config() -> KVTransferConfig:
+    """What makes vLLM load the connector; a request with an unreadable page fails."""
+    return KVTransferConfig(
+        kv_connector=RetrievalConnector.__name__,
+        kv_connector_module_path=__name__,
+        kv_role="kv_consumer",
+        kv_load_failure_policy="fail",
+    )
+
+
+class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
+    """Both halves: the worker's, which reports, and the scheduler's, which has nothing to do."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._failed_blocks: Callable[[], set[int]] = set
+        self._stats: Callable[[], dict[str, int]] = dict
+
+    def report(
+        self, failed_blocks: Callable[[], set[int]], stats: Callable[[], dict[str, int]]
+    ) -> None:
+        """Ask these after every step of the worker.
+
+        Args:
+            failed_blocks: vLLM's blocks that could not be read, each told once.
+            stats: What ``COUNTERS`` count since the last call, and ``GAUGES`` now; may be empty.
+        """
+        self._failed_blocks, self._stats = failed_blocks, stats
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._failed_blocks()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        stats = RetrievalStats(self._stats())
+        return None if stats.is_empty() else stats
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing is loaded from elsewhere."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded from elsewhere."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is saved elsewhere."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved elsewhere."""
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Nothing is loaded from elsewhere."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "RetrievalStats":
+        return RetrievalStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> "RetrievalMetrics":
+        return RetrievalMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class RetrievalStats(KVConnectorStats):
+    """Counters and gauges of some steps; ``data`` is empty or has them all."""
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Of several steps, or of the workers of a step: counters add up."""
+        if self.is_empty() or other.is_empty():
+            return other if self.is_empty() else self
+        summed = {key: self.data[key] + other.data[key] for key in COUNTERS}
+        return RetrievalStats({**other.data, **summed})
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log line."""
+        attended = self.data["units_attended"]
+        return {
+            "recall hit rate": round(1 - self.data["units_missed"] / max(attended, 1), 4),
+            "MiB recalled": round(self.data["bytes_recalled"] / (1 << 20), 1),
+            "heads corrected": self.data["heads_corrected"],
+            "slots used": self.data["slots_used"],
+            "slots": self.data["slots"],
+        }
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class RetrievalMetrics(KVConnectorPromMetrics):
+    """``vllm:kv_retrieval_*`` in vLLM's Prometheus endpoint."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {
+            name: create_metric_per_engine(
+                metric_types[kind](
+                    name=f"vllm:kv_retrieval_{name}",
+                    documentation=f"KV retrieval: {text}.",
+                    labelnames=labelnames,
+                ),
+                per_engine_labelvalues,
+            )
+            for kind, metrics in ((Counter, COUNTERS), (Gauge, GAUGES))
+            for name, text in metrics.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name in COUNTERS:
+            self._metrics[name][engine_idx].inc(transfer_stats_data[name])
+        for name in GAUGES:
+            self._metrics[name][engine_idx].set(transfer_stats_data[name])

@@ -1,0 +1,1 @@
+"""Where KV pages are: the home of the whole cache, and how much of what fits where."""

@@ -1,0 +1,121 @@
+"""The home of a KV cache that does not fit in fast memory: an unnamed file."""
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.utils.mem_utils import format_gib
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+TRIM_BYTES = 64 << 20
+MADV_POPULATE_READ = 22  # Linux 5.14; not named by Python 3.11
+
+
+class PageRuns(NamedTuple):
+    """Pages that a step reads in place, the same in every layer.
+
+    Attributes:
+        pages: Their ids, rising.
+        runs: int64 [n, 2]; first byte within a layer and length of every run of adjacent ones.
+    """
+
+    pages: np.ndarray
+    runs: np.ndarray
+
+    @classmethod
+    def of(cls, pages: np.ndarray, page_bytes: int) -> "PageRuns":
+        """Of page ids in any order, with repetitions; at least one."""
+        pages = np.unique(pages).astype(np.int64)
+        starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
+        counts = np.diff(starts, append=len(pages))
+        return cls(pages, np.stack([pages[starts], counts], axis=1) * page_bytes)
+
+
+class DiskHome:
+    """KV cache of some layers in a file, mapped into memory, one layer after the other.
+
+    What is written to ``memory`` is in the file at once as far as ``read`` calls are concerned:
+    both go through the operating system's page cache, which writes to the disk when it sees fit,
+    and grows and shrinks with the memory that nobody else needs. The mapping is let go of
+    regularly, so that what the process keeps resident is bounded: by ``TRIM_BYTES`` of new tokens,
+    and by one layer's share of the contexts that a step reads in place.
+
+    The file never has a name that outlives the call that makes it, so nothing is left behind
+    however the process ends. Its space is reserved when it is made: a full disk is found out at
+    start-up.
+
+    Args:
+        directory: Where the file is to lie; None for the system's choice.
+        layers: How many layers.
+        layer_bytes: Bytes of each.
+
+    Raises:
+        RetrievalConfigError: There is not enough space.
+        OSError: The file cannot be made.
+    """
+
+    def __init__(self, directory: str | None, layers: int, layer_bytes: int) -> None:
+        self.layers, self.layer_bytes = layers, layer_bytes
+        size = layers * layer_bytes
+        place = directory or tempfile.gettempdir()
+        disk = os.statvfs(place)
+        free = disk.f_bavail * disk.f_frsize
+        if size > free:
+            raise RetrievalConfigError(
+                f"kv_retrieval.home_bytes: the home needs {format_gib(size)} GiB, but {place} has "
+                f"{format_gib(free)} GiB free. Lower home_bytes (or --max-model-len or "
+                "--max-num-seqs, from which its default comes), or name another disk with "
+                "home_path."
+            )
+        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        self.fd = self._file.fileno()
+        os.posix_fallocate(self.fd, 0, size)
+        self._map = mmap.mmap(self.fd, size)
+        self.memory = torch.frombuffer(self._map, dtype=torch.int8)
+        self._mapped = 0
+
+    def note_written(self, size: int) -> None:
+        """Count bytes written to ``memory``; after ``TRIM_BYTES`` of them the mapping goes."""
+        self._mapped += size
+        if self._mapped > TRIM_BYTES:
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self._mapped = 0
+
+    def stage(self, layer: int, reads: PageRuns) -> bool:
+        """Bring parts of a layer into the page cache and map them, and start on the next layer's.
+
+        The next layer's parts travel while this layer computes. Nothing is copied, so there is no
+        staging buffer to outgrow.
+
+        Args:
+            layer: Its number.
+            reads: The parts.
+
+        Returns:
+            False if a part cannot be read; reading ``memory`` there would end the process.
+        """
+        start = layer * self.layer_bytes
+        try:
+            for first, size in reads.runs.tolist():
+                begin = (start + first) // mmap.PAGESIZE * mmap.PAGESIZE
+                self._map.madvise(MADV_POPULATE_READ, begin, start + first + size - begin)
+        except OSError as e:
+            if e.errno != errno.EINVAL:  # an older kernel: pages come in as they are touched
+                return False
+        if layer + 1 < self.layers:
+            start += self.layer_bytes
+            with contextlib.suppress(OSError):  # a hint: whoever reads will see the error
+                for first, size in reads.runs.tolist():
+                    os.posix_fadvise(self.fd, start + first, size, os.POSIX_FADV_WILLNEED)
+        return True
+
+    def unmap(self, layer: int) -> None:
+        """Let go of a layer's part of the mapping; the page cache keeps what it has room for."""
+        begin = layer * self.layer_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, begin, (layer + 1) * self.layer_bytes - begin)
