@@ -32,8 +32,8 @@ TASKS = (
 """The tasks of the full benchmark."""
 
 QUICK_TASKS = (
-    Task("sentences", "smollm2", _SMOLLM2, 2048, 8, needles.passkey_in_sentences, ("passkey",)),
-    Task("copy", "smollm2", _SMOLLM2, 2048, 8, forced.second_copy, ("covering",)),
+    Task("sentences", "smollm2", _SMOLLM2, 2048, 6, needles.passkey_in_sentences, ("passkey",)),
+    Task("copy", "smollm2", _SMOLLM2, 2048, 4, forced.second_copy, ("covering",)),
 )
 """The quick tier, for every change's tests. Copying is judged at the covering budget alone: within
 512 of 2K tokens, minima and maxima of pages find too few of the tokens to be copied."""
