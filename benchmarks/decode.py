@@ -8,9 +8,9 @@ for each request of a batch. Prefill is timed on documents that the engine has n
 decoding is timed on documents that the prefix cache holds. Measurements alternate between
 the engines, and the order within a pair alternates too, so a machine that slows down for a
 while does not favour one of them. While one engine is measured, the other is frozen. Of two
-engines on one machine the one started last may be slower by 10 % and more, even of two alike
-(`--against stock`); so shorter contexts, where that matters, are measured a second time with
-the engines started in the other order.
+engines on one machine the one started last can be slower by more than 10 %, whichever it is;
+so shorter contexts, where that matters, are measured a second time with the engines started
+in the other order.
 
 Reported are medians over repeats, of the mean step of a repeat (its middle 80 %); ratios are
 medians of the ratios of neighbouring measurements, and the geometric mean over both orders.
