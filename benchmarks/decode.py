@@ -368,7 +368,8 @@ def measure(
                     store["cells"].append(cell | {"started_first": first})
                     write_json(args.output, store)
                     status.clear()
-                    print(decode_report.row(cell), flush=True)
+                    (of_this_order,) = decode_report.pooled([cell])
+                    print(decode_report.row(of_this_order), flush=True)
 
 
 def _matters(variable: str) -> bool:

@@ -128,8 +128,7 @@ def _prefill_ratios(cell: Cell) -> list[float]:
 
 
 def row(cell: Cell) -> str:
-    """One line of the table under `HEADER`."""
-    (cell,) = pooled([cell]) if "decode_ratio" not in cell else (cell,)
+    """One line of the table under `HEADER`, of a cell from `pooled`."""
     steps = [step_ms(cell, name) for name in pair(cell)]
     ups = sorted(1 / ratio for ratio in decode_ratios(cell))
     prefill, first = (

@@ -112,6 +112,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         max_pages = -(-self.vllm_config.model_config.max_model_len // page_size)
         self.requests, self.staging = requests, staging
         self.home_page_bytes = home_page_bytes
+        self.budget_pages = requests.config.page_budget().total
         # Length of the context at a slot's last sparse decode step.
         self.last_len = requests.per_slot()
         self.page_table = torch.empty(slots * heads, max_pages, dtype=torch.int32)
@@ -134,12 +135,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def _in_place(self, dense: CPUAttentionMetadata, split: Split | None) -> PageRuns | None:
         """Pages of the requests that read home in place, if one has more than the budget's."""
-        assert self.requests is not None
         first = 0
         if split is not None and isinstance(split.decode, DecodePlan) and not split.decode.in_place:
             first = split.rows
         pages = -(-dense.seq_lens.numpy()[first:] // self.block_size)
-        if not (pages > self.requests.config.page_budget().total).any():
+        if not (pages > self.budget_pages).any():
             return None
         table = dense.block_table.numpy()[first:]
         used = table[np.arange(table.shape[1]) < pages[:, None]]

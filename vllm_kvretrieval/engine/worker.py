@@ -55,13 +55,14 @@ class RetrievalCPUWorker(CPUWorker):
         slow home these are the bytes of all blocks that it holds, wherever their layers are kept.
         """
         available = super().determine_available_memory()
-        self.tiers = self._plan_tiers(available - self._staging_bytes())
+        fast = available - self._staging_bytes()
+        self.tiers = self._plan_tiers(fast)
         if self.tiers is not None:
             return self.tiers.home + self.tiers.dense
         if self.cache_config.kv_cache_memory_bytes is None:
             # Minimum and maximum of a page's keys beside its keys and values: one in page_size.
             page_size = self.retrieval_config.page_size
-            available = (available - self._staging_bytes()) * page_size // (page_size + 1)
+            available = fast * page_size // (page_size + 1)
         return available
 
     def _plan_tiers(self, fast: int) -> Tiers | None:
