@@ -4,8 +4,8 @@
 
 Everything passes through the real engine's decode path. Per model, stock vLLM answers every task
 once (the reference, kept in benchmarks/results/.reference), then one retrieval engine answers it
-under every variant and budget, set per request; its prefix cache holds the prompts, so each is
-prefilled once. Every figure is stored when it is ready, so an interrupted run picks up where it
+under every variant and budget that can be set per request; its prefix cache holds the prompts, so
+each is prefilled once. Every figure is stored when it is ready, so an interrupted run picks up where it
 was. Exits with 1 when a criterion fails, with 2 when it could not run.
 """
 
@@ -111,10 +111,23 @@ class Benchmark:
                 else:
                     self.figures[cell.name] = stored
         todo = [(job, cell) for job in jobs for cell in job.todo]
-        if not todo:
-            return
-        self._say(f"{model.name}: starting the retrieval engine for {len(todo)} cell(s)")
-        with open_engine(model, context, max(cell.budget for _, cell in todo)) as llm:
+        for engine in catalogue.ENGINES:
+            chosen = [(job, cell) for job, cell in todo if cell.variant.engine == engine]
+            if chosen:
+                self._run_on(engine, chosen, model, context, tokenizer)
+
+    def _run_on(
+        self,
+        engine: dict[str, Any],
+        todo: list[tuple[Job, Cell]],
+        model: Path,
+        context: int,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """Run cells on a retrieval engine with these options."""
+        options = f" {engine}" if engine else ""
+        self._say(f"{model.name}: starting the retrieval engine{options} for {len(todo)} cell(s)")
+        with open_engine(model, context, max(cell.budget for _, cell in todo), **engine) as llm:
             for number, (job, cell) in enumerate(todo, 1):
                 watch = Stopwatch()
                 label = f"{job.task.name} {cell.variant.name} {cell.budget}"
@@ -129,7 +142,7 @@ class Benchmark:
                 self._keep(cell.name, self._cell_key(job, cell), figures)
 
     def _cell_key(self, job: Job, cell: Cell) -> str:
-        return fingerprint([job.key, cell.options, self._build])
+        return fingerprint([job.key, cell.options, cell.variant.engine, self._build])
 
     def _keep(self, name: str, key: str, cell: dict[str, Any]) -> None:
         self.figures[name] = cell

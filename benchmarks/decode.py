@@ -59,6 +59,7 @@ class Settings:
     hf_overrides: dict[str, Any]
     against: str
     budget: int
+    options: dict[str, Any]
     steps: int
     repeats: int
     prefill_repeats: int
@@ -271,7 +272,7 @@ def engine_specs(
         return [stock, EngineSpec("stock again", common, {"VLLM_PLUGINS": ""} | LONG_STEPS)]
     options = {
         "attention_backend": settings.against.upper(),
-        "additional_config": {"kv_retrieval": {"budget": settings.budget}},
+        "additional_config": {"kv_retrieval": {"budget": settings.budget} | settings.options},
     }
     return [stock, EngineSpec(settings.against, common | options, LONG_STEPS)]
 
@@ -290,6 +291,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--against", default="freekv", help="attention backend set against stock; "
         "'stock' compares vLLM with itself: the error of the method")  # fmt: skip
     add("--budget", type=int, default=1024, help="tokens attended to per decode step")
+    add("--options", type=json.loads, default={}, help="JSON of further kv_retrieval options")
     contexts = [512, 2048] if quick else [512, 896, 2048, 8192, 16384, 32768]
     add("--contexts", type=int, nargs="+", default=contexts, help="tokens at the last step")
     add("--batches", type=int, nargs="+", default=[1] if quick else [1, 4])
@@ -391,6 +393,7 @@ def main() -> None:
         hf_overrides=yarn_overrides(config, longest) if overrides is None else overrides,
         against=args.against,
         budget=args.budget,
+        options=args.options,
         steps=args.steps,
         repeats=args.repeats,
         prefill_repeats=args.prefill_repeats,

@@ -5,8 +5,10 @@
     python -m benchmarks.slow_home soak        # memory over thousands of steps
 
 `steady` decodes the same documents with the cache in memory and on disk, the file being in the
-operating system's page cache, and takes from the latter one thing at a time: reading ahead, and
-speculation (selection at every step, so that every change of pages is waited for). The variants
+operating system's page cache, and takes from the latter one thing at a time, as FreeKV's ablation
+does: the layout (a page of a KV head is then read as the `2 * page_size` pieces in which a cache
+that is ordered by tokens would keep it), reading ahead (every recall is waited for), speculation
+(selection at every step, so that every change of pages is waited for), and all three. The variants
 take turns, each from an empty recall cache, and reported are medians over repeats.
 """
 
@@ -35,12 +37,16 @@ GIB, MIB = 1 << 30, 1 << 20
 SLACK = 8 * 128  # tokens beside the documents
 
 
+EVERY_STEP = {"correction_threshold": 1.0}
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to decode the same documents."""
 
     name: str
     engine: str
+    layout: bool = True
     read_ahead: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -49,8 +55,10 @@ VARIANTS = (
     Variant("device", "device"),
     Variant("disk", "disk"),
     Variant("disk, no reading ahead", "disk", read_ahead=False),
-    Variant("disk, no speculation", "disk", options={"correction_threshold": 1.0}),
-    Variant("device, no speculation", "device", options={"correction_threshold": 1.0}),
+    Variant("disk, no layout", "disk", layout=False),
+    Variant("disk, no speculation", "disk", options=EVERY_STEP),
+    Variant("disk, none of these", "disk", layout=False, read_ahead=False, options=EVERY_STEP),
+    Variant("device, no speculation", "device", options=EVERY_STEP),
 )
 
 
@@ -117,7 +125,7 @@ class Steady:
     def _run(self, variant: Variant, prompts: list[list[int]]) -> dict[str, float]:
         engine = self._engines[variant.engine]
         engine.resume()
-        engine.collective_rpc("read_ahead", variant.read_ahead)
+        engine.collective_rpc("prepare_recall", variant.read_ahead, variant.layout)
         engine.generate(prompts, WARM_STEPS, extra_args={"kv_retrieval": variant.options})
         engine.collective_rpc("take_recall")
         timing = engine.generate(

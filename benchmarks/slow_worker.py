@@ -14,19 +14,24 @@ class SlowHomeExtension:
     slow_layers: list[Any]
     requests: Any
 
-    def read_ahead(self, on: bool) -> None:
-        """Empty the recall caches, and say whether the next step's pages are read beside this one.
+    def prepare_recall(self, read_ahead: bool, layout: bool) -> None:
+        """Empty the recall caches; to be called while no request runs.
 
-        To be called while no request runs.
+        Args:
+            read_ahead: Whether the next step's pages are read beside this step.
+            layout: Whether a page of a KV head is read at once, or a token's keys or values at a
+                time.
         """
         for layer in self.slow_layers:
             cache = layer.cache
             for entry in range(self.requests.capacity):
                 cache.release(entry)
             cache.drop_pages(sorted({unit // self.kv_heads() for unit in cache.resident()}))
-            vars(layer.cache).pop("prefetch", None)
-            if not on:
-                layer.cache.prefetch = lambda rows, state: None
+            vars(cache).pop("prefetch", None)
+            if not read_ahead:
+                cache.prefetch = lambda rows, state: None
+            slot = cache.slots[0, 0]
+            cache.read_in_pieces(slot.nbytes if layout else slot[0].nbytes)
 
     def kv_heads(self) -> int:
         """KV heads of a layer on this worker."""

@@ -33,17 +33,23 @@ class Oracle:
     """What the paper's algorithm attends to, request by request."""
 
     page_size: int
+    summary_size: int
     scale: float
     previous: dict[tuple[str, str], Step] = field(default_factory=dict)
     chosen: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict)
 
     def scores(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """[pages]; mean over the group of softmax(relu(q) @ kmax.T + min(q, 0) @ kmin.T)."""
-        pages = keys.split(self.page_size)
-        kmax = torch.stack([p.amax(0) for p in pages])
-        kmin = torch.stack([p.amin(0) for p in pages])
+        """[pages]; mean over the group of softmax(relu(q) @ kmax.T + min(q, 0) @ kmin.T).
+
+        Where a page has several summaries, what they have in all.
+        """
+        parts = keys.split(self.summary_size)
+        kmax = torch.stack([p.amax(0) for p in parts])
+        kmin = torch.stack([p.amin(0) for p in parts])
         bounds = query.clamp(min=0) @ kmax.T + query.clamp(max=0) @ kmin.T
-        return torch.softmax(bounds * self.scale, -1).mean(0)
+        scores = torch.softmax(bounds * self.scale, -1).mean(0)
+        page_of = torch.arange(len(parts)) * self.summary_size // self.page_size
+        return torch.zeros(int(page_of[-1]) + 1).index_add(0, page_of, scores)
 
     def expect(self, step: Step) -> tuple[list[list[int]], list[bool], list[float]]:
         """Per KV head: pages to attend to, whether corrected, and how clear the selection is.
@@ -88,12 +94,13 @@ class RecordingWorker:
 
     retrieval_layers: dict[str, Any]
     model_runner: Any
+    summary_size: int
     _steps: list[Step]
     _written: defaultdict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
 
-    def start_recording(self, layer_indices):
+    def start_recording(self, layer_indices, summary_size):
         """Record the given retrieval layers (counted among retrieval layers) afresh."""
-        self._steps = []
+        self._steps, self.summary_size = [], summary_size
         if hasattr(self, "_written"):  # installed already; what was written before stays cached
             return
         self._written = defaultdict(dict)
@@ -151,7 +158,7 @@ class RecordingWorker:
         largest value.
         """
         impl = next(iter(self.retrieval_layers.values()))
-        oracle = Oracle(impl.state.page_size, impl.scale)
+        oracle = Oracle(impl.state.page_size, self.summary_size, impl.scale)
         summary = dict.fromkeys(
             ("steps", "heads", "corrected", "differ", "near_ties", "page_moves"), 0
         )

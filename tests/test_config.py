@@ -61,7 +61,7 @@ def test_streamingllm_gives_the_budget_to_the_window():
         (
             {"bugdet": 1024},
             r"no option 'bugdet' \(value 1024\)\. Known: budget, sink, window, page_size, "
-            "correction_threshold, dense_layers",
+            "summary_size, correction_threshold, dense_layers",
         ),
         ({"method": "freekv"}, "method='freekv'.*use --attention-backend freekv"),
         ({"budget": "1024"}, r"kv_retrieval\.budget='1024' must be a whole number.*e\.g\. 1024"),
@@ -87,6 +87,9 @@ def test_streamingllm_gives_the_budget_to_the_window():
         ({"window": -32}, r"window=-32 must be a positive multiple"),
         ({"window": 64.0}, r"kv_retrieval\.window=64\.0 must be a whole number"),
         ({"page_size": 16}, r"page_size=16 is not supported; use one of \(32, 64, 128\)"),
+        ({"summary_size": 4}, r"summary_size=4 is not supported with page_size=32; use one of \(8, "),
+        ({"summary_size": 64}, r"summary_size=64 is not supported with page_size=32; use one of"),
+        ({"summary_size": "8"}, r"kv_retrieval\.summary_size='8' must be a whole number"),
         ({"page_size": "32"}, r"kv_retrieval\.page_size='32' must be a whole number"),
         ({"page_size": 64, "budget": 1056}, r"budget=1056 must be .* page_size=64; try 1024"),
         ({"dense_layers": -1}, r"dense_layers=-1 must be 0 or more; 1 is"),

@@ -13,9 +13,11 @@ STEPS = 40  # crosses a page boundary at least once
 LAYERS = (0, 14, 28)
 
 
-@pytest.fixture(scope="module")
-def llm():
+@pytest.fixture(scope="module", params=[32, 8], ids="summaries of {}".format)
+def served(request):
+    """The size of summaries comes with it: a page's, which is the paper's, or less."""
     options = {"budget": 512, "sink": 64, "window": 128, "correction_threshold": 0.9}
+    options["summary_size"] = request.param
     with engine(
         checkpoint("SmolLM2-135M-Instruct"),
         attention_backend="freekv",
@@ -25,13 +27,14 @@ def llm():
         max_num_seqs=4,
         enforce_eager=True,
     ) as llm:
-        yield llm
+        yield llm, request.param
 
 
-def run(llm, requests):
+def run(served, requests):
     """Run (number of words, per-request options) pairs together, recorded; return the summary."""
+    llm, summary_size = served
     words = emma().split()
-    llm.collective_rpc("start_recording", args=(LAYERS,))
+    llm.collective_rpc("start_recording", args=(LAYERS, summary_size))
     prompts = [" ".join(words[1000 * i : 1000 * i + n]) for i, (n, _) in enumerate(requests)]
     params = [
         SamplingParams(
@@ -58,21 +61,21 @@ def assert_equal_to_oracle(summary, requests):
     assert summary["page_moves"] > 0, "a page boundary was crossed"
 
 
-def test_speculation_and_correction(llm):
+def test_speculation_and_correction(served):
     """Requests of different lengths, budgets and thresholds in one batch."""
     requests = [(700, {}), (1500, {"budget": 256}), (2300, {"correction_threshold": 0.95})]
-    summary = run(llm, requests)
+    summary = run(served, requests)
     assert_equal_to_oracle(summary, len(requests))
     assert 0.05 < summary["corrected"] / summary["heads"] < 0.95, "both were exercised"
 
 
-def test_threshold_of_one_selects_at_every_step(llm):
-    summary = run(llm, [(1200, {"correction_threshold": 1.0})])
+def test_threshold_of_one_selects_at_every_step(served):
+    summary = run(served, [(1200, {"correction_threshold": 1.0})])
     assert_equal_to_oracle(summary, 1)
     assert summary["corrected"] == summary["heads"]
 
 
-def test_threshold_of_minus_one_is_pure_reuse(llm):
-    summary = run(llm, [(1200, {"correction_threshold": -1.0})])
+def test_threshold_of_minus_one_is_pure_reuse(served):
+    summary = run(served, [(1200, {"correction_threshold": -1.0})])
     assert_equal_to_oracle(summary, 1)
     assert summary["corrected"] == 3 * len(LAYERS), "a request's first decode step corrects"

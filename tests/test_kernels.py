@@ -21,7 +21,7 @@ def isa(request):
     cpu.use_isa(best)
 
 
-def make_state(pages, slots, kv_heads, group, head_size, dtype, max_selected=64, page_size=PAGE):
+def make_state(pages, slots, kv_heads, group, head_size, dtype, max_selected=64, parts=1):
     state = LayerState.empty(
         pages=pages,
         slots=slots,
@@ -29,7 +29,8 @@ def make_state(pages, slots, kv_heads, group, head_size, dtype, max_selected=64,
         group=group,
         head_size=head_size,
         max_selected=max_selected,
-        page_size=page_size,
+        page_size=PAGE,
+        summary_size=PAGE // parts,
         scale=head_size**-0.5,
         dtype=dtype,
     )
@@ -45,6 +46,7 @@ def copy_of(state):
         state.prev_query.clone(),
         state.prev_selection.clone(),
         state.page_size,
+        state.summary_size,
         state.scale,
     )
 
@@ -52,7 +54,7 @@ def copy_of(state):
 def make_rows(lens, state, budget, *, tau=0.5, fresh=0, exact=()):
     """Rows over random pages; ``budget`` is (sink, window, select) in pages."""
     count = len(lens)
-    pages = state.index.shape[0]
+    pages = state.pages
     width = -(-max(lens) // state.page_size)
     slots = state.prev_query.shape[0]
     as_int = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
@@ -79,11 +81,11 @@ def clone_rows(rows):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_size", [64, 80, 256])
-def test_index_equals_reference(isa, dtype, head_size):
+@pytest.mark.parametrize(("head_size", "parts"), [(64, 1), (80, 2), (256, 4)])
+def test_index_equals_reference(isa, dtype, head_size, parts):
     torch.manual_seed(0)
     kv_heads, pages = 3, 40
-    expected = make_state(pages, 1, kv_heads, 1, head_size, dtype)
+    expected = make_state(pages, 1, kv_heads, 1, head_size, dtype, parts=parts)
     actual = copy_of(expected)
     written = torch.zeros(pages, dtype=torch.int64)
     for _ in range(12):
@@ -105,12 +107,12 @@ def test_index_equals_reference(isa, dtype, head_size):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_size"),
-    [(3, 3, 64), (2, 7, 64), (1, 4, 256), (8, 4, 128), (1, 11, 80)],
+    ("kv_heads", "group", "head_size", "parts"),
+    [(3, 3, 64, 1), (2, 7, 64, 2), (1, 4, 256, 1), (8, 4, 128, 4), (1, 11, 80, 1), (3, 3, 64, 4)],
 )
-def test_plan_equals_reference(isa, dtype, kv_heads, group, head_size):
+def test_plan_equals_reference(isa, dtype, kv_heads, group, head_size, parts):
     torch.manual_seed(1)
-    state = make_state(300, 6, kv_heads, group, head_size, dtype)
+    state = make_state(300, 6, kv_heads, group, head_size, dtype, parts=parts)
     expected, actual = copy_of(state), copy_of(state)
     previous = torch.empty(0)
     budget = (2, 3, 7)

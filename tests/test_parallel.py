@@ -20,7 +20,7 @@ def model(tmp_path_factory):
     return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
 
 
-def answers(model, workers):
+def answers(model, workers, **retrieval):
     """Answers of an engine with so many workers, and the KV heads of each."""
     generator = torch.Generator().manual_seed(1)
     prompts = [
@@ -31,7 +31,7 @@ def answers(model, workers):
         model,
         tensor_parallel_size=workers,
         attention_backend="freekv",
-        additional_config={"kv_retrieval": {"budget": BUDGET}},
+        additional_config={"kv_retrieval": {"budget": BUDGET} | retrieval},
         dtype="float32",
         max_model_len=1024,
         max_num_seqs=4,
@@ -44,15 +44,21 @@ def answers(model, workers):
         heads = llm.collective_rpc(
             lambda worker: [impl.state.kv_heads for impl in worker.retrieval_layers.values()]
         )
+        complaints = llm.collective_rpc(
+            lambda worker: [layer.cache.check() for layer in worker.slow_layers]
+        )
+    assert complaints == [[""] * (LAYERS - 1 if retrieval else 0)] * workers
     return together, exact, heads
 
 
 def test_two_workers_answer_as_one(model):
+    """With the KV cache in memory, and on disk with every worker's own file and slots."""
     expected, exact, heads = answers(model, workers=1)
     assert heads == [[KV_HEADS] * (LAYERS - 1)]
-    ours, _, heads = answers(model, workers=2)
-    assert heads == [[KV_HEADS // 2] * (LAYERS - 1)] * 2
-    for answer, single in zip(ours, expected, strict=True):
-        assert_same(answer, single, tolerance=1e-3)
+    for home in ({}, {"home": "disk", "recall_cache_bytes": "8MiB"}):
+        ours, _, heads = answers(model, workers=2, **home)
+        assert heads == [[KV_HEADS // 2] * (LAYERS - 1)] * 2
+        for answer, single in zip(ours, expected, strict=True):
+            assert_same(answer, single, tolerance=1e-3)
     differences = zip(exact.logprobs, expected[1].logprobs, strict=True)
     assert max(abs(a - b) for a, b in differences) > 0.05, "retrieval attends to a part"

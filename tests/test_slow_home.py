@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import CompilationMode
 
 from tests.engine import Request, drive, engine, random_llama
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.engine
 BUDGET = {"budget": 128, "sink": 32, "window": 32}  # in pages: 1, 1, and 2 selected
 LAYERS, KV_HEADS, HEAD_SIZE = 4, 4, 64
 SEQUENCES = 4
+REQUESTS = 160  # of a random life
 BLOCKS = 26
 CHUNK = 256
 LEAST_SLOTS = SEQUENCES * KV_HEADS * 4
@@ -75,6 +77,38 @@ def outgrowing():
     return [Request(prompt(n, n), 40, {}) for n in (1011, 1010, 950)]
 
 
+def life(count):
+    """Thousands of steps of random requests: they come, share beginnings, outgrow the cache, go."""
+    random = torch.Generator().manual_seed(200)
+
+    def integer(low, high):
+        return int(torch.randint(low, high, (), generator=random))
+
+    options: list[dict[str, Any]] = [
+        {},
+        {},
+        {"correction_threshold": 1.0},
+        {"budget": 96},
+        {"method": "streamingllm"},
+        {"exact": True},
+    ]
+    requests, step = [], 0
+    for i in range(count):
+        shared = DOCUMENT[: integer(0, 2) * integer(1, len(DOCUMENT))]
+        step += integer(0, 24)
+        requests.append(
+            Request(
+                shared + prompt(integer(1, 600), 300 + i),
+                integer(2, 90),
+                options[integer(0, len(options))],
+                arrives=step,
+                aborts=step + integer(1, 60) if integer(0, 6) == 0 else None,
+                cache=bool(shared),
+            )
+        )
+    return requests
+
+
 SCENARIOS = {"crowd": crowd, "shared": shared, "outgrowing": outgrowing}
 
 
@@ -84,9 +118,10 @@ def settle(llm):
 
 
 def run_scenarios(llm):
-    """Answers and attended units per scenario."""
+    """Answers per scenario, and units attended to except where there are too many steps."""
+    results = {"life": [vars(answer) for answer in drive(llm, life(REQUESTS))]}
+    settle(llm)
     llm.collective_rpc("record_plans")
-    results = {}
     for name, requests in SCENARIOS.items():
         answers = drive(llm, requests())
         settle(llm)
@@ -129,6 +164,11 @@ def test_same_answers_as_in_memory(llm, expected):
     steps = results["outgrowing"][2]["steps"]
     pauses = [b - a for a, b in pairwise(steps)]
     assert max(pauses) > 5, "a request was preempted"
+    steps = [answer["steps"] for answer in results["life"]]
+    assert max(map(max, filter(None, steps))) > 2000
+    preempted = [s for s in steps if any(b - a > 5 for a, b in pairwise(s))]
+    shared = [answer for answer in results["life"] if answer["cached"]]
+    assert min(len(preempted), len(shared)) > 5
 
 
 def test_metrics(llm):
@@ -214,3 +254,16 @@ def test_more_than_memory_would_hold(model):
         (answer,) = drive(llm, [Request(prompt(2000, 70), 30, {})])
         assert len(answer.tokens) == 30
         assert llm.collective_rpc("check_caches")[0][0] == []
+
+
+def test_compiled(model):
+    """With torch.compile: what is compiled sees no difference between the homes."""
+    options = OPTIONS | {"enforce_eager": False, "worker_extension_cls": ""}
+    requests = crowd()[:5]
+    answers = []
+    for retrieval in (on_disk(LEAST_SLOTS), BUDGET):
+        with engine(model, additional_config={"kv_retrieval": retrieval}, **options) as llm:
+            mode = llm.llm_engine.vllm_config.compilation_config.mode
+            assert mode is not CompilationMode.NONE
+            answers.append(drive(llm, requests))
+    assert answers[0] == answers[1]

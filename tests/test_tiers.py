@@ -107,6 +107,8 @@ def test_everything_has_its_place():
     assert got.slots == (500 * MIB - got.dense - got.index) // SLOT
     assert got.recall_cache == got.slots * SLOT
     assert got.dense + got.index + got.recall_cache <= 500 * MIB
+    finer = tiers(500 * MIB, summary_size=8)
+    assert finer.index == got.index + got.home // 8 - got.home // 32
 
 
 def test_no_more_slots_than_units():

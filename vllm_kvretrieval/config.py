@@ -18,6 +18,7 @@ CONFIG_KEY = "kv_retrieval"
 """Key in vLLM's ``additional_config``, and in ``SamplingParams.extra_args``."""
 
 PAGE_SIZES = (32, 64, 128)
+SUMMARY_SIZES = (8, 16, 32, 64, 128)
 HOMES = ("auto", "device", "host", "disk")
 
 HELP = {
@@ -26,6 +27,9 @@ HELP = {
     "sink": "tokens at the start of the context, always attended to (default: budget / 16)",
     "window": "most recent tokens, always attended to (default: budget / 16, at least two pages)",
     "page_size": f"tokens per page, the unit of retrieval, one of {PAGE_SIZES} (default: 32)",
+    "summary_size": "tokens per entry of the page index, page_size or less; smaller ones tell pages "
+    f"apart better and cost memory and time in proportion, one of {SUMMARY_SIZES} (default: the "
+    "page size)",
     "correction_threshold": "a KV head whose query has a lower cosine similarity to the previous "
     "step's selects anew before attention; 1 selects at every step, -1 never corrects "
     "(default: 0.9)",
@@ -87,6 +91,7 @@ class RetrievalConfig:
     sink: int | None = None
     window: int | None = None
     page_size: int = 32
+    summary_size: int | None = None
     correction_threshold: float = 0.9
     dense_layers: int = 1
     home: str = "device"
@@ -102,6 +107,13 @@ class RetrievalConfig:
             raise RetrievalConfigError(
                 f"page_size={self.page_size} is not supported; use one of {PAGE_SIZES}."
             )
+        if self.summary_size is not None:
+            size = _require_int("summary_size", self.summary_size)
+            if size not in SUMMARY_SIZES or size > self.page_size:
+                raise RetrievalConfigError(
+                    f"summary_size={size} is not supported with page_size={self.page_size}; use one "
+                    f"of {tuple(s for s in SUMMARY_SIZES if s <= self.page_size)}."
+                )
         if self.dense_layers < 0:
             raise RetrievalConfigError(
                 f"dense_layers={self.dense_layers} must be 0 or more; 1 is FreeKV's choice."
@@ -142,6 +154,11 @@ class RetrievalConfig:
                     )
             else:
                 object.__setattr__(self, key, _parse_size(key, value))
+
+    @property
+    def tokens_per_summary(self) -> int:
+        """Tokens per entry of the page index."""
+        return self.page_size if self.summary_size is None else self.summary_size
 
     @property
     def preset(self) -> Method:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,20 @@ class Variant:
     name: str
     meaning: str
     options: dict[str, Any]
+    """The request's ``kv_retrieval`` options."""
 
+    engine: dict[str, Any] = field(default_factory=dict)
+    """The engine's, where they are others than the defaults. Such a variant needs an engine and a
+    prefill of its own, and runs only where KL is judged against the control."""
+
+
+ENGINES: tuple[dict[str, Any], ...] = ({}, {"summary_size": 8})
+"""The options of the engines that the variants name."""
 
 VARIANTS = (
     Variant("freekv", "speculative retrieval with correction", {}),
     Variant("every_step", "selection at every step (threshold 1)", {"correction_threshold": 1.0}),
+    Variant("summary_8", "freekv, 8 tokens per entry of the index", {}, ENGINES[1]),
     Variant("sink_window", "sinks and window alone, the control", {"method": "streamingllm"}),
 )
 
@@ -86,7 +95,8 @@ def cells_of(task: Task, budgets: tuple[int, ...], covering_budget: int) -> list
         budgets: budgets in tokens.
         covering_budget: a budget that covers the longest context, for tasks that run one.
     """
-    cells = [Cell(task, variant, budget) for variant in VARIANTS for budget in budgets]
+    variants = [v for v in VARIANTS if not v.engine or "control" in task.checks]
+    cells = [Cell(task, variant, budget) for variant in variants for budget in budgets]
     if "covering" in task.checks:
         cells.append(Cell(task, VARIANTS[0], covering_budget, covering=True))
     return cells

@@ -23,7 +23,8 @@ def table(tasks: Sequence[Task], budgets: Sequence[int], cells: Figures) -> str:
         rows = [["budget", *columns], ["KV cache read", *_shares(task, columns, cells)]]
         for variant in VARIANTS:
             found = [cells.get(f"{task.name}/{variant.name}/{column}") for column in columns]
-            rows.append([variant.name, *(_figure(cell) if cell else "-" for cell in found)])
+            if any(found):
+                rows.append([variant.name, *(_figure(cell) if cell else "-" for cell in found)])
         widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
         for row in rows:
             cells_text = (text.rjust(width) for text, width in zip(row, widths, strict=True))
@@ -80,8 +81,11 @@ def plot(path: Path, tasks: Sequence[Task], budgets: Sequence[int], cells: Figur
 def _panel(panel: Any, task: Task, budgets: Sequence[int], cells: Figures) -> None:
     full = cells[f"{task.name}/full/all"]
     needle = "accuracy" in full
-    for variant, style in zip(VARIANTS, ("o-", "s--", "x:"), strict=True):
-        points = [cells[f"{task.name}/{variant.name}/{budget}"] for budget in budgets]
+    for variant, style in zip(VARIANTS, ("o-", "s--", "d-.", "x:"), strict=True):
+        names = [f"{task.name}/{variant.name}/{budget}" for budget in budgets]
+        points = [cells[name] for name in names if name in cells]
+        if not points:
+            continue
         shares = [100 * point["share"] for point in points]
         values = [100 * point["accuracy"] if needle else point["kl"] for point in points]
         panel.plot(shares, values, style, label=variant.name)

@@ -53,12 +53,12 @@ NB_MODULE(_cpu, m) {
   nb::class_<kvr::LayerState>(m, "LayerState")
       .def("__init__",
            [](kvr::LayerState* self, int dtype, int kv_heads, int group, int head_size,
-              int page_size, float scale, uintptr_t index, uintptr_t prev_query,
-              uintptr_t prev_selection, int64_t prev_selection_stride) {
+              int page_size, int summary_size, float scale, uintptr_t index,
+              uintptr_t prev_query, uintptr_t prev_selection, int64_t prev_selection_stride) {
              new (self) kvr::LayerState{
-                 static_cast<kvr::DType>(dtype), kv_heads, group, head_size, page_size, scale,
-                 at<void>(index), at<void>(prev_query), at<int32_t>(prev_selection),
-                 prev_selection_stride};
+                 static_cast<kvr::DType>(dtype), kv_heads, group, head_size, page_size,
+                 summary_size, scale, at<void>(index), at<void>(prev_query),
+                 at<int32_t>(prev_selection), prev_selection_stride};
            });
 
   m.def(
@@ -112,6 +112,7 @@ NB_MODULE(_cpu, m) {
            })
       .def("release", &Cache::release)
       .def("take_failed_pages", &Cache::take_failed_pages)
+      .def("read_in_pieces", &Cache::read_in_pieces)
       .def("check", &Cache::check)
       .def("resident", &Cache::resident)
       .def_prop_ro("used", &Cache::used)

@@ -19,18 +19,19 @@ namespace kvr {
 namespace KVR_ISA {
 
 constexpr int kGroupBlock = 8;      // query heads scored together, one accumulator each
-constexpr int kChunk = 128;         // pages per scoring task
+constexpr int kChunk = 128;         // summaries per scoring task
 constexpr int kSerialKeys = 4096;   // work below which waking the other threads costs more
-constexpr int kSerialPages = 64;
+constexpr int kSerialScores = 64;
 
 // ---------------------------------------------------------------------------------------------
-// Page index: channel-wise min and max of the keys of a page (FreeKV, section 3.2)
+// Page index: channel-wise min and max of the keys of a page, or of parts of one (FreeKV,
+// section 3.2)
 // ---------------------------------------------------------------------------------------------
 
-// A maximal range of consecutive tokens that lie in one page.
+// A maximal range of consecutive tokens that one summary covers.
 struct Run {
-  int64_t page, first, last;  // tokens [first, last)
-  bool starts_page;           // holds the page's first token, so the old entry is void
+  int64_t entry, first, last;  // tokens [first, last)
+  bool starts;                 // holds the summary's first token, so the old one is void
 };
 
 static std::vector<Run>& find_runs(const IndexUpdate& u) {
@@ -39,12 +40,12 @@ static std::vector<Run>& find_runs(const IndexUpdate& u) {
   for (int64_t t = 0; t < u.num_tokens; ++t) {
     const int64_t slot = u.slot_mapping[t];
     if (slot < 0) continue;
-    const int64_t page = slot / u.layer.page_size;
-    const bool first = slot % u.layer.page_size == 0;
-    if (!first && !runs.empty() && runs.back().page == page && runs.back().last == t)
+    const int64_t entry = slot / u.layer.summary_size;
+    const bool first = slot % u.layer.summary_size == 0;
+    if (!first && !runs.empty() && runs.back().entry == entry && runs.back().last == t)
       runs.back().last = t + 1;
     else
-      runs.push_back({page, t, t + 1, first});
+      runs.push_back({entry, t, t + 1, first});
   }
   return runs;
 }
@@ -53,12 +54,12 @@ template <class E>
 static void update_run(const IndexUpdate& u, const Run& run) {
   const int d = u.layer.head_size, heads = u.layer.kv_heads;
   for (int h = 0; h < heads; ++h) {
-    E* lo = static_cast<E*>(u.layer.index) + (run.page * heads + h) * 2 * d;
+    E* lo = static_cast<E*>(u.layer.index) + (run.entry * heads + h) * 2 * d;
     E* hi = lo + d;
     for (int c = 0; c < d; c += kWidth) {
       const E* key = static_cast<const E*>(u.keys) + run.first * u.key_stride + h * d + c;
-      Floats a = run.starts_page ? E::load(key) : E::load(lo + c);
-      Floats b = run.starts_page ? a : E::load(hi + c);
+      Floats a = run.starts ? E::load(key) : E::load(lo + c);
+      Floats b = run.starts ? a : E::load(hi + c);
       for (int64_t t = run.first; t < run.last; ++t, key += u.key_stride) {
         const Floats k = E::load(key);
         a = min(a, k);
@@ -83,7 +84,7 @@ static void update_index_of(const IndexUpdate& u) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Scores: an upper bound of every q.k in the page, as relu(q).kmax + min(q, 0).kmin
+// Scores: an upper bound of every q.k in what a summary covers, as relu(q).kmax + min(q, 0).kmin
 // ---------------------------------------------------------------------------------------------
 
 // The query heads of one KV head, split by sign, with the scale folded in.
@@ -105,19 +106,32 @@ class SplitQuery {
   float *positive, *negative;
 };
 
-// Scores of pages [begin, end) for N query heads; out[g * out_stride + j].
+// The summaries of one KV head over a request's context, in its order.
+template <class E>
+struct Summaries {
+  const E* index;  // of the KV head
+  int64_t stride;  // elements from one entry to the next
+  const int32_t* pages;
+  int shift;       // log2 of the entries per page
+
+  const E* operator[](int j) const {
+    const int64_t entry = (int64_t(pages[j >> shift]) << shift) + (j & ((1 << shift) - 1));
+    return index + entry * stride;
+  }
+};
+
+// Scores of summaries [begin, end) for N query heads; out[g * out_stride + j].
 template <class E, int N>
-static void score_pages(const SplitQuery& q, int first_head, int d, const E* index,
-                        int64_t page_stride, const int32_t* pages, int begin, int end, float* out,
-                        int64_t out_stride) {
+static void score(const SplitQuery& q, int first_head, int d, const Summaries<E>& summaries,
+                  int begin, int end, float* out, int64_t out_stride) {
   const float* pos = q.positive + first_head * d;
   const float* neg = q.negative + first_head * d;
   for (int j = begin; j < end; ++j) {
     if (j + 4 < end) {
-      const char* ahead = reinterpret_cast<const char*>(index + pages[j + 4] * page_stride);
+      const char* ahead = reinterpret_cast<const char*>(summaries[j + 4]);
       for (size_t b = 0; b < 2 * d * sizeof(E); b += 64) __builtin_prefetch(ahead + b);
     }
-    const E* lo = index + pages[j] * page_stride;
+    const E* lo = summaries[j];
     const E* hi = lo + d;
     Floats acc[N] = {};
     for (int c = 0; c < d; c += kWidth) {
@@ -132,14 +146,14 @@ static void score_pages(const SplitQuery& q, int first_head, int d, const E* ind
 }
 
 template <class E>
-using ScoreFn = void (*)(const SplitQuery&, int, int, const E*, int64_t, const int32_t*, int, int,
-                         float*, int64_t);
+using ScoreFn = void (*)(const SplitQuery&, int, int, const Summaries<E>&, int, int, float*,
+                         int64_t);
 
 template <class E>
 static ScoreFn<E> score_fn(int heads) {
   static constexpr ScoreFn<E> kFns[kGroupBlock] = {
-      score_pages<E, 1>, score_pages<E, 2>, score_pages<E, 3>, score_pages<E, 4>,
-      score_pages<E, 5>, score_pages<E, 6>, score_pages<E, 7>, score_pages<E, 8>};
+      score<E, 1>, score<E, 2>, score<E, 3>, score<E, 4>,
+      score<E, 5>, score<E, 6>, score<E, 7>, score<E, 8>};
   return kFns[heads - 1];
 }
 
@@ -147,7 +161,7 @@ static ScoreFn<E> score_fn(int heads) {
 // Pooling and top-k
 // ---------------------------------------------------------------------------------------------
 
-// scores[g][0..n) -> scores[0][0..n): the mean over the group of softmax over the pages.
+// scores[g][0..n) -> scores[0][0..n): the mean over the group of softmax over j.
 // Rows are padded to a multiple of kWidth by the caller's stride; the padding is overwritten.
 static void pool_group(float* scores, int64_t stride, int group, int n) {
   const int padded = (n + kWidth - 1) / kWidth * kWidth;
@@ -170,6 +184,15 @@ static void pool_group(float* scores, int64_t stride, int group, int n) {
       if (g > 0) p += load_as<Floats>(scores + j);
       std::memcpy(scores + j, &p, sizeof p);
     }
+  }
+}
+
+// scores of n summaries -> scores of their pages: what their summaries have in all.
+static void sum_parts(float* scores, int n, int parts) {
+  for (int j = 0; j * parts < n; ++j) {
+    float total = 0;
+    for (int i = j * parts; i < std::min(n, (j + 1) * parts); ++i) total += scores[i];
+    scores[j] = total;
   }
 }
 
@@ -243,7 +266,11 @@ struct Planner {
         query_stride(p.query_stride) {}
 
   int group_elements() const { return layer.group * layer.head_size; }
+  int parts() const { return layer.page_size / layer.summary_size; }
   int pages(int row) const { return (rows.seq_lens[row] + layer.page_size - 1) / layer.page_size; }
+  int summaries(int row) const {
+    return (rows.seq_lens[row] + layer.summary_size - 1) / layer.summary_size;
+  }
   const int32_t* blocks(int row) const { return rows.block_table + row * rows.block_table_stride; }
   const E* query(int row, int head) const {
     return queries + row * query_stride + int64_t(head) * group_elements();
@@ -252,12 +279,12 @@ struct Planner {
   void score(int row, int head, int begin, int end, float* scores, int64_t stride) const {
     const int d = layer.head_size;
     const SplitQuery q(query(row, head), group_elements(), layer.scale);
-    const int64_t page_stride = int64_t(layer.kv_heads) * 2 * d;
-    const E* index = static_cast<const E*>(layer.index) + int64_t(head) * 2 * d;
+    const Summaries<E> summaries{static_cast<const E*>(layer.index) + int64_t(head) * 2 * d,
+                                 int64_t(layer.kv_heads) * 2 * d, blocks(row),
+                                 __builtin_ctz(parts())};
     for (int g = 0; g < layer.group; g += kGroupBlock) {
       const int heads = std::min(kGroupBlock, layer.group - g);
-      score_fn<E>(heads)(q, g, d, index, page_stride, blocks(row), begin, end, scores + g * stride,
-                         stride);
+      score_fn<E>(heads)(q, g, d, summaries, begin, end, scores + g * stride, stride);
     }
   }
 
@@ -282,7 +309,8 @@ struct Planner {
       const bool correct = must_correct(row, q, prev);
       if (!correct)
         for (int i = 0; i < k; ++i) append(kept[i]);
-      pool_group(scores, stride, layer.group, n);
+      pool_group(scores, stride, layer.group, summaries(row));
+      if (parts() > 1) sum_parts(scores, summaries(row), parts());
       top_k(scores + sink, n - sink - window, k, sink, kept);
       if (correct) {
         for (int i = 0; i < k; ++i) append(kept[i]);
@@ -307,27 +335,27 @@ static void plan_decode_of(const DecodePlan& p) {
   const Planner<E> planner(p);
   const DecodeRows& rows = p.rows;
   const int heads = p.layer.kv_heads;
-  int most_pages = 0;
+  int most = 0;  // summaries of a row
   for (int r = 0; r < rows.rows; ++r)
-    if (rows.select_pages[r] > 0) most_pages = std::max(most_pages, planner.pages(r));
+    if (rows.select_pages[r] > 0) most = std::max(most, planner.summaries(r));
   // Scores of a wave of (row, head) units at a time: the scratch stays bounded however large the
   // batch, and all threads share the scoring of a single long request.
   const int units = rows.rows * heads;
   const int wave = std::min(units, 4 * omp_get_max_threads());
-  const int chunks = (most_pages + kChunk - 1) / kChunk;
+  const int chunks = (most + kChunk - 1) / kChunk;
   const int64_t stride = int64_t(chunks) * kChunk;
   const int64_t unit_stride = p.layer.group * stride;
   static std::vector<float> scratch;  // plans are made one at a time
   if (scratch.size() < static_cast<size_t>(wave * unit_stride)) scratch.resize(wave * unit_stride);
   float* scores = scratch.data();
-#pragma omp parallel if (int64_t(units) * most_pages > kSerialPages)
+#pragma omp parallel if (int64_t(units) * most > kSerialScores)
   for (int first = 0; first < units; first += wave) {
     const int count = std::min(wave, units - first);
 #pragma omp for schedule(dynamic, 1)
     for (int task = 0; task < count * chunks; ++task) {
       const int unit = task / chunks, begin = task % chunks * kChunk;
       const int row = (first + unit) / heads, head = (first + unit) % heads;
-      const int end = std::min(begin + kChunk, planner.pages(row));
+      const int end = std::min(begin + kChunk, planner.summaries(row));
       if (rows.select_pages[row] > 0 && begin < end)
         planner.score(row, head, begin, end, scores + unit * unit_stride, stride);
     }

@@ -31,8 +31,10 @@ struct DecodeRows {
 struct LayerState {
   DType dtype;
   int32_t kv_heads, group, head_size, page_size;
+  int32_t summary_size;          // tokens per entry of the index; page_size over a power of two
   float scale;                   // softmax scale of the layer
-  void* index;                   // [pages, kv_heads, 2 (min, max), head_size]
+  void* index;                   // [pages * page_size / summary_size, kv_heads, 2 (min, max),
+                                 // head_size]
   void* prev_query;              // [state slots, kv_heads * group, head_size]
   int32_t* prev_selection;       // [state slots, kv_heads, prev_selection_stride]
   int64_t prev_selection_stride;

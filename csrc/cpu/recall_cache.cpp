@@ -37,9 +37,9 @@ bool read_fully(int fd, char* to, size_t bytes, off_t offset) {
 }  // namespace
 
 RecallCache::RecallCache(const RecallCacheConfig& config)
-    : config_(config), slot_of_(config.units, kNone), unit_of_(config.slots, kNone),
-      pins_(config.slots, 0), stamp_(config.slots, 0), older_(config.slots + 1),
-      newer_(config.slots + 1), pinned_by_(config.requests) {
+    : config_(config), piece_bytes_(config.unit_bytes), slot_of_(config.units, kNone),
+      unit_of_(config.slots, kNone), pins_(config.slots, 0), stamp_(config.slots, 0),
+      older_(config.slots + 1), newer_(config.slots + 1), pinned_by_(config.requests) {
   older_[config.slots] = newer_[config.slots] = config.slots;
   free_.reserve(config.slots);
   for (int32_t slot = config.slots - 1; slot >= 0; --slot) free_.push_back(slot);
@@ -252,7 +252,12 @@ void RecallCache::read(const std::vector<Read>& reads, size_t begin, size_t end)
   for (size_t i = begin; i < end; ++i) {
     const auto [unit, slot] = reads[i];
     const off_t offset = config_.offset + unit * config_.unit_bytes;
-    if (read_fully(config_.fd, slot_at(slot), config_.unit_bytes, offset)) continue;
+    bool complete = true;
+    for (int64_t done = 0; complete && done < config_.unit_bytes; done += piece_bytes_) {
+      const int64_t bytes = std::min(piece_bytes_, config_.unit_bytes - done);
+      complete = read_fully(config_.fd, slot_at(slot) + done, bytes, offset + done);
+    }
+    if (complete) continue;
     std::memset(slot_at(slot), 0, config_.unit_bytes);
     const std::lock_guard<std::mutex> lock(mutex_);
     failed_.push_back(unit);

@@ -50,6 +50,9 @@ class RecallCache {
   // Pages found unreadable since the last call. Their slots are given up. Does not wait for what is
   // being read ahead: a failure there is known before anyone attends to the page.
   std::vector<int64_t> take_failed_pages();
+  // Read a unit in pieces from now on, as a home would have to be in which it does not lie in one:
+  // the cost of another layout, for benchmarks. Not to be called during a step.
+  void read_in_pieces(int64_t bytes) { piece_bytes_ = bytes; }
   // What is wrong with the bookkeeping, or with a slot's contents; empty if nothing.
   std::string check();
 
@@ -82,6 +85,7 @@ class RecallCache {
   void join();
 
   RecallCacheConfig config_;
+  int64_t piece_bytes_;           // of one read call
   std::vector<int32_t> slot_of_;  // per unit
   std::vector<int32_t> unit_of_;  // per slot; kNone: free
   std::vector<int32_t> pins_;     // per slot

@@ -63,10 +63,10 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             ValueError: vLLM's pages are not those of the state.
         """
         pages, kv_heads, page_size, _ = kv_cache.shape
-        if (pages, kv_heads, page_size) != (state.index.shape[0], state.kv_heads, state.page_size):
+        if (pages, kv_heads, page_size) != (state.pages, state.kv_heads, state.page_size):
             raise ValueError(
                 f"KV cache of {pages} pages, {kv_heads} heads, {page_size} tokens does not match "
-                f"the page index {tuple(state.index.shape)} of pages of {state.page_size}"
+                f"a page index for {state.pages} of {state.kv_heads} and {state.page_size}"
             )
         single_head = kv_cache.view(pages * kv_heads, 1, 2 * page_size, self.head_size)
         self.page_keys, self.page_values = single_head.chunk(2, dim=2)

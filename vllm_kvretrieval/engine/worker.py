@@ -60,9 +60,9 @@ class RetrievalCPUWorker(CPUWorker):
         if self.tiers is not None:
             return self.tiers.home + self.tiers.dense
         if self.cache_config.kv_cache_memory_bytes is None:
-            # Minimum and maximum of a page's keys beside its keys and values: one in page_size.
-            page_size = self.retrieval_config.page_size
-            available = fast * page_size // (page_size + 1)
+            # A minimum and a maximum beside the keys and values of summary_size tokens.
+            per_summary = self.retrieval_config.tokens_per_summary
+            available = fast * per_summary // (per_summary + 1)
         return available
 
     def _plan_tiers(self, fast: int) -> Tiers | None:
@@ -90,7 +90,7 @@ class RetrievalCPUWorker(CPUWorker):
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_model_len=self.model_config.max_model_len,
         )
-        if config.home == "auto" and cache.fits_in(fast, config.page_size):
+        if config.home == "auto" and cache.fits_in(fast, config.tokens_per_summary):
             return None
         return Tiers.plan(config, cache, fast, self.cache_config.num_gpu_blocks_override)
 
@@ -173,6 +173,7 @@ class RetrievalCPUWorker(CPUWorker):
             head_size=impl.head_size,
             max_selected=min(max(budget.select, 1), longest),
             page_size=page_size,
+            summary_size=self.retrieval_config.tokens_per_summary,
             scale=impl.scale,
             dtype=kv_cache.dtype,
         )

@@ -107,6 +107,7 @@ class RecallCache:
         self.release = self._cache.release
         self.take_failed_pages = self._cache.take_failed_pages
         self.resident = self._cache.resident
+        self.read_in_pieces = self._cache.read_in_pieces
         self.check = self._cache.check
 
     @property
@@ -178,6 +179,7 @@ def _bind_layer(state: LayerState) -> "_cpu.LayerState":
         state.group,
         state.head_size,
         state.page_size,
+        state.summary_size,
         state.scale,
         state.index.data_ptr(),
         state.prev_query.data_ptr(),

@@ -12,8 +12,8 @@ def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, state: LayerStat
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot < 0:
             continue
-        page, offset = divmod(slot, state.page_size)
-        minimum, maximum = state.index[page].unbind(1)
+        entry, offset = divmod(slot, state.summary_size)
+        minimum, maximum = state.index[entry].unbind(1)
         if offset == 0:
             minimum.copy_(key[token])
             maximum.copy_(key[token])
@@ -28,6 +28,9 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, state: LayerState) -> Non
         slot = int(rows.slots[r])
         num_pages = -(-int(rows.seq_lens[r]) // state.page_size)
         pages = rows.block_table[r, :num_pages].long()
+        parts = state.page_size // state.summary_size
+        entries = (pages[:, None] * parts + torch.arange(parts)).flatten()
+        entries = entries[: -(-int(rows.seq_lens[r]) // state.summary_size)]
         sink, window, select = (
             int(t[r]) for t in (rows.sink_pages, rows.window_pages, rows.select_pages)
         )
@@ -40,7 +43,7 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, state: LayerState) -> Non
                 chosen = torch.empty(0, dtype=torch.int64)
                 if select > 0:
                     best = sink + top_pages(
-                        page_scores(grouped[head], state.index[pages, head], state.scale)[
+                        page_scores(grouped[head], state.index[entries, head], state.scale, parts)[
                             sink : num_pages - window
                         ],
                         select,
@@ -76,21 +79,25 @@ def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor)
     halves[:, :, 1] = values.transpose(1, 2).flatten(2)
 
 
-def page_scores(query: torch.Tensor, index: torch.Tensor, scale: float) -> torch.Tensor:
+def page_scores(
+    query: torch.Tensor, index: torch.Tensor, scale: float, parts: int
+) -> torch.Tensor:
     """Pooled score of every page for one KV head (FreeKV, section 3.2).
 
     Args:
         query: [group, head_size].
-        index: [pages, 2, head_size]; minimum and maximum of each page's keys.
+        index: [entries, 2, head_size]; minimum and maximum of the keys that each covers.
         scale: Softmax scale.
+        parts: Entries per page; the last page may have fewer.
 
     Returns:
-        float32 [pages]: the mean over the group of the softmax over pages of the upper bound
-        ``sum_c max(q_c * min_c, q_c * max_c) * scale``.
+        float32 [pages]: the mean over the group of the softmax over entries of the upper bound
+        ``sum_c max(q_c * min_c, q_c * max_c) * scale``, summed over the page's entries.
     """
     products = query.float()[:, None, None, :] * index.float()
     bounds = products.amax(dim=2).sum(dim=-1) * scale
-    return bounds.softmax(dim=-1).mean(dim=0)
+    scores = bounds.softmax(dim=-1).mean(dim=0)
+    return torch.stack([page.sum() for page in scores.split(parts)])
 
 
 def top_pages(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -50,12 +50,14 @@ class LayerState:
     """What one layer keeps for retrieval.
 
     Attributes:
-        index: [pages, kv_heads, 2, head_size] in the KV cache's dtype; channel-wise minimum and
-            maximum of the keys of each page, keyed by vLLM's page id.
+        index: [pages * page_size / summary_size, kv_heads, 2, head_size] in the KV cache's dtype;
+            channel-wise minimum and maximum of ``summary_size`` keys. A page, by vLLM's page id,
+            has ``page_size / summary_size`` entries in a row.
         prev_query: [S, kv_heads * group, head_size]; each request's query of its last decode step.
         prev_selection: int32 [S, kv_heads, max selected pages]; positions in the context of the
             pages that this query selected, in rising order.
         page_size: Tokens per page.
+        summary_size: Tokens per entry of the index; ``page_size`` over a power of two.
         scale: Softmax scale of the layer.
         handle: The implementation's own view of these tensors, made on first use.
     """
@@ -64,6 +66,7 @@ class LayerState:
     prev_query: torch.Tensor
     prev_selection: torch.Tensor
     page_size: int
+    summary_size: int
     scale: float
     handle: Any = None
 
@@ -78,17 +81,23 @@ class LayerState:
         head_size: int,
         max_selected: int,
         page_size: int,
+        summary_size: int,
         scale: float,
         dtype: torch.dtype,
     ) -> "LayerState":
         """State for ``slots`` requests over ``pages`` pages; its contents are undefined."""
         return cls(
-            torch.empty(pages, kv_heads, 2, head_size, dtype=dtype),
+            torch.empty(pages * page_size // summary_size, kv_heads, 2, head_size, dtype=dtype),
             torch.empty(slots, kv_heads * group, head_size, dtype=dtype),
             torch.zeros(slots, kv_heads, max_selected, dtype=torch.int32),
             page_size,
+            summary_size,
             scale,
         )
+
+    @property
+    def pages(self) -> int:
+        return self.index.shape[0] * self.summary_size // self.page_size
 
     @property
     def kv_heads(self) -> int:
@@ -112,8 +121,8 @@ class Ops(Protocol):
     ) -> None:
         """Take newly written keys into the page index (FreeKV, section 3.2).
 
-        The first token of a page voids the page's old entry, so recycled pages start afresh. Bytes
-        moved: the keys once, and ``4 * head_size`` elements per (page touched, KV head).
+        The first token of an entry voids what it held, so recycled pages start afresh. Bytes
+        moved: the keys once, and ``4 * head_size`` elements per (entry touched, KV head).
 
         Args:
             key: [>= T, kv_heads, head_size]; tokens may be strided.
@@ -127,12 +136,13 @@ class Ops(Protocol):
         """Decide which pages each (row, KV head) attends to, and remember the step.
 
         Per row and KV head, as FreeKV's sections 3.2 and 3.3 state it: compare the query with the
-        previous step's (cosine, mean over the group); score every page with an upper bound of its
-        attention scores, pool them over the group as the mean of their softmax over all pages, and
-        select the best ``select_pages`` between sink and window. A head below the threshold, or
-        fresh, attends to this new selection, any other to that of the previous step; the new one is
-        kept for the next. Ties go to the earlier page. Bytes moved: ``2 * head_size`` elements of
-        index per (page of context, KV head).
+        previous step's (cosine, mean over the group); score every entry of the index with an upper
+        bound of its attention scores, pool them over the group as the mean of their softmax over
+        all entries, add up each page's, and select the best ``select_pages`` between sink and
+        window. A head below the threshold, or fresh, attends to this new selection, any other to
+        that of the previous step; the new one is kept for the next. Ties go to the earlier page.
+        Bytes moved: ``2 * head_size`` elements of index per (``summary_size`` tokens of context,
+        KV head).
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided.

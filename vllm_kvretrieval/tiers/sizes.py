@@ -42,10 +42,10 @@ class Cache:
         """For as many of the longest requests as may run at once; one block is vLLM's own."""
         return self.max_num_seqs * self.blocks_per_request + 1
 
-    def fits_in(self, fast: int, page_size: int) -> bool:
+    def fits_in(self, fast: int, tokens_per_summary: int) -> bool:
         """Whether ``blocks_wanted`` fit in so many bytes, page index included."""
         layers = self.retrieval_layers + self.dense_layers
-        index = self.retrieval_layers * self.block_bytes // page_size
+        index = self.retrieval_layers * self.block_bytes // tokens_per_summary
         return self.blocks_wanted * (layers * self.block_bytes + index) <= fast
 
 
@@ -99,7 +99,7 @@ class Tiers:
         unit_bytes = cache.block_bytes * blocks // units
         dense = blocks * cache.dense_layers * cache.block_bytes
         books = cache.retrieval_layers * units * BOOKS_PER_UNIT
-        index = blocks * block_bytes // config.page_size + books
+        index = blocks * block_bytes // config.tokens_per_summary + books
         left = fast - dense - index
         if config.recall_cache_bytes is not None and config.recall_cache_bytes > left:
             raise RetrievalConfigError(
