@@ -4,9 +4,9 @@
 
 Everything passes through the real engine's decode path. Per model, stock vLLM answers every task
 once (the reference, kept in benchmarks/results/.reference), then one retrieval engine answers it
-under every variant and budget that can be set per request; its prefix cache holds the prompts, so
-each is prefilled once. Every figure is stored when it is ready, so an interrupted run picks up where it
-was. Exits with 1 when a criterion fails, with 2 when it could not run.
+under every variant and budget that a request can ask for; its prefix cache holds the prompts, so
+each is prefilled once. Every figure is stored when it is ready, so an interrupted run picks up
+where it was. Exits with 1 when a criterion fails, with 2 when it could not run.
 """
 
 from __future__ import annotations

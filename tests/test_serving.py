@@ -1,8 +1,6 @@
 """`vllm serve` as a user starts it: torch.compile, HTTP, clients that come and go."""
 
-import re
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import openai

@@ -27,9 +27,9 @@ HELP = {
     "sink": "tokens at the start of the context, always attended to (default: budget / 16)",
     "window": "most recent tokens, always attended to (default: budget / 16, at least two pages)",
     "page_size": f"tokens per page, the unit of retrieval, one of {PAGE_SIZES} (default: 32)",
-    "summary_size": "tokens per entry of the page index, page_size or less; smaller ones tell pages "
-    f"apart better and cost memory and time in proportion, one of {SUMMARY_SIZES} (default: the "
-    "page size)",
+    "summary_size": "tokens per entry of the page index, page_size or less; smaller ones tell "
+    f"pages apart better, and cost memory and time in proportion, one of {SUMMARY_SIZES} (default: "
+    "the page size)",
     "correction_threshold": "a KV head whose query has a lower cosine similarity to the previous "
     "step's selects anew before attention; 1 selects at every step, -1 never corrects "
     "(default: 0.9)",
@@ -111,8 +111,8 @@ class RetrievalConfig:
             size = _require_int("summary_size", self.summary_size)
             if size not in SUMMARY_SIZES or size > self.page_size:
                 raise RetrievalConfigError(
-                    f"summary_size={size} is not supported with page_size={self.page_size}; use one "
-                    f"of {tuple(s for s in SUMMARY_SIZES if s <= self.page_size)}."
+                    f"summary_size={size} is not supported with page_size={self.page_size}; use "
+                    f"one of {tuple(s for s in SUMMARY_SIZES if s <= self.page_size)}."
                 )
         if self.dense_layers < 0:
             raise RetrievalConfigError(

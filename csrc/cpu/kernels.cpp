@@ -18,7 +18,9 @@
 namespace kvr {
 namespace KVR_ISA {
 
-constexpr int kGroupBlock = 8;      // query heads scored together, one accumulator each
+constexpr int kGroupBlock = 8;      // query heads scored together
+constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // of scores, that registers have room for
+constexpr int kAhead = 8;           // summaries to fetch ahead
 constexpr int kChunk = 128;         // summaries per scoring task
 constexpr int kSerialKeys = 4096;   // work below which waking the other threads costs more
 constexpr int kSerialScores = 64;
@@ -120,29 +122,48 @@ struct Summaries {
   }
 };
 
+// Scores of P adjacent summaries from j on, for N query heads; out[g * out_stride + j]. More of them
+// at a time share what is loaded of the queries.
+template <class E, int N, int P>
+static void score_together(const float* pos, const float* neg, int d, const Summaries<E>& summaries,
+                           int j, float* out, int64_t out_stride) {
+  const E* lo[P];
+  for (int p = 0; p < P; ++p) lo[p] = summaries[j + p];
+  Floats acc[N][P] = {};
+  for (int c = 0; c < d; c += kWidth) {
+    Floats kmin[P], kmax[P];
+    for (int p = 0; p < P; ++p) {
+      kmin[p] = E::load(lo[p] + c);
+      kmax[p] = E::load(lo[p] + d + c);
+    }
+    for (int g = 0; g < N; ++g) {
+      const Floats a = load_as<Floats>(pos + g * d + c), b = load_as<Floats>(neg + g * d + c);
+      for (int p = 0; p < P; ++p) {
+        acc[g][p] += a * kmax[p];
+        acc[g][p] += b * kmin[p];
+      }
+    }
+  }
+  for (int g = 0; g < N; ++g)
+    for (int p = 0; p < P; ++p) out[g * out_stride + j + p] = sum(acc[g][p]);
+}
+
 // Scores of summaries [begin, end) for N query heads; out[g * out_stride + j].
 template <class E, int N>
 static void score(const SplitQuery& q, int first_head, int d, const Summaries<E>& summaries,
                   int begin, int end, float* out, int64_t out_stride) {
+  constexpr int kTogether = std::clamp(kAccumulators / N, 1, 4);
   const float* pos = q.positive + first_head * d;
   const float* neg = q.negative + first_head * d;
-  for (int j = begin; j < end; ++j) {
-    if (j + 4 < end) {
-      const char* ahead = reinterpret_cast<const char*>(summaries[j + 4]);
+  int j = begin;
+  for (; j + kTogether <= end; j += kTogether) {
+    for (int next = j + kAhead; next < std::min(j + kAhead + kTogether, end); ++next) {
+      const char* ahead = reinterpret_cast<const char*>(summaries[next]);
       for (size_t b = 0; b < 2 * d * sizeof(E); b += 64) __builtin_prefetch(ahead + b);
     }
-    const E* lo = summaries[j];
-    const E* hi = lo + d;
-    Floats acc[N] = {};
-    for (int c = 0; c < d; c += kWidth) {
-      const Floats kmin = E::load(lo + c), kmax = E::load(hi + c);
-      for (int g = 0; g < N; ++g) {
-        acc[g] += load_as<Floats>(pos + g * d + c) * kmax;
-        acc[g] += load_as<Floats>(neg + g * d + c) * kmin;
-      }
-    }
-    for (int g = 0; g < N; ++g) out[g * out_stride + j] = sum(acc[g]);
+    score_together<E, N, kTogether>(pos, neg, d, summaries, j, out, out_stride);
   }
+  for (; j < end; ++j) score_together<E, N, 1>(pos, neg, d, summaries, j, out, out_stride);
 }
 
 template <class E>
@@ -338,31 +359,32 @@ static void plan_decode_of(const DecodePlan& p) {
   int most = 0;  // summaries of a row
   for (int r = 0; r < rows.rows; ++r)
     if (rows.select_pages[r] > 0) most = std::max(most, planner.summaries(r));
-  // Scores of a wave of (row, head) units at a time: the scratch stays bounded however large the
-  // batch, and all threads share the scoring of a single long request.
-  const int units = rows.rows * heads;
-  const int wave = std::min(units, 4 * omp_get_max_threads());
+  // Scores of a wave of rows at a time: the scratch stays bounded however large the batch, and all
+  // threads share the scoring of a single long request. A task scores a stretch of the index for all
+  // KV heads, whose entries lie side by side.
+  const int wave = std::min<int>(rows.rows, (4 * omp_get_max_threads() + heads - 1) / heads);
   const int chunks = (most + kChunk - 1) / kChunk;
   const int64_t stride = int64_t(chunks) * kChunk;
   const int64_t unit_stride = p.layer.group * stride;
   static std::vector<float> scratch;  // plans are made one at a time
-  if (scratch.size() < static_cast<size_t>(wave * unit_stride)) scratch.resize(wave * unit_stride);
+  const size_t needed = wave * heads * unit_stride;
+  if (scratch.size() < needed) scratch.resize(needed);
   float* scores = scratch.data();
-#pragma omp parallel if (int64_t(units) * most > kSerialScores)
-  for (int first = 0; first < units; first += wave) {
-    const int count = std::min(wave, units - first);
+#pragma omp parallel if (int64_t(rows.rows) * heads * most > kSerialScores)
+  for (int first = 0; first < rows.rows; first += wave) {
+    const int count = std::min(wave, rows.rows - first);
 #pragma omp for schedule(dynamic, 1)
     for (int task = 0; task < count * chunks; ++task) {
-      const int unit = task / chunks, begin = task % chunks * kChunk;
-      const int row = (first + unit) / heads, head = (first + unit) % heads;
+      const int row = first + task / chunks, begin = task % chunks * kChunk;
       const int end = std::min(begin + kChunk, planner.summaries(row));
-      if (rows.select_pages[row] > 0 && begin < end)
-        planner.score(row, head, begin, end, scores + unit * unit_stride, stride);
+      if (rows.select_pages[row] <= 0 || begin >= end) continue;
+      for (int head = 0; head < heads; ++head)
+        planner.score(row, head, begin, end,
+                      scores + ((row - first) * heads + head) * unit_stride, stride);
     }
 #pragma omp for schedule(dynamic, 1)
-    for (int unit = 0; unit < count; ++unit)
-      planner.select((first + unit) / heads, (first + unit) % heads, scores + unit * unit_stride,
-                     stride);
+    for (int unit = 0; unit < count * heads; ++unit)
+      planner.select(first + unit / heads, unit % heads, scores + unit * unit_stride, stride);
   }
 }
 

@@ -79,9 +79,7 @@ def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor)
     halves[:, :, 1] = values.transpose(1, 2).flatten(2)
 
 
-def page_scores(
-    query: torch.Tensor, index: torch.Tensor, scale: float, parts: int
-) -> torch.Tensor:
+def page_scores(query: torch.Tensor, index: torch.Tensor, scale: float, parts: int) -> torch.Tensor:
     """Pooled score of every page for one KV head (FreeKV, section 3.2).
 
     Args:
