@@ -112,6 +112,7 @@ class Bench:
         self._settings = settings
         self._documents = documents
         self._tokens = settings.steps + WARM_STEPS + 1
+        self._seen: dict[int, list[list[int]]] = {}  # context -> a document, prefilled last
 
     def context(self, context: int, batches: Sequence[int], profile: bool) -> Iterator[Cell]:
         """The cells of one context length, in rising batch size; contexts end at `context`.
@@ -149,6 +150,7 @@ class Bench:
     def _cell(self, context: int, prefills: Sequence[Prefill], profile: bool) -> Cell:
         """Decode times on the documents prefilled last, beside the prefill times."""
         prompts = prefills[-1].prompts
+        self._seen[context] = prompts[-1:]
         decodes = [
             self._pair(turn, f"decode {turn} of {len(prompts)}", prompts, self._tokens)
             for turn in range(1, 1 + decode_repeats(context, self._settings))
@@ -164,6 +166,29 @@ class Bench:
             if profile:
                 cell["engines"][engine.name] |= self._profile(engine, prompts)
         return cell
+
+    def flatness(self, short: int, long: int) -> dict[str, Any]:
+        """The counterpart's own step at two context lengths in turn, batch 1.
+
+        Neighbouring measurements are compared: the cells of two contexts lie an hour apart.
+        """
+        engine = self._engines[1]
+        prompts = {
+            context: self._seen.get(context) or self._documents.take(1, context - self._tokens)
+            for context in (short, long)
+        }
+        engine.resume()
+        for context, prompt in prompts.items():
+            self._status.set(f"flatness: prefill of {context:,}")
+            engine.generate(prompt, 1)
+        runs: dict[int, list[float]] = {short: [], long: []}
+        for turn in range(2 * self._settings.repeats):
+            for context in (short, long) if turn % 2 else (long, short):
+                self._status.set(f"flatness: {context:,}, {turn + 1}")
+                timing = engine.generate(prompts[context], self._tokens, self._settings.temperature)
+                runs[context].append(decode_report.spread(self._steps(timing))["mean"])
+        engine.pause()
+        return {"contexts": [short, long], "step_ms": [runs[short], runs[long]]}
 
     def warm_up(self, context: int) -> None:
         """Let both engines meet every kind of work once; contexts end at `context` tokens."""
@@ -313,17 +338,17 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def earlier_cells(path: Path, settings: Settings) -> list[Cell]:
-    """The cells of an interrupted run with the same settings.
+def earlier(path: Path, settings: Settings) -> dict[str, Any]:
+    """What an interrupted run with the same settings has measured.
 
     Raises `SystemExit` where the file comes from other settings.
     """
     stored = read_json(path)
     if stored is None:
-        return []
+        return {}
     if stored["settings"] != asdict(settings):
         sys.exit(f"{path} was made with other settings: drop --resume or name another --output")
-    return list(stored["cells"])
+    return {key: stored[key] for key in ("cells", "flatness") if key in stored}
 
 
 def todo(args: argparse.Namespace, done: list[Cell], first: str) -> dict[int, list[int]]:
@@ -349,7 +374,9 @@ def measure(
     for start_order in (specs, specs[::-1]):
         first = start_order[0].name
         missing = todo(args, store["cells"], first)
-        if not missing:
+        beyond = [context for context in args.contexts if context >= 2 * settings.budget]
+        flat = first == STOCK and len(beyond) > 1 and 1 in args.batches and "flatness" not in store
+        if not missing and not flat:
             continue
         with ExitStack() as stack:
             engines = {}
@@ -372,6 +399,10 @@ def measure(
                     status.clear()
                     (of_this_order,) = decode_report.pooled([cell])
                     print(decode_report.row(of_this_order), flush=True)
+            if flat:
+                store["flatness"] = bench.flatness(min(beyond), max(beyond))
+                write_json(args.output, store)
+                status.clear()
 
 
 def _matters(variable: str) -> bool:
@@ -402,19 +433,20 @@ def main() -> None:
         enforce_eager=args.enforce_eager,
     )
     specs = engine_specs(args.model, settings, config, longest, batch)
-    done = earlier_cells(args.output, settings) if args.resume else []
+    done = earlier(args.output, settings) if args.resume else {}
     store = result_header(MODULE) | {
         "environment": {name: os.environ[name] for name in sorted(os.environ) if _matters(name)},
         "settings": asdict(settings),
-        "cells": done,
+        "cells": [],
     }
+    store |= done
     try:
         measure(args, settings, specs, store)
     except EngineError as error:
         sys.exit(f"\n{error}")
     except KeyboardInterrupt:
         sys.exit("\ninterrupted; --resume continues after the last complete cell")
-    store["acceptance"] = decode_report.acceptance(store["cells"], settings.budget)
+    store["acceptance"] = decode_report.acceptance(store)
     write_json(args.output, store)
     plot = args.output.with_suffix(".png")
     decode_report.plot(store, plot)

@@ -145,11 +145,17 @@ def row(cell: Cell) -> str:
     )
 
 
-def acceptance(cells: Sequence[Cell], budget: int) -> list[dict[str, Any]]:
+def flatness(measured: dict[str, Any]) -> float:
+    """The longer context's step over the shorter one's: the median over neighbouring repeats."""
+    short, long = measured["step_ms"]
+    return statistics.median(b / a for a, b in zip(short, long, strict=True))
+
+
+def acceptance(store: dict[str, Any]) -> list[dict[str, Any]]:
     """The targets, what was measured, and whether it is enough (None: not measured)."""
-    cells = pooled(cells)
+    cells, budget = pooled(store["cells"]), store["settings"]["budget"]
     by_size = {(cell["context"], cell["batch"]): cell for cell in cells}
-    long, short = 32768, 2048
+    long = 32768
     verdicts: list[dict[str, Any]] = []
 
     def judge(target: str, measure: Callable[[], float], limit: float, at_least: bool) -> None:
@@ -164,11 +170,6 @@ def acceptance(cells: Sequence[Cell], budget: int) -> list[dict[str, Any]]:
     def speed_up(batch: int) -> float:
         return 1 / by_size[long, batch]["decode_ratio"]
 
-    def flatness() -> float:
-        cell = by_size[long, 1]
-        name = pair(cell)[1]
-        return step_ms(cell, name) / step_ms(by_size[short, 1], name)
-
     def within_budget() -> float:
         return max(cell["decode_ratio"] for cell in cells if cell["context"] <= budget)
 
@@ -177,7 +178,9 @@ def acceptance(cells: Sequence[Cell], budget: int) -> list[dict[str, Any]]:
 
     judge(f"decode at {long:,}, batch 1: speed-up over stock", lambda: speed_up(1), 2.0, True)
     judge(f"decode at {long:,}, batch 4: speed-up over stock", lambda: speed_up(4), 3.5, True)
-    judge(f"own step at {long:,} over own step at {short:,}, batch 1", flatness, 1.2, False)
+    short, longest = store.get("flatness", {}).get("contexts", ("shortest", "longest"))
+    target = f"own step at {longest} over own step at {short}, batch 1"
+    judge(target, lambda: flatness(store["flatness"]), 1.2, False)
     judge("decode within the budget, over stock, worst cell", within_budget, 1.03, False)
     judge("prefill beyond the budget, over stock, worst cell", prefill, 1.05, False)
     return verdicts

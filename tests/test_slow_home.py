@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 BUDGET = {"budget": 128, "sink": 32, "window": 32}  # in pages: 1, 1, and 2 selected
 LAYERS, KV_HEADS, HEAD_SIZE = 4, 4, 64
 SEQUENCES = 4
-REQUESTS = 200  # of a random life
+REQUESTS = 160  # of a random life
 BLOCKS = 26
 CHUNK = 256
 LEAST_SLOTS = SEQUENCES * KV_HEADS * 4
@@ -98,7 +98,7 @@ def life(count):
         step += integer(0, 24)
         requests.append(
             Request(
-                shared + prompt(integer(1, 600), 300 + i),
+                shared + prompt(integer(1, 1000), 300 + i),
                 integer(2, 90),
                 options[integer(0, len(options))],
                 arrives=step,
