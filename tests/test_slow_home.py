@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 BUDGET = {"budget": 128, "sink": 32, "window": 32}  # in pages: 1, 1, and 2 selected
 LAYERS, KV_HEADS, HEAD_SIZE = 4, 4, 64
 SEQUENCES = 4
-REQUESTS = 160  # of a random life
+REQUESTS = 185  # of a random life
 BLOCKS = 26
 CHUNK = 256
 LEAST_SLOTS = SEQUENCES * KV_HEADS * 4
@@ -168,7 +168,8 @@ def test_same_answers_as_in_memory(llm, expected):
     assert max(map(max, filter(None, steps))) > 2000
     preempted = [s for s in steps if any(b - a > 5 for a, b in pairwise(s))]
     shared = [answer for answer in results["life"] if answer["cached"]]
-    assert min(len(preempted), len(shared)) > 5
+    assert len(preempted) >= 3
+    assert len(shared) > 50
 
 
 def test_metrics(llm):
