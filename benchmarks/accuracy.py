@@ -111,10 +111,11 @@ class Benchmark:
                 else:
                     self.figures[cell.name] = stored
         todo = [(job, cell) for job in jobs for cell in job.todo]
-        for engine in catalogue.ENGINES:
+        while todo:  # one engine after the other
+            engine = todo[0][1].variant.engine
             chosen = [(job, cell) for job, cell in todo if cell.variant.engine == engine]
-            if chosen:
-                self._run_on(engine, chosen, model, context, tokenizer)
+            todo = [(job, cell) for job, cell in todo if cell.variant.engine != engine]
+            self._run_on(engine, chosen, model, context, tokenizer)
 
     def _run_on(
         self,
