@@ -95,13 +95,16 @@ class Steady:
     def __init__(self, args: argparse.Namespace, engines: Sequence[EngineProcess]) -> None:
         self._args = args
         self._engines = {engine.name: engine for engine in engines}
-        self._documents = Documents(args.model)
         self._tokens = args.steps + WARM_STEPS + 1
+        longest = max(args.contexts) - self._tokens
+        # Shorter contexts are their beginnings, and small batches the first of them: vLLM's prefix
+        # cache then knows what has been read already.
+        self._documents = Documents(args.model).take(max(args.batches), longest)
         self._status = Status()
 
     def cell(self, context: int, batch: int) -> list[dict[str, Any]]:
         """One row per variant."""
-        prompts = self._documents.take(batch, context - self._tokens)
+        prompts = [text[: context - self._tokens] for text in self._documents[:batch]]
         for engine in self._engines.values():
             self._status.set(f"{context:,} x {batch}: prefill, {engine.name}")
             engine.resume()
@@ -127,12 +130,13 @@ class Steady:
         engine.resume()
         engine.collective_rpc("prepare_recall", variant.read_ahead, variant.layout)
         engine.generate(prompts, WARM_STEPS, extra_args={"kv_retrieval": variant.options})
-        engine.collective_rpc("take_recall")
+        before = engine.collective_rpc("recall")
         timing = engine.generate(
             prompts, self._tokens, extra_args={"kv_retrieval": variant.options}
         )
-        recall = engine.collective_rpc("take_recall")
+        after = engine.collective_rpc("recall")
         engine.pause()
+        recall = {key: after[key] - before[key] for key in after}
         steps = self._tokens - 1
         return {
             "step_ms": 1e3 * statistics.mean(timing.steps[WARM_STEPS:]),

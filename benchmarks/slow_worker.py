@@ -37,17 +37,15 @@ class SlowHomeExtension:
         """KV heads of a layer on this worker."""
         return next(iter(self.retrieval_layers.values())).num_kv_heads
 
-    def take_recall(self) -> dict[str, float]:
-        """Since the last call: units attended to, missed and read, bytes, seconds waited."""
-        _, attended, missed, recalled = self.requests.take_counts()
-        waited = sum(layer.cache.seconds[1] for layer in self.slow_layers)
-        since, self._waited = getattr(self, "_waited", 0.0), waited
+    def recall(self) -> dict[str, float]:
+        """Since the start: units attended to and missed, bytes read, seconds waited for them."""
+        _, attended, missed, recalled = self.requests.counts().tolist()
         unit = self.slow_layers[0].cache.slots[0].nbytes if self.slow_layers else 0
         return {
             "attended": attended,
             "missed": missed,
             "recalled_bytes": recalled * unit,
-            "waited_s": waited - since,
+            "waited_s": sum(layer.cache.seconds[1] for layer in self.slow_layers),
         }
 
     def memory(self) -> dict[str, int]:

@@ -106,3 +106,11 @@ class HomeWorker:
         """And work again."""
         os.dup2(self._fd, self.home.fd)
         os.close(self._fd)
+
+    def lose_home(self):
+        """Let nothing of the home be there any more, neither to read nor to map."""
+        os.ftruncate(self.home.fd, 0)
+
+    def renew_home(self):
+        """And be there again, empty."""
+        os.posix_fallocate(self.home.fd, 0, self.home.memory.numel())

@@ -37,12 +37,15 @@ def test_stats_add_up():
         "slots": 80,
     }
     assert twice.reduce() == {
+        "units attended": 200,
+        "heads corrected": 8,
         "recall hit rate": 0.95,
         "MiB recalled": 6.0,
-        "heads corrected": 8,
         "slots used": 60,
         "slots": 80,
     }
+    in_memory = RetrievalStats(STEP | {"slots": 0})
+    assert in_memory.reduce() == {"units attended": 100, "heads corrected": 4}
     twice.reset()
     assert twice.is_empty()
 

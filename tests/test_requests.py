@@ -41,7 +41,7 @@ def runner():
 
 @pytest.fixture
 def table(runner):
-    return RequestTable(CONFIG, CAPACITY, 10, runner)
+    return RequestTable(CONFIG, CAPACITY, 10, runner, in_slots=False)
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ from tests.server import BUDGET, KEY, PROMPT, serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
-SLOTS_MIB = 96
-
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory):
@@ -20,7 +18,7 @@ def disk(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, disk):
     options = ("--kv-retrieval.home", "disk", "--kv-retrieval.home_path", str(disk))
-    slots = ("--kv-retrieval.recall_cache_bytes", f"{SLOTS_MIB}MiB", "--enforce-eager")
+    slots = ("--kv-retrieval.recall_cache_bytes", "96MiB", "--enforce-eager")
     log = tmp_path_factory.mktemp("server") / "log.txt"
     with serving(log, *options, *slots) as server:
         yield server

@@ -4,6 +4,7 @@ A small Llama with random weights, in float32. Both engines give out the same bl
 attend with the same kernel to the same pages in the same order, so answers agree to the last bit.
 """
 
+import itertools
 from itertools import pairwise
 from typing import Any
 
@@ -117,6 +118,23 @@ def settle(llm):
     drive(llm, [Request(prompt(40, 0), 1, {})])
 
 
+def metrics(llm):
+    """vLLM's Prometheus metrics: what is there of ours."""
+    found = {m.name: m.value for m in llm.get_metrics() if "kv_retrieval" in m.name}
+    return {name.removeprefix("vllm:kv_retrieval_"): value for name, value in found.items()}
+
+
+def counted(llm):
+    """How a request that corrects every head changes the metrics, and its heads and steps."""
+    settle(llm)
+    before = metrics(llm)
+    request = Request(prompt(700, 40), 12, {"correction_threshold": 1.0})
+    drive(llm, [request])
+    after = metrics(llm)
+    change = {name: after[name] - before[name] for name in after}
+    return change, (LAYERS - 1) * KV_HEADS * (request.tokens - 1)
+
+
 def run_scenarios(llm):
     """Answers per scenario, and units attended to except where there are too many steps."""
     results = {"life": [vars(answer) for answer in drive(llm, life(REQUESTS))]}
@@ -138,8 +156,9 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(model):
     """What the engine with its cache in memory does; it is gone before others start."""
-    with engine(model, additional_config={"kv_retrieval": BUDGET}, **OPTIONS) as llm:
-        return run_scenarios(llm)
+    options = {"kv_retrieval": BUDGET | {"home": "auto"}}
+    with engine(model, additional_config=options, disable_log_stats=False, **OPTIONS) as llm:
+        return run_scenarios(llm) | {"metrics": counted(llm)}
 
 
 def on_disk(slots, **options):
@@ -174,24 +193,21 @@ def test_same_answers_as_in_memory(llm, expected):
 
 def test_metrics(llm):
     """vLLM's Prometheus metrics say what recall did."""
-
-    def metrics():
-        found = {m.name: m.value for m in llm.get_metrics() if "kv_retrieval" in m.name}
-        return {name.removeprefix("vllm:kv_retrieval_"): value for name, value in found.items()}
-
-    settle(llm)
-    before = metrics()
-    assert before["slots"] == (LAYERS - 1) * LEAST_SLOTS
-    request = Request(prompt(700, 40), 12, {"correction_threshold": 1.0})
-    drive(llm, [request])
-    after = metrics()
-    change = {name: after[name] - before[name] for name in after}
-    heads = (LAYERS - 1) * KV_HEADS * (request.tokens - 1)
+    change, heads = counted(llm)
     assert change["heads_corrected"] == heads
     assert change["units_attended"] == heads * 4
     assert 0 < change["units_missed"] < change["units_attended"] / 2
     assert change["bytes_recalled"] >= change["units_missed"] * 2 * 32 * HEAD_SIZE * 4
-    assert 0 < after["slots_used"] <= after["slots"]
+    now = metrics(llm)
+    assert now["slots"] == (LAYERS - 1) * LEAST_SLOTS
+    assert 0 < now["slots_used"] <= now["slots"]
+
+
+def test_metrics_in_memory(expected):
+    """Where home=auto keeps the cache in memory there is no recall, but there is retrieval."""
+    change, heads = expected["metrics"]
+    nothing = dict.fromkeys(("units_missed", "bytes_recalled", "slots_used", "slots"), 0)
+    assert change == nothing | {"heads_corrected": heads, "units_attended": heads * 4}
 
 
 def test_integrity_in_the_middle_of_things(llm):
@@ -218,30 +234,49 @@ def test_home_holds_every_token(llm):
     assert compared == (LAYERS - 1) * sum(len(r.prompt) + r.tokens - 1 for r in requests)
 
 
-def test_a_read_error_fails_its_requests_alone(llm):
-    def finish(core, requests):
-        reasons = {}
-        for name, request in requests.items():
-            core.add_request(name, {"prompt_token_ids": request.prompt}, request.params())
-        steps = 0
-        while core.has_unfinished_requests():
-            for output in core.step():
-                if output.finished:
-                    reasons[output.request_id] = output.outputs[0].finish_reason
-            steps += 1
-            if steps == 12:
-                llm.collective_rpc("break_reads")
-        llm.collective_rpc("mend_reads")
-        return reasons
+def reasons_to_finish(llm, requests, steps, fault):
+    """Of requests that run while a fault comes after so many steps."""
+    core = llm.llm_engine
+    reasons = {}
+    for name, request in requests.items():
+        core.add_request(name, {"prompt_token_ids": request.prompt}, request.params())
+    for step in itertools.count(1):
+        for output in core.step():
+            if output.finished:
+                reasons[output.request_id] = output.outputs[0].finish_reason
+        if step == steps:
+            llm.collective_rpc(fault)
+        if not core.has_unfinished_requests():
+            return reasons
 
+
+def test_a_read_error_fails_its_requests_alone(llm):
     # The short one needs no new page before the long one has failed.
     long, short = Request(prompt(700, 60), 60, {}), Request(prompt(34, 61), 60, {})
     alone = drive(llm, [long])
-    reasons = finish(llm.llm_engine, {"long": long, "short": short})
+    reasons = reasons_to_finish(llm, {"long": long, "short": short}, 12, "break_reads")
+    llm.collective_rpc("mend_reads")
     assert reasons == {"long": "error", "short": "length"}
     assert drive(llm, [long]) == alone
     settle(llm)
     assert llm.collective_rpc("check_caches") == [([], 0)]
+
+
+@pytest.mark.parametrize("steps", [2, 5, 14], ids="after {} steps".format)
+def test_a_lost_home_fails_requests_but_not_the_engine(llm, steps):
+    """Whatever they do with it: read prompts, attend to all, to selected pages, to a short text."""
+    requests = {
+        "sparse": Request(prompt(700, 62), 60, {}),
+        "exact": Request(prompt(600, 63), 60, {"exact": True}),
+        "short": Request(prompt(34, 64), 60, {}),
+        "late": Request(prompt(1900, 65), 60, {}),
+    }
+    alone = [drive(llm, [request]) for request in requests.values()]
+    reasons = reasons_to_finish(llm, requests, steps, "lose_home")
+    assert reasons == dict.fromkeys(requests, "error")
+    llm.collective_rpc("renew_home")
+    settle(llm)
+    assert [drive(llm, [request]) for request in requests.values()] == alone
 
 
 def test_more_than_memory_would_hold(model):

@@ -20,7 +20,7 @@ from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.worker import RetrievalCPUWorker
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.tiers import home as home_module
-from vllm_kvretrieval.tiers.home import DiskHome, PageRuns
+from vllm_kvretrieval.tiers.home import DiskHome, page_runs
 from vllm_kvretrieval.tiers.sizes import Cache, Tiers
 
 MIB = 1 << 20
@@ -217,22 +217,51 @@ def test_resident_memory_is_let_go_of(tmp_path, monkeypatch):
     assert 28 < resident() - before < 36
     home.unmap(1)
     assert resident() - before < 4
-    assert home.stage(0, PageRuns.of(np.arange(4, 12), MIB))
+    home.stage(0, page_runs(np.arange(4, 12), MIB))
     assert 7 < resident() - before < 10
 
 
 def test_runs_of_pages():
-    pages, runs = PageRuns.of(np.array([7, 3, 4, 5, 9, 8, 4], dtype=np.int32), 1000)
-    assert pages.tolist() == [3, 4, 5, 7, 8, 9]
+    runs = page_runs(np.array([7, 3, 4, 5, 9, 8, 4], dtype=np.int32), 1000)
     assert runs.tolist() == [[3000, 3000], [7000, 3000]]
 
 
-def test_what_cannot_be_read_is_reported(tmp_path):
-    home = DiskHome(str(tmp_path), layers=2, layer_bytes=MIB)
-    os.ftruncate(home.fd, MIB)
-    reads = PageRuns.of(np.array([3, 100]), mmap.PAGESIZE)
-    assert home.stage(0, reads)
-    assert not home.stage(1, reads)
+def test_what_cannot_be_read_is_zero_and_reported(tmp_path):
+    """Touched by whomever: the kernel's SIGBUS does not end the process."""
+    layer, page = 256 * mmap.PAGESIZE, 2 * mmap.PAGESIZE
+    home = DiskHome(str(tmp_path), layers=2, layer_bytes=layer)
+    home.memory.fill_(1)
+    os.ftruncate(home.fd, layer + 8 * page)
+    home.stage(1, page_runs(np.array([3, 100]), page))
+    assert home.take_lost(page) == set()
+    lost = home.memory[layer + 8 * page :]
+    assert not lost[3 * page : 3 * page + 10].any()
+    lost[50 * page : 52 * page].fill_(5)
+    assert lost[50 * page : 52 * page].eq(5).all()
+    assert home.take_lost(page) == {11, 58, 59}
+    assert home.take_lost(page) == set()
+    os.ftruncate(home.fd, 2 * layer)
+    assert home.memory.sum() == layer + 8 * page, "the file is mapped again"
+    assert home.take_lost(page) == set()
+    small = page // 4  # smaller than the system's
+    os.ftruncate(home.fd, layer)
+    assert home.memory[-1] == 0
+    assert home.take_lost(small) == {510, 511}
+
+
+def test_other_bus_errors_end_the_process():
+    program = """
+import mmap, tempfile
+from vllm_kvretrieval.tiers.home import DiskHome
+home = DiskHome(None, layers=1, layer_bytes=1 << 20)
+file = tempfile.TemporaryFile()
+file.truncate(8192)
+other = mmap.mmap(file.fileno(), 8192)
+file.truncate(0)
+print(other[0])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert ended.returncode == -signal.SIGBUS
 
 
 def test_too_small_a_disk(tmp_path):

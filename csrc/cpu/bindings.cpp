@@ -9,6 +9,7 @@
 #include <string>
 
 #include "kernels.h"
+#include "mapping_guard.h"
 #include "recall_cache.h"
 
 namespace nb = nanobind;
@@ -119,4 +120,11 @@ NB_MODULE(_cpu, m) {
       .def_prop_ro("pinned", &Cache::pinned)
       .def_prop_ro("read_ahead_ns", &Cache::read_ahead_ns)
       .def_prop_ro("waited_ns", &Cache::waited_ns);
+
+  nb::class_<kvr::MappingGuard>(m, "MappingGuard")
+      .def("__init__",
+           [](kvr::MappingGuard* self, uintptr_t memory, int64_t bytes, int fd) {
+             new (self) kvr::MappingGuard(at<char>(memory), bytes, fd);
+           })
+      .def("take", &kvr::MappingGuard::take);
 }

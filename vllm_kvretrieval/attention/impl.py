@@ -100,14 +100,13 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """See ``CPUAttentionBackendImpl.forward``."""
         ours = isinstance(attn_metadata, RetrievalMetadata)
-        in_place = attn_metadata.in_place if ours and self.slow is not None else None
-        readable = self.slow is None or self.slow.stage(in_place)
-        if not readable:
-            output.zero_()  # of requests that are about to fail
+        slow = self.slow if ours and attn_metadata.in_place is not None else None
+        if slow is not None:
+            slow.stage(attn_metadata.in_place)
         split = attn_metadata.split if ours else None
         if self.state is not None and split is not None:
-            self._attend_in_parts(layer, query, key, value, kv_cache, split, output, readable)
-        elif readable:
+            self._attend_in_parts(layer, query, key, value, kv_cache, split, output)
+        else:
             super().forward(
                 layer,
                 query,
@@ -119,8 +118,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 output_scale,
                 output_block_scale,
             )
-        if self.slow is not None and in_place is not None:
-            self.slow.unmap()
+        if slow is not None:
+            slow.unmap()
         return output
 
     def _attend_in_parts(
@@ -132,17 +131,15 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         split: Split,
         output: torch.Tensor,
-        readable: bool,
     ) -> None:
-        """Decode rows, then prefill; where ``kv_cache`` is not readable, only what needs none."""
+        """Decode rows, then prefill."""
         assert self.state is not None
         rows = split.rows
         if isinstance(split.decode, DecodePlan):
-            if readable or not split.decode.in_place:
-                self._attend_to_pages(query, output, split.decode, self.state)
-        elif split.decode is not None and readable:
+            self._attend_to_pages(query, output, split.decode, self.state)
+        elif split.decode is not None:
             super().forward(layer, query, key, value, kv_cache, split.decode, output)
-        if split.prefill is not None and readable:
+        if split.prefill is not None:
             if split.staged is not None:
                 assert self.staging is not None
                 self.kernels.stage_pages(kv_cache, split.staged, self.staging.buffer)

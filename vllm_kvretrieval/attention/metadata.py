@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvretrieval.attention.staging import PrefillStaging
 from vllm_kvretrieval.kernels import DecodeRows
-from vllm_kvretrieval.tiers.home import PageRuns
+from vllm_kvretrieval.tiers.home import page_runs
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.requests import RequestTable
@@ -66,12 +66,12 @@ class RetrievalMetadata(CPUAttentionMetadata):
 
     Attributes:
         split: How retrieval layers attend; None where they take vLLM's own path too.
-        in_place: With a slow home, the pages of the requests that read it in place, if one of these
-            is longer than the budget.
+        in_place: With a slow home, the :func:`page_runs` of the requests that read it in place, if
+            one of these is longer than the budget.
     """
 
     split: Split | None = None
-    in_place: PageRuns | None = None
+    in_place: np.ndarray | None = None
 
 
 class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -133,8 +133,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             metadata.in_place = self._in_place(dense, metadata.split)
         return metadata
 
-    def _in_place(self, dense: CPUAttentionMetadata, split: Split | None) -> PageRuns | None:
-        """Pages of the requests that read home in place, if one has more than the budget's."""
+    def _in_place(self, dense: CPUAttentionMetadata, split: Split | None) -> np.ndarray | None:
+        """See :attr:`RetrievalMetadata.in_place`."""
         first = 0
         if split is not None and isinstance(split.decode, DecodePlan) and not split.decode.in_place:
             first = split.rows
@@ -143,7 +143,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             return None
         table = dense.block_table.numpy()[first:]
         used = table[np.arange(table.shape[1]) < pages[:, None]]
-        return PageRuns.of(used, self.home_page_bytes)
+        return page_runs(used, self.home_page_bytes)
 
     def _split(self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata) -> Split | None:
         longer = np.flatnonzero(np.diff(common.query_start_loc_cpu.numpy()) != 1)

@@ -1,4 +1,4 @@
-"""How a slow home reports to vLLM: as a KV connector that never moves anything.
+"""How the worker reports to vLLM: as a KV connector that never moves anything.
 
 The interface carries what the scheduler has to know (blocks that could not be read), and what the
 front end shows (metrics, in vLLM's log line and Prometheus endpoint).
@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 COUNTERS = {
-    "units_attended": "(page, KV head) units that decode steps attended to in recall caches",
+    "units_attended": "(page, KV head) units that decode steps selected and attended to",
     "units_missed": "those of them that had to be read from home while the step waited",
     "bytes_recalled": "bytes read from home into recall caches, ahead or not",
     "heads_corrected": "KV heads that selected pages anew before attention",
@@ -126,13 +126,18 @@ class RetrievalStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """For the log line."""
         attended = self.data["units_attended"]
-        return {
-            "recall hit rate": round(1 - self.data["units_missed"] / max(attended, 1), 4),
-            "MiB recalled": round(self.data["bytes_recalled"] / (1 << 20), 1),
+        reduced: dict[str, int | float] = {
+            "units attended": attended,
             "heads corrected": self.data["heads_corrected"],
-            "slots used": self.data["slots_used"],
-            "slots": self.data["slots"],
         }
+        if self.data["slots"]:
+            reduced |= {
+                "recall hit rate": round(1 - self.data["units_missed"] / max(attended, 1), 4),
+                "MiB recalled": round(self.data["bytes_recalled"] / (1 << 20), 1),
+                "slots used": self.data["slots_used"],
+                "slots": self.data["slots"],
+            }
+        return reduced
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}

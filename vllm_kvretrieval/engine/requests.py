@@ -39,17 +39,24 @@ class RequestTable:
         capacity: Most requests that run at once.
         retrieval_heads: KV heads times retrieval layers, the denominator of the corrected share.
         runner: vLLM's model runner, which knows the order of the batch and the requests' options.
+        in_slots: Whether recall caches count the units attended to; else the table does.
     """
 
     def __init__(
-        self, config: RetrievalConfig, capacity: int, retrieval_heads: int, runner: Any
+        self,
+        config: RetrievalConfig,
+        capacity: int,
+        retrieval_heads: int,
+        runner: Any,
+        in_slots: bool,
     ) -> None:
         self.config = config
         self.capacity = capacity
         self.runner = runner
         self.retrieval_heads = retrieval_heads
+        self.in_slots = in_slots
         self.corrected = torch.zeros(capacity, dtype=torch.int64)
-        # What recall caches count: (page, KV head) units attended to, missed, read from home.
+        # (page, KV head) units attended to, missed in a recall cache, and read from home.
         self.recalls = torch.zeros(capacity, 3, dtype=torch.int64)
         self._past = torch.zeros(4, dtype=torch.int64)  # counts of slots' earlier requests
         self._taken = torch.zeros(4, dtype=torch.int64)
@@ -89,9 +96,13 @@ class RequestTable:
         self._free += slots
         return slots
 
+    def counts(self) -> torch.Tensor:
+        """int64 [4]; KV heads corrected, and units attended to, missed and read, so far."""
+        return self._past + self._counts(range(self.capacity))
+
     def take_counts(self) -> list[int]:
-        """KV heads corrected, and units attended to, missed and read, since the last call."""
-        counts = self._past + self._counts(range(self.capacity))
+        """The same since the last call."""
+        counts = self.counts()
         new = counts - self._taken
         self._taken = counts
         return new.tolist()
@@ -175,6 +186,9 @@ class RequestTable:
         new = lens != self._context[slots]
         self._context[slots] = lens
         self._steps[:, slots] += np.array((decodes, sparse, pages * sparse)) * new
+        if not self.in_slots:
+            units = sparse * self._total[slots] * self.retrieval_heads
+            self.recalls.numpy()[slots, 0] += units * new
 
     def _admit(self, req_id: str) -> int:
         slot = self._free.pop()

@@ -47,6 +47,9 @@ class RetrievalCPUWorker(CPUWorker):
         self.tiers: Tiers | None = None
         self.home: DiskHome | None = None
         self.slow_layers: list[SlowLayer] = []
+        # What the current step copied on write (source, target), and what the last one lost.
+        self._copied: list[tuple[int, int]] = []
+        self._lost: set[int] = set()
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache, less what the page index and staging take of them.
@@ -136,7 +139,8 @@ class RetrievalCPUWorker(CPUWorker):
             groups.append((builder, staging, self._retrieving(group.layer_names)))
         heads = sum(layers[name].impl.num_kv_heads for *_, names in groups for name in names)
         capacity = self.scheduler_config.max_num_seqs
-        self.requests = RequestTable(config, capacity, heads, self.model_runner)
+        in_slots = self.home is not None
+        self.requests = RequestTable(config, capacity, heads, self.model_runner, in_slots)
         for builder, staging, names in groups:
             for name in names:
                 self._attach(name, layers[name], budget, staging)
@@ -219,7 +223,8 @@ class RetrievalCPUWorker(CPUWorker):
         self.requests.begin_step(
             scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
         )
-        self._copy_index(scheduler_output.kv_cache_block_copies or ())
+        self._copied = list(scheduler_output.kv_cache_block_copies or ())
+        self._copy_index(self._copied)
         output = super().execute_model(scheduler_output)
         if self.home is not None:
             tokens = scheduler_output.total_num_scheduled_tokens
@@ -228,23 +233,31 @@ class RetrievalCPUWorker(CPUWorker):
         return output
 
     def _take_failed_blocks(self) -> set[int]:
-        """vLLM's blocks of which a page could not be read since the last call."""
-        pages = set[int]().union(*(layer.take_failed_pages() for layer in self.slow_layers))
-        if pages:
+        """vLLM's blocks of which a page could not be read in this step or the one before.
+
+        Twice, since vLLM fails requests for blocks that were computed before the step, and a block
+        may be lost in the step that first writes to it.
+        """
+        if self.home is None:
+            return set()
+        pages = set[int]().union(*(layer.cache.take_failed_pages() for layer in self.slow_layers))
+        pages |= self.home.take_lost(self._home_bytes_per_page())
+        lost = {page // self._pages_per_block for page in pages}
+        lost.update(target for source, target in self._copied if source in lost)
+        if lost:
             logger.error(
-                "The KV cache's home (%s) cannot be read; the requests with these pages fail: %s",
+                "The KV cache's home (%s) cannot be read; the requests with these blocks fail: %s",
                 self.retrieval_config.home_path or "a temporary file",
-                sorted(pages),
+                sorted(lost),
             )
-        return {page // self._pages_per_block for page in pages}
+        failed, self._lost = lost | self._lost, lost
+        return failed
 
     def _take_stats(self) -> dict[str, int]:
-        """What the connector reports; nothing without a slow home."""
-        if not self.slow_layers:
-            return {}
+        """What the connector reports."""
         assert self.requests is not None
         caches = [layer.cache for layer in self.slow_layers]
-        unit_bytes = caches[0].slots[0].nbytes
+        unit_bytes = caches[0].slots[0].nbytes if caches else 0
         corrected, attended, missed, recalled = self.requests.take_counts()
         return {
             "units_attended": attended,

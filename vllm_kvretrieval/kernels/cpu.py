@@ -142,6 +142,22 @@ class RecallCache:
         self._cache.prefetch(rows.handle, state.handle)
 
 
+class MappingGuard:
+    """Keeps the process alive where part of a mapped file cannot be read.
+
+    Whoever touches such a part finds zeros there, and may write to them, until :meth:`take`.
+
+    Args:
+        memory: int8 [n]; a shared mapping of the whole file.
+        fd: Descriptor of the file.
+    """
+
+    def __init__(self, memory: torch.Tensor, fd: int) -> None:
+        self._memory = memory  # the mapping has to outlive the guard
+        self._guard = _cpu.MappingGuard(memory.data_ptr(), memory.numel(), fd)
+        self.take = self._guard.take
+
+
 def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
     for name in ("seq_lens", "slots", "sink_pages", "window_pages", "select_pages"):
         _check(name, getattr(rows, name), torch.int32)

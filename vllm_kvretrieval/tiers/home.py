@@ -1,11 +1,9 @@
 """The home of a KV cache that does not fit in fast memory: an unnamed file."""
 
 import contextlib
-import errno
 import mmap
 import os
 import tempfile
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,24 +15,20 @@ TRIM_BYTES = 64 << 20
 MADV_POPULATE_READ = 22  # Linux 5.14; not named by Python 3.11
 
 
-class PageRuns(NamedTuple):
-    """Pages that a step reads in place, the same in every layer.
+def page_runs(pages: np.ndarray, page_bytes: int) -> np.ndarray:
+    """Where pages lie within a layer.
 
-    Attributes:
-        pages: Their ids, rising.
-        runs: int64 [n, 2]; first byte within a layer and length of every run of adjacent ones.
+    Args:
+        pages: Their ids in any order, with repetitions; at least one.
+        page_bytes: Bytes of a layer's page.
+
+    Returns:
+        int64 [n, 2]; first byte and length of every run of adjacent pages, rising.
     """
-
-    pages: np.ndarray
-    runs: np.ndarray
-
-    @classmethod
-    def of(cls, pages: np.ndarray, page_bytes: int) -> "PageRuns":
-        """Of page ids in any order, with repetitions; at least one."""
-        pages = np.unique(pages).astype(np.int64)
-        starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
-        counts = np.diff(starts, append=len(pages))
-        return cls(pages, np.stack([pages[starts], counts], axis=1) * page_bytes)
+    pages = np.unique(pages).astype(np.int64)
+    starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
+    counts = np.diff(starts, append=len(pages))
+    return np.stack([pages[starts], counts], axis=1) * page_bytes
 
 
 class DiskHome:
@@ -45,6 +39,8 @@ class DiskHome:
     and grows and shrinks with the memory that nobody else needs. The mapping is let go of
     regularly, so that what the process keeps resident is bounded: by ``TRIM_BYTES`` of new tokens,
     and by one layer's share of the contexts that a step reads in place.
+
+    What cannot be read counts as zeros where it is touched, and is told by :meth:`take_lost`.
 
     The file never has a name that outlives the call that makes it, so nothing is left behind
     however the process ends. Its space is reserved when it is made: a full disk is found out at
@@ -61,6 +57,8 @@ class DiskHome:
     """
 
     def __init__(self, directory: str | None, layers: int, layer_bytes: int) -> None:
+        from vllm_kvretrieval.kernels import cpu
+
         self.layers, self.layer_bytes = layers, layer_bytes
         size = layers * layer_bytes
         place = directory or tempfile.gettempdir()
@@ -79,6 +77,7 @@ class DiskHome:
         self._map = mmap.mmap(self.fd, size)
         self.memory = torch.frombuffer(self._map, dtype=torch.int8)
         self._mapped = 0
+        self._guard = cpu.MappingGuard(self.memory, self.fd)
 
     def note_written(self, size: int) -> None:
         """Count bytes written to ``memory``; after ``TRIM_BYTES`` of them the mapping goes."""
@@ -87,7 +86,7 @@ class DiskHome:
             self._map.madvise(mmap.MADV_DONTNEED)
             self._mapped = 0
 
-    def stage(self, layer: int, reads: PageRuns) -> bool:
+    def stage(self, layer: int, runs: np.ndarray) -> None:
         """Bring parts of a layer into the page cache and map them, and start on the next layer's.
 
         The next layer's parts travel while this layer computes. Nothing is copied, so there is no
@@ -95,27 +94,34 @@ class DiskHome:
 
         Args:
             layer: Its number.
-            reads: The parts.
-
-        Returns:
-            False if a part cannot be read; reading ``memory`` there would end the process.
+            runs: The parts, see :func:`page_runs`.
         """
         start = layer * self.layer_bytes
-        try:
-            for first, size in reads.runs.tolist():
+        # Neither is more than a hint: who touches a part brings it in, or finds that it is lost.
+        with contextlib.suppress(OSError):
+            for first, size in runs.tolist():
                 begin = (start + first) // mmap.PAGESIZE * mmap.PAGESIZE
                 self._map.madvise(MADV_POPULATE_READ, begin, start + first + size - begin)
-        except OSError as e:
-            if e.errno != errno.EINVAL:  # an older kernel: pages come in as they are touched
-                return False
         if layer + 1 < self.layers:
             start += self.layer_bytes
-            with contextlib.suppress(OSError):  # a hint: whoever reads will see the error
-                for first, size in reads.runs.tolist():
+            with contextlib.suppress(OSError):
+                for first, size in runs.tolist():
                     os.posix_fadvise(self.fd, start + first, size, os.POSIX_FADV_WILLNEED)
-        return True
 
     def unmap(self, layer: int) -> None:
         """Let go of a layer's part of the mapping; the page cache keeps what it has room for."""
         begin = layer * self.layer_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, begin, (layer + 1) * self.layer_bytes - begin)
+
+    def take_lost(self, page_bytes: int) -> set[int]:
+        """Ids of pages of which some layer's part was touched but could not be read, told once.
+
+        Args:
+            page_bytes: Bytes of a layer's page.
+        """
+        pages = self.layer_bytes // page_bytes
+        return {
+            page % pages
+            for start in self._guard.take()
+            for page in range(start // page_bytes, -(-(start + mmap.PAGESIZE) // page_bytes))
+        }

@@ -1,7 +1,9 @@
 """One layer in a slow home."""
 
+import numpy as np
+
 from vllm_kvretrieval.kernels import RecallCache
-from vllm_kvretrieval.tiers.home import DiskHome, PageRuns
+from vllm_kvretrieval.tiers.home import DiskHome
 
 
 class SlowLayer:
@@ -25,28 +27,11 @@ class SlowLayer:
         self.keys, self.values = cache.slots.chunk(2, dim=2)
         self.offset = number * home.layer_bytes
         self._home, self._number = home, number
-        self._lost: set[int] = set()
 
-    def stage(self, reads: PageRuns | None) -> bool:
-        """Make pages ready to be read in place.
-
-        Args:
-            reads: The pages; None: nothing of note is read in place.
-
-        Returns:
-            False if they cannot be read. They must then be left alone, and are reported by
-            :meth:`take_failed_pages`.
-        """
-        if reads is None or self._home.stage(self._number, reads):
-            return True
-        self._lost.update(reads.pages.tolist())
-        return False
+    def stage(self, runs: np.ndarray) -> None:
+        """Make pages ready to be read in place, see :meth:`DiskHome.stage`."""
+        self._home.stage(self._number, runs)
 
     def unmap(self) -> None:
         """The layer has been read in place: let go of its mapped memory."""
         self._home.unmap(self._number)
-
-    def take_failed_pages(self) -> set[int]:
-        """Pages of requests that missed something because it could not be read; told once."""
-        lost, self._lost = self._lost, set[int]()
-        return lost.union(self.cache.take_failed_pages())
