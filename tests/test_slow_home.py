@@ -234,18 +234,18 @@ def test_home_holds_every_token(llm):
     assert compared == (LAYERS - 1) * sum(len(r.prompt) + r.tokens - 1 for r in requests)
 
 
-def reasons_to_finish(llm, requests, steps, fault):
-    """Of requests that run while a fault comes after so many steps."""
+def reasons_to_finish(llm, requests, faults):
+    """Of requests that run while faults come after so many steps each."""
     core = llm.llm_engine
     reasons = {}
     for name, request in requests.items():
         core.add_request(name, {"prompt_token_ids": request.prompt}, request.params())
-    for step in itertools.count(1):
+    for step in itertools.count():
+        if step in faults:
+            llm.collective_rpc(faults[step])
         for output in core.step():
             if output.finished:
                 reasons[output.request_id] = output.outputs[0].finish_reason
-        if step == steps:
-            llm.collective_rpc(fault)
         if not core.has_unfinished_requests():
             return reasons
 
@@ -254,7 +254,7 @@ def test_a_read_error_fails_its_requests_alone(llm):
     # The short one needs no new page before the long one has failed.
     long, short = Request(prompt(700, 60), 60, {}), Request(prompt(34, 61), 60, {})
     alone = drive(llm, [long])
-    reasons = reasons_to_finish(llm, {"long": long, "short": short}, 12, "break_reads")
+    reasons = reasons_to_finish(llm, {"long": long, "short": short}, {12: "break_reads"})
     llm.collective_rpc("mend_reads")
     assert reasons == {"long": "error", "short": "length"}
     assert drive(llm, [long]) == alone
@@ -272,11 +272,18 @@ def test_a_lost_home_fails_requests_but_not_the_engine(llm, steps):
         "late": Request(prompt(1900, 65), 60, {}),
     }
     alone = [drive(llm, [request]) for request in requests.values()]
-    reasons = reasons_to_finish(llm, requests, steps, "lose_home")
+    reasons = reasons_to_finish(llm, requests, {steps: "lose_home"})
     assert reasons == dict.fromkeys(requests, "error")
     llm.collective_rpc("renew_home")
     settle(llm)
     assert [drive(llm, [request]) for request in requests.values()] == alone
+
+
+def test_a_page_lost_while_it_is_first_written(llm):
+    """And there again in the next step, without what was written."""
+    faults = {0: "lose_home", 1: "renew_home"}
+    reasons = reasons_to_finish(llm, {"short": Request(prompt(60, 66), 20, {})}, faults)
+    assert reasons == {"short": "error"}
 
 
 def test_more_than_memory_would_hold(model):
