@@ -37,6 +37,7 @@ GIB, MIB = 1 << 30, 1 << 20
 SLACK = 8 * 128  # tokens beside the documents
 
 
+SETTINGS = ("contexts", "batches", "budget", "steps", "repeats", "recall_cache", "enforce_eager")
 EVERY_STEP = {"correction_threshold": 1.0}
 
 
@@ -268,7 +269,8 @@ def main() -> None:
     args = parser.parse_args()
     store = result_header(MODULE)
     try:
-        store |= {"settings": {k: str(v) for k, v in vars(args).items() if k != "run"}}
+        named = {key: value for key, value in vars(args).items() if key in SETTINGS}
+        store |= {"settings": named}
         store |= args.run(args)
     except EngineError as error:
         sys.exit(f"\n{error}")
