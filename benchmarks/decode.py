@@ -407,7 +407,7 @@ def measure(
 
 def _matters(variable: str) -> bool:
     """Whether an environment variable steers the engines (threads, above all)."""
-    return variable.startswith(("VLLM_", "OMP_", "MKL_", "TORCH"))
+    return variable.startswith(("VLLM_", "OMP_", "MKL_"))
 
 
 def main() -> None:
