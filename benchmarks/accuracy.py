@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,14 @@ class Job:
 class Benchmark:
     """Runs tasks model by model and keeps their figures."""
 
-    def __init__(self, results: Results, references: References, budgets: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        results: Results,
+        references: References,
+        budgets: tuple[int, ...],
+        also: Collection[str],
+    ) -> None:
+        self._also = also
         self._results = results
         self._references = references
         self._budgets = budgets
@@ -104,7 +111,7 @@ class Benchmark:
     ) -> None:
         for job in jobs:
             covering = scoring.covering_budget(job.samples)
-            for cell in catalogue.cells_of(job.task, self._budgets, covering):
+            for cell in catalogue.cells_of(job.task, self._budgets, covering, self._also):
                 stored = self._results.get(cell.name, self._cell_key(job, cell))
                 if stored is None:
                     job.todo.append(cell)
@@ -181,6 +188,14 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--budgets", nargs="+", type=int, metavar="TOKENS", help="default: 256 512 1024; quick: 512"
     )
     parser.add_argument(
+        "--also",
+        nargs="+",
+        default=[],
+        metavar="METHOD",
+        choices=catalogue.EXTRA,
+        help=f"methods that need an engine each: {', '.join(catalogue.EXTRA)}",
+    )
+    parser.add_argument(
         "--samples", type=int, metavar="N", help="samples per task (default: see --list)"
     )
     parser.add_argument(
@@ -231,7 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     try:
         results = Results(options.out, header)
-        benchmark = Benchmark(results, References(RESULTS / ".reference"), options.budgets)
+        references = References(RESULTS / ".reference")
+        benchmark = Benchmark(results, references, options.budgets, options.also)
         for model in dict.fromkeys(task.model for task in options.tasks):
             chosen = [task for task in options.tasks if task.model == model]
             benchmark.run(model, chosen, options.samples)

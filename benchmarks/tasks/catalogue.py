@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,15 +51,18 @@ class Variant:
 
     engine: dict[str, Any] = field(default_factory=dict)
     """The engine's, where they are others than the defaults. Such a variant needs an engine and a
-    prefill of its own, and runs only where KL is judged against the control."""
+    prefill of its own, and runs only where it is asked for."""
 
 
 VARIANTS = (
     Variant("freekv", "speculative retrieval with correction", {}),
     Variant("every_step", "selection at every step (threshold 1)", {"correction_threshold": 1.0}),
     Variant("summary_8", "freekv, 8 tokens per entry of the index", {}, {"summary_size": 8}),
+    Variant("summary_4", "freekv, 4 tokens per entry of the index", {}, {"summary_size": 4}),
     Variant("sink_window", "sinks and window alone, the control", {"method": "streamingllm"}),
 )
+
+EXTRA = tuple(variant.name for variant in VARIANTS if variant.engine)
 
 FULL = Variant("full", "stock vLLM, full attention", {})
 
@@ -84,15 +88,18 @@ class Cell:
         return {"budget": self.budget, **self.variant.options}
 
 
-def cells_of(task: Task, budgets: tuple[int, ...], covering_budget: int) -> list[Cell]:
+def cells_of(
+    task: Task, budgets: tuple[int, ...], covering_budget: int, also: Collection[str] = ()
+) -> list[Cell]:
     """Return the cells to be computed for one task.
 
     Args:
         task: the task.
         budgets: budgets in tokens.
         covering_budget: a budget that covers the longest context, for tasks that run one.
+        also: names of `EXTRA` variants to run.
     """
-    variants = [v for v in VARIANTS if not v.engine or "control" in task.checks]
+    variants = [v for v in VARIANTS if not v.engine or v.name in also]
     cells = [Cell(task, variant, budget) for variant in variants for budget in budgets]
     if "covering" in task.checks:
         cells.append(Cell(task, VARIANTS[0], covering_budget, covering=True))

@@ -81,7 +81,7 @@ def plot(path: Path, tasks: Sequence[Task], budgets: Sequence[int], cells: Figur
 def _panel(panel: Any, task: Task, budgets: Sequence[int], cells: Figures) -> None:
     full = cells[f"{task.name}/full/all"]
     needle = "accuracy" in full
-    for variant, style in zip(VARIANTS, ("o-", "s--", "d-.", "x:"), strict=True):
+    for variant, style in zip(VARIANTS, ("o-", "s--", "d-.", "v-.", "x:"), strict=True):
         names = [f"{task.name}/{variant.name}/{budget}" for budget in budgets]
         points = [cells[name] for name in names if name in cells]
         if not points:
