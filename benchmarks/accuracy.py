@@ -1,6 +1,6 @@
 """How accurate decoding with KV retrieval is, against full attention, on real models.
 
-    python -m benchmarks.accuracy [--task NAME ...] [--quick]
+    python -m benchmarks.accuracy [--task NAME ...] [--also METHOD ...] [--quick]
 
 Everything passes through the real engine's decode path. Per model, stock vLLM answers every task
 once (the reference, kept in benchmarks/results/.reference), then one retrieval engine answers it
