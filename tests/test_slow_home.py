@@ -4,8 +4,7 @@ A small Llama with random weights, in float32. Both engines give out the same bl
 attend with the same kernel to the same pages in the same order, so answers agree to the last bit.
 """
 
-import itertools
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -240,7 +239,7 @@ def reasons_to_finish(llm, requests, faults):
     reasons = {}
     for name, request in requests.items():
         core.add_request(name, {"prompt_token_ids": request.prompt}, request.params())
-    for step in itertools.count():
+    for step in count():
         if step in faults:
             llm.collective_rpc(faults[step])
         for output in core.step():

@@ -53,13 +53,23 @@ class Variant:
     """The engine's, where they are others than the defaults. Such a variant needs an engine and a
     prefill of its own, and runs only where it is asked for."""
 
+    style: str = "-"
+    """Of its line in the plot, as matplotlib writes it."""
+
 
 VARIANTS = (
-    Variant("freekv", "speculative retrieval with correction", {}),
-    Variant("every_step", "selection at every step (threshold 1)", {"correction_threshold": 1.0}),
-    Variant("summary_8", "freekv, 8 tokens per entry of the index", {}, {"summary_size": 8}),
-    Variant("summary_4", "freekv, 4 tokens per entry of the index", {}, {"summary_size": 4}),
-    Variant("sink_window", "sinks and window alone, the control", {"method": "streamingllm"}),
+    Variant("freekv", "speculative retrieval with correction", {}, style="o-"),
+    Variant(
+        "every_step",
+        "selection at every step (threshold 1)",
+        {"correction_threshold": 1.0},
+        style="s--",
+    ),
+    Variant("summary_8", "freekv, 8 tokens per entry of the index", {}, {"summary_size": 8}, "d-."),
+    Variant("summary_4", "freekv, 4 tokens per entry of the index", {}, {"summary_size": 4}, "v-."),
+    Variant(
+        "sink_window", "sinks and window alone, the control", {"method": "streamingllm"}, style="x:"
+    ),
 )
 
 EXTRA = tuple(variant.name for variant in VARIANTS if variant.engine)
@@ -89,7 +99,7 @@ class Cell:
 
 
 def cells_of(
-    task: Task, budgets: tuple[int, ...], covering_budget: int, also: Collection[str] = ()
+    task: Task, budgets: tuple[int, ...], covering_budget: int, also: Collection[str]
 ) -> list[Cell]:
     """Return the cells to be computed for one task.
 

@@ -81,14 +81,14 @@ def plot(path: Path, tasks: Sequence[Task], budgets: Sequence[int], cells: Figur
 def _panel(panel: Any, task: Task, budgets: Sequence[int], cells: Figures) -> None:
     full = cells[f"{task.name}/full/all"]
     needle = "accuracy" in full
-    for variant, style in zip(VARIANTS, ("o-", "s--", "d-.", "v-.", "x:"), strict=True):
+    for variant in VARIANTS:
         names = [f"{task.name}/{variant.name}/{budget}" for budget in budgets]
         points = [cells[name] for name in names if name in cells]
         if not points:
             continue
         shares = [100 * point["share"] for point in points]
         values = [100 * point["accuracy"] if needle else point["kl"] for point in points]
-        panel.plot(shares, values, style, label=variant.name)
+        panel.plot(shares, values, variant.style, label=variant.name)
     panel.set_title(f"{task.name} ({full['samples']} samples)", fontsize=10)
     panel.set_xlabel("KV cache read, %")
     if needle:
