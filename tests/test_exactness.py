@@ -13,11 +13,12 @@ STEPS = 40  # crosses a page boundary at least once
 LAYERS = (0, 14, 28)
 
 
-@pytest.fixture(scope="module", params=[32, 8], ids="summaries of {}".format)
+@pytest.fixture(scope="module", params=[(32, 32), (32, 8), (16, 16)], ids=str)
 def served(request):
-    """The size of summaries comes with it: a page's, which is the paper's, or less."""
+    """The size of summaries comes with it: a page's, as in the paper, or less."""
+    page_size, summary_size = request.param
     options = {"budget": 512, "sink": 64, "window": 128, "correction_threshold": 0.9}
-    options["summary_size"] = request.param
+    options |= {"page_size": page_size, "summary_size": summary_size}
     with engine(
         checkpoint("SmolLM2-135M-Instruct"),
         attention_backend="freekv",
@@ -27,7 +28,7 @@ def served(request):
         max_num_seqs=4,
         enforce_eager=True,
     ) as llm:
-        yield llm, request.param
+        yield llm, summary_size
 
 
 def run(served, requests):

@@ -6,7 +6,7 @@ import torch
 from vllm_kvretrieval.kernels import DecodeRows, LayerState, cpu, reference
 
 PAGE = 32
-ISAS = ("avx512", "avx2", "portable")
+ISAS = ("avx512_bf16", "avx512", "avx2", "portable")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.engine import checkpoint
+from vllm_kvretrieval.attention import support
 from vllm_kvretrieval.attention.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.support import CONNECTOR
 from vllm_kvretrieval.engine.connector import RetrievalConnector
@@ -67,6 +68,15 @@ def configure(tmp_path):
         return EngineArgs(model=model, **options).create_engine_config()
 
     return configure
+
+
+def test_small_pages_where_vllm_cannot_attend_to_them(configure, monkeypatch):
+    options = {"additional_config": {"kv_retrieval": {"page_size": 16}}}
+    configure(LLAMA, **options)
+    monkeypatch.setattr(support, "_get_attn_isa", lambda *_: "neon")
+    configure(LLAMA)
+    with pytest.raises(ValueError, match="page_size=16 is not supported on this CPU"):
+        configure(LLAMA, **options)
 
 
 @pytest.mark.parametrize("backend", ["freekv", "streamingllm"])

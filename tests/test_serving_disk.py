@@ -7,6 +7,8 @@ import pytest
 
 from tests.server import BUDGET, KEY, PROMPT, serving
 
+PAGE = 16
+
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 
@@ -18,9 +20,9 @@ def disk(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, disk):
     options = ("--kv-retrieval.home", "disk", "--kv-retrieval.home_path", str(disk))
-    slots = ("--kv-retrieval.recall_cache_bytes", "96MiB", "--enforce-eager")
+    slots = ("--kv-retrieval.recall_cache_bytes", "96MiB", "--kv-retrieval.page_size", str(PAGE))
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    with serving(log, *options, *slots) as server:
+    with serving(log, *options, *slots, "--enforce-eager") as server:
         yield server
 
 
@@ -51,11 +53,11 @@ def test_the_same_answer_from_a_prefix_hit(server):
     assert KEY in texts[0]
     assert texts[1] == texts[0]
     noted = [server.usage(answer.id) for answer in answers]
-    assert noted[0]["pages_attended"] == BUDGET / 32
+    assert noted[0]["pages_attended"] == BUDGET / PAGE
     after = metrics(server)
     change = {name: after[name] - before[name] for name in after}
     heads_and_layers = 3 * 29
-    assert change["units_attended"] == 2 * 7 * heads_and_layers * BUDGET / 32
+    assert change["units_attended"] == 2 * 7 * heads_and_layers * BUDGET / PAGE
     assert 0 < change["units_missed"] < change["units_attended"]
-    assert change["bytes_recalled"] >= change["units_missed"] * 2 * 32 * 64 * 2
+    assert change["bytes_recalled"] >= change["units_missed"] * 2 * PAGE * 64 * 2
     assert 0 < after["slots_used"] <= after["slots"]

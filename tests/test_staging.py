@@ -22,7 +22,7 @@ def block_table():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("page_size", [32, 64])
+@pytest.mark.parametrize("page_size", [16, 32, 64])
 def test_copy_equals_reference(dtype, page_size):
     torch.manual_seed(0)
     source = pages_of(dtype, page_size=page_size)
@@ -36,18 +36,19 @@ def test_copy_equals_reference(dtype, page_size):
 
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="another layout of keys with AMX")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_blocks_are_what_vllm_writes(dtype):
+@pytest.mark.parametrize(("page_size", "isa"), [(32, "vec"), (32, "vec16"), (16, "vec16")])
+def test_blocks_are_what_vllm_writes(dtype, page_size, isa):
     """Tokens written in pages by vLLM's own op and staged equal tokens written in blocks."""
     torch.manual_seed(1)
     tokens = 3 * BLOCK_SIZE
     key, value = torch.randn(2, tokens, HEADS, SIZE).to(dtype)
-    pages = torch.randperm(tokens // PAGE).int()
-    in_pages = torch.zeros(len(pages), HEADS, PAGE, 2 * SIZE, dtype=dtype)
+    pages = torch.randperm(tokens // page_size).int()
+    in_pages = torch.zeros(len(pages), HEADS, page_size, 2 * SIZE, dtype=dtype)
     in_blocks = torch.zeros(3, HEADS, BLOCK_SIZE, 2 * SIZE, dtype=dtype)
-    slots = (pages.long()[:, None] * PAGE + torch.arange(PAGE)).flatten()
+    slots = (pages.long()[:, None] * page_size + torch.arange(page_size)).flatten()
     for cache, slot_mapping in ((in_pages, slots), (in_blocks, torch.arange(tokens))):
         halves = cache.view(cache.shape[0], HEADS, -1, SIZE).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(key, value, *halves, slot_mapping, "vec")
+        ops.cpu_attn_reshape_and_cache(key, value, *halves, slot_mapping, isa)
     staged = torch.empty_like(in_blocks)
     cpu.stage_pages(in_pages, pages, staged)
     assert torch.equal(staged, in_blocks)

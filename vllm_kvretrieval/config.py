@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CONFIG_KEY = "kv_retrieval"
 """Key in vLLM's ``additional_config``, and in ``SamplingParams.extra_args``."""
 
-PAGE_SIZES = (32, 64, 128)
+PAGE_SIZES = (16, 32, 64, 128)
 SUMMARY_SIZES = (8, 16, 32, 64, 128)
 HOMES = ("auto", "device", "host", "disk")
 
@@ -26,7 +26,8 @@ HELP = {
     "attended to whole, exactly (default: 2048)",
     "sink": "tokens at the start of the context, always attended to (default: budget / 16)",
     "window": "most recent tokens, always attended to (default: budget / 16, at least two pages)",
-    "page_size": f"tokens per page, the unit of retrieval, one of {PAGE_SIZES} (default: 32)",
+    "page_size": "tokens per page, the unit of retrieval; smaller ones hold less that is unwanted, "
+    f"and there are more to choose from, one of {PAGE_SIZES} (default: 32)",
     "summary_size": "tokens per entry of the page index, page_size or less; smaller ones tell "
     f"pages apart better, and cost memory and time in proportion, one of {SUMMARY_SIZES} (default: "
     "the page size)",

@@ -66,7 +66,7 @@ VARIANTS = (
         style="s--",
     ),
     Variant("summary_8", "freekv, 8 tokens per entry of the index", {}, {"summary_size": 8}, "d-."),
-    Variant("summary_4", "freekv, 4 tokens per entry of the index", {}, {"summary_size": 4}, "v-."),
+    Variant("page_16", "freekv, pages of 16 tokens", {}, {"page_size": 16}, "v-."),
     Variant(
         "sink_window", "sinks and window alone, the control", {"method": "streamingllm"}, style="x:"
     ),

@@ -6,6 +6,7 @@
 namespace kvr {
 
 #ifdef KVR_HAVE_X86
+extern const KernelTable table_avx512_bf16;
 extern const KernelTable table_avx512;
 extern const KernelTable table_avx2;
 #endif
@@ -15,6 +16,8 @@ namespace {
 
 bool runs_here([[maybe_unused]] const KernelTable& table) {
 #ifdef KVR_HAVE_X86
+  if (&table == &table_avx512_bf16)
+    return runs_here(table_avx512) && __builtin_cpu_supports("avx512bf16");
   if (&table == &table_avx512)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -27,6 +30,7 @@ bool runs_here([[maybe_unused]] const KernelTable& table) {
 
 const KernelTable* const kTables[] = {
 #ifdef KVR_HAVE_X86
+    &table_avx512_bf16,
     &table_avx512,
     &table_avx2,
 #endif

@@ -14,13 +14,15 @@
 #define KVR_STRING(x) KVR_STRING_(x)
 #define KVR_CONCAT_(a, b) a##b
 #define KVR_CONCAT(a, b) KVR_CONCAT_(a, b)
+// Completely, and early: arrays of vectors become registers.
+#define KVR_UNROLL _Pragma("GCC unroll 16")
 
 namespace kvr {
 namespace KVR_ISA {
 
 constexpr int kGroupBlock = 8;      // query heads scored together
 constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // of scores, that registers have room for
-constexpr int kAhead = 8;           // summaries to fetch ahead
+constexpr int kBlock = 4;           // summaries scored for one KV head after the other
 constexpr int kChunk = 128;         // summaries per scoring task
 constexpr int kSerialKeys = 4096;   // work below which waking the other threads costs more
 constexpr int kSerialScores = 64;
@@ -89,23 +91,24 @@ static void update_index_of(const IndexUpdate& u) {
 // Scores: an upper bound of every q.k in what a summary covers, as relu(q).kmax + min(q, 0).kmin
 // ---------------------------------------------------------------------------------------------
 
-// The query heads of one KV head, split by sign, with the scale folded in.
+// The query heads of one KV head, split by sign.
+template <class E>
 class SplitQuery {
  public:
-  template <class E>
-  SplitQuery(const E* q, int n, float scale) {
-    thread_local std::vector<float> buffer;
+  using Part = typename E::Factor;
+
+  SplitQuery(const E* q, int n) {
+    thread_local std::vector<Part> buffer;
     if (buffer.size() < 2 * static_cast<size_t>(n)) buffer.resize(2 * n);
     positive = buffer.data();
-    negative = positive + n;
+    negative = buffer.data() + n;
     for (int i = 0; i < n; i += kWidth) {
-      const Floats x = E::load(q + i) * scale;
-      const Floats pos = max(x, Floats{}), neg = min(x, Floats{});
-      std::memcpy(positive + i, &pos, sizeof pos);
-      std::memcpy(negative + i, &neg, sizeof neg);
+      const Floats x = E::load(q + i);
+      Part::store(buffer.data() + i, max(x, Floats{}));
+      Part::store(buffer.data() + n + i, min(x, Floats{}));
     }
   }
-  float *positive, *negative;
+  const Part *positive, *negative;
 };
 
 // The summaries of one KV head over a request's context, in its order.
@@ -125,50 +128,62 @@ struct Summaries {
 // Scores of P adjacent summaries from j on, for N query heads; out[g * out_stride + j]. More of them
 // at a time share what is loaded of the queries.
 template <class E, int N, int P>
-static void score_together(const float* pos, const float* neg, int d, const Summaries<E>& summaries,
-                           int j, float* out, int64_t out_stride) {
+static void score_together(const SplitQuery<E>& q, int first_head, int d, float scale,
+                           const Summaries<E>& summaries, int j, float* out, int64_t out_stride) {
   const E* lo[P];
-  for (int p = 0; p < P; ++p) lo[p] = summaries[j + p];
-  Floats acc[N][P] = {};
-  for (int c = 0; c < d; c += kWidth) {
-    Floats kmin[P], kmax[P];
-    for (int p = 0; p < P; ++p) {
-      kmin[p] = E::load(lo[p] + c);
-      kmax[p] = E::load(lo[p] + d + c);
+  KVR_UNROLL for (int p = 0; p < P; ++p) lo[p] = summaries[j + p];
+  Floats acc[N][P];
+  KVR_UNROLL for (int g = 0; g < N; ++g)
+    KVR_UNROLL for (int p = 0; p < P; ++p) acc[g][p] = Floats{};
+  for (int c = 0; c < d; c += E::kLanes) {
+    const int lanes = d - c;
+    typename E::Lanes kmin[P], kmax[P];
+    KVR_UNROLL for (int p = 0; p < P; ++p) {
+      kmin[p] = E::lanes(lo[p] + c, lanes);
+      kmax[p] = E::lanes(lo[p] + d + c, lanes);
     }
-    for (int g = 0; g < N; ++g) {
-      const Floats a = load_as<Floats>(pos + g * d + c), b = load_as<Floats>(neg + g * d + c);
-      for (int p = 0; p < P; ++p) {
-        acc[g][p] += a * kmax[p];
-        acc[g][p] += b * kmin[p];
+    KVR_UNROLL for (int g = 0; g < N; ++g) {
+      const int64_t at = int64_t(first_head + g) * d + c;
+      const auto pos = SplitQuery<E>::Part::lanes(q.positive + at, lanes);
+      const auto neg = SplitQuery<E>::Part::lanes(q.negative + at, lanes);
+      KVR_UNROLL for (int p = 0; p < P; ++p) {
+        E::add_products(acc[g][p], pos, kmax[p]);
+        E::add_products(acc[g][p], neg, kmin[p]);
       }
     }
   }
-  for (int g = 0; g < N; ++g)
-    for (int p = 0; p < P; ++p) out[g * out_stride + j + p] = sum(acc[g][p]);
+  KVR_UNROLL for (int g = 0; g < N; ++g) {
+    float* to = out + g * out_stride + j;
+    if constexpr (P == 4) {
+      const Quad sums = sum_four(acc[g][0], acc[g][1], acc[g][2], acc[g][3]) * scale;
+      std::memcpy(to, &sums, sizeof sums);
+    } else {
+      KVR_UNROLL for (int p = 0; p < P; ++p) to[p] = sum(acc[g][p]) * scale;
+    }
+  }
 }
 
 // Scores of summaries [begin, end) for N query heads; out[g * out_stride + j].
 template <class E, int N>
-static void score(const SplitQuery& q, int first_head, int d, const Summaries<E>& summaries,
-                  int begin, int end, float* out, int64_t out_stride) {
-  constexpr int kTogether = std::clamp(kAccumulators / N, 1, 4);
-  const float* pos = q.positive + first_head * d;
-  const float* neg = q.negative + first_head * d;
+static void score(const SplitQuery<E>& q, int first_head, int d, float scale,
+                  const Summaries<E>& summaries, int begin, int end, int limit, float* out,
+                  int64_t out_stride) {
+  constexpr int kTogether = N <= kAccumulators / 4 ? 4 : N <= kAccumulators / 2 ? 2 : 1;
   int j = begin;
   for (; j + kTogether <= end; j += kTogether) {
-    for (int next = j + kAhead; next < std::min(j + kAhead + kTogether, end); ++next) {
+    for (int next = j + kBlock; next < std::min(j + kBlock + kTogether, limit); ++next) {
       const char* ahead = reinterpret_cast<const char*>(summaries[next]);
       for (size_t b = 0; b < 2 * d * sizeof(E); b += 64) __builtin_prefetch(ahead + b);
     }
-    score_together<E, N, kTogether>(pos, neg, d, summaries, j, out, out_stride);
+    score_together<E, N, kTogether>(q, first_head, d, scale, summaries, j, out, out_stride);
   }
-  for (; j < end; ++j) score_together<E, N, 1>(pos, neg, d, summaries, j, out, out_stride);
+  for (; j < end; ++j)
+    score_together<E, N, 1>(q, first_head, d, scale, summaries, j, out, out_stride);
 }
 
 template <class E>
-using ScoreFn = void (*)(const SplitQuery&, int, int, const Summaries<E>&, int, int, float*,
-                         int64_t);
+using ScoreFn = void (*)(const SplitQuery<E>&, int, int, float, const Summaries<E>&, int, int,
+                         int, float*, int64_t);
 
 template <class E>
 static ScoreFn<E> score_fn(int heads) {
@@ -297,15 +312,24 @@ struct Planner {
     return queries + row * query_stride + int64_t(head) * group_elements();
   }
 
-  void score(int row, int head, int begin, int end, float* scores, int64_t stride) const {
+  // Scores of summaries [begin, end) of a row for all KV heads: their entries lie side by side, so
+  // the index is read in its order.
+  void score(int row, int begin, int end, float* scores, int64_t unit_stride, int64_t stride) const {
     const int d = layer.head_size;
-    const SplitQuery q(query(row, head), group_elements(), layer.scale);
-    const Summaries<E> summaries{static_cast<const E*>(layer.index) + int64_t(head) * 2 * d,
-                                 int64_t(layer.kv_heads) * 2 * d, blocks(row),
-                                 __builtin_ctz(parts())};
-    for (int g = 0; g < layer.group; g += kGroupBlock) {
-      const int heads = std::min(kGroupBlock, layer.group - g);
-      score_fn<E>(heads)(q, g, d, summaries, begin, end, scores + g * stride, stride);
+    const SplitQuery<E> q(query(row, 0), layer.kv_heads * group_elements());
+    for (int first = begin; first < end; first += kBlock) {
+      const int last = std::min(first + kBlock, end);
+      for (int head = 0; head < layer.kv_heads; ++head) {
+        const Summaries<E> summaries{static_cast<const E*>(layer.index) + int64_t(head) * 2 * d,
+                                     int64_t(layer.kv_heads) * 2 * d, blocks(row),
+                                     __builtin_ctz(parts())};
+        float* out = scores + head * unit_stride;
+        for (int g = 0; g < layer.group; g += kGroupBlock) {
+          const int heads = std::min(kGroupBlock, layer.group - g);
+          score_fn<E>(heads)(q, head * layer.group + g, d, layer.scale, summaries, first, last, end,
+                             out + g * stride, stride);
+        }
+      }
     }
   }
 
@@ -378,9 +402,8 @@ static void plan_decode_of(const DecodePlan& p) {
       const int row = first + task / chunks, begin = task % chunks * kChunk;
       const int end = std::min(begin + kChunk, planner.summaries(row));
       if (rows.select_pages[row] <= 0 || begin >= end) continue;
-      for (int head = 0; head < heads; ++head)
-        planner.score(row, head, begin, end,
-                      scores + ((row - first) * heads + head) * unit_stride, stride);
+      planner.score(row, begin, end, scores + (row - first) * heads * unit_stride, unit_stride,
+                    stride);
     }
 #pragma omp for schedule(dynamic, 1)
     for (int unit = 0; unit < count * heads; ++unit)

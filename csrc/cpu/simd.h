@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -38,16 +39,66 @@ inline Floats splat(float x) { return Floats{} + x; }
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
 
-inline float sum(Floats v) {
-  using Quad = float __attribute__((vector_size(16)));
+using Quad = float __attribute__((vector_size(16)));
+
+// The sum of v's quads.
+inline Quad fold(Floats v) {
   Quad parts[kWidth / 4];
   std::memcpy(parts, &v, sizeof v);
   for (int i = 1; i < kWidth / 4; ++i) parts[0] += parts[i];
-  return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
+  return parts[0];
 }
 
-// Elements of the KV cache. Conversions to float and back of a value that came from the type are exact.
-struct BFloat16 {
+inline float sum(Floats v) {
+  const Quad q = fold(v);
+  return (q[0] + q[1]) + (q[2] + q[3]);
+}
+
+// Where element i of two interleaved vectors comes from, in units of `size` elements within quads.
+constexpr int interleaved(int i, int size, bool upper) {
+  const int unit = i % 4 / size;
+  return unit % 2 * kWidth + i / 4 * 4 + (upper ? 2 : 0) + unit / 2 * size + i % size;
+}
+
+// a and b interleaved, and what comes out added up: half of the work of summing both.
+template <int size, size_t... i>
+inline Floats interleave_add(Floats a, Floats b, std::index_sequence<i...>) {
+  return __builtin_shufflevector(a, b, interleaved(i, size, false)...) +
+         __builtin_shufflevector(a, b, interleaved(i, size, true)...);
+}
+
+// The sums of four vectors.
+inline Quad sum_four(Floats a, Floats b, Floats c, Floats d) {
+  constexpr auto all = std::make_index_sequence<kWidth>{};
+  return fold(
+      interleave_add<2>(interleave_add<1>(a, b, all), interleave_add<1>(c, d, all), all));
+}
+
+// Elements of the KV cache. Conversions to float and back of a value that came from the type are
+// exact. For sums of products the elements are taken kLanes at a time, as Lanes; those of the other
+// factor are kept as Factor.
+
+// How elements become Lanes where floats are what is multiplied.
+template <class E>
+struct FloatLanes {
+  using Lanes = Floats;
+  static constexpr int kLanes = kWidth;
+  static Floats lanes(const E* p, int) { return E::load(p); }
+  static void add_products(Floats& total, Floats a, Floats b) { total += a * b; }
+};
+
+struct Float32 : FloatLanes<Float32> {
+  using Factor = Float32;
+  float value;
+  static Floats load(const Float32* p) { return load_as<Floats>(p); }
+  static void store(Float32* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+};
+
+struct BFloat16
+#if !defined(__AVX512BF16__)
+    : FloatLanes<BFloat16>
+#endif
+{
   uint16_t bits;
   static Floats load(const BFloat16* p) {
     return (Floats)(__builtin_convertvector(load_as<Halves>(p), Words) << 16);
@@ -56,15 +107,23 @@ struct BFloat16 {
     Halves h = __builtin_convertvector((Words)v >> 16, Halves);
     std::memcpy(p, &h, sizeof h);
   }
+#if defined(__AVX512BF16__)
+  using Factor = BFloat16;
+  using Lanes = __m512bh;
+  static constexpr int kLanes = 32;
+  static Lanes lanes(const BFloat16* p, int left) {  // head sizes may be odd multiples of 16
+    return (Lanes)_mm512_maskz_loadu_epi16(left >= kLanes ? ~__mmask32{} : 0xffff, p);
+  }
+  static void add_products(Floats& total, Lanes a, Lanes b) {
+    total = (Floats)_mm512_dpbf16_ps((__m512)total, a, b);
+  }
+#else
+  using Factor = Float32;
+#endif
 };
 
-struct Float32 {
-  float value;
-  static Floats load(const Float32* p) { return load_as<Floats>(p); }
-  static void store(Float32* p, Floats v) { std::memcpy(p, &v, sizeof v); }
-};
-
-struct Float16 {
+struct Float16 : FloatLanes<Float16> {
+  using Factor = Float32;
   uint16_t bits;
 #if defined(__AVX512F__)
   static Floats load(const Float16* p) {

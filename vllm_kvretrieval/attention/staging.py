@@ -8,6 +8,9 @@ import torch
 BLOCK_SIZE = 128
 """vLLM's own choice for the CPU. Its kernel takes 7 to 12 % longer over blocks of 32 tokens."""
 
+ISAS = ("vec", "vec16")
+"""Variants of vLLM's kernel, by its own names, whose layout of a block the copy knows."""
+
 WORTHWHILE_QUERIES = 128
 """Copying the context pays for itself from about this many queries on."""
 

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -66,6 +67,12 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"--block-size {cache.block_size} must be a multiple of kv_retrieval.page_size="
             f"{config.page_size}; use 128."
         )
+    head_size = model.get_head_size()
+    if config.page_size % 32 and _get_attn_isa(model.dtype, config.page_size, head_size) != "vec16":
+        raise RetrievalConfigError(
+            f"kv_retrieval.page_size={config.page_size} is not supported on this CPU, where vLLM's "
+            "attention takes multiples of 32; use 32."
+        )
     transfer = vllm_config.kv_transfer_config
     if config.home != "device" and transfer and transfer.kv_connector != CONNECTOR:
         raise RetrievalConfigError(
@@ -76,7 +83,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         raise RetrievalConfigError(
             f"{method} on the CPU needs vLLM's V1 model runner; unset VLLM_USE_V2_MODEL_RUNNER."
         )
-    check_shape(model.dtype, model.get_head_size(), method)
+    check_shape(model.dtype, head_size, method)
 
 
 def check_shape(dtype: torch.dtype, head_size: int, method: str) -> None:

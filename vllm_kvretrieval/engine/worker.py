@@ -14,7 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval.attention.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.metadata import RetrievalMetadataBuilder
-from vllm_kvretrieval.attention.staging import BLOCK_SIZE, PrefillStaging
+from vllm_kvretrieval.attention.staging import BLOCK_SIZE, ISAS, PrefillStaging
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.allocation import allocate_kv_cache
 from vllm_kvretrieval.engine.connector import RetrievalConnector
@@ -204,7 +204,7 @@ class RetrievalCPUWorker(CPUWorker):
     def _staging(self, builder: RetrievalMetadataBuilder) -> PrefillStaging | None:
         """The group's staging buffer; None where the pages serve vLLM's prefill kernel as well."""
         page_size = self.retrieval_config.page_size
-        if builder.isa != "vec" or page_size >= BLOCK_SIZE or BLOCK_SIZE % page_size:
+        if builder.isa not in ISAS or page_size >= BLOCK_SIZE or BLOCK_SIZE % page_size:
             return None
         return PrefillStaging(
             page_size,

@@ -19,7 +19,7 @@ _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 def isa() -> str:
-    """Instruction set in use: ``avx512``, ``avx2`` or ``portable``."""
+    """Instruction set in use: ``avx512_bf16``, ``avx512``, ``avx2`` or ``portable``."""
     return _cpu.isa()
 
 
