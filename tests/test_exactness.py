@@ -13,7 +13,7 @@ STEPS = 40  # crosses a page boundary at least once
 LAYERS = (0, 14, 28)
 
 
-@pytest.fixture(scope="module", params=[(32, 32), (32, 8), (16, 16)], ids=str)
+@pytest.fixture(scope="module", params=[(32, 32), (16, 8)], ids=str)
 def served(request):
     """The size of summaries comes with it: a page's, as in the paper, or less."""
     page_size, summary_size = request.param
