@@ -36,18 +36,21 @@ def test_copy_equals_reference(dtype, page_size):
 
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="another layout of keys with AMX")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("page_size", "isa"), [(32, "vec"), (32, "vec16"), (16, "vec16")])
-def test_blocks_are_what_vllm_writes(dtype, page_size, isa):
+@pytest.mark.parametrize(
+    ("page_size", "isa", "size"),
+    [(32, "vec", SIZE), (32, "vec16", SIZE), (16, "vec16", SIZE), (32, "vec16", 80)],
+)
+def test_blocks_are_what_vllm_writes(dtype, page_size, isa, size):
     """Tokens written in pages by vLLM's own op and staged equal tokens written in blocks."""
     torch.manual_seed(1)
     tokens = 3 * BLOCK_SIZE
-    key, value = torch.randn(2, tokens, HEADS, SIZE).to(dtype)
+    key, value = torch.randn(2, tokens, HEADS, size).to(dtype)
     pages = torch.randperm(tokens // page_size).int()
-    in_pages = torch.zeros(len(pages), HEADS, page_size, 2 * SIZE, dtype=dtype)
-    in_blocks = torch.zeros(3, HEADS, BLOCK_SIZE, 2 * SIZE, dtype=dtype)
+    in_pages = torch.zeros(len(pages), HEADS, page_size, 2 * size, dtype=dtype)
+    in_blocks = torch.zeros(3, HEADS, BLOCK_SIZE, 2 * size, dtype=dtype)
     slots = (pages.long()[:, None] * page_size + torch.arange(page_size)).flatten()
     for cache, slot_mapping in ((in_pages, slots), (in_blocks, torch.arange(tokens))):
-        halves = cache.view(cache.shape[0], HEADS, -1, SIZE).chunk(2, dim=2)
+        halves = cache.view(cache.shape[0], HEADS, -1, size).chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(key, value, *halves, slot_mapping, isa)
     staged = torch.empty_like(in_blocks)
     cpu.stage_pages(in_pages, pages, staged)

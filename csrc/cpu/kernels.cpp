@@ -22,7 +22,7 @@ namespace KVR_ISA {
 
 constexpr int kGroupBlock = 8;      // query heads scored together
 constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // of scores, that registers have room for
-constexpr int kBlock = 4;           // summaries scored for one KV head after the other
+constexpr int kBlock = 4;           // summaries scored per KV head, while as many are fetched
 constexpr int kChunk = 128;         // summaries per scoring task
 constexpr int kSerialKeys = 4096;   // work below which waking the other threads costs more
 constexpr int kSerialScores = 64;

@@ -76,8 +76,8 @@ struct KernelTable {
 
 // The fastest table that this machine runs.
 const KernelTable& kernels();
-// A table by name ("avx512_bf16", "avx512", "avx2",
-// "portable"), or null where it is not compiled in or cannot run.
+// A table by name ("avx512_bf16", "avx512", "avx2", "portable"), or null where it is not compiled in
+// or cannot run.
 const KernelTable* kernels_for(const char* isa);
 
 }  // namespace kvr

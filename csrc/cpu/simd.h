@@ -78,9 +78,12 @@ inline Quad sum_four(Floats a, Floats b, Floats c, Floats d) {
 // exact. For sums of products the elements are taken kLanes at a time, as Lanes; those of the other
 // factor are kept as Factor.
 
+struct Float32;
+
 // How elements become Lanes where floats are what is multiplied.
 template <class E>
 struct FloatLanes {
+  using Factor = Float32;
   using Lanes = Floats;
   static constexpr int kLanes = kWidth;
   static Floats lanes(const E* p, int) { return E::load(p); }
@@ -88,7 +91,6 @@ struct FloatLanes {
 };
 
 struct Float32 : FloatLanes<Float32> {
-  using Factor = Float32;
   float value;
   static Floats load(const Float32* p) { return load_as<Floats>(p); }
   static void store(Float32* p, Floats v) { std::memcpy(p, &v, sizeof v); }
@@ -117,13 +119,10 @@ struct BFloat16
   static void add_products(Floats& total, Lanes a, Lanes b) {
     total = (Floats)_mm512_dpbf16_ps((__m512)total, a, b);
   }
-#else
-  using Factor = Float32;
 #endif
 };
 
 struct Float16 : FloatLanes<Float16> {
-  using Factor = Float32;
   uint16_t bits;
 #if defined(__AVX512F__)
   static Floats load(const Float16* p) {
