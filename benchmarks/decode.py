@@ -187,8 +187,12 @@ class Bench:
                 self._status.set(f"flatness: {context:,}, {turn + 1}")
                 timing = engine.generate(prompts[context], self._tokens, self._settings.temperature)
                 runs[context].append(decode_report.spread(self._steps(timing))["mean"])
-        engine.pause()
-        return {"contexts": [short, long], "step_ms": [runs[short], runs[long]]}
+        profiles = [self._profile(engine, prompts[context]) for context in (short, long)]
+        return {
+            "contexts": [short, long],
+            "step_ms": [runs[short], runs[long]],
+            "profile_ms": [profile["profile_ms"] for profile in profiles],
+        }
 
     def warm_up(self, context: int) -> None:
         """Let both engines meet every kind of work once; contexts end at `context` tokens."""

@@ -192,7 +192,7 @@ def summary(store: dict[str, Any]) -> str:
     lines = ["", HEADER, *map(row, cells)]
     if any(cell["one_by_one"] for cell in cells):
         lines.append("* prefill and first token: the batch's documents handed in one after another")
-    lines += [*_profile_lines(cells), ""]
+    lines += [*_profile_lines(store, cells), ""]
     for verdict in store["acceptance"]:
         word = {True: "PASS", False: "FAIL", None: "not measured"}[verdict["pass"]]
         value = "" if verdict["value"] is None else f" {verdict['value']:.3f}"
@@ -200,7 +200,7 @@ def summary(store: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _profile_lines(cells: list[Cell]) -> list[str]:
+def _profile_lines(store: dict[str, Any], cells: list[Cell]) -> list[str]:
     """Where the time of a step goes, one block per engine and one column per cell."""
     cells = [c for c in cells if all("profile_ms" in e for e in c["engines"].values())]
     if not cells:
@@ -208,14 +208,25 @@ def _profile_lines(cells: list[Cell]) -> list[str]:
     lines = ["", "where a step's time goes, ms (measured apart, with timers inside the worker)"]
     for name in pair(cells[0]):
         columns = [cell["engines"][name]["profile_ms"] for cell in cells]
-        sizes = "".join(f"{cell['context']:>8,} x{cell['batch']}" for cell in cells)
-        lines.append(f"{name:<28}{sizes}")
-        for part in columns[0]:
-            lines.append(f"  {part:<26}" + "".join(f"{column[part]:11.2f}" for column in columns))
+        lines += _part_lines(name, [(cell["context"], cell["batch"]) for cell in cells], columns)
         notes = [cell["engines"][name]["retrieval"] for cell in cells]
         for share in notes[-1]:
             shares = "".join(f"{note.get(share, math.nan):11.1%}" for note in notes)
             lines.append(f"  {share:<26}{shares}")
+    flat = store.get("flatness", {})
+    if "profile_ms" in flat:
+        sizes = [(context, 1) for context in flat["contexts"]]
+        lines += _part_lines(f"{pair(cells[0])[1]}, in turn", sizes, flat["profile_ms"])
+    return lines
+
+
+def _part_lines(
+    title: str, sizes: Sequence[tuple[int, int]], columns: Sequence[dict[str, float]]
+) -> list[str]:
+    """A block of the parts of a step; sizes: context and batch of each column."""
+    lines = [f"{title:<28}" + "".join(f"{context:>8,} x{batch}" for context, batch in sizes)]
+    for part in columns[0]:
+        lines.append(f"  {part:<26}" + "".join(f"{column[part]:11.2f}" for column in columns))
     return lines
 
 

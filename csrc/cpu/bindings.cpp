@@ -36,7 +36,7 @@ NB_MODULE(_cpu, m) {
   m.doc() = "Fused CPU kernels of vllm-kvretrieval.";
   m.def("isa", [] { return active->isa; }, "Name of the instruction set in use.");
   m.def("use_isa", &use_isa, nb::arg("isa"),
-        "Choose another instruction set ('avx512', 'avx2', 'portable'), for tests and benchmarks.");
+        "Choose another instruction set (kernels.h names them), for tests and benchmarks.");
 
   nb::class_<kvr::DecodeRows>(m, "DecodeRows")
       .def("__init__",

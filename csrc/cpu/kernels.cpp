@@ -22,7 +22,8 @@ namespace KVR_ISA {
 
 constexpr int kGroupBlock = 8;      // query heads scored together
 constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // of scores, that registers have room for
-constexpr int kBlock = 4;           // summaries scored per KV head, while as many are fetched
+constexpr int kBlock = 4;           // summaries scored per KV head, before the next head's
+constexpr int kAhead = 8;           // summaries to fetch ahead
 constexpr int kChunk = 128;         // summaries per scoring task
 constexpr int kSerialKeys = 4096;   // work below which waking the other threads costs more
 constexpr int kSerialScores = 64;
@@ -111,27 +112,28 @@ class SplitQuery {
   const Part *positive, *negative;
 };
 
-// The summaries of one KV head over a request's context, in its order.
+// The summaries of a request's context, in its order; those of all KV heads lie side by side.
 template <class E>
 struct Summaries {
-  const E* index;  // of the KV head
-  int64_t stride;  // elements from one entry to the next
+  const E* index;
   const int32_t* pages;
   int shift;       // log2 of the entries per page
+  int head_size, kv_heads;
 
-  const E* operator[](int j) const {
+  const E* at(int j, int head) const {
     const int64_t entry = (int64_t(pages[j >> shift]) << shift) + (j & ((1 << shift) - 1));
-    return index + entry * stride;
+    return index + (entry * kv_heads + head) * 2 * head_size;
   }
 };
 
-// Scores of P adjacent summaries from j on, for N query heads; out[g * out_stride + j]. More of them
-// at a time share what is loaded of the queries.
+// Scores of P adjacent summaries of a KV head from j on, for the N query heads from query_head on;
+// out[g * out_stride + j]. More of them at a time share what is loaded of the queries.
 template <class E, int N, int P>
-static void score_together(const SplitQuery<E>& q, int first_head, int d, float scale,
-                           const Summaries<E>& summaries, int j, float* out, int64_t out_stride) {
+static void score_together(const SplitQuery<E>& q, int query_head, const Summaries<E>& summaries,
+                           int head, int j, float scale, float* out, int64_t out_stride) {
+  const int d = summaries.head_size;
   const E* lo[P];
-  KVR_UNROLL for (int p = 0; p < P; ++p) lo[p] = summaries[j + p];
+  KVR_UNROLL for (int p = 0; p < P; ++p) lo[p] = summaries.at(j + p, head);
   Floats acc[N][P];
   KVR_UNROLL for (int g = 0; g < N; ++g)
     KVR_UNROLL for (int p = 0; p < P; ++p) acc[g][p] = Floats{};
@@ -143,7 +145,7 @@ static void score_together(const SplitQuery<E>& q, int first_head, int d, float 
       kmax[p] = E::lanes(lo[p] + d + c, lanes);
     }
     KVR_UNROLL for (int g = 0; g < N; ++g) {
-      const int64_t at = int64_t(first_head + g) * d + c;
+      const int64_t at = int64_t(query_head + g) * d + c;
       const auto pos = SplitQuery<E>::Part::lanes(q.positive + at, lanes);
       const auto neg = SplitQuery<E>::Part::lanes(q.negative + at, lanes);
       KVR_UNROLL for (int p = 0; p < P; ++p) {
@@ -163,27 +165,28 @@ static void score_together(const SplitQuery<E>& q, int first_head, int d, float 
   }
 }
 
-// Scores of summaries [begin, end) for N query heads; out[g * out_stride + j].
+// Scores of summaries [begin, end) of a KV head for the N query heads from query_head on. Summaries
+// up to `limit` come next, and are fetched into the second-level cache meanwhile: the first level
+// has too few misses in flight to hide the memory's latency.
 template <class E, int N>
-static void score(const SplitQuery<E>& q, int first_head, int d, float scale,
-                  const Summaries<E>& summaries, int begin, int end, int limit, float* out,
-                  int64_t out_stride) {
+static void score(const SplitQuery<E>& q, int query_head, const Summaries<E>& summaries, int head,
+                  int begin, int end, int limit, float scale, float* out, int64_t out_stride) {
   constexpr int kTogether = N <= kAccumulators / 4 ? 4 : N <= kAccumulators / 2 ? 2 : 1;
+  const size_t entry_bytes = 2 * summaries.head_size * sizeof(E);
   int j = begin;
   for (; j + kTogether <= end; j += kTogether) {
-    for (int next = j + kBlock; next < std::min(j + kBlock + kTogether, limit); ++next) {
-      const char* ahead = reinterpret_cast<const char*>(summaries[next]);
-      for (size_t b = 0; b < 2 * d * sizeof(E); b += 64) __builtin_prefetch(ahead + b);
+    for (int next = j + kAhead; next < std::min(j + kAhead + kTogether, limit); ++next) {
+      const char* ahead = reinterpret_cast<const char*>(summaries.at(next, head));
+      for (size_t b = 0; b < entry_bytes; b += 64) __builtin_prefetch(ahead + b, 0, 2);
     }
-    score_together<E, N, kTogether>(q, first_head, d, scale, summaries, j, out, out_stride);
+    score_together<E, N, kTogether>(q, query_head, summaries, head, j, scale, out, out_stride);
   }
   for (; j < end; ++j)
-    score_together<E, N, 1>(q, first_head, d, scale, summaries, j, out, out_stride);
+    score_together<E, N, 1>(q, query_head, summaries, head, j, scale, out, out_stride);
 }
 
 template <class E>
-using ScoreFn = void (*)(const SplitQuery<E>&, int, int, float, const Summaries<E>&, int, int,
-                         int, float*, int64_t);
+using ScoreFn = decltype(&score<E, 1>);
 
 template <class E>
 static ScoreFn<E> score_fn(int heads) {
@@ -251,20 +254,27 @@ static int count_at_least(const float* values, int n, int32_t floor) {
 // The k largest of values[0..n), n > k > 0, all non-negative: their positions plus `offset` in
 // rising order; of equal values the lower position wins.
 static void top_k(const float* values, int n, int k, int32_t offset, int32_t* out) {
-  int32_t kth = 0;  // bit pattern of the k-th largest value
-  for (int bit = 30; bit >= 0; --bit) {
-    const int32_t candidate = kth | (int32_t{1} << bit);
-    if (count_at_least(values, n, candidate) >= k) kth = candidate;
+  int32_t floor = 0;  // bit pattern that at least k values reach, raised until no more do
+  for (int bit = 30, count = n; bit >= 0 && count > k; --bit) {
+    const int32_t candidate = floor | (int32_t{1} << bit);
+    const int reach = count_at_least(values, n, candidate);
+    if (reach < k) continue;
+    floor = candidate;
+    count = reach;
   }
-  int ties = k - count_at_least(values, n, kth + 1);
+  int ties = k - count_at_least(values, n, floor + 1);
   int taken = 0;
-  for (int j = 0; j < n && taken < k; ++j) {
-    int32_t bits;
-    std::memcpy(&bits, values + j, 4);
-    const bool tie = bits == kth && ties > 0;
-    ties -= tie;
-    out[taken] = offset + j;
-    taken += tie || bits > kth;
+  for (int j = 0; j < n && taken < k;) {
+    const int end = std::min(j + kWidth, n);
+    if (count_at_least(values + j, end - j, floor) == 0) j = end;
+    for (; j < end && taken < k; ++j) {
+      int32_t bits;
+      std::memcpy(&bits, values + j, 4);
+      const bool tie = bits == floor && ties > 0;
+      ties -= tie;
+      out[taken] = offset + j;
+      taken += tie || bits > floor;
+    }
   }
 }
 
@@ -315,22 +325,15 @@ struct Planner {
   // Scores of summaries [begin, end) of a row for all KV heads: their entries lie side by side, so
   // the index is read in its order.
   void score(int row, int begin, int end, float* scores, int64_t unit_stride, int64_t stride) const {
-    const int d = layer.head_size;
     const SplitQuery<E> q(query(row, 0), layer.kv_heads * group_elements());
-    for (int first = begin; first < end; first += kBlock) {
-      const int last = std::min(first + kBlock, end);
-      for (int head = 0; head < layer.kv_heads; ++head) {
-        const Summaries<E> summaries{static_cast<const E*>(layer.index) + int64_t(head) * 2 * d,
-                                     int64_t(layer.kv_heads) * 2 * d, blocks(row),
-                                     __builtin_ctz(parts())};
-        float* out = scores + head * unit_stride;
-        for (int g = 0; g < layer.group; g += kGroupBlock) {
-          const int heads = std::min(kGroupBlock, layer.group - g);
-          score_fn<E>(heads)(q, head * layer.group + g, d, layer.scale, summaries, first, last, end,
-                             out + g * stride, stride);
-        }
-      }
-    }
+    const Summaries<E> summaries{static_cast<const E*>(layer.index), blocks(row),
+                                 __builtin_ctz(parts()), layer.head_size, layer.kv_heads};
+    for (int first = begin; first < end; first += kBlock)
+      for (int head = 0; head < layer.kv_heads; ++head)
+        for (int g = 0; g < layer.group; g += kGroupBlock)
+          score_fn<E>(std::min(kGroupBlock, layer.group - g))(
+              q, head * layer.group + g, summaries, head, first, std::min(first + kBlock, end), end,
+              layer.scale, scores + head * unit_stride + g * stride, stride);
   }
 
   // Selects for the next step, decides whose selection this step attends to, writes the page list.
