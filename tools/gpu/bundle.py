@@ -221,7 +221,9 @@ def _unpack_part(path: Path, site: Path) -> None:
     content = lzma.decompress(path.read_bytes())
     if path.stem.endswith(".tar"):
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            archive.extractall(site, filter="data")
+            # Before Python 3.11.4 there are no filters, and the argument is unknown.
+            archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+            archive.extractall(site)
         return
     library = site / "vllm" / path.stem.replace("__", "/")
     library.parent.mkdir(parents=True, exist_ok=True)
