@@ -167,7 +167,7 @@ class Bench:
                 cell["engines"][engine.name] |= self._profile(engine, prompts)
         return cell
 
-    def flatness(self, short: int, long: int) -> dict[str, Any]:
+    def flatness(self, short: int, long: int, profile: bool) -> dict[str, Any]:
         """The counterpart's own step at two context lengths in turn, batch 1.
 
         Neighbouring measurements are compared: the cells of two contexts lie an hour apart.
@@ -187,12 +187,12 @@ class Bench:
                 self._status.set(f"flatness: {context:,}, {turn + 1}")
                 timing = engine.generate(prompts[context], self._tokens, self._settings.temperature)
                 runs[context].append(decode_report.spread(self._steps(timing))["mean"])
-        profiles = [self._profile(engine, prompts[context]) for context in (short, long)]
-        return {
-            "contexts": [short, long],
-            "step_ms": [runs[short], runs[long]],
-            "profile_ms": [profile["profile_ms"] for profile in profiles],
-        }
+        engine.pause()
+        measured: dict[str, Any] = {"contexts": [short, long], "step_ms": [runs[short], runs[long]]}
+        if profile:
+            profiles = [self._profile(engine, prompts[context]) for context in (short, long)]
+            measured["profile_ms"] = [parts["profile_ms"] for parts in profiles]
+        return measured
 
     def warm_up(self, context: int) -> None:
         """Let both engines meet every kind of work once; contexts end at `context` tokens."""
@@ -404,7 +404,7 @@ def measure(
                     (of_this_order,) = decode_report.pooled([cell])
                     print(decode_report.row(of_this_order), flush=True)
             if flat:
-                store["flatness"] = bench.flatness(min(beyond), max(beyond))
+                store["flatness"] = bench.flatness(min(beyond), max(beyond), args.profile)
                 write_json(args.output, store)
                 status.clear()
 
