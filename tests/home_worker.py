@@ -17,7 +17,7 @@ class HomeWorker:
     retrieval_layers: dict[str, Any]
     home: Any
     requests: Any
-    slow_layers: list[Any]
+    recall_caches: list[Any]
     vllm_config: Any
     _plans: defaultdict[str, list[list[int]]]
     _written: dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
@@ -68,7 +68,8 @@ class HomeWorker:
         for name, impl in self.retrieval_layers.items():
             like = layers[name].kv_cache
             from_file = torch.frombuffer(
-                bytearray(os.pread(self.home.fd, like.nbytes, impl.slow.offset)), dtype=like.dtype
+                bytearray(os.pread(self.home.fd, like.nbytes, self.home.begin(impl.slow.number))),
+                dtype=like.dtype,
             ).view_as(like)
             # The file also holds what earlier requests wrote; the mark tells our tokens from it.
             expected, mark = torch.zeros_like(like), torch.zeros_like(like)
@@ -87,13 +88,12 @@ class HomeWorker:
 
     def check_caches(self):
         """Complaints of the recall caches, and how many slots are pinned in all."""
-        caches = [layer.cache for layer in self.slow_layers]
+        caches = self.recall_caches
         return [c.check() for c in caches if c.check()], sum(c.pinned for c in caches)
 
     def cache_state(self):
         """Slots per layer, requests' counts, seconds."""
-        caches = [layer.cache for layer in self.slow_layers]
-        return [len(c.slots) for c in caches], self.requests.recalls.tolist()
+        return [len(c.slots) for c in self.recall_caches], self.requests.recalls.tolist()
 
     def break_reads(self):
         """Let every read of the home's file fail from now on."""

@@ -69,7 +69,7 @@ def test_streamingllm_gives_the_budget_to_the_window():
         ({"budget": True}, r"kv_retrieval\.budget=True must be a whole number"),
         ({"budget": None}, r"kv_retrieval\.budget=None must be a whole number"),
         ({"budget": 1000}, r"budget=1000 must be a positive multiple of page_size=32; try 992"),
-        ({"budget": 0}, r"budget=0 must be a positive multiple of page_size=32; try 32"),
+        ({"budget": 0}, r"budget=0 must be a positive multiple of page_size=32; try 128"),
         ({"budget": -64}, r"budget=-64 must be a positive multiple"),
         (
             {"budget": 64},
@@ -101,6 +101,11 @@ def test_streamingllm_gives_the_budget_to_the_window():
         ),
         ({"correction_threshold": True}, r"correction_threshold=True must be a number"),
         ({"correction_threshold": None}, r"correction_threshold=None must be a number"),
+        ({"correction_threshold": 1.5}, r"correction_threshold=1\.5 must be .* between -1 and 1"),
+        ({"allow_exact": "no"}, r"allow_exact='no' must be true or false"),
+        ({"max_budget": 1024}, r"max_budget=1024 must be budget=2048 or more: .* Raise it"),
+        ({"max_budget": 3000}, r"max_budget=3000 must be a positive multiple .* try 3008"),
+        ({"max_budget": "4096"}, r"max_budget='4096' must be a whole number"),
         ({"correction_threshold": 10**400}, r"correction_threshold=1000+ must be a number"),
         ({"correction_threshold": float("nan")}, r"correction_threshold=nan must be a number"),
     ],
@@ -109,6 +114,15 @@ def test_streamingllm_gives_the_budget_to_the_window():
 def test_impossible_options(options, message):
     with pytest.raises(RetrievalConfigError, match=message):
         RetrievalConfig.from_options("freekv", options)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("window", 64), ("correction_threshold", 0.9), ("summary_size", 8)]
+)
+def test_options_that_streamingllm_would_ignore(key, value):
+    message = f"kv_retrieval.{key}={value} has no effect with streamingllm"
+    with pytest.raises(RetrievalConfigError, match=message):
+        RetrievalConfig.from_options("streamingllm", {key: value})
 
 
 @pytest.mark.parametrize("options", [None, 5, "budget", [("budget", 512)]])
@@ -122,7 +136,7 @@ def test_streamingllm_needs_a_page_beside_the_sink():
         RetrievalConfig.from_options("streamingllm", {"budget": 512, "sink": 512})
 
 
-@pytest.mark.parametrize("threshold", [-1, 0, 0.5, 1, 1.5])
+@pytest.mark.parametrize("threshold", [-1, 0, 0.5, 1])
 def test_thresholds(threshold):
     config = RetrievalConfig.from_options("freekv", {"correction_threshold": threshold})
     assert config.correction_threshold == threshold
@@ -176,8 +190,8 @@ def test_a_request_may_ask_for_the_sink_and_window_baseline():
     [
         ({"bugdet": 512}, "of a request has no option 'bugdet'.*Known: budget, correction_thresh"),
         ({"page_size": 64}, "of a request has no option 'page_size'"),
-        ({"budget": 2048}, r"budget=2048 exceeds the server's budget of 1024.*only lower it.*2048"),
-        ({"budget": 100}, r"kv_retrieval\.budget=100 must be a positive multiple.*try 96"),
+        ({"budget": 2048}, r"budget=2048 exceeds the server's limit of 1024.*max_budget 2048"),
+        ({"budget": 100}, r"kv_retrieval\.budget=100 must be a positive multiple.*try 128"),
         ({"budget": 64}, r"kv_retrieval\.budget=64 is too small"),
         ({"budget": 0}, r"kv_retrieval\.budget=0 must be a positive multiple"),
         ({"budget": "512"}, r"kv_retrieval\.budget='512' must be a whole number"),
@@ -191,6 +205,10 @@ def test_a_request_may_ask_for_the_sink_and_window_baseline():
         ({"exact": None}, r"exact=None must be true or false"),
         ({"method": "quest"}, "method='quest' cannot be served.*use one of freekv, streamingllm"),
         ({"method": 3}, "method=3 cannot be served"),
+        (
+            {"method": "streamingllm", "correction_threshold": 0.8},
+            "correction_threshold=0.8 has no effect with streamingllm",
+        ),
         ({"method": ["freekv"]}, r"method=\['freekv'\] cannot be served"),
     ],
     ids=str,
@@ -201,6 +219,20 @@ def test_impossible_request_options(options, message, flat):
     extra_args = {f"kv_retrieval_{key}": v for key, v in options.items()} if flat else nested
     with pytest.raises(RetrievalConfigError, match=message):
         RequestOptions.parse(extra_args, SERVER)
+
+
+def test_a_server_may_allow_more_and_less():
+    server = {"budget": 1024, "max_budget": 4096, "allow_exact": False}
+    config = RetrievalConfig.from_options("freekv", server)
+    assert RequestOptions.parse(None, config).budget.total == 1024 // 32
+    assert RequestOptions.parse({"kv_retrieval_budget": 4096}, config).budget.total == 4096 // 32
+    assert not RequestOptions.parse({"kv_retrieval_exact": False}, config).exact
+    for options, message in (
+        ({"budget": 4128}, "budget=4128 exceeds the server's limit of 4096"),
+        ({"exact": True}, "exact=True is not allowed by this server .* budget of up to 4096"),
+    ):
+        with pytest.raises(RetrievalConfigError, match=message):
+            RequestOptions.parse({"kv_retrieval": options}, config)
 
 
 def test_request_options_must_be_a_mapping():

@@ -13,12 +13,14 @@ from vllm_kvretrieval.engine.connector import (
 
 STEP = {
     "units_attended": 100,
-    "units_missed": 10,
+    "units_looked_up": 120,
+    "units_missed": 12,
     "bytes_recalled": 3 << 20,
     "heads_corrected": 4,
-    "slots_used": 50,
-    "slots": 80,
+    "slots_used/0": 50,
+    "slots/0": 80,
 }
+OTHER_WORKER = {key.replace("/0", "/1"): value for key, value in STEP.items()}
 
 
 def test_stats_add_up():
@@ -27,14 +29,15 @@ def test_stats_add_up():
     assert nothing.is_empty()
     assert nothing.aggregate(nothing).is_empty()
     assert nothing.aggregate(once).data == once.aggregate(nothing).data == STEP
-    twice = once.aggregate(RetrievalStats(STEP | {"slots_used": 60, "units_missed": 0}))
+    twice = once.aggregate(RetrievalStats(STEP | {"slots_used/0": 60, "units_missed": 0}))
     assert twice.data == {
         "units_attended": 200,
-        "units_missed": 10,
+        "units_looked_up": 240,
+        "units_missed": 12,
         "bytes_recalled": 6 << 20,
         "heads_corrected": 8,
-        "slots_used": 60,
-        "slots": 80,
+        "slots_used/0": 60,
+        "slots/0": 80,
     }
     assert twice.reduce() == {
         "units attended": 200,
@@ -44,7 +47,16 @@ def test_stats_add_up():
         "slots used": 60,
         "slots": 80,
     }
-    in_memory = RetrievalStats(STEP | {"slots": 0})
+    both = twice.aggregate(RetrievalStats(OTHER_WORKER))
+    assert both.reduce() == {
+        "units attended": 300,
+        "heads corrected": 12,
+        "recall hit rate": round(1 - 24 / 360, 4),
+        "MiB recalled": 9.0,
+        "slots used": 110,
+        "slots": 160,
+    }, "of two workers"
+    in_memory = RetrievalStats(STEP | {"slots/0": 0})
     assert in_memory.reduce() == {"units attended": 100, "heads corrected": 4}
     twice.reset()
     assert twice.is_empty()
@@ -57,7 +69,7 @@ def test_prometheus():
     config = type("Config", (), {"kv_transfer_config": connector_config()})()
     metrics = RetrievalConnector.build_prom_metrics(config, kinds, ["model", "engine"], labels)
     for _ in range(2):
-        metrics.observe(STEP, 1)
+        metrics.observe(STEP | OTHER_WORKER, 1)
 
     def value(name, engine):
         return REGISTRY.get_sample_value(
@@ -68,4 +80,5 @@ def test_prometheus():
         assert value(f"{name}_total", "1") == 2 * STEP[name]
         assert value(f"{name}_total", "0") == 0
     for name in GAUGES:
-        assert value(name, "1") == STEP[name]
+        assert value(name, "1") == 2 * STEP[f"{name}/0"]
+        assert metrics._metrics[name][1]._multiprocess_mode == "mostrecent"

@@ -45,7 +45,7 @@ def answers(model, workers, **retrieval):
             lambda worker: [impl.state.kv_heads for impl in worker.retrieval_layers.values()]
         )
         complaints = llm.collective_rpc(
-            lambda worker: [layer.cache.check() for layer in worker.slow_layers]
+            lambda worker: [cache.check() for cache in worker.recall_caches]
         )
     assert complaints == [[""] * (LAYERS - 1 if retrieval else 0)] * workers
     return together, exact, heads

@@ -8,9 +8,11 @@ from importlib.metadata import distribution, entry_points
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine import checkpoint
 from vllm_kvretrieval import __version__, plugin
@@ -127,13 +129,27 @@ def test_options_without_a_backend_are_an_error():
 
 @pytest.mark.model
 def test_requests_are_validated_only_where_retrieval_is_on():
-    params = SamplingParams(extra_args={"kv_retrieval": {"budget": 31}})
-    engine_config(attention_backend="freekv")
+    """Several engines in one process, each by its own options."""
+    options = ({"budget": 2048}, {"budget": 512})
+    large, small = (
+        InputProcessor(
+            engine_config(attention_backend="freekv", additional_config={"kv_retrieval": own})
+        )
+        for own in options
+    )
+    stock = InputProcessor(engine_config())
+
+    def ask(processor, budget):
+        params = SamplingParams(extra_args={"kv_retrieval": {"budget": budget}})
+        processor.process_inputs("id", tokens_input([1, 2]), params, ("generate",))
+
+    ask(large, 1024)
+    ask(stock, 31)
     # A kind of error that vLLM's HTTP server answers with 400.
-    with pytest.raises(VLLMClientError, match=r"kv_retrieval\.budget=31"):
-        current_platform.validate_request({}, params)
-    engine_config()  # another engine in the same process
-    current_platform.validate_request({}, params)
+    with pytest.raises(VLLMClientError, match=r"kv_retrieval\.budget=31 must be"):
+        ask(large, 31)
+    with pytest.raises(VLLMClientError, match=r"budget=1024 exceeds the server's limit of 512"):
+        ask(small, 1024)
 
 
 @pytest.mark.model

@@ -115,10 +115,40 @@ def test_models(configure, model, options, message, backend):
     configure(model, attention_backend=None, **options)
 
 
+TRANSFER = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
 ENGINES = {
     "fp8 cache": (
         {"kv_cache_dtype": "fp8"},
         "freekv does not support --kv-cache-dtype fp8*; use auto.",
+    ),
+    "another cache": (
+        {"kv_cache_dtype": "float16"},
+        "freekv does not support --kv-cache-dtype float16 with a model in torch.bfloat16; *",
+    ),
+    "all layers dense": (
+        {"additional_config": {"kv_retrieval": {"dense_layers": 2}}},
+        "kv_retrieval.dense_layers=2 leaves freekv none of the 2 layers of *. Use less than 2.",
+    ),
+    "two sizes of home": (
+        {
+            "additional_config": {"kv_retrieval": {"home": "disk", "home_bytes": "1GiB"}},
+            "num_gpu_blocks_override": 99,
+        },
+        "kv_retrieval.home_bytes=1073741824 and --num-gpu-blocks-override 99 both fix the size of "
+        "the home; leave one out.",
+    ),
+    "offloading": (
+        {
+            "kv_offloading_size": 1,
+            "additional_config": {"kv_retrieval": {"home": "disk"}},
+        },
+        "kv_retrieval.home=disk cannot be combined with vLLM's offloading; leave "
+        "--kv-offloading-size out, or use home=device.",
+    ),
+    "blocks for a connector": (
+        {"block_size": 128, "kv_transfer_config": TRANSFER},
+        "--block-size 128 cannot be combined with a KV connector, which moves whole blocks: they "
+        "have to be pages. Leave it out, or use --block-size 32.",
     ),
     "speculation": (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
@@ -144,12 +174,10 @@ ENGINES = {
     ),
     "connector": (
         {
-            "kv_transfer_config": KVTransferConfig(
-                kv_connector="OffloadingConnector", kv_role="kv_both"
-            ),
+            "kv_transfer_config": TRANSFER,
             "additional_config": {"kv_retrieval": {"home": "disk"}},
         },
-        "kv_retrieval.home=disk cannot be combined with the KV connector OffloadingConnector; "
+        "kv_retrieval.home=disk cannot be combined with the KV connector ExampleConnector; "
         "leave --kv-transfer-config out, or use home=device.",
     ),
     "two methods": (
@@ -178,8 +206,19 @@ def test_engines(configure, options, message):
 
 def test_the_v2_model_runner(configure, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ValueError, match="needs vLLM's V1 model runner; unset VLLM_USE_V2_MODEL"):
+    with pytest.raises(ValueError, match="vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0"):
         configure(LLAMA)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    configure(LLAMA)
+
+
+def test_blocks_are_pages_where_a_connector_moves_them(configure):
+    """Connectors count in vLLM's blocks, where the cache that they are shown has our pages."""
+    for options in ({"block_size": 32}, {}):
+        assert (
+            configure(LLAMA, kv_transfer_config=TRANSFER, **options).cache_config.block_size == 32
+        )
+    assert configure(LLAMA).cache_config.block_size == 128
 
 
 @pytest.mark.model

@@ -1,5 +1,6 @@
 """Per-request state: slots that follow their requests, and steps that know what came before."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,8 +41,16 @@ def runner():
 
 
 @pytest.fixture
+def caplog_vllm(caplog, monkeypatch):
+    """What we log, which vLLM's own handlers keep to themselves."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.DEBUG, logger="vllm.kvretrieval")
+    return caplog
+
+
+@pytest.fixture
 def table(runner):
-    return RequestTable(CONFIG, CAPACITY, 10, runner, in_slots=False)
+    return RequestTable(CONFIG, CAPACITY, 10, runner)
 
 
 @pytest.fixture
@@ -63,14 +72,51 @@ def test_counts_outlive_their_requests(runner, table):
     table.corrected[a] += 5
     table.recalls[a] += torch.tensor([10, 2, 3])
     table.recalls[b] += torch.tensor([100, 20, 30])
-    assert table.take_counts() == [5, 110, 22, 33]
+    assert table.take_counts() == (5, 110, 22, 33, 0, 0, 0, 0)
     table.corrected[a] += 1
     assert table.release(["a"]) == [a]
     runner.batch("c", "b")
     assert table.slots(2)[0] == a
     table.recalls[a] += torch.tensor([7, 0, 0])
-    assert table.take_counts() == [1, 7, 0, 0]
-    assert table.take_counts() == [0, 0, 0, 0]
+    assert table.take_counts() == (1, 7, 0, 0, 0, 0, 0, 0)
+    assert table.take_counts() == (0,) * 8
+
+
+def test_a_preempted_request_goes_on_counting(runner, builder, table, caplog_vllm):
+    """It has not finished, and is one line in the log when it has."""
+    runner.batch("a")
+    split(builder, [300])
+    table.corrected[table.slots(1)[0]] += 3
+    assert table.take_counts() == (3, 0, 0, 0, 1, 1, 10, 40)
+    assert len(table.release([], ["a"])) == 1
+    assert "request_id" not in caplog_vllm.text
+    assert table.take_counts() == (0,) * 8
+    runner.batch("b", "a")  # "b" has its slot now
+    split(builder, [300, 301])
+    assert table.take_counts() == (0, 0, 0, 0, 2, 2, 20, 80)
+    table.release(["a"])
+    assert (
+        "request_id=a context=301 decode_steps=2 sparse_steps=2 pages_attended=4"
+        in caplog_vllm.text
+    )
+    assert "corrected_share=0.1500" in caplog_vllm.text
+    table.release([], ["b"])
+    table.release(["b"])  # aborted while it waits
+    assert "request_id=b context=300 decode_steps=1" in caplog_vllm.text
+    assert table.take_counts() == (0,) * 8
+    assert len(table) == 0
+
+
+def test_a_session_may_bring_other_options(runner, builder, table):
+    runner.batch("a")
+    assert split(builder, [300]).decode.rows.fresh.tolist() == [1]
+    assert split(builder, [301]).decode.rows.fresh.tolist() == [0]
+    params = SamplingParams(extra_args={"kv_retrieval": {"budget": 96}})
+    runner.requests["a"] = SimpleNamespace(sampling_params=params)
+    table.begin_step({"a": 1}, 1, {"a"})
+    rows = split(builder, [302]).decode.rows
+    assert rows.select_pages.tolist() == [1]
+    assert rows.fresh.tolist() == [1], "what another budget selected is of no use"
 
 
 def split(builder, lens, queries=None, prefilling=None):
@@ -147,9 +193,9 @@ def test_nothing_to_split_within_the_budget(runner, builder):
 def test_prefill_is_exact(runner, builder):
     runner.batch("a", "b", "c")
     step = split(builder, [900, 601, 500], [1, 1, 200], [False, True, True])
-    assert step.decode.rows.select_pages.tolist() == [2, -1], (
-        "the second reads its prompt's last token"
-    )
+    assert step.decode.rows.select_pages.tolist() == [2]
+    assert step.whole.index.tolist() == [1], "the second reads its prompt's last token"
+    assert step.whole.metadata.seq_lens.tolist() == [601]
     assert step.prefill.num_actual_tokens == 200
     assert step.prefill.query_start_loc.tolist() == [0, 200]
     assert step.prefill.seq_lens.tolist() == [500]
@@ -169,8 +215,9 @@ def test_steps_known_to_be_within_the_budget_are_not_looked_at(runner, builder, 
     assert split(builder, [4 * PAGE - 2, 999]) is None
     assert [calm(b=1, a=1) for _ in range(3)] == [True, True, False], "the budget is reached"
     step = split(builder, [4 * PAGE + 1, 1002])
-    assert step.decode.rows.select_pages.tolist() == [2, -1]
-    assert table._steps[:2, table.slots(2)].tolist() == [[4, 4], [1, 0]], "all were counted"
+    assert step.decode.rows.select_pages.tolist() == [2]
+    assert step.whole.index.tolist() == [1]
+    assert table._steps[table.slots(2), :2].tolist() == [[4, 1], [4, 0]], "all were counted"
 
     table.release(["a"])
     runner.batch("b")
@@ -185,18 +232,34 @@ def test_steps_known_to_be_within_the_budget_are_not_looked_at(runner, builder, 
 def test_long_prompts_are_staged_within_the_budget_too(runner, builder):
     runner.batch("a", "b")
     step = split(builder, [100, 300], [1, 300], [False, True])
-    assert (step.rows, step.decode.num_actual_tokens, step.prefill.num_actual_tokens) == (1, 1, 300)
-    assert step.decode.seq_lens.tolist() == [100]
+    whole = step.whole.metadata
+    assert (step.rows, whole.num_actual_tokens, step.prefill.num_actual_tokens) == (1, 1, 300)
+    assert step.decode is None
+    assert whole.seq_lens.tolist() == [100]
     assert step.prefill.block_table.tolist() == [[0, 1, 2]]
     runner.batch("b")
-    assert split(builder, [300], [300], [True]).decode is None
+    alone = split(builder, [300], [300], [True])
+    assert alone.decode is alone.whole is None
+
+
+def test_rows_that_attend_to_everything_are_a_part_of_their_own(runner, builder):
+    """So that the others keep to their pages; what is within its budget is theirs."""
+    runner.batch("a", "b", "c", b={"exact": True})
+    step = split(builder, [900, 800, 70])
+    assert step.decode.index.tolist() == [0, 2]
+    assert step.decode.rows.seq_lens.tolist() == [900, 70]
+    assert step.decode.rows.select_pages.tolist() == [2, -1]
+    assert step.whole.index.tolist() == [1]
+    assert step.whole.metadata.query_start_loc.tolist() == [0, 1]
+    assert step.whole.metadata.seq_lens.tolist() == [800]
+    assert split(builder, [100, 801, 71]) is None, "nobody attends to a part of the context"
 
 
 def test_only_consecutive_steps_speculate(runner, builder, table):
     runner.batch("a")
     assert split(builder, [300]).decode.rows.fresh.tolist() == [1], "a request's first decode step"
     assert split(builder, [301]).decode.rows.fresh.tolist() == [0]
-    table.release(["a"])  # preempted; its tokens are computed anew, then it goes on
+    table.release([], ["a"])  # its tokens are computed anew, then it goes on
     assert split(builder, [303]).decode.rows.fresh.tolist() == [1]
     runner.batch("b", "a")
     assert split(builder, [700, 304]).decode.rows.fresh.tolist() == [1, 0], (

@@ -1,7 +1,7 @@
 """Options of KV retrieval: typed and validated here, and nowhere else."""
 
+import itertools
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,13 +34,18 @@ HELP = {
     "correction_threshold": "a KV head whose query has a lower cosine similarity to the previous "
     "step's selects anew before attention; 1 selects at every step, -1 never corrects "
     "(default: 0.9)",
-    "dense_layers": "leading layers that keep full attention (default: 1)",
+    "dense_layers": "leading layers of the model that keep their own attention, of whatever kind "
+    "it is (default: 1)",
+    "max_budget": "most that a request may ask for as its budget (default: budget: requests may "
+    "only lower it)",
+    "allow_exact": "whether requests may ask for full attention (default: true)",
     "home": "where the whole KV cache of the retrieval layers lives: device (vLLM's own memory), "
     "disk (a file; fast memory then holds recalled pages only), host (on GPUs), or auto (device if "
     "max_num_seqs requests of max_model_len fit there) (default: device)",
     "home_bytes": "size of a slow home, per worker, e.g. 64GiB (default: room for max_num_seqs "
     "requests of max_model_len)",
-    "home_path": "directory of the file of home=disk (default: the directory for temporary files)",
+    "home_path": "directory of the file of home=disk; one in memory (tmpfs) is taken only if it is "
+    "named here (default: /var/tmp, or the directory for temporary files where there is none)",
     "recall_cache_bytes": "fast memory for recalled pages, per worker, e.g. 2GiB (default: what "
     "vLLM would give to the KV cache, less dense layers and page index)",
 }
@@ -54,9 +59,15 @@ def _require_int(key: str, value: Any) -> int:
 
 def _require_number(key: str, value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not abs(value) <= sys.float_info.max:  # NaN compares false
+    if not number or not -1 <= value <= 1:  # NaN compares false
         raise RetrievalConfigError(f"{key}={value!r} must be a number between -1 and 1, e.g. 0.8.")
     return float(value)
+
+
+def _require_bool(key: str, value: Any) -> bool:
+    if value not in (True, False):  # over HTTP, JSON's true may arrive as 1
+        raise RetrievalConfigError(f"{key}={value!r} must be true or false.")
+    return bool(value)
 
 
 def _parse_size(key: str, value: Any) -> int:
@@ -95,6 +106,8 @@ class RetrievalConfig:
     summary_size: int | None = None
     correction_threshold: float = 0.9
     dense_layers: int = 1
+    max_budget: int | None = None
+    allow_exact: bool = True
     home: str = "device"
     home_bytes: int | None = None
     home_path: str | None = None
@@ -129,6 +142,14 @@ class RetrievalConfig:
                     f"try {self._nearest(value)}, or leave it out."
                 )
         self.page_budget()
+        _require_bool("allow_exact", self.allow_exact)
+        if self.max_budget is not None:
+            if _require_int("max_budget", self.max_budget) < self.budget:
+                raise RetrievalConfigError(
+                    f"max_budget={self.max_budget} must be budget={self.budget} or more: requests "
+                    "may raise theirs up to it. Raise it, or leave it out."
+                )
+            self.page_budget(self.max_budget, key="max_budget")
         self._check_home()
 
     def _check_home(self) -> None:
@@ -165,12 +186,30 @@ class RetrievalConfig:
     def preset(self) -> Method:
         return METHODS[self.method]
 
-    def page_budget(self, budget: int | None = None, method: str | None = None) -> PageBudget:
-        """The budget in pages, for this engine or for a request that lowers it.
+    @property
+    def budget_limit(self) -> int:
+        """Tokens; the largest budget that any request may have."""
+        return self.budget if self.max_budget is None else self.max_budget
+
+    @property
+    def most_selected(self) -> int:
+        """Pages; most that any admissible request selects per KV head.
+
+        Sink and window are rounded to pages, so a smaller budget may select more than a larger one.
+        """
+        budgets = range(self.page_size, self.budget_limit + 1, self.page_size)
+        fitting = [b for b in budgets if b >= self._needed(b, self.preset.selects)]
+        return max(self.page_budget(budget).select for budget in fitting)
+
+    def page_budget(
+        self, budget: int | None = None, method: str | None = None, key: str = "budget"
+    ) -> PageBudget:
+        """The budget in pages, for this engine or for a request with one of its own.
 
         Args:
             budget: Tokens; the engine's own if None.
             method: Name in ``METHODS``; the engine's own if None.
+            key: What errors call it.
 
         Raises:
             RetrievalConfigError: The budget is no multiple of the page, or too small for sink,
@@ -179,24 +218,42 @@ class RetrievalConfig:
         budget = self.budget if budget is None else budget
         selects = METHODS[method or self.method].selects
         if budget <= 0 or budget % self.page_size:
+            nearest = max(self._nearest(budget), self._least_budget(selects))
             raise RetrievalConfigError(
-                f"budget={budget} must be a positive multiple of page_size={self.page_size}; "
-                f"try {self._nearest(budget)}."
+                f"{key}={budget} must be a positive multiple of page_size={self.page_size}; "
+                f"try {nearest}."
             )
-        default_sink, default_window = default_parts(budget, self.page_size)
-        sink = default_sink if self.sink is None else self.sink
-        window = default_window if self.window is None else self.window
-        if not selects:
-            window = budget - sink  # nothing is selected: the window takes all the rest
-        needed = sink + (window if selects else 0) + self.page_size
-        if budget < needed:
+        sink, window = self._parts(budget)
+        if budget < self._needed(budget, selects):
+            needed = self._least_budget(selects)
+            sink, window = self._parts(needed)
             parts = f"sink={sink}" + (f" + window={window}" if selects else "")
             raise RetrievalConfigError(
-                f"budget={budget} is too small: {parts} + one page of {self.page_size} need at "
-                f"least {needed} tokens. Raise budget, or lower sink and window."
+                f"{key}={budget} is too small: {parts} + one page of {self.page_size} need at "
+                f"least {needed} tokens. Raise {key}, or lower sink and window."
             )
+        if not selects:
+            window = budget - sink  # nothing is selected: the window takes all the rest
         select = budget - sink - window
         return PageBudget(*(tokens // self.page_size for tokens in (sink, window, select)))
+
+    def _parts(self, budget: int) -> tuple[int, int]:
+        """Tokens of sink and window."""
+        sink, window = default_parts(budget, self.page_size)
+        return (
+            sink if self.sink is None else self.sink,
+            window if self.window is None else self.window,
+        )
+
+    def _needed(self, budget: int, selects: bool) -> int:
+        """Tokens; room for sink, window (where pages are selected) and one page."""
+        sink, window = self._parts(budget)
+        return sink + (window if selects else 0) + self.page_size
+
+    def _least_budget(self, selects: bool) -> int:
+        """Tokens; the smallest budget that has this room."""
+        budgets = itertools.count(self.page_size, self.page_size)
+        return next(b for b in budgets if b >= self._needed(b, selects))
 
     def _nearest(self, tokens: int) -> int:
         return max(1, round(tokens / self.page_size)) * self.page_size
@@ -220,6 +277,12 @@ class RetrievalConfig:
                 f"name; use --attention-backend {options['method']} instead."
             )
         _reject_unknown(options, known, "kv_retrieval")
+        for key in ("window", "correction_threshold", "summary_size"):
+            if key in options and not METHODS[method].selects:
+                raise RetrievalConfigError(
+                    f"kv_retrieval.{key}={options[key]!r} has no effect with {method}, which "
+                    "selects nothing; leave it out."
+                )
         try:
             return cls(method=method, **options)
         except RetrievalConfigError as e:
@@ -258,7 +321,8 @@ class RequestOptions:
         ``vllm_xargs`` such as ``{"kv_retrieval_budget": 512}``.
 
         Raises:
-            RetrievalConfigError: An unknown key, a wrong type, a budget above the engine's.
+            RetrievalConfigError: An unknown key, a wrong type, something that the engine does not
+                serve or allow.
         """
         options = _request_options(extra_args or {})
         _reject_unknown(
@@ -275,24 +339,32 @@ class RequestOptions:
                 f"{config.method}; use one of {', '.join(served)}."
             )
         budget = _require_int("kv_retrieval.budget", options.get("budget", config.budget))
-        if budget > config.budget:
+        if budget > config.budget_limit:
             raise RetrievalConfigError(
-                f"kv_retrieval.budget={budget} exceeds the server's budget of {config.budget}; a "
-                "request may only lower it. Ask for less, or start the server with "
-                f"--kv-retrieval.budget {budget}."
+                f"kv_retrieval.budget={budget} exceeds the server's limit of "
+                f"{config.budget_limit}. Ask for less, or start the server with "
+                f"--kv-retrieval.max_budget {budget}."
             )
         threshold = _require_number(
             "kv_retrieval.correction_threshold",
             options.get("correction_threshold", config.correction_threshold),
         )
-        exact = options.get("exact", False)
-        if exact not in (True, False):  # over HTTP, JSON's true may arrive as 1
-            raise RetrievalConfigError(f"kv_retrieval.exact={exact!r} must be true or false.")
+        if "correction_threshold" in options and not METHODS[method].selects:
+            raise RetrievalConfigError(
+                f"kv_retrieval.correction_threshold={threshold} has no effect with {method}, which "
+                "selects nothing; leave it out."
+            )
+        exact = _require_bool("kv_retrieval.exact", options.get("exact", False))
+        if exact and not config.allow_exact:
+            raise RetrievalConfigError(
+                "kv_retrieval.exact=True is not allowed by this server (--kv-retrieval.allow_exact "
+                f"false); ask for a budget of up to {config.budget_limit} instead."
+            )
         try:
             pages = config.page_budget(budget, method)
         except RetrievalConfigError as e:
             raise RetrievalConfigError(f"kv_retrieval.{e}") from None
-        return cls(pages, threshold, bool(exact))
+        return cls(pages, threshold, exact)
 
 
 def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The CPU platform with retrieval: hooks only."""
 
-from typing import TYPE_CHECKING, Any, ClassVar
+import inspect
+from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
@@ -25,9 +26,6 @@ class RetrievalRequestError(RetrievalConfigError, VLLMClientError):
 
 class CpuRetrievalPlatform(CpuPlatform):
     """vLLM's CPU platform; differs only where a retrieval backend is selected."""
-
-    # What requests are validated against in this front-end process; None without retrieval.
-    _retrieval: ClassVar[RetrievalConfig | None] = None
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
@@ -55,7 +53,6 @@ class CpuRetrievalPlatform(CpuPlatform):
         method = selected_method(vllm_config)
         worker = vllm_config.parallel_config.worker_cls
         super().check_and_update_config(vllm_config)
-        cls._retrieval = None
         if method is None:
             if options_of(vllm_config):
                 raise RetrievalConfigError(
@@ -64,9 +61,12 @@ class CpuRetrievalPlatform(CpuPlatform):
                 )
             return
         config = RetrievalConfig.from_options(method, options_of(vllm_config))
-        from vllm_kvretrieval.attention.support import check_engine
+        from vllm_kvretrieval.attention.support import check_engine, has_foreign_connector
 
         check_engine(vllm_config, config)
+        if has_foreign_connector(vllm_config):
+            # Connectors index the cache by vLLM's blocks, whose views are in our pages.
+            vllm_config.cache_config.block_size = config.page_size
         if worker not in ("auto", WORKER):
             raise RetrievalConfigError(
                 f"worker_cls={worker!r} cannot be combined with attention backend {method}, which "
@@ -77,13 +77,21 @@ class CpuRetrievalPlatform(CpuPlatform):
             from vllm_kvretrieval.engine.connector import connector_config
 
             vllm_config.kv_transfer_config = connector_config()
-        cls._retrieval = config
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        """Refuse options that the engine which the request is for does not serve.
+
+        The platform is one for all engines of a process and is not told which of them asks, so
+        the options are those of the caller, vLLM's ``InputProcessor``.
+        """
         super().validate_request(processed_inputs, params)
-        if cls._retrieval is not None:
+        frame = inspect.currentframe()
+        caller = frame.f_back.f_locals.get("self") if frame and frame.f_back else None
+        vllm_config = getattr(caller, "vllm_config", None)
+        config = RetrievalConfig.from_vllm(vllm_config) if vllm_config is not None else None
+        if config is not None:
             try:
-                RequestOptions.parse(getattr(params, "extra_args", None), cls._retrieval)
+                RequestOptions.parse(getattr(params, "extra_args", None), config)
             except RetrievalConfigError as e:
                 raise RetrievalRequestError(str(e)) from None

@@ -6,7 +6,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_kvretrieval.attention.metadata import DecodePlan, RetrievalMetadata, Split
+from vllm_kvretrieval.attention.metadata import DecodePlan, RetrievalMetadata, Split, Whole
 from vllm_kvretrieval.attention.staging import PrefillStaging
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import LayerState, Ops
@@ -83,7 +83,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         if self.state is not None:
             self.kernels.update_index(key, slot_mapping, self.state)
-        if self.slow is not None:
+        if self.slow is not None and self.slow.cache is not None:
             self.slow.cache.write(slot_mapping)
 
     def forward(
@@ -100,9 +100,12 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """See ``CPUAttentionBackendImpl.forward``."""
         ours = isinstance(attn_metadata, RetrievalMetadata)
-        slow = self.slow if ours and attn_metadata.in_place is not None else None
-        if slow is not None:
-            slow.stage(attn_metadata.in_place)
+        slow = self.slow if ours else None
+        if slow is not None and not slow.stage(attn_metadata.in_place):
+            slow = None
+        if self.state is not None and ours and attn_metadata.loaded is not None:
+            pages = attn_metadata.loaded
+            self.kernels.index_pages(kv_cache, pages.ids, pages.lengths, self.state, layer.isa)
         split = attn_metadata.split if ours else None
         if self.state is not None and split is not None:
             self._attend_in_parts(layer, query, key, value, kv_cache, split, output)
@@ -135,10 +138,10 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         """Decode rows, then prefill."""
         assert self.state is not None
         rows = split.rows
-        if isinstance(split.decode, DecodePlan):
+        if split.decode is not None:
             self._attend_to_pages(query, output, split.decode, self.state)
-        elif split.decode is not None:
-            super().forward(layer, query, key, value, kv_cache, split.decode, output)
+        if split.whole is not None:
+            self._attend_to_all(layer, query, key, value, kv_cache, split.whole, output)
         if split.prefill is not None:
             if split.staged is not None:
                 assert self.staging is not None
@@ -154,23 +157,46 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 output[rows:],
             )
 
+    def _attend_to_all(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        whole: Whole,
+        output: torch.Tensor,
+    ) -> None:
+        """Rows of one token, over whole contexts, as vLLM has it."""
+        index = whole.index
+        if index is None:
+            super().forward(layer, query, key, value, kv_cache, whole.metadata, output)
+            return
+        attended = torch.empty(len(index), *output.shape[1:], dtype=output.dtype)
+        # Keys and values are read from the cache.
+        super().forward(layer, query[index], key, value, kv_cache, whole.metadata, attended)
+        output[index] = attended
+
     def _attend_to_pages(
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, state: LayerState
     ) -> None:
         """Decode rows: every (row, KV head) is a sequence of its own to vLLM's kernel."""
+        rows, index = len(plan.rows), plan.index
+        query = query[:rows] if index is None else query[index]
+        attended = output[:rows] if index is None else torch.empty_like(query)
         self.kernels.plan_decode(query, plan.rows, state)
         keys, values = self.page_keys, self.page_values
-        if self.slow is not None and not plan.in_place:
+        if self.slow is not None:
+            assert self.slow.cache is not None, "retrieval layers have one"
             self.slow.cache.resolve(plan.rows)
             self.slow.cache.prefetch(plan.rows, state)
             keys, values = self.slow.keys, self.slow.values
-        rows = len(plan.rows)
         shape = (rows * state.kv_heads, state.group, state.head_size)
         ops.cpu_attention_with_kv_cache(
-            query=query[:rows].reshape(shape),
+            query=query.reshape(shape),
             key_cache=keys,
             value_cache=values,
-            output=output[:rows].view(shape),
+            output=attended.view(shape),
             query_start_loc=plan.query_start_loc,
             seq_lens=plan.attended_lens,
             scale=self.scale,
@@ -182,3 +208,5 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             scheduler_metadata=plan.scheduler_metadata,
             s_aux=None,
         )
+        if index is not None:
+            output[index] = attended

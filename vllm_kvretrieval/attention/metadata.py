@@ -1,7 +1,7 @@
 """What a step looks like to the layers: built once per step, shared by all layers of a group."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,41 +21,69 @@ if TYPE_CHECKING:
     from vllm_kvretrieval.engine.requests import RequestTable
 
 
-@dataclass
-class DecodePlan:
-    """How decode rows attend where at least one request's context exceeds its budget.
+class Pages(NamedTuple):
+    """Pages of some requests' contexts.
 
     Attributes:
-        rows: The requests that decode one token; they lead the batch.
+        ids: int32 [n]; each page once.
+        lengths: int32 [n]; tokens in each.
+    """
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
+
+
+@dataclass
+class DecodePlan:
+    """How rows decode whose contexts exceed their budgets, and those that are within theirs.
+
+    Attributes:
+        rows: The requests, each of which decodes one token.
+        index: int64 [rows]; their places in the batch, None where they are the first ones in it.
         attended_lens: int32 [rows * kv_heads]; tokens that each (row, KV head) attends to.
         query_start_loc: int32 [rows * kv_heads + 1]; 0, 1, 2, ...
         scheduler_metadata: vLLM's kernel schedule for these single-head sequences.
-        in_place: Whether pages are read where they are also in a slow home: some row attends to a
-            context that no recall cache has slots for.
     """
 
     rows: DecodeRows
+    index: torch.Tensor | None
     attended_lens: torch.Tensor
     query_start_loc: torch.Tensor
     scheduler_metadata: torch.Tensor
-    in_place: bool
+
+
+@dataclass
+class Whole:
+    """Rows of one token that attend to contexts beyond their budgets all the same.
+
+    Requests that ask for exact attention, and prompts whose last chunk is a single token.
+
+    Attributes:
+        index: int64 [rows]; their places in the batch, None where they are the first ones in it.
+        metadata: vLLM's, for them alone.
+    """
+
+    index: torch.Tensor | None
+    metadata: CPUAttentionMetadata
 
 
 @dataclass
 class Split:
-    """A step whose requests do not all take vLLM's own path: decode rows first, then prefill.
+    """A step whose requests do not all take vLLM's own path.
 
     Attributes:
-        rows: Requests that decode one token; they lead the batch.
-        decode: How they attend: to selected pages, or as vLLM has it; None where there are none.
-        prefill: The other requests, their tokens counted from the end of the rows; None in a step
-            that only decodes.
+        rows: Requests with a single token; they lead the batch.
+        decode: Those of them that attend to pages of their own choice, or could.
+        whole: The others.
+        prefill: The requests after them, their tokens counted from the end of the rows; None in a
+            step that only decodes.
         staged: int32 [n]; the pages to copy into the staging buffer, which ``prefill`` then reads;
             None where it reads the cache itself.
     """
 
     rows: int
-    decode: DecodePlan | CPUAttentionMetadata | None
+    decode: DecodePlan | None
+    whole: Whole | None
     prefill: CPUAttentionMetadata | None
     staged: torch.Tensor | None
 
@@ -67,11 +95,13 @@ class RetrievalMetadata(CPUAttentionMetadata):
     Attributes:
         split: How retrieval layers attend; None where they take vLLM's own path too.
         in_place: With a slow home, the :func:`page_runs` of the requests that read it in place, if
-            one of these is longer than the budget.
+            one of these is longer than the budget: in a dense layer, and in a retrieval layer.
+        loaded: Pages that a KV connector may have filled since the last step.
     """
 
     split: Split | None = None
-    in_place: np.ndarray | None = None
+    in_place: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    loaded: Pages | None = None
 
 
 class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -86,6 +116,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.requests: RequestTable | None = None
         self.staging: PrefillStaging | None = None
         self.home_page_bytes = 0
+        self.loads = False
 
     def attach(
         self,
@@ -93,6 +124,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         page_size: int,
         staging: PrefillStaging | None,
         home_page_bytes: int = 0,
+        loads: bool = False,
     ) -> None:
         """Switch retrieval on, once the worker has allocated the layers' state.
 
@@ -101,6 +133,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             page_size: Tokens per page of the layers' state.
             staging: Where prefill reads its context from; None: the cache itself.
             home_page_bytes: Bytes of a layer's page in a slow home; 0: the home is fast memory.
+            loads: Whether a KV connector may fill pages.
 
         Raises:
             ValueError: vLLM's block tables are not in pages of this size.
@@ -109,13 +142,13 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             raise ValueError(f"block tables in blocks of {self.block_size}, pages of {page_size}")
         slots = requests.capacity
         heads = self.num_kv_heads
-        max_pages = -(-self.vllm_config.model_config.max_model_len // page_size)
         self.requests, self.staging = requests, staging
-        self.home_page_bytes = home_page_bytes
-        self.budget_pages = requests.config.page_budget().total
+        self.home_page_bytes, self.loads = home_page_bytes, loads
+        # Of all admissible budgets; a context within it is in fast memory for its own sake.
+        self.budget_pages = requests.config.budget_limit // page_size
         # Length of the context at a slot's last sparse decode step.
         self.last_len = requests.per_slot()
-        self.page_table = torch.empty(slots * heads, max_pages, dtype=torch.int32)
+        self.page_table = torch.empty(slots * heads, self.budget_pages, dtype=torch.int32)
         self.one_token_starts = torch.arange(slots * heads + 1, dtype=torch.int32)
 
     def build(
@@ -127,45 +160,84 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         """See ``CPUAttentionMetadataBuilder.build``."""
         dense = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = RetrievalMetadata(**vars(dense))
-        if self.requests is not None and not self.requests.calm:
+        # Attention that is not causal, as in prefix-LM layers, is vLLM's own affair.
+        if self.requests is None or not dense.causal or dense.dynamic_causal is not None:
+            return metadata
+        if not self.requests.calm:
             metadata.split = self._split(common_attn_metadata, dense)
         if self.home_page_bytes:
             metadata.in_place = self._in_place(dense, metadata.split)
+        if self.loads and self.requests.arrived:
+            metadata.loaded = self._loaded(self.requests, dense)
         return metadata
 
-    def _in_place(self, dense: CPUAttentionMetadata, split: Split | None) -> np.ndarray | None:
+    def _loaded(self, requests: "RequestTable", dense: CPUAttentionMetadata) -> Pages | None:
+        """Pages of what requests that have just arrived had before this step; see Pages."""
+        lens = dense.seq_lens.numpy()
+        before = lens - np.diff(dense.query_start_loc.numpy())
+        arrived = [r in requests.arrived for r in requests.runner.input_batch.req_ids[: len(lens)]]
+        rows = np.flatnonzero(arrived & (before > 0))
+        if not len(rows):
+            return None
+        table = dense.block_table.numpy()[rows]
+        position = np.arange(table.shape[1]) * self.block_size
+        row, place = np.nonzero(position < before[rows][:, None])
+        ids, first = np.unique(table[row, place], return_index=True)
+        lengths = np.minimum(lens[rows][row] - position[place], self.block_size)[first]
+        return Pages(torch.from_numpy(ids), torch.from_numpy(lengths.astype(np.int32)))
+
+    def _in_place(
+        self, dense: CPUAttentionMetadata, split: Split | None
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """See :attr:`RetrievalMetadata.in_place`."""
-        first = 0
-        if split is not None and isinstance(split.decode, DecodePlan) and not split.decode.in_place:
-            first = split.rows
-        pages = -(-dense.seq_lens.numpy()[first:] // self.block_size)
+        everything = self._runs(dense, slice(None))
+        if split is None or split.decode is None:
+            return everything, everything
+        others = np.arange(split.rows, len(dense.seq_lens))
+        if split.whole is not None:
+            assert split.whole.index is not None, "other rows are in the plan"
+            others = np.concatenate([split.whole.index.numpy(), others])
+        return everything, self._runs(dense, others)
+
+    def _runs(self, dense: CPUAttentionMetadata, requests: Any) -> np.ndarray | None:
+        pages = -(-dense.seq_lens.numpy()[requests] // self.block_size)
         if not (pages > self.budget_pages).any():
             return None
-        table = dense.block_table.numpy()[first:]
+        table = dense.block_table.numpy()[requests]
         used = table[np.arange(table.shape[1]) < pages[:, None]]
         return page_runs(used, self.home_page_bytes)
 
     def _split(self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata) -> Split | None:
         longer = np.flatnonzero(np.diff(common.query_start_loc_cpu.numpy()) != 1)
         rows = int(longer[0]) if len(longer) else common.num_reqs
-        plan = self._plan(common, dense, rows)
+        decode, beyond = self._plan(common, dense, rows)
         staged = None
         if self.staging is not None and rows < common.num_reqs:
             starts = dense.query_start_loc[rows:]
             staged = self.staging.plan(dense.block_table[rows:], dense.seq_lens[rows:], starts)
-        if plan is None and staged is None:
+        if decode is None and staged is None:
             return None
-        decode = prefill = None
-        if rows:
-            decode = plan or self._part(dense, slice(0, rows), dense.block_table[:rows])
+        whole = prefill = None
+        if decode is None and rows:
+            whole = Whole(None, self._part(dense, slice(0, rows), dense.block_table[:rows]))
+        elif beyond is not None:
+            lens, table = dense.seq_lens[beyond], dense.block_table[beyond]
+            starts = self.one_token_starts[: len(beyond) + 1]
+            whole = Whole(beyond, self._with_schedule(dense, starts, lens, table))
         if rows < common.num_reqs:
             table = staged.block_table if staged else dense.block_table[rows:]
             prefill = self._part(dense, slice(rows, common.num_reqs), table)
-        return Split(rows, decode, prefill, staged.pages if staged else None)
+        return Split(rows, decode, whole, prefill, staged.pages if staged else None)
 
     def _plan(
         self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata, count: int
-    ) -> DecodePlan | None:
+    ) -> tuple[DecodePlan | None, torch.Tensor | None]:
+        """How the first ``count`` requests, of one token each, attend.
+
+        Returns:
+            None where all of them attend to everything. Else a plan for all that have their context
+            within their budgets or attend to parts of it; and the places of the rest, if any.
+        """
         assert self.requests is not None
         lens = dense.seq_lens.numpy()[:count]
         # A prompt's last chunk may be a single token; prefill is exact.
@@ -174,23 +246,43 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         slots = self.requests.slots(count)
         batch = self.requests.select(slots)
         pages = -(-lens // self.block_size)
-        sparse = decodes & ~batch.exact & (pages > batch.total_pages)
+        longer = pages > batch.total_pages
+        sparse = longer & decodes & ~batch.exact
         self.requests.count_steps(slots, lens, pages, sparse, decodes)
         if not sparse.any():
             if count == common.num_reqs and decodes.all():
                 room = batch.total_pages * self.block_size - lens
                 never = np.iinfo(np.int32).max
                 self.requests.expect_calm(int(np.where(batch.exact, never, room).min()))
-            return None
+            return None, None
+        if not (beyond := longer & ~sparse).any():
+            return self._decode_plan(dense, slots, sparse, None), None
+        index = np.flatnonzero(~beyond)
+        plan = self._decode_plan(dense, slots[index], sparse[index], torch.from_numpy(index))
+        return plan, torch.from_numpy(np.flatnonzero(beyond))
+
+    def _decode_plan(
+        self,
+        dense: CPUAttentionMetadata,
+        slots: np.ndarray,
+        sparse: np.ndarray,
+        index: torch.Tensor | None,
+    ) -> DecodePlan:
+        assert self.requests is not None
+        rows, heads = len(slots), self.num_kv_heads
+        seq_lens, block_table = (
+            tensor[:rows] if index is None else tensor[index]
+            for tensor in (dense.seq_lens, dense.block_table)
+        )
+        lens, batch = seq_lens.numpy(), self.requests.select(slots)
         fresh = self.last_len[slots] != lens - 1
         self.last_len[slots[sparse]] = lens[sparse]
         tail = (lens - 1) % self.block_size + 1
         attended = np.where(sparse, (batch.total_pages - 1) * self.block_size + tail, lens)
         select = np.where(sparse, batch.select_pages, -1).astype(np.int32)
-        heads = self.num_kv_heads
-        rows = DecodeRows(
-            block_table=dense.block_table[:count],
-            seq_lens=dense.seq_lens[:count],
+        decode_rows = DecodeRows(
+            block_table=block_table,
+            seq_lens=seq_lens,
             slots=torch.from_numpy(slots),
             sink_pages=torch.from_numpy(batch.sink_pages),
             window_pages=torch.from_numpy(batch.window_pages),
@@ -198,16 +290,16 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             threshold=torch.from_numpy(batch.threshold),
             fresh=torch.from_numpy(fresh.astype(np.uint8)),
             corrected=self.requests.corrected,
-            page_table=self.page_table[: count * heads],
+            page_table=self.page_table[: rows * heads],
         )
         attended_lens = torch.from_numpy(np.repeat(attended.astype(np.int32), heads))
-        query_start_loc = self.one_token_starts[: count * heads + 1]
+        query_start_loc = self.one_token_starts[: rows * heads + 1]
         return DecodePlan(
-            rows,
+            decode_rows,
+            index,
             attended_lens,
             query_start_loc,
             self._schedule(attended_lens, query_start_loc, self.group, 1),
-            in_place=bool((~sparse & (pages > batch.total_pages)).any()),
         )
 
     def _part(
@@ -215,16 +307,22 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         """vLLM's metadata for some of the requests, their tokens counted from the first of them."""
         starts = dense.query_start_loc[requests.start : requests.stop + 1]
-        query_start_loc = starts - starts[0]
-        seq_lens = dense.seq_lens[requests]
-        return CPUAttentionMetadata(
+        lens = dense.seq_lens[requests]
+        return self._with_schedule(dense, starts - starts[0], lens, block_table)
+
+    def _with_schedule(
+        self,
+        dense: CPUAttentionMetadata,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> CPUAttentionMetadata:
+        return replace(
+            dense,
             num_actual_tokens=int(query_start_loc[-1]),
-            max_query_len=dense.max_query_len,
             query_start_loc=query_start_loc,
-            max_seq_len=dense.max_seq_len,
             seq_lens=seq_lens,
             block_table=block_table,
-            slot_mapping=dense.slot_mapping,
             scheduler_metadata=self._schedule(
                 seq_lens, query_start_loc, self.num_heads, self.num_kv_heads
             ),

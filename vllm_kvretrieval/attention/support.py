@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+"""Names of ``--kv-cache-dtype`` that may be the model's own."""
 
 CONNECTOR = "RetrievalConnector"
 """Our own, which a slow home brings (``engine/connector.py``)."""
@@ -58,9 +59,10 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             "--decode-context-parallel-size and --prefill-context-parallel-size to 1 and use "
             "--tensor-parallel-size instead."
         )
-    if cache.cache_dtype not in KV_CACHE_DTYPES:
+    if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise RetrievalConfigError(
-            f"{method} does not support --kv-cache-dtype {cache.cache_dtype}; use auto."
+            f"{method} does not support --kv-cache-dtype {cache.cache_dtype} with a model in "
+            f"{model.dtype}; use auto."
         )
     if cache.block_size % config.page_size:
         raise RetrievalConfigError(
@@ -73,17 +75,53 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"kv_retrieval.page_size={config.page_size} is not supported on this CPU, where vLLM's "
             "attention takes multiples of 32; use 32."
         )
-    transfer = vllm_config.kv_transfer_config
-    if config.home != "device" and transfer and transfer.kv_connector != CONNECTOR:
+    if config.dense_layers >= (layers := model.get_total_num_hidden_layers()):
         raise RetrievalConfigError(
-            f"kv_retrieval.home={config.home} cannot be combined with the KV connector "
-            f"{transfer.kv_connector}; leave --kv-transfer-config out, or use home=device."
+            f"kv_retrieval.dense_layers={config.dense_layers} leaves {method} none of the {layers} "
+            f"layers of {model.model}. Use less than {layers}."
         )
+    if config.home_bytes is not None and cache.num_gpu_blocks_override is not None:
+        raise RetrievalConfigError(
+            f"kv_retrieval.home_bytes={config.home_bytes} and --num-gpu-blocks-override "
+            f"{cache.num_gpu_blocks_override} both fix the size of the home; leave one out."
+        )
+    check_connector(vllm_config, config)
     if vllm_config.use_v2_model_runner:
         raise RetrievalConfigError(
-            f"{method} on the CPU needs vLLM's V1 model runner; unset VLLM_USE_V2_MODEL_RUNNER."
+            f"{method} on the CPU needs vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0."
         )
     check_shape(model.dtype, head_size, method)
+
+
+def has_foreign_connector(vllm_config: "VllmConfig") -> bool:
+    """Whether a KV connector other than our own may load into the cache."""
+    transfer = vllm_config.kv_transfer_config
+    if vllm_config.cache_config.kv_offloading_size is not None:
+        return True  # vLLM makes a connector of it, later than it asks us
+    return transfer is not None and transfer.kv_connector not in (None, CONNECTOR)
+
+
+def check_connector(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse KV connectors beside a slow home, and blocks that they would take for others."""
+    if not has_foreign_connector(vllm_config):
+        return
+    cache = vllm_config.cache_config
+    if config.home != "device":
+        option, what = "--kv-transfer-config", "another KV connector"
+        if cache.kv_offloading_size is not None:
+            option, what = "--kv-offloading-size", "vLLM's offloading"
+        elif transfer := vllm_config.kv_transfer_config:
+            what = f"the KV connector {transfer.kv_connector}"
+        raise RetrievalConfigError(
+            f"kv_retrieval.home={config.home} cannot be combined with {what}; leave {option} out, "
+            "or use home=device."
+        )
+    if cache.user_specified_block_size and cache.block_size != config.page_size:
+        raise RetrievalConfigError(
+            f"--block-size {cache.block_size} cannot be combined with a KV connector, which moves "
+            "whole blocks: they have to be pages. Leave it out, or use --block-size "
+            f"{config.page_size}."
+        )
 
 
 def check_shape(dtype: torch.dtype, head_size: int, method: str) -> None:

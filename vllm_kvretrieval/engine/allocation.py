@@ -16,7 +16,7 @@ def allocate_kv_cache(
     kv_cache_config: KVCacheConfig,
     kernel_block_sizes: list[int],
     in_home: list[str],
-    directory: str | None,
+    directory: str,
 ) -> tuple[dict[str, torch.Tensor], DiskHome]:
     """Allocate the KV cache and bind it to the layers, as the model runner does with one medium.
 

@@ -21,15 +21,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 COUNTERS = {
-    "units_attended": "(page, KV head) units that decode steps selected and attended to",
-    "units_missed": "those of them that had to be read from home while the step waited",
+    "units_attended": "(page, KV head) units, sink and window included, that decode steps attended "
+    "to where they attended to a part of the context",
+    "units_looked_up": "(page, KV head) units that were looked up in recall caches: those attended "
+    "to, and the whole contexts of requests within their budgets in the same steps",
+    "units_missed": "those of the units looked up that had to be read from home while the step "
+    "waited",
     "bytes_recalled": "bytes read from home into recall caches, ahead or not",
     "heads_corrected": "KV heads that selected pages anew before attention",
 }
+"""Summed over layers and workers."""
 GAUGES = {
     "slots_used": "slots of all recall caches that hold a unit",
     "slots": "slots of all recall caches",
 }
+"""Summed over layers and workers; on their way they are named after the worker, ``slots/0``."""
 
 
 def connector_config() -> KVTransferConfig:
@@ -113,29 +119,34 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         return RetrievalMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
+def gauge(data: dict[str, int], name: str) -> int:
+    """One of ``GAUGES`` of all workers."""
+    return sum(value for key, value in data.items() if key.partition("/")[0] == name)
+
+
 class RetrievalStats(KVConnectorStats):
     """Counters and gauges of some steps; ``data`` is empty or has them all."""
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Of several steps, or of the workers of a step: counters add up."""
+        """Of several steps, or of a step's workers: counters add up, of gauges the last counts."""
         if self.is_empty() or other.is_empty():
             return other if self.is_empty() else self
         summed = {key: self.data[key] + other.data[key] for key in COUNTERS}
-        return RetrievalStats({**other.data, **summed})
+        return RetrievalStats({**self.data, **other.data, **summed})
 
     def reduce(self) -> dict[str, int | float]:
         """For the log line."""
-        attended = self.data["units_attended"]
         reduced: dict[str, int | float] = {
-            "units attended": attended,
+            "units attended": self.data["units_attended"],
             "heads corrected": self.data["heads_corrected"],
         }
-        if self.data["slots"]:
+        if slots := gauge(self.data, "slots"):
+            looked_up = max(self.data["units_looked_up"], 1)
             reduced |= {
-                "recall hit rate": round(1 - self.data["units_missed"] / max(attended, 1), 4),
+                "recall hit rate": round(1 - self.data["units_missed"] / looked_up, 4),
                 "MiB recalled": round(self.data["bytes_recalled"] / (1 << 20), 1),
-                "slots used": self.data["slots_used"],
-                "slots": self.data["slots"],
+                "slots used": gauge(self.data, "slots_used"),
+                "slots": slots,
             }
         return reduced
 
@@ -157,16 +168,19 @@ class RetrievalMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        # Of several front-end processes, each with its own value, the last one to speak is right.
+        gauges = {"multiprocess_mode": "mostrecent"}
         self._metrics = {
             name: create_metric_per_engine(
                 metric_types[kind](
                     name=f"vllm:kv_retrieval_{name}",
                     documentation=f"KV retrieval: {text}.",
                     labelnames=labelnames,
+                    **options,
                 ),
                 per_engine_labelvalues,
             )
-            for kind, metrics in ((Counter, COUNTERS), (Gauge, GAUGES))
+            for kind, metrics, options in ((Counter, COUNTERS, {}), (Gauge, GAUGES, gauges))
             for name, text in metrics.items()
         }
 
@@ -174,4 +188,4 @@ class RetrievalMetrics(KVConnectorPromMetrics):
         for name in COUNTERS:
             self._metrics[name][engine_idx].inc(transfer_stats_data[name])
         for name in GAUGES:
-            self._metrics[name][engine_idx].set(transfer_stats_data[name])
+            self._metrics[name][engine_idx].set(gauge(transfer_stats_data, name))

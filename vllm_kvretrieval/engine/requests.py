@@ -24,42 +24,69 @@ class RowOptions(NamedTuple):
     exact: np.ndarray
 
 
+class Counts(NamedTuple):
+    """What is counted of a request, or of all; units are (page, KV head) pairs, per layer.
+
+    Attributes:
+        corrected: KV heads that selected anew before attention.
+        looked_up: Units looked up in recall caches: those of sparse steps, sink and window
+            included, and the contexts within their budgets of requests that share these steps.
+        missed: Those of them that were read from home while the step waited.
+        recalled: Units read from home, ahead or not.
+        steps: Decode steps.
+        sparse_steps: Those that attended to a part of the context.
+        pages: Pages of context, summed over these.
+        attended: Units attended to in these, whether by way of a recall cache or not.
+    """
+
+    corrected: int
+    looked_up: int
+    missed: int
+    recalled: int
+    steps: int
+    sparse_steps: int
+    pages: int
+    attended: int
+
+
 class RequestTable:
     """Gives every running request a slot, a stable index into all per-request state.
 
     Life of a slot: a request takes one when it first appears in a batch, keeps it however the batch
     is reordered or condensed, and gives it back when it finishes, is aborted or is preempted. A
     resumed request takes a new one: its first decode step corrects every head, so nothing of the
-    old state is needed. State is never cleared: it is valid only for a request that decoded
-    sparsely in the step before, which the metadata builder checks by the length of the context at
-    that step; that is forgotten when the slot changes hands.
+    old state is needed but its counts. State is never cleared: it is valid only for a request that
+    decoded sparsely in the step before, which the metadata builder checks by the length of the
+    context at that step; that is forgotten when the slot changes hands.
 
     Args:
         config: Options of the engine.
         capacity: Most requests that run at once.
         retrieval_heads: KV heads times retrieval layers, the denominator of the corrected share.
         runner: vLLM's model runner, which knows the order of the batch and the requests' options.
-        in_slots: Whether recall caches count the units attended to; else the table does.
+
+    Attributes:
+        corrected: int64 [capacity]; see :class:`Counts`.
+        recalls: int64 [capacity, 3]; units looked up, missed and recalled.
+        arrived: Requests that got their first blocks in this step, perhaps with contents, and
+            sessions that got more input.
+        calm: Whether the step about to run is a decode step within all budgets, known beforehand.
     """
 
     def __init__(
-        self,
-        config: RetrievalConfig,
-        capacity: int,
-        retrieval_heads: int,
-        runner: Any,
-        in_slots: bool,
+        self, config: RetrievalConfig, capacity: int, retrieval_heads: int, runner: Any
     ) -> None:
         self.config = config
         self.capacity = capacity
         self.runner = runner
         self.retrieval_heads = retrieval_heads
-        self.in_slots = in_slots
         self.corrected = torch.zeros(capacity, dtype=torch.int64)
-        # (page, KV head) units attended to, missed in a recall cache, and read from home.
         self.recalls = torch.zeros(capacity, 3, dtype=torch.int64)
-        self._past = torch.zeros(4, dtype=torch.int64)  # counts of slots' earlier requests
-        self._taken = torch.zeros(4, dtype=torch.int64)
+        self._steps = torch.zeros(capacity, 4, dtype=torch.int64)  # the rest of the counts
+        self._past = torch.zeros(len(Counts._fields), dtype=torch.int64)  # of ended requests
+        self._taken = torch.zeros_like(self._past)
+        # Context and counts of preempted requests.
+        self._preempted: dict[str, tuple[int, torch.Tensor]] = {}
         self._slot_of: dict[str, int] = {}
         self._per_slot: list[np.ndarray] = []
         self._free = list(range(capacity))[::-1]
@@ -70,9 +97,8 @@ class RequestTable:
         self._threshold = np.zeros(capacity, dtype=np.float32)
         self._exact = np.zeros(capacity, dtype=bool)
         self._context = np.zeros(capacity, dtype=np.int32)
-        # Per slot: decode steps, sparse ones among them, and pages of context summed over these.
-        self._steps = np.zeros((3, capacity), dtype=np.int64)
-        # Whether the step about to run is a decode step within all budgets, known beforehand.
+        self.arrived: frozenset[str] = frozenset()
+        self._renewed: set[str] = set()
         self.calm = False
         self._calm_batch: set[str] = set()
         self._calm_left = self._calm_passed = 0
@@ -80,47 +106,76 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._slot_of)
 
-    def release(self, req_ids: Iterable[str]) -> list[int]:
-        """Take back the slots of finished, aborted or preempted requests; unknown ids are fine.
+    def release(self, finished: Iterable[str], preempted: Iterable[str] = ()) -> list[int]:
+        """Take back the slots of requests that have ended, or that are interrupted.
+
+        Args:
+            finished: Aborted ones, too; what was counted of each is logged. Unknown ids are fine.
+            preempted: They may come back, and then go on counting.
 
         Returns:
             The slots taken back.
         """
         self._settle()
         slots = []
-        for req_id in req_ids:
-            slot = self._slot_of.pop(req_id, None)
-            if slot is not None:
-                self._log_usage(req_id, slot)
+        for req_id in preempted:
+            if (slot := self._slot_of.pop(req_id, None)) is not None:
+                self._preempted[req_id] = self._take_out(slot)
                 slots.append(slot)
+        for req_id in finished:
+            noted = self._preempted.pop(req_id, None)
+            if (slot := self._slot_of.pop(req_id, None)) is not None:
+                noted = self._take_out(slot)
+                slots.append(slot)
+            if noted is not None:
+                self._past += noted[1]
+                self._log_usage(req_id, *noted)
         self._free += slots
         return slots
 
-    def counts(self) -> torch.Tensor:
-        """int64 [4]; KV heads corrected, and units attended to, missed and read, so far."""
-        return self._past + self._counts(range(self.capacity))
+    def counts(self) -> Counts:
+        """All requests' counts so far."""
+        return Counts(*self._sum().tolist())
 
-    def take_counts(self) -> list[int]:
+    def take_counts(self) -> Counts:
         """The same since the last call."""
-        counts = self.counts()
+        counts = self._sum()
         new = counts - self._taken
         self._taken = counts
-        return new.tolist()
+        return Counts(*new.tolist())
+
+    def _sum(self) -> torch.Tensor:
+        interrupted = [counts for _, counts in self._preempted.values()]
+        return sum(interrupted, self._past) + self._counts(range(self.capacity))
 
     def _counts(self, slots: Sequence[int]) -> torch.Tensor:
-        """int64 [4]; corrected heads and recalls of the slots' last requests."""
+        """int64 [8]; the fields of :class:`Counts`, summed over the slots' requests."""
         index = torch.tensor(slots)
-        return torch.cat([self.corrected[index].sum(0, keepdim=True), self.recalls[index].sum(0)])
+        counts = (self.corrected[:, None], self.recalls, self._steps)
+        return torch.cat([count[index].sum(0) for count in counts])
 
-    def begin_step(self, scheduled: dict[str, int], tokens: int) -> None:
+    def _take_out(self, slot: int) -> tuple[int, torch.Tensor]:
+        """Context and counts of the slot's request; the slot then counts from zero."""
+        counts = self._counts([slot])
+        for count in (self.corrected, self.recalls, self._steps):
+            count[slot] = 0
+        return int(self._context[slot]), counts
+
+    def begin_step(
+        self, scheduled: dict[str, int], tokens: int, arrived: Iterable[str] = ()
+    ) -> None:
         """Find out whether the step is ``calm``: one more like those that :meth:`expect_calm` saw.
 
         Args:
             scheduled: Tokens of each request in the step.
             tokens: Their sum.
+            arrived: Requests that have got their first blocks, and sessions that got more input.
         """
+        self.arrived = frozenset(arrived)
+        self._renewed = {req_id for req_id in self.arrived if req_id in self._slot_of}
         self.calm = (
             self._calm_left > 0
+            and not self.arrived
             and tokens == len(scheduled)
             and scheduled.keys() == self._calm_batch
         )
@@ -140,7 +195,7 @@ class RequestTable:
         if self._calm_passed:
             slots = [self._slot_of[req_id] for req_id in self._calm_batch]
             self._context[slots] += self._calm_passed
-            self._steps[0, slots] += self._calm_passed
+            self._steps[slots, 0] += self._calm_passed
         self._calm_left = self._calm_passed = 0
 
     def per_slot(self) -> np.ndarray:
@@ -152,6 +207,9 @@ class RequestTable:
     def slots(self, count: int) -> np.ndarray:
         """int32 [count]; slots of the first ``count`` rows of the batch about to run."""
         slot_of = self._slot_of
+        while self._renewed:  # sessions whose next input has perhaps brought other options
+            req_id = self._renewed.pop()
+            self._read_options(req_id, slot_of[req_id])
         return np.array(
             [
                 slot_of[r] if r in slot_of else self._admit(r)
@@ -185,14 +243,23 @@ class RequestTable:
         """
         new = lens != self._context[slots]
         self._context[slots] = lens
-        self._steps[:, slots] += np.array((decodes, sparse, pages * sparse)) * new
-        if not self.in_slots:
-            units = sparse * self._total[slots] * self.retrieval_heads
-            self.recalls.numpy()[slots, 0] += units * new
+        attended = self._total[slots].astype(np.int64) * self.retrieval_heads
+        booked = np.stack((decodes, sparse, sparse * pages, sparse * attended), axis=1)
+        self._steps.numpy()[slots] += booked * new[:, None]
 
     def _admit(self, req_id: str) -> int:
         slot = self._free.pop()
         self._slot_of[req_id] = slot
+        self._read_options(req_id, slot)
+        self._context[slot] = 0
+        if req_id in self._preempted:
+            _, counts = self._preempted.pop(req_id)
+            self.corrected[slot] = counts[0]
+            self.recalls[slot], self._steps[slot] = counts[1:].split((3, 4))
+        return slot
+
+    def _read_options(self, req_id: str, slot: int) -> None:
+        """Take over the request's options; with other ones it starts afresh."""
         sampling_params = self.runner.requests[req_id].sampling_params
         extra_args = getattr(sampling_params, "extra_args", None)
         try:
@@ -204,31 +271,25 @@ class RequestTable:
         self._sink[slot], self._window[slot] = budget.sink, budget.window
         self._select[slot], self._total[slot] = budget.select, budget.total
         self._threshold[slot], self._exact[slot] = options.correction_threshold, options.exact
-        self._context[slot] = 0
-        self._steps[:, slot] = 0
-        self._past += self._counts([slot])
-        self.corrected[slot] = 0
-        self.recalls[slot] = 0
         for entries in self._per_slot:
             entries[slot] = 0
-        return slot
 
-    def _log_usage(self, req_id: str, slot: int) -> None:
-        steps, sparse, pages = (int(x) for x in self._steps[:, slot])
-        attended = sparse * int(self._total[slot])
-        units, missed, recalled = self.recalls[slot].tolist()
+    def _log_usage(self, req_id: str, context: int, counted: torch.Tensor) -> None:
+        counts = Counts(*counted.tolist())
+        sparse_heads = max(counts.sparse_steps * self.retrieval_heads, 1)
+        attended = counts.attended / max(self.retrieval_heads, 1)  # pages
         logger.debug(
             "kv_retrieval request_id=%s context=%d decode_steps=%d sparse_steps=%d "
             "pages_attended=%d pages_total=%d kv_read_share=%.4f corrected_share=%.4f "
             "recall_hit_rate=%.4f units_recalled=%d",
             req_id,
-            int(self._context[slot]),
-            steps,
-            sparse,
-            attended // max(sparse, 1),
-            pages // max(sparse, 1),
-            attended / pages if pages else 1.0,
-            int(self.corrected[slot]) / max(sparse * self.retrieval_heads, 1),
-            1 - missed / units if units else 1.0,
-            recalled,
+            context,
+            counts.steps,
+            counts.sparse_steps,
+            counts.attended // sparse_heads,
+            counts.pages // max(counts.sparse_steps, 1),
+            attended / counts.pages if counts.pages else 1.0,
+            counts.corrected / sparse_heads,
+            1 - counts.missed / counts.looked_up if counts.looked_up else 1.0,
+            counts.recalled,
         )

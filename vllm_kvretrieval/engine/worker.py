@@ -8,22 +8,29 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 from vllm.utils.mem_utils import format_gib
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval.attention.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.staging import BLOCK_SIZE, ISAS, PrefillStaging
+from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.allocation import allocate_kv_cache
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import LayerState
-from vllm_kvretrieval.retrieval.budget import PageBudget
+from vllm_kvretrieval.kernels import LayerState, RecallCache
 from vllm_kvretrieval.tiers.home import DiskHome
 from vllm_kvretrieval.tiers.layer import SlowLayer
+from vllm_kvretrieval.tiers.place import check_room, directory_for
 from vllm_kvretrieval.tiers.sizes import Cache, Tiers
 
 logger = init_logger("vllm.kvretrieval.worker")
@@ -46,7 +53,8 @@ class RetrievalCPUWorker(CPUWorker):
         self.retrieval_layers: dict[str, RetrievalAttentionImpl] = {}
         self.tiers: Tiers | None = None
         self.home: DiskHome | None = None
-        self.slow_layers: list[SlowLayer] = []
+        self.in_home: list[str] = []  # names of the layers in home, in its order
+        self.recall_caches: list[RecallCache] = []  # those of the retrieval layers among them
         # What the current step copied on write (source, target), and what the last one lost.
         self._copied: list[tuple[int, int]] = []
         self._lost: set[int] = set()
@@ -54,21 +62,63 @@ class RetrievalCPUWorker(CPUWorker):
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache, less what the page index and staging take of them.
 
-        A KV cache size that the user fixed is left as it is; the others then come on top. With a
-        slow home these are the bytes of all blocks that it holds, wherever their layers are kept.
+        Without a slow home, a KV cache size that the user fixed is left as it is, and the others
+        come on top. With one, all of them share that size, and these are the bytes of all blocks
+        that home holds, wherever their layers are kept.
+
+        Raises:
+            RetrievalConfigError: Nothing would be retrieved, or memory does not suffice.
         """
         available = super().determine_available_memory()
-        fast = available - self._staging_bytes()
-        self.tiers = self._plan_tiers(fast)
+        specs = self.get_kv_cache_spec()
+        in_pages = {name: spec for name, spec in specs.items() if type(spec) is FullAttentionSpec}
+        if not self._retrieving(in_pages) and self.parallel_config.pipeline_parallel_size == 1:
+            raise RetrievalConfigError(
+                f"{self.retrieval_config.method} would not retrieve in any layer of "
+                f"{self.model_config.model}: behind dense_layers="
+                f"{self.retrieval_config.dense_layers} none has plain full attention. Lower "
+                "kv_retrieval.dense_layers, or serve it without --attention-backend."
+            )
+        staging = self._staging_bytes()
+        self.tiers = self._plan_tiers(available, staging)
         if self.tiers is not None:
             return self.tiers.home + self.tiers.dense
+        block, index = self._bytes_per_block(specs)
         if self.cache_config.kv_cache_memory_bytes is None:
-            # A minimum and a maximum beside the keys and values of summary_size tokens.
-            per_summary = self.retrieval_config.tokens_per_summary
-            available = fast * per_summary // (per_summary + 1)
+            return (available - staging) * block // (block + index)
+        self._check_memory(available, available * index // block, staging)
         return available
 
-    def _plan_tiers(self, fast: int) -> Tiers | None:
+    def _bytes_per_block(self, specs: dict[str, KVCacheSpec]) -> tuple[int, int]:
+        """What a block of vLLM's takes of its KV cache, and of page indexes beside it."""
+        blocks, index = [], 0
+        for group in get_kv_cache_groups(self.vllm_config, dict(specs)):
+            common = group.kv_cache_spec
+            uniform = isinstance(common, UniformTypeKVCacheSpecs)
+            sizes = {
+                name: (common.kv_cache_specs[name] if uniform else common).page_size_bytes
+                for name in group.layer_names
+            }
+            blocks.append(sum(sizes.values()))  # groups share their memory
+            if type(specs[group.layer_names[0]]) is FullAttentionSpec:
+                # A minimum and a maximum beside the keys and values of so many tokens.
+                per_summary = self.retrieval_config.tokens_per_summary
+                index += sum(sizes[name] // per_summary for name in self._retrieving(sizes))
+        return max(blocks), index
+
+    def _check_memory(self, cache: int, index: int, staging: int) -> None:
+        """Find out at once, not under load, that memory does not suffice."""
+        node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+        if cache + index + staging > node.available_memory:
+            raise RetrievalConfigError(
+                f"{self.retrieval_config.method} needs a page index of {format_gib(index)} GiB and "
+                f"{format_gib(staging)} GiB for prefill beside a KV cache of {format_gib(cache)} "
+                f"GiB, but {format_gib(node.available_memory)} GiB of memory are available. Lower "
+                "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE) or --max-model-len, or use "
+                "kv_retrieval.home=disk."
+            )
+
+    def _plan_tiers(self, fast: int, staging: int) -> Tiers | None:
         """Sizes with a slow home, given so many bytes of fast memory; None without one."""
         config = self.retrieval_config
         if config.home == "device":
@@ -93,9 +143,14 @@ class RetrievalCPUWorker(CPUWorker):
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_model_len=self.model_config.max_model_len,
         )
-        if config.home == "auto" and cache.fits_in(fast, config.tokens_per_summary):
+        if config.home == "auto" and cache.fits_in(fast - staging, config.tokens_per_summary):
             return None
-        return Tiers.plan(config, cache, fast, self.cache_config.num_gpu_blocks_override)
+        blocks = self.cache_config.num_gpu_blocks_override
+        tiers = Tiers.plan(config, cache, fast, staging, blocks)
+        # All workers come by here before any makes its file.
+        workers = self.parallel_config.local_world_size
+        check_room(directory_for(config.home_path), tiers.home, workers)
+        return tiers
 
     def _retrieving(self, names: Iterable[str]) -> list[str]:
         return [n for n in names if extract_layer_index(n) >= self.retrieval_config.dense_layers]
@@ -104,14 +159,26 @@ class RetrievalCPUWorker(CPUWorker):
         self, kv_cache_config: Any, kernel_block_sizes: list[int], **_: Any
     ) -> dict[str, torch.Tensor]:
         """What the model runner calls in place of its own method where there is a slow home."""
+        assert self.tiers is not None
+        layers = kv_cache_config.kv_cache_tensors[0].layers
+        self.in_home = layers if self.tiers.streams_dense else self._retrieving(layers)
         kv_caches, self.home = allocate_kv_cache(
             self.model_runner,
             kv_cache_config,
             kernel_block_sizes,
-            self._retrieving(kv_cache_config.kv_cache_tensors[0].layers),
-            self.retrieval_config.home_path,
+            self.in_home,
+            directory_for(self.retrieval_config.home_path),
         )
         return kv_caches
+
+    def _zero_blocks(self, block_ids: list[int]) -> None:
+        """What the model runner calls in place of its own method, which takes pages for blocks."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for group in self.model_runner.kv_cache_config.kv_cache_groups:
+            if isinstance(group.kv_cache_spec, FullAttentionSpec):
+                for name in group.layer_names:
+                    pages = layers[name].kv_cache
+                    pages.unflatten(0, (self.cache_config.num_gpu_blocks, -1))[block_ids] = 0
 
     def _staging_bytes(self) -> int:
         """One layer's keys and values of the longest context; see PrefillStaging."""
@@ -122,32 +189,49 @@ class RetrievalCPUWorker(CPUWorker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         if self.tiers is not None:
             self.model_runner.initialize_kv_cache_tensors = self._allocate_kv_cache
+        self.model_runner._zero_block_ids = self._zero_blocks
         super().initialize_from_config(kv_cache_config)
         config = self.retrieval_config
-        budget = config.page_budget()
         layers = self.vllm_config.compilation_config.static_forward_context
         stagings: dict[Any, PrefillStaging | None] = {}
         groups = []
         for group in itertools.chain.from_iterable(self.model_runner.attn_groups):
             builder = group.get_metadata_builder()
-            if not isinstance(builder, RetrievalMetadataBuilder):
+            # What is built around our backend (chunked attention, added sinks) is left as it is.
+            plain = type(group.kv_cache_spec) is FullAttentionSpec
+            if type(builder) is not RetrievalMetadataBuilder or not plain:
                 continue
             shape = (builder.num_kv_heads, builder.head_dim, builder.dtype)
             if shape not in stagings:
                 stagings[shape] = self._staging(builder)
-            staging = stagings[shape]
-            groups.append((builder, staging, self._retrieving(group.layer_names)))
+            groups.append((builder, stagings[shape], self._retrieving(group.layer_names)))
+        foreign = has_foreign_connector(self.vllm_config)
+        if foreign and self._pages_per_block != 1:
+            raise RetrievalConfigError(
+                f"{config.method} cannot be combined with a KV connector for "
+                f"{self.model_config.model}, whose blocks of {self.cache_config.block_size} tokens "
+                f"are not pages of {config.page_size}. Leave --kv-transfer-config and "
+                "--kv-offloading-size out."
+            )
         heads = sum(layers[name].impl.num_kv_heads for *_, names in groups for name in names)
         capacity = self.scheduler_config.max_num_seqs
-        in_slots = self.home is not None
-        self.requests = RequestTable(config, capacity, heads, self.model_runner, in_slots)
+        self.requests = RequestTable(config, capacity, heads, self.model_runner)
         for builder, staging, names in groups:
             for name in names:
-                self._attach(name, layers[name], budget, staging)
-            builder.attach(self.requests, config.page_size, staging, self._home_bytes_per_page())
+                self._attach(name, layers[name], staging)
+            page_bytes = self._home_bytes_per_page()
+            builder.attach(self.requests, config.page_size, staging, page_bytes, foreign)
+        if self.tiers is not None and self.tiers.streams_dense:
+            self._attach_streamed(layers)
         if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
             get_kv_transfer_group().report(self._take_failed_blocks, self._take_stats)
-        self._log_start(budget, len(layers))
+        self._log_start(len(layers))
+
+    def _attach_streamed(self, layers: dict[str, Any]) -> None:
+        """Let the dense layers in home read it in place."""
+        for name in self.in_home:
+            if name not in self.retrieval_layers:
+                layers[name].impl.slow = self._slow_layer(name, None)
 
     def _home_bytes_per_page(self) -> int:
         """Of one layer; 0 without a slow home."""
@@ -160,50 +244,51 @@ class RetrievalCPUWorker(CPUWorker):
     def _pages_per_block(self) -> int:
         return self.cache_config.block_size // self.retrieval_config.page_size
 
-    def _attach(
-        self, name: str, layer: Any, budget: PageBudget, staging: PrefillStaging | None
-    ) -> None:
+    def _attach(self, name: str, layer: Any, staging: PrefillStaging | None) -> None:
         """Make the layer a retrieval layer."""
         from vllm_kvretrieval.kernels import cpu
 
         impl, kv_cache = layer.impl, layer.kv_cache
         page_size = self.retrieval_config.page_size
-        longest = -(-self.model_config.max_model_len // page_size)
         state = LayerState.empty(
             pages=kv_cache.shape[0],
             slots=self.scheduler_config.max_num_seqs,
             kv_heads=impl.num_kv_heads,
             group=impl.num_queries_per_kv,
             head_size=impl.head_size,
-            max_selected=min(max(budget.select, 1), longest),
+            max_selected=max(self.retrieval_config.most_selected, 1),
             page_size=page_size,
             summary_size=self.retrieval_config.tokens_per_summary,
             scale=impl.scale,
             dtype=kv_cache.dtype,
         )
-        impl.attach(cpu, state, kv_cache, staging, self._slow_layer(impl, kv_cache))
+        slow = None
+        if self.home is not None:
+            assert self.tiers is not None
+            assert self.requests is not None
+            units = kv_cache.view(-1, 1, 2 * page_size, impl.head_size)
+            file = self.home.fd, self.home.begin(self.in_home.index(name))
+            cache = cpu.RecallCache(
+                units, self.tiers.slots, impl.num_kv_heads, self.requests.recalls, file
+            )
+            slow = self._slow_layer(name, cache)
+            self.recall_caches.append(cache)
+        impl.attach(cpu, state, kv_cache, staging, slow)
         self.retrieval_layers[name] = impl
 
-    def _slow_layer(self, impl: RetrievalAttentionImpl, kv_cache: torch.Tensor) -> SlowLayer | None:
-        """The slow side of the next retrieval layer; None without a slow home."""
-        if self.home is None:
-            return None
-        from vllm_kvretrieval.kernels import cpu
-
-        assert self.tiers is not None
-        assert self.requests is not None
-        number = len(self.slow_layers)
-        units = kv_cache.view(-1, 1, 2 * self.retrieval_config.page_size, impl.head_size)
-        file = self.home.fd, number * self.home.layer_bytes
-        cache = cpu.RecallCache(
-            units, self.tiers.slots, impl.num_kv_heads, self.requests.recalls, file
+    def _slow_layer(self, name: str, cache: RecallCache | None) -> SlowLayer:
+        assert self.home is not None
+        number = self.in_home.index(name)
+        dense_follows = bool(self.in_home[number + 1 :]) and not self._retrieving(
+            self.in_home[number + 1 : number + 2]
         )
-        self.slow_layers.append(SlowLayer(self.home, number, cache))
-        return self.slow_layers[-1]
+        return SlowLayer(self.home, number, cache, dense_follows)
 
     def _staging(self, builder: RetrievalMetadataBuilder) -> PrefillStaging | None:
         """The group's staging buffer; None where the pages serve vLLM's prefill kernel as well."""
         page_size = self.retrieval_config.page_size
+        if self.tiers is not None and not self.tiers.staging:
+            return None
         if builder.isa not in ISAS or page_size >= BLOCK_SIZE or BLOCK_SIZE % page_size:
             return None
         return PrefillStaging(
@@ -216,12 +301,17 @@ class RetrievalCPUWorker(CPUWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         assert self.requests is not None
-        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        for slot in self.requests.release(gone) if gone else ():
-            for layer in self.slow_layers:
-                layer.cache.release(slot)
+        finished, preempted = scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids
+        if finished or preempted:
+            for slot in self.requests.release(finished, preempted or ()):
+                for cache in self.recall_caches:
+                    cache.release(slot)
+        arrived = {new.req_id for new in scheduler_output.scheduled_new_reqs}
+        arrived |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
         self.requests.begin_step(
-            scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
+            scheduler_output.num_scheduled_tokens,
+            scheduler_output.total_num_scheduled_tokens,
+            arrived,
         )
         self._copied = list(scheduler_output.kv_cache_block_copies or ())
         self._copy_index(self._copied)
@@ -240,14 +330,14 @@ class RetrievalCPUWorker(CPUWorker):
         """
         if self.home is None:
             return set()
-        pages = set[int]().union(*(layer.cache.take_failed_pages() for layer in self.slow_layers))
+        pages = set[int]().union(*(cache.take_failed_pages() for cache in self.recall_caches))
         pages |= self.home.take_lost(self._home_bytes_per_page())
         lost = {page // self._pages_per_block for page in pages}
         lost.update(target for source, target in self._copied if source in lost)
         if lost:
             logger.error(
                 "The KV cache's home (%s) cannot be read; the requests with these blocks fail: %s",
-                self.retrieval_config.home_path or "a temporary file",
+                directory_for(self.retrieval_config.home_path),
                 sorted(lost),
             )
         failed, self._lost = lost | self._lost, lost
@@ -256,16 +346,17 @@ class RetrievalCPUWorker(CPUWorker):
     def _take_stats(self) -> dict[str, int]:
         """What the connector reports."""
         assert self.requests is not None
-        caches = [layer.cache for layer in self.slow_layers]
+        caches = self.recall_caches
         unit_bytes = caches[0].slots[0].nbytes if caches else 0
-        corrected, attended, missed, recalled = self.requests.take_counts()
+        counts = self.requests.take_counts()
         return {
-            "units_attended": attended,
-            "units_missed": missed,
-            "bytes_recalled": recalled * unit_bytes,
-            "heads_corrected": corrected,
-            "slots_used": sum(cache.used for cache in caches),
-            "slots": sum(len(cache.slots) for cache in caches),
+            "units_attended": counts.attended,
+            "units_looked_up": counts.looked_up,
+            "units_missed": counts.missed,
+            "bytes_recalled": counts.recalled * unit_bytes,
+            "heads_corrected": counts.corrected,
+            f"slots_used/{self.rank}": sum(cache.used for cache in caches),
+            f"slots/{self.rank}": sum(len(cache.slots) for cache in caches),
         }
 
     def _copy_index(self, copies: Any) -> None:
@@ -279,15 +370,16 @@ class RetrievalCPUWorker(CPUWorker):
             blocks = index.view(self.cache_config.num_gpu_blocks, -1)
             blocks[target] = blocks[source]
         pages = range(self._pages_per_block)
-        for layer in self.slow_layers:
-            layer.cache.drop_pages(
+        for cache in self.recall_caches:
+            cache.drop_pages(
                 [block * len(pages) + page for block in target.tolist() for page in pages]
             )
 
-    def _log_start(self, budget: PageBudget, num_layers: int) -> None:
+    def _log_start(self, num_layers: int) -> None:
         from vllm_kvretrieval.kernels import cpu
 
         config = self.retrieval_config
+        budget = config.page_budget()
         states = [impl.state for impl in self.retrieval_layers.values() if impl.state is not None]
         size = sum(s.index.numel() * s.index.element_size() for s in states)
         logger.info(
@@ -307,15 +399,28 @@ class RetrievalCPUWorker(CPUWorker):
         if self.tiers is not None:
             tiers = self.tiers
             logger.info(
-                "home=disk in %s: %s GiB for %d tokens, %s GiB of fast memory for dense layers and "
-                "%s GiB for page index and books; the recall cache's %s GiB hold %d slots per "
-                "layer for what %d requests attend to.",
-                config.home_path or "the directory for temporary files",
+                "home=disk in %s: %s GiB for %d tokens. Of fast memory, page index and books take "
+                "%s GiB, dense layers %s, staging for prefill %s, and the recall cache's %s GiB "
+                "hold %d slots per layer for what %d requests attend to.",
+                directory_for(config.home_path),
                 format_gib(tiers.home),
                 (tiers.blocks - 1) * self.cache_config.block_size,
-                format_gib(tiers.dense),
-                format_gib(tiers.index),
+                format_gib(tiers.index + tiers.books),
+                "none (they are read from home at every step)"
+                if tiers.streams_dense
+                else f"{format_gib(tiers.dense)} GiB",
+                f"{format_gib(tiers.staging)} GiB"
+                if tiers.staging
+                else "none (there is no room for it)",
                 format_gib(tiers.recall_cache),
                 tiers.slots,
                 self.scheduler_config.max_num_seqs,
+            )
+        elif config.home == "auto":
+            given = [
+                k for k in ("home_bytes", "home_path", "recall_cache_bytes") if getattr(config, k)
+            ]
+            logger.info(
+                "home=auto: the KV cache fits in memory%s.",
+                f"; {', '.join(given)} are not used" if given else "",
             )

@@ -7,9 +7,8 @@ import tempfile
 
 import numpy as np
 import torch
-from vllm.utils.mem_utils import format_gib
 
-from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.tiers.place import check_room, reserve
 
 TRIM_BYTES = 64 << 20
 MADV_POPULATE_READ = 22  # Linux 5.14; not named by Python 3.11
@@ -47,7 +46,7 @@ class DiskHome:
     start-up.
 
     Args:
-        directory: Where the file is to lie; None for the system's choice.
+        directory: Where the file is to lie.
         layers: How many layers.
         layer_bytes: Bytes of each.
 
@@ -56,28 +55,23 @@ class DiskHome:
         OSError: The file cannot be made.
     """
 
-    def __init__(self, directory: str | None, layers: int, layer_bytes: int) -> None:
+    def __init__(self, directory: str, layers: int, layer_bytes: int) -> None:
         from vllm_kvretrieval.kernels import cpu
 
         self.layers, self.layer_bytes = layers, layer_bytes
         size = layers * layer_bytes
-        place = directory or tempfile.gettempdir()
-        disk = os.statvfs(place)
-        free = disk.f_bavail * disk.f_frsize
-        if size > free:
-            raise RetrievalConfigError(
-                f"kv_retrieval.home_bytes: the home needs {format_gib(size)} GiB, but {place} has "
-                f"{format_gib(free)} GiB free. Lower home_bytes (or --max-model-len or "
-                "--max-num-seqs, from which its default comes), or name another disk with "
-                "home_path."
-            )
+        check_room(directory, size)
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         self.fd = self._file.fileno()
-        os.posix_fallocate(self.fd, 0, size)
+        reserve(self.fd, size, directory)
         self._map = mmap.mmap(self.fd, size)
         self.memory = torch.frombuffer(self._map, dtype=torch.int8)
         self._mapped = 0
         self._guard = cpu.MappingGuard(self.memory, self.fd)
+
+    def begin(self, layer: int) -> int:
+        """First byte of a layer, by its number."""
+        return layer * self.layer_bytes
 
     def note_written(self, size: int) -> None:
         """Count bytes written to ``memory``; after ``TRIM_BYTES`` of them the mapping goes."""
@@ -86,7 +80,7 @@ class DiskHome:
             self._map.madvise(mmap.MADV_DONTNEED)
             self._mapped = 0
 
-    def stage(self, layer: int, runs: np.ndarray) -> None:
+    def stage(self, layer: int, runs: np.ndarray, following: np.ndarray | None) -> None:
         """Bring parts of a layer into the page cache and map them, and start on the next layer's.
 
         The next layer's parts travel while this layer computes. Nothing is copied, so there is no
@@ -95,23 +89,24 @@ class DiskHome:
         Args:
             layer: Its number.
             runs: The parts, see :func:`page_runs`.
+            following: Those of the next layer; None where it is not read in place.
         """
-        start = layer * self.layer_bytes
+        start = self.begin(layer)
         # Neither is more than a hint: who touches a part brings it in, or finds that it is lost.
         with contextlib.suppress(OSError):
             for first, size in runs.tolist():
                 begin = (start + first) // mmap.PAGESIZE * mmap.PAGESIZE
                 self._map.madvise(MADV_POPULATE_READ, begin, start + first + size - begin)
-        if layer + 1 < self.layers:
-            start += self.layer_bytes
+        if following is not None and layer + 1 < self.layers:
+            start = self.begin(layer + 1)
             with contextlib.suppress(OSError):
-                for first, size in runs.tolist():
+                for first, size in following.tolist():
                     os.posix_fadvise(self.fd, start + first, size, os.POSIX_FADV_WILLNEED)
 
     def unmap(self, layer: int) -> None:
         """Let go of a layer's part of the mapping; the page cache keeps what it has room for."""
-        begin = layer * self.layer_bytes // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, begin, (layer + 1) * self.layer_bytes - begin)
+        begin = self.begin(layer) // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, begin, self.begin(layer + 1) - begin)
 
     def take_lost(self, page_bytes: int) -> set[int]:
         """Ids of pages of which some layer's part was touched but could not be read, told once.

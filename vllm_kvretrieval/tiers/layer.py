@@ -9,29 +9,43 @@ from vllm_kvretrieval.tiers.home import DiskHome
 class SlowLayer:
     """What a layer's attention needs to know about its slow home.
 
-    Decode reads pages through the recall cache. What has to see whole contexts (prompts, requests
-    that asked for exact attention) reads home in place.
+    Decode reads pages through the recall cache. What has to see whole contexts (dense layers,
+    prompts, requests that asked for exact attention) reads home in place.
 
     Args:
-        home: Home of all retrieval layers.
+        home: Home of all layers that are in it.
         number: The layer's place in it.
-        cache: The layer's own.
+        cache: The layer's own; None for a dense layer.
+        dense_follows: Whether the next layer in home is a dense one.
 
     Attributes:
-        keys, values: [slots, 1, page_size, head_size]; the recall cache's slots.
-        offset: First byte of the layer in the home's file.
+        keys, values: [slots, 1, page_size, head_size]; the recall cache's slots, if there are any.
     """
 
-    def __init__(self, home: DiskHome, number: int, cache: RecallCache) -> None:
+    def __init__(
+        self, home: DiskHome, number: int, cache: RecallCache | None, dense_follows: bool
+    ) -> None:
         self.cache = cache
-        self.keys, self.values = cache.slots.chunk(2, dim=2)
-        self.offset = number * home.layer_bytes
-        self._home, self._number = home, number
+        if cache is not None:
+            self.keys, self.values = cache.slots.chunk(2, dim=2)
+        self.number = number
+        self._home, self._dense_follows = home, dense_follows
 
-    def stage(self, runs: np.ndarray) -> None:
-        """Make pages ready to be read in place, see :meth:`DiskHome.stage`."""
-        self._home.stage(self._number, runs)
+    def stage(self, in_place: tuple[np.ndarray | None, np.ndarray | None]) -> bool:
+        """Make pages ready to be read in place, see :meth:`DiskHome.stage`.
+
+        Args:
+            in_place: :func:`page_runs` for dense layers and for retrieval layers.
+
+        Returns:
+            Whether there are any; then :meth:`unmap` is due.
+        """
+        dense, sparse = in_place
+        runs = dense if self.cache is None else sparse
+        if runs is not None:
+            self._home.stage(self.number, runs, dense if self._dense_follows else sparse)
+        return runs is not None
 
     def unmap(self) -> None:
         """The layer has been read in place: let go of its mapped memory."""
-        self._home.unmap(self._number)
+        self._home.unmap(self.number)

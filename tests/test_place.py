@@ -1,0 +1,106 @@
+"""Where the file of a slow home lies: what is refused, and how its space is reserved."""
+
+import ctypes
+import errno
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.tiers import place
+from vllm_kvretrieval.tiers.place import check_room, directory_for, file_system, reserve
+
+MIB = 1 << 20
+IN_MEMORY = "/dev/shm"
+
+
+@pytest.fixture
+def file(tmp_path):
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        yield file.fileno()
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    lines: list[str] = []
+    log = SimpleNamespace(info=lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(place, "logger", log)
+    return lines
+
+
+def test_memory_is_no_disk(monkeypatch):
+    """/tmp lies in memory on many systems, and there a file takes what it is to save."""
+    assert file_system(IN_MEMORY) == "tmpfs"
+    monkeypatch.setattr(place, "DEFAULT_DIRECTORY", IN_MEMORY)
+    message = r"home=disk: /dev/shm lies in memory \(tmpfs\).* with kv_retrieval\.home_path"
+    with pytest.raises(RetrievalConfigError, match=message):
+        directory_for(None)
+    assert directory_for(IN_MEMORY) == IN_MEMORY, "if that is what the user wants"
+
+
+def test_the_default_is_for_large_temporary_files(monkeypatch, tmp_path):
+    assert directory_for(None) == "/var/tmp"
+    monkeypatch.setattr(place, "DEFAULT_DIRECTORY", str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert directory_for(None) == str(tmp_path)
+
+
+def test_an_unknown_file_system_is_not_refused(monkeypatch):
+    monkeypatch.setattr(
+        place,
+        "Path",
+        lambda name: SimpleNamespace(
+            stat=lambda: Path("/").stat(), exists=lambda: False, read_text=None
+        ),
+    )
+    assert file_system("/") == ""
+
+
+def test_space_is_reserved(file, tmp_path, logged):
+    reserve(file, 3 * MIB, str(tmp_path))
+    stat = os.fstat(file)
+    assert (stat.st_size, stat.st_blocks * 512) == (3 * MIB, 3 * MIB)
+    assert logged == []
+
+
+def test_without_a_call_to_reserve_it(file, tmp_path, logged, monkeypatch):
+    """Zeros are written, and it is said so."""
+    monkeypatch.setattr(place, "_allocate", lambda fd, size: False)
+    monkeypatch.setattr(place, "ZEROS", MIB)
+    monkeypatch.setattr(place, "PROGRESS_S", -1)
+    reserve(file, 2 * MIB + 5, str(tmp_path))
+    assert os.fstat(file).st_size == 2 * MIB + 5
+    assert os.fstat(file).st_blocks * 512 >= 2 * MIB
+    assert "cannot reserve space" in logged[0]
+    assert len(logged) == 4
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_what_the_system_says(code, file, monkeypatch):
+    monkeypatch.setattr(ctypes, "get_errno", lambda: code)
+    library = SimpleNamespace(fallocate=lambda *_: -1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: library)
+    assert not place._allocate(file, 5)
+    monkeypatch.setattr(ctypes, "get_errno", lambda: errno.EIO)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        place._allocate(file, 5)
+
+
+def test_a_disk_that_fills_up_meanwhile(file, tmp_path, monkeypatch):
+    """Another worker's file may have come in between."""
+
+    def full(fd, size):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(place, "_allocate", full)
+    with pytest.raises(RetrievalConfigError, match=r"needs 1\.0 GiB, but .* or name another disk"):
+        reserve(file, 1 << 30, str(tmp_path))
+
+
+def test_room_for_all(tmp_path):
+    check_room(str(tmp_path), MIB, 2)
+    with pytest.raises(RetrievalConfigError, match=r"needs 1024\.0 GiB for each of 64 workers"):
+        check_room(str(tmp_path), 1 << 40, 64)
