@@ -2,15 +2,12 @@
 
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from vllm_kvretrieval.attention.metadata import RetrievalMetadataBuilder
-from vllm_kvretrieval.attention.staging import PrefillStaging
+from tests.steps import Runner, metadata_builder, split
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.requests import RequestTable
 
@@ -18,21 +15,6 @@ PAGE = 32
 # 1 + 1 + 2 pages
 CONFIG = RetrievalConfig.from_options("freekv", {"budget": 128, "sink": 32, "window": 32})
 CAPACITY = 3
-
-
-class Runner:
-    """What the table asks vLLM's model runner."""
-
-    def __init__(self) -> None:
-        self.input_batch = SimpleNamespace(req_ids=[])
-        self.requests: dict[str, Any] = {}
-
-    def batch(self, *req_ids: str, **options: Any) -> None:
-        """The batch about to run; ``options`` are those of requests that are new in it."""
-        self.input_batch.req_ids = list(req_ids)
-        for req_id in req_ids:
-            params = SamplingParams(extra_args={"kv_retrieval": options.get(req_id, {})})
-            self.requests.setdefault(req_id, SimpleNamespace(sampling_params=params))
 
 
 @pytest.fixture
@@ -55,14 +37,7 @@ def table(runner):
 
 @pytest.fixture
 def builder(table):
-    """A metadata builder of layers with one head, without the engine around it."""
-    builder: Any = object.__new__(RetrievalMetadataBuilder)
-    builder.block_size = PAGE
-    builder.num_heads = builder.num_kv_heads = builder.group = 1
-    builder.head_dim, builder.dtype, builder.isa = 64, torch.float32, "vec"
-    builder.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=4096))
-    builder.attach(table, PAGE, PrefillStaging(PAGE, 1, 64, torch.float32, 2048))
-    return builder
+    return metadata_builder(table)
 
 
 def test_counts_outlive_their_requests(runner, table):
@@ -117,28 +92,6 @@ def test_a_session_may_bring_other_options(runner, builder, table):
     rows = split(builder, [302]).decode.rows
     assert rows.select_pages.tolist() == [1]
     assert rows.fresh.tolist() == [1], "what another budget selected is of no use"
-
-
-def split(builder, lens, queries=None, prefilling=None):
-    """How a step is split: per request its context, new tokens and whether it reads its prompt."""
-    count = len(lens)
-    starts = torch.tensor([0, *(queries or [1] * count)], dtype=torch.int32).cumsum(0)
-    common = SimpleNamespace(
-        query_start_loc_cpu=starts,
-        num_reqs=count,
-        is_prefilling=torch.tensor(prefilling or [False] * count),
-    )
-    dense = CPUAttentionMetadata(
-        num_actual_tokens=int(starts[-1]),
-        max_query_len=max(queries or [1]),
-        query_start_loc=starts.to(torch.int32),
-        max_seq_len=max(lens),
-        seq_lens=torch.tensor(lens, dtype=torch.int32),
-        block_table=torch.zeros(count, 128, dtype=torch.int32),
-        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
-        scheduler_metadata=None,
-    )
-    return builder._split(common, dense)
 
 
 # ------------------------------------------------------------------------------------ the table

@@ -194,7 +194,7 @@ def test_metrics(llm):
     """vLLM's Prometheus metrics say what recall did."""
     change, heads = counted(llm)
     assert change["heads_corrected"] == heads
-    assert change["units_attended"] == heads * 4
+    assert change["units_attended"] == change["units_looked_up"] == heads * 4
     assert 0 < change["units_missed"] < change["units_attended"] / 2
     assert change["bytes_recalled"] >= change["units_missed"] * 2 * 32 * HEAD_SIZE * 4
     now = metrics(llm)
@@ -205,7 +205,8 @@ def test_metrics(llm):
 def test_metrics_in_memory(expected):
     """Where home=auto keeps the cache in memory there is no recall, but there is retrieval."""
     change, heads = expected["metrics"]
-    nothing = dict.fromkeys(("units_missed", "bytes_recalled", "slots_used", "slots"), 0)
+    of_recall = ("units_looked_up", "units_missed", "bytes_recalled", "slots_used", "slots")
+    nothing = dict.fromkeys(of_recall, 0)
     assert change == nothing | {"heads_corrected": heads, "units_attended": heads * 4}
 
 

@@ -1,0 +1,186 @@
+"""From what a client sends to the pages that its request attends to, whatever the client sends.
+
+Between the two lie the front end's validation, the table of requests, the metadata of a step and
+the kernel; the engine's state has the size that the worker gives it.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.steps import Runner, metadata_builder, split
+from vllm_kvretrieval.config import RequestOptions, RetrievalConfig
+from vllm_kvretrieval.engine.requests import RequestTable
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels import LayerState, cpu, reference
+
+HEADS, HEAD_SIZE, REQUESTS = 2, 64, 2
+PAGES = 128  # of the longest context
+ENGINES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "pages of 16": {"budget": 1024, "page_size": 16},
+    "small": {"budget": 512},
+    "given sink": {"budget": 2048, "sink": 96},
+    "given window": {"budget": 2048, "window": 512},
+    "both": {"budget": 1024, "sink": 32, "window": 32},
+    "large sink": {"budget": 4064, "sink": 3584},
+    "raised": {"budget": 512, "max_budget": 3072},
+    "streamingllm": {"budget": 1024, "method": "streamingllm"},
+}
+
+
+class Engine:
+    """As much of an engine as there is between a request and its page list; one layer of it."""
+
+    def __init__(self, method: str = "freekv", **options: Any) -> None:
+        self.config = RetrievalConfig.from_options(method, options)
+        self.runner = Runner()
+        self.table = RequestTable(self.config, REQUESTS, HEADS, self.runner)
+        self.builder = metadata_builder(self.table, HEADS)
+        page_size = self.config.page_size
+        self.state = LayerState.empty(
+            pages=REQUESTS * PAGES,
+            slots=REQUESTS,
+            kv_heads=HEADS,
+            group=1,
+            head_size=HEAD_SIZE,
+            max_selected=max(self.config.most_selected, 1),  # as in RetrievalCPUWorker._attach
+            page_size=page_size,
+            summary_size=self.config.tokens_per_summary,
+            scale=0.125,
+            dtype=torch.float32,
+        )
+        self.random = torch.Generator().manual_seed(0)
+        self.state.index.normal_(generator=self.random)
+        self.state.index.copy_(self.state.index.sort(dim=2).values)  # minimum, maximum
+        self.twin = copy.deepcopy(self.state)
+
+    def step(self, lens: list[int]) -> None:
+        """One decode step; the kernel's page lists are the reference's, and are well formed."""
+        got = split(self.builder, lens)
+        if got is None:
+            return
+        rows = got.decode.rows
+        rows.page_table.fill_(-1)
+        query = torch.randn(len(rows), HEADS, HEAD_SIZE, generator=self.random)
+        cpu.plan_decode(query, rows, self.state)
+        lists = rows.page_table.clone()
+        rows.page_table.fill_(-1)
+        reference.plan_decode(query, rows, self.twin)
+        assert torch.equal(lists, rows.page_table)
+        assert torch.equal(self.state.prev_selection, self.twin.prev_selection)
+        assert torch.equal(self.state.prev_query, self.twin.prev_query)
+        for unit, units in enumerate(lists):
+            row, head = divmod(unit, HEADS)
+            attended = units[units >= 0]
+            assert (attended % HEADS == head).all()
+            positions = attended // HEADS - rows.block_table[row, 0]
+            tokens = int(rows.seq_lens[row])
+            pages = -(-tokens // self.config.page_size)
+            sink, window, select = (
+                int(t[row]) for t in (rows.sink_pages, rows.window_pages, rows.select_pages)
+            )
+            assert (positions.diff() > 0).all(), "each page once, in order"
+            count = pages if select < 0 else sink + select + window
+            assert len(positions) == count
+            assert count * self.config.page_size <= max(self.config.budget_limit, tokens)
+            assert positions[:sink].tolist() == list(range(sink))
+            assert positions[count - window :].tolist() == list(range(pages - window, pages))
+
+    def run(self, options: list[dict[str, Any]]) -> None:
+        """Requests with these options, each beside the one before, over their budgets and not."""
+        self.table.release(list(self.runner.requests))
+        self.runner.requests.clear()
+        for i, own in enumerate(options):
+            names = [f"r{max(i - 1, 0)}", f"r{i}"]
+            self.table.release({f"r{i - 2}"})
+            self.runner.batch(*dict.fromkeys(names), **{names[-1]: own})
+            longest = PAGES * self.config.page_size
+            for length in (longest - 2, longest - 1):
+                self.step([length, length - 3 * self.config.page_size][: len(set(names))])
+
+
+def admissible(config: RetrievalConfig, method: str) -> list[dict[str, Any]]:
+    """Options with every budget that a request may ask for."""
+    options = []
+    for budget in range(1, config.budget_limit + 2):
+        own = {"budget": budget, "method": method}
+        try:
+            RequestOptions.parse({"kv_retrieval": own}, config)
+        except RetrievalConfigError:
+            continue
+        options.append(own)
+    return options
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES.keys())
+def test_every_admissible_budget(options):
+    """A smaller budget may select more pages: sink and window are rounded down to pages."""
+    engine = Engine(**options)
+    for method in {engine.config.method, "streamingllm"}:
+        requests = admissible(engine.config, method)
+        assert len(requests) >= 2
+        assert requests[-1]["budget"] == engine.config.budget_limit
+        engine.run(requests)
+
+
+def test_a_smaller_budget_may_select_more():
+    """What made the sizes of state too small: the premise of the tests above."""
+    config = RetrievalConfig.from_options("freekv", {})
+    assert config.page_budget(2016).select == 57 > config.page_budget(2048).select == 56
+    assert config.most_selected == 57
+
+
+WORDS = ("budget", "correction_threshold", "exact", "method", "sink", "page_size")
+NUMBERS = st.one_of(
+    st.integers(-64, 5000),
+    st.integers(0, 160).map(lambda pages: 32 * pages),
+    st.floats(),
+    st.integers(),
+)
+VALUES = st.one_of(
+    NUMBERS,
+    st.booleans(),
+    st.none(),
+    st.sampled_from(["freekv", "streamingllm", "quest", "", "512", "true"]),
+    st.text(max_size=5),
+    st.lists(NUMBERS, max_size=3),
+)
+XARGS = st.one_of(
+    st.dictionaries(st.sampled_from(WORDS).map("kv_retrieval_{}".format), VALUES, max_size=4),
+    st.fixed_dictionaries({"kv_retrieval": st.dictionaries(st.sampled_from(WORDS), VALUES)}),
+    st.dictionaries(st.text(max_size=20), VALUES, max_size=3),
+    st.fixed_dictionaries({"kv_retrieval": VALUES}),
+)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(name=st.sampled_from(sorted(ENGINES)), xargs=st.lists(XARGS, min_size=1, max_size=3))
+def test_whatever_a_client_sends(name, xargs):
+    """It is refused in words, or attends to pages of its own context, within the limit."""
+    engine = ENGINE_OF.setdefault(name, Engine(**ENGINES[name]))
+    accepted, messages = [], list[str]()
+    for own in xargs:
+        try:
+            options = RequestOptions.parse(own, engine.config)
+        except RetrievalConfigError as error:
+            messages.append(str(error))
+            continue
+        assert options.budget.total * engine.config.page_size <= engine.config.budget_limit
+        accepted.append(own)
+    assert all(message.startswith("kv_retrieval") for message in messages)
+    for own in accepted:
+        engine.runner.requests.clear()
+        engine.table.release({"r0"})
+        engine.runner.batch("r0")
+        engine.runner.requests["r0"].sampling_params.extra_args = own
+        longest = PAGES * engine.config.page_size
+        for length in (longest - 2, longest - 1):
+            engine.step([length])
+
+
+ENGINE_OF: dict[str, Engine] = {}
