@@ -57,6 +57,7 @@ class Engine:
         self.random = torch.Generator().manual_seed(0)
         self.state.index.normal_(generator=self.random)
         self.state.index.copy_(self.state.index.sort(dim=2).values)  # minimum, maximum
+        self.state.prev_query.zero_()  # what nobody has written is not compared
         self.twin = copy.deepcopy(self.state)
 
     def step(self, lens: list[int]) -> None:
