@@ -2,13 +2,14 @@
 
 import os
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
 
-from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.kernels import cpu, reference
 
 
 class HomeWorker:
@@ -22,6 +23,7 @@ class HomeWorker:
     _plans: defaultdict[str, list[list[int]]]
     _written: dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
     _fd: int
+    _loaded: list[Any]
 
     def record_plans(self):
         """Record from now on which units the layers' decode rows attend to."""
@@ -41,6 +43,32 @@ class HomeWorker:
     def plans(self):
         """What was recorded, per layer and step."""
         return dict(self._plans)
+
+    def record_loads(self):
+        """Keep from now on which pages are indexed because something else has filled them."""
+        self._loaded = []
+        for impl in self.retrieval_layers.values():
+            impl.kernels = SimpleNamespace(**vars(cpu))
+            impl.kernels.index_pages = self._loading
+
+    def _loading(self, kv_cache, pages, lengths, state, layout):
+        cpu.index_pages(kv_cache, pages, lengths, state, layout)
+        self._loaded.append((kv_cache, pages.clone(), lengths.clone(), state, layout))
+
+    def compare_index(self):
+        """Entries of pages that were loaded which differ from their keys, and how many there are.
+
+        Of whole pages only; decoding has written to the others since.
+        """
+        differing = compared = 0
+        for kv_cache, pages, lengths, state, layout in self._loaded:
+            whole = lengths == state.page_size
+            expected = replace(state, index=torch.zeros_like(state.index))
+            reference.index_pages(kv_cache, pages[whole], lengths[whole], expected, layout)
+            entries = pages[whole].long()
+            differing += int((state.index[entries] != expected.index[entries]).sum())
+            compared += state.index[entries].numel()
+        return differing, compared
 
     def record_writes(self):
         """Keep all keys and values from now on as the model produced them."""

@@ -288,7 +288,7 @@ def test_a_bad_option_fails_its_request_alone(llm):
     core.add_request("good", prompt, good.params())
     for _ in range(6):
         core.step()
-    with pytest.raises(RetrievalConfigError, match="budget=512 exceeds the server's budget of 256"):
+    with pytest.raises(RetrievalConfigError, match="budget=512 exceeds the server's limit of 256"):
         core.add_request("bad", prompt, bad.params())
     answer = []
     while core.has_unfinished_requests():

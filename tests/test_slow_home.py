@@ -286,6 +286,24 @@ def test_a_page_lost_while_it_is_first_written(llm):
     assert reasons == {"short": "error"}
 
 
+def test_dense_layers_on_disk(model, expected):
+    """Where fast memory has no room for them they are read from home at every step."""
+    fast = LEAST_SLOTS * SLOT_BYTES + (6 << 20)  # staging takes 4 MiB, the dense layer 6.5
+    options = OPTIONS | {"kv_cache_memory_bytes": fast}
+    retrieval = {"kv_retrieval": BUDGET | {"home": "disk"}}
+    with engine(model, additional_config=retrieval, **options) as llm:
+        tiers = llm.collective_rpc(lambda worker: vars(worker.tiers))[0]
+        assert tiers["streams_dense"]
+        assert tiers["staging"] == 4 << 20
+        assert tiers["dense"] == 0
+        for name in ("shared", "crowd"):
+            answers = [vars(answer) for answer in drive(llm, SCENARIOS[name]())]
+            assert answers == expected[name], name
+        faults = {14: "lose_home"}
+        requests = {"long": Request(prompt(700, 60), 60, {})}
+        assert reasons_to_finish(llm, requests, faults) == {"long": "error"}
+
+
 def test_more_than_memory_would_hold(model):
     """What does not fit in memory goes to disk with home=auto, prompts of full length included."""
     fast = 12 << 20

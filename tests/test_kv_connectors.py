@@ -1,0 +1,124 @@
+"""KV that vLLM's own connectors load: the page index follows, and so do prefix hits on it.
+
+A prefill instance without retrieval stores its KV, a decode instance with retrieval loads it:
+vLLM's example of disaggregation, in which a directory is the way from one to the other.
+"""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+
+from tests.engine import Answer, Request, assert_same, drive, engine, random_llama
+
+pytestmark = pytest.mark.engine
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 2048,  # the example stores what a prompt's first chunk has computed
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+}
+RETRIEVAL = {"budget": 128, "sink": 32, "window": 32}
+EVERY_STEP = {"correction_threshold": 1.0}
+
+
+def prompt(length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(512, (length,), generator=generator).tolist()
+
+
+def document(options, cache=True):
+    return Request(prompt(1200, 0), 16, options, cache=cache)
+
+
+def question(options, cache=True):
+    return Request(prompt(1200, 0) + prompt(80, 1), 16, options, cache=cache)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return random_llama(tmp_path_factory.mktemp("model"), 4, 4)
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory):
+    return tmp_path_factory.mktemp("storage")
+
+
+def transfer(name, **extra):
+    return KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
+
+
+@pytest.fixture(scope="module")
+def stock(model, storage):
+    """What vLLM without retrieval answers, and stores; its engine is gone before ours starts."""
+    transfers = transfer("ExampleConnector", shared_storage_path=str(storage))
+    with engine(model, block_size=32, kv_transfer_config=transfers, **OPTIONS) as llm:
+        return drive(llm, [document(None)])[0]
+
+
+def freekv(model, transfers):
+    return engine(
+        model,
+        attention_backend="freekv",
+        additional_config={"kv_retrieval": RETRIEVAL},
+        kv_transfer_config=transfers,
+        worker_extension_cls="tests.home_worker.HomeWorker",
+        **OPTIONS,
+    )
+
+
+@pytest.fixture(scope="module")
+def llm(model, storage, stock):
+    with freekv(model, transfer("ExampleConnector", shared_storage_path=str(storage))) as llm:
+        yield llm
+
+
+def one(llm, request) -> Answer:
+    (answer,) = drive(llm, [request])
+    return answer
+
+
+def forget(llm):
+    """Let others' texts fill the cache and its index."""
+    drive(llm, [Request(prompt(1900, seed), 2, {}) for seed in (90, 91, 92, 93)])
+    llm.reset_prefix_cache()
+
+
+def test_loaded_kv_is_retrieved_from(llm, storage, stock):
+    """In order: loaded, shared by prefix hits, preempted, and for comparison computed."""
+    exact = one(llm, document({"exact": True}))
+    assert exact.cached >= 1152, "loaded"
+    assert_same(exact, stock, tolerance=1e-4)
+
+    forget(llm)
+    loaded = one(llm, document(EVERY_STEP))
+    assert loaded.cached >= 1152
+    hit = one(llm, question(EVERY_STEP))
+    assert hit.cached >= 1152, "on blocks that were loaded"
+    both = drive(llm, [question(EVERY_STEP), document(EVERY_STEP)])
+
+    shutil.rmtree(storage)
+    storage.mkdir()
+    forget(llm)
+    computed = [one(llm, ask(EVERY_STEP, cache=False)) for ask in (document, question)]
+    assert computed[0].cached == 0
+    for answer, expected in zip((loaded, hit), computed, strict=True):
+        assert_same(answer, expected, tolerance=1e-4)
+    for answer, expected in zip(both, computed[::-1], strict=True):
+        assert_same(answer, expected, tolerance=1e-4)
+
+
+def test_a_cache_filled_without_prefill(model):
+    """vLLM's connector for benchmarks of decoding: the index is that of the random keys."""
+    with freekv(model, transfer("DecodeBenchConnector", fill_mean=0.0, fill_std=0.5)) as llm:
+        llm.collective_rpc("record_loads")
+        drive(llm, [Request(prompt(1500, 5), 8, {}), Request(prompt(333, 6), 8, {})])
+        differing, compared = llm.collective_rpc("compare_index")[0]
+        assert differing == 0
+        assert compared == 3 * 4 * (1499 // 32 + 332 // 32) * 2 * 64
