@@ -255,6 +255,7 @@ def test_sliding_window_layers_keep_vllms_backend():
         ({"use_pcp": True}, "context parallelism"),
         ({"attn_type": "encoder_only"}, "encoder_only layers"),
         ({"attn_type": "encoder_decoder"}, "encoder_decoder layers"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, r"a KV cache in fp8_e5m2 with a model in torch\.bfloat16"),
         ({"head_size": 48}, r"head size 48, only \(32, 64"),
         ({"dtype": torch.float64}, r"dtype torch\.float64; use bfloat16"),
     ],

@@ -6,6 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
 
 from tests.steps import Runner, metadata_builder, split
 from vllm_kvretrieval.config import RetrievalConfig
@@ -193,6 +197,31 @@ def test_long_prompts_are_staged_within_the_budget_too(runner, builder):
     runner.batch("b")
     alone = split(builder, [300], [300], [True])
     assert alone.decode is alone.whole is None
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_that_is_not_causal_is_vllms_affair(runner, builder, monkeypatch, causal):
+    """As in prefix-LM layers."""
+    runner.batch("a")
+    lens, starts = torch.tensor([900], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    dense = CPUAttentionMetadata(
+        num_actual_tokens=1,
+        max_query_len=1,
+        query_start_loc=starts,
+        max_seq_len=900,
+        seq_lens=lens,
+        block_table=torch.zeros(1, 128, dtype=torch.int32),
+        slot_mapping=torch.zeros(1, dtype=torch.int64),
+        scheduler_metadata=None,
+        causal=causal,
+    )
+    monkeypatch.setattr(CPUAttentionMetadataBuilder, "build", lambda *_: dense)
+    common = SimpleNamespace(
+        query_start_loc_cpu=starts, num_reqs=1, is_prefilling=torch.tensor([False])
+    )
+    metadata = builder.build(0, common)
+    assert (metadata.split is not None) == causal
+    assert metadata.causal == causal
 
 
 def test_rows_that_attend_to_everything_are_a_part_of_their_own(runner, builder):

@@ -59,7 +59,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             "--decode-context-parallel-size and --prefill-context-parallel-size to 1 and use "
             "--tensor-parallel-size instead."
         )
-    if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+    if not _is_own(cache.cache_dtype, model.dtype):
         raise RetrievalConfigError(
             f"{method} does not support --kv-cache-dtype {cache.cache_dtype} with a model in "
             f"{model.dtype}; use auto."
@@ -91,6 +91,11 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{method} on the CPU needs vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0."
         )
     check_shape(model.dtype, head_size, method)
+
+
+def _is_own(cache_dtype: str | None, dtype: torch.dtype) -> bool:
+    """Whether a KV cache of the type that vLLM names so holds what the model computes."""
+    return cache_dtype in (None, "auto", str(dtype).removeprefix("torch."))
 
 
 def has_foreign_connector(vllm_config: "VllmConfig") -> bool:
@@ -145,6 +150,9 @@ def check_layer(selector: Any) -> None:
         "reference sliding windows": selector.use_rswa,
         "context parallelism": selector.use_dcp or selector.use_pcp,
         f"{selector.attn_type} layers": selector.attn_type != "decoder",
+        f"a KV cache in {selector.kv_cache_dtype} with a model in {selector.dtype}": not (
+            _is_own(selector.kv_cache_dtype, selector.dtype)
+        ),
     }
     for what, present in unsupported.items():
         if present:
