@@ -1,5 +1,7 @@
 """The compiled ops against their plain-torch specification, per instruction set."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -182,6 +184,23 @@ def test_many_rows_share_bounded_scratch(isa):
     cpu.plan_decode(query, ours, state)
     assert torch.equal(rows.page_table, ours.page_table)
     assert torch.equal(expected.prev_selection, state.prev_selection)
+
+
+def test_two_engines_plan_at_the_same_time(isa):
+    """Engines in one process, stepped from a thread each."""
+
+    def plans(pages):
+        state = make_state(pages, 4, 2, 4, 64, torch.float32)
+        rows = make_rows([pages * PAGE] * 4, state, (1, 2, 9), fresh=1)
+        query = torch.randn(4, 8, 64)
+        expected = clone_rows(rows)
+        cpu.plan_decode(query, expected, copy_of(state))
+        for _ in range(200):
+            cpu.plan_decode(query, rows, state)
+            yield rows.page_table.equal(expected.page_table)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(all, [plans(300), plans(330)]))
 
 
 def test_wrong_tensors_are_refused():

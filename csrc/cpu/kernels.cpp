@@ -393,7 +393,7 @@ static void plan_decode_of(const DecodePlan& p) {
   const int chunks = (most + kChunk - 1) / kChunk;
   const int64_t stride = int64_t(chunks) * kChunk;
   const int64_t unit_stride = p.layer.group * stride;
-  static std::vector<float> scratch;  // plans are made one at a time
+  thread_local std::vector<float> scratch;  // engines in one process may step at the same time
   const size_t needed = wave * heads * unit_stride;
   if (scratch.size() < needed) scratch.resize(needed);
   float* scores = scratch.data();
