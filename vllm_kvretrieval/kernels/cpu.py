@@ -145,7 +145,9 @@ class RecallCache:
 class MappingGuard:
     """Keeps the process alive where part of a mapped file cannot be read.
 
-    Whoever touches such a part finds zeros there, and may write to them, until :meth:`take`.
+    Whoever touches such a part finds zeros there, and may write to them, until :meth:`take` tells
+    of it and maps the file there again; where that fails, the next call tells of it again. The
+    first guard handles the process's ``SIGBUS``; ``faulthandler.enable()`` later takes that away.
 
     Args:
         memory: int8 [n]; a shared mapping of the whole file.
