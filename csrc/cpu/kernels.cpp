@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "checks.h"
 #include "simd.h"
 
 #define KVR_STRING_(x) #x
@@ -47,10 +48,13 @@ static std::vector<Run>& find_runs(const IndexUpdate& u) {
     if (slot < 0) continue;
     const int64_t entry = slot / u.layer.summary_size;
     const bool first = slot % u.layer.summary_size == 0;
-    if (!first && !runs.empty() && runs.back().entry == entry && runs.back().last == t)
+    if (!first && !runs.empty() && runs.back().entry == entry && runs.back().last == t) {
       runs.back().last = t + 1;
-    else
-      runs.push_back({entry, t, t + 1, first});
+      continue;
+    }
+    if (entry >= u.layer.index_entries)
+      refuse_token(t, slot, u.layer.index_entries * u.layer.summary_size);
+    runs.push_back({entry, t, t + 1, first});
   }
   return runs;
 }
@@ -351,7 +355,7 @@ struct Planner {
     for (int j = 0; j < sink; ++j) append(j);
     if (k > 0) {
       const int64_t unit = int64_t(rows.slots[row]) * layer.kv_heads + head;
-      int32_t* kept = layer.prev_selection + unit * layer.prev_selection_stride;
+      int32_t* kept = layer.prev_selection + unit * layer.max_selected;
       E* prev = static_cast<E*>(layer.prev_query) + unit * group_elements();
       const E* q = query(row, head);
       const bool correct = must_correct(row, q, prev);

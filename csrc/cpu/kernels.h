@@ -13,8 +13,8 @@ enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 // The requests of a step that decode one token each; the same for every layer.
 struct DecodeRows {
   int32_t rows;
-  const int32_t* block_table;    // [rows, block_table_stride]; page ids in context order
-  int64_t block_table_stride;
+  const int32_t* block_table;    // [rows, block_table_width]; page ids in context order
+  int64_t block_table_width, block_table_stride;
   const int32_t* seq_lens;       // [rows]; tokens in context, the new one included
   const int32_t* slots;          // [rows]; the request's entry in the state tensors
   const int32_t* sink_pages;     // [rows]
@@ -22,9 +22,10 @@ struct DecodeRows {
   const int32_t* select_pages;   // [rows]; negative: attend to the whole context
   const float* threshold;        // [rows]; correction threshold tau
   const uint8_t* fresh;          // [rows]; no previous decode step: correct every head
-  int64_t* corrected;            // [state slots]; counts corrected heads
-  int32_t* page_table;           // out, [rows * kv_heads, page_table_stride]
-  int64_t page_table_stride;
+  int64_t* corrected;            // [corrected_slots]; counts corrected heads
+  int64_t corrected_slots;
+  int32_t* page_table;           // out, [page_table_rows >= rows * kv_heads, page_table_width]
+  int64_t page_table_rows, page_table_width, page_table_stride;
 };
 
 // What one layer keeps: its page index and, per running request, the previous decode step.
@@ -33,11 +34,11 @@ struct LayerState {
   int32_t kv_heads, group, head_size, page_size;
   int32_t summary_size;          // tokens per entry of the index; page_size over a power of two
   float scale;                   // softmax scale of the layer
-  void* index;                   // [pages * page_size / summary_size, kv_heads, 2 (min, max),
-                                 // head_size]
-  void* prev_query;              // [state slots, kv_heads * group, head_size]
-  int32_t* prev_selection;       // [state slots, kv_heads, prev_selection_stride]
-  int64_t prev_selection_stride;
+  void* index;                   // [index_entries, kv_heads, 2 (min, max), head_size]
+  int64_t index_entries;         // pages * page_size / summary_size
+  void* prev_query;              // [state_slots, kv_heads * group, head_size]
+  int32_t* prev_selection;       // [state_slots, kv_heads, max_selected]
+  int32_t state_slots, max_selected;
 };
 
 // New keys and where they were written.

@@ -19,8 +19,8 @@ class DecodeRows:
         sink_pages, window_pages: int32 [R]; pages always attended to. The window's last page is the
             tail page, which may be partly filled.
         select_pages: int32 [R]; pages chosen by score. 0: none, sink and window only. Negative:
-            attend to the whole context. Where it is not negative, the context has more pages than
-            sink, window and selection together.
+            attend to the whole context. Where it is not negative, the context has at least as many
+            pages as sink, window and selection together.
         threshold: float32 [R]; correction threshold tau.
         fresh: uint8 [R]; 1 where the previous step was no sparse decode step of this request.
         corrected: int64 [S]; incremented for every KV head corrected.
@@ -129,6 +129,10 @@ class Ops(Protocol):
             slot_mapping: int64 [T]; ``page * page_size + offset``, negative for padding. Tokens of
                 one page are adjacent.
             state: Its ``index`` is updated.
+
+        Raises:
+            ValueError: ``key`` is not of the state's shape and dtype, or a token lies outside the
+                index. Nothing is written then.
         """
         ...
 
@@ -148,6 +152,12 @@ class Ops(Protocol):
             query: [>= R, kv_heads * group, head_size]; rows may be strided.
             rows: ``page_table`` and ``corrected`` are written.
             state: ``prev_query`` and ``prev_selection`` of the rows' slots are written.
+
+        Raises:
+            ValueError: A row does not fit: more pages to select than ``prev_selection`` holds, to
+                attend to than the context or ``page_table`` has, or in the context than
+                ``block_table``; a slot outside the state or ``corrected``; a negative sink or
+                window. Or ``query`` is not of the state's shape and dtype. Nothing is written then.
         """
         ...
 
@@ -193,6 +203,9 @@ class RecallCache(Protocol):
             slot_mapping: int64 [T]; the tokens just written, as ``page * page_size + offset``,
                 negative for padding. Tokens of one page are adjacent. The first token of a page
                 voids its slots, any other is copied into them.
+
+        Raises:
+            ValueError: A token lies outside home.
         """
         ...
 
@@ -206,6 +219,7 @@ class RecallCache(Protocol):
                 Negative entries do not occur. A slot that could not be read holds zeros.
 
         Raises:
+            ValueError: A row does not fit, as in ``plan_decode``; nothing has happened then.
             RuntimeError: There are fewer slots than the rows attend to.
         """
         ...
@@ -219,6 +233,9 @@ class RecallCache(Protocol):
         Args:
             rows: Those of ``resolve``; ``page_table`` is not read.
             state: ``prev_selection`` names the pages.
+
+        Raises:
+            ValueError: A row does not fit, as in ``plan_decode``; nothing has happened then.
         """
         ...
 
