@@ -44,6 +44,7 @@ RecallCache::RecallCache(const RecallCacheConfig& config)
   older_[config.slots] = newer_[config.slots] = config.slots;
   free_.reserve(config.slots);
   for (int32_t slot = config.slots - 1; slot >= 0; --slot) free_.push_back(slot);
+  start_readers();
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -241,13 +242,18 @@ void RecallCache::prefetch(const DecodeRows& rows, const LayerState& layer) {
   }
   for (size_t job = 0; job < jobs; ++job) {
     const size_t begin = ahead_.size() * job / jobs, end = ahead_.size() * (job + 1) / jobs;
-    submit([this, begin, end] {
+    const auto work = [this, begin, end] {
       const int64_t start = now_ns();
       read(ahead_, begin, end);
       const std::lock_guard<std::mutex> lock(mutex_);
       read_ahead_ns_ += now_ns() - start;
       if (--pending_ == 0) done_.notify_all();
-    });
+    };
+    try {
+      submit(work);
+    } catch (const std::exception&) {
+      work();  // a forked child may have no readers
+    }
   }
 }
 

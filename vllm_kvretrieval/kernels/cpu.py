@@ -87,6 +87,9 @@ class RecallCache:
         kv_heads: KV heads of the layer.
         counts: int64 [S, 3]; per request, units attended to, missed, and read from home; added to.
         file: Descriptor of the home file, and where in it the layer's part begins (bytes).
+
+    Raises:
+        RuntimeError: The threads that read ahead cannot be started.
     """
 
     def __init__(
