@@ -9,19 +9,7 @@ import torch
 from vllm_kvretrieval.kernels import DecodeRows, LayerState, cpu, reference
 
 PAGE = 32
-ISAS = ("avx512_bf16", "avx512", "avx2", "portable")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    best = cpu.isa()
-    try:
-        cpu.use_isa(request.param)
-    except ValueError:
-        pytest.skip(f"this machine does not run {request.param}")
-    yield request.param
-    cpu.use_isa(best)
 
 
 def make_state(pages, slots, kv_heads, group, head_size, dtype, max_selected=64, parts=1):

@@ -65,6 +65,7 @@ struct Vectors {
 NB_MODULE(_cpu, m) {
   m.doc() = "Fused CPU kernels of vllm-kvretrieval.";
   m.def("isa", [] { return active->isa; }, "Name of the instruction set in use.");
+  m.def("isas", &kvr::compiled_isas, "Names of all that are compiled in, fastest first.");
   m.def("use_isa", &use_isa, nb::arg("isa"),
         "Choose another instruction set (kernels.h names them), for tests and benchmarks.");
 

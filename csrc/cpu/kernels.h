@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace kvr {
 
@@ -80,5 +81,7 @@ const KernelTable& kernels();
 // A table by name ("avx512_bf16", "avx512", "avx2", "portable"), or null where it is not compiled in
 // or cannot run.
 const KernelTable* kernels_for(const char* isa);
+// The names of all tables compiled in, fastest first, whether they run here or not.
+std::vector<const char*> compiled_isas();
 
 }  // namespace kvr

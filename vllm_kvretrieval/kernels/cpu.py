@@ -25,6 +25,11 @@ def isa() -> str:
     return _cpu.isa()
 
 
+def isas() -> list[str]:
+    """Instruction sets that are compiled in, fastest first, whether they run here or not."""
+    return _cpu.isas()
+
+
 def use_isa(name: str) -> None:
     """Choose another instruction set, for tests and benchmarks.
 
