@@ -110,6 +110,18 @@ NB_MODULE(_cpu, m) {
         });
 
   m.def(
+      "index_pages",
+      [](uintptr_t cache, int layout, uintptr_t pages, uintptr_t lengths, int64_t num_pages,
+         const Layer& layer) {
+        const kvr::PageIndexing indexing{layer, at<void>(cache),
+                                         static_cast<kvr::KeyLayout>(layout), at<int32_t>(pages),
+                                         at<int32_t>(lengths), num_pages};
+        kvr::check_pages(indexing);
+        active->index_pages(indexing);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
       "stage_pages",
       [](uintptr_t source, uintptr_t pages, int64_t num_pages, uintptr_t target,
          int32_t pages_per_block, int32_t kv_heads, int32_t page_size, int32_t head_size,

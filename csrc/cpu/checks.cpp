@@ -59,6 +59,17 @@ void check_selection(const DecodeRows& rows, const LayerState& layer) {
                   "that prev_selection holds");
 }
 
+void check_pages(const PageIndexing& p) {
+  const int64_t pages = p.layer.index_entries * p.layer.summary_size / p.layer.page_size;
+  for (int64_t i = 0; i < p.num_pages; ++i)
+    if (p.pages[i] < 0 || p.pages[i] >= pages || p.lengths[i] < 1 ||
+        p.lengths[i] > p.layer.page_size)
+      throw std::invalid_argument(
+          "pages[" + std::to_string(i) + "] is " + std::to_string(p.pages[i]) + " with " +
+          std::to_string(p.lengths[i]) + " tokens, the cache has " + std::to_string(pages) +
+          " pages of " + std::to_string(p.layer.page_size));
+}
+
 void refuse_token(int64_t token, int64_t slot, int64_t tokens) {
   throw std::invalid_argument("slot_mapping[" + std::to_string(token) + "] is " +
                               std::to_string(slot) + ", the cache has " + std::to_string(tokens) +

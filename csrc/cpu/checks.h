@@ -13,6 +13,8 @@ namespace kvr {
 void check_rows(const DecodeRows& rows, int32_t state_slots, int32_t kv_heads, int32_t page_size);
 // That the layer keeps as many selected pages as the rows ask for.
 void check_selection(const DecodeRows& rows, const LayerState& layer);
+// That the pages are the layer's, and the lengths those of pages.
+void check_pages(const PageIndexing& indexing);
 // Says that slot_mapping[token] is `slot`, in a cache of `tokens`.
 [[noreturn]] void refuse_token(int64_t token, int64_t slot, int64_t tokens);
 

@@ -21,6 +21,8 @@
 namespace kvr {
 namespace KVR_ISA {
 
+void index_pages(const PageIndexing&);  // index_pages.cpp
+
 constexpr int kGroupBlock = 8;      // query heads scored together
 constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // of scores, that registers have room for
 constexpr int kBlock = 4;           // summaries scored per KV head, before the next head's
@@ -438,6 +440,6 @@ static void plan_decode(const DecodePlan& p) {
 
 extern const KernelTable KVR_CONCAT(table_, KVR_ISA);
 const KernelTable KVR_CONCAT(table_, KVR_ISA) = {KVR_STRING(KVR_ISA), KVR_ISA::update_index,
-                                                 KVR_ISA::plan_decode};
+                                                 KVR_ISA::plan_decode, KVR_ISA::index_pages};
 
 }  // namespace kvr

@@ -58,6 +58,22 @@ struct DecodePlan {
   int64_t query_stride;          // elements from one row to the next
 };
 
+// How a (page, KV head) of vLLM's CPU cache holds its keys, in front of its values.
+enum class KeyLayout : int32_t {
+  kTransposed = 0,               // [head_size, page_size]
+  kAmx = 1,                      // words of 4 bytes: [page_size / 16, words of a key, 16 tokens]
+};
+
+// Pages whose keys are in the cache, to be taken into the index.
+struct PageIndexing {
+  const LayerState& layer;
+  const void* cache;             // [pages, kv_heads, 2 * page_size * head_size]
+  KeyLayout layout;
+  const int32_t* pages;          // [num_pages], distinct
+  const int32_t* lengths;        // [num_pages]; tokens in each, 1..page_size
+  int64_t num_pages;
+};
+
 // Pages of one layer, to be laid out as larger blocks. In both, a (page, KV head) holds its keys
 // transposed, [head_size, tokens], and then its values, [tokens, head_size].
 struct PageStaging {
@@ -74,6 +90,7 @@ struct KernelTable {
   const char* isa;
   void (*update_index)(const IndexUpdate&);
   void (*plan_decode)(const DecodePlan&);
+  void (*index_pages)(const PageIndexing&);
 };
 
 // The fastest table that this machine runs.

@@ -18,6 +18,8 @@ from vllm_kvretrieval.kernels.types import DecodeRows, LayerState
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _INT64 = torch.int64
+# vLLM's CPU attention "isa" -> how it lays out keys (KeyLayout in csrc/cpu/kernels.h).
+_LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1}
 
 
 def isa() -> str:
@@ -61,6 +63,49 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, state: LayerState) -> Non
         state.handle = _bind_layer(state)
     _cpu.plan_decode(
         query.data_ptr(), query.shape, query.stride(), query.dtype, rows.handle, state.handle
+    )
+
+
+def index_pages(
+    kv_cache: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    state: LayerState,
+    layout: str,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.index_pages`."""
+    if layout not in _LAYOUTS:
+        raise ValueError(
+            f"how vLLM's attention {layout!r} lays out keys is not known, only {[*_LAYOUTS]} are"
+        )
+    expected = (state.pages, state.kv_heads, state.page_size, 2 * state.head_size)
+    if (
+        kv_cache.dtype != state.index.dtype
+        or kv_cache.shape != expected
+        or not kv_cache.is_contiguous()
+    ):
+        raise ValueError(
+            f"kv_cache must be {state.index.dtype} {expected} and contiguous, got "
+            f"{kv_cache.dtype} {tuple(kv_cache.shape)} with strides {kv_cache.stride()}"
+        )
+    if not 8 <= state.summary_size <= 128 or state.page_size % 16:
+        raise ValueError(
+            f"summaries of {state.summary_size} tokens in pages of {state.page_size} are not "
+            "supported, only 8 to 128 in multiples of 16"
+        )
+    _check("pages", pages, torch.int32)
+    _check("lengths", lengths, torch.int32)
+    if pages.shape != lengths.shape or pages.dim() != 1:
+        raise ValueError(f"{tuple(lengths.shape)} lengths for {tuple(pages.shape)} pages")
+    if state.handle is None:
+        state.handle = _bind_layer(state)
+    _cpu.index_pages(
+        kv_cache.data_ptr(),
+        _LAYOUTS[layout],
+        pages.data_ptr(),
+        lengths.data_ptr(),
+        len(pages),
+        state.handle,
     )
 
 

@@ -136,6 +136,37 @@ class Ops(Protocol):
         """
         ...
 
+    def index_pages(
+        self,
+        kv_cache: torch.Tensor,
+        pages: torch.Tensor,
+        lengths: torch.Tensor,
+        state: LayerState,
+        layout: str,
+    ) -> None:
+        """Take keys that lie in vLLM's CPU KV cache into the page index (FreeKV, section 3.2).
+
+        For pages that arrived by other means than a write of tokens, such as a KV connector's
+        loading. What the pages' entries held is void; they get, bit by bit, what
+        :meth:`update_index` gives them for the same keys, as long as none is NaN. Entries behind
+        the last token of a page stay as they are. Bytes moved: half of the pages, and
+        ``2 * head_size`` elements per (entry, KV head).
+
+        Args:
+            kv_cache: [P, kv_heads, page_size, 2 * head_size] in the state's dtype, contiguous;
+                vLLM's KV cache of the layer.
+            pages: int32 [n]; page ids, each at most once.
+            lengths: int32 [n]; tokens that each page holds, 1 to ``page_size``.
+            state: Its ``index`` is updated; summaries of 8 to 128 tokens.
+            layout: How the cache holds keys: the name of vLLM's attention ``isa``, ``vec``,
+                ``vec16`` or ``amx``.
+
+        Raises:
+            ValueError: ``kv_cache`` is not the state's, a page or length does not exist, or the
+                layout is another one (``neon``, ``rvv``, ...). Nothing is written then.
+        """
+        ...
+
     def plan_decode(self, query: torch.Tensor, rows: DecodeRows, state: LayerState) -> None:
         """Decide which pages each (row, KV head) attends to, and remember the step.
 
