@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "checks.h"
 #include "simd.h"
 
 #define KVR_STRING_(x) #x
@@ -19,6 +20,8 @@
 
 namespace kvr {
 namespace KVR_ISA {
+
+void index_pages(const PageIndexing&);  // index_pages.cpp
 
 constexpr int kGroupBlock = 8;      // query heads scored together
 constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // of scores, that registers have room for
@@ -47,10 +50,13 @@ static std::vector<Run>& find_runs(const IndexUpdate& u) {
     if (slot < 0) continue;
     const int64_t entry = slot / u.layer.summary_size;
     const bool first = slot % u.layer.summary_size == 0;
-    if (!first && !runs.empty() && runs.back().entry == entry && runs.back().last == t)
+    if (!first && !runs.empty() && runs.back().entry == entry && runs.back().last == t) {
       runs.back().last = t + 1;
-    else
-      runs.push_back({entry, t, t + 1, first});
+      continue;
+    }
+    if (entry >= u.layer.index_entries)
+      refuse_token(t, slot, u.layer.index_entries * u.layer.summary_size);
+    runs.push_back({entry, t, t + 1, first});
   }
   return runs;
 }
@@ -351,7 +357,7 @@ struct Planner {
     for (int j = 0; j < sink; ++j) append(j);
     if (k > 0) {
       const int64_t unit = int64_t(rows.slots[row]) * layer.kv_heads + head;
-      int32_t* kept = layer.prev_selection + unit * layer.prev_selection_stride;
+      int32_t* kept = layer.prev_selection + unit * layer.max_selected;
       E* prev = static_cast<E*>(layer.prev_query) + unit * group_elements();
       const E* q = query(row, head);
       const bool correct = must_correct(row, q, prev);
@@ -393,7 +399,7 @@ static void plan_decode_of(const DecodePlan& p) {
   const int chunks = (most + kChunk - 1) / kChunk;
   const int64_t stride = int64_t(chunks) * kChunk;
   const int64_t unit_stride = p.layer.group * stride;
-  static std::vector<float> scratch;  // plans are made one at a time
+  thread_local std::vector<float> scratch;  // engines in one process may step at the same time
   const size_t needed = wave * heads * unit_stride;
   if (scratch.size() < needed) scratch.resize(needed);
   float* scores = scratch.data();
@@ -434,6 +440,6 @@ static void plan_decode(const DecodePlan& p) {
 
 extern const KernelTable KVR_CONCAT(table_, KVR_ISA);
 const KernelTable KVR_CONCAT(table_, KVR_ISA) = {KVR_STRING(KVR_ISA), KVR_ISA::update_index,
-                                                 KVR_ISA::plan_decode};
+                                                 KVR_ISA::plan_decode, KVR_ISA::index_pages};
 
 }  // namespace kvr

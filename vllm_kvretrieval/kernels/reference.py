@@ -22,6 +22,40 @@ def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, state: LayerStat
             torch.maximum(maximum, key[token], out=maximum)
 
 
+def index_pages(
+    kv_cache: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    state: LayerState,
+    layout: str,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.index_pages`."""
+    size = state.page_size
+    for page, length in zip(pages.tolist(), lengths.tolist(), strict=True):
+        keys = keys_of(kv_cache[page], layout).transpose(0, 1)
+        update_index(keys[:length], torch.arange(page * size, page * size + length), state)
+
+
+def keys_of(page: torch.Tensor, layout: str) -> torch.Tensor:
+    """The keys of a page of vLLM's CPU cache.
+
+    Args:
+        page: [kv_heads, page_size, 2 * head_size].
+        layout: vLLM's attention ``isa``.
+
+    Returns:
+        [kv_heads, page_size, head_size].
+    """
+    heads, tokens, width = page.shape
+    size = width // 2
+    keys = page.reshape(heads, 2, tokens * size)[:, 0]
+    if layout == "amx":  # [groups of 16 tokens, words of 4 bytes, 16 tokens, elements of a word]
+        per_word = 4 // page.element_size()
+        words = keys.view(heads, tokens // 16, size // per_word, 16, per_word)
+        return words.transpose(2, 3).reshape(heads, tokens, size)
+    return keys.view(heads, size, tokens).transpose(1, 2)
+
+
 def plan_decode(query: torch.Tensor, rows: DecodeRows, state: LayerState) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.plan_decode`."""
     for r in range(len(rows)):
