@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from benchmarks import build
 from benchmarks.common import RESULTS, Stopwatch, result_header, versions
 from benchmarks.tasks import catalogue, criteria, report, scoring
 from benchmarks.tasks.base import Sample, Task, TokenText
@@ -29,7 +30,6 @@ from benchmarks.tasks.metrics import TOP_LOGPROBS, Generated
 from benchmarks.tasks.store import (
     References,
     Results,
-    build_fingerprint,
     fingerprint,
     model_fingerprint,
     reference_key,
@@ -65,7 +65,7 @@ class Benchmark:
         self._results = results
         self._references = references
         self._budgets = budgets
-        self._build = build_fingerprint()
+        self._code = build.code_fingerprint()
         self._clock = Stopwatch()
         self.figures: dict[str, dict[str, Any]] = {}
         """The figures of this run's cells, by name."""
@@ -150,7 +150,7 @@ class Benchmark:
                 self._keep(cell.name, self._cell_key(job, cell), figures)
 
     def _cell_key(self, job: Job, cell: Cell) -> str:
-        return fingerprint([job.key, cell.options, cell.variant.engine, self._build])
+        return fingerprint([job.key, cell.options, cell.variant.engine, self._code])
 
     def _keep(self, name: str, key: str, cell: dict[str, Any]) -> None:
         self.figures[name] = cell
@@ -258,7 +258,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     picture = options.out.with_suffix(".png")
     report.plot(picture, options.tasks, options.budgets, benchmark.figures)
     print(f"\n{report.table(options.tasks, options.budgets, benchmark.figures)}")
-    print(f"results: {options.out}\nplot:    {picture}\ntime:    {clock}\n")
+    print(f"results: {options.out}\nplot:    {picture}\ntime:    {clock}")
+    print(f"build:   {build.label(header['build'])}\n")
+    if outdated := results.outdated():
+        print(
+            f"{len(outdated)} cells of {options.out} are of another build; run their tasks again:"
+        )
+        print(*(f"  {name}" for name in outdated), "", sep="\n")
     print(report.verdicts(verdict))
     return 1 if any(criterion.passed is False for criterion in verdict) else 0
 

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks import accuracy, common, texts
+from benchmarks import accuracy, build, common, texts
 from benchmarks.tasks import catalogue, criteria, forced, metrics, needles, report, scoring, store
 from benchmarks.tasks.base import (
     BLIND_HEAD,
@@ -168,18 +168,35 @@ def test_forcing_leaves_one_token_then_lets_go():
     assert processor.new_req_logits_processor(SimpleNamespace(extra_args=None)) is None
 
 
+OLD, NEW = ({"version": "0.1.0", "code": code, "commit": None, "dirty": None} for code in "ab")
+
+
 def test_results_resume_where_the_key_matches(tmp_path):
     path = tmp_path / "out" / "accuracy.json"
-    store.Results(path, {"command": "first"}).put("task/freekv/256", "k1", {"accuracy": 1.0})
-    resumed = store.Results(path, {"command": "second"})
-    assert resumed.get("task/freekv/256", "k1") == {"key": "k1", "accuracy": 1.0}
+    first = store.Results(path, {"command": "first", "build": OLD})
+    first.put("task/freekv/256", "k1", {"accuracy": 1.0})
+    resumed = store.Results(path, {"command": "second", "build": NEW})
+    kept = {"key": "k1", "accuracy": 1.0, "build": OLD}
+    assert resumed.get("task/freekv/256", "k1") == kept
     assert resumed.get("task/freekv/256", "k2") is None
     assert resumed.get("task/freekv/512", "k1") is None
     resumed.put("task/freekv/512", "k1", {"accuracy": 0.5})
+    assert resumed.outdated() == ["task/freekv/256"]
     stored = json.loads(path.read_text())
     assert stored["command"] == "second"
     assert set(stored["cells"]) == {"task/freekv/256", "task/freekv/512"}
     assert [file.name for file in path.parent.iterdir()] == ["accuracy.json"]
+
+
+def test_builds_are_named_and_compared_by_their_code():
+    mine = build.build()
+    assert mine["code"] == build.code_fingerprint()
+    assert build.same(mine, mine | {"commit": "another", "dirty": True})
+    assert not build.same(OLD, NEW)
+    assert not build.same(None, mine)
+    assert not build.same(mine | {"code": None}, mine | {"code": None})
+    assert build.label(mine | {"commit": "abc", "dirty": True}).endswith("(abc, with changes)")
+    assert build.label(None) == "unknown"
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
@@ -318,11 +335,11 @@ def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, ca
         ("open_engine", engine.open),
         ("run_samples", engine.run),
         ("model_fingerprint", lambda model: "weights"),
-        ("build_fingerprint", lambda: "build"),
         ("RESULTS", tmp_path),
         ("AutoTokenizer", SimpleNamespace(from_pretrained=lambda model: text.tokenizer)),
     ):
         monkeypatch.setattr(accuracy, name, replacement)
+    monkeypatch.setattr(build, "code_fingerprint", lambda: "code")
     what = f"sentences-{tmp_path.name}-2k"
     command = ["--quick", "--model", str(tmp_path), "--task", what, "--samples", "2"]
 
@@ -341,7 +358,7 @@ def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, ca
     assert accuracy.main(command) == 1
     assert engine.started == [None, 512, 512]
 
-    monkeypatch.setattr(accuracy, "build_fingerprint", lambda: "another build")
+    monkeypatch.setattr(build, "code_fingerprint", lambda: "another code")
     accuracy.main(command)
     assert engine.started[3:] == [512]
     assert len(engine.ran) == 4 + 3
