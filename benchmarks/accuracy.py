@@ -21,11 +21,11 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks import build
-from benchmarks.common import RESULTS, Stopwatch, result_header, versions
-from benchmarks.tasks import catalogue, criteria, report, scoring
+from benchmarks.common import RESULTS, Stopwatch, read_json, result_header, versions
+from benchmarks.tasks import catalogue, criteria, report, scoring, thresholds
 from benchmarks.tasks.base import Sample, Task, TokenText
 from benchmarks.tasks.catalogue import FULL, Cell
-from benchmarks.tasks.engine import BATCH, open_engine, run_samples
+from benchmarks.tasks.engine import BATCH, open_engine, retrieval_counts, run_samples
 from benchmarks.tasks.metrics import TOP_LOGPROBS, Generated
 from benchmarks.tasks.store import (
     References,
@@ -140,10 +140,13 @@ class Benchmark:
                 watch = Stopwatch()
                 label = f"{job.task.name} {cell.variant.name} {cell.budget}"
                 self._say(f"{label}: {len(job.samples)} samples (cell {number} of {len(todo)})")
+                before = retrieval_counts(llm)
                 results = run_samples(llm, job.samples, cell.options, label)
+                corrected = scoring.corrected_share(before, retrieval_counts(llm), cell)
                 figures = {
                     **_label(job, cell.variant.name, cell.budget),
                     "share": scoring.mean_share(job.samples, cell.budget, model),
+                    "corrected_share": corrected,
                     **scoring.score(job.samples, job.reference, results, tokenizer),
                     "seconds": round(watch.seconds, 1),
                 }
@@ -197,6 +200,13 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--samples", type=int, metavar="N", help="samples per task (default: see --list)"
+    )
+    parser.add_argument(
+        "--steady",
+        type=Path,
+        metavar="FILE",
+        default=RESULTS / "slow-home-steady.json",
+        help="results of `benchmarks.slow_home steady`: what each threshold waits for",
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="JSON results; the plot lies beside them as .png"
@@ -258,6 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     picture = options.out.with_suffix(".png")
     report.plot(picture, options.tasks, options.budgets, benchmark.figures)
     print(f"\n{report.table(options.tasks, options.budgets, benchmark.figures)}")
+    waits = thresholds.waits(read_json(options.steady), header["build"])
+    print(thresholds.table(options.tasks, options.budgets, benchmark.figures, waits))
     print(f"results: {options.out}\nplot:    {picture}\ntime:    {clock}")
     print(f"build:   {build.label(header['build'])}\n")
     if outdated := results.outdated():

@@ -14,8 +14,18 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks import accuracy, build, common, texts
-from benchmarks.tasks import catalogue, criteria, forced, metrics, needles, report, scoring, store
+from benchmarks import accuracy, build, common, texts, worker_counts
+from benchmarks.tasks import (
+    catalogue,
+    criteria,
+    forced,
+    metrics,
+    needles,
+    report,
+    scoring,
+    store,
+    thresholds,
+)
 from benchmarks.tasks.base import (
     BLIND_HEAD,
     BLIND_TAIL,
@@ -260,6 +270,8 @@ def figures(task: Task, **changes: float) -> dict[str, dict[str, Any]]:
     for name, value in (good | changes).items():
         variant, budget = name.rsplit("_", 1)
         cell: dict[str, Any] = {"variant": variant, "samples": 4, "share": 0.25}
+        if variant == "freekv":
+            cell["corrected_share"] = None if budget == "all" else 0.72
         if task.what == "novel":
             cell |= {"kl": value, "agreement": 0.9, "perplexity": 20.0}
         else:
@@ -299,8 +311,47 @@ def test_report_shows_every_cell(tmp_path):
     assert "sink_window" in shown
     assert "95%" in shown
     assert "KL 0.0104" in shown
+    assert "ppl 20.00 corr 72%" in shown
+    assert "95% corr 72%" in shown
     report.plot(tmp_path / "plot.png", [PASSKEY, NOVEL], [1024], cells)
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_corrected_share_is_of_the_heads_of_sparse_steps():
+    pages, heads, steps = 32, 87, 10
+    before = {"corrected": 5, "attended": 1000}
+    after = {"corrected": 5 + 652, "attended": 1000 + pages * heads * steps}
+    assert worker_counts.corrected_share(before, after, pages) == pytest.approx(0.7494)
+    assert worker_counts.corrected_share(before, before, pages) is None
+    variants = {variant.name: variant for variant in catalogue.VARIANTS}
+    half = catalogue.Cell(NOVEL, variants["page_16"], 512)
+    assert scoring.corrected_share(before, after, half) == pytest.approx(0.7494)
+    control = catalogue.Cell(NOVEL, variants["sink_window"], 1024)
+    assert scoring.corrected_share(before, after, control) is None
+
+
+def test_thresholds_are_variants_of_the_same_engine():
+    assert thresholds.THRESHOLDS == [1.0, 0.9, 0.8, 0.7, -1.0]
+    names = {cell.variant.name for cell in catalogue.cells_of(NOVEL, (512,), 4096, ())}
+    assert {"freekv", "every_step", "threshold_0.8", "threshold_0.7", "reuse"} <= names
+
+
+def test_threshold_table_sets_cost_against_waiting():
+    cells = figures(PASSKEY) | figures(NOVEL)
+    rows = [
+        {"context": 16384, "batch": 1, "threshold": 0.9, "waited_ms": 0.25},
+        {"context": 16384, "batch": 1, "threshold": None, "waited_ms": 9.0},
+    ]
+    waited = thresholds.waits({"build": OLD, "rows": rows}, OLD)
+    lines = thresholds.table([PASSKEY, NOVEL], [1024], cells, waited).splitlines()
+    found = {line[: line.index("  ", 3)].strip(): line.split()[-5:] for line in lines[2:] if line}
+    assert found["KV heads corrected"] == ["-", "72.0%", "-", "-", "-"]
+    assert found[f"KL above that of every step, {NOVEL.name}"] == ["+0.0%", "+4.0%", "-", "-", "-"]
+    needle = found[f"points found less than of every step, {PASSKEY.name}"]
+    assert needle == ["+0.0", "+0.0", "-", "-", "-"]
+    assert found["ms waited per step on disk, 16,384 x 1"] == ["-", "0.25", "-", "-", "-"]
+    assert "slow_home steady" in thresholds.waits(None, OLD).note
+    assert "another build" in thresholds.waits({"build": NEW, "rows": rows}, OLD).note
 
 
 class FakeEngine:
@@ -334,6 +385,7 @@ def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, ca
     for name, replacement in (
         ("open_engine", engine.open),
         ("run_samples", engine.run),
+        ("retrieval_counts", lambda llm: {"corrected": 0, "attended": 0}),
         ("model_fingerprint", lambda model: "weights"),
         ("RESULTS", tmp_path),
         ("AutoTokenizer", SimpleNamespace(from_pretrained=lambda model: text.tokenizer)),
@@ -347,13 +399,17 @@ def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, ca
     with pytest.raises(KeyboardInterrupt):
         accuracy.main(command)
     assert engine.started == [None, 512]
-    assert engine.ran == [f"{what} full", f"{what} freekv 512", f"{what} every_step 512"]
+    others = ("every_step", "threshold_0.8", "threshold_0.7", "reuse")
+    ran = [f"{what} full", f"{what} freekv 512", *(f"{what} {name} 512" for name in others)]
+    assert engine.ran == ran
 
     engine.breaks_at = ""
     assert accuracy.main(command) == 1  # the control answers as well: the task proves nothing
     assert engine.started == [None, 512, 512]
-    assert engine.ran[3:] == [f"{what} sink_window 512"]
-    assert "FAIL" in capsys.readouterr().out
+    assert engine.ran[6:] == [f"{what} sink_window 512"]
+    shown = capsys.readouterr().out
+    assert "FAIL" in shown
+    assert "which threshold?" in shown
 
     assert accuracy.main(command) == 1
     assert engine.started == [None, 512, 512]
@@ -361,7 +417,7 @@ def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, ca
     monkeypatch.setattr(build, "code_fingerprint", lambda: "another code")
     accuracy.main(command)
     assert engine.started[3:] == [512]
-    assert len(engine.ran) == 4 + 3
+    assert len(engine.ran) == 7 + 6
 
 
 def test_unknown_tasks_are_named(capsys):
