@@ -39,6 +39,9 @@ SHUTDOWN_S = 15.0
 SETTLE_S = 0.05
 LOG_TAIL_LINES = 40
 
+LONG_STEPS = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600"}
+"""Environment of an engine: a chunk of a long prompt may exceed vLLM's five minutes."""
+
 Progress = Callable[[float], None]
 
 

@@ -26,8 +26,9 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.common import MODELS, RESULTS, result_header, write_json
-from benchmarks.decode import LONG_STEPS, WARM_STEPS, Documents, kv_bytes_per_token, yarn_overrides
-from benchmarks.engines import EngineError, EngineProcess, EngineSpec
+from benchmarks.decode_bench import WARM_STEPS
+from benchmarks.engines import LONG_STEPS, EngineError, EngineProcess, EngineSpec
+from benchmarks.models import Documents, kv_bytes_per_token, yarn_overrides
 from benchmarks.status import Status
 from benchmarks.tasks.base import TokenText
 from benchmarks.tasks.needles import passkey_in_novel
