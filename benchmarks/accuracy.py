@@ -34,6 +34,7 @@ from benchmarks.tasks.store import (
     model_fingerprint,
     reference_key,
 )
+from benchmarks.worker_counts import corrected_share
 
 MODULE = "benchmarks.accuracy"
 
@@ -142,11 +143,11 @@ class Benchmark:
                 self._say(f"{label}: {len(job.samples)} samples (cell {number} of {len(todo)})")
                 before = retrieval_counts(llm)
                 results = run_samples(llm, job.samples, cell.options, label)
-                corrected = scoring.corrected_share(before, retrieval_counts(llm), cell)
+                share = corrected_share(before, retrieval_counts(llm))
                 figures = {
                     **_label(job, cell.variant.name, cell.budget),
                     "share": scoring.mean_share(job.samples, cell.budget, model),
-                    "corrected_share": corrected,
+                    "corrected_share": share if cell.variant.selects else None,
                     **scoring.score(job.samples, job.reference, results, tokenizer),
                     "seconds": round(watch.seconds, 1),
                 }

@@ -1,7 +1,7 @@
 """The KV cache on disk: what it costs per step, and how much more context it holds.
 
     python -m benchmarks.slow_home steady      # step times beside home=device, and the ablation
-    python -m benchmarks.slow_home capacity    # contexts that vLLM refuses for want of memory
+    python -m benchmarks.slow_home capacity    # tokens held in the same fast memory
     python -m benchmarks.slow_home soak        # memory over thousands of steps
 
 `steady` decodes the same documents with the cache in memory and on disk, the file being in the
@@ -20,56 +20,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from benchmarks.common import MODELS, RESULTS, result_header, write_json
 from benchmarks.engines import EngineError, EngineProcess
-from benchmarks.models import Documents, kv_bytes_per_token, yarn_overrides
+from benchmarks.models import Documents, yarn_overrides
+from benchmarks.slow_capacity import capacity
 from benchmarks.slow_steady import engine_specs, steady
-from benchmarks.tasks.base import TokenText
-from benchmarks.tasks.needles import passkey_in_novel
 
 MODULE = "benchmarks.slow_home"
-GIB, MIB = 1 << 30, 1 << 20
+MIB = 1 << 20
 
-SETTINGS = ("contexts", "batches", "budget", "steps", "repeats", "recall_cache", "enforce_eager")
-
-
-def capacity(args: argparse.Namespace) -> dict[str, Any]:
-    """A pass key in a context that vLLM refuses, given as much memory as the recall cache."""
-    from benchmarks.tasks.engine import open_engine, run_samples
-
-    model, context, slots = Path(args.model), args.contexts[0], args.recall_cache
-    config = AutoConfig.from_pretrained(model)
-    stock = slots // kv_bytes_per_token(config)
-    print(f"{slots / MIB:.1f} MiB of KV cache hold {stock:,} tokens; {context:,} are wanted.")
-    refusal = ""
-    try:
-        with open_engine(model, context, None, slots, 1):
-            pass
-    except (ValueError, RuntimeError) as error:
-        refusal = str(error)
-    print(f"vLLM: {refusal or 'starts'}")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    samples = passkey_in_novel(TokenText(tokenizer), context, args.samples)
-    home = {"home": "disk", "recall_cache_bytes": slots}
-    with open_engine(model, context, args.budget, GIB, 1, **home) as llm:
-        results = run_samples(llm, samples, {}, f"{context:,} tokens on disk")
-    found = [
-        sample.answer in tokenizer.decode(result.tokens[len(sample.forced) :])
-        for sample, result in zip(samples, results, strict=True)
-    ]
-    longer = context / stock
-    print(f"{sum(found)} of {len(found)} pass keys found, {longer:.1f}x as long")
-    return {
-        "model": model.name,
-        "context": context,
-        "recall_cache_bytes": slots,
-        "stock_tokens": stock,
-        "refused": bool(refusal),
-        "found": sum(found),
-        "samples": len(found),
-    }
+NO_SETTINGS = ("command", "run", "model", "output")
 
 
 def soak(args: argparse.Namespace) -> dict[str, Any]:
@@ -101,32 +63,45 @@ def main() -> None:
     smollm, qwen = (
         str(MODELS / n) for n in ("SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct")
     )
-    for run, model, contexts, budget, steps, cache in (
-        (steady, smollm, [16384, 32768], 1024, 48, None),
-        (capacity, qwen, [8192], 512, 0, 8 * MIB),
-        (soak, smollm, [8192], 1024, 10_000, None),
+    for run, model, budget in (
+        (steady, smollm, 1024),
+        (capacity, qwen, 512),
+        (soak, smollm, 1024),
     ):
-        command = commands.add_parser(run.__name__, help=run.__doc__)
+        command = commands.add_parser(
+            run.__name__, help=run.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
         add = command.add_argument
-        add("--model", default=model)
-        add("--contexts", type=int, nargs="+", default=contexts)
-        add("--batches", type=int, nargs="+", default=[1, 4] if run is steady else [1])
-        add("--budget", type=int, default=budget)
-        add("--steps", type=int, default=steps)
-        add("--repeats", type=int, default=3)
-        add("--samples", type=int, default=8)
-        add("--recall-cache", type=int, default=cache, help="bytes of slots (default: twice what "
-            "a batch attends to)")  # fmt: skip
-        add("--enforce-eager", action="store_true", help="without torch.compile")
-        add("--output", type=Path, default=RESULTS / f"slow-home-{run.__name__}.json")
+        add("--model", default=model, help="directory of the checkpoint")
+        add("--budget", type=int, default=budget, help="tokens attended to per decode step")
+        output = RESULTS / f"slow-home-{run.__name__}.json"
+        add("--output", type=Path, default=output, help="JSON results; logs go beside it")
         command.set_defaults(run=run)
+        if run is capacity:
+            add("--fast-memory", type=int, nargs="+", default=[8, 64, 256], metavar="MIB",
+                help="fast memory for the KV cache and all that belongs to it")  # fmt: skip
+            add("--samples", type=int, default=2, help="contexts to serve; prefilling one of 32K "
+                "takes minutes")  # fmt: skip
+            add("--arithmetic", action="store_true", help="what would fit, without any engine")
+            continue
+        long = run is soak
+        contexts = [8192] if long else [16384, 32768]
+        add("--contexts", type=int, nargs="+", default=contexts, help="tokens at the last step")
+        batches, steps = ([1], 10_000) if long else ([1, 4], 48)
+        add("--batches", type=int, nargs="+", default=batches, help="requests at once")
+        add("--steps", type=int, default=steps, help="decode steps"
+            + (" in all" if long else " per run, beside the first"))  # fmt: skip
+        add("--recall-cache", type=int, help="bytes of slots (default: twice what a batch attends "
+            "to)")  # fmt: skip
+        add("--enforce-eager", action="store_true", help="without torch.compile")
+        if not long:
+            add("--repeats", type=int, default=3, help="runs of each variant")
     args = parser.parse_args()
     store = result_header(MODULE)
     try:
-        named = {key: value for key, value in vars(args).items() if key in SETTINGS}
-        store |= {"settings": named}
+        store["settings"] = {k: v for k, v in vars(args).items() if k not in NO_SETTINGS}
         store |= args.run(args)
-    except EngineError as error:
+    except (EngineError, ValueError) as error:
         sys.exit(f"\n{error}")
     write_json(args.output, store)
     print(f"written: {args.output}")

@@ -26,7 +26,6 @@ from benchmarks.engines import LONG_STEPS, EngineError, EngineProcess, EngineSpe
 from benchmarks.models import Documents, kv_bytes_per_token, yarn_overrides
 from benchmarks.status import Status
 from benchmarks.tasks.catalogue import DEFAULT_THRESHOLD
-from benchmarks.tasks.scoring import PAGE
 from benchmarks.worker_counts import corrected_share
 
 MIB = 1 << 20
@@ -99,15 +98,12 @@ def engine_specs(args: argparse.Namespace, overrides: dict[str, Any]) -> list[En
     ]
 
 
-def summarise(
-    steps_s: Sequence[float], noted: Sequence[Mapping[str, float]], budget_pages: int
-) -> dict[str, float]:
+def summarise(steps_s: Sequence[float], noted: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """One run's figures.
 
     Args:
         steps_s: lengths of all its decode steps.
         noted: the worker's `recall` before each of the run's last steps, and at the end.
-        budget_pages: pages that a KV head attends to.
 
     Returns:
         ``first_*``: of the first decode step; ``rest_*`` and ``step_ms``: means of the others;
@@ -122,7 +118,7 @@ def summarise(
         "step_ms": 1e3 * statistics.mean(steps_s[1:]),
         **{f"rest_{key}": value for key, value in _means(after_first, end, steps - 1).items()},
         **_means(before, end, steps),
-        "corrected_share": corrected_share(before, end, budget_pages) or 0.0,
+        "corrected_share": corrected_share(before, end) or 0.0,
     }
 
 
@@ -130,7 +126,7 @@ def _means(before: Mapping[str, float], after: Mapping[str, float], steps: int) 
     """Per step; ``hit_rate`` is of the units that had to be in recall caches."""
     new = {key: after[key] - before[key] for key in after}
     return {
-        "hit_rate": 1 - new["missed"] / max(new.get("looked_up", new["attended"]), 1),
+        "hit_rate": 1 - new["missed"] / max(new["looked_up"], 1),
         "recalled_mib": new["recalled_bytes"] / MIB / steps,
         "waited_ms": 1e3 * new["waited_s"] / steps,
         "minor_faults": new["minor_faults"] / steps,
@@ -222,7 +218,7 @@ class Steady:
                 f"{len(prompts)} requests: the prefix cache no longer holds the documents. Ask for "
                 "fewer --contexts or --batches at once."
             )
-        return summarise(timing.steps, noted, self._args.budget // PAGE)
+        return summarise(timing.steps, noted)
 
 
 def steady(args: argparse.Namespace) -> dict[str, Any]:

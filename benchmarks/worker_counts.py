@@ -15,24 +15,21 @@ class CountsExtension:
     requests: Any
 
     def retrieval_counts(self) -> dict[str, int]:
-        """Since the start: KV heads corrected, and (page, KV head) units attended to, missed in a
-        recall cache, and read from home."""
-        names = ("corrected", "attended", "missed", "recalled")
-        return dict(zip(names, self.requests.counts().tolist(), strict=True))
+        """What the table of running requests has counted since the start (see its `Counts`), and
+        the KV heads of all sparse steps."""
+        counts = self.requests.counts()
+        heads = counts.sparse_steps * self.requests.retrieval_heads
+        return {**counts._asdict(), "sparse_heads": heads}
 
 
-def corrected_share(
-    before: Mapping[str, float], after: Mapping[str, float], budget_pages: int
-) -> float | None:
+def corrected_share(before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
     """Return the share of KV heads that selected anew before attention.
 
     Args:
-        before, after: `CountsExtension.retrieval_counts`; between them all requests whose contexts
-            exceed their budgets have the same one.
-        budget_pages: that budget: every KV head of every sparse step attends to so many units.
+        before, after: `CountsExtension.retrieval_counts`.
 
     Returns:
         The share, or None where no step was sparse.
     """
-    heads = (after["attended"] - before["attended"]) / budget_pages
+    heads = after["sparse_heads"] - before["sparse_heads"]
     return round((after["corrected"] - before["corrected"]) / heads, 4) if heads else None

@@ -318,16 +318,11 @@ def test_report_shows_every_cell(tmp_path):
 
 
 def test_corrected_share_is_of_the_heads_of_sparse_steps():
-    pages, heads, steps = 32, 87, 10
-    before = {"corrected": 5, "attended": 1000}
-    after = {"corrected": 5 + 652, "attended": 1000 + pages * heads * steps}
-    assert worker_counts.corrected_share(before, after, pages) == pytest.approx(0.7494)
-    assert worker_counts.corrected_share(before, before, pages) is None
-    variants = {variant.name: variant for variant in catalogue.VARIANTS}
-    half = catalogue.Cell(NOVEL, variants["page_16"], 512)
-    assert scoring.corrected_share(before, after, half) == pytest.approx(0.7494)
-    control = catalogue.Cell(NOVEL, variants["sink_window"], 1024)
-    assert scoring.corrected_share(before, after, control) is None
+    before = {"corrected": 5, "sparse_heads": 870}
+    after = {"corrected": 5 + 652, "sparse_heads": 870 + 87 * 10}
+    assert worker_counts.corrected_share(before, after) == pytest.approx(0.7494)
+    assert worker_counts.corrected_share(before, before) is None
+    assert [v.name for v in catalogue.VARIANTS if not v.selects] == ["sink_window"]
 
 
 def test_thresholds_are_variants_of_the_same_engine():
@@ -385,7 +380,7 @@ def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, ca
     for name, replacement in (
         ("open_engine", engine.open),
         ("run_samples", engine.run),
-        ("retrieval_counts", lambda llm: {"corrected": 0, "attended": 0}),
+        ("retrieval_counts", lambda llm: {"corrected": 0, "sparse_heads": 0}),
         ("model_fingerprint", lambda model: "weights"),
         ("RESULTS", tmp_path),
         ("AutoTokenizer", SimpleNamespace(from_pretrained=lambda model: text.tokenizer)),

@@ -1,15 +1,21 @@
 """The speed and memory benchmarks' own arithmetic: what they make of measurements."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from benchmarks import slow_steady
+from benchmarks import slow_capacity, slow_steady
 from benchmarks.tasks import thresholds
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
 
 
 def noted(recalled: int, missed: int, corrected: int, waited_s: float) -> dict[str, float]:
-    """What the worker has counted when a step begins; every step attends to 1,000 units."""
+    """What the worker has counted when a step begins."""
     return {
-        "attended": 0,
+        "looked_up": 0,
+        "sparse_heads": 0,
         "missed": missed,
         "corrected": corrected,
         "recalled": recalled,
@@ -28,8 +34,8 @@ def test_steady_counts_from_the_first_decode_step():
         noted(1010, 1009, 67, 7.012),
     )
     for step, note in enumerate((first, second, end)):
-        note["attended"] = 1000 * step
-    figures = slow_steady.summarise([0.030, 0.020], [prompt, first, second, end], budget_pages=20)
+        note |= {"looked_up": 1000 * step, "sparse_heads": 50 * step}
+    figures = slow_steady.summarise([0.030, 0.020], [prompt, first, second, end])
     assert figures["first_ms"] == pytest.approx(30)
     assert figures["first_units"] == 1000
     assert figures["first_waited_ms"] == pytest.approx(10)
@@ -49,7 +55,7 @@ def test_steady_has_every_threshold_of_the_accuracy_benchmark():
 
 
 def test_steady_rows_show_what_reading_ahead_hides():
-    figures = slow_steady.summarise([0.03, 0.02], [noted(0, 0, 0, t) for t in (0, 0.01, 0.02)], 1)
+    figures = slow_steady.summarise([0.03, 0.02], [noted(0, 0, 0, t) for t in (0, 0.01, 0.02)])
     by_name = {
         name: {"context": 16384, "batch": 4, "variant": name, **figures, "waited_ms": waited}
         for name, waited in ((slow_steady.DEVICE, 0), (slow_steady.DISK, 3), ("other", 3))
@@ -57,3 +63,78 @@ def test_steady_rows_show_what_reading_ahead_hides():
     by_name[slow_steady.UNAIDED] = by_name["other"] | {"waited_ms": 4.0}
     assert "25%" in slow_steady.line(by_name[slow_steady.DISK], by_name)
     assert "25%" not in slow_steady.line(by_name["other"], by_name)
+
+
+MODEL = SimpleNamespace(
+    num_hidden_layers=24,
+    num_key_value_heads=2,
+    num_attention_heads=14,
+    hidden_size=896,
+    max_position_embeddings=32768,
+)
+
+
+@pytest.mark.parametrize("mib", [8, 64, 256])
+def test_capacity_is_the_most_that_the_plan_takes(mib):
+    config, memory = RetrievalConfig(budget=512, home="disk"), mib * slow_capacity.MIB
+    most = slow_capacity.largest(config, MODEL, memory)
+    assert most is not None
+    assert most.tiers.fast <= memory
+    assert most.tiers.blocks * slow_capacity.BLOCK > most.tokens
+    limit = MODEL.max_position_embeddings
+    assert most.context <= limit
+    if most.context < limit:
+        longer = most.context + slow_capacity.BLOCK
+        with pytest.raises(RetrievalConfigError):
+            slow_capacity.plan(config, MODEL, memory, most.requests, longer)
+
+
+def test_capacity_without_room_for_a_block():
+    config = RetrievalConfig(budget=512, home="disk")
+    assert slow_capacity.largest(config, MODEL, slow_capacity.MIB) is None
+
+
+def capacity_row(**changes: Any) -> dict[str, Any]:
+    """What `capacity` stores of a run that meets the goal."""
+    parts = dict.fromkeys(slow_capacity.PARTS, 12 * slow_capacity.MIB)
+    return {
+        "fast_memory": 64 * slow_capacity.MIB,
+        "stock_tokens": 5461,
+        "tokens": 65536,
+        "requests": 2,
+        "context": 32768,
+        "ratio": 12.0,
+        "planned": {**parts, "streams_dense": True},
+        "allocated": parts,
+        "stock_says": "To serve at least one request ...",
+        "stock_blocks_tokens": 5376,
+        "found": 2,
+        "samples": 2,
+        "at_once": 2,
+        "home_memory": {
+            "file": 800 << 20,
+            "page_cache": 700 << 20,
+            "mapped": 0,
+            "request_state": 9,
+        },
+        "memory": {"own": 1 << 30},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "passed"),
+    [
+        ({}, True),
+        ({"ratio": 7.9}, False),
+        ({"found": 1}, False),
+        ({"allocated": dict.fromkeys(slow_capacity.PARTS, 13 * slow_capacity.MIB)}, False),
+        ({"fast_memory": 8 * slow_capacity.MIB}, None),
+    ],
+)
+def test_capacity_verdict(changes, passed):
+    row = capacity_row(**changes)
+    assert slow_capacity.verdict(row) is passed
+    shown = slow_capacity.report(row)
+    assert ("PASS" in shown, "FAIL" in shown) == (passed is True, passed is False)
+    assert "700 MiB of page cache" in shown

@@ -60,10 +60,15 @@ class Variant:
     """Of its line in the plot, as matplotlib writes it; empty: it is not drawn."""
 
     @property
+    def selects(self) -> bool:
+        """Whether pages are selected, or sinks and window are all."""
+        return "method" not in self.options
+
+    @property
     def threshold(self) -> float | None:
         """Below this similarity a KV head selects anew; None where nothing is selected, or where
         more than the threshold differs from the default."""
-        if self.engine or "method" in self.options:
+        if self.engine or not self.selects:
             return None
         return self.options.get("correction_threshold", DEFAULT_THRESHOLD)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks import worker_counts
 from benchmarks.tasks import metrics
 from benchmarks.tasks.base import Sample
-from benchmarks.tasks.catalogue import Cell
 from benchmarks.tasks.metrics import Generated
 
 DENSE_LAYERS = 1
@@ -61,16 +59,6 @@ def mean_share(samples: Sequence[Sample], budget: int, model: Path) -> float:
         for sample in samples
     ]
     return sum(shares) / len(shares)
-
-
-def corrected_share(
-    before: Mapping[str, float], after: Mapping[str, float], cell: Cell
-) -> float | None:
-    """Return the share of KV heads that selected anew during a cell; None where none selects."""
-    if "method" in cell.options:
-        return None
-    page_size = cell.variant.engine.get("page_size", PAGE)
-    return worker_counts.corrected_share(before, after, cell.budget // page_size)
 
 
 def attention_layers(model: Path) -> tuple[int, int]:
