@@ -2,6 +2,7 @@
 
     python -m benchmarks.decode --quick      # a few minutes: does everything work?
     python -m benchmarks.decode              # the complete table
+    python -m benchmarks.decode --fill       # long contexts without prefill, minutes
 
 For every context length and batch size both engines get the same documents, different ones
 for each request of a batch. Prefill is timed on documents that the engine has not seen;
@@ -11,6 +12,10 @@ while does not favour one of them. While one engine is measured, the other is fr
 engines on one machine the one started last can be slower by more than 10 %, whichever it is;
 so shorter contexts, where that matters, are measured a second time with the engines started
 in the other order.
+
+With --fill no prompt is prefilled: vLLM's DecodeBenchConnector fills the cache of both engines with
+random keys and values, so that long contexts take minutes. What is selected is then random, too,
+and so is how often KV heads select anew: it is for timing decode steps and nothing else.
 
 Reported are medians over repeats, of the mean step of a repeat (its middle 80 %); ratios are
 medians of the ratios of neighbouring measurements, and the geometric mean over both orders.
@@ -43,6 +48,11 @@ MODULE = "benchmarks.decode"
 ENGINE_GIB = 2.0
 BLOCK = 128
 STOCK = "stock"
+FILL = {
+    "kv_connector": "DecodeBenchConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 1.0},
+}
 
 
 def engine_specs(
@@ -68,6 +78,8 @@ def engine_specs(
         "enforce_eager": settings.enforce_eager,
         "worker_extension_cls": "benchmarks.worker_timing.TimingExtension",
     }
+    if settings.fill:
+        common["kv_transfer_config"] = FILL
     stock = EngineSpec(STOCK, common, {"VLLM_PLUGINS": ""} | LONG_STEPS)
     if settings.against == "stock":
         return [stock, EngineSpec("stock again", common, {"VLLM_PLUGINS": ""} | LONG_STEPS)]
@@ -79,8 +91,8 @@ def engine_specs(
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; `--quick` changes the defaults of the sizes."""
-    quick = "--quick" in sys.argv
+    """The command line; `--quick` and `--fill` change the defaults of the sizes."""
+    quick, fill = "--quick" in sys.argv, "--fill" in sys.argv
     parser = argparse.ArgumentParser(
         prog=f"python -m {MODULE}",
         description=(__doc__ or "").partition("\n\n")[0],
@@ -88,12 +100,16 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="small sizes: a check that everything works")
+    add("--fill", action="store_true", help="random keys and values instead of a prefill, for "
+        "timing decode steps alone")  # fmt: skip
     add("--model", default=str(MODELS / "SmolLM2-135M-Instruct"), help="any model vLLM serves")
     add("--against", default="freekv", help="attention backend set against stock; "
         "'stock' compares vLLM with itself: the error of the method")  # fmt: skip
     add("--budget", type=int, default=1024, help="tokens attended to per decode step")
     add("--options", type=json.loads, default={}, help="JSON of further kv_retrieval options")
     contexts = [512, 2048] if quick else [512, 896, 2048, 8192, 16384, 32768]
+    if fill and not quick:
+        contexts = [16384, 32768, 65536]
     add("--contexts", type=int, nargs="+", default=contexts, help="tokens at the last step")
     add("--batches", type=int, nargs="+", default=[1] if quick else [1, 4])
     add("--steps", type=int, default=16 if quick else 48, help="measured steps per repeat")
@@ -105,11 +121,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--enforce-eager", action="store_true", help="without torch.compile")
     add("--hf-overrides", type=json.loads, default=None, help="JSON for the model's config "
         "(default: YaRN where a context exceeds the model's own limit)")  # fmt: skip
-    add("--both-orders", type=int, default=0 if quick else 8192, metavar="CONTEXT",
+    add("--both-orders", type=int, default=0 if quick or fill else 8192, metavar="CONTEXT",
         help="measure contexts up to this one in both orders of starting the engines")  # fmt: skip
     add("--no-profile", dest="profile", action="store_false", help="skip the share of the parts")
     add("--resume", action="store_true", help="keep the cells that the output file holds already")
-    name = "decode-quick.json" if quick else "decode.json"
+    name = f"decode{'-fill' if fill else ''}{'-quick' if quick else ''}.json"
     add("--output", type=Path, default=RESULTS / name, help="JSON; the plot goes beside it")
     return parser.parse_args()
 
@@ -122,7 +138,7 @@ def earlier(path: Path, settings: Settings) -> dict[str, Any]:
     stored = read_json(path)
     if stored is None:
         return {}
-    if stored["settings"] != asdict(settings):
+    if {"fill": False} | stored["settings"] != asdict(settings):
         sys.exit(f"{path} was made with other settings: drop --resume or name another --output")
     return {key: stored[key] for key in ("cells", "flatness") if key in stored}
 
@@ -170,13 +186,15 @@ def measure(
             for number, (context, batches) in enumerate(missing.items(), 1):
                 status.prefix(f"[{number}/{len(missing)}, {watch}] {context:,}: ")
                 for cell in bench.context(context, batches, args.profile):
-                    store["cells"].append(cell | {"started_first": first})
+                    cell |= {"started_first": first, "build": store["build"]}
+                    store["cells"].append(cell)
                     write_json(args.output, store)
                     status.clear()
                     (of_this_order,) = decode_report.pooled([cell])
-                    print(decode_report.row(of_this_order), flush=True)
+                    print(decode_report.row(of_this_order, store["build"]), flush=True)
             if flat:
-                store["flatness"] = bench.flatness(min(beyond), max(beyond), args.profile)
+                flatness = bench.flatness(min(beyond), max(beyond), args.profile)
+                store["flatness"] = flatness | {"build": store["build"]}
                 write_json(args.output, store)
                 status.clear()
 
@@ -207,6 +225,7 @@ def main() -> None:
         prefill_seconds=args.prefill_seconds,
         temperature=args.temperature,
         enforce_eager=args.enforce_eager,
+        fill=args.fill,
     )
     specs = engine_specs(args.model, settings, config, longest, batch)
     done = earlier(args.output, settings) if args.resume else {}

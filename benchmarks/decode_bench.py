@@ -33,11 +33,13 @@ class Settings:
     prefill_seconds: float
     temperature: float
     enforce_eager: bool
+    fill: bool = False
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """Documents handed in at once, and what each engine made of them."""
+    """Documents handed in at once, and what each engine made of them; no timings where their
+    keys and values were filled in without a prefill."""
 
     prompts: list[list[int]]
     timings: list[Timing]
@@ -67,6 +69,13 @@ class Bench:
         handed in one after another instead, each once and on both engines in turn. That is
         how vLLM prefills a batch anyway, and every document is a sample for batch 1.
         """
+        if self._settings.fill:
+            prompts = self._documents.take(max(batches), context - self._tokens)
+            for batch in sorted(batches):
+                self._pair(1, f"fill of {batch}", prompts[:batch], 1)
+                cell = self._cell(context, [Prefill(prompts[:batch], [])], profile)
+                yield cell | {"one_by_one": False}
+            return
         singles = [self._fresh(context, 1, 1)]
         one = _seconds(singles)
         dear = one * max(batches) > self._settings.prefill_seconds
@@ -103,7 +112,7 @@ class Bench:
         ]
         cell: Cell = {"context": context, "batch": len(prompts), "engines": {}}
         for k, engine in enumerate(self._engines):
-            first = [run.timings[k].first_token for run in prefills]
+            first = [run.timings[k].first_token for run in prefills if run.timings]
             cell["engines"][engine.name] = {
                 "prefill_s": [round(max(times), 4) for times in first],
                 "first_token_s": [round(statistics.median(times), 4) for times in first],

@@ -1,11 +1,12 @@
 """The speed and memory benchmarks' own arithmetic: what they make of measurements."""
 
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import slow_capacity, slow_steady
+from benchmarks import common, decode, decode_bench, decode_report, slow_capacity, slow_steady
 from benchmarks.tasks import thresholds
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -138,3 +139,53 @@ def test_capacity_verdict(changes, passed):
     shown = slow_capacity.report(row)
     assert ("PASS" in shown, "FAIL" in shown) == (passed is True, passed is False)
     assert "700 MiB of page cache" in shown
+
+
+def decode_cell(context: int, prefill: list[float], **changes: Any) -> dict[str, Any]:
+    """A cell of `benchmarks.decode`, in which freekv takes half as long."""
+    times = {"prefill_s": prefill, "first_token_s": prefill}
+    engines: dict[str, Any] = {
+        name: {"step_ms": [{"mean": ms}, {"mean": ms}], **times}
+        for name, ms in (("stock", 40.0), ("freekv", 20.0))
+    }
+    engines["freekv"]["retrieval"] = {"corrected_share": 0.72}
+    size = {"context": context, "batch": 1, "engines": engines, "one_by_one": False}
+    return {**size, "started_first": "stock", "build": MINE, **changes}
+
+
+MINE = {"version": "0.1.0", "code": "a", "commit": "mine", "dirty": False}
+OTHER = {"version": "0.1.0", "code": "b", "commit": "other", "dirty": False}
+
+
+def decode_summary(cells: list[dict[str, Any]], **changes: Any) -> str:
+    """The text that `benchmarks.decode` prints of these cells."""
+    store = {"build": MINE, "settings": {"budget": 1024}, "cells": cells, **changes}
+    return decode_report.summary(store | {"acceptance": decode_report.acceptance(store)})
+
+
+def test_decode_rows_show_the_corrected_share_and_what_is_of_another_build():
+    shown = decode_summary([decode_cell(16384, [9.0]), decode_cell(32768, [9.0], build=OTHER)])
+    first, second = (line for line in shown.splitlines() if "2.00x" in line)
+    assert "72%" in first
+    assert not first.endswith("\N{DAGGER}")
+    assert second.endswith("\N{DAGGER}")
+    assert "of another build: 0.1.0 (other)" in shown
+    assert "random" not in shown
+
+
+def test_decode_without_prefill_says_so_and_judges_none():
+    shown = decode_summary([decode_cell(32768, [])], settings={"budget": 1024, "fill": True})
+    assert "for timing only" in shown
+    assert "PASS 2.000  decode at 32,768, batch 1" in shown
+    assert "not measured  prefill beyond the budget" in shown
+
+
+def test_decode_resumes_its_own_settings_alone(tmp_path):
+    settings = decode_bench.Settings("m", {}, "freekv", 1024, {}, 48, 5, 10, 120.0, 0.0, False)
+    path = tmp_path / "decode.json"
+    stored = asdict(settings)
+    del stored["fill"]  # written before there was this option
+    common.write_json(path, {"settings": stored, "cells": [], "build": OTHER})
+    assert decode.earlier(path, settings) == {"cells": []}
+    with pytest.raises(SystemExit, match="other settings"):
+        decode.earlier(path, replace(settings, fill=True))
