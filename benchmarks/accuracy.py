@@ -20,20 +20,21 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from benchmarks.common import RESULTS, Stopwatch, result_header, versions
-from benchmarks.tasks import catalogue, criteria, report, scoring
+from benchmarks import build
+from benchmarks.common import RESULTS, Stopwatch, read_json, result_header, versions
+from benchmarks.tasks import catalogue, criteria, report, scoring, thresholds
 from benchmarks.tasks.base import Sample, Task, TokenText
 from benchmarks.tasks.catalogue import FULL, Cell
-from benchmarks.tasks.engine import BATCH, open_engine, run_samples
+from benchmarks.tasks.engine import BATCH, open_engine, retrieval_counts, run_samples
 from benchmarks.tasks.metrics import TOP_LOGPROBS, Generated
 from benchmarks.tasks.store import (
     References,
     Results,
-    build_fingerprint,
     fingerprint,
     model_fingerprint,
     reference_key,
 )
+from benchmarks.worker_counts import corrected_share
 
 MODULE = "benchmarks.accuracy"
 
@@ -65,7 +66,7 @@ class Benchmark:
         self._results = results
         self._references = references
         self._budgets = budgets
-        self._build = build_fingerprint()
+        self._code = build.code_fingerprint()
         self._clock = Stopwatch()
         self.figures: dict[str, dict[str, Any]] = {}
         """The figures of this run's cells, by name."""
@@ -140,17 +141,20 @@ class Benchmark:
                 watch = Stopwatch()
                 label = f"{job.task.name} {cell.variant.name} {cell.budget}"
                 self._say(f"{label}: {len(job.samples)} samples (cell {number} of {len(todo)})")
+                before = retrieval_counts(llm)
                 results = run_samples(llm, job.samples, cell.options, label)
+                share = corrected_share(before, retrieval_counts(llm))
                 figures = {
                     **_label(job, cell.variant.name, cell.budget),
                     "share": scoring.mean_share(job.samples, cell.budget, model),
+                    "corrected_share": share if cell.variant.selects else None,
                     **scoring.score(job.samples, job.reference, results, tokenizer),
                     "seconds": round(watch.seconds, 1),
                 }
                 self._keep(cell.name, self._cell_key(job, cell), figures)
 
     def _cell_key(self, job: Job, cell: Cell) -> str:
-        return fingerprint([job.key, cell.options, cell.variant.engine, self._build])
+        return fingerprint([job.key, cell.options, cell.variant.engine, self._code])
 
     def _keep(self, name: str, key: str, cell: dict[str, Any]) -> None:
         self.figures[name] = cell
@@ -197,6 +201,13 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--samples", type=int, metavar="N", help="samples per task (default: see --list)"
+    )
+    parser.add_argument(
+        "--steady",
+        type=Path,
+        metavar="FILE",
+        default=RESULTS / "slow-home-steady.json",
+        help="results of `benchmarks.slow_home steady`: what each threshold waits for",
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="JSON results; the plot lies beside them as .png"
@@ -258,7 +269,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     picture = options.out.with_suffix(".png")
     report.plot(picture, options.tasks, options.budgets, benchmark.figures)
     print(f"\n{report.table(options.tasks, options.budgets, benchmark.figures)}")
-    print(f"results: {options.out}\nplot:    {picture}\ntime:    {clock}\n")
+    waits = thresholds.waits(read_json(options.steady), header["build"])
+    print(thresholds.table(options.tasks, options.budgets, benchmark.figures, waits))
+    print(f"results: {options.out}\nplot:    {picture}\ntime:    {clock}")
+    print(f"build:   {build.label(header['build'])}\n")
+    if outdated := results.outdated():
+        print(
+            f"{len(outdated)} cells of {options.out} are of another build; run their tasks again:"
+        )
+        print(*(f"  {name}" for name in outdated), "", sep="\n")
     print(report.verdicts(verdict))
     return 1 if any(criterion.passed is False for criterion in verdict) else 0
 

@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.build import build
+
 ROOT = Path(__file__).resolve().parent.parent
 """The repository's root directory."""
 
@@ -81,10 +83,11 @@ def command_line(module: str) -> str:
 
 
 def result_header(module: str) -> dict[str, Any]:
-    """Return the header of a result file: command, date (UTC), machine and versions."""
+    """Return the header of a result file: command, date (UTC), build, machine and versions."""
     return {
         "command": command_line(module),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "build": build(),
         "machine": machine(),
         "versions": versions(),
     }

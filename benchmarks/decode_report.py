@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import build
 from benchmarks.worker_timing import (
     ATTENTION_KERNEL,
     ATTENTION_LAYER,
@@ -23,7 +24,7 @@ Cell = dict[str, Any]
 
 HEADER = (
     f"{'context':>8}{'batch':>6} | {'decode, ms/step':>17}{'speed-up':>9}{'(min..max)':>15}"
-    f" | {'prefill, s':>17}{'ratio':>7} | {'first token, s':>17}"
+    f"{'corrected':>10} | {'prefill, s':>17}{'ratio':>7} | {'first token, s':>17}"
 )
 
 
@@ -105,11 +106,13 @@ def _pool(orders: Sequence[Cell]) -> Cell:
         }
         for name, engine in orders[0]["engines"].items()
     }
-    ratios = {
+    prefilled = [ratios for ratios in map(_prefill_ratios, orders) if ratios]
+    figures = {
         "decode_ratio": _mean_of_medians(map(decode_ratios, orders)),
-        "prefill_ratio": _mean_of_medians(map(_prefill_ratios, orders)),
+        "prefill_ratio": _mean_of_medians(prefilled) if prefilled else None,
+        "builds": [cell.get("build") for cell in orders],
     }
-    return orders[0] | {"engines": engines} | ratios
+    return orders[0] | {"engines": engines} | figures
 
 
 def _mean_of_medians(orders: Iterable[Sequence[float]]) -> float:
@@ -127,22 +130,37 @@ def _prefill_ratios(cell: Cell) -> list[float]:
     return [b / a for a, b in zip(stock, other, strict=True)]
 
 
-def row(cell: Cell) -> str:
-    """One line of the table under `HEADER`, of a cell from `pooled`."""
-    steps = [step_ms(cell, name) for name in pair(cell)]
+def row(cell: Cell, mine: build.Build) -> str:
+    """One line of the table under `HEADER`, of a cell from `pooled`; mine: the build in use."""
+    stock, other = pair(cell)
     ups = sorted(1 / ratio for ratio in decode_ratios(cell))
+    corrected = cell["engines"][other].get("retrieval", {}).get("corrected_share")
     prefill, first = (
-        [statistics.median(cell["engines"][name][key]) for name in pair(cell)]
+        [cell["engines"][name][key] for name in (stock, other)]
         for key in ("prefill_s", "first_token_s")
     )
-    decode = f"{steps[0]:.1f} -> {steps[1]:.1f}"
+    decode = f"{step_ms(cell, stock):.1f} -> {step_ms(cell, other):.1f}"
     between = f"({ups[0]:.2f}..{ups[-1]:.2f})"
+    share = "-" if corrected is None else f"{corrected:.0%}"
+    ratio = "-" if cell["prefill_ratio"] is None else f"{cell['prefill_ratio']:.3f}"
+    marks = " *" * cell["one_by_one"] + " †" * (not _all_of(mine, cell["builds"]))
     return (
         f"{cell['context']:8,}{cell['batch']:6} | {decode:>17}{1 / cell['decode_ratio']:8.2f}x"
-        f"{between:>15} | {f'{prefill[0]:.2f} -> {prefill[1]:.2f}':>17}"
-        f"{cell['prefill_ratio']:7.3f} | {f'{first[0]:.2f} -> {first[1]:.2f}':>17}"
-        f"{' *' if cell['one_by_one'] else ''}"
+        f"{between:>15}{share:>10} | {_medians(prefill):>17}{ratio:>7} | {_medians(first):>17}"
+        f"{marks}"
     )
+
+
+def _medians(seconds: Sequence[Sequence[float]]) -> str:
+    """Of stock and its counterpart; nothing was prefilled where there are none."""
+    if not all(seconds):
+        return "-"
+    stock, other = map(statistics.median, seconds)
+    return f"{stock:.2f} -> {other:.2f}"
+
+
+def _all_of(mine: build.Build, builds: Iterable[build.Build | None]) -> bool:
+    return all(build.same(mine, other) for other in builds)
 
 
 def flatness(measured: dict[str, Any]) -> float:
@@ -174,7 +192,8 @@ def acceptance(store: dict[str, Any]) -> list[dict[str, Any]]:
         return max(cell["decode_ratio"] for cell in cells if cell["context"] <= budget)
 
     def prefill() -> float:
-        return max(cell["prefill_ratio"] for cell in cells if cell["context"] > budget)
+        beyond = [cell["prefill_ratio"] for cell in cells if cell["context"] > budget]
+        return max(ratio for ratio in beyond if ratio is not None)
 
     judge(f"decode at {long:,}, batch 1: speed-up over stock", lambda: speed_up(1), 2.0, True)
     judge(f"decode at {long:,}, batch 4: speed-up over stock", lambda: speed_up(4), 3.5, True)
@@ -189,9 +208,19 @@ def acceptance(store: dict[str, Any]) -> list[dict[str, Any]]:
 def summary(store: dict[str, Any]) -> str:
     """The whole result as text: table, parts of a step, verdicts."""
     cells = sorted(pooled(store["cells"]), key=lambda cell: (cell["batch"], cell["context"]))
-    lines = ["", HEADER, *map(row, cells)]
+    mine = store["build"]
+    lines = ["", f"build {build.label(mine)}"]
+    if store["settings"].get("fill"):
+        lines.append("random keys and values, no prefill: for timing only, what is selected is "
+            "random, and how often KV heads are corrected, too")  # fmt: skip
+    lines += [HEADER, *(row(cell, mine) for cell in cells)]
     if any(cell["one_by_one"] for cell in cells):
         lines.append("* prefill and first token: the batch's documents handed in one after another")
+    others = {build.label(b) for cell in cells for b in cell["builds"] if not build.same(mine, b)}
+    if others:
+        lines.append(f"† kept by --resume, of another build: {', '.join(sorted(others))}")
+    if "flatness" in store and not build.same(mine, store["flatness"].get("build")):
+        lines.append("own steps in turn were kept by --resume, too, and are of another build")
     lines += [*_profile_lines(store, cells), ""]
     for verdict in store["acceptance"]:
         word = {True: "PASS", False: "FAIL", None: "not measured"}[verdict["pass"]]

@@ -39,6 +39,9 @@ SHUTDOWN_S = 15.0
 SETTLE_S = 0.05
 LOG_TAIL_LINES = 40
 
+LONG_STEPS = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600"}
+"""Environment of an engine: a chunk of a long prompt may exceed vLLM's five minutes."""
+
 Progress = Callable[[float], None]
 
 
@@ -238,10 +241,13 @@ class _Engine:
         self._serial += 1
         first: dict[str, float] = {}
         steps: list[float] = []
+        # The first request does not get a step of its own before the others arrive.
+        engine.engine_core.call_utility("pause_scheduler", "keep", False)
         start = previous = time.perf_counter()
         for i, prompt in enumerate(prompts):
             name = f"{self._serial}-{i}"
             engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        engine.engine_core.call_utility("resume_scheduler")
         while engine.has_unfinished_requests():
             all_decoding = len(first) == len(prompts)
             outputs = engine.step()

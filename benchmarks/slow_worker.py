@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import re
+import resource
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from benchmarks.worker_counts import CountsExtension
+from vllm_kvretrieval.tiers import sizes
 
-class SlowHomeExtension:
+EXTENSION = "benchmarks.slow_worker.SlowHomeExtension"
+"""To be given to an engine as `worker_extension_cls`."""
+
+
+class SlowHomeExtension(CountsExtension):
     """Adds methods that `LLM.collective_rpc` reaches; none does anything by itself."""
 
     retrieval_layers: dict[str, Any]
-    slow_layers: list[Any]
-    requests: Any
+    recall_caches: list[Any]
+    model_runner: Any
+    tiers: Any
+    home: Any
+    _steps: list[dict[str, float]]
 
     def prepare_recall(self, read_ahead: bool, layout: bool) -> None:
         """Empty the recall caches; to be called while no request runs.
@@ -22,8 +37,7 @@ class SlowHomeExtension:
             layout: Whether a page of a KV head is read at once, or a token's keys or values at a
                 time.
         """
-        for layer in self.slow_layers:
-            cache = layer.cache
+        for cache in self.recall_caches:
             for entry in range(self.requests.capacity):
                 cache.release(entry)
             cache.drop_pages(sorted({unit // self.kv_heads() for unit in cache.resident()}))
@@ -37,15 +51,76 @@ class SlowHomeExtension:
         """KV heads of a layer on this worker."""
         return next(iter(self.retrieval_layers.values())).num_kv_heads
 
+    def start_steps(self) -> None:
+        """From now on note `recall` before every engine step that runs the model."""
+        self._steps = []
+        run = self.model_runner.execute_model
+
+        def noted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            if scheduled.total_num_scheduled_tokens:
+                self._steps.append(self.recall())
+            return run(scheduled, *args, **kwargs)
+
+        self.model_runner.execute_model = noted
+
+    def stop_steps(self) -> list[dict[str, float]]:
+        """Note no more; returns `recall` before every step and after the last one."""
+        del self.model_runner.execute_model
+        return [*self._steps, self.recall()]
+
     def recall(self) -> dict[str, float]:
-        """Since the start: units attended to and missed, bytes read, seconds waited for them."""
-        _, attended, missed, recalled = self.requests.counts().tolist()
-        unit = self.slow_layers[0].cache.slots[0].nbytes if self.slow_layers else 0
+        """Since the start: `retrieval_counts`, bytes read from home, seconds that steps waited for
+        reads, page faults of the process that took no disk, and that did."""
+        caches = self.recall_caches
+        counts = self.retrieval_counts()
+        faults = resource.getrusage(resource.RUSAGE_SELF)
         return {
-            "attended": attended,
-            "missed": missed,
-            "recalled_bytes": recalled * unit,
-            "waited_s": sum(layer.cache.seconds[1] for layer in self.slow_layers),
+            **counts,
+            "recalled_bytes": counts["recalled"] * (caches[0].slots[0].nbytes if caches else 0),
+            "waited_s": sum(cache.seconds[1] for cache in caches),
+            "minor_faults": faults.ru_minflt,
+            "major_faults": faults.ru_majflt,
+        }
+
+    def planned(self) -> dict[str, int]:
+        """The worker's `Tiers`."""
+        return asdict(self.tiers)
+
+    def allocated(self) -> dict[str, int]:
+        """Bytes of fast memory that the KV cache takes, by the names of `Tiers`' parts.
+
+        Read off the tensors, but for the books of the recall caches, which are C++'s own: these are
+        as many per unit and slot as `tiers.sizes` says.
+        """
+        layers, caches = list(self.retrieval_layers.values()), self.recall_caches
+        slots = sum(len(cache.slots) for cache in caches)
+        units = sum(impl.state.pages * impl.num_kv_heads for impl in layers)
+        staging = {id(impl.staging): impl.staging for impl in layers if impl.staging is not None}
+        home = self.home.memory
+        file = range(home.data_ptr(), home.data_ptr() + home.nbytes)
+        in_memory = [t for t in self.model_runner.kv_caches if t.data_ptr() not in file]
+        return {
+            "dense": sum(cache.nbytes for cache in in_memory),
+            "index": sum(impl.state.index.nbytes for impl in layers),
+            "books": units * sizes.BOOKS_PER_UNIT + home.nbytes // mmap.PAGESIZE,
+            "staging": sum(staging.buffer.nbytes for staging in staging.values()),
+            "recall_cache": sum(c.slots.nbytes for c in caches) + slots * sizes.BOOKS_PER_SLOT,
+        }
+
+    def home_memory(self) -> dict[str, int]:
+        """Bytes of the home's file, of it in the page cache, and mapped; and of requests' state."""
+        home = self.home.memory
+        start, size = home.data_ptr(), home.nbytes
+        present = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), present):
+            raise OSError(ctypes.get_errno(), "mincore")
+        states = [impl.state for impl in self.retrieval_layers.values()]
+        return {
+            "file": size,
+            "page_cache": mmap.PAGESIZE * sum(page & 1 for page in present),
+            "mapped": _resident(start, start + size),
+            "request_state": sum(s.prev_query.nbytes + s.prev_selection.nbytes for s in states),
         }
 
     def memory(self) -> dict[str, int]:
@@ -57,3 +132,14 @@ class SlowHomeExtension:
             "mapped": info.shared,
             "threads": process.num_threads(),
         }
+
+
+def _resident(start: int, end: int) -> int:
+    """Bytes of these addresses that are mapped to memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if area := re.match(r"([0-9a-f]+)-[0-9a-f]+ ", line):
+            inside = start <= int(area[1], 16) < end
+        elif inside and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total

@@ -14,8 +14,18 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks import accuracy, common, texts
-from benchmarks.tasks import catalogue, criteria, forced, metrics, needles, report, scoring, store
+from benchmarks import accuracy, build, common, texts, worker_counts
+from benchmarks.tasks import (
+    catalogue,
+    criteria,
+    forced,
+    metrics,
+    needles,
+    report,
+    scoring,
+    store,
+    thresholds,
+)
 from benchmarks.tasks.base import (
     BLIND_HEAD,
     BLIND_TAIL,
@@ -168,18 +178,35 @@ def test_forcing_leaves_one_token_then_lets_go():
     assert processor.new_req_logits_processor(SimpleNamespace(extra_args=None)) is None
 
 
+OLD, NEW = ({"version": "0.1.0", "code": code, "commit": None, "dirty": None} for code in "ab")
+
+
 def test_results_resume_where_the_key_matches(tmp_path):
     path = tmp_path / "out" / "accuracy.json"
-    store.Results(path, {"command": "first"}).put("task/freekv/256", "k1", {"accuracy": 1.0})
-    resumed = store.Results(path, {"command": "second"})
-    assert resumed.get("task/freekv/256", "k1") == {"key": "k1", "accuracy": 1.0}
+    first = store.Results(path, {"command": "first", "build": OLD})
+    first.put("task/freekv/256", "k1", {"accuracy": 1.0})
+    resumed = store.Results(path, {"command": "second", "build": NEW})
+    kept = {"key": "k1", "accuracy": 1.0, "build": OLD}
+    assert resumed.get("task/freekv/256", "k1") == kept
     assert resumed.get("task/freekv/256", "k2") is None
     assert resumed.get("task/freekv/512", "k1") is None
     resumed.put("task/freekv/512", "k1", {"accuracy": 0.5})
+    assert resumed.outdated() == ["task/freekv/256"]
     stored = json.loads(path.read_text())
     assert stored["command"] == "second"
     assert set(stored["cells"]) == {"task/freekv/256", "task/freekv/512"}
     assert [file.name for file in path.parent.iterdir()] == ["accuracy.json"]
+
+
+def test_builds_are_named_and_compared_by_their_code():
+    mine = build.build()
+    assert mine["code"] == build.code_fingerprint()
+    assert build.same(mine, mine | {"commit": "another", "dirty": True})
+    assert not build.same(OLD, NEW)
+    assert not build.same(None, mine)
+    assert not build.same(mine | {"code": None}, mine | {"code": None})
+    assert build.label(mine | {"commit": "abc", "dirty": True}).endswith("(abc, with changes)")
+    assert build.label(None) == "unknown"
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
@@ -243,6 +270,8 @@ def figures(task: Task, **changes: float) -> dict[str, dict[str, Any]]:
     for name, value in (good | changes).items():
         variant, budget = name.rsplit("_", 1)
         cell: dict[str, Any] = {"variant": variant, "samples": 4, "share": 0.25}
+        if variant == "freekv":
+            cell["corrected_share"] = None if budget == "all" else 0.72
         if task.what == "novel":
             cell |= {"kl": value, "agreement": 0.9, "perplexity": 20.0}
         else:
@@ -282,8 +311,42 @@ def test_report_shows_every_cell(tmp_path):
     assert "sink_window" in shown
     assert "95%" in shown
     assert "KL 0.0104" in shown
+    assert "ppl 20.00 corr 72%" in shown
+    assert "95% corr 72%" in shown
     report.plot(tmp_path / "plot.png", [PASSKEY, NOVEL], [1024], cells)
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_corrected_share_is_of_the_heads_of_sparse_steps():
+    before = {"corrected": 5, "sparse_heads": 870}
+    after = {"corrected": 5 + 652, "sparse_heads": 870 + 87 * 10}
+    assert worker_counts.corrected_share(before, after) == pytest.approx(0.7494)
+    assert worker_counts.corrected_share(before, before) is None
+    assert [v.name for v in catalogue.VARIANTS if not v.selects] == ["sink_window"]
+
+
+def test_thresholds_are_variants_of_the_same_engine():
+    assert thresholds.THRESHOLDS == [1.0, 0.9, 0.8, 0.7, -1.0]
+    names = {cell.variant.name for cell in catalogue.cells_of(NOVEL, (512,), 4096, ())}
+    assert {"freekv", "every_step", "threshold_0.8", "threshold_0.7", "reuse"} <= names
+
+
+def test_threshold_table_sets_cost_against_waiting():
+    cells = figures(PASSKEY) | figures(NOVEL)
+    rows = [
+        {"context": 16384, "batch": 1, "threshold": 0.9, "waited_ms": 0.25},
+        {"context": 16384, "batch": 1, "threshold": None, "waited_ms": 9.0},
+    ]
+    waited = thresholds.waits({"build": OLD, "rows": rows}, OLD)
+    lines = thresholds.table([PASSKEY, NOVEL], [1024], cells, waited).splitlines()
+    found = {line[: line.index("  ", 3)].strip(): line.split()[-5:] for line in lines[2:] if line}
+    assert found["KV heads corrected"] == ["-", "72.0%", "-", "-", "-"]
+    assert found[f"KL above that of every step, {NOVEL.name}"] == ["+0.0%", "+4.0%", "-", "-", "-"]
+    needle = found[f"points found less than of every step, {PASSKEY.name}"]
+    assert needle == ["+0.0", "+0.0", "-", "-", "-"]
+    assert found["ms waited per step on disk, 16,384 x 1"] == ["-", "0.25", "-", "-", "-"]
+    assert "slow_home steady" in thresholds.waits(None, OLD).note
+    assert "another build" in thresholds.waits({"build": NEW, "rows": rows}, OLD).note
 
 
 class FakeEngine:
@@ -317,12 +380,13 @@ def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, ca
     for name, replacement in (
         ("open_engine", engine.open),
         ("run_samples", engine.run),
+        ("retrieval_counts", lambda llm: {"corrected": 0, "sparse_heads": 0}),
         ("model_fingerprint", lambda model: "weights"),
-        ("build_fingerprint", lambda: "build"),
         ("RESULTS", tmp_path),
         ("AutoTokenizer", SimpleNamespace(from_pretrained=lambda model: text.tokenizer)),
     ):
         monkeypatch.setattr(accuracy, name, replacement)
+    monkeypatch.setattr(build, "code_fingerprint", lambda: "code")
     what = f"sentences-{tmp_path.name}-2k"
     command = ["--quick", "--model", str(tmp_path), "--task", what, "--samples", "2"]
 
@@ -330,21 +394,25 @@ def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, ca
     with pytest.raises(KeyboardInterrupt):
         accuracy.main(command)
     assert engine.started == [None, 512]
-    assert engine.ran == [f"{what} full", f"{what} freekv 512", f"{what} every_step 512"]
+    others = ("every_step", "threshold_0.8", "threshold_0.7", "reuse")
+    ran = [f"{what} full", f"{what} freekv 512", *(f"{what} {name} 512" for name in others)]
+    assert engine.ran == ran
 
     engine.breaks_at = ""
     assert accuracy.main(command) == 1  # the control answers as well: the task proves nothing
     assert engine.started == [None, 512, 512]
-    assert engine.ran[3:] == [f"{what} sink_window 512"]
-    assert "FAIL" in capsys.readouterr().out
+    assert engine.ran[6:] == [f"{what} sink_window 512"]
+    shown = capsys.readouterr().out
+    assert "FAIL" in shown
+    assert "which threshold?" in shown
 
     assert accuracy.main(command) == 1
     assert engine.started == [None, 512, 512]
 
-    monkeypatch.setattr(accuracy, "build_fingerprint", lambda: "another build")
+    monkeypatch.setattr(build, "code_fingerprint", lambda: "another code")
     accuracy.main(command)
     assert engine.started[3:] == [512]
-    assert len(engine.ran) == 4 + 3
+    assert len(engine.ran) == 7 + 6
 
 
 def test_unknown_tasks_are_named(capsys):

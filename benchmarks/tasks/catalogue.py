@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.common import MODELS
 from benchmarks.tasks import forced, needles
 from benchmarks.tasks.base import Task
+from vllm_kvretrieval.config import RetrievalConfig
 
 _QWEN = MODELS / "Qwen2.5-Coder-0.5B-Instruct"
 _GEMMA3 = MODELS / "gemma-3-270m"
@@ -17,6 +18,8 @@ _SMOLLM2 = MODELS / "SmolLM2-135M-Instruct"
 
 BUDGETS = (256, 512, 1024)
 QUICK_BUDGETS = (512,)
+
+DEFAULT_THRESHOLD = RetrievalConfig.correction_threshold
 
 TASKS = (
     Task("passkey", "qwen", _QWEN, 4096, 20, needles.passkey_in_novel, ("passkey",)),
@@ -53,8 +56,21 @@ class Variant:
     """The engine's, where they are others than the defaults. Such a variant needs an engine and a
     prefill of its own, and runs only where it is asked for."""
 
-    style: str = "-"
-    """Of its line in the plot, as matplotlib writes it."""
+    style: str = ""
+    """Of its line in the plot, as matplotlib writes it; empty: it is not drawn."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether pages are selected, or sinks and window are all."""
+        return "method" not in self.options
+
+    @property
+    def threshold(self) -> float | None:
+        """Below this similarity a KV head selects anew; None where nothing is selected, or where
+        more than the threshold differs from the default."""
+        if self.engine or not self.selects:
+            return None
+        return self.options.get("correction_threshold", DEFAULT_THRESHOLD)
 
 
 VARIANTS = (
@@ -64,6 +80,14 @@ VARIANTS = (
         "selection at every step (threshold 1)",
         {"correction_threshold": 1.0},
         style="s--",
+    ),
+    Variant("threshold_0.8", "fewer heads select anew", {"correction_threshold": 0.8}),
+    Variant("threshold_0.7", "fewer still", {"correction_threshold": 0.7}),
+    Variant(
+        "reuse",
+        "no correction: always the previous step's selection (threshold -1)",
+        {"correction_threshold": -1.0},
+        style="^-.",
     ),
     Variant("summary_8", "freekv, 8 tokens per entry of the index", {}, {"summary_size": 8}, "d-."),
     Variant("page_16", "freekv, pages of 16 tokens", {}, {"page_size": 16}, "v-."),

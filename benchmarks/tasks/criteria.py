@@ -58,9 +58,16 @@ def check(tasks: Sequence[Task], budgets: Sequence[int], cells: Figures) -> list
     return found
 
 
+def _corrected(cell: Mapping[str, Any]) -> str:
+    """How much of a figure is not speculation."""
+    share = cell.get("corrected_share")
+    return "" if share is None else f" ({share:.0%} of KV heads corrected)"
+
+
 def _passkey(task: Task, budget: int, cells: Figures) -> list[Criterion]:
     full = cells[f"{task.name}/full/all"]["accuracy"]
-    ours = cells[f"{task.name}/freekv/{budget}"]["accuracy"]
+    freekv = cells[f"{task.name}/freekv/{budget}"]
+    ours = freekv["accuracy"]
     control = cells[f"{task.name}/sink_window/{budget}"]["accuracy"]
     usable = full >= PASSKEY_USABLE
     kept = ours >= full - PASSKEY_LOSS - _ROUNDING
@@ -68,7 +75,7 @@ def _passkey(task: Task, budget: int, cells: Figures) -> list[Criterion]:
     return [
         Criterion(
             f"{task.name}: budget {budget} within {PASSKEY_LOSS:.0%} points of full attention",
-            f"freekv {ours:.0%}, full {full:.0%}",
+            f"freekv {ours:.0%}{_corrected(freekv)}, full {full:.0%}",
             kept if usable else None,
         ),
         Criterion(
@@ -89,20 +96,23 @@ def _covering(task: Task, cells: Figures) -> Criterion:
 
 
 def _control(task: Task, budget: int, cells: Figures) -> Criterion:
-    ours = cells[f"{task.name}/freekv/{budget}"]["kl"]
+    freekv = cells[f"{task.name}/freekv/{budget}"]
+    ours = freekv["kl"]
     control = cells[f"{task.name}/sink_window/{budget}"]["kl"]
     return Criterion(
         f"{task.name}: budget {budget}, KL at most a third of the control's",
-        f"freekv {ours:.4f}, sink_window {control:.4f}, ratio {ours / control:.2f}",
+        f"freekv {ours:.4f}{_corrected(freekv)}, sink_window {control:.4f}, "
+        f"ratio {ours / control:.2f}",
         ours <= CONTROL_KL_SHARE * control,
     )
 
 
 def _speculation(task: Task, budget: int, cells: Figures) -> Criterion:
-    ours = cells[f"{task.name}/freekv/{budget}"]["kl"]
+    freekv = cells[f"{task.name}/freekv/{budget}"]
+    ours = freekv["kl"]
     every = cells[f"{task.name}/every_step/{budget}"]["kl"]
     return Criterion(
         f"{task.name}: budget {budget}, KL within {SPECULATION_KL - 1:.0%} of every step's",
-        f"freekv {ours:.4f}, every_step {every:.4f}, {ours / every - 1:+.1%}",
+        f"freekv {ours:.4f}{_corrected(freekv)}, every_step {every:.4f}, {ours / every - 1:+.1%}",
         ours <= SPECULATION_KL * every,
     )

@@ -15,6 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.logprobs import FlatLogprobs
 
+from benchmarks import worker_counts
 from benchmarks.common import all_cores
 from benchmarks.tasks.base import Sample
 from benchmarks.tasks.forcing import FORCED_TOKENS, ForceTokens
@@ -33,6 +34,7 @@ def open_engine(
     budget: int | None,
     kv_cache_bytes: int = _KV_CACHE_BYTES,
     batch: int = BATCH,
+    extension: str = worker_counts.EXTENSION,
     **options: Any,
 ) -> Iterator[LLM]:
     """Start a vLLM engine and shut it down at the end.
@@ -43,12 +45,14 @@ def open_engine(
         budget: the server's budget in tokens, which requests may lower; None for stock vLLM.
         kv_cache_bytes: memory for the KV cache.
         batch: most requests at once.
+        extension: what a retrieval engine has as its worker's extension.
         options: further ``kv_retrieval`` options.
     """
     retrieval: dict[str, Any] = {}
     if budget is not None:
         retrieval = {
             "attention_backend": "FREEKV",
+            "worker_extension_cls": extension,
             "additional_config": {"kv_retrieval": {"budget": budget} | options},
         }
     os.environ |= all_cores()
@@ -108,6 +112,11 @@ def run_samples(
             scored = _scored(cast(FlatLogprobs, completion.logprobs), sample.scored_from)
         results.append(Generated(tokens, scored))
     return results
+
+
+def retrieval_counts(llm: LLM) -> dict[str, int]:
+    """Return what `worker_counts.CountsExtension` has counted in a retrieval engine."""
+    return llm.collective_rpc("retrieval_counts")[0]
 
 
 def _sampling(sample: Sample, options: dict[str, Any] | None) -> SamplingParams:

@@ -12,8 +12,11 @@ from benchmarks.tasks.criteria import Criterion, Figures
 
 
 def table(tasks: Sequence[Task], budgets: Sequence[int], cells: Figures) -> str:
-    """Return the results as text: a block per task, a row per variant, a column per budget."""
-    lines = []
+    """Return the results as text: a block per task, a row per variant, a column per budget.
+
+    Beside every figure stands how many of the KV heads selected anew before attention.
+    """
+    lines = ["corr: KV heads that selected anew before attention, of all in the steps over budget"]
     for task in tasks:
         full = cells[f"{task.name}/full/all"]
         lines.append(f"{task.name}: {full['samples']} samples, full attention {_figure(full)}")
@@ -34,12 +37,14 @@ def table(tasks: Sequence[Task], budgets: Sequence[int], cells: Figures) -> str:
 
 
 def _figure(cell: Any) -> str:
+    corrected = cell.get("corrected_share")
+    share = "" if corrected is None else f" corr {corrected:.0%}"
     if "accuracy" in cell:
-        return f"{cell['accuracy']:.0%}"
+        return f"{cell['accuracy']:.0%}{share}"
     agreement, perplexity = f"agr {cell['agreement']:.1%}", f"ppl {cell['perplexity']:.2f}"
     if cell["variant"] == FULL.name:
         return perplexity
-    return f"KL {cell['kl']:.4f} {agreement} {perplexity}"
+    return f"KL {cell['kl']:.4f} {agreement} {perplexity}{share}"
 
 
 def _shares(task: Task, columns: Sequence[str], cells: Figures) -> list[str]:
@@ -81,7 +86,7 @@ def plot(path: Path, tasks: Sequence[Task], budgets: Sequence[int], cells: Figur
 def _panel(panel: Any, task: Task, budgets: Sequence[int], cells: Figures) -> None:
     full = cells[f"{task.name}/full/all"]
     needle = "accuracy" in full
-    for variant in VARIANTS:
+    for variant in filter(lambda variant: variant.style, VARIANTS):
         names = [f"{task.name}/{variant.name}/{budget}" for budget in budgets]
         points = [cells[name] for name in names if name in cells]
         if not points:

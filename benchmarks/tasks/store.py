@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import build
+from benchmarks.build import files_fingerprint
 from benchmarks.common import read_json, write_json
 from benchmarks.tasks.base import Sample
 from benchmarks.tasks.metrics import TOP_LOGPROBS, Generated, Scored
@@ -20,17 +21,6 @@ from benchmarks.tasks.metrics import TOP_LOGPROBS, Generated, Scored
 def fingerprint(data: Any) -> str:
     """Return a short hash of anything that JSON can express."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def files_fingerprint(paths: Sequence[Path]) -> str:
-    """Return a short hash of the files' names and contents."""
-    digest = hashlib.sha256()
-    for path in sorted(paths):
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-    return digest.hexdigest()[:16]
 
 
 def model_fingerprint(model: Path) -> str:
@@ -48,21 +38,6 @@ def model_fingerprint(model: Path) -> str:
     return files_fingerprint(files)
 
 
-def build_fingerprint() -> str:
-    """Return a short hash of the installed plug-in: its Python and its compiled code.
-
-    Raises:
-        ModuleNotFoundError: the plug-in is not installed.
-    """
-    spec = importlib.util.find_spec("vllm_kvretrieval")
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError("vllm_kvretrieval is not installed: run `pip install .` first")
-    roots = [Path(location) for location in spec.submodule_search_locations]
-    return files_fingerprint(
-        [path for root in roots for path in root.rglob("*") if path.suffix in (".py", ".so")]
-    )
-
-
 def reference_key(model: str, samples: Sequence[Sample], vllm_version: str) -> str:
     """Return the key of a full-attention reference: whatever can change it is in here.
 
@@ -76,7 +51,11 @@ def reference_key(model: str, samples: Sequence[Sample], vllm_version: str) -> s
 
 
 class Results:
-    """The result file: a header and the cells by name, written after every cell."""
+    """The result file: a header and the cells by name, written after every cell.
+
+    Every cell carries the build that it is of. A cell of another one is never handed out, since the
+    build is part of its key, but stays in the file until it is computed anew: see `outdated`.
+    """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self.path = path
@@ -91,8 +70,15 @@ class Results:
 
     def put(self, name: str, key: str, cell: dict[str, Any]) -> None:
         """Store a cell under its name, in place of an older one, and write the file."""
-        self._cells[name] = {"key": key, **cell}
+        self._cells[name] = {"key": key, **cell, "build": self._header["build"]}
         write_json(self.path, {**self._header, "cells": self._cells})
+
+    def outdated(self) -> list[str]:
+        """Return the names of the file's cells that are of another build than the header says."""
+        mine = self._header["build"]
+        return [
+            name for name, cell in self._cells.items() if not build.same(cell.get("build"), mine)
+        ]
 
 
 class References:

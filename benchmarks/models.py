@@ -1,0 +1,55 @@
+"""What the benchmarks know about a model: how much its cache takes, and documents in its tokens."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from benchmarks import texts
+
+
+class Documents:
+    """Endless distinct documents: the novel's tokens, each time from another starting point."""
+
+    def __init__(self, model: str) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokens: list[int] = tokenizer("\n\n".join(texts.paragraphs()), verbose=False)["input_ids"]
+        self._tokens = tokens
+        self._serial = 0
+
+    def take(self, count: int, length: int) -> list[list[int]]:
+        """`count` documents of `length` tokens, none of which shares its beginning."""
+        golden = (math.sqrt(5) - 1) / 2
+        documents = []
+        for _ in range(count):
+            self._serial += 1
+            start = int(self._serial * golden % 1 * len(self._tokens))
+            text = itertools.islice(itertools.cycle(self._tokens), start, start + length)
+            documents.append(list(text))
+        return documents
+
+
+def kv_bytes_per_token(config: Any) -> int:
+    """Bytes of keys and values that one token takes in all layers, in 16-bit precision."""
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+
+
+def yarn_overrides(config: Any, longest: int) -> dict[str, Any]:
+    """Overrides of a model's config that stretch it to `longest` tokens, if it needs any."""
+    limit = config.max_position_embeddings
+    if longest <= limit:
+        return {}
+    factor = math.ceil(longest / limit)
+    rope = {
+        "rope_type": "yarn",
+        "factor": float(factor),
+        "original_max_position_embeddings": limit,
+        "rope_theta": config.rope_parameters["rope_theta"],
+    }
+    return {"max_position_embeddings": limit * factor, "rope_parameters": rope}

@@ -1,0 +1,252 @@
+"""`benchmarks.slow_home capacity`: what the same fast memory holds, of stock vLLM and from disk.
+
+Everything that the plug-in keeps in fast memory for its KV cache counts: slots of the recall caches
+and their books, dense layers, page index and its books, prefill staging, the map that guards the
+file's mapping. How much context fits is found by the plug-in's own arithmetic, and then served:
+stock vLLM is started with that much KV memory and that context, and freekv with the same; pass keys
+in a novel have to be found.
+
+What does not count is told apart: the file's pages in the system's page cache, memory that the
+system lends and takes back, and the state of requests, which is in proportion to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from benchmarks import slow_worker
+from benchmarks.engines import LONG_STEPS, EngineError, EngineProcess, EngineSpec
+from benchmarks.models import kv_bytes_per_token
+from benchmarks.tasks.base import TokenText
+from benchmarks.tasks.engine import open_engine, run_samples
+from benchmarks.tasks.metrics import answer_found
+from benchmarks.tasks.needles import passkey_in_novel
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.tiers.sizes import Cache, Tiers
+
+MIB = 1 << 20
+BLOCK = 128
+"""Tokens per block of vLLM's on the CPU."""
+
+GOALS = {64 * MIB: 8.0}
+"""By fast memory: how many times the tokens of stock vLLM have to be held."""
+
+PARTS = ("dense", "index", "books", "staging", "recall_cache")
+"""What takes fast memory, as `Tiers` names it."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The most context that fits: so many requests of so many tokens."""
+
+    requests: int
+    context: int
+    tiers: Tiers
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of context held for all running requests."""
+        return self.requests * self.context
+
+
+def plan(config: RetrievalConfig, model: Any, memory: int, requests: int, context: int) -> Tiers:
+    """Divide fast memory for so many requests of so many tokens.
+
+    Args:
+        config: the plug-in's options.
+        model: the model's Hugging Face configuration.
+        memory: bytes of fast memory, what ``--kv-cache-memory-bytes`` says.
+        requests, context: at most so many at once, of so many tokens.
+
+    Raises:
+        RetrievalConfigError: it does not fit.
+    """
+    layers = model.num_hidden_layers
+    per_layer = kv_bytes_per_token(model) // layers
+    cache = Cache(
+        retrieval_layers=layers - config.dense_layers,
+        dense_layers=config.dense_layers,
+        kv_heads=model.num_key_value_heads,
+        block_size=BLOCK,
+        block_bytes=per_layer * BLOCK,
+        max_num_seqs=requests,
+        max_model_len=context,
+    )
+    return Tiers.plan(config, cache, memory, context * per_layer)
+
+
+def largest(config: RetrievalConfig, model: Any, memory: int) -> Capacity | None:
+    """The longest context that fits and, where the model ends before the memory does, as many
+    requests of that length as fit; None where not even one of a block does."""
+    best: Capacity | None = None
+    limit = model.max_position_embeddings // BLOCK
+    for requests in itertools.count(1):
+        fits, too_long = 0, limit + 1
+        while too_long - fits > 1:
+            blocks = (fits + too_long) // 2
+            try:
+                found = Capacity(
+                    requests,
+                    blocks * BLOCK,
+                    plan(config, model, memory, requests, blocks * BLOCK),
+                )
+            except RetrievalConfigError:
+                too_long = blocks
+            else:
+                fits = blocks
+                if best is None or found.tokens > best.tokens:
+                    best = found
+        if fits < limit:
+            break
+    return best
+
+
+def stock_room(args: argparse.Namespace, memory: int, context: int) -> tuple[str, int]:
+    """Start stock vLLM with this KV memory, for this context, then for one that fits.
+
+    Returns:
+        What vLLM says about the context (empty: it takes it), and the tokens of all its blocks.
+    """
+    log = args.output.with_name("slow-home-capacity-stock.log")
+    fitting = memory // kv_bytes_per_token(AutoConfig.from_pretrained(args.model)) // 2
+    refusal = ""
+    try:
+        with EngineProcess(_stock(args.model, memory, context), log):
+            pass
+    except EngineError:
+        reasons = re.findall(r"ValueError: (.*)", log.read_text(errors="replace"))
+        if not reasons:
+            raise
+        refusal = reasons[-1]
+    with EngineProcess(_stock(args.model, memory, fitting), log) as engine:
+        return refusal, engine.info["num_blocks"] * engine.info["block_size"]
+
+
+def _stock(model: str, memory: int, context: int) -> EngineSpec:
+    options = {
+        "model": model,
+        "dtype": "bfloat16",
+        "max_model_len": context,
+        "max_num_seqs": 1,
+        "kv_cache_memory_bytes": memory,
+        "enforce_eager": True,
+    }
+    return EngineSpec("stock", options, {"VLLM_PLUGINS": ""} | LONG_STEPS)
+
+
+def serve(args: argparse.Namespace, memory: int, capacity: Capacity) -> dict[str, Any]:
+    """Serve such contexts from disk, ask for pass keys, and read off what is allocated."""
+    model = Path(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    samples = passkey_in_novel(TokenText(tokenizer), capacity.context, args.samples)
+    with open_engine(
+        model,
+        capacity.context,
+        args.budget,
+        memory,
+        capacity.requests,
+        slow_worker.EXTENSION,
+        home="disk",
+    ) as llm:
+        label = f"{capacity.context:,} tokens on disk"
+        results = run_samples(llm, samples, {}, label)
+        read = ("planned", "allocated", "home_memory", "memory")
+        found = {name: llm.collective_rpc(name)[0] for name in read}
+    hits = sum(
+        answer_found(tokenizer.decode(result.tokens[len(sample.forced) :]), sample.answer)
+        for sample, result in zip(samples, results, strict=True)
+    )
+    served = {"samples": len(samples), "at_once": min(len(samples), capacity.requests)}
+    return found | served | {"found": hits}
+
+
+def verdict(row: Mapping[str, Any]) -> bool | None:
+    """Whether the goal for this much memory is met; None where there is none, or no engine ran.
+
+    Tokens, the pass keys, and that no more is allocated than was given.
+    """
+    goal = GOALS.get(row["fast_memory"])
+    if goal is None or "allocated" not in row:
+        return None
+    within = sum(row["allocated"].values()) <= row["fast_memory"]
+    return row["ratio"] >= goal and row["found"] == row["samples"] and within
+
+
+def report(row: Mapping[str, Any]) -> str:
+    """One fast memory's result as text."""
+    memory = row["fast_memory"]
+    head = f"{memory / MIB:g} MiB: stock vLLM holds {row['stock_tokens']:,} tokens"
+    if not row["tokens"]:
+        return f"{head}; from disk nothing fits: {row['refused']}"
+    lines = [
+        f"{head}, from disk {row['tokens']:,} ({row['requests']} x {row['context']:,}): "
+        f"{row['ratio']:.1f}x"
+    ]
+    planned, allocated = {name: row["planned"][name] for name in PARTS}, row.get("allocated", {})
+    lines.append(f"  {'part':<14} {'planned, MiB':>13} {'share':>6} {'allocated, MiB':>15}")
+    lines += [_part(name, planned[name], allocated.get(name), memory) for name in PARTS]
+    if row["planned"]["streams_dense"]:
+        lines.append("  dense layers are read from the file at every step")
+    total = sum(allocated.values()) if allocated else None
+    lines.append(_part("total", sum(planned.values()), total, memory))
+    if allocated:
+        home, worker = row["home_memory"], row["memory"]
+        lines += [
+            f"  stock vLLM with this context: {shorten(row['stock_says'], 90) or 'starts'}",
+            f"  its blocks hold {row['stock_blocks_tokens']:,} tokens, its own one included",
+            f"  found: {row['found']} of {row['samples']} pass keys, {row['at_once']} contexts at "
+            f"once of the {row['requests']} that there is room for",
+            f"  lent by the system: {home['page_cache'] / MIB:,.0f} MiB of page cache for the file "
+            f"of {home['file'] / MIB:,.0f}, {home['mapped'] / MIB:,.1f} of them mapped",
+            f"  not in proportion to the cache: {home['request_state'] / MIB:.2f} MiB of requests' "
+            f"state; the worker has {worker['own'] / MIB:,.0f} MiB of its own in all",
+        ]
+    passed = verdict(row)
+    if passed is not None:
+        lines.append(f"  {'PASS' if passed else 'FAIL'}  goal: {GOALS[memory]:g}x or more, all "
+            "found, no more allocated than given")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _part(name: str, planned: int, allocated: int | None, memory: int) -> str:
+    actual = "-" if allocated is None else f"{allocated / MIB:.2f}"
+    return f"  {name:<14} {planned / MIB:>13.2f} {planned / memory:>6.1%} {actual:>15}"
+
+
+def capacity(args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens of context in the same fast memory: stock vLLM's and from disk."""
+    model = AutoConfig.from_pretrained(args.model)
+    config = RetrievalConfig(budget=args.budget, home="disk")
+    rows = []
+    for mib in args.fast_memory:
+        memory = mib * MIB
+        stock = memory // kv_bytes_per_token(model)
+        row: dict[str, Any] = {"fast_memory": memory, "stock_tokens": stock, "tokens": 0}
+        most = largest(config, model, memory)
+        if most is None:
+            row["refused"] = f"not even {BLOCK} tokens at budget {args.budget}"
+        else:
+            row |= {
+                "tokens": most.tokens,
+                "requests": most.requests,
+                "context": most.context,
+                "ratio": most.tokens / stock,
+                "planned": asdict(most.tiers),
+            }
+            if not args.arithmetic:
+                says, held = stock_room(args, memory, most.context)
+                row |= {"stock_says": says, "stock_blocks_tokens": held}
+                row |= serve(args, memory, most)
+        print(report(row), flush=True)
+        rows.append(row)
+    return {"model": Path(args.model).name, "rows": rows, "passed": [verdict(row) for row in rows]}

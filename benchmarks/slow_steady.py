@@ -1,0 +1,240 @@
+"""`benchmarks.slow_home steady`: step times with the cache on disk, from a request's first step on.
+
+Every run decodes prompts that have been prefilled, but of which no page is in a recall cache, and
+counts from the first decode step, which has to recall all that it attends to. That step is also
+reported by itself; "ms/step" is the mean of the others.
+
+The waiting is what steps wait for reads into recall caches. It leaves out what the kernel does for
+the mapped file when new tokens are written to it: such page faults are counted, not timed. Nothing
+else reads the file in place while requests decode beyond their budgets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from benchmarks import slow_worker
+from benchmarks.engines import LONG_STEPS, EngineError, EngineProcess, EngineSpec
+from benchmarks.models import Documents, kv_bytes_per_token, yarn_overrides
+from benchmarks.status import Status
+from benchmarks.tasks.catalogue import DEFAULT_THRESHOLD
+from benchmarks.worker_counts import corrected_share
+
+MIB = 1 << 20
+SLACK = 8 * 128  # tokens beside the documents
+WARM_PROMPT, WARM_TOKENS = 64, 16
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to decode the same documents."""
+
+    name: str
+    engine: str
+    layout: bool = True
+    read_ahead: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def threshold(self) -> float | None:
+        """The correction threshold of decoding from disk with nothing taken away; else None."""
+        if self.engine != "disk" or not (self.layout and self.read_ahead):
+            return None
+        return self.options.get("correction_threshold", DEFAULT_THRESHOLD)
+
+
+def _corrects_below(threshold: float) -> dict[str, float]:
+    return {"correction_threshold": threshold}
+
+
+EVERY_STEP = _corrects_below(1.0)
+DEVICE, DISK, UNAIDED = "device", "disk", "disk, no reading ahead"
+VARIANTS = (
+    Variant(DEVICE, "device"),
+    Variant(DISK, "disk"),
+    Variant(UNAIDED, "disk", read_ahead=False),
+    Variant("disk, no layout", "disk", layout=False),
+    Variant("disk, no speculation", "disk", options=EVERY_STEP),
+    Variant("disk, none of these", "disk", layout=False, read_ahead=False, options=EVERY_STEP),
+    Variant("disk, threshold 0.8", "disk", options=_corrects_below(0.8)),
+    Variant("disk, threshold 0.7", "disk", options=_corrects_below(0.7)),
+    Variant("disk, no correction", "disk", options=_corrects_below(-1.0)),
+    Variant("device, no speculation", "device", options=EVERY_STEP),
+)
+
+
+def engine_specs(args: argparse.Namespace, overrides: dict[str, Any]) -> list[EngineSpec]:
+    """The same engine with its cache in memory and on disk."""
+    longest, batch = max(args.contexts), max(args.batches)
+    config = AutoConfig.from_pretrained(args.model)
+    size = (batch * longest + SLACK) * kv_bytes_per_token(config)
+    common: dict[str, Any] = {
+        "model": args.model,
+        "hf_overrides": overrides,
+        "max_model_len": longest,
+        "max_num_seqs": batch,
+        "attention_backend": "FREEKV",
+        "enforce_eager": args.enforce_eager,
+        "worker_extension_cls": slow_worker.EXTENSION,
+    }
+    retrieval = {"budget": args.budget}
+    cache = args.recall_cache or 2 * batch * args.budget * kv_bytes_per_token(config)
+    slow = retrieval | {"home": "disk", "home_bytes": size, "recall_cache_bytes": cache}
+    return [
+        EngineSpec(
+            name,
+            common | {"kv_cache_memory_bytes": size, "additional_config": {"kv_retrieval": option}},
+            LONG_STEPS,
+        )
+        for name, option in ((DEVICE, retrieval), (DISK, slow))
+    ]
+
+
+def summarise(steps_s: Sequence[float], noted: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One run's figures.
+
+    Args:
+        steps_s: lengths of all its decode steps.
+        noted: the worker's `recall` before each of the run's last steps, and at the end.
+
+    Returns:
+        ``first_*``: of the first decode step; ``rest_*`` and ``step_ms``: means of the others;
+        means of all, the first included, without a prefix.
+    """
+    before, after_first, end = noted[-len(steps_s) - 1], noted[-len(steps_s)], noted[-1]
+    steps = len(steps_s)
+    return {
+        "first_ms": 1e3 * steps_s[0],
+        "first_units": after_first["recalled"] - before["recalled"],
+        **{f"first_{key}": value for key, value in _means(before, after_first, 1).items()},
+        "step_ms": 1e3 * statistics.mean(steps_s[1:]),
+        **{f"rest_{key}": value for key, value in _means(after_first, end, steps - 1).items()},
+        **_means(before, end, steps),
+        "corrected_share": corrected_share(before, end) or 0.0,
+    }
+
+
+def _means(before: Mapping[str, float], after: Mapping[str, float], steps: int) -> dict[str, float]:
+    """Per step; ``hit_rate`` is of the units that had to be in recall caches."""
+    new = {key: after[key] - before[key] for key in after}
+    return {
+        "hit_rate": 1 - new["missed"] / max(new["looked_up"], 1),
+        "recalled_mib": new["recalled_bytes"] / MIB / steps,
+        "waited_ms": 1e3 * new["waited_s"] / steps,
+        "minor_faults": new["minor_faults"] / steps,
+        "major_faults": new["major_faults"] / steps,
+    }
+
+
+HEADER = (
+    f"{'':>40} |{'first decode step':^22} | {'the others':>16} | all steps\n"
+    f"{'context':>8} {'batch':>5}  {'variant':<24} |{'ms':>7} {'MiB':>6} {'waited':>7} |"
+    f" {'ms/step':>8} {'ratio':>7} | {'corr':>5} {'hits':>6} {'MiB/step':>8} {'ms waited':>9}"
+    f" {'hidden':>6} {'faults':>6}"
+)
+LEGEND = (
+    "corr: KV heads that selected anew; hits: units in slots when a step needed them; hidden: of "
+    "the waiting, what reading ahead saves; faults: page faults per step, not in 'waited'"
+)
+
+
+def line(row: Mapping[str, Any], by_name: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line of the table under `HEADER`; by_name: the variants' rows of the same size."""
+    hidden = ""
+    if row["variant"] == DISK and by_name[UNAIDED]["waited_ms"]:
+        hidden = f"{1 - row['waited_ms'] / by_name[UNAIDED]['waited_ms']:.0%}"
+    ratio = row["step_ms"] / by_name[DEVICE]["step_ms"]
+    faults = row["minor_faults"] + row["major_faults"]
+    return (
+        f"{row['context']:>8,} {row['batch']:>5}  {row['variant']:<24} |{row['first_ms']:>7.1f} "
+        f"{row['first_recalled_mib']:>6.1f} {row['first_waited_ms']:>7.2f} | "
+        f"{row['step_ms']:>8.2f} {ratio:>6.2f}x | {row['corrected_share']:>5.0%} "
+        f"{row['hit_rate']:>6.1%} {row['recalled_mib']:>8.2f} {row['waited_ms']:>9.2f} "
+        f"{hidden:>6} {faults:>6.1f}"
+    )
+
+
+class Steady:
+    """Measures all variants, one context after another."""
+
+    def __init__(self, args: argparse.Namespace, engines: Sequence[EngineProcess]) -> None:
+        self._args = args
+        self._engines = {engine.name: engine for engine in engines}
+        self._tokens = args.steps + 2  # the prompt gives the first, a cold step the second
+        longest = max(args.contexts) - self._tokens
+        documents = Documents(args.model)
+        (self._short,) = documents.take(1, WARM_PROMPT)
+        # Shorter contexts are their beginnings, and small batches the first of them: vLLM's prefix
+        # cache then knows what has been read already.
+        self._documents = documents.take(max(args.batches), longest)
+        self._status = Status()
+
+    def cell(self, context: int, batch: int) -> list[dict[str, Any]]:
+        """One row per variant."""
+        prompts = [text[: context - self._tokens] for text in self._documents[:batch]]
+        for engine in self._engines.values():
+            self._status.set(f"{context:,} x {batch}: prefill, {engine.name}")
+            engine.resume()
+            engine.generate(prompts, 1)
+            engine.pause()
+        runs: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in VARIANTS}
+        for turn in range(self._args.repeats):
+            for variant in VARIANTS if turn % 2 == 0 else VARIANTS[::-1]:
+                self._status.set(f"{context:,} x {batch}: {variant.name}, {turn + 1}")
+                runs[variant.name].append(self._run(variant, prompts))
+        self._status.clear()
+        rows: dict[str, dict[str, Any]] = {}
+        for variant in VARIANTS:
+            found = runs[variant.name]
+            medians = {key: statistics.median(run[key] for run in found) for key in found[0]}
+            size = {"context": context, "batch": batch}
+            named = {"variant": variant.name, "threshold": variant.threshold}
+            rows[variant.name] = size | named | medians
+        for row in rows.values():
+            print(line(row, rows), flush=True)
+        return list(rows.values())
+
+    def _run(self, variant: Variant, prompts: list[list[int]]) -> dict[str, float]:
+        engine = self._engines[variant.engine]
+        engine.resume()
+        engine.generate([self._short], WARM_TOKENS)  # wakes the threads, and takes no slot
+        engine.collective_rpc("prepare_recall", variant.read_ahead, variant.layout)
+        engine.collective_rpc("start_steps")
+        options = {"kv_retrieval": variant.options}
+        timing = engine.generate(prompts, self._tokens, extra_args=options)
+        noted = engine.collective_rpc("stop_steps")
+        engine.pause()
+        if len(timing.steps) != self._tokens - 1:
+            raise EngineError(
+                f"of {self._tokens - 1} decode steps only {len(timing.steps)} had all of "
+                f"{len(prompts)} requests: the prefix cache no longer holds the documents. Ask for "
+                "fewer --contexts or --batches at once."
+            )
+        return summarise(timing.steps, noted)
+
+
+def steady(args: argparse.Namespace) -> dict[str, Any]:
+    """Step times with the cache in memory and on disk."""
+    overrides = yarn_overrides(AutoConfig.from_pretrained(args.model), max(args.contexts))
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        engines = []
+        for spec in engine_specs(args, overrides):
+            log = args.output.with_name(f"slow-home-{spec.name}.log")
+            engines.append(stack.enter_context(EngineProcess(spec, log)))
+            engines[-1].pause()
+        bench = Steady(args, engines)
+        print(HEADER)
+        for context in sorted(args.contexts):
+            for batch in sorted(args.batches):
+                rows += bench.cell(context, batch)
+        print(LEGEND)
+    return {"model": Path(args.model).name, "hf_overrides": overrides, "rows": rows}

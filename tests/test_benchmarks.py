@@ -1,0 +1,191 @@
+"""The speed and memory benchmarks' own arithmetic: what they make of measurements."""
+
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import common, decode, decode_bench, decode_report, slow_capacity, slow_steady
+from benchmarks.tasks import thresholds
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+
+def noted(recalled: int, missed: int, corrected: int, waited_s: float) -> dict[str, float]:
+    """What the worker has counted when a step begins."""
+    return {
+        "looked_up": 0,
+        "sparse_heads": 0,
+        "missed": missed,
+        "corrected": corrected,
+        "recalled": recalled,
+        "recalled_bytes": recalled << 20,
+        "waited_s": waited_s,
+        "minor_faults": 0,
+        "major_faults": 0,
+    }
+
+
+def test_steady_counts_from_the_first_decode_step():
+    prompt, first, second, end = (
+        noted(7, 7, 7, 7.0),
+        noted(7, 7, 7, 7.0),
+        noted(1007, 1007, 57, 7.010),
+        noted(1010, 1009, 67, 7.012),
+    )
+    for step, note in enumerate((first, second, end)):
+        note |= {"looked_up": 1000 * step, "sparse_heads": 50 * step}
+    figures = slow_steady.summarise([0.030, 0.020], [prompt, first, second, end])
+    assert figures["first_ms"] == pytest.approx(30)
+    assert figures["first_units"] == 1000
+    assert figures["first_waited_ms"] == pytest.approx(10)
+    assert figures["first_hit_rate"] == 0
+    assert figures["step_ms"] == pytest.approx(20)
+    assert figures["rest_recalled_mib"] == pytest.approx(3)
+    assert figures["rest_hit_rate"] == pytest.approx(0.998)
+    assert figures["recalled_mib"] == pytest.approx(1003 / 2)
+    assert figures["hit_rate"] == pytest.approx(1 - 1002 / 2000)
+    assert figures["waited_ms"] == pytest.approx(6)
+    assert figures["corrected_share"] == pytest.approx(60 / 100)
+
+
+def test_steady_has_every_threshold_of_the_accuracy_benchmark():
+    found = [v.threshold for v in slow_steady.VARIANTS if v.threshold is not None]
+    assert sorted(found, reverse=True) == thresholds.THRESHOLDS
+
+
+def test_steady_rows_show_what_reading_ahead_hides():
+    figures = slow_steady.summarise([0.03, 0.02], [noted(0, 0, 0, t) for t in (0, 0.01, 0.02)])
+    by_name = {
+        name: {"context": 16384, "batch": 4, "variant": name, **figures, "waited_ms": waited}
+        for name, waited in ((slow_steady.DEVICE, 0), (slow_steady.DISK, 3), ("other", 3))
+    }
+    by_name[slow_steady.UNAIDED] = by_name["other"] | {"waited_ms": 4.0}
+    assert "25%" in slow_steady.line(by_name[slow_steady.DISK], by_name)
+    assert "25%" not in slow_steady.line(by_name["other"], by_name)
+
+
+MODEL = SimpleNamespace(
+    num_hidden_layers=24,
+    num_key_value_heads=2,
+    num_attention_heads=14,
+    hidden_size=896,
+    max_position_embeddings=32768,
+)
+
+
+@pytest.mark.parametrize("mib", [8, 64, 256])
+def test_capacity_is_the_most_that_the_plan_takes(mib):
+    config, memory = RetrievalConfig(budget=512, home="disk"), mib * slow_capacity.MIB
+    most = slow_capacity.largest(config, MODEL, memory)
+    assert most is not None
+    assert most.tiers.fast <= memory
+    assert most.tiers.blocks * slow_capacity.BLOCK > most.tokens
+    limit = MODEL.max_position_embeddings
+    assert most.context <= limit
+    if most.context < limit:
+        longer = most.context + slow_capacity.BLOCK
+        with pytest.raises(RetrievalConfigError):
+            slow_capacity.plan(config, MODEL, memory, most.requests, longer)
+
+
+def test_capacity_without_room_for_a_block():
+    config = RetrievalConfig(budget=512, home="disk")
+    assert slow_capacity.largest(config, MODEL, slow_capacity.MIB) is None
+
+
+def capacity_row(**changes: Any) -> dict[str, Any]:
+    """What `capacity` stores of a run that meets the goal."""
+    parts = dict.fromkeys(slow_capacity.PARTS, 12 * slow_capacity.MIB)
+    return {
+        "fast_memory": 64 * slow_capacity.MIB,
+        "stock_tokens": 5461,
+        "tokens": 65536,
+        "requests": 2,
+        "context": 32768,
+        "ratio": 12.0,
+        "planned": {**parts, "streams_dense": True},
+        "allocated": parts,
+        "stock_says": "To serve at least one request ...",
+        "stock_blocks_tokens": 5376,
+        "found": 2,
+        "samples": 2,
+        "at_once": 2,
+        "home_memory": {
+            "file": 800 << 20,
+            "page_cache": 700 << 20,
+            "mapped": 0,
+            "request_state": 9,
+        },
+        "memory": {"own": 1 << 30},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "passed"),
+    [
+        ({}, True),
+        ({"ratio": 7.9}, False),
+        ({"found": 1}, False),
+        ({"allocated": dict.fromkeys(slow_capacity.PARTS, 13 * slow_capacity.MIB)}, False),
+        ({"fast_memory": 8 * slow_capacity.MIB}, None),
+    ],
+)
+def test_capacity_verdict(changes, passed):
+    row = capacity_row(**changes)
+    assert slow_capacity.verdict(row) is passed
+    shown = slow_capacity.report(row)
+    assert ("PASS" in shown, "FAIL" in shown) == (passed is True, passed is False)
+    assert "700 MiB of page cache" in shown
+
+
+def decode_cell(context: int, prefill: list[float], **changes: Any) -> dict[str, Any]:
+    """A cell of `benchmarks.decode`, in which freekv takes half as long."""
+    times = {"prefill_s": prefill, "first_token_s": prefill}
+    engines: dict[str, Any] = {
+        name: {"step_ms": [{"mean": ms}, {"mean": ms}], **times}
+        for name, ms in (("stock", 40.0), ("freekv", 20.0))
+    }
+    engines["freekv"]["retrieval"] = {"corrected_share": 0.72}
+    size = {"context": context, "batch": 1, "engines": engines, "one_by_one": False}
+    return {**size, "started_first": "stock", "build": MINE, **changes}
+
+
+MINE = {"version": "0.1.0", "code": "a", "commit": "mine", "dirty": False}
+OTHER = {"version": "0.1.0", "code": "b", "commit": "other", "dirty": False}
+
+
+def decode_summary(cells: list[dict[str, Any]], **changes: Any) -> str:
+    """The text that `benchmarks.decode` prints of these cells."""
+    store = {"build": MINE, "settings": {"budget": 1024}, "cells": cells, **changes}
+    return decode_report.summary(store | {"acceptance": decode_report.acceptance(store)})
+
+
+def test_decode_rows_show_the_corrected_share_and_what_is_of_another_build():
+    shown = decode_summary([decode_cell(16384, [9.0]), decode_cell(32768, [9.0], build=OTHER)])
+    first, second = (line for line in shown.splitlines() if "2.00x" in line)
+    assert "72%" in first
+    assert not first.endswith("\N{DAGGER}")
+    assert second.endswith("\N{DAGGER}")
+    assert "of another build: 0.1.0 (other)" in shown
+    assert "random" not in shown
+
+
+def test_decode_without_prefill_says_so_and_judges_none():
+    shown = decode_summary([decode_cell(32768, [])], settings={"budget": 1024, "fill": True})
+    assert "for timing only" in shown
+    assert "PASS 2.000  decode at 32,768, batch 1" in shown
+    assert "not measured  prefill beyond the budget" in shown
+
+
+def test_decode_resumes_its_own_settings_alone(tmp_path):
+    settings = decode_bench.Settings("m", {}, "freekv", 1024, {}, 48, 5, 10, 120.0, 0.0, False)
+    path = tmp_path / "decode.json"
+    stored = asdict(settings)
+    del stored["fill"]  # written before there was this option
+    common.write_json(path, {"settings": stored, "cells": [], "build": OTHER})
+    assert decode.earlier(path, settings) == {"cells": []}
+    with pytest.raises(SystemExit, match="other settings"):
+        decode.earlier(path, replace(settings, fill=True))
