@@ -51,17 +51,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def all_cores() -> dict[str, str]:
-    """Environment that gives vLLM's CPU worker every core of this machine, without hogging it.
-
-    On its own vLLM keeps one core back for its front end, which halves a worker on two cores.
-    With all cores taken, threads that spin for milliseconds between two parallel regions would
-    make vLLM's other processes wait for the scheduler's next tick (4 ms here, in a step of 25).
-    """
-    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
-    return {"VLLM_CPU_OMP_THREADS_BIND": cores, "GOMP_SPINCOUNT": "20000"}
-
-
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide a result, where installed."""
     found = {"python": platform.python_version()}

@@ -32,7 +32,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, all_cores
+from benchmarks.common import ROOT
+from vllm_kvretrieval.engine.advice import all_cores
 
 POLL_S = 1.0
 SHUTDOWN_S = 15.0

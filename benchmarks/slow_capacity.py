@@ -156,6 +156,7 @@ def serve(args: argparse.Namespace, memory: int, capacity: Capacity) -> dict[str
         memory,
         capacity.requests,
         slow_worker.EXTENSION,
+        dtype="bfloat16",
         home="disk",
     ) as llm:
         label = f"{capacity.context:,} tokens on disk"

@@ -16,10 +16,10 @@ from vllm.inputs import TokensPrompt
 from vllm.logprobs import FlatLogprobs
 
 from benchmarks import worker_counts
-from benchmarks.common import all_cores
 from benchmarks.tasks.base import Sample
 from benchmarks.tasks.forcing import FORCED_TOKENS, ForceTokens
 from benchmarks.tasks.metrics import TOP_LOGPROBS, Generated, Scored
+from vllm_kvretrieval.engine.advice import all_cores, slow_bfloat16
 
 BATCH = 4
 """Requests decoded together."""
@@ -35,6 +35,7 @@ def open_engine(
     kv_cache_bytes: int = _KV_CACHE_BYTES,
     batch: int = BATCH,
     extension: str = worker_counts.EXTENSION,
+    dtype: str = "float32" if slow_bfloat16() else "bfloat16",
     **options: Any,
 ) -> Iterator[LLM]:
     """Start a vLLM engine and shut it down at the end.
@@ -46,6 +47,7 @@ def open_engine(
         kv_cache_bytes: memory for the KV cache.
         batch: most requests at once.
         extension: what a retrieval engine has as its worker's extension.
+        dtype: of weights and KV cache; by default what this machine computes with at speed.
         options: further ``kv_retrieval`` options.
     """
     retrieval: dict[str, Any] = {}
@@ -58,7 +60,7 @@ def open_engine(
     os.environ |= all_cores()
     llm = LLM(
         model=str(model),
-        dtype="bfloat16",
+        dtype=dtype,
         max_model_len=context,
         max_num_seqs=batch,
         max_logprobs=TOP_LOGPROBS,

@@ -23,6 +23,7 @@ from vllm_kvretrieval.attention.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.staging import BLOCK_SIZE, ISAS, PrefillStaging
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.advice import startup_advice
 from vllm_kvretrieval.engine.allocation import allocate_kv_cache
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.requests import RequestTable
@@ -379,6 +380,9 @@ class RetrievalCPUWorker(CPUWorker):
 
         config = self.retrieval_config
         budget = config.page_budget()
+        advice = startup_advice(self.model_config.dtype, self.parallel_config.local_world_size)
+        if advice is not None and self.rank == 0:
+            logger.warning(advice)
         states = [impl.state for impl in self.retrieval_layers.values() if impl.state is not None]
         size = sum(s.index.numel() * s.index.element_size() for s in states)
         logger.info(
