@@ -147,6 +147,48 @@ def test_extreme_values_and_ties(isa):
     assert rows.page_table[0, :7].tolist() == [0, 40, 41, 42, 43, 44, 63]
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 4])
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("gap", [0, 66, 80, 88, 120, 400])
+def test_a_page_far_above_the_others(isa, gap, parts, group):
+    """Softmax leaves nothing of the others; they keep their order, whatever the group does."""
+    torch.manual_seed(gap)
+    pages, head_size = 203, 64
+    state = make_state(pages, 1, 2, group, head_size, torch.float32, max_selected=9, parts=parts)
+    state = replace(state, scale=1.0)
+    entries = pages * parts - parts // 2  # the last page is not full
+    bounds = 5 * torch.randn(pages * parts, 2, head_size)
+    bounds[0] = bounds.max() + gap
+    bounds[parts * 60, :, :1] = bounds.max() - 3  # one that the first query head wants as much
+    # Minimum and maximum are equal and query head g reads channel g: the bounds are exact.
+    state.index.copy_(bounds[:, :, None].expand_as(state.index))
+    query = torch.eye(head_size)[:group].repeat(2, 1)[None]
+    rows = make_rows([entries * PAGE // parts], state, (1, 2, 9), fresh=1)
+    rows.block_table = torch.arange(pages, dtype=torch.int32)[None]
+    expected, ours = copy_of(state), clone_rows(rows)
+    reference.plan_decode(query, rows, expected)
+    cpu.plan_decode(query, ours, state)
+    assert rows.page_table.equal(ours.page_table)
+    if group == parts == 1:
+        best = bounds[1:-2, :, 0].topk(9, dim=0).indices.sort(dim=0).values + 1
+        assert state.prev_selection[0].T.equal(best.int())
+
+
+def test_queries_that_are_no_numbers_select_pages(isa):
+    """Some pages of the context, each once."""
+    for value in (float("nan"), float("inf")):
+        state = make_state(64, 1, 1, 2, 64, torch.float32)
+        rows = make_rows([64 * PAGE], state, (1, 1, 5), fresh=1)
+        rows.block_table = torch.arange(64, dtype=torch.int32)[None]
+        query = torch.randn(1, 2, 64)
+        query[0, 1, 7] = value
+        cpu.plan_decode(query, rows, state)
+        selected = rows.page_table[0, 1:6]
+        assert torch.equal(selected, selected.unique())
+        assert selected.min() > 0
+        assert selected.max() < 63
+
+
 @pytest.mark.parametrize(
     ("tau", "always"), [(1.0, True), (2.0, True), (-1.0, False), (-3.0, False)]
 )

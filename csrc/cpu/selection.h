@@ -2,14 +2,21 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
+#include <vector>
 
 #include "simd.h"
 
 namespace kvr {
 namespace KVR_ISA {
+
+// Pooled scores below this cannot be told apart: exp_nonpositive makes all that is 87 below a head's
+// best bound equal, and what comes before it loses bits where it is weighted.
+constexpr float kLeastScore = 0x1p-100f;
 
 // scores[g][0..n) -> scores[0][0..n): the mean over the group of softmax over j.
 // Rows are padded to a multiple of kWidth by the caller's stride; the padding is overwritten.
@@ -87,6 +94,43 @@ inline void top_k(const float* values, int n, int k, int32_t offset, int32_t* ou
       taken += tie || bits > floor;
     }
   }
+}
+
+// The k best of pages [first, last), k > 0, in rising order, by the logarithm of what pool_group and
+// sum_parts make of bounds[g][0..n): however far apart the bounds are, nothing underflows. Bounds
+// that are no numbers count least.
+inline void top_k_of_logs(const float* bounds, int64_t stride, int group, int n, int parts,
+                          int first, int last, int k, int32_t* out) {
+  constexpr double kNone = -std::numeric_limits<double>::infinity();
+  const auto add = [](double total, double log) { return log > -40 ? total + std::exp(log) : total; };
+  thread_local std::vector<double> norms, logs;
+  thread_local std::vector<int32_t> order;
+  norms.resize(group);
+  for (int g = 0; g < group; ++g) {
+    const float* b = bounds + g * stride;
+    const double top = *std::max_element(b, b + n);
+    double total = 0;
+    for (int j = 0; j < n; ++j) total = add(total, b[j] - top);
+    norms[g] = top + std::log(total);
+  }
+  logs.resize(last);
+  for (int page = first; page < last; ++page) {
+    const int begin = page * parts, end = std::min(n, begin + parts);
+    double top = kNone, total = 0;
+    for (int g = 0; g < group; ++g)
+      for (int j = begin; j < end; ++j) top = std::max(top, bounds[g * stride + j] - norms[g]);
+    for (int g = 0; g < group; ++g)
+      for (int j = begin; j < end; ++j) total = add(total, bounds[g * stride + j] - norms[g] - top);
+    const double log = top + std::log(total);
+    logs[page] = std::isnan(log) ? kNone : log;
+  }
+  order.resize(last - first);
+  std::iota(order.begin(), order.end(), first);
+  std::nth_element(order.begin(), order.begin() + k, order.end(), [&](int32_t a, int32_t b) {
+    return logs[a] != logs[b] ? logs[a] > logs[b] : a < b;
+  });
+  std::copy_n(order.begin(), k, out);
+  std::sort(out, out + k);
 }
 
 }  // namespace KVR_ISA

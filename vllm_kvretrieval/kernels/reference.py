@@ -1,8 +1,10 @@
 """The ops in plain torch: their specification. Slow, and meant to be read."""
 
+import math
 from collections import Counter, OrderedDict
 
 import torch
+import torch.nn.functional as F
 
 from vllm_kvretrieval.kernels.types import DecodeRows, LayerState
 
@@ -114,7 +116,10 @@ def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor)
 
 
 def page_scores(query: torch.Tensor, index: torch.Tensor, scale: float, parts: int) -> torch.Tensor:
-    """Pooled score of every page for one KV head (FreeKV, section 3.2).
+    """Logarithm of the pooled score of every page for one KV head (FreeKV, section 3.2).
+
+    In logarithms pages keep their order however far apart the bounds are, as they are where a
+    sink takes nearly all attention: softmax itself underflows to nothing below 87 or so.
 
     Args:
         query: [group, head_size].
@@ -123,13 +128,15 @@ def page_scores(query: torch.Tensor, index: torch.Tensor, scale: float, parts: i
         parts: Entries per page; the last page may have fewer.
 
     Returns:
-        float32 [pages]: the mean over the group of the softmax over entries of the upper bound
-        ``sum_c max(q_c * min_c, q_c * max_c) * scale``, summed over the page's entries.
+        float64 [pages]: the logarithm of the softmax over entries of the upper bound
+        ``sum_c max(q_c * min_c, q_c * max_c) * scale``, summed over the group and the page's
+        entries. (The mean over the group is less by the logarithm of its size.)
     """
     products = query.float()[:, None, None, :] * index.float()
     bounds = products.amax(dim=2).sum(dim=-1) * scale
-    scores = bounds.softmax(dim=-1).mean(dim=0)
-    return torch.stack([page.sum() for page in scores.split(parts)])
+    pooled = bounds.double().log_softmax(dim=-1).logsumexp(dim=0)
+    missing = -len(pooled) % parts  # entries of the last page
+    return F.pad(pooled, (0, missing), value=-math.inf).view(-1, parts).logsumexp(dim=-1)
 
 
 def top_pages(scores: torch.Tensor, count: int) -> torch.Tensor:

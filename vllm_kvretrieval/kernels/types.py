@@ -175,7 +175,8 @@ class Ops(Protocol):
         bound of its attention scores, pool them over the group as the mean of their softmax over
         all entries, add up each page's, and select the best ``select_pages`` between sink and
         window. A head below the threshold, or fresh, attends to this new selection, any other to
-        that of the previous step; the new one is kept for the next. Ties go to the earlier page.
+        that of the previous step; the new one is kept for the next. Ties go to the earlier page;
+        scores that underflow do not tie, but keep the order of their logarithms.
         Bytes moved: ``2 * head_size`` elements of index per (``summary_size`` tokens of context,
         KV head).
 
