@@ -1,6 +1,7 @@
 """The page index made from vLLM's KV cache, against the one that is kept as keys are written."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,8 @@ def test_what_does_not_fit_is_refused():
         (2, length - 32, "with 0 tokens"),
         (3, replace(state, summary_size=4, index=state.index.repeat(8, 1, 1, 1)), "only 8 to 128"),
     ):
+        misfits: list[Any] = [*fits]
+        misfits[place] = wrong
         with pytest.raises(ValueError, match=message):
-            cpu.index_pages(*fits[:place], wrong, *fits[place + 1 :])
+            cpu.index_pages(*misfits)
     assert same_bits(state.index, before)

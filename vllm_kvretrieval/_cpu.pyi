@@ -1,10 +1,12 @@
 """Types of the compiled extension; see csrc/cpu/bindings.cpp."""
 
+import torch
+
 class DecodeRows:
     def __init__(self, *args: int) -> None: ...
 
 class LayerState:
-    def __init__(self, *args: float) -> None: ...
+    def __init__(self, dtype: int, torch_dtype: torch.dtype, *args: float) -> None: ...
 
 class RecallCache:
     used: int
@@ -28,9 +30,19 @@ class MappingGuard:
     def take(self) -> list[int]: ...
 
 def isa() -> str: ...
+def isas() -> list[str]: ...
 def use_isa(isa: str) -> None: ...
 def update_index(
-    keys: int, key_stride: int, slot_mapping: int, num_tokens: int, layer: LayerState
+    keys: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    torch_dtype: torch.dtype,
+    slot_mapping: int,
+    num_tokens: int,
+    layer: LayerState,
+) -> None: ...
+def index_pages(
+    cache: int, layout: int, pages: int, lengths: int, num_pages: int, layer: LayerState
 ) -> None: ...
 def stage_pages(
     source: int,
@@ -43,4 +55,11 @@ def stage_pages(
     head_size: int,
     element_size: int,
 ) -> None: ...
-def plan_decode(query: int, query_stride: int, rows: DecodeRows, layer: LayerState) -> None: ...
+def plan_decode(
+    query: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    torch_dtype: torch.dtype,
+    rows: DecodeRows,
+    layer: LayerState,
+) -> None: ...

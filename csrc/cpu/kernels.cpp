@@ -241,6 +241,10 @@ struct Planner {
   int summaries(int row) const {
     return (rows.seq_lens[row] + layer.summary_size - 1) / layer.summary_size;
   }
+  Summaries<E> summaries_of(int row) const {
+    return {static_cast<const E*>(layer.index), blocks(row), __builtin_ctz(parts()),
+            layer.head_size, layer.kv_heads};
+  }
   const int32_t* blocks(int row) const { return rows.block_table + row * rows.block_table_stride; }
   const E* query(int row, int head) const {
     return queries + row * query_stride + int64_t(head) * group_elements();
@@ -250,20 +254,19 @@ struct Planner {
   // the index is read in its order.
   void score(int row, int begin, int end, float* scores, int64_t unit_stride, int64_t stride) const {
     const SplitQuery<E> q(query(row, 0), layer.kv_heads * group_elements());
+    const Summaries<E> context = summaries_of(row);
     for (int first = begin; first < end; first += kBlock)
       for (int head = 0; head < layer.kv_heads; ++head)
-        score_head(row, head, q, head * layer.group, first, std::min(first + kBlock, end), end,
+        score_head(q, head * layer.group, context, head, first, std::min(first + kBlock, end), end,
                    scores + head * unit_stride, stride);
   }
 
-  void score_head(int row, int head, const SplitQuery<E>& q, int query_head, int begin, int end,
-                  int limit, float* scores, int64_t stride) const {
-    const Summaries<E> summaries{static_cast<const E*>(layer.index), blocks(row),
-                                 __builtin_ctz(parts()), layer.head_size, layer.kv_heads};
+  void score_head(const SplitQuery<E>& q, int query_head, const Summaries<E>& context, int head,
+                  int begin, int end, int limit, float* scores, int64_t stride) const {
     for (int g = 0; g < layer.group; g += kGroupBlock)
-      score_fn<E>(std::min(kGroupBlock, layer.group - g))(q, query_head + g, summaries, head, begin,
-                                                          end, limit, layer.scale,
-                                                          scores + g * stride, stride);
+      score_fn<E>(std::min(kGroupBlock, layer.group - g))(
+          q, query_head + g, context, head, begin, end, limit, layer.scale, scores + g * stride,
+          stride);
   }
 
   // Selects for the next step, decides whose selection this step attends to, writes the page list.
@@ -309,7 +312,8 @@ struct Planner {
     if (std::all_of(best, best + k, [&](int32_t page) { return scores[page] >= kLeastScore; }))
       return;
     // The bounds once more: pooling took their place.
-    score_head(row, head, SplitQuery<E>(q, group_elements()), 0, 0, n, n, scores, stride);
+    const SplitQuery<E> split(q, group_elements());
+    score_head(split, 0, summaries_of(row), head, 0, n, n, scores, stride);
     top_k_of_logs(scores, stride, layer.group, n, parts(), first, last, k, best);
   }
 
