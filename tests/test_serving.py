@@ -74,7 +74,7 @@ def test_request_options(server):
 @pytest.mark.parametrize(
     ("xargs", "message"),
     [
-        ({"kv_retrieval_budget": 1024}, "kv_retrieval.budget=1024 exceeds the server's budget"),
+        ({"kv_retrieval_budget": 1024}, "kv_retrieval.budget=1024 exceeds the server's limit"),
         ({"kv_retrieval_budget": 500}, "kv_retrieval.budget=500 must be a positive multiple"),
         ({"kv_retrieval_budget": "much"}, "kv_retrieval.budget='much' must be a whole number"),
         ({"kv_retrieval_bugdet": 512}, "kv_retrieval of a request has no option 'bugdet'"),

@@ -6,6 +6,7 @@ import urllib.request
 import pytest
 
 from tests.server import BUDGET, KEY, PROMPT, serving
+from vllm_kvretrieval.engine.advice import preferred_dtype
 
 PAGE = 16
 
@@ -20,7 +21,8 @@ def disk(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, disk):
     options = ("--kv-retrieval.home", "disk", "--kv-retrieval.home_path", str(disk))
-    slots = ("--kv-retrieval.recall_cache_bytes", "96MiB", "--kv-retrieval.page_size", str(PAGE))
+    size = "96MiB" if preferred_dtype() == "auto" else "192MiB"  # of float32
+    slots = ("--kv-retrieval.recall_cache_bytes", size, "--kv-retrieval.page_size", str(PAGE))
     log = tmp_path_factory.mktemp("server") / "log.txt"
     with serving(log, *options, *slots, "--enforce-eager") as server:
         yield server

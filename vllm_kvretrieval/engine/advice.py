@@ -16,7 +16,7 @@ SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 def slow_bfloat16() -> bool:
     """Whether this is an x86 CPU without AVX-512 BF16 and AMX.
 
-    It computes with 16-bit numbers by way of 32-bit ones, several times as slowly as with float32.
+    It computes with 16-bit numbers by way of 32-bit ones, far more slowly than with float32.
     """
     return platform.machine() == "x86_64" and not (
         torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -52,7 +52,7 @@ def startup_advice(dtype: torch.dtype, workers: int) -> str | None:
     if dtype in (torch.bfloat16, torch.float16) and slow_bfloat16():
         advice.append(
             f"{str(dtype).removeprefix('torch.')} is slow on a CPU without AVX-512 BF16 and AMX; "
-            "--dtype float32 computes prompts several times as fast"
+            "--dtype float32 computes prompts much faster"
         )
     # vLLM binds the worker's own threads; its parent may run on every core.
     cores = _cores(os.getppid())
