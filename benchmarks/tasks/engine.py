@@ -17,6 +17,7 @@ from vllm.logprobs import FlatLogprobs
 
 from benchmarks import worker_counts
 from benchmarks.common import all_cores
+from benchmarks.engines import LONG_STEPS
 from benchmarks.tasks.base import Sample
 from benchmarks.tasks.forcing import FORCED_TOKENS, ForceTokens
 from benchmarks.tasks.metrics import TOP_LOGPROBS, Generated, Scored
@@ -55,7 +56,7 @@ def open_engine(
             "worker_extension_cls": extension,
             "additional_config": {"kv_retrieval": {"budget": budget} | options},
         }
-    os.environ |= all_cores()
+    os.environ |= all_cores() | LONG_STEPS
     llm = LLM(
         model=str(model),
         dtype="bfloat16",
