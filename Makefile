@@ -79,9 +79,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(CODE)
 
+# pytest comes last: it ends with what ran and which instruction sets this machine has for it.
 test: lint build models
-	$(BIN)/python -m pytest
 	$(BIN)/python -m benchmarks.accuracy --quick --out build/accuracy-quick.json
+	$(BIN)/python -m pytest
 
 bench: build models
 	$(BIN)/python -m benchmarks.decode

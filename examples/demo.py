@@ -20,14 +20,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import openai
+
+from vllm_kvretrieval.engine.advice import all_cores, preferred_dtype
 
 ROOT = Path(__file__).resolve().parent.parent
 NOVEL = ROOT / "benchmarks" / "data" / "emma.txt.xz"
@@ -56,11 +59,13 @@ class Server:
     Args:
         model: path or name of the model.
         options: further command-line options of `vllm serve`.
+        settings: of its environment.
         log: file that receives the server's output, from vLLM's debug level up.
     """
 
-    def __init__(self, model: str, options: list[str], log: Path) -> None:
+    def __init__(self, model: str, options: list[str], settings: dict[str, str], log: Path) -> None:
         self.log = log
+        self._settings = settings
         self.port = _free_port()
         executable = Path(sys.executable).with_name("vllm")
         address = ["--host", HOST, "--port", str(self.port)]
@@ -75,17 +80,19 @@ class Server:
     @property
     def command(self) -> str:
         """The command as a user would type it."""
-        return shlex.join(["vllm", *self._command[1:]])
+        settings = [f"{name}={value}" for name, value in self._settings.items()]
+        return shlex.join([*settings, "vllm", *self._command[1:]])
 
     def __enter__(self) -> Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        logging = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_NO_USAGE_STATS": "1"}
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_NO_USAGE_STATS": "1"},
+                env=os.environ | self._settings | logging,
                 start_new_session=True,
             )
         return self
@@ -165,6 +172,26 @@ class Progress:
         """Close the line."""
         print(f"\r\033[K{result}" if self._live else result, flush=True)
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Callable[[], None]]:
+        """Keep the line up to date until what it gives is called, or the block is left."""
+        start, over = time.monotonic(), threading.Event()
+
+        def tick() -> None:
+            while not over.wait(POLL_S):
+                self(time.monotonic() - start)
+
+        def stop() -> None:
+            over.set()
+            thread.join()
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        try:
+            yield stop
+        finally:
+            stop()
+
 
 def document() -> str:
     """The beginning of the novel, with the fact as a paragraph of its own in the middle."""
@@ -178,25 +205,31 @@ def document() -> str:
 def ask(client: openai.OpenAI, model: str, prompt: str) -> Reply:
     """Put one question to the server and stream the answer to the terminal."""
     start = time.perf_counter()
-    stream = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": prompt}],
-        max_tokens=MAX_TOKENS,
-        temperature=0.0,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
     text, request_id, first, last, tokens = "", "", 0.0, 0.0, 0
-    for chunk in stream:
-        request_id = chunk.id
-        if chunk.usage is not None:
-            tokens = chunk.usage.completion_tokens
-        for choice in chunk.choices:
-            if piece := choice.delta.content:
-                last = time.perf_counter() - start
-                first = first or last
-                text += piece
-                print(piece, end="", flush=True)
+    progress = Progress("the server reads the document:")
+    with progress.running() as stop:
+        stream = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=MAX_TOKENS,
+            temperature=0.0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        for chunk in stream:
+            request_id = chunk.id
+            if chunk.usage is not None:
+                tokens = chunk.usage.completion_tokens
+            for choice in chunk.choices:
+                if piece := choice.delta.content:
+                    last = time.perf_counter() - start
+                    if not text:
+                        stop()
+                        first = last
+                        progress.done(f"The answer, after {first:.1f} s:")
+                        print("  ", end="")
+                    text += piece
+                    print(piece, end="", flush=True)
     print()
     return Reply(request_id, text, tokens, first, last - first)
 
@@ -232,7 +265,12 @@ def run(args: argparse.Namespace) -> bool:
     """Serve, ask, report; returns whether the answer holds the fact."""
     options = ["--attention-backend", args.backend, "--kv-retrieval.budget", str(args.budget)]
     options += ["--max-model-len", "8192", "--kv-cache-memory-bytes", "1G", "--enforce-eager"]
-    with Server(args.model, options, args.log) as server:
+    if (dtype := preferred_dtype()) != "auto":
+        print(f"Without AVX-512 BF16 and AMX, bfloat16 is slow on this CPU: {dtype} it is.")
+        options += ["--dtype", dtype]
+    settings = all_cores()
+    print("The server computes on all cores; by itself vLLM would keep one to its front end.")
+    with Server(args.model, options, settings, args.log) as server:
         print(f"$ {server.command}\n  log: {args.log}")
         progress = Progress("starting the server")
         ready = server.wait_ready(progress)
@@ -245,7 +283,7 @@ def run(args: argparse.Namespace) -> bool:
         text = document()
         words = f"{len(text.split()):,} words"
         print(f"\nThe document: the beginning of Jane Austen's Emma, {words}; in its middle:")
-        print(f"  {FACT}\nThe question:\n  {QUESTION}\nThe answer:\n  ", end="", flush=True)
+        print(f"  {FACT}\nThe question:\n  {QUESTION}")
         try:
             reply = ask(client, args.model, f"Read this text.\n\n{text}\n\n{QUESTION}")
         except openai.OpenAIError as error:

@@ -1,7 +1,6 @@
 """Checkpoints, engines and texts for tests."""
 
 import gc
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 
 from benchmarks.texts import excerpt
+from vllm_kvretrieval.engine.advice import all_cores, preferred_dtype
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 SHUTDOWN_S = 30
@@ -47,16 +47,6 @@ def random_llama(path: Path, layers: int, kv_heads: int) -> str:
     return str(path)
 
 
-def cores(options: dict[str, Any]) -> str:
-    """vLLM's notation for all cores of this machine, dealt out to the workers of an engine.
-
-    On its own vLLM keeps one back for its front end, which halves a worker on two cores.
-    """
-    workers = options.get("tensor_parallel_size", 1)
-    ours = [str(core) for core in sorted(os.sched_getaffinity(0))]
-    return "|".join(",".join(ours[i::workers]) for i in range(workers))
-
-
 def processes() -> list[psutil.Process]:
     """All processes below this one; Python's resource tracker, which stays, is left out."""
     return [
@@ -70,19 +60,22 @@ def processes() -> list[psutil.Process]:
 def engine(model: str, **options: Any) -> Iterator[LLM]:
     """A vLLM engine whose processes are gone at the end, so that the next one has the machine.
 
-    Its cache holds 1 GiB unless ``options`` say otherwise; ``collective_rpc`` takes functions. The
-    scheduler runs in this process and the worker in another, so that a step is a step, and what is
-    handed in between two steps arrives between them.
+    It computes on all cores, in float32 where bfloat16 is slow, and its cache holds 1 GiB, unless
+    ``options`` say otherwise; ``collective_rpc`` takes functions. The scheduler runs in this
+    process and the worker in another, so that a step is a step, and what is handed in between two
+    steps arrives between them.
     """
     before = set(processes())
     defaults = {
+        "dtype": preferred_dtype(),
         "kv_cache_memory_bytes": 1 << 30,
         "disable_log_stats": True,
         "distributed_executor_backend": "mp",
     }
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", cores(defaults | options))
+        for name, value in all_cores(options.get("tensor_parallel_size", 1)).items():
+            environment.setenv(name, value)
         environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         llm = LLM(model=model, **defaults | options)
         try:

@@ -17,6 +17,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.engine import checkpoint
+from vllm_kvretrieval.engine.advice import all_cores, preferred_dtype
 
 MODEL = "SmolLM2-135M-Instruct"
 BUDGET = 512
@@ -50,15 +51,16 @@ class Server:
             *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL),
             *("--attention-backend", "freekv", "--kv-retrieval.budget", str(BUDGET)),
             *("--max-model-len", "4096", "--max-num-seqs", "8", "--async-scheduling"),
-            *("--kv-cache-memory-bytes", "1G"),
+            *("--kv-cache-memory-bytes", "1G", "--dtype", preferred_dtype()),
             *options,
         ]
+        settings = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_NO_USAGE_STATS": "1"}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_NO_USAGE_STATS": "1"},
+                env=os.environ | all_cores() | settings,
             )
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 

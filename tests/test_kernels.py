@@ -1,24 +1,15 @@
 """The compiled ops against their plain-torch specification, per instruction set."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
 import pytest
 import torch
 
 from vllm_kvretrieval.kernels import DecodeRows, LayerState, cpu, reference
 
 PAGE = 32
-ISAS = ("avx512_bf16", "avx512", "avx2", "portable")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    best = cpu.isa()
-    try:
-        cpu.use_isa(request.param)
-    except ValueError:
-        pytest.skip(f"this machine does not run {request.param}")
-    yield request.param
-    cpu.use_isa(best)
 
 
 def make_state(pages, slots, kv_heads, group, head_size, dtype, max_selected=64, parts=1):
@@ -156,6 +147,48 @@ def test_extreme_values_and_ties(isa):
     assert rows.page_table[0, :7].tolist() == [0, 40, 41, 42, 43, 44, 63]
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 4])
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("gap", [0, 66, 80, 88, 120, 400])
+def test_a_page_far_above_the_others(isa, gap, parts, group):
+    """Softmax leaves nothing of the others; they keep their order, whatever the group does."""
+    torch.manual_seed(gap)
+    pages, head_size = 203, 64
+    state = make_state(pages, 1, 2, group, head_size, torch.float32, max_selected=9, parts=parts)
+    state = replace(state, scale=1.0)
+    entries = pages * parts - parts // 2  # the last page is not full
+    bounds = 5 * torch.randn(pages * parts, 2, head_size)
+    bounds[0] = bounds.max() + gap
+    bounds[parts * 60, :, :1] = bounds.max() - 3  # one that the first query head wants as much
+    # Minimum and maximum are equal and query head g reads channel g: the bounds are exact.
+    state.index.copy_(bounds[:, :, None].expand_as(state.index))
+    query = torch.eye(head_size)[:group].repeat(2, 1)[None]
+    rows = make_rows([entries * PAGE // parts], state, (1, 2, 9), fresh=1)
+    rows.block_table = torch.arange(pages, dtype=torch.int32)[None]
+    expected, ours = copy_of(state), clone_rows(rows)
+    reference.plan_decode(query, rows, expected)
+    cpu.plan_decode(query, ours, state)
+    assert rows.page_table.equal(ours.page_table)
+    if group == parts == 1:
+        best = bounds[1:-2, :, 0].topk(9, dim=0).indices.sort(dim=0).values + 1
+        assert state.prev_selection[0].T.equal(best.int())
+
+
+def test_queries_that_are_no_numbers_select_pages(isa):
+    """Some pages of the context, each once."""
+    for value in (float("nan"), float("inf")):
+        state = make_state(64, 1, 1, 2, 64, torch.float32)
+        rows = make_rows([64 * PAGE], state, (1, 1, 5), fresh=1)
+        rows.block_table = torch.arange(64, dtype=torch.int32)[None]
+        query = torch.randn(1, 2, 64)
+        query[0, 1, 7] = value
+        cpu.plan_decode(query, rows, state)
+        selected = rows.page_table[0, 1:6]
+        assert torch.equal(selected, selected.unique())
+        assert selected.min() > 0
+        assert selected.max() < 63
+
+
 @pytest.mark.parametrize(
     ("tau", "always"), [(1.0, True), (2.0, True), (-1.0, False), (-3.0, False)]
 )
@@ -184,9 +217,158 @@ def test_many_rows_share_bounded_scratch(isa):
     assert torch.equal(expected.prev_selection, state.prev_selection)
 
 
+def test_two_engines_plan_at_the_same_time(isa):
+    """Engines in one process, stepped from a thread each."""
+
+    def plans(pages):
+        state = make_state(pages, 4, 2, 4, 64, torch.float32)
+        rows = make_rows([pages * PAGE] * 4, state, (1, 2, 9), fresh=1)
+        query = torch.randn(4, 8, 64)
+        expected = clone_rows(rows)
+        cpu.plan_decode(query, expected, copy_of(state))
+        for _ in range(200):
+            cpu.plan_decode(query, rows, state)
+            yield rows.page_table.equal(expected.page_table)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(all, [plans(300), plans(330)]))
+
+
 def test_wrong_tensors_are_refused():
     state = make_state(20, 1, 1, 1, 64, torch.bfloat16)
+    query = torch.zeros(1, 1, 64, dtype=torch.bfloat16)
     rows = make_rows([20 * PAGE], state, (1, 1, 2))
     rows.threshold = rows.threshold.double()
     with pytest.raises(ValueError, match="threshold must be torch"):
-        cpu.plan_decode(torch.zeros(1, 1, 64, dtype=torch.bfloat16), rows, state)
+        cpu.plan_decode(query, rows, state)
+    rows = make_rows([20 * PAGE], state, (1, 1, 2))
+    rows.window_pages = rows.window_pages[:0]
+    with pytest.raises(ValueError, match="window_pages has 0 rows, seq_lens 1"):
+        cpu.plan_decode(query, rows, state)
+    rows = make_rows([20 * PAGE], state, (1, 1, 2))
+    for name in ("index", "prev_query", "prev_selection"):
+        wrong = copy_of(state)
+        setattr(wrong, name, torch.cat([getattr(wrong, name)] * 2, dim=-1)[..., ::2])
+        with pytest.raises(ValueError, match=f"{name} must be torch.* and contiguous"):
+            cpu.plan_decode(query, rows, wrong)
+    wrong = copy_of(state)
+    wrong.prev_selection = wrong.prev_selection.repeat(2, 1, 1)
+    with pytest.raises(ValueError, match=r"prev_selection must be torch.int32 \(1, 1, 64\)"):
+        cpu.plan_decode(query, rows, wrong)
+    wrong = replace(copy_of(state), summary_size=12)
+    with pytest.raises(ValueError, match="12 tokens are no power of two in a page of 32"):
+        cpu.plan_decode(query, rows, wrong)
+
+
+def fields(**values):
+    return lambda rows, state: {
+        name: torch.tensor(value, dtype=torch.int32) for name, value in values.items()
+    }
+
+
+MISFITS = {
+    "select_pages": (
+        fields(select_pages=[7, 10]),
+        "row 1: select_pages is 10, 1 more than the 9 that prev_selection holds",
+    ),
+    "slot": (fields(slots=[0, 4]), "row 1: slot 4 is outside the state's 4"),
+    "negative slot": (fields(slots=[-1, 0]), "row 0: slot -1 is outside the state's 4"),
+    "corrected": (
+        lambda rows, state: {"slots": torch.tensor([1, 3]).int(), "corrected": rows.corrected[:3]},
+        "row 1: slot 3 is outside the 3 of corrected",
+    ),
+    "negative sink": (fields(sink_pages=[-1, 1]), "row 0: .* -1 pages of sink and 2 of window"),
+    "negative window": (fields(window_pages=[2, -2]), "row 1: .* 1 pages of sink and -2 of window"),
+    "no context": (fields(seq_lens=[0, 500]), "row 0: a context of 0 tokens"),
+    "context": (
+        fields(seq_lens=[640, 11 * PAGE], sink_pages=[1, 3]),
+        "row 1: sink, window and selection are 12, 1 more than the 11 pages of the context",
+    ),
+    "block_table": (
+        lambda rows, state: {"block_table": rows.block_table[:, :18]},
+        "row 0: the context's pages are 20, 2 more than the 18 of block_table",
+    ),
+    "page_table": (
+        lambda rows, state: {"page_table": rows.page_table[:, :9]},
+        "row 0: the pages to attend to are 10, 1 more than the 9 of page_table",
+    ),
+    "exact in page_table": (
+        lambda rows, state: {
+            "select_pages": torch.tensor([7, -1]).int(),
+            "seq_lens": torch.tensor([640, 449]).int(),
+            "page_table": rows.page_table[:, :14],
+        },
+        "row 1: the pages to attend to are 15, 1 more than the 14 of page_table",
+    ),
+    "rows of page_table": (
+        lambda rows, state: {"page_table": rows.page_table[:5]},
+        "page_table has 5 rows, 2 requests of 3 KV heads need 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_rows_that_do_not_fit_are_refused(name):
+    """Before anything is written."""
+    torch.manual_seed(5)
+    state = make_state(40, 4, 3, 2, 64, torch.bfloat16, max_selected=9)
+    query = torch.randn(2, 6, 64).to(torch.bfloat16)
+    fit = make_rows([20 * PAGE, 20 * PAGE - 40], state, (1, 2, 7), fresh=1)
+    change, message = MISFITS[name]
+    rows, before = replace(fit, **change(fit, state)), copy_of(state)
+    with pytest.raises(ValueError, match=message):
+        cpu.plan_decode(query, rows, state)
+    assert rows.page_table.eq(-1).all()
+    assert not rows.corrected.any()
+    assert state.prev_query.equal(before.prev_query)
+    assert state.prev_selection.equal(before.prev_selection)
+    cpu.plan_decode(query, fit, state)
+
+
+def test_as_many_pages_as_are_attended_to(isa):
+    """The least context that a budget may be used on: all of it is attended to."""
+    torch.manual_seed(6)
+    state = make_state(40, 1, 2, 2, 64, torch.float32, max_selected=7)
+    rows = make_rows([10 * PAGE - 3], state, (1, 2, 7), fresh=1)
+    cpu.plan_decode(torch.randn(1, 4, 64), rows, state)
+    heads = torch.arange(2)[:, None]
+    assert rows.page_table.equal((rows.block_table * 2 + heads).int())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda query: query.to(torch.float16),
+        lambda query: query[:1],
+        lambda query: query[:, :3],
+        lambda query: query[..., :48],
+        lambda query: query.flatten(1),
+        lambda query: query.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda query: torch.cat([query, query], dim=-1)[..., ::2],
+    ],
+)
+def test_queries_and_keys_that_do_not_fit_are_refused(wrong):
+    state = make_state(40, 2, 4, 1, 64, torch.bfloat16)
+    rows = make_rows([20 * PAGE, 20 * PAGE], state, (1, 1, 2), fresh=1)
+    vectors = torch.randn(2, 4, 64).to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"query must be \[>= 2, 4, 64\] in torch.bfloat16"):
+        cpu.plan_decode(wrong(vectors), rows, state)
+    with pytest.raises(ValueError, match=r"key must be \[>= 2, 4, 64\] in torch.bfloat16"):
+        cpu.update_index(wrong(vectors), torch.tensor([0, 1]), state)
+    cpu.plan_decode(vectors, rows, state)
+    cpu.update_index(vectors, torch.tensor([0, 1]), state)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_slots_outside_the_index_are_refused(isa, parts):
+    state = make_state(40, 1, 2, 1, 64, torch.float32, parts=parts)
+    before = state.index.clone()
+    key = torch.randn(4, 2, 64)
+    slot_mapping = torch.tensor([-1, 40 * PAGE - 2, 40 * PAGE - 1, 40 * PAGE])
+    with pytest.raises(ValueError, match=r"slot_mapping\[3\] is 1280, the cache has 1280 tokens"):
+        cpu.update_index(key, slot_mapping, state)
+    assert state.index.equal(before)
+    cpu.update_index(key, slot_mapping[:3], state)
+    for wrong in (slot_mapping.int(), torch.arange(8)[::2]):
+        with pytest.raises(ValueError, match=r"slot_mapping must be torch\.int64 and contiguous"):
+            cpu.update_index(key, wrong, state)

@@ -39,7 +39,14 @@ SHAPE: dict[str, Any] = {
 def convolutions():
     """LFM2: every second layer is a convolution."""
     kinds = ["conv", "full_attention"] * 3
-    return Lfm2ForCausalLM(Lfm2Config(num_hidden_layers=6, layer_types=kinds, **SHAPE))
+    config = Lfm2Config(
+        num_hidden_layers=6,
+        layer_types=kinds,
+        block_dim=SHAPE["hidden_size"],  # what vLLM reads of older configurations
+        conv_dim=SHAPE["hidden_size"],
+        **SHAPE,
+    )
+    return Lfm2ForCausalLM(config)
 
 
 def chunks():

@@ -217,6 +217,39 @@ def test_a_pinned_page_is_not_given_up(home):
         assert cache.check() == ""
 
 
+def test_rows_that_do_not_fit_are_refused(home):
+    """Before a slot is taken or pinned."""
+    (cache, _), (counts, _) = caches(home, UNITS)
+    rows = step(cache, [PAGE * 10])
+    state = make_state(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
+    before, pinned, counted = cache.resident(), cache.pinned, counts.clone()
+    as_rows = lambda **values: replace(  # noqa: E731
+        rows, handle=None, **{k: torch.tensor([v]).int() for k, v in values.items()}
+    )
+    for wrong, message in (
+        (as_rows(slots=REQUESTS), f"row 0: slot {REQUESTS} is outside the state's {REQUESTS}"),
+        (as_rows(sink_pages=-1), "-1 pages of sink"),
+        (as_rows(select_pages=8), "are 11, 1 more than the 10 pages of the context"),
+        (as_rows(seq_lens=PAGE * 10 + 1, select_pages=-1), "are 11, 1 more than the 10 of block"),
+        (replace(rows, handle=None, page_table=rows.page_table[:1]), "has 1 rows, .* need 2"),
+    ):
+        for call in (cache.resolve, lambda rows: cache.prefetch(rows, state)):
+            with pytest.raises(ValueError, match=message):
+                call(wrong)
+    with pytest.raises(ValueError, match="select_pages is 4, 1 more than the 3 that"):
+        cache.prefetch(as_rows(select_pages=SELECT + 1), state)
+    few = make_state(PAGES, 1, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
+    with pytest.raises(ValueError, match="slot 1 is outside the state's 1"):
+        cache.prefetch(as_rows(slots=1), few)
+    other = make_state(PAGES, REQUESTS, HEADS + 1, 1, HEAD_SIZE, torch.float32, SELECT)
+    with pytest.raises(ValueError, match="the layer has 3 KV heads, its recall cache 2"):
+        cache.prefetch(rows, other)
+    with pytest.raises(ValueError, match=rf"slot_mapping\[1\] is {PAGES * PAGE}, the cache has"):
+        cache.write(torch.tensor([-1, PAGES * PAGE]))
+    assert (cache.resident(), cache.pinned, cache.check()) == (before, pinned, "")
+    assert counts.equal(counted)
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_read_errors(home, ahead):
     """Pages that cannot be read are reported once, hold zeros, and are read again later."""
@@ -231,7 +264,6 @@ def test_read_errors(home, ahead):
         rows = make_rows([PAGE * 10], state, BUDGET)
         rows.slots.zero_()
         rows.block_table[0] = torch.arange(20, 30)
-        rows.handle = cpu._bind_rows(rows)
         cache.prefetch(rows, state)
         cache.write(torch.tensor([-1]))  # waits
         failed = {23, 24, 25}

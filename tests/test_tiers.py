@@ -185,9 +185,12 @@ def test_what_does_not_fit():
 
 def test_when_memory_is_enough():
     needed = 201 * (10 * CACHE.block_bytes + 9 * CACHE.block_bytes // 32)
-    assert CACHE.fits_in(needed, 32)
-    assert not CACHE.fits_in(needed - 1, 32)
-    assert not replace(CACHE, max_num_seqs=3).fits_in(needed, 32)
+    config = RetrievalConfig()
+    assert CACHE.fits_in(needed, config)
+    assert not CACHE.fits_in(needed - 1, config)
+    assert not replace(CACHE, max_num_seqs=3).fits_in(needed, config)
+    without_index = replace(config, method="streamingllm")
+    assert CACHE.fits_in(201 * 10 * CACHE.block_bytes, without_index)
 
 
 # -------------------------------------------------------------------------------------- worker

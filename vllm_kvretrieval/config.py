@@ -182,6 +182,13 @@ class RetrievalConfig:
         """Tokens per entry of the page index."""
         return self.page_size if self.summary_size is None else self.summary_size
 
+    def index_bytes(self, kv_bytes: int) -> int:
+        """Bytes of page index beside so many bytes of keys and values.
+
+        A minimum and a maximum per channel for the keys and values of ``tokens_per_summary``.
+        """
+        return 0 if self.preset.index == "none" else kv_bytes // self.tokens_per_summary
+
     @property
     def preset(self) -> Method:
         return METHODS[self.method]

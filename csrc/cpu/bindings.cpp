@@ -1,6 +1,7 @@
 // Python's view of the kernels. Tensors arrive as addresses: the extension does not depend on any
 // PyTorch version, and a call costs about a microsecond. vllm_kvretrieval/kernels/cpu.py is the only
-// caller and guarantees shapes, dtypes and lifetimes.
+// caller; it guarantees lifetimes and, where it binds rows and layers, shapes and dtypes. What
+// differs from call to call is checked here.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -8,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "checks.h"
 #include "kernels.h"
 #include "mapping_guard.h"
 #include "recall_cache.h"
@@ -30,44 +32,92 @@ void use_isa(const std::string& isa) {
   active = table;
 }
 
+// A layer, and the torch.dtype of its tensors.
+struct Layer : kvr::LayerState {
+  nb::object torch_dtype;
+};
+
+// Queries or keys: [>= tokens, heads, head_size], heads of a token side by side.
+struct Vectors {
+  uintptr_t address;
+  nb::tuple shape, strides;
+  nb::handle torch_dtype;
+
+  int64_t stride() const { return nb::cast<int64_t>(strides[0]); }
+  void check(const char* name, const Layer& layer, int64_t tokens, int heads) const {
+    const auto is = [](const nb::tuple& tuple, int i, int64_t value) {
+      return nb::cast<int64_t>(tuple[i]) == value;
+    };
+    if (nb::len(shape) == 3 && nb::cast<int64_t>(shape[0]) >= tokens && is(shape, 1, heads) &&
+        is(shape, 2, layer.head_size) && is(strides, 2, 1) &&
+        (heads == 1 || is(strides, 1, layer.head_size)) && torch_dtype.is(layer.torch_dtype))
+      return;
+    throw nb::value_error(
+        nb::str("{} must be [>= {}, {}, {}] in {} with heads side by side, got {} in {} with strides {}")
+            .format(name, tokens, heads, layer.head_size, layer.torch_dtype, nb::tuple(shape),
+                    torch_dtype, strides)
+            .c_str());
+  }
+};
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
   m.doc() = "Fused CPU kernels of vllm-kvretrieval.";
   m.def("isa", [] { return active->isa; }, "Name of the instruction set in use.");
+  m.def("isas", &kvr::compiled_isas, "Names of all that are compiled in, fastest first.");
   m.def("use_isa", &use_isa, nb::arg("isa"),
         "Choose another instruction set (kernels.h names them), for tests and benchmarks.");
 
   nb::class_<kvr::DecodeRows>(m, "DecodeRows")
       .def("__init__",
-           [](kvr::DecodeRows* self, int rows, uintptr_t block_table, int64_t block_table_stride,
-              uintptr_t seq_lens, uintptr_t slots, uintptr_t sink_pages, uintptr_t window_pages,
-              uintptr_t select_pages, uintptr_t threshold, uintptr_t fresh, uintptr_t corrected,
-              uintptr_t page_table, int64_t page_table_stride) {
+           [](kvr::DecodeRows* self, int rows, uintptr_t block_table, int64_t block_table_width,
+              int64_t block_table_stride, uintptr_t seq_lens, uintptr_t slots,
+              uintptr_t sink_pages, uintptr_t window_pages, uintptr_t select_pages,
+              uintptr_t threshold, uintptr_t fresh, uintptr_t corrected, int64_t corrected_slots,
+              uintptr_t page_table, int64_t page_table_rows, int64_t page_table_width,
+              int64_t page_table_stride) {
              new (self) kvr::DecodeRows{
-                 rows, at<int32_t>(block_table), block_table_stride, at<int32_t>(seq_lens),
-                 at<int32_t>(slots), at<int32_t>(sink_pages), at<int32_t>(window_pages),
-                 at<int32_t>(select_pages), at<float>(threshold), at<uint8_t>(fresh),
-                 at<int64_t>(corrected), at<int32_t>(page_table), page_table_stride};
+                 rows, at<int32_t>(block_table), block_table_width, block_table_stride,
+                 at<int32_t>(seq_lens), at<int32_t>(slots), at<int32_t>(sink_pages),
+                 at<int32_t>(window_pages), at<int32_t>(select_pages), at<float>(threshold),
+                 at<uint8_t>(fresh), at<int64_t>(corrected), corrected_slots,
+                 at<int32_t>(page_table), page_table_rows, page_table_width, page_table_stride};
            });
 
-  nb::class_<kvr::LayerState>(m, "LayerState")
+  nb::class_<Layer>(m, "LayerState")
       .def("__init__",
-           [](kvr::LayerState* self, int dtype, int kv_heads, int group, int head_size,
-              int page_size, int summary_size, float scale, uintptr_t index,
-              uintptr_t prev_query, uintptr_t prev_selection, int64_t prev_selection_stride) {
-             new (self) kvr::LayerState{
-                 static_cast<kvr::DType>(dtype), kv_heads, group, head_size, page_size,
-                 summary_size, scale, at<void>(index), at<void>(prev_query),
-                 at<int32_t>(prev_selection), prev_selection_stride};
+           [](Layer* self, int dtype, nb::object torch_dtype, int kv_heads, int group,
+              int head_size, int page_size, int summary_size, float scale, uintptr_t index,
+              int64_t index_entries, uintptr_t prev_query, uintptr_t prev_selection,
+              int state_slots, int max_selected) {
+             new (self) Layer{{static_cast<kvr::DType>(dtype), kv_heads, group, head_size,
+                               page_size, summary_size, scale, at<void>(index), index_entries,
+                               at<void>(prev_query), at<int32_t>(prev_selection), state_slots,
+                               max_selected},
+                              std::move(torch_dtype)};
            });
+
+  m.def("update_index",
+        [](uintptr_t keys, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,
+           uintptr_t slot_mapping, int64_t num_tokens, const Layer& layer) {
+          const Vectors key{keys, shape, strides, torch_dtype};
+          key.check("key", layer, num_tokens, layer.kv_heads);
+          const kvr::IndexUpdate update{layer, at<void>(keys), key.stride(),
+                                        at<int64_t>(slot_mapping), num_tokens};
+          const nb::gil_scoped_release release;
+          active->update_index(update);
+        });
 
   m.def(
-      "update_index",
-      [](uintptr_t keys, int64_t key_stride, uintptr_t slot_mapping, int64_t num_tokens,
-         const kvr::LayerState& layer) {
-        active->update_index(
-            {layer, at<void>(keys), key_stride, at<int64_t>(slot_mapping), num_tokens});
+      "index_pages",
+      [](uintptr_t cache, int layout, uintptr_t pages, uintptr_t lengths, int64_t num_pages,
+         const Layer& layer) {
+        const kvr::PageIndexing indexing{layer, at<void>(cache),
+                                         static_cast<kvr::KeyLayout>(layout), at<int32_t>(pages),
+                                         at<int32_t>(lengths), num_pages};
+        kvr::check_pages(indexing);
+        active->index_pages(indexing);
       },
       nb::call_guard<nb::gil_scoped_release>());
 
@@ -81,13 +131,17 @@ NB_MODULE(_cpu, m) {
       },
       nb::call_guard<nb::gil_scoped_release>());
 
-  m.def(
-      "plan_decode",
-      [](uintptr_t query, int64_t query_stride, const kvr::DecodeRows& rows,
-         const kvr::LayerState& layer) {
-        active->plan_decode({rows, layer, at<void>(query), query_stride});
-      },
-      nb::call_guard<nb::gil_scoped_release>());
+  m.def("plan_decode",
+        [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,
+           const kvr::DecodeRows& rows, const Layer& layer) {
+          const Vectors query{queries, shape, strides, torch_dtype};
+          query.check("query", layer, rows.rows, layer.kv_heads * layer.group);
+          kvr::check_rows(rows, layer.state_slots, layer.kv_heads, layer.page_size);
+          kvr::check_selection(rows, layer);
+          const kvr::DecodePlan plan{rows, layer, at<void>(queries), query.stride()};
+          const nb::gil_scoped_release release;
+          active->plan_decode(plan);
+        });
 
   using Cache = kvr::RecallCache;
   const auto release_gil = nb::call_guard<nb::gil_scoped_release>();
@@ -106,7 +160,11 @@ NB_MODULE(_cpu, m) {
            },
            release_gil)
       .def("resolve", &Cache::resolve, release_gil)
-      .def("prefetch", &Cache::prefetch, release_gil)
+      .def("prefetch",
+           [](Cache& self, const kvr::DecodeRows& rows, const Layer& layer) {
+             self.prefetch(rows, layer);
+           },
+           release_gil)
       .def("drop_pages",
            [](Cache& self, const std::vector<int64_t>& pages) {
              self.drop_pages(pages.data(), static_cast<int64_t>(pages.size()));

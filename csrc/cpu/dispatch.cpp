@@ -45,6 +45,12 @@ const KernelTable* kernels_for(const char* isa) {
   return nullptr;
 }
 
+std::vector<const char*> compiled_isas() {
+  std::vector<const char*> names;
+  for (const KernelTable* table : kTables) names.push_back(table->isa);
+  return names;
+}
+
 const KernelTable& kernels() {
   static const KernelTable& best = [] () -> const KernelTable& {
     for (const KernelTable* table : kTables)

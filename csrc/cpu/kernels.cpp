@@ -5,9 +5,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <vector>
 
+#include "checks.h"
+#include "selection.h"
 #include "simd.h"
 
 #define KVR_STRING_(x) #x
@@ -19,6 +20,8 @@
 
 namespace kvr {
 namespace KVR_ISA {
+
+void index_pages(const PageIndexing&);  // index_pages.cpp
 
 constexpr int kGroupBlock = 8;      // query heads scored together
 constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // of scores, that registers have room for
@@ -47,10 +50,13 @@ static std::vector<Run>& find_runs(const IndexUpdate& u) {
     if (slot < 0) continue;
     const int64_t entry = slot / u.layer.summary_size;
     const bool first = slot % u.layer.summary_size == 0;
-    if (!first && !runs.empty() && runs.back().entry == entry && runs.back().last == t)
+    if (!first && !runs.empty() && runs.back().entry == entry && runs.back().last == t) {
       runs.back().last = t + 1;
-    else
-      runs.push_back({entry, t, t + 1, first});
+      continue;
+    }
+    if (entry >= u.layer.index_entries)
+      refuse_token(t, slot, u.layer.index_entries * u.layer.summary_size);
+    runs.push_back({entry, t, t + 1, first});
   }
   return runs;
 }
@@ -197,86 +203,8 @@ static ScoreFn<E> score_fn(int heads) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Pooling and top-k
+// One decode step of one layer
 // ---------------------------------------------------------------------------------------------
-
-// scores[g][0..n) -> scores[0][0..n): the mean over the group of softmax over j.
-// Rows are padded to a multiple of kWidth by the caller's stride; the padding is overwritten.
-static void pool_group(float* scores, int64_t stride, int group, int n) {
-  const int padded = (n + kWidth - 1) / kWidth * kWidth;
-  for (int g = 0; g < group; ++g) {
-    float* s = scores + g * stride;
-    std::fill(s + n, s + padded, -std::numeric_limits<float>::infinity());
-    Floats top = load_as<Floats>(s);
-    for (int j = kWidth; j < padded; j += kWidth) top = max(top, load_as<Floats>(s + j));
-    float highest = top[0];
-    for (int i = 1; i < kWidth; ++i) highest = std::max(highest, top[i]);
-    Floats total = {};
-    for (int j = 0; j < padded; j += kWidth) {
-      const Floats e = exp_nonpositive(load_as<Floats>(s + j) - highest);
-      std::memcpy(s + j, &e, sizeof e);
-      total += e;
-    }
-    const float weight = 1.0f / (sum(total) * group);
-    for (int j = 0; j < padded; j += kWidth) {
-      Floats p = load_as<Floats>(s + j) * weight;
-      if (g > 0) p += load_as<Floats>(scores + j);
-      std::memcpy(scores + j, &p, sizeof p);
-    }
-  }
-}
-
-// scores of n summaries -> scores of their pages: what their summaries have in all.
-static void sum_parts(float* scores, int n, int parts) {
-  for (int j = 0; j * parts < n; ++j) {
-    float total = 0;
-    for (int i = j * parts; i < std::min(n, (j + 1) * parts); ++i) total += scores[i];
-    scores[j] = total;
-  }
-}
-
-// How many of values[0..n) have a bit pattern of at least `floor`. Non-negative floats order like
-// their bit patterns.
-static int count_at_least(const float* values, int n, int32_t floor) {
-  Ints counts = {};
-  int j = 0;
-  for (; j + kWidth <= n; j += kWidth) counts -= (load_as<Ints>(values + j) >= floor);
-  int count = 0;
-  for (int i = 0; i < kWidth; ++i) count += counts[i];
-  for (; j < n; ++j) {
-    int32_t bits;
-    std::memcpy(&bits, values + j, 4);
-    count += bits >= floor;
-  }
-  return count;
-}
-
-// The k largest of values[0..n), n > k > 0, all non-negative: their positions plus `offset` in
-// rising order; of equal values the lower position wins.
-static void top_k(const float* values, int n, int k, int32_t offset, int32_t* out) {
-  int32_t floor = 0;  // bit pattern that at least k values reach, raised until no more do
-  for (int bit = 30, count = n; bit >= 0 && count > k; --bit) {
-    const int32_t candidate = floor | (int32_t{1} << bit);
-    const int reach = count_at_least(values, n, candidate);
-    if (reach < k) continue;
-    floor = candidate;
-    count = reach;
-  }
-  int ties = k - count_at_least(values, n, floor + 1);
-  int taken = 0;
-  for (int j = 0; j < n && taken < k;) {
-    const int end = std::min(j + kWidth, n);
-    if (count_at_least(values + j, end - j, floor) == 0) j = end;
-    for (; j < end && taken < k; ++j) {
-      int32_t bits;
-      std::memcpy(&bits, values + j, 4);
-      const bool tie = bits == floor && ties > 0;
-      ties -= tie;
-      out[taken] = offset + j;
-      taken += tie || bits > floor;
-    }
-  }
-}
 
 // Mean over the group of cos(q, previous q) (FreeKV, section 3.3).
 template <class E>
@@ -295,10 +223,6 @@ static float query_similarity(const E* q, const E* prev, int group, int d) {
   }
   return mean / group;
 }
-
-// ---------------------------------------------------------------------------------------------
-// One decode step of one layer
-// ---------------------------------------------------------------------------------------------
 
 template <class E>
 struct Planner {
@@ -326,14 +250,20 @@ struct Planner {
   // the index is read in its order.
   void score(int row, int begin, int end, float* scores, int64_t unit_stride, int64_t stride) const {
     const SplitQuery<E> q(query(row, 0), layer.kv_heads * group_elements());
-    const Summaries<E> summaries{static_cast<const E*>(layer.index), blocks(row),
-                                 __builtin_ctz(parts()), layer.head_size, layer.kv_heads};
     for (int first = begin; first < end; first += kBlock)
       for (int head = 0; head < layer.kv_heads; ++head)
-        for (int g = 0; g < layer.group; g += kGroupBlock)
-          score_fn<E>(std::min(kGroupBlock, layer.group - g))(
-              q, head * layer.group + g, summaries, head, first, std::min(first + kBlock, end), end,
-              layer.scale, scores + head * unit_stride + g * stride, stride);
+        score_head(row, head, q, head * layer.group, first, std::min(first + kBlock, end), end,
+                   scores + head * unit_stride, stride);
+  }
+
+  void score_head(int row, int head, const SplitQuery<E>& q, int query_head, int begin, int end,
+                  int limit, float* scores, int64_t stride) const {
+    const Summaries<E> summaries{static_cast<const E*>(layer.index), blocks(row),
+                                 __builtin_ctz(parts()), layer.head_size, layer.kv_heads};
+    for (int g = 0; g < layer.group; g += kGroupBlock)
+      score_fn<E>(std::min(kGroupBlock, layer.group - g))(q, query_head + g, summaries, head, begin,
+                                                          end, limit, layer.scale,
+                                                          scores + g * stride, stride);
   }
 
   // Selects for the next step, decides whose selection this step attends to, writes the page list.
@@ -351,15 +281,13 @@ struct Planner {
     for (int j = 0; j < sink; ++j) append(j);
     if (k > 0) {
       const int64_t unit = int64_t(rows.slots[row]) * layer.kv_heads + head;
-      int32_t* kept = layer.prev_selection + unit * layer.prev_selection_stride;
+      int32_t* kept = layer.prev_selection + unit * layer.max_selected;
       E* prev = static_cast<E*>(layer.prev_query) + unit * group_elements();
       const E* q = query(row, head);
       const bool correct = must_correct(row, q, prev);
       if (!correct)
         for (int i = 0; i < k; ++i) append(kept[i]);
-      pool_group(scores, stride, layer.group, summaries(row));
-      if (parts() > 1) sum_parts(scores, summaries(row), parts());
-      top_k(scores + sink, n - sink - window, k, sink, kept);
+      select_best(row, head, q, scores, stride, kept);
       if (correct) {
         for (int i = 0; i < k; ++i) append(kept[i]);
 #pragma omp atomic
@@ -368,6 +296,21 @@ struct Planner {
       std::memcpy(prev, q, group_elements() * sizeof(E));
     }
     for (int j = n - window; j < n; ++j) append(j);
+  }
+
+  // The best pages between sink and window, given the bounds of all.
+  void select_best(int row, int head, const E* q, float* scores, int64_t stride,
+                   int32_t* best) const {
+    const int n = summaries(row), k = rows.select_pages[row];
+    const int first = rows.sink_pages[row], last = pages(row) - rows.window_pages[row];
+    pool_group(scores, stride, layer.group, n);
+    if (parts() > 1) sum_parts(scores, n, parts());
+    top_k(scores + first, last - first, k, first, best);
+    if (std::all_of(best, best + k, [&](int32_t page) { return scores[page] >= kLeastScore; }))
+      return;
+    // The bounds once more: pooling took their place.
+    score_head(row, head, SplitQuery<E>(q, group_elements()), 0, 0, n, n, scores, stride);
+    top_k_of_logs(scores, stride, layer.group, n, parts(), first, last, k, best);
   }
 
   bool must_correct(int row, const E* q, const E* prev) const {
@@ -393,7 +336,7 @@ static void plan_decode_of(const DecodePlan& p) {
   const int chunks = (most + kChunk - 1) / kChunk;
   const int64_t stride = int64_t(chunks) * kChunk;
   const int64_t unit_stride = p.layer.group * stride;
-  static std::vector<float> scratch;  // plans are made one at a time
+  thread_local std::vector<float> scratch;  // engines in one process may step at the same time
   const size_t needed = wave * heads * unit_stride;
   if (scratch.size() < needed) scratch.resize(needed);
   float* scores = scratch.data();
@@ -434,6 +377,6 @@ static void plan_decode(const DecodePlan& p) {
 
 extern const KernelTable KVR_CONCAT(table_, KVR_ISA);
 const KernelTable KVR_CONCAT(table_, KVR_ISA) = {KVR_STRING(KVR_ISA), KVR_ISA::update_index,
-                                                 KVR_ISA::plan_decode};
+                                                 KVR_ISA::plan_decode, KVR_ISA::index_pages};
 
 }  // namespace kvr

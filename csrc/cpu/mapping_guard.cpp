@@ -75,14 +75,16 @@ bool MappingGuard::patch(const void* address) noexcept {
 std::vector<int64_t> MappingGuard::take() {
   std::vector<int64_t> missing;
   if (!any_.exchange(false)) return missing;
+  bool again = false;
   for (int64_t page = 0; page * system_page_ < bytes_; ++page) {
     if (!missing_[page].exchange(false)) continue;
     const int64_t offset = page * system_page_;
+    missing.push_back(offset);
     if (mmap(memory_ + offset, system_page_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_,
              offset) == MAP_FAILED)
-      throw std::system_error(errno, std::generic_category(), "the file cannot be mapped again");
-    missing.push_back(offset);
+      missing_[page] = again = true;
   }
+  if (again) any_ = true;
   return missing;
 }
 

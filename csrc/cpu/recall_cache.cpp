@@ -8,6 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "checks.h"
 #include "readers.h"
 
 namespace kvr {
@@ -43,6 +44,7 @@ RecallCache::RecallCache(const RecallCacheConfig& config)
   older_[config.slots] = newer_[config.slots] = config.slots;
   free_.reserve(config.slots);
   for (int32_t slot = config.slots - 1; slot >= 0; --slot) free_.push_back(slot);
+  start_readers();
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -118,6 +120,8 @@ void RecallCache::write(const int64_t* slot_mapping, int64_t tokens) {
       continue;
     }
     const int64_t page = slot_mapping[t] / config_.page_size;
+    if (page >= config_.units / config_.kv_heads)
+      refuse_token(t, slot_mapping[t], int64_t(config_.units / config_.kv_heads) * config_.page_size);
     bool starts = false;  // the page holds another text from now on
     for (; t < tokens && slot_mapping[t] >= 0 && slot_mapping[t] / config_.page_size == page; ++t)
       starts |= slot_mapping[t] % config_.page_size == 0;
@@ -134,6 +138,7 @@ void RecallCache::write(const int64_t* slot_mapping, int64_t tokens) {
 }
 
 void RecallCache::resolve(const DecodeRows& rows) {
+  check_rows(rows, config_.requests, config_.kv_heads, config_.page_size);
   join();
   ++step_;
   for (int r = 0; r < rows.rows; ++r) release(rows.slots[r]);
@@ -199,6 +204,13 @@ void RecallCache::resolve(const DecodeRows& rows) {
 }
 
 void RecallCache::prefetch(const DecodeRows& rows, const LayerState& layer) {
+  if (layer.kv_heads != config_.kv_heads)
+    throw std::invalid_argument("the layer has " + std::to_string(layer.kv_heads) +
+                                " KV heads, its recall cache " + std::to_string(config_.kv_heads));
+  check_rows(rows, std::min(config_.requests, layer.state_slots), config_.kv_heads,
+             config_.page_size);
+  check_selection(rows, layer);
+  join();
   ahead_.clear();
   bool room = true;
   for (int r = 0; r < rows.rows; ++r) {
@@ -207,7 +219,7 @@ void RecallCache::prefetch(const DecodeRows& rows, const LayerState& layer) {
     for (int head = 0; head < config_.kv_heads; ++head) {
       const int32_t* kept =
           layer.prev_selection +
-          (int64_t(rows.slots[r]) * config_.kv_heads + head) * layer.prev_selection_stride;
+          (int64_t(rows.slots[r]) * config_.kv_heads + head) * layer.max_selected;
       for (int i = 0; i < rows.select_pages[r]; ++i) {
         const int32_t unit = block[kept[i]] * config_.kv_heads + head;
         int32_t slot = slot_of_[unit];
@@ -230,13 +242,18 @@ void RecallCache::prefetch(const DecodeRows& rows, const LayerState& layer) {
   }
   for (size_t job = 0; job < jobs; ++job) {
     const size_t begin = ahead_.size() * job / jobs, end = ahead_.size() * (job + 1) / jobs;
-    submit([this, begin, end] {
+    const auto work = [this, begin, end] {
       const int64_t start = now_ns();
       read(ahead_, begin, end);
       const std::lock_guard<std::mutex> lock(mutex_);
       read_ahead_ns_ += now_ns() - start;
       if (--pending_ == 0) done_.notify_all();
-    });
+    };
+    try {
+      submit(work);
+    } catch (const std::exception&) {
+      work();  // a forked child may have no readers
+    }
   }
 }
 

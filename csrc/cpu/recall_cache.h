@@ -32,6 +32,7 @@ enum RecallCount { kAttended = 0, kMissed = 1, kRecalled = 2, kRecallCounts = 3 
 
 class RecallCache {
  public:
+  // Starts the reader threads; throws std::system_error where the process can have none.
   explicit RecallCache(const RecallCacheConfig& config);
   ~RecallCache() { join(); }
   RecallCache(const RecallCache&) = delete;

@@ -63,7 +63,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             ValueError: vLLM's pages are not those of the state.
         """
         pages, kv_heads, page_size, _ = kv_cache.shape
-        if (pages, kv_heads, page_size) != (state.pages, state.kv_heads, state.page_size):
+        indexed = state.pages or pages  # a method that selects nothing has no index
+        if (pages, kv_heads, page_size) != (indexed, state.kv_heads, state.page_size):
             raise ValueError(
                 f"KV cache of {pages} pages, {kv_heads} heads, {page_size} tokens does not match "
                 f"a page index for {state.pages} of {state.kv_heads} and {state.page_size}"
@@ -81,7 +82,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        if self.state is not None:
+        if self.state is not None and self.state.pages:
             self.kernels.update_index(key, slot_mapping, self.state)
         if self.slow is not None and self.slow.cache is not None:
             self.slow.cache.write(slot_mapping)
@@ -103,7 +104,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         slow = self.slow if ours else None
         if slow is not None and not slow.stage(attn_metadata.in_place):
             slow = None
-        if self.state is not None and ours and attn_metadata.loaded is not None:
+        if self.state is not None and self.state.pages and ours and attn_metadata.loaded:
             pages = attn_metadata.loaded
             self.kernels.index_pages(kv_cache, pages.ids, pages.lengths, self.state, layer.isa)
         split = attn_metadata.split if ours else None

@@ -101,9 +101,8 @@ class RetrievalCPUWorker(CPUWorker):
             }
             blocks.append(sum(sizes.values()))  # groups share their memory
             if type(specs[group.layer_names[0]]) is FullAttentionSpec:
-                # A minimum and a maximum beside the keys and values of so many tokens.
-                per_summary = self.retrieval_config.tokens_per_summary
-                index += sum(sizes[name] // per_summary for name in self._retrieving(sizes))
+                retrieving = sum(sizes[name] for name in self._retrieving(sizes))
+                index += self.retrieval_config.index_bytes(retrieving)
         return max(blocks), index
 
     def _check_memory(self, cache: int, index: int, staging: int) -> None:
@@ -143,7 +142,7 @@ class RetrievalCPUWorker(CPUWorker):
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_model_len=self.model_config.max_model_len,
         )
-        if config.home == "auto" and cache.fits_in(fast - staging, config.tokens_per_summary):
+        if config.home == "auto" and cache.fits_in(fast - staging, config):
             return None
         blocks = self.cache_config.num_gpu_blocks_override
         tiers = Tiers.plan(config, cache, fast, staging, blocks)
@@ -251,7 +250,7 @@ class RetrievalCPUWorker(CPUWorker):
         impl, kv_cache = layer.impl, layer.kv_cache
         page_size = self.retrieval_config.page_size
         state = LayerState.empty(
-            pages=kv_cache.shape[0],
+            pages=0 if self.retrieval_config.preset.index == "none" else kv_cache.shape[0],
             slots=self.scheduler_config.max_num_seqs,
             kv_heads=impl.num_kv_heads,
             group=impl.num_queries_per_kv,
@@ -366,9 +365,9 @@ class RetrievalCPUWorker(CPUWorker):
         source, target = torch.tensor(copies).unbind(1)
         for impl in self.retrieval_layers.values():
             assert impl.state is not None
-            index = impl.state.index
-            blocks = index.view(self.cache_config.num_gpu_blocks, -1)
-            blocks[target] = blocks[source]
+            if impl.state.pages:
+                blocks = impl.state.index.view(self.cache_config.num_gpu_blocks, -1)
+                blocks[target] = blocks[source]
         pages = range(self._pages_per_block)
         for cache in self.recall_caches:
             cache.drop_pages(

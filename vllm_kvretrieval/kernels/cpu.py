@@ -1,7 +1,8 @@
 """The ops on the CPU: bindings of the compiled kernels in csrc/cpu.
 
-The extension takes addresses, not tensors, so a call costs about a microsecond; shapes and dtypes
-are checked once, when the rows and layers are bound.
+The extension takes addresses, not tensors, so a call costs about a microsecond. Shapes and dtypes
+of rows and layers are checked once, when they are bound; the extension checks at every call that
+they fit one another.
 """
 
 import torch
@@ -16,11 +17,19 @@ except ImportError as error:
 from vllm_kvretrieval.kernels.types import DecodeRows, LayerState
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_INT64 = torch.int64
+# vLLM's CPU attention "isa" -> how it lays out keys (KeyLayout in csrc/cpu/kernels.h).
+_LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1}
 
 
 def isa() -> str:
     """Instruction set in use: ``avx512_bf16``, ``avx512``, ``avx2`` or ``portable``."""
     return _cpu.isa()
+
+
+def isas() -> list[str]:
+    """Instruction sets that are compiled in, fastest first, whether they run here or not."""
+    return _cpu.isas()
 
 
 def use_isa(name: str) -> None:
@@ -37,7 +46,12 @@ def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, state: LayerStat
     if state.handle is None:
         state.handle = _bind_layer(state)
     _cpu.update_index(
-        key.data_ptr(), key.stride(0), slot_mapping.data_ptr(), len(slot_mapping), state.handle
+        key.data_ptr(),
+        key.shape,
+        key.stride(),
+        key.dtype,
+        *_tokens(slot_mapping),
+        state.handle,
     )
 
 
@@ -47,7 +61,52 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, state: LayerState) -> Non
         rows.handle = _bind_rows(rows)
     if state.handle is None:
         state.handle = _bind_layer(state)
-    _cpu.plan_decode(query.data_ptr(), query.stride(0), rows.handle, state.handle)
+    _cpu.plan_decode(
+        query.data_ptr(), query.shape, query.stride(), query.dtype, rows.handle, state.handle
+    )
+
+
+def index_pages(
+    kv_cache: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    state: LayerState,
+    layout: str,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.index_pages`."""
+    if layout not in _LAYOUTS:
+        raise ValueError(
+            f"how vLLM's attention {layout!r} lays out keys is not known, only {[*_LAYOUTS]} are"
+        )
+    expected = (state.pages, state.kv_heads, state.page_size, 2 * state.head_size)
+    if (
+        kv_cache.dtype != state.index.dtype
+        or kv_cache.shape != expected
+        or not kv_cache.is_contiguous()
+    ):
+        raise ValueError(
+            f"kv_cache must be {state.index.dtype} {expected} and contiguous, got "
+            f"{kv_cache.dtype} {tuple(kv_cache.shape)} with strides {kv_cache.stride()}"
+        )
+    if not 8 <= state.summary_size <= 128 or state.page_size % 16:
+        raise ValueError(
+            f"summaries of {state.summary_size} tokens in pages of {state.page_size} are not "
+            "supported, only 8 to 128 in multiples of 16"
+        )
+    _check("pages", pages, torch.int32)
+    _check("lengths", lengths, torch.int32)
+    if pages.shape != lengths.shape or pages.dim() != 1:
+        raise ValueError(f"{tuple(lengths.shape)} lengths for {tuple(pages.shape)} pages")
+    if state.handle is None:
+        state.handle = _bind_layer(state)
+    _cpu.index_pages(
+        kv_cache.data_ptr(),
+        _LAYOUTS[layout],
+        pages.data_ptr(),
+        lengths.data_ptr(),
+        len(pages),
+        state.handle,
+    )
 
 
 def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor) -> None:
@@ -78,6 +137,9 @@ class RecallCache:
         kv_heads: KV heads of the layer.
         counts: int64 [S, 3]; per request, units attended to, missed, and read from home; added to.
         file: Descriptor of the home file, and where in it the layer's part begins (bytes).
+
+    Raises:
+        RuntimeError: The threads that read ahead cannot be started.
     """
 
     def __init__(
@@ -127,7 +189,7 @@ class RecallCache:
 
     def write(self, slot_mapping: torch.Tensor) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.write`."""
-        self._cache.write(slot_mapping.data_ptr(), len(slot_mapping))
+        self._cache.write(*_tokens(slot_mapping))
 
     def resolve(self, rows: DecodeRows) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.resolve`."""
@@ -137,6 +199,8 @@ class RecallCache:
 
     def prefetch(self, rows: DecodeRows, state: LayerState) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.prefetch`."""
+        if rows.handle is None:
+            rows.handle = _bind_rows(rows)
         if state.handle is None:
             state.handle = _bind_layer(state)
         self._cache.prefetch(rows.handle, state.handle)
@@ -145,7 +209,9 @@ class RecallCache:
 class MappingGuard:
     """Keeps the process alive where part of a mapped file cannot be read.
 
-    Whoever touches such a part finds zeros there, and may write to them, until :meth:`take`.
+    Whoever touches such a part finds zeros there, and may write to them, until :meth:`take` tells
+    of it and maps the file there again; where that fails, the next call tells of it again. The
+    first guard handles the process's ``SIGBUS``; ``faulthandler.enable()`` later takes that away.
 
     Args:
         memory: int8 [n]; a shared mapping of the whole file.
@@ -158,17 +224,31 @@ class MappingGuard:
         self.take = self._guard.take
 
 
+_PER_ROW = {
+    "block_table": torch.int32,
+    "seq_lens": torch.int32,
+    "slots": torch.int32,
+    "sink_pages": torch.int32,
+    "window_pages": torch.int32,
+    "select_pages": torch.int32,
+    "threshold": torch.float32,
+    "fresh": torch.uint8,
+}
+
+
 def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
-    for name in ("seq_lens", "slots", "sink_pages", "window_pages", "select_pages"):
-        _check(name, getattr(rows, name), torch.int32)
-    _check("threshold", rows.threshold, torch.float32)
-    _check("fresh", rows.fresh, torch.uint8)
+    count = len(rows)
+    for name, dtype in _PER_ROW.items():
+        tensor = getattr(rows, name)
+        _check(name, tensor, dtype)
+        if tensor.shape[0] < count:
+            raise ValueError(f"{name} has {tensor.shape[0]} rows, seq_lens {count}")
     _check("corrected", rows.corrected, torch.int64)
-    _check("block_table", rows.block_table, torch.int32)
     _check("page_table", rows.page_table, torch.int32)
     return _cpu.DecodeRows(
-        len(rows),
+        count,
         rows.block_table.data_ptr(),
+        rows.block_table.shape[1],
         rows.block_table.stride(0),
         rows.seq_lens.data_ptr(),
         rows.slots.data_ptr(),
@@ -178,7 +258,9 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
         rows.threshold.data_ptr(),
         rows.fresh.data_ptr(),
         rows.corrected.data_ptr(),
+        rows.corrected.shape[0],
         rows.page_table.data_ptr(),
+        *rows.page_table.shape,
         rows.page_table.stride(0),
     )
 
@@ -186,11 +268,31 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
 def _bind_layer(state: LayerState) -> "_cpu.LayerState":
     if state.head_size % 16:
         raise ValueError(f"head size {state.head_size} is no multiple of 16")
-    _check("index", state.index, state.index.dtype)
-    _check("prev_query", state.prev_query, state.index.dtype)
-    _check("prev_selection", state.prev_selection, torch.int32)
+    dtype, slots, parts = (
+        state.index.dtype,
+        state.prev_query.shape[0],
+        state.page_size // state.summary_size,
+    )
+    if parts * state.summary_size != state.page_size or parts & (parts - 1):
+        raise ValueError(
+            f"summaries of {state.summary_size} tokens are no power of two in a page of "
+            f"{state.page_size}"
+        )
+    expected = {
+        "index": (dtype, (state.index.shape[0], state.kv_heads, 2, state.head_size)),
+        "prev_query": (dtype, (slots, state.kv_heads * state.group, state.head_size)),
+        "prev_selection": (torch.int32, (slots, state.kv_heads, state.prev_selection.shape[-1])),
+    }
+    for name, (dtype, shape) in expected.items():
+        tensor = getattr(state, name)
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be {dtype} {shape} and contiguous, got {tensor.dtype} "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+            )
     return _cpu.LayerState(
         _DTYPES[state.index.dtype],
+        state.index.dtype,
         state.kv_heads,
         state.group,
         state.head_size,
@@ -198,10 +300,18 @@ def _bind_layer(state: LayerState) -> "_cpu.LayerState":
         state.summary_size,
         state.scale,
         state.index.data_ptr(),
+        state.index.shape[0],
         state.prev_query.data_ptr(),
         state.prev_selection.data_ptr(),
-        state.prev_selection.stride(1),
+        slots,
+        state.prev_selection.shape[2],
     )
+
+
+def _tokens(slot_mapping: torch.Tensor) -> tuple[int, int]:
+    if slot_mapping.dtype is not _INT64 or not slot_mapping.is_contiguous():
+        _check("slot_mapping", slot_mapping, _INT64)
+    return slot_mapping.data_ptr(), slot_mapping.shape[0]
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

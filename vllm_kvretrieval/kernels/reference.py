@@ -1,8 +1,10 @@
 """The ops in plain torch: their specification. Slow, and meant to be read."""
 
+import math
 from collections import Counter, OrderedDict
 
 import torch
+import torch.nn.functional as F
 
 from vllm_kvretrieval.kernels.types import DecodeRows, LayerState
 
@@ -20,6 +22,40 @@ def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, state: LayerStat
         else:
             torch.minimum(minimum, key[token], out=minimum)
             torch.maximum(maximum, key[token], out=maximum)
+
+
+def index_pages(
+    kv_cache: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    state: LayerState,
+    layout: str,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.index_pages`."""
+    size = state.page_size
+    for page, length in zip(pages.tolist(), lengths.tolist(), strict=True):
+        keys = keys_of(kv_cache[page], layout).transpose(0, 1)
+        update_index(keys[:length], torch.arange(page * size, page * size + length), state)
+
+
+def keys_of(page: torch.Tensor, layout: str) -> torch.Tensor:
+    """The keys of a page of vLLM's CPU cache.
+
+    Args:
+        page: [kv_heads, page_size, 2 * head_size].
+        layout: vLLM's attention ``isa``.
+
+    Returns:
+        [kv_heads, page_size, head_size].
+    """
+    heads, tokens, width = page.shape
+    size = width // 2
+    keys = page.reshape(heads, 2, tokens * size)[:, 0]
+    if layout == "amx":  # [groups of 16 tokens, words of 4 bytes, 16 tokens, elements of a word]
+        per_word = 4 // page.element_size()
+        words = keys.view(heads, tokens // 16, size // per_word, 16, per_word)
+        return words.transpose(2, 3).reshape(heads, tokens, size)
+    return keys.view(heads, size, tokens).transpose(1, 2)
 
 
 def plan_decode(query: torch.Tensor, rows: DecodeRows, state: LayerState) -> None:
@@ -80,7 +116,10 @@ def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor)
 
 
 def page_scores(query: torch.Tensor, index: torch.Tensor, scale: float, parts: int) -> torch.Tensor:
-    """Pooled score of every page for one KV head (FreeKV, section 3.2).
+    """Logarithm of the pooled score of every page for one KV head (FreeKV, section 3.2).
+
+    In logarithms pages keep their order however far apart the bounds are, as they are where a
+    sink takes nearly all attention: softmax itself underflows to nothing below 87 or so.
 
     Args:
         query: [group, head_size].
@@ -89,13 +128,15 @@ def page_scores(query: torch.Tensor, index: torch.Tensor, scale: float, parts: i
         parts: Entries per page; the last page may have fewer.
 
     Returns:
-        float32 [pages]: the mean over the group of the softmax over entries of the upper bound
-        ``sum_c max(q_c * min_c, q_c * max_c) * scale``, summed over the page's entries.
+        float64 [pages]: the logarithm of the softmax over entries of the upper bound
+        ``sum_c max(q_c * min_c, q_c * max_c) * scale``, summed over the group and the page's
+        entries. (The mean over the group is less by the logarithm of its size.)
     """
     products = query.float()[:, None, None, :] * index.float()
     bounds = products.amax(dim=2).sum(dim=-1) * scale
-    scores = bounds.softmax(dim=-1).mean(dim=0)
-    return torch.stack([page.sum() for page in scores.split(parts)])
+    pooled = bounds.double().log_softmax(dim=-1).logsumexp(dim=0)
+    missing = -len(pooled) % parts  # entries of the last page
+    return F.pad(pooled, (0, missing), value=-math.inf).view(-1, parts).logsumexp(dim=-1)
 
 
 def top_pages(scores: torch.Tensor, count: int) -> torch.Tensor:

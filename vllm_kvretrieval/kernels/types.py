@@ -19,8 +19,8 @@ class DecodeRows:
         sink_pages, window_pages: int32 [R]; pages always attended to. The window's last page is the
             tail page, which may be partly filled.
         select_pages: int32 [R]; pages chosen by score. 0: none, sink and window only. Negative:
-            attend to the whole context. Where it is not negative, the context has more pages than
-            sink, window and selection together.
+            attend to the whole context. Where it is not negative, the context has at least as many
+            pages as sink, window and selection together.
         threshold: float32 [R]; correction threshold tau.
         fresh: uint8 [R]; 1 where the previous step was no sparse decode step of this request.
         corrected: int64 [S]; incremented for every KV head corrected.
@@ -129,6 +129,41 @@ class Ops(Protocol):
             slot_mapping: int64 [T]; ``page * page_size + offset``, negative for padding. Tokens of
                 one page are adjacent.
             state: Its ``index`` is updated.
+
+        Raises:
+            ValueError: ``key`` is not of the state's shape and dtype, or a token lies outside the
+                index. Nothing is written then.
+        """
+        ...
+
+    def index_pages(
+        self,
+        kv_cache: torch.Tensor,
+        pages: torch.Tensor,
+        lengths: torch.Tensor,
+        state: LayerState,
+        layout: str,
+    ) -> None:
+        """Take keys that lie in vLLM's CPU KV cache into the page index (FreeKV, section 3.2).
+
+        For pages that arrived by other means than a write of tokens, such as a KV connector's
+        loading. What the pages' entries held is void; they get, bit by bit, what
+        :meth:`update_index` gives them for the same keys, as long as none is NaN. Entries behind
+        the last token of a page stay as they are. Bytes moved: half of the pages, and
+        ``2 * head_size`` elements per (entry, KV head).
+
+        Args:
+            kv_cache: [P, kv_heads, page_size, 2 * head_size] in the state's dtype, contiguous;
+                vLLM's KV cache of the layer.
+            pages: int32 [n]; page ids, each at most once.
+            lengths: int32 [n]; tokens that each page holds, 1 to ``page_size``.
+            state: Its ``index`` is updated; summaries of 8 to 128 tokens.
+            layout: How the cache holds keys: the name of vLLM's attention ``isa``, ``vec``,
+                ``vec16`` or ``amx``.
+
+        Raises:
+            ValueError: ``kv_cache`` is not the state's, a page or length does not exist, or the
+                layout is another one (``neon``, ``rvv``, ...). Nothing is written then.
         """
         ...
 
@@ -140,7 +175,8 @@ class Ops(Protocol):
         bound of its attention scores, pool them over the group as the mean of their softmax over
         all entries, add up each page's, and select the best ``select_pages`` between sink and
         window. A head below the threshold, or fresh, attends to this new selection, any other to
-        that of the previous step; the new one is kept for the next. Ties go to the earlier page.
+        that of the previous step; the new one is kept for the next. Ties go to the earlier page;
+        scores that underflow do not tie, but keep the order of their logarithms.
         Bytes moved: ``2 * head_size`` elements of index per (``summary_size`` tokens of context,
         KV head).
 
@@ -148,6 +184,12 @@ class Ops(Protocol):
             query: [>= R, kv_heads * group, head_size]; rows may be strided.
             rows: ``page_table`` and ``corrected`` are written.
             state: ``prev_query`` and ``prev_selection`` of the rows' slots are written.
+
+        Raises:
+            ValueError: A row does not fit: more pages to select than ``prev_selection`` holds, to
+                attend to than the context or ``page_table`` has, or in the context than
+                ``block_table``; a slot outside the state or ``corrected``; a negative sink or
+                window. Or ``query`` is not of the state's shape and dtype. Nothing is written then.
         """
         ...
 
@@ -193,6 +235,9 @@ class RecallCache(Protocol):
             slot_mapping: int64 [T]; the tokens just written, as ``page * page_size + offset``,
                 negative for padding. Tokens of one page are adjacent. The first token of a page
                 voids its slots, any other is copied into them.
+
+        Raises:
+            ValueError: A token lies outside home.
         """
         ...
 
@@ -206,6 +251,7 @@ class RecallCache(Protocol):
                 Negative entries do not occur. A slot that could not be read holds zeros.
 
         Raises:
+            ValueError: A row does not fit, as in ``plan_decode``; nothing has happened then.
             RuntimeError: There are fewer slots than the rows attend to.
         """
         ...
@@ -219,6 +265,9 @@ class RecallCache(Protocol):
         Args:
             rows: Those of ``resolve``; ``page_table`` is not read.
             state: ``prev_selection`` names the pages.
+
+        Raises:
+            ValueError: A row does not fit, as in ``plan_decode``; nothing has happened then.
         """
         ...
 

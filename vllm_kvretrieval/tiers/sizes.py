@@ -44,10 +44,10 @@ class Cache:
         """For as many of the longest requests as may run at once; one block is vLLM's own."""
         return self.max_num_seqs * self.blocks_per_request + 1
 
-    def fits_in(self, fast: int, tokens_per_summary: int) -> bool:
+    def fits_in(self, fast: int, config: RetrievalConfig) -> bool:
         """Whether ``blocks_wanted`` fit in so many bytes, page index included."""
         layers = self.retrieval_layers + self.dense_layers
-        index = self.retrieval_layers * self.block_bytes // tokens_per_summary
+        index = config.index_bytes(self.retrieval_layers * self.block_bytes)
         return self.blocks_wanted * (layers * self.block_bytes + index) <= fast
 
 
@@ -147,10 +147,7 @@ class Tiers:
         home = blocks * block_bytes
         parts = {
             "dense layers": 0 if streams_dense else blocks * cache.dense_layers * cache.block_bytes,
-            "page index": blocks
-            * cache.retrieval_layers
-            * cache.block_bytes
-            // config.tokens_per_summary,
+            "page index": config.index_bytes(blocks * cache.retrieval_layers * cache.block_bytes),
             "books": cache.retrieval_layers * units * BOOKS_PER_UNIT + home // mmap.PAGESIZE,
             "staging": staging,
         }

@@ -1,0 +1,79 @@
+#include "checks.h"
+
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+
+namespace kvr {
+
+namespace {
+
+[[noreturn]] void refuse(int row, std::initializer_list<std::string> words) {
+  std::string message = "row " + std::to_string(row) + ":";
+  for (const std::string& word : words) message += " " + word;
+  throw std::invalid_argument(message);
+}
+
+// "this is what, amount more than limit"
+[[noreturn]] void refuse_more(int row, const std::string& what, int64_t amount, int64_t limit,
+                              const std::string& of) {
+  refuse(row, {what, std::to_string(amount) + ",", std::to_string(amount - limit), "more than the",
+               std::to_string(limit), of});
+}
+
+}  // namespace
+
+void check_rows(const DecodeRows& rows, int32_t state_slots, int32_t kv_heads, int32_t page_size) {
+  if (int64_t(rows.rows) * kv_heads > rows.page_table_rows)
+    throw std::invalid_argument("page_table has " + std::to_string(rows.page_table_rows) +
+                                " rows, " + std::to_string(rows.rows) + " requests of " +
+                                std::to_string(kv_heads) + " KV heads need " +
+                                std::to_string(int64_t(rows.rows) * kv_heads));
+  for (int r = 0; r < rows.rows; ++r) {
+    const int64_t sink = rows.sink_pages[r], window = rows.window_pages[r];
+    const int64_t select = rows.select_pages[r], slot = rows.slots[r], len = rows.seq_lens[r];
+    if (slot < 0 || slot >= state_slots)
+      refuse(r, {"slot", std::to_string(slot), "is outside the state's",
+                 std::to_string(state_slots)});
+    if (slot >= rows.corrected_slots)
+      refuse(r, {"slot", std::to_string(slot), "is outside the", std::to_string(rows.corrected_slots),
+                 "of corrected"});
+    if (sink < 0 || window < 0 || len < 1)
+      refuse(r, {"a context of", std::to_string(len), "tokens,", std::to_string(sink),
+                 "pages of sink and", std::to_string(window), "of window cannot be"});
+    const int64_t pages = (len + page_size - 1) / page_size;
+    if (pages > rows.block_table_width)
+      refuse_more(r, "the context's pages are", pages, rows.block_table_width, "of block_table");
+    const int64_t attended = select < 0 ? pages : sink + window + select;
+    if (attended > pages)
+      refuse_more(r, "sink, window and selection are", attended, pages, "pages of the context");
+    if (attended > rows.page_table_width)
+      refuse_more(r, "the pages to attend to are", attended, rows.page_table_width, "of page_table");
+  }
+}
+
+void check_selection(const DecodeRows& rows, const LayerState& layer) {
+  for (int r = 0; r < rows.rows; ++r)
+    if (rows.select_pages[r] > layer.max_selected)
+      refuse_more(r, "select_pages is", rows.select_pages[r], layer.max_selected,
+                  "that prev_selection holds");
+}
+
+void check_pages(const PageIndexing& p) {
+  const int64_t pages = p.layer.index_entries * p.layer.summary_size / p.layer.page_size;
+  for (int64_t i = 0; i < p.num_pages; ++i)
+    if (p.pages[i] < 0 || p.pages[i] >= pages || p.lengths[i] < 1 ||
+        p.lengths[i] > p.layer.page_size)
+      throw std::invalid_argument(
+          "pages[" + std::to_string(i) + "] is " + std::to_string(p.pages[i]) + " with " +
+          std::to_string(p.lengths[i]) + " tokens, the cache has " + std::to_string(pages) +
+          " pages of " + std::to_string(p.layer.page_size));
+}
+
+void refuse_token(int64_t token, int64_t slot, int64_t tokens) {
+  throw std::invalid_argument("slot_mapping[" + std::to_string(token) + "] is " +
+                              std::to_string(slot) + ", the cache has " + std::to_string(tokens) +
+                              " tokens");
+}
+
+}  // namespace kvr

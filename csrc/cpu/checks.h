@@ -1,0 +1,21 @@
+// Whether rows fit the tensors they come with: an op that takes them would otherwise read or write
+// outside of these. Once per call and O(rows); what does not fit is a std::invalid_argument, which
+// Python sees as ValueError.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace kvr {
+
+// The rows themselves, with a state of `state_slots` requests and a page table for `kv_heads`.
+void check_rows(const DecodeRows& rows, int32_t state_slots, int32_t kv_heads, int32_t page_size);
+// That the layer keeps as many selected pages as the rows ask for.
+void check_selection(const DecodeRows& rows, const LayerState& layer);
+// That the pages are the layer's, and the lengths those of pages.
+void check_pages(const PageIndexing& indexing);
+// Says that slot_mapping[token] is `slot`, in a cache of `tokens`.
+[[noreturn]] void refuse_token(int64_t token, int64_t slot, int64_t tokens);
+
+}  // namespace kvr

@@ -1,0 +1,83 @@
+"""What small machines are told, and what the demo and the tests choose on them."""
+
+import os
+import platform
+
+import pytest
+import torch
+
+from vllm_kvretrieval.engine import advice
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretends: instruction sets, cores of the machine, and threads that compute."""
+
+    def pretend(avx512_bf16=False, amx=False, cores=2, threads=2, kind="x86_64"):
+        monkeypatch.setattr(platform, "machine", lambda: kind)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+        # Of a file that is not there, every logical CPU is a core.
+        monkeypatch.setattr(advice, "SIBLINGS", "/nowhere/{}")
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("found", "dtype"),
+    [
+        ({}, "float32"),
+        ({"avx512_bf16": True}, "auto"),
+        ({"amx": True}, "auto"),
+        ({"kind": "aarch64"}, "auto"),
+    ],
+    ids=str,
+)
+def test_float32_where_bfloat16_is_slow(machine, found, dtype):
+    machine(**found)
+    assert advice.preferred_dtype() == dtype
+    told = advice.startup_advice(torch.bfloat16, workers=1)
+    assert (told is not None) == (dtype == "float32")
+    assert advice.startup_advice(torch.float32, workers=1) is None
+
+
+def test_one_line_says_what_to_set(machine):
+    machine(threads=1)
+    told = advice.startup_advice(torch.bfloat16, workers=1) or ""
+    assert "\n" not in told
+    assert "--dtype float32" in told
+    assert "1 of 2 cores; with VLLM_CPU_OMP_THREADS_BIND=0,1 " in told
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "workers", "told"),
+    [(4, 3, 1, True), (4, 4, 1, False), (4, 2, 2, False), (8, 7, 1, False), (1, 1, 1, False)],
+)
+def test_a_core_left_idle(machine, cores, threads, workers, told):
+    """Of few cores one matters, of many it does not."""
+    machine(avx512_bf16=True, cores=cores, threads=threads)
+    assert (advice.startup_advice(torch.bfloat16, workers) is not None) == told
+
+
+def test_who_bound_cores_knows(machine, monkeypatch):
+    machine(avx512_bf16=True, threads=1)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "1")
+    assert advice.startup_advice(torch.bfloat16, workers=1) is None
+
+
+def test_workers_share_all_cores(machine):
+    machine(cores=4)
+    assert advice.all_cores()["VLLM_CPU_OMP_THREADS_BIND"] == "0,1,2,3"
+    assert advice.all_cores(2)["VLLM_CPU_OMP_THREADS_BIND"] == "0,2|1,3"
+
+
+def test_one_thread_per_core(machine, monkeypatch, tmp_path):
+    """Hyper-threads count once, as vLLM counts them."""
+    machine(cores=4)
+    for cpu in range(4):
+        (tmp_path / str(cpu)).write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
+    monkeypatch.setattr(advice, "SIBLINGS", str(tmp_path / "{}"))
+    assert advice.all_cores()["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
