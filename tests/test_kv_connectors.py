@@ -118,7 +118,7 @@ def test_a_cache_filled_without_prefill(model):
     """vLLM's connector for benchmarks of decoding: the index is that of the random keys."""
     with freekv(model, transfer("DecodeBenchConnector", fill_mean=0.0, fill_std=0.5)) as llm:
         llm.collective_rpc("record_loads")
-        drive(llm, [Request(prompt(1500, 5), 8, {}), Request(prompt(333, 6), 8, {})])
+        drive(llm, [Request(prompt(n, n), 8, {}, cache=True) for n in (1500, 333)])
         differing, compared = llm.collective_rpc("compare_index")[0]
         assert differing == 0
         assert compared == 3 * 4 * (1499 // 32 + 332 // 32) * 2 * 64

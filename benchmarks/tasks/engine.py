@@ -16,6 +16,7 @@ from vllm.inputs import TokensPrompt
 from vllm.logprobs import FlatLogprobs
 
 from benchmarks import worker_counts
+from benchmarks.engines import LONG_STEPS
 from benchmarks.tasks.base import Sample
 from benchmarks.tasks.forcing import FORCED_TOKENS, ForceTokens
 from benchmarks.tasks.metrics import TOP_LOGPROBS, Generated, Scored
@@ -57,7 +58,7 @@ def open_engine(
             "worker_extension_cls": extension,
             "additional_config": {"kv_retrieval": {"budget": budget} | options},
         }
-    os.environ |= all_cores()
+    os.environ |= all_cores() | LONG_STEPS
     llm = LLM(
         model=str(model),
         dtype=dtype,
