@@ -91,10 +91,10 @@ def engine_specs(args: argparse.Namespace, overrides: dict[str, Any]) -> list[En
     return [
         EngineSpec(
             name,
-            common | {"kv_cache_memory_bytes": size, "additional_config": {"kv_retrieval": option}},
+            common | {"kv_cache_memory_bytes": fast, "additional_config": {"kv_retrieval": option}},
             LONG_STEPS,
         )
-        for name, option in ((DEVICE, retrieval), (DISK, slow))
+        for name, fast, option in ((DEVICE, size, retrieval), (DISK, size + cache, slow))
     ]
 
 
