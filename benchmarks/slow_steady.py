@@ -64,7 +64,7 @@ VARIANTS = (
     Variant("disk, no layout", "disk", layout=False),
     Variant("disk, no speculation", "disk", options=EVERY_STEP),
     Variant("disk, none of these", "disk", layout=False, read_ahead=False, options=EVERY_STEP),
-    Variant("disk, threshold 0.8", "disk", options=_corrects_below(0.8)),
+    Variant("disk, threshold 0.9", "disk", options=_corrects_below(0.9)),
     Variant("disk, threshold 0.7", "disk", options=_corrects_below(0.7)),
     Variant("disk, no correction", "disk", options=_corrects_below(-1.0)),
     Variant("device, no speculation", "device", options=EVERY_STEP),
@@ -91,10 +91,10 @@ def engine_specs(args: argparse.Namespace, overrides: dict[str, Any]) -> list[En
     return [
         EngineSpec(
             name,
-            common | {"kv_cache_memory_bytes": size, "additional_config": {"kv_retrieval": option}},
+            common | {"kv_cache_memory_bytes": fast, "additional_config": {"kv_retrieval": option}},
             LONG_STEPS,
         )
-        for name, option in ((DEVICE, retrieval), (DISK, slow))
+        for name, fast, option in ((DEVICE, size, retrieval), (DISK, size + cache, slow))
     ]
 
 

@@ -274,6 +274,23 @@ def test_models_that_cannot_be_on_disk(specs, options):
         plan(specs, home="disk", **options)
 
 
+@pytest.mark.parametrize(
+    ("block", "isa", "why"),
+    [
+        (128, "vec", "whose blocks of 128 tokens are not pages of 32"),
+        (32, "neon", r"whose keys vLLM lays out in a way that is not known \(neon\)"),
+    ],
+)
+def test_what_a_connector_loads_can_be_indexed(block, isa, why):
+    """Else it is refused: hybrid models choose their own blocks."""
+    own = worker([FULL] * 10)
+    own.cache_config.block_size = block
+    with pytest.raises(RetrievalConfigError, match=f"KV connector for somebody/model, {why}"):
+        own._check_loading({"vec", isa})
+    own.cache_config.block_size = 32
+    own._check_loading({"vec", "vec16", "amx"})
+
+
 # ---------------------------------------------------------------------------------------- file
 
 

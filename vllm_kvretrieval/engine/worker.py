@@ -84,6 +84,8 @@ class RetrievalCPUWorker(CPUWorker):
         self.tiers = self._plan_tiers(available, staging)
         if self.tiers is not None:
             return self.tiers.home + self.tiers.dense
+        if not specs:
+            return available  # a stage of a pipeline without attention
         block, index = self._bytes_per_block(specs)
         if self.cache_config.kv_cache_memory_bytes is None:
             return (available - staging) * block // (block + index)
@@ -206,13 +208,8 @@ class RetrievalCPUWorker(CPUWorker):
                 stagings[shape] = self._staging(builder)
             groups.append((builder, stagings[shape], self._retrieving(group.layer_names)))
         foreign = has_foreign_connector(self.vllm_config)
-        if foreign and self._pages_per_block != 1:
-            raise RetrievalConfigError(
-                f"{config.method} cannot be combined with a KV connector for "
-                f"{self.model_config.model}, whose blocks of {self.cache_config.block_size} tokens "
-                f"are not pages of {config.page_size}. Leave --kv-transfer-config and "
-                "--kv-offloading-size out."
-            )
+        if foreign:
+            self._check_loading({builder.isa for builder, *_ in groups})
         heads = sum(layers[name].impl.num_kv_heads for *_, names in groups for name in names)
         capacity = self.scheduler_config.max_num_seqs
         self.requests = RequestTable(config, capacity, heads, self.model_runner)
@@ -226,6 +223,23 @@ class RetrievalCPUWorker(CPUWorker):
         if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
             get_kv_transfer_group().report(self._take_failed_blocks, self._take_stats)
         self._log_start(len(layers))
+
+    def _check_loading(self, isas: set[str]) -> None:
+        """Refuse KV connectors where what they load cannot be indexed."""
+        from vllm_kvretrieval.kernels import cpu
+
+        why = ""
+        if self._pages_per_block != 1:
+            why = f"whose blocks of {self.cache_config.block_size} tokens are not pages of "
+            why += str(self.retrieval_config.page_size)
+        elif others := isas - cpu.LAYOUTS.keys():
+            why = f"whose keys vLLM lays out in a way that is not known ({', '.join(others)})"
+        if why:
+            raise RetrievalConfigError(
+                f"{self.retrieval_config.method} cannot be combined with a KV connector for "
+                f"{self.model_config.model}, {why}. Leave --kv-transfer-config and "
+                "--kv-offloading-size out."
+            )
 
     def _attach_streamed(self, layers: dict[str, Any]) -> None:
         """Let the dense layers in home read it in place."""

@@ -18,8 +18,8 @@ from vllm_kvretrieval.kernels.types import DecodeRows, LayerState
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _INT64 = torch.int64
-# vLLM's CPU attention "isa" -> how it lays out keys (KeyLayout in csrc/cpu/kernels.h).
-_LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1}
+LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1}
+"""How vLLM's attention lays out keys (KeyLayout in csrc/cpu/kernels.h), by its own ``isa``."""
 
 
 def isa() -> str:
@@ -74,9 +74,9 @@ def index_pages(
     layout: str,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.index_pages`."""
-    if layout not in _LAYOUTS:
+    if layout not in LAYOUTS:
         raise ValueError(
-            f"how vLLM's attention {layout!r} lays out keys is not known, only {[*_LAYOUTS]} are"
+            f"how vLLM's attention {layout!r} lays out keys is not known, only {[*LAYOUTS]} are"
         )
     expected = (state.pages, state.kv_heads, state.page_size, 2 * state.head_size)
     if (
@@ -101,7 +101,7 @@ def index_pages(
         state.handle = _bind_layer(state)
     _cpu.index_pages(
         kv_cache.data_ptr(),
-        _LAYOUTS[layout],
+        LAYOUTS[layout],
         pages.data_ptr(),
         lengths.data_ptr(),
         len(pages),

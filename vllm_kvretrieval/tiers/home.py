@@ -109,7 +109,9 @@ class DiskHome:
         self._map.madvise(mmap.MADV_DONTNEED, begin, self.begin(layer + 1) - begin)
 
     def take_lost(self, page_bytes: int) -> set[int]:
-        """Ids of pages of which some layer's part was touched but could not be read, told once.
+        """Ids of pages of which some layer's part was touched but could not be read.
+
+        Each is told once, or as long as the file cannot be mapped there again.
 
         Args:
             page_bytes: Bytes of a layer's page.
