@@ -64,7 +64,7 @@ VARIANTS = (
     Variant("disk, no layout", "disk", layout=False),
     Variant("disk, no speculation", "disk", options=EVERY_STEP),
     Variant("disk, none of these", "disk", layout=False, read_ahead=False, options=EVERY_STEP),
-    Variant("disk, threshold 0.9", "disk", options=_corrects_below(0.9)),
+    Variant("disk, threshold 0.8", "disk", options=_corrects_below(0.8)),
     Variant("disk, threshold 0.7", "disk", options=_corrects_below(0.7)),
     Variant("disk, no correction", "disk", options=_corrects_below(-1.0)),
     Variant("device, no speculation", "device", options=EVERY_STEP),

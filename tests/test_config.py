@@ -23,7 +23,7 @@ from vllm_kvretrieval.retrieval.methods import METHODS
 def test_defaults():
     config = RetrievalConfig.from_options("freekv", {})
     assert (config.budget, config.page_size, config.dense_layers) == (2048, 32, 1)
-    assert config.correction_threshold == 0.8
+    assert config.correction_threshold == 0.9
     assert config.page_budget() == PageBudget(sink=4, window=4, select=56)
 
 
@@ -151,7 +151,7 @@ SERVER = RetrievalConfig.from_options("freekv", {"budget": 1024})
 @pytest.mark.parametrize("extra_args", [None, {}, {"kv_retrieval": {}}, {"another_plugin": 3}])
 def test_a_silent_request_gets_the_servers_options(extra_args):
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions(SERVER.page_budget(), 0.8, exact=False)
+    assert options == RequestOptions(SERVER.page_budget(), 0.9, exact=False)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -168,7 +168,7 @@ def test_request_options(flat):
 def test_flat_keys_complete_nested_ones():
     extra_args = {"kv_retrieval": {"budget": 512}, "kv_retrieval_exact": 1}
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions(PageBudget(1, 2, 13), 0.8, exact=True)
+    assert options == RequestOptions(PageBudget(1, 2, 13), 0.9, exact=True)
 
 
 def test_a_request_keeps_the_servers_sink_and_window():

@@ -120,7 +120,7 @@ def test_options_go_with_the_slot(runner, table):
     rows = table.select(table.slots(3))
     assert rows.total_pages.tolist() == [4, 3, 4]
     assert rows.select_pages.tolist() == [2, 1, 2]
-    assert rows.threshold.tolist() == pytest.approx([0.8, 0.5, 0.8])
+    assert rows.threshold.tolist() == pytest.approx([0.9, 0.5, 0.9])
     assert rows.exact.tolist() == [False, False, True]
     table.release(["b", "c"])
     runner.batch("a", "d", "e")

@@ -33,7 +33,7 @@ HELP = {
     "the page size)",
     "correction_threshold": "a KV head whose query has a lower cosine similarity to the previous "
     "step's selects anew before attention; 1 selects at every step, -1 never corrects "
-    "(default: 0.8)",
+    "(default: 0.9)",
     "dense_layers": "leading layers of the model that keep their own attention, of whatever kind "
     "it is (default: 1)",
     "max_budget": "most that a request may ask for as its budget (default: budget: requests may "
@@ -104,7 +104,7 @@ class RetrievalConfig:
     window: int | None = None
     page_size: int = 32
     summary_size: int | None = None
-    correction_threshold: float = 0.8
+    correction_threshold: float = 0.9
     dense_layers: int = 1
     max_budget: int | None = None
     allow_exact: bool = True

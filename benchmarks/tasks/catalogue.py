@@ -81,8 +81,8 @@ VARIANTS = (
         {"correction_threshold": 1.0},
         style="s--",
     ),
-    Variant("threshold_0.9", "more heads select anew", {"correction_threshold": 0.9}),
-    Variant("threshold_0.7", "fewer heads select anew", {"correction_threshold": 0.7}),
+    Variant("threshold_0.8", "fewer heads select anew", {"correction_threshold": 0.8}),
+    Variant("threshold_0.7", "fewer still", {"correction_threshold": 0.7}),
     Variant(
         "reuse",
         "no correction: always the previous step's selection (threshold -1)",
