@@ -1,5 +1,6 @@
 """Options of KV retrieval: typed and validated here, and nowhere else."""
 
+import functools
 import itertools
 import re
 from collections.abc import Mapping
@@ -198,7 +199,7 @@ class RetrievalConfig:
         """Tokens; the largest budget that any request may have."""
         return self.budget if self.max_budget is None else self.max_budget
 
-    @property
+    @functools.cached_property
     def most_selected(self) -> int:
         """Pages; most that any admissible request selects per KV head.
 

@@ -116,7 +116,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.requests: RequestTable | None = None
         self.staging: PrefillStaging | None = None
         self.home_page_bytes = 0
-        self.loads = False
+        self.loads = self.streams_dense = False
 
     def attach(
         self,
@@ -125,6 +125,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         staging: PrefillStaging | None,
         home_page_bytes: int = 0,
         loads: bool = False,
+        streams_dense: bool = False,
     ) -> None:
         """Switch retrieval on, once the worker has allocated the layers' state.
 
@@ -134,6 +135,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             staging: Where prefill reads its context from; None: the cache itself.
             home_page_bytes: Bytes of a layer's page in a slow home; 0: the home is fast memory.
             loads: Whether a KV connector may fill pages.
+            streams_dense: Whether dense layers are in the slow home, too.
 
         Raises:
             ValueError: vLLM's block tables are not in pages of this size.
@@ -144,6 +146,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         heads = self.num_kv_heads
         self.requests, self.staging = requests, staging
         self.home_page_bytes, self.loads = home_page_bytes, loads
+        self.streams_dense = streams_dense
         # Of all admissible budgets; a context within it is in fast memory for its own sake.
         self.budget_pages = requests.config.budget_limit // page_size
         # Length of the context at a slot's last sparse decode step.
@@ -190,14 +193,15 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self, dense: CPUAttentionMetadata, split: Split | None
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """See :attr:`RetrievalMetadata.in_place`."""
-        everything = self._runs(dense, slice(None))
         if split is None or split.decode is None:
+            everything = self._runs(dense, slice(None))
             return everything, everything
         others = np.arange(split.rows, len(dense.seq_lens))
         if split.whole is not None:
             assert split.whole.index is not None, "other rows are in the plan"
             others = np.concatenate([split.whole.index.numpy(), others])
-        return everything, self._runs(dense, others)
+        of_dense = self._runs(dense, slice(None)) if self.streams_dense else None
+        return of_dense, self._runs(dense, others)
 
     def _runs(self, dense: CPUAttentionMetadata, requests: Any) -> np.ndarray | None:
         pages = -(-dense.seq_lens.numpy()[requests] // self.block_size)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 """Names of ``--kv-cache-dtype`` that may be the model's own."""
 
 CONNECTOR = "RetrievalConnector"

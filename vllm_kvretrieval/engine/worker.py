@@ -213,12 +213,15 @@ class RetrievalCPUWorker(CPUWorker):
         heads = sum(layers[name].impl.num_kv_heads for *_, names in groups for name in names)
         capacity = self.scheduler_config.max_num_seqs
         self.requests = RequestTable(config, capacity, heads, self.model_runner)
+        streams_dense = self.tiers is not None and self.tiers.streams_dense
         for builder, staging, names in groups:
             for name in names:
                 self._attach(name, layers[name], staging)
             page_bytes = self._home_bytes_per_page()
-            builder.attach(self.requests, config.page_size, staging, page_bytes, foreign)
-        if self.tiers is not None and self.tiers.streams_dense:
+            builder.attach(
+                self.requests, config.page_size, staging, page_bytes, foreign, streams_dense
+            )
+        if streams_dense:
             self._attach_streamed(layers)
         if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
             get_kv_transfer_group().report(self._take_failed_blocks, self._take_stats)
