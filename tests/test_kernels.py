@@ -6,61 +6,96 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_kvretrieval.kernels import DecodeRows, LayerState, cpu, reference
+from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, cpu, reference
+from vllm_kvretrieval.retrieval.index import indexes, make_index, pack, unpack
+from vllm_kvretrieval.retrieval.pooling import Pooling
 
 PAGE = 32
+MIN_MAX = make_index("min_max")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def make_state(pages, slots, kv_heads, group, head_size, dtype, max_selected=64, parts=1):
-    state = LayerState.empty(
+INDEXES = [make_index(name) for name in indexes() if name != "min_max"]
+
+
+def make_chooser(
+    pages,
+    seats,
+    kv_heads,
+    group,
+    head_size,
+    dtype,
+    most_selected=64,
+    parts=1,
+    index=MIN_MAX,
+    pooling=Pooling.MEAN_SOFTMAX,
+    page_size=PAGE,
+    **options,
+):
+    """Over random keys, taken into the index."""
+    shape = (pages, kv_heads, page_size, 2 * head_size)
+    store = IndexStore.empty(
+        index,
         pages=pages,
-        slots=slots,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        page_size=page_size,
+        entry_tokens=page_size // parts,
+        dtype=dtype,
+        cache=torch.randn(shape).to(dtype),
+    )
+    selection = Selection.empty(
+        seats=seats,
         kv_heads=kv_heads,
         group=group,
         head_size=head_size,
-        max_selected=max_selected,
-        page_size=PAGE,
-        summary_size=PAGE // parts,
-        scale=head_size**-0.5,
+        most_selected=most_selected,
         dtype=dtype,
     )
-    for tensor in (state.index, state.prev_query):
-        tensor.normal_()
-    state.index.copy_(state.index.sort(dim=2).values)  # minimum before maximum
-    return state
+    selection.query.normal_()
+    full = torch.full((pages,), page_size, dtype=torch.int32)
+    cpu.index_pages(torch.arange(pages, dtype=torch.int32), full, store)
+    return Chooser(store, selection, pooling, head_size**-0.5, **options)
 
 
-def copy_of(state):
-    return LayerState(
-        state.index.clone(),
-        state.prev_query.clone(),
-        state.prev_selection.clone(),
-        state.page_size,
-        state.summary_size,
-        state.scale,
-    )
+def copy_of(chooser):
+    """The same with records and selection of its own."""
+    store = replace(chooser.store, records=chooser.store.records.clone(), handle=None)
+    selection = Selection(chooser.selection.query.clone(), chooser.selection.pages.clone())
+    return replace(chooser, store=store, selection=selection, handle=None)
 
 
-def make_rows(lens, state, budget, *, tau=0.5, fresh=0, exact=()):
+def fields_of(store):
+    """The records' fields, [entries, kv_heads, ...] each, and what they are written back with."""
+    fields = store.index.fields(store.head_size, store.entry_tokens)
+    record = unpack(fields, store.records.flatten(0, 1), store.dtype)
+
+    def write(**changed):
+        packed = pack(fields, {**record, **changed}, store.dtype)
+        store.records.copy_(packed.view_as(store.records))
+
+    return record, write
+
+
+def make_rows(lens, chooser, budget, *, tau=0.5, fresh=0, exact=()):
     """Rows over random pages; ``budget`` is (sink, window, select) in pages."""
-    count = len(lens)
-    pages = state.pages
-    width = -(-max(lens) // state.page_size)
-    slots = state.prev_query.shape[0]
+    count, store = len(lens), chooser.store
+    pages = store.pages
+    width = -(-max(lens) // store.page_size)
+    seats = len(chooser.selection.query)
     as_int = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
     sink, window, select = budget
     return DecodeRows(
         block_table=torch.stack([torch.randperm(pages)[:width] for _ in lens]).int(),
         seq_lens=as_int(lens),
-        slots=torch.randperm(slots)[:count].int(),
+        seats=torch.randperm(seats)[:count].int(),
         sink_pages=as_int([sink] * count),
         window_pages=as_int([window] * count),
         select_pages=as_int([-1 if r in exact else select for r in range(count)]),
         threshold=torch.full((count,), tau),
         fresh=torch.full((count,), fresh, dtype=torch.uint8),
-        corrected=torch.zeros(slots, dtype=torch.int64),
-        page_table=torch.full((count * state.kv_heads, width), -1, dtype=torch.int32),
+        corrected=torch.zeros(seats, dtype=torch.int64),
+        page_table=torch.full((count * store.kv_heads, width), -1, dtype=torch.int32),
     )
 
 

@@ -2,24 +2,41 @@
 
 import functools
 import itertools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.parsing import (
+    parse_size,
+    reject_unknown,
+    require_bool,
+    require_int,
+    require_name,
+    require_number,
+)
 from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET, PageBudget, default_parts
-from vllm_kvretrieval.retrieval.methods import METHODS, Method
+from vllm_kvretrieval.retrieval.index import Index, indexes
+from vllm_kvretrieval.retrieval.method import (
+    DEFAULT_THRESHOLD,
+    ENTRY_TOKENS,
+    OPTIONS,
+    POOLINGS,
+    Method,
+    make_method,
+)
+from vllm_kvretrieval.retrieval.presets import preset_names, presets
+from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
 CONFIG_KEY = "kv_retrieval"
 """Key in vLLM's ``additional_config``, and in ``SamplingParams.extra_args``."""
 
 PAGE_SIZES = (16, 32, 64, 128)
-SUMMARY_SIZES = (8, 16, 32, 64, 128)
 HOMES = ("auto", "device", "host", "disk")
 
 HELP = {
@@ -28,15 +45,27 @@ HELP = {
     "sink": "tokens at the start of the context, always attended to (default: budget / 16)",
     "window": "most recent tokens, always attended to (default: budget / 16, at least two pages)",
     "page_size": "tokens per page, the unit of retrieval; smaller ones hold less that is unwanted, "
-    f"and there are more to choose from, one of {PAGE_SIZES} (default: 32)",
+    f"and there are more to choose from, one of {PAGE_SIZES} (default: the method's, 32 for most)",
     "summary_size": "tokens per entry of the page index, page_size or less; smaller ones tell "
-    f"pages apart better, and cost memory and time in proportion, one of {SUMMARY_SIZES} (default: "
+    f"pages apart better, and cost memory and time in proportion, one of {ENTRY_TOKENS} (default: "
     "the page size)",
     "correction_threshold": "a KV head whose query has a lower cosine similarity to the previous "
     "step's selects anew before attention; 1 selects at every step, -1 never corrects "
-    "(default: 0.9)",
+    f"(default: {DEFAULT_THRESHOLD})",
+    "index": "what is kept of a page's keys to select pages by, a name or {name: parameters}: "
+    f"{', '.join(indexes())} (default: the method's)",
+    "pooling": "how the scores of the query heads that share a KV head become one: "
+    f"{', '.join(POOLINGS)} (default: the method's)",
+    "schedule": "when pages are selected: "
+    f"{', '.join(f'{name} ({s.meaning})' for name, s in SCHEDULES.items())} (default: the "
+    "method's)",
+    "rerank": "score so many candidates per page selected once more, by their keys; 0: none "
+    "(default: the method's)",
+    "also": "further methods that a request may name: a list of presets, or a mapping of names to "
+    "options of a method (index, pooling, schedule, rerank, summary_size, correction_threshold, "
+    "and preset, which these are based on); each index takes memory (default: none)",
     "dense_layers": "leading layers of the model that keep their own attention, of whatever kind "
-    "it is (default: 1)",
+    "it is (default: the method's, 1 for most)",
     "max_budget": "most that a request may ask for as its budget (default: budget: requests may "
     "only lower it)",
     "allow_exact": "whether requests may ask for full attention (default: true)",
@@ -52,45 +81,6 @@ HELP = {
 }
 
 
-def _require_int(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RetrievalConfigError(f"{key}={value!r} must be a whole number of tokens, e.g. 1024.")
-    return value
-
-
-def _require_number(key: str, value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not -1 <= value <= 1:  # NaN compares false
-        raise RetrievalConfigError(f"{key}={value!r} must be a number between -1 and 1, e.g. 0.8.")
-    return float(value)
-
-
-def _require_bool(key: str, value: Any) -> bool:
-    if value not in (True, False):  # over HTTP, JSON's true may arrive as 1
-        raise RetrievalConfigError(f"{key}={value!r} must be true or false.")
-    return bool(value)
-
-
-def _parse_size(key: str, value: Any) -> int:
-    """Bytes of ``64GiB``, ``512MiB``, or a plain number of them."""
-    text = str(value).strip() if type(value) in (int, str) else ""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]i)?B)?", text, re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
-        raise RetrievalConfigError(
-            f"{key}={value!r} must be a size such as 64GiB or 512MiB, or a number of bytes."
-        )
-    number, prefix = match.groups()
-    return int(float(number) * 1024 ** " kmgt".index((prefix or " ")[0].lower()))
-
-
-def _reject_unknown(given: Mapping[str, Any], known: list[str], where: str) -> None:
-    for key in given:
-        if key not in known:
-            raise RetrievalConfigError(
-                f"{where} has no option {key!r} (value {given[key]!r}). Known: {', '.join(known)}."
-            )
-
-
 @dataclass(frozen=True)
 class RetrievalConfig:
     """Validated options of one engine. Lengths are in tokens, sizes in bytes per worker.
@@ -99,14 +89,19 @@ class RetrievalConfig:
     :class:`RetrievalConfigError` on anything that cannot work.
     """
 
-    method: str = "freekv"
+    method: str
     budget: int = DEFAULT_BUDGET
     sink: int | None = None
     window: int | None = None
-    page_size: int = 32
+    page_size: int = None  # type: ignore[assignment]  # the preset's
     summary_size: int | None = None
-    correction_threshold: float = 0.9
-    dense_layers: int = 1
+    index: Any = None
+    pooling: str | None = None
+    schedule: str | None = None
+    rerank: int | None = None
+    correction_threshold: float | None = None
+    also: Any = ()
+    dense_layers: int = None  # type: ignore[assignment]  # the preset's
     max_budget: int | None = None
     allow_exact: bool = True
     home: str = "device"
@@ -115,37 +110,39 @@ class RetrievalConfig:
     recall_cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        preset = presets()[self.method]
+        for key in ("page_size", "dense_layers"):
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, getattr(preset, key))
         for key in ("budget", "page_size", "dense_layers"):
-            _require_int(key, getattr(self, key))
-        _require_number("correction_threshold", self.correction_threshold)
+            require_int(key, getattr(self, key))
         if self.page_size not in PAGE_SIZES:
             raise RetrievalConfigError(
                 f"page_size={self.page_size} is not supported; use one of {PAGE_SIZES}."
             )
-        if self.summary_size is not None:
-            size = _require_int("summary_size", self.summary_size)
-            if size not in SUMMARY_SIZES or size > self.page_size:
-                raise RetrievalConfigError(
-                    f"summary_size={size} is not supported with page_size={self.page_size}; use "
-                    f"one of {tuple(s for s in SUMMARY_SIZES if s <= self.page_size)}."
-                )
         if self.dense_layers < 0:
             raise RetrievalConfigError(
                 f"dense_layers={self.dense_layers} must be 0 or more; 1 is FreeKV's choice."
+            )
+        if self.window is not None and not self.own.selects:
+            raise RetrievalConfigError(
+                f"window={self.window!r} has no effect with {self.method}, which selects nothing; "
+                "leave it out."
             )
         for key in ("sink", "window"):
             value = getattr(self, key)
             if value is None:
                 continue
-            if _require_int(key, value) < self.page_size or value % self.page_size:
+            if require_int(key, value) < self.page_size or value % self.page_size:
                 raise RetrievalConfigError(
                     f"{key}={value} must be a positive multiple of page_size={self.page_size}; "
                     f"try {self._nearest(value)}, or leave it out."
                 )
-        self.page_budget()
-        _require_bool("allow_exact", self.allow_exact)
+        for method in self.methods.values():
+            self.page_budget(method=method.name)
+        require_bool("allow_exact", self.allow_exact)
         if self.max_budget is not None:
-            if _require_int("max_budget", self.max_budget) < self.budget:
+            if require_int("max_budget", self.max_budget) < self.budget:
                 raise RetrievalConfigError(
                     f"max_budget={self.max_budget} must be budget={self.budget} or more: requests "
                     "may raise theirs up to it. Raise it, or leave it out."
@@ -153,9 +150,63 @@ class RetrievalConfig:
             self.page_budget(self.max_budget, key="max_budget")
         self._check_home()
 
+    @functools.cached_property
+    def own(self) -> Method:
+        """The engine's own method, for requests that name none."""
+        return make_method(
+            self.method, self.method, {key: getattr(self, key) for key in OPTIONS}, self.page_size
+        )
+
+    @functools.cached_property
+    def methods(self) -> dict[str, Method]:
+        """All that requests may name, the engine's own first; those that select nothing are free."""
+        made = {self.method: self.own}
+        for name, options in self._also().items():
+            if name in made:
+                raise RetrievalConfigError(f"also={self.also!r} names {name} twice; leave one out.")
+            base = options.get("preset", name if name in presets() else self.method)
+            own = {} if base != self.method else {k: getattr(self, k) for k in OPTIONS}
+            for key, depends_on in (("correction_threshold", "schedule"), ("rerank", "index")):
+                if depends_on in options:
+                    own.pop(key, None)
+            changed = {key: value for key, value in options.items() if key != "preset"}
+            try:
+                made[name] = make_method(name, base, own | changed, self.page_size)
+            except RetrievalConfigError as e:
+                raise RetrievalConfigError(f"also: {name}: {e}") from None
+        for name, preset in presets().items():
+            if not SCHEDULES[preset.schedule].selects and name not in made:
+                made[name] = make_method(name, name, {}, self.page_size)
+        return made
+
+    def _also(self) -> dict[str, Mapping[str, Any]]:
+        """``also`` as a mapping."""
+        if isinstance(self.also, Mapping):
+            given = dict(self.also)
+        elif isinstance(self.also, list | tuple):
+            given = {name if isinstance(name, str) else repr(name): {} for name in self.also}
+            for name in given:
+                require_name("also", name, presets())
+        else:
+            given = {"": None}
+        for name, options in given.items():
+            if not isinstance(options, Mapping) or not isinstance(name, str) or not name:
+                raise RetrievalConfigError(
+                    f"also={self.also!r} must be a list of methods, or a mapping of names to "
+                    'options, such as {"fine": {"summary_size": 16}}.'
+                )
+        return given
+
     def _check_home(self) -> None:
         if self.home not in HOMES:
             raise RetrievalConfigError(f"home={self.home!r} is unknown; use one of {HOMES}.")
+        reading = [m.name for m in self.methods.values() if m.reads_keys]
+        if self.home != "device" and reading:
+            raise RetrievalConfigError(
+                f"home={self.home!r} keeps keys where they are slow to read, and "
+                f"{', '.join(reading)} selects by them (index exact, or rerank); leave that out, or "
+                "use home=device."
+            )
         if self.home == "host":
             raise RetrievalConfigError(
                 "home='host' is for GPUs; on the CPU platform host memory is what device names. "
@@ -176,23 +227,21 @@ class RetrievalConfig:
                         f"home_path={value!r} is no directory; name one on the disk to be used."
                     )
             else:
-                object.__setattr__(self, key, _parse_size(key, value))
+                object.__setattr__(self, key, parse_size(key, value))
 
-    @property
-    def tokens_per_summary(self) -> int:
-        """Tokens per entry of the page index."""
-        return self.page_size if self.summary_size is None else self.summary_size
+    @functools.cached_property
+    def stores(self) -> tuple[tuple[Index, int], ...]:
+        """Every index that some method has, with the tokens of its entries; equal ones are one."""
+        used = (m for m in self.methods.values() if m.index is not None)
+        return tuple(dict.fromkeys((m.index, m.entry_tokens) for m in used))  # type: ignore[misc]
 
-    def index_bytes(self, kv_bytes: int) -> int:
-        """Bytes of page index beside so many bytes of keys and values.
-
-        A minimum and a maximum per channel for the keys and values of ``tokens_per_summary``.
-        """
-        return 0 if self.preset.index == "none" else kv_bytes // self.tokens_per_summary
-
-    @property
-    def preset(self) -> Method:
-        return METHODS[self.method]
+    def index_bytes(self, kv_bytes: int, head_size: int, dtype: "torch.dtype") -> int:
+        """Bytes of all page indexes beside so many bytes of keys and values."""
+        tokens = kv_bytes // (2 * head_size * dtype.itemsize)  # per KV head
+        return sum(
+            tokens // size * index.record_bytes(head_size, size, dtype)
+            for index, size in self.stores
+        )
 
     @property
     def budget_limit(self) -> int:
@@ -205,9 +254,12 @@ class RetrievalConfig:
 
         Sink and window are rounded to pages, so a smaller budget may select more than a larger one.
         """
+        selecting = next((m.name for m in self.methods.values() if m.selects), None)
+        if selecting is None:
+            return 0
         budgets = range(self.page_size, self.budget_limit + 1, self.page_size)
-        fitting = [b for b in budgets if b >= self._needed(b, self.preset.selects)]
-        return max(self.page_budget(budget).select for budget in fitting)
+        fitting = [b for b in budgets if b >= self._needed(b, selects=True)]
+        return max(self.page_budget(budget, selecting).select for budget in fitting)
 
     def page_budget(
         self, budget: int | None = None, method: str | None = None, key: str = "budget"
@@ -216,7 +268,7 @@ class RetrievalConfig:
 
         Args:
             budget: Tokens; the engine's own if None.
-            method: Name in ``METHODS``; the engine's own if None.
+            method: Name in ``methods``; the engine's own if None.
             key: What errors call it.
 
         Raises:
@@ -224,7 +276,7 @@ class RetrievalConfig:
                 window and (where the method selects) one page.
         """
         budget = self.budget if budget is None else budget
-        selects = METHODS[method or self.method].selects
+        selects = (self.own if method is None else self.methods[method]).selects
         if budget <= 0 or budget % self.page_size:
             nearest = max(self._nearest(budget), self._least_budget(selects))
             raise RetrievalConfigError(
@@ -284,13 +336,7 @@ class RetrievalConfig:
                 f"kv_retrieval.method={options['method']!r}: the method is chosen by the backend's "
                 f"name; use --attention-backend {options['method']} instead."
             )
-        _reject_unknown(options, known, "kv_retrieval")
-        for key in ("window", "correction_threshold", "summary_size"):
-            if key in options and not METHODS[method].selects:
-                raise RetrievalConfigError(
-                    f"kv_retrieval.{key}={options[key]!r} has no effect with {method}, which "
-                    "selects nothing; leave it out."
-                )
+        reject_unknown(options, known, "kv_retrieval")
         try:
             return cls(method=method, **options)
         except RetrievalConfigError as e:
@@ -310,11 +356,13 @@ class RequestOptions:
     """What one request asks for; the engine's own values where it says nothing.
 
     Attributes:
+        method: Name in :attr:`RetrievalConfig.methods`.
         budget: Pages to attend to.
         correction_threshold: See :class:`RetrievalConfig`.
         exact: Full attention at every step.
     """
 
+    method: str
     budget: PageBudget
     correction_threshold: float
     exact: bool = False
@@ -333,46 +381,47 @@ class RequestOptions:
                 serve or allow.
         """
         options = _request_options(extra_args or {})
-        _reject_unknown(
+        reject_unknown(
             options,
             ["budget", "correction_threshold", "exact", "method"],
             f"{CONFIG_KEY} of a request",
         )
         method = options.get("method", config.method)
-        named = isinstance(method, str) and method in METHODS
-        if not named or not config.preset.serves(METHODS[method]):
-            served = [name for name, m in METHODS.items() if config.preset.serves(m)]
+        served = config.methods.get(method) if isinstance(method, str) else None
+        if served is None:
             raise RetrievalConfigError(
                 f"kv_retrieval.method={method!r} cannot be served by this engine, which runs "
-                f"{config.method}; use one of {', '.join(served)}."
+                f"{', '.join(config.methods)}; use one of them, or start the server with "
+                "--kv-retrieval.also."
             )
-        budget = _require_int("kv_retrieval.budget", options.get("budget", config.budget))
+        budget = require_int("kv_retrieval.budget", options.get("budget", config.budget))
         if budget > config.budget_limit:
             raise RetrievalConfigError(
                 f"kv_retrieval.budget={budget} exceeds the server's limit of "
                 f"{config.budget_limit}. Ask for less, or start the server with "
                 f"--kv-retrieval.max_budget {budget}."
             )
-        threshold = _require_number(
+        threshold = require_number(
             "kv_retrieval.correction_threshold",
-            options.get("correction_threshold", config.correction_threshold),
+            options.get("correction_threshold", served.correction_threshold),
         )
-        if "correction_threshold" in options and not METHODS[method].selects:
+        if "correction_threshold" in options and not served.schedule.speculates:
+            why = "does so at every step" if served.selects else "selects nothing"
             raise RetrievalConfigError(
                 f"kv_retrieval.correction_threshold={threshold} has no effect with {method}, which "
-                "selects nothing; leave it out."
+                f"{why}; leave it out."
             )
-        exact = _require_bool("kv_retrieval.exact", options.get("exact", False))
+        exact = require_bool("kv_retrieval.exact", options.get("exact", False))
         if exact and not config.allow_exact:
             raise RetrievalConfigError(
                 "kv_retrieval.exact=True is not allowed by this server (--kv-retrieval.allow_exact "
                 f"false); ask for a budget of up to {config.budget_limit} instead."
             )
         try:
-            pages = config.page_budget(budget, method)
+            pages = config.page_budget(budget, served.name)
         except RetrievalConfigError as e:
             raise RetrievalConfigError(f"kv_retrieval.{e}") from None
-        return cls(pages, threshold, exact)
+        return cls(served.name, pages, threshold, exact)
 
 
 def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -401,7 +450,7 @@ def selected_method(vllm_config: "VllmConfig") -> str | None:
     """
     attention = vllm_config.attention_config
     backends = {attention.backend, *attention.backend_per_kind.values()}
-    names = {b.name.lower() for b in backends if b is not None} & METHODS.keys()
+    names = {b.name.lower() for b in backends if b is not None} & set(preset_names())
     if len(names) > 1:
         raise RetrievalConfigError(
             f"attention backends {', '.join(sorted(names))} cannot run in one engine; choose one."

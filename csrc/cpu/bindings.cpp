@@ -32,8 +32,12 @@ void use_isa(const std::string& isa) {
   active = table;
 }
 
-// A layer, and the torch.dtype of its tensors.
-struct Layer : kvr::LayerState {
+// An index, and the torch.dtype of the layer's keys and queries.
+struct Index : kvr::Index {
+  nb::object torch_dtype;
+};
+
+struct Chooser : kvr::Chooser {
   nb::object torch_dtype;
 };
 
@@ -44,17 +48,17 @@ struct Vectors {
   nb::handle torch_dtype;
 
   int64_t stride() const { return nb::cast<int64_t>(strides[0]); }
-  void check(const char* name, const Layer& layer, int64_t tokens, int heads) const {
+  void check(const char* name, int64_t tokens, int heads, int head_size, nb::handle dtype) const {
     const auto is = [](const nb::tuple& tuple, int i, int64_t value) {
       return nb::cast<int64_t>(tuple[i]) == value;
     };
     if (nb::len(shape) == 3 && nb::cast<int64_t>(shape[0]) >= tokens && is(shape, 1, heads) &&
-        is(shape, 2, layer.head_size) && is(strides, 2, 1) &&
-        (heads == 1 || is(strides, 1, layer.head_size)) && torch_dtype.is(layer.torch_dtype))
+        is(shape, 2, head_size) && is(strides, 2, 1) &&
+        (heads == 1 || is(strides, 1, head_size)) && torch_dtype.is(dtype))
       return;
     throw nb::value_error(
         nb::str("{} must be [>= {}, {}, {}] in {} with heads side by side, got {} in {} with strides {}")
-            .format(name, tokens, heads, layer.head_size, layer.torch_dtype, nb::tuple(shape),
+            .format(name, tokens, heads, head_size, dtype, nb::tuple(shape),
                     torch_dtype, strides)
             .c_str());
   }
@@ -72,38 +76,46 @@ NB_MODULE(_cpu, m) {
   nb::class_<kvr::DecodeRows>(m, "DecodeRows")
       .def("__init__",
            [](kvr::DecodeRows* self, int rows, uintptr_t block_table, int64_t block_table_width,
-              int64_t block_table_stride, uintptr_t seq_lens, uintptr_t slots,
+              int64_t block_table_stride, uintptr_t seq_lens, uintptr_t seats,
               uintptr_t sink_pages, uintptr_t window_pages, uintptr_t select_pages,
-              uintptr_t threshold, uintptr_t fresh, uintptr_t corrected, int64_t corrected_slots,
+              uintptr_t threshold, uintptr_t fresh, uintptr_t corrected, int64_t corrected_seats,
               uintptr_t page_table, int64_t page_table_rows, int64_t page_table_width,
               int64_t page_table_stride) {
              new (self) kvr::DecodeRows{
                  rows, at<int32_t>(block_table), block_table_width, block_table_stride,
-                 at<int32_t>(seq_lens), at<int32_t>(slots), at<int32_t>(sink_pages),
+                 at<int32_t>(seq_lens), at<int32_t>(seats), at<int32_t>(sink_pages),
                  at<int32_t>(window_pages), at<int32_t>(select_pages), at<float>(threshold),
-                 at<uint8_t>(fresh), at<int64_t>(corrected), corrected_slots,
+                 at<uint8_t>(fresh), at<int64_t>(corrected), corrected_seats,
                  at<int32_t>(page_table), page_table_rows, page_table_width, page_table_stride};
            });
 
-  nb::class_<Layer>(m, "LayerState")
+  nb::class_<Index>(m, "Index")
       .def("__init__",
-           [](Layer* self, int dtype, nb::object torch_dtype, int kv_heads, int group,
-              int head_size, int page_size, int summary_size, float scale, uintptr_t index,
-              int64_t index_entries, uintptr_t prev_query, uintptr_t prev_selection,
-              int state_slots, int max_selected) {
-             new (self) Layer{{static_cast<kvr::DType>(dtype), kv_heads, group, head_size,
-                               page_size, summary_size, scale, at<void>(index), index_entries,
-                               at<void>(prev_query), at<int32_t>(prev_selection), state_slots,
-                               max_selected},
+           [](Index* self, int kind, int dtype, nb::object torch_dtype, int kv_heads, int head_size,
+              int page_size, int entry_tokens, int rank, float spread, uintptr_t records,
+              int64_t entries, int64_t record_bytes, uintptr_t cache, int layout) {
+             new (self) Index{{static_cast<kvr::IndexKind>(kind), static_cast<kvr::DType>(dtype),
+                               kv_heads, head_size, page_size, entry_tokens, rank, spread,
+                               at<uint8_t>(records), entries, record_bytes, at<void>(cache),
+                               static_cast<kvr::KeyLayout>(layout)},
                               std::move(torch_dtype)};
+           });
+
+  nb::class_<Chooser>(m, "Chooser")
+      .def("__init__",
+           [](Chooser* self, const Index& index, int pooling, int group, float scale, int rerank,
+              uintptr_t prev_query, uintptr_t selected, int seats, int max_selected) {
+             new (self) Chooser{{index, static_cast<kvr::Pooling>(pooling), group, scale, rerank,
+                                 at<void>(prev_query), at<int32_t>(selected), seats, max_selected},
+                                index.torch_dtype};
            });
 
   m.def("update_index",
         [](uintptr_t keys, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,
-           uintptr_t slot_mapping, int64_t num_tokens, const Layer& layer) {
+           uintptr_t slot_mapping, int64_t num_tokens, const Index& index) {
           const Vectors key{keys, shape, strides, torch_dtype};
-          key.check("key", layer, num_tokens, layer.kv_heads);
-          const kvr::IndexUpdate update{layer, at<void>(keys), key.stride(),
+          key.check("key", num_tokens, index.kv_heads, index.head_size, index.torch_dtype);
+          const kvr::IndexUpdate update{index, at<void>(keys), key.stride(),
                                         at<int64_t>(slot_mapping), num_tokens};
           const nb::gil_scoped_release release;
           active->update_index(update);
@@ -111,13 +123,19 @@ NB_MODULE(_cpu, m) {
 
   m.def(
       "index_pages",
-      [](uintptr_t cache, int layout, uintptr_t pages, uintptr_t lengths, int64_t num_pages,
-         const Layer& layer) {
-        const kvr::PageIndexing indexing{layer, at<void>(cache),
-                                         static_cast<kvr::KeyLayout>(layout), at<int32_t>(pages),
-                                         at<int32_t>(lengths), num_pages};
+      [](uintptr_t pages, uintptr_t lengths, int64_t num_pages, const Index& index) {
+        const kvr::PageIndexing indexing{index, at<int32_t>(pages), at<int32_t>(lengths), num_pages};
         kvr::check_pages(indexing);
         active->index_pages(indexing);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "read_keys",
+      [](uintptr_t entries, int64_t num_entries, const Index& index, uintptr_t keys) {
+        const kvr::KeyReading reading{index, at<int64_t>(entries), num_entries, at<float>(keys)};
+        kvr::check_entries(reading);
+        active->read_keys(reading);
       },
       nb::call_guard<nb::gil_scoped_release>());
 
@@ -133,12 +151,16 @@ NB_MODULE(_cpu, m) {
 
   m.def("plan_decode",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,
-           const kvr::DecodeRows& rows, const Layer& layer) {
+           const kvr::DecodeRows& rows, const Chooser& chooser, uintptr_t scores,
+           int64_t score_stride) {
           const Vectors query{queries, shape, strides, torch_dtype};
-          query.check("query", layer, rows.rows, layer.kv_heads * layer.group);
-          kvr::check_rows(rows, layer.state_slots, layer.kv_heads, layer.page_size);
-          kvr::check_selection(rows, layer);
-          const kvr::DecodePlan plan{rows, layer, at<void>(queries), query.stride()};
+          const kvr::Index& index = chooser.index;
+          query.check("query", rows.rows, index.kv_heads * chooser.group, index.head_size,
+                      chooser.torch_dtype);
+          kvr::check_rows(rows, chooser.seats, index.kv_heads, index.page_size);
+          kvr::check_selection(rows, chooser);
+          const kvr::DecodePlan plan{rows,           chooser,          at<void>(queries),
+                                     query.stride(), at<float>(scores), score_stride};
           const nb::gil_scoped_release release;
           active->plan_decode(plan);
         });
@@ -161,8 +183,8 @@ NB_MODULE(_cpu, m) {
            release_gil)
       .def("resolve", &Cache::resolve, release_gil)
       .def("prefetch",
-           [](Cache& self, const kvr::DecodeRows& rows, const Layer& layer) {
-             self.prefetch(rows, layer);
+           [](Cache& self, const kvr::DecodeRows& rows, const Chooser& chooser) {
+             self.prefetch(rows, chooser);
            },
            release_gil)
       .def("drop_pages",

@@ -23,7 +23,7 @@ namespace {
 
 }  // namespace
 
-void check_rows(const DecodeRows& rows, int32_t state_slots, int32_t kv_heads, int32_t page_size) {
+void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t page_size) {
   if (int64_t(rows.rows) * kv_heads > rows.page_table_rows)
     throw std::invalid_argument("page_table has " + std::to_string(rows.page_table_rows) +
                                 " rows, " + std::to_string(rows.rows) + " requests of " +
@@ -31,12 +31,11 @@ void check_rows(const DecodeRows& rows, int32_t state_slots, int32_t kv_heads, i
                                 std::to_string(int64_t(rows.rows) * kv_heads));
   for (int r = 0; r < rows.rows; ++r) {
     const int64_t sink = rows.sink_pages[r], window = rows.window_pages[r];
-    const int64_t select = rows.select_pages[r], slot = rows.slots[r], len = rows.seq_lens[r];
-    if (slot < 0 || slot >= state_slots)
-      refuse(r, {"slot", std::to_string(slot), "is outside the state's",
-                 std::to_string(state_slots)});
-    if (slot >= rows.corrected_slots)
-      refuse(r, {"slot", std::to_string(slot), "is outside the", std::to_string(rows.corrected_slots),
+    const int64_t select = rows.select_pages[r], seat = rows.seats[r], len = rows.seq_lens[r];
+    if (seat < 0 || seat >= seats)
+      refuse(r, {"seat", std::to_string(seat), "is outside the state's", std::to_string(seats)});
+    if (seat >= rows.corrected_seats)
+      refuse(r, {"seat", std::to_string(seat), "is outside the", std::to_string(rows.corrected_seats),
                  "of corrected"});
     if (sink < 0 || window < 0 || len < 1)
       refuse(r, {"a context of", std::to_string(len), "tokens,", std::to_string(sink),
@@ -52,22 +51,30 @@ void check_rows(const DecodeRows& rows, int32_t state_slots, int32_t kv_heads, i
   }
 }
 
-void check_selection(const DecodeRows& rows, const LayerState& layer) {
+void check_selection(const DecodeRows& rows, const Chooser& chooser) {
   for (int r = 0; r < rows.rows; ++r)
-    if (rows.select_pages[r] > layer.max_selected)
-      refuse_more(r, "select_pages is", rows.select_pages[r], layer.max_selected,
-                  "that prev_selection holds");
+    if (rows.select_pages[r] > chooser.max_selected)
+      refuse_more(r, "select_pages is", rows.select_pages[r], chooser.max_selected,
+                  "that the selection holds");
 }
 
 void check_pages(const PageIndexing& p) {
-  const int64_t pages = p.layer.index_entries * p.layer.summary_size / p.layer.page_size;
+  const int64_t pages = p.index.pages();
   for (int64_t i = 0; i < p.num_pages; ++i)
     if (p.pages[i] < 0 || p.pages[i] >= pages || p.lengths[i] < 1 ||
-        p.lengths[i] > p.layer.page_size)
+        p.lengths[i] > p.index.page_size)
       throw std::invalid_argument(
           "pages[" + std::to_string(i) + "] is " + std::to_string(p.pages[i]) + " with " +
           std::to_string(p.lengths[i]) + " tokens, the cache has " + std::to_string(pages) +
-          " pages of " + std::to_string(p.layer.page_size));
+          " pages of " + std::to_string(p.index.page_size));
+}
+
+void check_entries(const KeyReading& r) {
+  for (int64_t i = 0; i < r.num_entries; ++i)
+    if (r.entries[i] < 0 || r.entries[i] >= r.index.entries)
+      throw std::invalid_argument("entries[" + std::to_string(i) + "] is " +
+                                  std::to_string(r.entries[i]) + ", the index has " +
+                                  std::to_string(r.index.entries));
 }
 
 void refuse_token(int64_t token, int64_t slot, int64_t tokens) {

@@ -9,12 +9,14 @@
 
 namespace kvr {
 
-// The rows themselves, with a state of `state_slots` requests and a page table for `kv_heads`.
-void check_rows(const DecodeRows& rows, int32_t state_slots, int32_t kv_heads, int32_t page_size);
-// That the layer keeps as many selected pages as the rows ask for.
-void check_selection(const DecodeRows& rows, const LayerState& layer);
-// That the pages are the layer's, and the lengths those of pages.
+// The rows themselves, with per-request state of `seats` and a page table for `kv_heads`.
+void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t page_size);
+// That the chooser keeps as many selected pages as the rows ask for.
+void check_selection(const DecodeRows& rows, const Chooser& chooser);
+// That the pages are the index's, and the lengths those of pages.
 void check_pages(const PageIndexing& indexing);
+// That the entries are the index's.
+void check_entries(const KeyReading& reading);
 // Says that slot_mapping[token] is `slot`, in a cache of `tokens`.
 [[noreturn]] void refuse_token(int64_t token, int64_t slot, int64_t tokens);
 

@@ -17,45 +17,16 @@ struct DecodeRows {
   const int32_t* block_table;    // [rows, block_table_width]; page ids in context order
   int64_t block_table_width, block_table_stride;
   const int32_t* seq_lens;       // [rows]; tokens in context, the new one included
-  const int32_t* slots;          // [rows]; the request's entry in the state tensors
+  const int32_t* seats;          // [rows]; the request's entry in per-request state
   const int32_t* sink_pages;     // [rows]
   const int32_t* window_pages;   // [rows]
   const int32_t* select_pages;   // [rows]; negative: attend to the whole context
   const float* threshold;        // [rows]; correction threshold tau
   const uint8_t* fresh;          // [rows]; no previous decode step: correct every head
-  int64_t* corrected;            // [corrected_slots]; counts corrected heads
-  int64_t corrected_slots;
+  int64_t* corrected;            // [corrected_seats]; counts corrected heads
+  int64_t corrected_seats;
   int32_t* page_table;           // out, [page_table_rows >= rows * kv_heads, page_table_width]
   int64_t page_table_rows, page_table_width, page_table_stride;
-};
-
-// What one layer keeps: its page index and, per running request, the previous decode step.
-struct LayerState {
-  DType dtype;
-  int32_t kv_heads, group, head_size, page_size;
-  int32_t summary_size;          // tokens per entry of the index; page_size over a power of two
-  float scale;                   // softmax scale of the layer
-  void* index;                   // [index_entries, kv_heads, 2 (min, max), head_size]
-  int64_t index_entries;         // pages * page_size / summary_size
-  void* prev_query;              // [state_slots, kv_heads * group, head_size]
-  int32_t* prev_selection;       // [state_slots, kv_heads, max_selected]
-  int32_t state_slots, max_selected;
-};
-
-// New keys and where they were written.
-struct IndexUpdate {
-  const LayerState& layer;
-  const void* keys;              // [num_tokens, kv_heads, head_size]
-  int64_t key_stride;            // elements from one token to the next
-  const int64_t* slot_mapping;   // [num_tokens]; page * page_size + offset, negative = padding
-  int64_t num_tokens;
-};
-
-struct DecodePlan {
-  const DecodeRows& rows;
-  const LayerState& layer;
-  const void* query;             // [rows, kv_heads * group, head_size]
-  int64_t query_stride;          // elements from one row to the next
 };
 
 // How a (page, KV head) of vLLM's CPU cache holds its keys, in front of its values.
@@ -64,14 +35,95 @@ enum class KeyLayout : int32_t {
   kAmx = 1,                      // words of 4 bytes: [page_size / 16, words of a key, 16 tokens]
 };
 
+// What is kept of the keys of an entry's tokens; index/ has one file per kind. Python has the same
+// numbers in kernels/cpu.py.
+enum class IndexKind : int32_t {
+  kMinMax = 0,
+  kMean = 1,
+  kMeanStd = 2,
+  kBounding = 3,
+  kRepresentative = 4,
+  kOneBit = 5,
+  kLowRank = 6,
+  kExact = 7,
+  kOutside = 8,                  // scored and built by its owner
+  kCount = 9,
+};
+
+// How the scores of a KV head's query heads become one; pooling.h.
+enum class Pooling : int32_t { kMeanSoftmax = 0, kRelative = 1, kMax = 2, kSum = 3 };
+
+// The index of one layer: a record of bytes for the keys of every `entry_tokens` tokens of a page
+// and KV head.
+struct Index {
+  IndexKind kind;
+  DType dtype;                   // of the KV cache, and of what records hold in its precision
+  int32_t kv_heads, head_size, page_size;
+  int32_t entry_tokens;          // page_size over a power of two
+  int32_t rank;                  // of kLowRank
+  float spread;                  // of kMeanStd: standard deviations above the mean
+  uint8_t* records;              // [entries, kv_heads, record_bytes]
+  int64_t entries;               // pages * page_size / entry_tokens
+  int64_t record_bytes;
+  const void* cache;             // vLLM's, [pages, kv_heads, 2 * page_size * head_size], or null
+  KeyLayout layout;
+
+  int parts() const { return page_size / entry_tokens; }
+  int64_t pages() const { return entries / parts(); }
+  // Entries that count among the context's: unfinished ones only where records grow with each key.
+  int entries_of(int32_t seq_len) const {
+    return kind == IndexKind::kMinMax ? (seq_len + entry_tokens - 1) / entry_tokens
+                                      : seq_len / entry_tokens;
+  }
+  uint8_t* record(int64_t entry, int head) const {
+    return records + (entry * kv_heads + head) * record_bytes;
+  }
+};
+
+// What a layer keeps of each request's last decode step, and how it chooses.
+struct Chooser {
+  Index index;
+  Pooling pooling;
+  int32_t group;                 // query heads per KV head
+  float scale;                   // softmax scale of the layer
+  int32_t rerank;                // candidates per page selected, scored again by their keys; 0: none
+  void* prev_query;              // [seats, kv_heads * group, head_size]
+  int32_t* selected;             // [seats, kv_heads, max_selected]; positions of pages in the context
+  int32_t seats, max_selected;
+};
+
+// New keys and where they were written.
+struct IndexUpdate {
+  const Index& index;
+  const void* keys;              // [num_tokens, kv_heads, head_size]
+  int64_t key_stride;            // elements from one token to the next
+  const int64_t* slot_mapping;   // [num_tokens]; page * page_size + offset, negative = padding
+  int64_t num_tokens;
+};
+
+struct DecodePlan {
+  const DecodeRows& rows;
+  const Chooser& chooser;
+  const void* query;             // [rows, kv_heads * group, head_size]
+  int64_t query_stride;          // elements from one row to the next
+  const float* scores;           // kOutside: [rows, kv_heads, group, score_stride]; else null
+  int64_t score_stride;
+};
+
 // Pages whose keys are in the cache, to be taken into the index.
 struct PageIndexing {
-  const LayerState& layer;
-  const void* cache;             // [pages, kv_heads, 2 * page_size * head_size]
-  KeyLayout layout;
+  const Index& index;
   const int32_t* pages;          // [num_pages], distinct
   const int32_t* lengths;        // [num_pages]; tokens in each, 1..page_size
   int64_t num_pages;
+};
+
+// Entries whose keys are to be read from the cache.
+struct KeyReading {
+  const Index& index;
+  const int64_t* entries;        // [num_entries]
+  int64_t num_entries;
+  float* keys;                   // out, [num_entries, entry_tokens, kv_heads, head_size]
 };
 
 // Pages of one layer, to be laid out as larger blocks. In both, a (page, KV head) holds its keys
@@ -91,6 +143,7 @@ struct KernelTable {
   void (*update_index)(const IndexUpdate&);
   void (*plan_decode)(const DecodePlan&);
   void (*index_pages)(const PageIndexing&);
+  void (*read_keys)(const KeyReading&);
 };
 
 // The fastest table that this machine runs.

@@ -141,7 +141,7 @@ void RecallCache::resolve(const DecodeRows& rows) {
   check_rows(rows, config_.requests, config_.kv_heads, config_.page_size);
   join();
   ++step_;
-  for (int r = 0; r < rows.rows; ++r) release(rows.slots[r]);
+  for (int r = 0; r < rows.rows; ++r) release(rows.seats[r]);
   const auto entries_of = [&](int r) {
     const int pages = (rows.seq_lens[r] + config_.page_size - 1) / config_.page_size;
     const int select = rows.select_pages[r];
@@ -158,14 +158,14 @@ void RecallCache::resolve(const DecodeRows& rows) {
       for (int32_t* end = entry + entries; entry != end; ++entry) {
         const int32_t slot = slot_of_[*entry];
         if (slot == kNone) {
-          missing_.push_back({entry, rows.slots[r]});
+          missing_.push_back({entry, rows.seats[r]});
         } else {
           touch(slot);
           *entry = slot;
         }
       }
     }
-    int64_t* counts = config_.counts + int64_t(rows.slots[r]) * kRecallCounts;
+    int64_t* counts = config_.counts + int64_t(rows.seats[r]) * kRecallCounts;
     counts[kAttended] += int64_t(entries) * config_.kv_heads;
     counts[kMissed] += missing_.size() - before;
   }
@@ -191,7 +191,7 @@ void RecallCache::resolve(const DecodeRows& rows) {
   }
   for (int r = 0; r < rows.rows; ++r) {
     if (rows.select_pages[r] < 0) continue;
-    std::vector<int32_t>& pinned = pinned_by_[rows.slots[r]];
+    std::vector<int32_t>& pinned = pinned_by_[rows.seats[r]];
     for (int head = 0; head < config_.kv_heads; ++head) {
       const int32_t* first =
           rows.page_table + (int64_t(r) * config_.kv_heads + head) * rows.page_table_stride;
@@ -203,13 +203,13 @@ void RecallCache::resolve(const DecodeRows& rows) {
   }
 }
 
-void RecallCache::prefetch(const DecodeRows& rows, const LayerState& layer) {
-  if (layer.kv_heads != config_.kv_heads)
-    throw std::invalid_argument("the layer has " + std::to_string(layer.kv_heads) +
+void RecallCache::prefetch(const DecodeRows& rows, const Chooser& chooser) {
+  if (chooser.index.kv_heads != config_.kv_heads)
+    throw std::invalid_argument("the layer has " + std::to_string(chooser.index.kv_heads) +
                                 " KV heads, its recall cache " + std::to_string(config_.kv_heads));
-  check_rows(rows, std::min(config_.requests, layer.state_slots), config_.kv_heads,
+  check_rows(rows, std::min(config_.requests, chooser.seats), config_.kv_heads,
              config_.page_size);
-  check_selection(rows, layer);
+  check_selection(rows, chooser);
   join();
   ahead_.clear();
   bool room = true;
@@ -218,8 +218,8 @@ void RecallCache::prefetch(const DecodeRows& rows, const LayerState& layer) {
     const size_t before = ahead_.size();
     for (int head = 0; head < config_.kv_heads; ++head) {
       const int32_t* kept =
-          layer.prev_selection +
-          (int64_t(rows.slots[r]) * config_.kv_heads + head) * layer.max_selected;
+          chooser.selected +
+          (int64_t(rows.seats[r]) * config_.kv_heads + head) * chooser.max_selected;
       for (int i = 0; i < rows.select_pages[r]; ++i) {
         const int32_t unit = block[kept[i]] * config_.kv_heads + head;
         int32_t slot = slot_of_[unit];
@@ -232,7 +232,7 @@ void RecallCache::prefetch(const DecodeRows& rows, const LayerState& layer) {
         }
       }
     }
-    config_.counts[int64_t(rows.slots[r]) * kRecallCounts + kRecalled] += ahead_.size() - before;
+    config_.counts[int64_t(rows.seats[r]) * kRecallCounts + kRecalled] += ahead_.size() - before;
   }
   if (ahead_.empty()) return;
   const size_t jobs = std::clamp<size_t>(ahead_.size() / kReadsPerJob, 1, reader_threads());

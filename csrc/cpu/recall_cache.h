@@ -43,7 +43,7 @@ class RecallCache {
   // Replaces the units in the rows' page lists by slots that hold them, and pins sink and window.
   void resolve(const DecodeRows& rows);
   // Starts fetching what the rows selected for their next step, as far as there is room.
-  void prefetch(const DecodeRows& rows, const LayerState& layer);
+  void prefetch(const DecodeRows& rows, const Chooser& chooser);
   // Forgets the pages: their home has changed by other means than write().
   void drop_pages(const int64_t* pages, int64_t count);
   // Unpins what a request pinned; it has finished, or was aborted or preempted.

@@ -159,16 +159,17 @@ struct Float16 : FloatLanes<Float16> {
     const float magnitude = bits_to_float(rest << 13) * 0x1p112f;
     return sign ? -magnitude : magnitude;
   }
-  static uint16_t from_float(float f) {  // f is a value that fp16 holds exactly
+  static uint16_t from_float(float f) {  // rounds to nearest
     uint32_t u;
     std::memcpy(&u, &f, 4);
     const uint16_t sign = u >> 16 & 0x8000;
     u &= 0x7fffffff;
-    if (u >= 0x7f800000) return sign | 0x7c00 | (u >> 13 & 0x3ff);
+    if (u > 0x7f800000) return sign | 0x7e00;
+    if (u >= 0x477ff000) return sign | 0x7c00;  // 65520 and above
     std::memcpy(&f, &u, 4);
     f *= 0x1p-112f;
     std::memcpy(&u, &f, 4);
-    return sign | u >> 13;
+    return sign | (u + 0xfff + (u >> 13 & 1)) >> 13;
   }
   static float bits_to_float(uint32_t u) {
     float f;
@@ -177,6 +178,18 @@ struct Float16 : FloatLanes<Float16> {
   }
 #endif
 };
+
+// Stores values that E may not hold exactly, rounded to nearest.
+template <class E>
+inline void store_rounded(E* p, Floats v) {
+  E::store(p, v);
+}
+template <>
+inline void store_rounded<BFloat16>(BFloat16* p, Floats v) {
+  const Words bits = (Words)v;
+  const Words rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+  BFloat16::store(p, (Floats)(v == v ? rounded : bits | 0x10000u));
+}
 
 // exp(x) for x <= 0, relative error below 2e-7; 0 far below the smallest normal float.
 inline Floats exp_nonpositive(Floats x) {

@@ -14,10 +14,21 @@ except ImportError as error:
         "vllm-kvretrieval was installed without its CPU kernels, as it is where torch is a CUDA "
         "build. To have them compiled: pip install -C wheel.cmake=true . in a checkout"
     ) from error
-from vllm_kvretrieval.kernels.types import DecodeRows, LayerState
+from vllm_kvretrieval.kernels.types import Chooser, DecodeRows, IndexStore
+from vllm_kvretrieval.retrieval.index import Index, pack, unpack
+from vllm_kvretrieval.retrieval.index.low_rank import LowRank
+from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _INT64 = torch.int64
+KINDS = {
+    name: kind
+    for kind, name in enumerate(
+        ("min_max", "mean", "mean_std", "bounding", "representative", "one_bit", "low_rank", "exact")
+    )
+}
+"""Indexes with kernels (IndexKind in csrc/cpu/kernels.h); others serve by their own methods."""
+OUTSIDE = len(KINDS)
 LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1}
 """How vLLM's attention lays out keys (KeyLayout in csrc/cpu/kernels.h), by its own ``isa``."""
 
@@ -41,72 +52,121 @@ def use_isa(name: str) -> None:
     _cpu.use_isa(name)
 
 
-def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, state: LayerState) -> None:
+def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStore) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.update_index`."""
-    if state.handle is None:
-        state.handle = _bind_layer(state)
+    if store.handle is None:
+        store.handle = _bind_index(store)
     _cpu.update_index(
         key.data_ptr(),
         key.shape,
         key.stride(),
         key.dtype,
         *_tokens(slot_mapping),
-        state.handle,
+        store.handle,
     )
+    if store.index is not None and store.index.name not in KINDS:
+        slots = slot_mapping[slot_mapping % store.entry_tokens == store.entry_tokens - 1]
+        _build(store, slots[slots >= 0] // store.entry_tokens)
 
 
-def plan_decode(query: torch.Tensor, rows: DecodeRows, state: LayerState) -> None:
+def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.plan_decode`."""
     if rows.handle is None:
         rows.handle = _bind_rows(rows)
-    if state.handle is None:
-        state.handle = _bind_layer(state)
+    if chooser.handle is None:
+        chooser.handle = _bind_chooser(chooser)
+    index, scores = chooser.store.index, None
+    if index is not None and index.name not in KINDS:
+        scores = _scores(index, query, rows, chooser)
     _cpu.plan_decode(
-        query.data_ptr(), query.shape, query.stride(), query.dtype, rows.handle, state.handle
+        query.data_ptr(),
+        query.shape,
+        query.stride(),
+        query.dtype,
+        rows.handle,
+        chooser.handle,
+        0 if scores is None else scores.data_ptr(),
+        0 if scores is None else scores.shape[-1],
     )
 
 
-def index_pages(
-    kv_cache: torch.Tensor,
-    pages: torch.Tensor,
-    lengths: torch.Tensor,
-    state: LayerState,
-    layout: str,
-) -> None:
+def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.index_pages`."""
-    if layout not in LAYOUTS:
+    if store.cache is None:
+        raise ValueError("the store has no cache to read keys from")
+    if not 8 <= store.entry_tokens <= 128 or store.page_size % 16:
         raise ValueError(
-            f"how vLLM's attention {layout!r} lays out keys is not known, only {[*LAYOUTS]} are"
-        )
-    expected = (state.pages, state.kv_heads, state.page_size, 2 * state.head_size)
-    if (
-        kv_cache.dtype != state.index.dtype
-        or kv_cache.shape != expected
-        or not kv_cache.is_contiguous()
-    ):
-        raise ValueError(
-            f"kv_cache must be {state.index.dtype} {expected} and contiguous, got "
-            f"{kv_cache.dtype} {tuple(kv_cache.shape)} with strides {kv_cache.stride()}"
-        )
-    if not 8 <= state.summary_size <= 128 or state.page_size % 16:
-        raise ValueError(
-            f"summaries of {state.summary_size} tokens in pages of {state.page_size} are not "
+            f"entries of {store.entry_tokens} tokens in pages of {store.page_size} are not "
             "supported, only 8 to 128 in multiples of 16"
         )
     _check("pages", pages, torch.int32)
     _check("lengths", lengths, torch.int32)
     if pages.shape != lengths.shape or pages.dim() != 1:
         raise ValueError(f"{tuple(lengths.shape)} lengths for {tuple(pages.shape)} pages")
-    if state.handle is None:
-        state.handle = _bind_layer(state)
-    _cpu.index_pages(
-        kv_cache.data_ptr(),
-        LAYOUTS[layout],
-        pages.data_ptr(),
-        lengths.data_ptr(),
-        len(pages),
-        state.handle,
-    )
+    if store.handle is None:
+        store.handle = _bind_index(store)
+    _cpu.index_pages(pages.data_ptr(), lengths.data_ptr(), len(pages), store.handle)
+    if store.index is not None and store.index.name not in KINDS:
+        part = torch.arange(store.parts)
+        entries = pages[:, None].long() * store.parts + part
+        _build(store, entries[part < lengths[:, None] // store.entry_tokens])
+
+
+def read_keys(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
+    """Keys of some entries as the cache has them.
+
+    Args:
+        entries: int64 [n].
+        store: Over a cache whose layout is known.
+
+    Returns:
+        float32 [n, entry_tokens, kv_heads, head_size].
+
+    Raises:
+        ValueError: There is no such entry, or no cache.
+    """
+    if store.cache is None:
+        raise ValueError("the store has no cache to read keys from")
+    _check("entries", entries, torch.int64)
+    if store.handle is None:
+        store.handle = _bind_index(store)
+    keys = torch.empty(len(entries), store.entry_tokens, store.kv_heads, store.head_size)
+    _cpu.read_keys(entries.data_ptr(), len(entries), store.handle, keys.data_ptr())
+    return keys
+
+
+def _build(store: IndexStore, entries: torch.Tensor) -> None:
+    """Records of an index without kernels."""
+    if not len(entries) or not store.records.shape[-1]:
+        return
+    assert store.index is not None
+    keys = read_keys(entries, store).transpose(1, 2).flatten(0, 1)
+    fields = store.index.fields(store.head_size, store.entry_tokens)
+    records = pack(fields, store.index.build(keys), store.dtype)
+    store.records[entries] = records.view(len(entries), store.kv_heads, -1)
+
+
+def _scores(index: Index, query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> torch.Tensor:
+    """float32 [R, kv_heads, group, entries]; by an index without kernels."""
+    store = chooser.store
+    counts = (rows.seq_lens // store.entry_tokens).tolist()
+    scores = torch.zeros(len(rows), store.kv_heads, chooser.group, max(counts))
+    fields = index.fields(store.head_size, store.entry_tokens)
+    selecting = (rows.select_pages > 0).tolist()
+    for r in range(len(rows)):
+        if not selecting[r]:
+            continue
+        count = counts[r]
+        pages = rows.block_table[r, : -(-count // store.parts)].long()
+        entries = (pages[:, None] * store.parts + torch.arange(store.parts)).flatten()[:count]
+        grouped = query[r].float().view(store.kv_heads, chooser.group, store.head_size)
+        keys = read_keys(entries, store) if index.reads_keys else None
+        for head in range(store.kv_heads):
+            record = unpack(fields, store.records[entries, head], store.dtype)
+            if keys is not None:
+                record["keys"] = keys[:, :, head]
+            scores[r, head, :, :count] = index.score(grouped[head], record, chooser.scale)
+    return scores
 
 
 def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor) -> None:
@@ -197,13 +257,13 @@ class RecallCache:
             rows.handle = _bind_rows(rows)
         self._cache.resolve(rows.handle)
 
-    def prefetch(self, rows: DecodeRows, state: LayerState) -> None:
+    def prefetch(self, rows: DecodeRows, chooser: Chooser) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.prefetch`."""
         if rows.handle is None:
             rows.handle = _bind_rows(rows)
-        if state.handle is None:
-            state.handle = _bind_layer(state)
-        self._cache.prefetch(rows.handle, state.handle)
+        if chooser.handle is None:
+            chooser.handle = _bind_chooser(chooser)
+        self._cache.prefetch(rows.handle, chooser.handle)
 
 
 class MappingGuard:
@@ -227,7 +287,7 @@ class MappingGuard:
 _PER_ROW = {
     "block_table": torch.int32,
     "seq_lens": torch.int32,
-    "slots": torch.int32,
+    "seats": torch.int32,
     "sink_pages": torch.int32,
     "window_pages": torch.int32,
     "select_pages": torch.int32,
@@ -251,7 +311,7 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
         rows.block_table.shape[1],
         rows.block_table.stride(0),
         rows.seq_lens.data_ptr(),
-        rows.slots.data_ptr(),
+        rows.seats.data_ptr(),
         rows.sink_pages.data_ptr(),
         rows.window_pages.data_ptr(),
         rows.select_pages.data_ptr(),
@@ -265,46 +325,85 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
     )
 
 
-def _bind_layer(state: LayerState) -> "_cpu.LayerState":
-    if state.head_size % 16:
-        raise ValueError(f"head size {state.head_size} is no multiple of 16")
-    dtype, slots, parts = (
-        state.index.dtype,
-        state.prev_query.shape[0],
-        state.page_size // state.summary_size,
-    )
-    if parts * state.summary_size != state.page_size or parts & (parts - 1):
+def _bind_index(store: IndexStore) -> "_cpu.Index":
+    size, parts = store.head_size, store.page_size // store.entry_tokens
+    if size % 16:
+        raise ValueError(f"head size {size} is no multiple of 16")
+    if parts * store.entry_tokens != store.page_size or parts & (parts - 1):
         raise ValueError(
-            f"summaries of {state.summary_size} tokens are no power of two in a page of "
-            f"{state.page_size}"
+            f"entries of {store.entry_tokens} tokens are no power of two in a page of "
+            f"{store.page_size}"
         )
+    index, cache = store.index, store.cache
+    if cache is not None:
+        if store.layout not in LAYOUTS:
+            raise ValueError(
+                f"how vLLM's attention {store.layout!r} lays out keys is not known, only "
+                f"{[*LAYOUTS]} are"
+            )
+        shape = (store.pages, store.kv_heads, store.page_size, 2 * size)
+        if cache.dtype != store.dtype or cache.shape != shape or not cache.is_contiguous():
+            raise ValueError(
+                f"cache must be {store.dtype} {shape} and contiguous, got {cache.dtype} "
+                f"{tuple(cache.shape)} with strides {cache.stride()}"
+            )
+    elif index is not None and not index.grows:
+        raise ValueError(f"an index of {index.name} reads the keys in the cache, and has none")
+    width = 0 if index is None else index.record_bytes(size, store.entry_tokens, store.dtype)
+    records = (len(store.records), store.kv_heads, width)
+    if store.records.dtype != torch.uint8 or store.records.shape != records:
+        raise ValueError(
+            f"records must be torch.uint8 {records}, got {store.records.dtype} "
+            f"{tuple(store.records.shape)}"
+        )
+    if not store.records.is_contiguous():
+        raise ValueError(f"records must be contiguous, their strides are {store.records.stride()}")
+    return _cpu.Index(
+        OUTSIDE if index is None else KINDS.get(index.name, OUTSIDE),
+        _DTYPES[store.dtype],
+        store.dtype,
+        store.kv_heads,
+        size,
+        store.page_size,
+        store.entry_tokens,
+        index.rank if isinstance(index, LowRank) else 0,
+        index.spread if isinstance(index, MeanStd) else 0.0,
+        store.records.data_ptr(),
+        len(store.records),
+        width,
+        0 if cache is None else cache.data_ptr(),
+        LAYOUTS.get(store.layout, 0),
+    )
+
+
+def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
+    store, selection = chooser.store, chooser.selection
+    if store.handle is None:
+        store.handle = _bind_index(store)
+    seats, heads = len(selection.query), store.kv_heads
     expected = {
-        "index": (dtype, (state.index.shape[0], state.kv_heads, 2, state.head_size)),
-        "prev_query": (dtype, (slots, state.kv_heads * state.group, state.head_size)),
-        "prev_selection": (torch.int32, (slots, state.kv_heads, state.prev_selection.shape[-1])),
+        "query": (store.dtype, (seats, heads * chooser.group, store.head_size)),
+        "pages": (torch.int32, (seats, heads, selection.pages.shape[-1])),
     }
     for name, (dtype, shape) in expected.items():
-        tensor = getattr(state, name)
+        tensor = getattr(selection, name)
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(
-                f"{name} must be {dtype} {shape} and contiguous, got {tensor.dtype} "
-                f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+                f"the selection's {name} must be {dtype} {shape} and contiguous, got "
+                f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
             )
-    return _cpu.LayerState(
-        _DTYPES[state.index.dtype],
-        state.index.dtype,
-        state.kv_heads,
-        state.group,
-        state.head_size,
-        state.page_size,
-        state.summary_size,
-        state.scale,
-        state.index.data_ptr(),
-        state.index.shape[0],
-        state.prev_query.data_ptr(),
-        state.prev_selection.data_ptr(),
-        slots,
-        state.prev_selection.shape[2],
+    if chooser.rerank and store.cache is None:
+        raise ValueError("candidates are scored by the keys in the cache, and there is none")
+    return _cpu.Chooser(
+        store.handle,
+        int(chooser.pooling),
+        chooser.group,
+        chooser.scale,
+        chooser.rerank,
+        selection.query.data_ptr(),
+        selection.pages.data_ptr(),
+        seats,
+        selection.pages.shape[2],
     )
 
 

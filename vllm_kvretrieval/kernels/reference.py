@@ -4,38 +4,64 @@ import math
 from collections import Counter, OrderedDict
 
 import torch
-import torch.nn.functional as F
 
-from vllm_kvretrieval.kernels.types import DecodeRows, LayerState
+from vllm_kvretrieval.kernels.types import Chooser, DecodeRows, IndexStore
+from vllm_kvretrieval.retrieval.index import Field, Index, pack, unpack
+from vllm_kvretrieval.retrieval.index.exact import Exact
 
 
-def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, state: LayerState) -> None:
+def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStore) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.update_index`."""
+    size = store.entry_tokens
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot < 0:
             continue
-        entry, offset = divmod(slot, state.summary_size)
-        minimum, maximum = state.index[entry].unbind(1)
-        if offset == 0:
-            minimum.copy_(key[token])
-            maximum.copy_(key[token])
-        else:
-            torch.minimum(minimum, key[token], out=minimum)
-            torch.maximum(maximum, key[token], out=maximum)
+        entry, offset = divmod(slot, size)
+        if store.index is not None and store.index.grows:
+            new = build(key[None, token, None].expand(1, size, -1, -1).float(), store)[0]
+            if offset:
+                old, new = (_fields(r, store) for r in (store.records[entry], new))
+                merged = {
+                    "minimum": torch.minimum(old["minimum"], new["minimum"]),
+                    "maximum": torch.maximum(old["maximum"], new["maximum"]),
+                }
+                new = pack(_layout(store), merged, store.dtype)
+            store.records[entry] = new
+        elif offset == size - 1 and store.records.shape[-1]:
+            store.records[entry] = build(keys_of_entries(torch.tensor([entry]), store), store)[0]
 
 
-def index_pages(
-    kv_cache: torch.Tensor,
-    pages: torch.Tensor,
-    lengths: torch.Tensor,
-    state: LayerState,
-    layout: str,
-) -> None:
+def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.index_pages`."""
-    size = state.page_size
+    assert store.cache is not None
+    size = store.page_size
     for page, length in zip(pages.tolist(), lengths.tolist(), strict=True):
-        keys = keys_of(kv_cache[page], layout).transpose(0, 1)
-        update_index(keys[:length], torch.arange(page * size, page * size + length), state)
+        keys = keys_of(store.cache[page], store.layout).transpose(0, 1)
+        update_index(keys[:length], torch.arange(page * size, page * size + length), store)
+
+
+def build(keys: torch.Tensor, store: IndexStore) -> torch.Tensor:
+    """float32 [n, entry_tokens, kv_heads, head_size] -> records, uint8 [n, kv_heads, bytes]."""
+    assert store.index is not None
+    record = store.index.build(keys.transpose(1, 2).flatten(0, 1))
+    return pack(_layout(store), record, store.dtype).view(len(keys), store.kv_heads, -1)
+
+
+def keys_of_entries(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
+    """float32 [n, entry_tokens, kv_heads, head_size]; from the cache."""
+    assert store.cache is not None
+    pages = torch.stack([keys_of(store.cache[e // store.parts], store.layout) for e in entries])
+    parts = pages.float().unflatten(2, (store.parts, -1))
+    return parts[torch.arange(len(entries)), :, entries % store.parts].transpose(1, 2)
+
+
+def _layout(store: IndexStore) -> tuple[Field, ...]:
+    assert store.index is not None
+    return store.index.fields(store.head_size, store.entry_tokens)
+
+
+def _fields(records: torch.Tensor, store: IndexStore) -> dict[str, torch.Tensor]:
+    return unpack(_layout(store), records, store.dtype)
 
 
 def keys_of(page: torch.Tensor, layout: str) -> torch.Tensor:
@@ -58,46 +84,100 @@ def keys_of(page: torch.Tensor, layout: str) -> torch.Tensor:
     return keys.view(heads, size, tokens).transpose(1, 2)
 
 
-def plan_decode(query: torch.Tensor, rows: DecodeRows, state: LayerState) -> None:
+def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.plan_decode`."""
+    store, selection = chooser.store, chooser.selection
     for r in range(len(rows)):
-        slot = int(rows.slots[r])
-        num_pages = -(-int(rows.seq_lens[r]) // state.page_size)
+        seat = int(rows.seats[r])
+        num_pages = -(-int(rows.seq_lens[r]) // store.page_size)
         pages = rows.block_table[r, :num_pages].long()
-        parts = state.page_size // state.summary_size
-        entries = (pages[:, None] * parts + torch.arange(parts)).flatten()
-        entries = entries[: -(-int(rows.seq_lens[r]) // state.summary_size)]
+        entries = (pages[:, None] * store.parts + torch.arange(store.parts)).flatten()
+        entries = entries[: entry_count(int(rows.seq_lens[r]), store)]
         sink, window, select = (
             int(t[r]) for t in (rows.sink_pages, rows.window_pages, rows.select_pages)
         )
-        grouped = query[r].view(state.kv_heads, state.group, state.head_size)
-        previous = state.prev_query[slot].view_as(grouped)
-        for head in range(state.kv_heads):
+        grouped = query[r].view(store.kv_heads, chooser.group, store.head_size)
+        previous = selection.query[seat].view_as(grouped)
+        for head in range(store.kv_heads):
             if select < 0:
                 attended = torch.arange(num_pages)
             else:
                 chosen = torch.empty(0, dtype=torch.int64)
                 if select > 0:
-                    best = sink + top_pages(
-                        page_scores(grouped[head], state.index[entries, head], state.scale, parts)[
-                            sink : num_pages - window
-                        ],
-                        select,
-                    )
+                    best = select_pages(
+                        grouped[head].float(), entries, head, chooser, (sink, window), select,
+                        num_pages,
+                    )  # fmt: skip
                     corrected = bool(rows.fresh[r]) or _turned(
                         grouped[head], previous[head], float(rows.threshold[r])
                     )
-                    kept = state.prev_selection[slot, head, :select]
+                    kept = selection.pages[seat, head, :select]
                     chosen = best if corrected else kept.long()
-                    rows.corrected[slot] += corrected
+                    rows.corrected[seat] += corrected
                     kept.copy_(best)
                 attended = torch.cat(
                     [torch.arange(sink), chosen, torch.arange(num_pages - window, num_pages)]
                 )
-            entry = rows.page_table[r * state.kv_heads + head]
-            entry[: len(attended)] = pages[attended] * state.kv_heads + head
+            entry = rows.page_table[r * store.kv_heads + head]
+            entry[: len(attended)] = pages[attended] * store.kv_heads + head
         if select > 0:
             previous.copy_(grouped)
+
+
+def entry_count(seq_len: int, store: IndexStore) -> int:
+    """Entries of a context that count: unfinished ones only where records grow."""
+    grows = store.index is not None and store.index.grows
+    return -(-seq_len // store.entry_tokens) if grows else seq_len // store.entry_tokens
+
+
+def select_pages(
+    query: torch.Tensor,
+    entries: torch.Tensor,
+    head: int,
+    chooser: Chooser,
+    kept: tuple[int, int],
+    select: int,
+    num_pages: int,
+) -> torch.Tensor:
+    """The best pages between sink and window for one KV head.
+
+    Args:
+        query: float32 [group, head_size].
+        entries: int64 [n]; those of the context that count.
+        head: Number of the KV head.
+        chooser: How to select.
+        kept: Pages of sink and window.
+        select: How many pages to select.
+        num_pages: Pages of the context.
+
+    Returns:
+        int64 [select]; positions in the context, rising.
+    """
+    store, parts = chooser.store, chooser.store.parts
+    assert store.index is not None
+    scores = score_entries(store.index, query, entries, head, chooser)
+    norms = chooser.pooling.norms(scores)
+    pooled = chooser.pooling.pool(scores.double() - norms, parts).nan_to_num(nan=-math.inf)
+    sink, end = kept[0], num_pages - kept[1]
+    candidates = sink + top_pages(pooled[sink:end], max(select, select * chooser.rerank))
+    if len(candidates) == select:
+        return candidates
+    chosen = (candidates[:, None] * parts + torch.arange(parts)).flatten()
+    scores = score_entries(Exact(), query, entries[chosen], head, chooser)
+    pooled = chooser.pooling.pool(scores.double() - norms, parts)
+    return candidates[top_pages(pooled, select)]
+
+
+def score_entries(
+    index: Index, query: torch.Tensor, entries: torch.Tensor, head: int, chooser: Chooser
+) -> torch.Tensor:
+    """float32 [group, n]; of entries of a KV head, by whatever index."""
+    store, record = chooser.store, {}
+    if index == store.index:
+        record = _fields(store.records[entries, head], store)
+    if index.reads_keys:
+        record["keys"] = keys_of_entries(entries, store)[:, :, head]
+    return index.score(query, record, chooser.scale)
 
 
 def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor) -> None:
@@ -113,30 +193,6 @@ def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor)
     halves = blocks.view(len(blocks), kv_heads, 2, block_size * size)
     halves[:, :, 0] = keys.permute(0, 2, 3, 1, 4).flatten(2)
     halves[:, :, 1] = values.transpose(1, 2).flatten(2)
-
-
-def page_scores(query: torch.Tensor, index: torch.Tensor, scale: float, parts: int) -> torch.Tensor:
-    """Logarithm of the pooled score of every page for one KV head (FreeKV, section 3.2).
-
-    In logarithms pages keep their order however far apart the bounds are, as they are where a
-    sink takes nearly all attention: softmax itself underflows to nothing below 87 or so.
-
-    Args:
-        query: [group, head_size].
-        index: [entries, 2, head_size]; minimum and maximum of the keys that each covers.
-        scale: Softmax scale.
-        parts: Entries per page; the last page may have fewer.
-
-    Returns:
-        float64 [pages]: the logarithm of the softmax over entries of the upper bound
-        ``sum_c max(q_c * min_c, q_c * max_c) * scale``, summed over the group and the page's
-        entries. (The mean over the group is less by the logarithm of its size.)
-    """
-    products = query.float()[:, None, None, :] * index.float()
-    bounds = products.amax(dim=2).sum(dim=-1) * scale
-    pooled = bounds.double().log_softmax(dim=-1).logsumexp(dim=0)
-    missing = -len(pooled) % parts  # entries of the last page
-    return F.pad(pooled, (0, missing), value=-math.inf).view(-1, parts).logsumexp(dim=-1)
 
 
 def top_pages(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -190,11 +246,11 @@ class RecallCache:
     def resolve(self, rows: DecodeRows) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.resolve`."""
         self._step += 1
-        for request in rows.slots.tolist():
+        for request in rows.seats.tolist():
             self.release(request)
         lists = [self._entries(rows, r) for r in range(len(rows))]
         missing: list[tuple[int, int]] = []
-        for request, units in zip(rows.slots.tolist(), lists, strict=True):
+        for request, units in zip(rows.seats.tolist(), lists, strict=True):
             misses = [unit for unit in units if unit not in self._slot_of]
             missing += [(request, unit) for unit in misses]
             for unit in units:
@@ -206,7 +262,7 @@ class RecallCache:
                 if not self._fetch(unit):
                     raise RuntimeError("the recall cache has fewer slots than one step attends to")
                 self.counts[request, 2] += 1
-        for r, (request, units) in enumerate(zip(rows.slots.tolist(), lists, strict=True)):
+        for r, (request, units) in enumerate(zip(rows.seats.tolist(), lists, strict=True)):
             per_head = len(units) // self.kv_heads
             sink, window = int(rows.sink_pages[r]), int(rows.window_pages[r])
             pinned = self._pinned_by.setdefault(request, [])
@@ -219,12 +275,12 @@ class RecallCache:
             for unit in pinned:
                 self._unpinned.pop(unit, None)
 
-    def prefetch(self, rows: DecodeRows, state: LayerState) -> None:
+    def prefetch(self, rows: DecodeRows, chooser: Chooser) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.prefetch`."""
         room = True
-        for r, request in enumerate(rows.slots.tolist()):
+        for r, request in enumerate(rows.seats.tolist()):
             for head in range(self.kv_heads):
-                chosen = state.prev_selection[request, head, : max(0, int(rows.select_pages[r]))]
+                chosen = chooser.selection.pages[request, head, : max(0, int(rows.select_pages[r]))]
                 for page in rows.block_table[r, chosen.long()].tolist():
                     unit = page * self.kv_heads + head
                     if unit in self._slot_of:
@@ -243,10 +299,10 @@ class RecallCache:
                     del self._unpinned[unit]
                     self._free.append(self._slot_of.pop(unit))
 
-    def release(self, request: int) -> None:
+    def release(self, seat: int) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.release`."""
         pins = Counter(unit for units in self._pinned_by.values() for unit in units)
-        for unit in self._pinned_by.pop(request, []):
+        for unit in self._pinned_by.pop(seat, []):
             pins[unit] -= 1
             if pins[unit] == 0:
                 self._unpinned[unit] = None

@@ -1,21 +1,24 @@
-"""What the ops take: the rows of a decode step, the state of a layer, and the ops' signatures."""
+"""What the ops take: the rows of a decode step, what a layer keeps, and the ops' signatures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from vllm_kvretrieval.retrieval.index import Index
+from vllm_kvretrieval.retrieval.pooling import Pooling
 
 
 @dataclass
 class DecodeRows:
     """The requests of a step that decode one token each, in batch order; the same for all layers.
 
-    ``R`` rows, ``S`` state slots. All tensors are contiguous in their last dimension.
+    ``R`` rows, ``S`` seats (entries of the per-request state). All tensors are contiguous in their last dimension.
 
     Attributes:
         block_table: int32 [R, >= pages]; page ids in context order.
         seq_lens: int32 [R]; tokens in the context, the new one included.
-        slots: int32 [R]; each request's entry in the per-request state.
+        seats: int32 [R]; each request's entry in the per-request state.
         sink_pages, window_pages: int32 [R]; pages always attended to. The window's last page is the
             tail page, which may be partly filled.
         select_pages: int32 [R]; pages chosen by score. 0: none, sink and window only. Negative:
@@ -31,7 +34,7 @@ class DecodeRows:
 
     block_table: torch.Tensor
     seq_lens: torch.Tensor
-    slots: torch.Tensor
+    seats: torch.Tensor
     sink_pages: torch.Tensor
     window_pages: torch.Tensor
     select_pages: torch.Tensor
@@ -46,150 +49,190 @@ class DecodeRows:
 
 
 @dataclass
-class LayerState:
-    """What one layer keeps for retrieval.
+class IndexStore:
+    """The records of an index over the pages of one layer.
 
     Attributes:
-        index: [pages * page_size / summary_size, kv_heads, 2, head_size] in the KV cache's dtype;
-            channel-wise minimum and maximum of ``summary_size`` keys. A page, by vLLM's page id,
-            has ``page_size / summary_size`` entries in a row.
-        prev_query: [S, kv_heads * group, head_size]; each request's query of its last decode step.
-        prev_selection: int32 [S, kv_heads, max selected pages]; positions in the context of the
-            pages that this query selected, in rising order.
+        index: What it is; None: there are no records, and nothing is selected.
+        entry_tokens: Tokens per entry; ``page_size`` over a power of two.
+        records: uint8 [pages * page_size / entry_tokens, kv_heads, record bytes]. A page, by vLLM's
+            page id, has ``page_size / entry_tokens`` entries in a row.
         page_size: Tokens per page.
-        summary_size: Tokens per entry of the index; ``page_size`` over a power of two.
-        scale: Softmax scale of the layer.
-        handle: The implementation's own view of these tensors, made on first use.
+        head_size, dtype: Of the KV cache.
+        cache: [pages, kv_heads, page_size, 2 * head_size] in ``dtype``, contiguous; vLLM's KV cache
+            of the layer. None where nobody reads it.
+        layout: How the cache holds keys: the name of vLLM's attention ``isa``.
+        handle: The implementation's own view of these, made on first use.
     """
 
-    index: torch.Tensor
-    prev_query: torch.Tensor
-    prev_selection: torch.Tensor
+    index: Index | None
+    entry_tokens: int
+    records: torch.Tensor
     page_size: int
-    summary_size: int
-    scale: float
-    handle: Any = None
+    head_size: int
+    dtype: torch.dtype
+    cache: torch.Tensor | None = None
+    layout: str = "vec"
+    handle: Any = field(default=None, repr=False)
+
+    @classmethod
+    def empty(
+        cls,
+        index: Index | None,
+        *,
+        pages: int,
+        kv_heads: int,
+        head_size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        entry_tokens: int | None = None,
+        cache: torch.Tensor | None = None,
+        layout: str = "vec",
+    ) -> "IndexStore":
+        """Records for ``pages`` pages; their contents are undefined."""
+        tokens = entry_tokens or page_size
+        width = 0 if index is None else index.record_bytes(head_size, tokens, dtype)
+        entries = pages * page_size // tokens
+        records = torch.empty(entries, kv_heads, width, dtype=torch.uint8)
+        return cls(index, tokens, records, page_size, head_size, dtype, cache, layout)
+
+    @property
+    def parts(self) -> int:
+        """Entries per page."""
+        return self.page_size // self.entry_tokens
+
+    @property
+    def pages(self) -> int:
+        return len(self.records) // self.parts
+
+    @property
+    def kv_heads(self) -> int:
+        return self.records.shape[1]
+
+
+@dataclass
+class Selection:
+    """What one layer keeps of each request's last decode step, whatever index chose.
+
+    Attributes:
+        query: [S, kv_heads * group, head_size]; the step's query.
+        pages: int32 [S, kv_heads, most selected]; positions in the context of the pages that this
+            query selected, in rising order.
+    """
+
+    query: torch.Tensor
+    pages: torch.Tensor
 
     @classmethod
     def empty(
         cls,
         *,
-        pages: int,
-        slots: int,
+        seats: int,
         kv_heads: int,
         group: int,
         head_size: int,
-        max_selected: int,
-        page_size: int,
-        summary_size: int,
-        scale: float,
+        most_selected: int,
         dtype: torch.dtype,
-    ) -> "LayerState":
-        """State for ``slots`` requests over ``pages`` pages; its contents are undefined."""
+    ) -> "Selection":
+        """For ``seats`` requests; its contents are undefined."""
         return cls(
-            torch.empty(pages * page_size // summary_size, kv_heads, 2, head_size, dtype=dtype),
-            torch.empty(slots, kv_heads * group, head_size, dtype=dtype),
-            torch.zeros(slots, kv_heads, max_selected, dtype=torch.int32),
-            page_size,
-            summary_size,
-            scale,
+            torch.empty(seats, kv_heads * group, head_size, dtype=dtype),
+            torch.zeros(seats, kv_heads, most_selected, dtype=torch.int32),
         )
 
-    @property
-    def pages(self) -> int:
-        return self.index.shape[0] * self.summary_size // self.page_size
 
-    @property
-    def kv_heads(self) -> int:
-        return self.index.shape[1]
+@dataclass
+class Chooser:
+    """How a layer selects pages by one method.
+
+    Attributes:
+        store: The method's index.
+        selection: The layer's; all its choosers share it, since a request has one method.
+        pooling: Over the query heads of a KV head.
+        scale: Softmax scale of the layer.
+        rerank: Candidates per page selected, scored again by their keys; 0: none.
+        handle: The implementation's own view of these, made on first use.
+    """
+
+    store: IndexStore
+    selection: Selection
+    pooling: Pooling
+    scale: float
+    rerank: int = 0
+    handle: Any = field(default=None, repr=False)
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
-        return self.prev_query.shape[1] // self.kv_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.index.shape[3]
+        return self.selection.query.shape[1] // self.store.kv_heads
 
 
 class Ops(Protocol):
     """One implementation of the ops."""
 
     def update_index(
-        self, key: torch.Tensor, slot_mapping: torch.Tensor, state: LayerState
+        self, key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStore
     ) -> None:
-        """Take newly written keys into the page index (FreeKV, section 3.2).
+        """Take newly written keys into the page index.
 
-        The first token of an entry voids what it held, so recycled pages start afresh. Bytes
-        moved: the keys once, and ``4 * head_size`` elements per (entry touched, KV head).
+        Where records grow (:attr:`Index.grows`), the first token of an entry voids what it held, so
+        recycled pages start afresh. Elsewhere the record of every entry whose last token was
+        written is built from the keys in the cache, which therefore come first.
+        Bytes moved: the keys once, and the records touched.
 
         Args:
             key: [>= T, kv_heads, head_size]; tokens may be strided.
             slot_mapping: int64 [T]; ``page * page_size + offset``, negative for padding. Tokens of
                 one page are adjacent.
-            state: Its ``index`` is updated.
+            store: Its ``records`` are updated.
 
         Raises:
-            ValueError: ``key`` is not of the state's shape and dtype, or a token lies outside the
+            ValueError: ``key`` is not of the store's shape and dtype, or a token lies outside the
                 index. Nothing is written then.
         """
         ...
 
-    def index_pages(
-        self,
-        kv_cache: torch.Tensor,
-        pages: torch.Tensor,
-        lengths: torch.Tensor,
-        state: LayerState,
-        layout: str,
-    ) -> None:
-        """Take keys that lie in vLLM's CPU KV cache into the page index (FreeKV, section 3.2).
+    def index_pages(self, pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -> None:
+        """Take keys that lie in the KV cache into the page index.
 
         For pages that arrived by other means than a write of tokens, such as a KV connector's
         loading. What the pages' entries held is void; they get, bit by bit, what
         :meth:`update_index` gives them for the same keys, as long as none is NaN. Entries behind
-        the last token of a page stay as they are. Bytes moved: half of the pages, and
-        ``2 * head_size`` elements per (entry, KV head).
+        the last token of a page stay as they are. Bytes moved: half of the pages, and their records.
 
         Args:
-            kv_cache: [P, kv_heads, page_size, 2 * head_size] in the state's dtype, contiguous;
-                vLLM's KV cache of the layer.
             pages: int32 [n]; page ids, each at most once.
             lengths: int32 [n]; tokens that each page holds, 1 to ``page_size``.
-            state: Its ``index`` is updated; summaries of 8 to 128 tokens.
-            layout: How the cache holds keys: the name of vLLM's attention ``isa``, ``vec``,
-                ``vec16`` or ``amx``.
+            store: Its ``records`` are updated; entries of 8 to 128 tokens.
 
         Raises:
-            ValueError: ``kv_cache`` is not the state's, a page or length does not exist, or the
-                layout is another one (``neon``, ``rvv``, ...). Nothing is written then.
+            ValueError: The store has no cache, a page or length does not exist, or the layout is
+                not known (``neon``, ``rvv``, ...). Nothing is written then.
         """
         ...
 
-    def plan_decode(self, query: torch.Tensor, rows: DecodeRows, state: LayerState) -> None:
+    def plan_decode(self, query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None:
         """Decide which pages each (row, KV head) attends to, and remember the step.
 
         Per row and KV head, as FreeKV's sections 3.2 and 3.3 state it: compare the query with the
-        previous step's (cosine, mean over the group); score every entry of the index with an upper
-        bound of its attention scores, pool them over the group as the mean of their softmax over
-        all entries, add up each page's, and select the best ``select_pages`` between sink and
-        window. A head below the threshold, or fresh, attends to this new selection, any other to
-        that of the previous step; the new one is kept for the next. Ties go to the earlier page;
-        scores that underflow do not tie, but keep the order of their logarithms.
-        Bytes moved: ``2 * head_size`` elements of index per (``summary_size`` tokens of context,
-        KV head).
+        previous step's (cosine, mean over the group); score every entry of the index, pool the
+        scores over the group and each page's entries, and select the best ``select_pages`` between
+        sink and window. A head below the threshold, or fresh, attends to this new selection, any
+        other to that of the previous step; the new one is kept for the next. With ``rerank``, so
+        many times ``select_pages`` are scored again by their keys, and the best of these selected.
+        Ties go to the earlier page; scores that underflow do not tie, but keep the order of their
+        logarithms. Bytes moved: the records of the context.
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided.
             rows: ``page_table`` and ``corrected`` are written.
-            state: ``prev_query`` and ``prev_selection`` of the rows' slots are written.
+            chooser: Its selection is written, at the rows' seats.
 
         Raises:
-            ValueError: A row does not fit: more pages to select than ``prev_selection`` holds, to
-                attend to than the context or ``page_table`` has, or in the context than
-                ``block_table``; a slot outside the state or ``corrected``; a negative sink or
-                window. Or ``query`` is not of the state's shape and dtype. Nothing is written then.
+            ValueError: A row does not fit: more pages to select than the selection holds, to attend
+                to than the context or ``page_table`` has, or in the context than ``block_table``; a
+                seat outside the selection or ``corrected``; a negative sink or window. Or ``query``
+                is not of the layer's shape and dtype. Nothing is written then.
         """
         ...
 
@@ -256,7 +299,7 @@ class RecallCache(Protocol):
         """
         ...
 
-    def prefetch(self, rows: DecodeRows, state: LayerState) -> None:
+    def prefetch(self, rows: DecodeRows, chooser: Chooser) -> None:
         """Fetch the pages selected for the rows' next step, beside the model.
 
         To be called after ``resolve``. Takes no slot of the current step; where slots run short it
@@ -264,7 +307,7 @@ class RecallCache(Protocol):
 
         Args:
             rows: Those of ``resolve``; ``page_table`` is not read.
-            state: ``prev_selection`` names the pages.
+            chooser: Its selection names the pages.
 
         Raises:
             ValueError: A row does not fit, as in ``plan_decode``; nothing has happened then.
@@ -279,8 +322,8 @@ class RecallCache(Protocol):
         """
         ...
 
-    def release(self, request: int) -> None:
-        """Unpin what the request in this entry of the per-request state has pinned."""
+    def release(self, seat: int) -> None:
+        """Unpin what the request with this seat has pinned."""
         ...
 
     def take_failed_pages(self) -> list[int]:

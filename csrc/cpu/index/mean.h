@@ -1,0 +1,41 @@
+// Mean of the keys: a lower bound of the page's log mass (less the logarithm of its tokens), and what
+// tells pages apart where keys have outlier channels, which drown minimum and maximum.
+//
+// Record: mean [head_size].
+#pragma once
+
+#include "index/linear.h"
+
+namespace kvr {
+namespace KVR_ISA {
+
+// Writes field(row of keys of a channel) for every channel in the precision of the cache.
+template <class E, class Field>
+inline void store_field(const BuildTask<E>& t, int number, const Field& field) {
+  const int d = t.index.head_size;
+  E* to = reinterpret_cast<E*>(t.record) + number * d;
+  for (int c = 0; c < d; c += kWidth) {
+    Floats v;
+    for (int k = 0; k < kWidth; ++k) v[k] = field(t.keys + (c + k) * t.index.entry_tokens);
+    store_rounded<E>(to + c, v);
+  }
+}
+
+inline float mean_of(const float* row, int n) {
+  float total = 0;
+  for (int i = 0; i < n; ++i) total += row[i];
+  return total / n;
+}
+
+template <class E>
+struct Mean {
+  static void score(const ScoreTask<E>& t) {
+    score_linear<E, 1>(t, {t.query, t.heads * t.group * t.index.head_size, Identity{}});
+  }
+  static void build(const BuildTask<E>& t) {
+    store_field(t, 0, [&](const float* row) { return mean_of(row, t.index.entry_tokens); });
+  }
+};
+
+}  // namespace KVR_ISA
+}  // namespace kvr

@@ -1,0 +1,40 @@
+// Mean and standard deviation of the keys per channel, q.mean + c |q|.std: min/max's bytes and
+// arithmetic (whose bound is q.centre + |q|.half_width), with a centre and a width that one outlier
+// does not set.
+//
+// Record: mean [head_size], standard deviation [head_size].
+#pragma once
+
+#include "index/mean.h"
+
+namespace kvr {
+namespace KVR_ISA {
+
+template <class E>
+struct MeanStd {
+  static void score(const ScoreTask<E>& t) {
+    score_linear<E, 2>(t, {t.query, t.heads * t.group * t.index.head_size, Split{t.index.spread}});
+  }
+  static void build(const BuildTask<E>& t) {
+    const int n = t.index.entry_tokens;
+    store_field(t, 0, [&](const float* row) { return mean_of(row, n); });
+    store_field(t, 1, [&](const float* row) {
+      const float mean = mean_of(row, n);
+      float total = 0;
+      for (int i = 0; i < n; ++i) total += (row[i] - mean) * (row[i] - mean);
+      return __builtin_sqrtf(total / n);
+    });
+  }
+
+ private:
+  struct Split {
+    float spread;
+    void operator()(Floats x, Floats (&parts)[2]) const {
+      parts[0] = x;
+      parts[1] = max(x, -x) * spread;
+    }
+  };
+};
+
+}  // namespace KVR_ISA
+}  // namespace kvr

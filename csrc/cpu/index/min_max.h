@@ -1,0 +1,30 @@
+// Channel-wise minimum and maximum of the keys (FreeKV, section 3.2; Quest): the score is an upper
+// bound of every q.k in what the record covers, as relu(q).max + min(q, 0).min.
+//
+// Record: minimum [head_size], maximum [head_size]. It grows with every key (update.cpp), so that of
+// an unfinished entry counts, too.
+#pragma once
+
+#include "index/linear.h"
+
+namespace kvr {
+namespace KVR_ISA {
+
+template <class E>
+struct MinMax {
+  static void score(const ScoreTask<E>& t) {
+    score_linear<E, 2>(t, {t.query, t.heads * t.group * t.index.head_size, Split{}});
+  }
+  static void build(const BuildTask<E>&) {}  // update.cpp and build.cpp do so without float keys
+
+ private:
+  struct Split {
+    void operator()(Floats x, Floats (&parts)[2]) const {
+      parts[0] = min(x, Floats{});
+      parts[1] = max(x, Floats{});
+    }
+  };
+};
+
+}  // namespace KVR_ISA
+}  // namespace kvr

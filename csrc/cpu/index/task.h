@@ -1,0 +1,80 @@
+// What scores and builds the records of an index. Every kind of index is a struct with
+//
+//   static void score(const ScoreTask<E>&);    a stretch of a context, for some KV heads
+//   static void build(const BuildTask<E>&);    one record, of the keys of its tokens
+//
+// for elements E of the KV cache.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels.h"
+#include "simd.h"
+
+// Completely, and early: arrays of vectors become registers.
+#define KVR_UNROLL _Pragma("GCC unroll 16")
+
+namespace kvr {
+namespace KVR_ISA {
+
+constexpr int kGroupBlock = 8;      // query heads scored together
+constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // of scores, that registers have room for
+constexpr int kBlock = 4;           // entries scored per KV head, before the next head's
+constexpr int kAhead = 8;           // entries to fetch ahead
+
+// The records of a request's context, in its order; those of all KV heads lie side by side.
+struct Records {
+  const Index& index;
+  const int32_t* pages;  // ids
+  int shift;             // log2 of the entries per page
+
+  Records(const Index& index, const int32_t* pages)
+      : index(index), pages(pages), shift(__builtin_ctz(index.parts())) {}
+  int64_t entry(int j) const {
+    return (int64_t(pages[j >> shift]) << shift) + (j & ((1 << shift) - 1));
+  }
+  const uint8_t* at(int j, int head) const { return index.record(entry(j), head); }
+};
+
+// Scores of entries [begin, end) of a context; out[head * unit_stride + g * stride + j].
+template <class E>
+struct ScoreTask {
+  const Index& index;
+  Records records;
+  const E* query;      // [heads * group, head_size]
+  int first_head, heads, group;
+  float scale;
+  int begin, end;
+  float* out;          // of first_head
+  int64_t unit_stride, stride;
+};
+
+// The keys that a record is made of, and where it is.
+template <class E>
+struct BuildTask {
+  const Index& index;
+  const float* keys;   // [head_size, entry_tokens]
+  uint8_t* record;
+};
+
+// Calls score(head, first, last, out of the head) for blocks of entries, the heads of a block one
+// after the other, so that the index is read in its order. The next records are fetched into the
+// second-level cache meanwhile: the first level has too few misses in flight to hide the memory's
+// latency.
+template <class E, class Score>
+inline void by_blocks(const ScoreTask<E>& t, int head_bytes, const Score& score) {
+  for (int first = t.begin; first < t.end; first += kBlock) {
+    const int last = std::min(first + kBlock, t.end);
+    for (int head = 0; head < t.heads; ++head) {
+      for (int next = first + kAhead; next < std::min(last + kAhead, t.end); ++next) {
+        const char* ahead = reinterpret_cast<const char*>(t.records.at(next, t.first_head + head));
+        for (int b = 0; b < head_bytes; b += 64) __builtin_prefetch(ahead + b, 0, 2);
+      }
+      score(head, first, last, t.out + head * t.unit_stride);
+    }
+  }
+}
+
+}  // namespace KVR_ISA
+}  // namespace kvr

@@ -1,0 +1,77 @@
+// Keys as vLLM's CPU cache holds them -> floats.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace kvr {
+namespace KVR_ISA {
+
+constexpr int kAmxTokens = 16;  // whose words lie side by side
+
+// Keys as AMX has them -> [head_size, page_size].
+template <class E>
+inline void transpose_amx(const E* keys, int head_size, int page_size, E* out) {
+  constexpr int kPerWord = 4 / sizeof(E);
+  for (int first = 0; first < page_size; first += kAmxTokens) {
+    for (int c = 0; c < head_size; c += kPerWord, keys += kAmxTokens * kPerWord) {
+      E* row = out + c * page_size + first;
+      if constexpr (kPerWord == 1) {
+        std::copy_n(keys, kAmxTokens, row);
+      } else {
+        uint32_t words[kAmxTokens];
+        uint16_t low[kAmxTokens], high[kAmxTokens];
+        std::memcpy(words, keys, sizeof words);
+        for (int t = 0; t < kAmxTokens; ++t) {
+          low[t] = words[t];
+          high[t] = words[t] >> 16;
+        }
+        std::memcpy(row, low, sizeof low);
+        std::memcpy(row + page_size, high, sizeof high);
+      }
+    }
+  }
+}
+
+// Elements -> floats, any number of them.
+template <class E>
+inline void to_floats(const E* from, int n, float* to) {
+  int i = 0;
+  for (; i + kWidth <= n; i += kWidth) {
+    const Floats x = E::load(from + i);
+    std::memcpy(to + i, &x, sizeof x);
+  }
+  if (i < n) {
+    E rest[kWidth] = {};
+    std::copy(from + i, from + n, rest);
+    const Floats x = E::load(rest);
+    std::memcpy(to + i, &x, (n - i) * sizeof(float));
+  }
+}
+
+// The keys of a (page, KV head), [head_size, page_size].
+template <class E>
+inline const E* keys_of_page(const Index& index, int64_t page, int head) {
+  const int d = index.head_size, size = index.page_size;
+  const E* keys = static_cast<const E*>(index.cache) + (page * index.kv_heads + head) * 2 * d * size;
+  if (index.layout == KeyLayout::kTransposed) return keys;
+  thread_local std::vector<E> copy;
+  copy.resize(d * size);
+  transpose_amx(keys, d, size, copy.data());
+  return copy.data();
+}
+
+// The keys of an entry and KV head; out is [head_size, stride].
+template <class E>
+inline void keys_of_entry(const Index& index, int64_t entry, int head, int stride, float* out) {
+  const int parts = index.parts(), n = index.entry_tokens;
+  const E* keys = keys_of_page<E>(index, entry / parts, head) + entry % parts * n;
+  for (int c = 0; c < index.head_size; ++c) to_floats(keys + c * index.page_size, n, out + c * stride);
+}
+
+}  // namespace KVR_ISA
+}  // namespace kvr

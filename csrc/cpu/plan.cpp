@@ -1,0 +1,235 @@
+// Which pages a decode step attends to, compiled once per instruction set (KVR_ISA names it).
+#include "kernels.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "index/table.h"
+#include "pooling.h"
+#include "simd.h"
+#include "topk.h"
+
+#define KVR_STRING_(x) #x
+#define KVR_STRING(x) KVR_STRING_(x)
+#define KVR_CONCAT_(a, b) a##b
+#define KVR_CONCAT(a, b) KVR_CONCAT_(a, b)
+
+namespace kvr {
+namespace KVR_ISA {
+
+void update_index(const IndexUpdate&);  // build.cpp
+void index_pages(const PageIndexing&);
+void read_keys(const KeyReading&);
+
+constexpr int kChunk = 128;         // entries per scoring task
+constexpr int kSerialScores = 64;   // work below which waking the other threads costs more
+
+// Mean over the group of cos(q, previous q) (FreeKV, section 3.3).
+template <class E>
+static float query_similarity(const E* q, const E* prev, int group, int d) {
+  float mean = 0;
+  for (int g = 0; g < group; ++g, q += d, prev += d) {
+    Floats dot = {}, qq = {}, pp = {};
+    for (int c = 0; c < d; c += kWidth) {
+      const Floats a = E::load(q + c), b = E::load(prev + c);
+      dot += a * b;
+      qq += a * a;
+      pp += b * b;
+    }
+    const float norm = __builtin_sqrtf(sum(qq) * sum(pp));
+    mean += norm > 0 ? sum(dot) / norm : 0;
+  }
+  return mean / group;
+}
+
+template <class E>
+struct Planner {
+  const DecodeRows& rows;
+  const Chooser& chooser;
+  const Index& index;
+  const DecodePlan& plan;
+  const ScoreFn<E> score_fn;
+
+  explicit Planner(const DecodePlan& p)
+      : rows(p.rows), chooser(p.chooser), index(p.chooser.index), plan(p),
+        score_fn(score_fn_of<E>(index.kind)) {}
+
+  int group_elements() const { return chooser.group * index.head_size; }
+  int pages(int row) const { return (rows.seq_lens[row] + index.page_size - 1) / index.page_size; }
+  int entries(int row) const { return index.entries_of(rows.seq_lens[row]); }
+  const int32_t* blocks(int row) const { return rows.block_table + row * rows.block_table_stride; }
+  const E* query(int row, int head) const {
+    return static_cast<const E*>(plan.query) + row * plan.query_stride +
+           int64_t(head) * group_elements();
+  }
+
+  // Scores of entries [begin, end) of a row for some KV heads: their records lie side by side, so
+  // the index is read in its order.
+  void score(int row, int head, int heads, int begin, int end, float* scores, int64_t unit_stride,
+             int64_t stride) const {
+    if (plan.scores != nullptr) {
+      for (int h = head; h < head + heads; ++h)
+        for (int g = 0; g < chooser.group; ++g) {
+          const int64_t unit = (int64_t(row) * index.kv_heads + h) * chooser.group + g;
+          std::copy_n(plan.scores + unit * plan.score_stride + begin, end - begin,
+                      scores + (h - head) * unit_stride + g * stride + begin);
+        }
+      return;
+    }
+    score_fn({index, Records(index, blocks(row)), query(row, head), head, heads, chooser.group,
+              chooser.scale, begin, end, scores, unit_stride, stride});
+  }
+
+  // Selects for the next step, decides whose selection this step attends to, writes the page list.
+  void select(int row, int head, float* scores, int64_t stride) const {
+    const int n = pages(row), k = rows.select_pages[row];
+    const int sink = rows.sink_pages[row], window = rows.window_pages[row];
+    const int32_t* block = blocks(row);
+    int32_t* list = rows.page_table + (int64_t(row) * index.kv_heads + head) * rows.page_table_stride;
+    // Entries address the cache seen as [pages * kv_heads] single-head pages.
+    const auto append = [&](int32_t page) { *list++ = block[page] * index.kv_heads + head; };
+    if (k < 0) {
+      for (int j = 0; j < n; ++j) append(j);
+      return;
+    }
+    for (int j = 0; j < sink; ++j) append(j);
+    if (k > 0) {
+      const int64_t unit = int64_t(rows.seats[row]) * index.kv_heads + head;
+      int32_t* kept = chooser.selected + unit * chooser.max_selected;
+      E* prev = static_cast<E*>(chooser.prev_query) + unit * group_elements();
+      const E* q = query(row, head);
+      const bool correct = must_correct(row, q, prev);
+      if (!correct)
+        for (int i = 0; i < k; ++i) append(kept[i]);
+      select_best(row, head, scores, stride, kept);
+      if (correct) {
+        for (int i = 0; i < k; ++i) append(kept[i]);
+#pragma omp atomic
+        rows.corrected[rows.seats[row]] += 1;
+      }
+      std::memcpy(prev, q, group_elements() * sizeof(E));
+    }
+    for (int j = n - window; j < n; ++j) append(j);
+  }
+
+  // The best pages between sink and window, given the scores of all entries.
+  void select_best(int row, int head, float* scores, int64_t stride, int32_t* best) const {
+    const int n = entries(row), k = rows.select_pages[row], parts = index.parts();
+    const int first = rows.sink_pages[row], last = pages(row) - rows.window_pages[row];
+    const int wanted = std::min(last - first, std::max(k, k * chooser.rerank));
+    thread_local std::vector<int32_t> candidates;
+    thread_local std::vector<float> norms;
+    candidates.resize(wanted);
+    norms.resize(chooser.group);
+    if (is_raw(chooser.pooling)) {
+      pool_raw(scores, stride, chooser.group, n, chooser.pooling == Pooling::kMax);
+      if (parts > 1) pool_parts(scores, n, parts, true);
+      to_ordered(scores + first, last - first);
+      top_k(scores + first, last - first, wanted, first, candidates.data(), true);
+    } else {
+      const bool relative = chooser.pooling == Pooling::kRelative;
+      pool_shares(scores, stride, chooser.group, n, relative, norms.data());
+      if (parts > 1) pool_parts(scores, n, parts, false);
+      top_k(scores + first, last - first, wanted, first, candidates.data());
+      if (std::any_of(candidates.begin(), candidates.end(),
+                      [&](int32_t page) { return !(scores[page] >= kLeastScore); })) {
+        // The scores once more: pooling took their place.
+        score(row, head, 1, 0, n, scores, 0, stride);
+        top_k_of_logs(scores, stride, chooser.group, n, parts, first, last, wanted, relative,
+                      candidates.data());
+      }
+    }
+    if (wanted > k)
+      rerank(row, head, candidates, norms.data(), k, best);
+    else
+      std::copy_n(candidates.data(), k, best);
+  }
+
+  // The k best of the candidates by their keys.
+  void rerank(int row, int head, const std::vector<int32_t>& candidates, const float* norms, int k,
+              int32_t* best) const {
+    const int group = chooser.group, parts = index.parts(), count = candidates.size();
+    thread_local std::vector<float> queries, scores, values;
+    queries.resize(group_elements());
+    scores.resize(group * parts);
+    values.resize(count);
+    const E* q = query(row, head);
+    for (int i = 0; i < group_elements(); i += kWidth) {
+      const Floats x = E::load(q + i) * chooser.scale;
+      std::memcpy(queries.data() + i, &x, sizeof x);
+    }
+    const Records records(index, blocks(row));
+    for (int i = 0; i < count; ++i) {
+      for (int part = 0; part < parts; ++part)
+        exact_score<E>(index, records.entry(candidates[i] * parts + part), head, queries.data(),
+                       group, scores.data() + part, parts);
+      values[i] = pooled(chooser.pooling, scores.data(), parts, group, norms);
+    }
+    to_ordered(values.data(), count);
+    top_k(values.data(), count, k, 0, best, true);
+    for (int i = 0; i < k; ++i) best[i] = candidates[best[i]];
+  }
+
+  bool must_correct(int row, const E* q, const E* prev) const {
+    const float tau = rows.threshold[row];
+    if (rows.fresh[row] || tau >= 1.0f) return true;
+    if (tau <= -1.0f) return false;
+    return query_similarity(q, prev, chooser.group, index.head_size) < tau;
+  }
+};
+
+template <class E>
+static void plan_decode_of(const DecodePlan& p) {
+  const Planner<E> planner(p);
+  const DecodeRows& rows = p.rows;
+  const int heads = p.chooser.index.kv_heads;
+  int most = 0;  // entries of a row
+  for (int r = 0; r < rows.rows; ++r)
+    if (rows.select_pages[r] > 0) most = std::max(most, planner.entries(r));
+  // Scores of a wave of rows at a time: the scratch stays bounded however large the batch, and all
+  // threads share the scoring of a single long request. A task scores a stretch of the index for all
+  // KV heads, whose entries lie side by side.
+  const int wave = std::min<int>(rows.rows, (4 * omp_get_max_threads() + heads - 1) / heads);
+  const int chunks = (most + kChunk - 1) / kChunk;
+  const int64_t stride = int64_t(chunks) * kChunk;
+  const int64_t unit_stride = p.chooser.group * stride;
+  thread_local std::vector<float> scratch;  // engines in one process may step at the same time
+  const size_t needed = wave * heads * unit_stride;
+  if (scratch.size() < needed) scratch.resize(needed);
+  float* scores = scratch.data();
+#pragma omp parallel if (int64_t(rows.rows) * heads * most > kSerialScores)
+  for (int first = 0; first < rows.rows; first += wave) {
+    const int count = std::min(wave, rows.rows - first);
+#pragma omp for schedule(dynamic, 1)
+    for (int task = 0; task < count * chunks; ++task) {
+      const int row = first + task / chunks, begin = task % chunks * kChunk;
+      const int end = std::min(begin + kChunk, planner.entries(row));
+      if (rows.select_pages[row] <= 0 || begin >= end) continue;
+      planner.score(row, 0, heads, begin, end, scores + (row - first) * heads * unit_stride, unit_stride,
+                    stride);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int unit = 0; unit < count * heads; ++unit)
+      planner.select(first + unit / heads, unit % heads, scores + unit * unit_stride, stride);
+  }
+}
+
+static void plan_decode(const DecodePlan& p) {
+  switch (p.chooser.index.dtype) {
+    case DType::kBFloat16: return plan_decode_of<BFloat16>(p);
+    case DType::kFloat16: return plan_decode_of<Float16>(p);
+    case DType::kFloat32: return plan_decode_of<Float32>(p);
+  }
+}
+
+}  // namespace KVR_ISA
+
+extern const KernelTable KVR_CONCAT(table_, KVR_ISA);
+const KernelTable KVR_CONCAT(table_, KVR_ISA) = {KVR_STRING(KVR_ISA), KVR_ISA::update_index,
+                                                 KVR_ISA::plan_decode, KVR_ISA::index_pages,
+                                                 KVR_ISA::read_keys};
+
+}  // namespace kvr

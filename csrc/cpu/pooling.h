@@ -1,0 +1,153 @@
+// From the scores of a KV head's query heads to the best pages.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace kvr {
+namespace KVR_ISA {
+
+// Pooled scores below this cannot be told apart: exp_nonpositive makes all that is 87 below a head's
+// best score equal, and what comes before it loses bits where it is weighted.
+constexpr float kLeastScore = 0x1p-100f;
+
+// Whether scores are pooled as they are; else as parts of what each head gives in all, which is
+// never negative.
+inline bool is_raw(Pooling pooling) {
+  return pooling == Pooling::kMax || pooling == Pooling::kSum;
+}
+
+inline float highest_of(const float* scores, int padded) {
+  Floats top = load_as<Floats>(scores);
+  for (int j = kWidth; j < padded; j += kWidth) top = max(top, load_as<Floats>(scores + j));
+  float highest = top[0];
+  for (int i = 1; i < kWidth; ++i) highest = std::max(highest, top[i]);
+  return highest;
+}
+
+// scores[g][0..n) -> scores[0][0..n): the mean over the group of softmax over j; or, relative, the
+// sum over the group of exp(score - the head's highest).
+// Rows are padded to a multiple of kWidth by the caller's stride; the padding is overwritten. Then
+// norms[g] is the logarithm of what a head's scores were divided by.
+inline void pool_shares(float* scores, int64_t stride, int group, int n, bool relative,
+                        float* norms) {
+  const int padded = (n + kWidth - 1) / kWidth * kWidth;
+  for (int g = 0; g < group; ++g) {
+    float* s = scores + g * stride;
+    std::fill(s + n, s + padded, -std::numeric_limits<float>::infinity());
+    const float highest = highest_of(s, padded);
+    Floats total = {};
+    for (int j = 0; j < padded; j += kWidth) {
+      const Floats e = exp_nonpositive(load_as<Floats>(s + j) - highest);
+      std::memcpy(s + j, &e, sizeof e);
+      total += e;
+    }
+    const float all = sum(total);
+    const float weight = relative ? 1.0f : 1.0f / (all * group);
+    norms[g] = relative ? highest : highest + std::log(all);
+    for (int j = 0; j < padded; j += kWidth) {
+      Floats p = load_as<Floats>(s + j) * weight;
+      if (g > 0) p += load_as<Floats>(scores + j);
+      std::memcpy(scores + j, &p, sizeof p);
+    }
+  }
+}
+
+// scores[g][0..n) -> scores[0][0..n): the highest of the group, or the sum.
+inline void pool_raw(float* scores, int64_t stride, int group, int n, bool highest) {
+  for (int g = 1; g < group; ++g)
+    for (int j = 0; j < n; ++j) {
+      const float score = scores[g * stride + j];
+      scores[j] = highest ? std::max(scores[j], score) : scores[j] + score;
+    }
+}
+
+// scores of n entries -> scores of their pages: what their entries have in all, or the highest.
+inline void pool_parts(float* scores, int n, int parts, bool highest) {
+  for (int j = 0; j * parts < n; ++j) {
+    float total = scores[j * parts];
+    for (int i = j * parts + 1; i < std::min(n, (j + 1) * parts); ++i)
+      total = highest ? std::max(total, scores[i]) : total + scores[i];
+    scores[j] = total;
+  }
+}
+
+// One page's scores[g * parts + part], pooled as above; shares as their logarithm.
+inline float pooled(Pooling pooling, const float* scores, int parts, int group, const float* norms) {
+  float best = -std::numeric_limits<float>::infinity(), total = 0;
+  if (is_raw(pooling)) {
+    for (int part = 0; part < parts; ++part) {
+      float pool = scores[part];
+      for (int g = 1; g < group; ++g) {
+        const float score = scores[g * parts + part];
+        pool = pooling == Pooling::kMax ? std::max(pool, score) : pool + score;
+      }
+      best = std::max(best, pool);
+    }
+    return best;
+  }
+  for (int i = 0; i < group * parts; ++i) best = std::max(best, scores[i] - norms[i / parts]);
+  for (int i = 0; i < group * parts; ++i) total += std::exp(scores[i] - norms[i / parts] - best);
+  return best + std::log(total);
+}
+
+// What pool_shares divides by, as logarithms: per query head, of scores[g][0..n).
+inline void log_norms(const float* scores, int64_t stride, int group, int n, bool relative,
+                      double* norms) {
+  for (int g = 0; g < group; ++g) {
+    const float* s = scores + g * stride;
+    const double top = *std::max_element(s, s + n);
+    double total = 0;
+    for (int j = 0; j < n && !relative; ++j)
+      if (s[j] - top > -40) total += std::exp(s[j] - top);
+    norms[g] = relative ? top : top + std::log(total);
+  }
+}
+
+// Logarithm of what pool_shares and pool_parts make of entries [begin, end) of a page.
+inline double log_share(const float* scores, int64_t stride, int group, int begin, int end,
+                        const double* norms) {
+  double top = -std::numeric_limits<double>::infinity(), total = 0;
+  for (int g = 0; g < group; ++g)
+    for (int j = begin; j < end; ++j) top = std::max(top, scores[g * stride + j] - norms[g]);
+  for (int g = 0; g < group; ++g)
+    for (int j = begin; j < end; ++j) {
+      const double log = scores[g * stride + j] - norms[g] - top;
+      if (log > -40) total += std::exp(log);
+    }
+  return top + std::log(total);
+}
+
+// The k best of pages [first, last), k > 0, in rising order, by log_share: however far apart the
+// scores are, nothing underflows. What is no number counts least.
+inline void top_k_of_logs(const float* scores, int64_t stride, int group, int n, int parts,
+                          int first, int last, int k, bool relative, int32_t* out) {
+  thread_local std::vector<double> norms, logs;
+  thread_local std::vector<int32_t> order;
+  norms.resize(group);
+  log_norms(scores, stride, group, n, relative, norms.data());
+  logs.resize(last);
+  for (int page = first; page < last; ++page) {
+    const double log = log_share(scores, stride, group, page * parts,
+                                 std::min(n, (page + 1) * parts), norms.data());
+    logs[page] = std::isnan(log) ? -std::numeric_limits<double>::infinity() : log;
+  }
+  order.resize(last - first);
+  std::iota(order.begin(), order.end(), first);
+  std::nth_element(order.begin(), order.begin() + k, order.end(), [&](int32_t a, int32_t b) {
+    return logs[a] != logs[b] ? logs[a] > logs[b] : a < b;
+  });
+  std::copy_n(order.begin(), k, out);
+  std::sort(out, out + k);
+}
+
+}  // namespace KVR_ISA
+}  // namespace kvr

@@ -1,0 +1,57 @@
+"""Checks of what users write as options."""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+
+def require_int(key: str, value: Any) -> int:
+    """A number of tokens or layers."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RetrievalConfigError(f"{key}={value!r} must be a whole number of tokens, e.g. 1024.")
+    return value
+
+
+def require_number(key: str, value: Any) -> float:
+    """A similarity."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not -1 <= value <= 1:  # NaN compares false
+        raise RetrievalConfigError(f"{key}={value!r} must be a number between -1 and 1, e.g. 0.8.")
+    return float(value)
+
+
+def require_bool(key: str, value: Any) -> bool:
+    """A switch."""
+    if value not in (True, False):  # over HTTP, JSON's true may arrive as 1
+        raise RetrievalConfigError(f"{key}={value!r} must be true or false.")
+    return bool(value)
+
+
+def require_name(key: str, value: Any, known: Collection[str]) -> str:
+    """One of some names."""
+    if not isinstance(value, str) or value not in known:
+        raise RetrievalConfigError(f"{key}={value!r} is unknown; use one of {', '.join(known)}.")
+    return value
+
+
+def parse_size(key: str, value: Any) -> int:
+    """Bytes of ``64GiB``, ``512MiB``, or a plain number of them."""
+    text = str(value).strip() if type(value) in (int, str) else ""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]i)?B)?", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise RetrievalConfigError(
+            f"{key}={value!r} must be a size such as 64GiB or 512MiB, or a number of bytes."
+        )
+    number, prefix = match.groups()
+    return int(float(number) * 1024 ** " kmgt".index((prefix or " ")[0].lower()))
+
+
+def reject_unknown(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Refuse keys that nobody knows."""
+    for key in given:
+        if key not in known:
+            raise RetrievalConfigError(
+                f"{where} has no option {key!r} (value {given[key]!r}). Known: {', '.join(known)}."
+            )

@@ -1,0 +1,105 @@
+"""What an index is: a record of the keys of some adjacent tokens, and how queries score it."""
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+
+
+class Field(NamedTuple):
+    """One field of a record.
+
+    Attributes:
+        name: What :meth:`Index.build` and :meth:`Index.score` call it.
+        dtype: Of its elements; None: the KV cache's.
+        shape: Of one record's field.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Of one record, where the KV cache is in ``dtype``."""
+        return (self.dtype or dtype).itemsize * math.prod(self.shape)
+
+
+class Index(ABC):
+    """An index over entries: runs of ``entry_tokens`` tokens of a page, for one KV head each.
+
+    An index is a frozen dataclass of its parameters; equal ones share their records. Its methods
+    are the specification in plain torch: kernels have to agree with them, and where there is none
+    (indexes from outside the package) they are what serves.
+
+    Attributes:
+        name: What the option ``index`` calls it.
+        grows: Whether the record of an unfinished entry covers the tokens that it has. Otherwise an
+            entry counts when it is complete.
+        reads_keys: Whether scoring reads the keys themselves; there is a field ``keys`` then, that
+            nobody stores: float32 [entry_tokens, head_size].
+    """
+
+    name: ClassVar[str]
+    grows: ClassVar[bool] = False
+    reads_keys: ClassVar[bool] = False
+
+    def check(self, entry_tokens: int) -> str:
+        """Why there can be no such entries; empty if there can."""
+        return ""
+
+    @abstractmethod
+    def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
+        """What a record holds, in its order, without gaps."""
+
+    @abstractmethod
+    def build(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Make records.
+
+        Args:
+            keys: float32 [n, entry_tokens, head_size]; as the KV cache has them, so of its
+                precision.
+
+        Returns:
+            The fields, [n, *shape] each; they are rounded to their dtypes when they are stored.
+        """
+
+    @abstractmethod
+    def score(
+        self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
+    ) -> torch.Tensor:
+        """Score records for the query heads of their KV head.
+
+        Args:
+            query: float32 [group, head_size].
+            record: The fields, [n, *shape] each, in their dtypes.
+            scale: Softmax scale.
+
+        Returns:
+            float32 [group, n]. The unit is that of ``q.k * scale`` or of its log-sum-exp over the
+            entry's tokens; pooling takes exponentials of it.
+        """
+
+    def record_bytes(self, head_size: int, entry_tokens: int, dtype: torch.dtype) -> int:
+        """Bytes kept per entry and KV head; as many are read when it is scored."""
+        return sum(field.bytes(dtype) for field in self.fields(head_size, entry_tokens))
+
+
+def pack(
+    fields: tuple[Field, ...], record: dict[str, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """Fields, [n, *shape] each -> uint8 [n, record_bytes]."""
+    stored = (record[field.name].to(field.dtype or dtype).contiguous() for field in fields)
+    return torch.cat([tensor.flatten(1).view(torch.uint8) for tensor in stored], dim=1)
+
+
+def unpack(
+    fields: tuple[Field, ...], records: torch.Tensor, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The reverse of :func:`pack`."""
+    record, start = {}, 0
+    for field in fields:
+        part = records[:, start : start + field.bytes(dtype)].contiguous()
+        record[field.name] = part.view(field.dtype or dtype).view(len(records), *field.shape)
+        start += field.bytes(dtype)
+    return record

@@ -1,0 +1,34 @@
+"""All keys: the oracle."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from vllm_kvretrieval.retrieval.index.base import Field, Index
+
+
+@dataclass(frozen=True)
+class Exact(Index):
+    """The score is the log-sum-exp of ``q.k`` over the entry's keys, which are read from the cache.
+
+    As good as a selection of pages can be, and as slow as attention to all of them: for evaluation.
+    Bytes: none kept; the keys are read.
+    """
+
+    name: ClassVar[str] = "exact"
+    reads_keys: ClassVar[bool] = True
+
+    def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
+        """See :meth:`Index.fields`."""
+        return ()
+
+    def build(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See :meth:`Index.build`."""
+        return {}
+
+    def score(
+        self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
+    ) -> torch.Tensor:
+        """See :meth:`Index.score`."""
+        return torch.einsum("gd,ntd->gnt", query * scale, record["keys"]).logsumexp(-1)

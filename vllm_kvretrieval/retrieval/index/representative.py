@@ -1,0 +1,41 @@
+"""Representative keys (InfLLM, section 3.2)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from vllm_kvretrieval.retrieval.index.base import Field, Index
+
+KEPT = 4
+
+
+@dataclass(frozen=True)
+class Representative(Index):
+    """The score is the mean of ``q.k`` over the few keys that stand for their entry.
+
+    Which is ``q`` times their mean, so that is what is kept. InfLLM takes the keys to which the
+    tokens that follow attend most; a record is made before those are known, so these are the four
+    keys that differ most from the entry's mean.
+
+    Bytes: 1 element of the cache per channel and entry.
+    """
+
+    name: ClassVar[str] = "representative"
+
+    def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
+        """See :meth:`Index.fields`."""
+        return (Field("mean", None, (head_size,)),)
+
+    def build(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See :meth:`Index.build`."""
+        distance = (keys - keys.mean(1, keepdim=True)).square().sum(-1)
+        kept = distance.topk(min(KEPT, keys.shape[1]), dim=1).indices
+        chosen = keys.gather(1, kept[..., None].expand(-1, -1, keys.shape[2]))
+        return {"mean": chosen.mean(1)}
+
+    def score(
+        self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
+    ) -> torch.Tensor:
+        """See :meth:`Index.score`."""
+        return query @ record["mean"].float().T * scale

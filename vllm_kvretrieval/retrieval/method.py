@@ -1,0 +1,117 @@
+"""A retrieval method: one point on the axes, made of a preset and what a user says otherwise."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.parsing import reject_unknown, require_int, require_name, require_number
+from vllm_kvretrieval.retrieval.index import Index, make_index
+from vllm_kvretrieval.retrieval.pooling import Pooling
+from vllm_kvretrieval.retrieval.presets import presets
+from vllm_kvretrieval.retrieval.schedule import SCHEDULES, Schedule
+
+ENTRY_TOKENS = (8, 16, 32, 64, 128)
+MOST_RERANKED = 64
+DEFAULT_THRESHOLD = 0.9
+POOLINGS = tuple(pooling.name.lower() for pooling in Pooling)
+
+
+@dataclass(frozen=True)
+class Method:
+    """What selects pages, and when.
+
+    Attributes:
+        name: What requests call it.
+        index: None: nothing is selected.
+        entry_tokens: Tokens per entry of the index.
+        pooling: Over the query heads of a KV head.
+        schedule: When pages are selected.
+        rerank: Candidates per page selected, scored again by their keys; 0: none.
+        correction_threshold: A KV head whose query has a lower cosine similarity to the previous
+            step's selects before attention. 1 where each step attends to its own selection.
+    """
+
+    name: str
+    index: Index | None
+    entry_tokens: int
+    pooling: Pooling
+    schedule: Schedule
+    rerank: int
+    correction_threshold: float
+
+    @property
+    def selects(self) -> bool:
+        """Whether pages beyond sink and window are ever attended to."""
+        return self.schedule.selects
+
+    @property
+    def reads_keys(self) -> bool:
+        """Whether selection reads keys in the cache."""
+        return self.rerank > 0 or (self.index is not None and self.index.reads_keys)
+
+
+OPTIONS = ("index", "pooling", "schedule", "rerank", "summary_size", "correction_threshold")
+"""Those of a method; what else there is belongs to the engine."""
+
+
+def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: int) -> Method:
+    """The method that results from a preset and some of ``OPTIONS``; None counts as not given.
+
+    Raises:
+        RetrievalConfigError: An option is not known, or they cannot go together; says why.
+    """
+    base = presets()[require_name("preset", preset, presets())]
+    reject_unknown(options, OPTIONS, name)
+    given = {key: value for key, value in options.items() if value is not None}
+    schedule_name = require_name("schedule", given.get("schedule", base.schedule), SCHEDULES)
+    schedule = SCHEDULES[schedule_name]
+    if not schedule.selects:
+        for key in given:
+            if key != "schedule" and (key, given[key]) != ("index", "none"):
+                raise RetrievalConfigError(
+                    f"{key}={given[key]!r} has no effect with {name}, which selects nothing; "
+                    "leave it out."
+                )
+        pooling = Pooling.MEAN_SOFTMAX
+        return Method(name, None, page_size, pooling, schedule, 0, DEFAULT_THRESHOLD)
+    index = make_index(given.get("index", base.index))
+    if index is None:
+        raise RetrievalConfigError(
+            f"schedule={schedule_name!r} selects pages by an index, and {name} has none; add one, "
+            "such as index=min_max."
+        )
+    entry_tokens = _entry_tokens(given.get("summary_size"), page_size)
+    if why := index.check(entry_tokens):
+        raise RetrievalConfigError(f"index={given.get('index', base.index)!r}: {why}.")
+    pooling = Pooling[
+        require_name("pooling", given.get("pooling", base.pooling), POOLINGS).upper()
+    ]
+    rerank = require_int("rerank", given.get("rerank", base.rerank if "index" not in given else 0))
+    if rerank and (not 2 <= rerank <= MOST_RERANKED or index.reads_keys):
+        why = f"must be 0 or from 2 to {MOST_RERANKED}"
+        if index.reads_keys:
+            why = f"has no effect with index={index.name}, which scores by all keys; leave it out"
+        raise RetrievalConfigError(f"rerank={rerank} {why}.")
+    threshold = 1.0
+    if schedule.speculates:
+        value = given.get("correction_threshold", DEFAULT_THRESHOLD)
+        threshold = require_number("correction_threshold", value)
+    elif "correction_threshold" in given:
+        raise RetrievalConfigError(
+            f"correction_threshold={given['correction_threshold']!r} has no effect with "
+            f"schedule={schedule_name!r}; leave it out, or use schedule=speculative."
+        )
+    return Method(name, index, entry_tokens, pooling, schedule, rerank, threshold)
+
+
+def _entry_tokens(value: Any, page_size: int) -> int:
+    if value is None:
+        return page_size
+    size = require_int("summary_size", value)
+    if size not in ENTRY_TOKENS or size > page_size:
+        raise RetrievalConfigError(
+            f"summary_size={size} is not supported with page_size={page_size}; use one of "
+            f"{tuple(s for s in ENTRY_TOKENS if s <= page_size)}."
+        )
+    return size

@@ -1,0 +1,31 @@
+"""What other packages bring, by entry points (see docs/extending.md)."""
+
+import functools
+from importlib import metadata
+from typing import Any
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+
+@functools.cache
+def names(group: str) -> tuple[str, ...]:
+    """Names of a group's entry points; nothing is imported."""
+    return tuple(sorted({point.name for point in metadata.entry_points(group=group)}))
+
+
+def entry_points(group: str) -> dict[str, Any]:
+    """What the group's entry points name, loaded.
+
+    Raises:
+        RetrievalConfigError: One cannot be loaded.
+    """
+    found = {}
+    for point in metadata.entry_points(group=group):
+        try:
+            found[point.name] = point.load()
+        except Exception as error:
+            raise RetrievalConfigError(
+                f"entry point {point.name} = {point.value} of {group} cannot be loaded ({error}). "
+                "Mend or uninstall the package that brings it."
+            ) from error
+    return found

@@ -1,0 +1,67 @@
+"""The methods as presets over the axes; no other file of the package knows their names."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.outside import entry_points, names
+
+ENTRY_POINTS = "vllm_kvretrieval.presets"
+"""Group of entry points by which other packages add theirs: name -> Preset."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One retrieval method, as values of the options that a user leaves out.
+
+    Attributes:
+        summary: One line for ``vllm serve --help``.
+        index: See :func:`vllm_kvretrieval.retrieval.index.make_index`.
+        pooling: Name in :class:`vllm_kvretrieval.retrieval.pooling.Pooling`, in lower case.
+        schedule: Name in :data:`vllm_kvretrieval.retrieval.schedule.SCHEDULES`.
+        rerank: Candidates per page selected, which are scored again by their keys; 0: none.
+        page_size: Tokens per page.
+        dense_layers: Leading layers that keep full attention.
+    """
+
+    summary: str
+    index: Any = "none"
+    pooling: str = "mean_softmax"
+    schedule: str = "every_step"
+    rerank: int = 0
+    page_size: int = 32
+    dense_layers: int = 1
+
+
+OWN = {
+    "freekv": Preset("FreeKV: speculative retrieval with correction", "min_max", "mean_softmax", "speculative"),
+    "quest": Preset("Quest: bounds of pages of 16, at every step", "min_max", "max", page_size=16, dense_layers=2),
+    "arkvale": Preset("ArkVale: spheres around the keys of a page", "bounding"),
+    "infllm": Preset("InfLLM: representative keys of blocks of 128", "representative", "sum", page_size=128, dense_layers=0),
+    "streamingllm": Preset("StreamingLLM: sink and window only, a baseline", schedule="never"),
+    "oracle": Preset("the best pages by all their keys, slowly: for evaluation", "exact"),
+}  # fmt: skip
+
+
+def preset_names() -> tuple[str, ...]:
+    """Of all presets, those of other packages included; nothing is imported."""
+    return *OWN, *(name for name in names(ENTRY_POINTS) if name not in OWN)
+
+
+@functools.cache
+def presets() -> dict[str, Preset]:
+    """All of them by name.
+
+    Raises:
+        RetrievalConfigError: Another package's is no preset, or has the name of one that there is.
+    """
+    known = dict(OWN)
+    for name, preset in entry_points(ENTRY_POINTS).items():
+        if not isinstance(preset, Preset) or name in known or name != name.lower():
+            raise RetrievalConfigError(
+                f"entry point {name} of {ENTRY_POINTS} must name a Preset, in lower case and unlike "
+                f"{', '.join(OWN)}; got {preset!r}."
+            )
+        known[name] = preset
+    return known

@@ -1,0 +1,27 @@
+"""When pages are selected, and which selection a step attends to."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One schedule. Dense are only the layers that ``dense_layers`` names.
+
+    Attributes:
+        selects: Whether pages beyond sink and window are ever attended to.
+        speculates: Whether a step attends to what the previous step's query selected, except for KV
+            heads whose query has turned too far since (FreeKV, sections 3.3 and 3.4). Otherwise it
+            attends to what its own query selects.
+        meaning: One line.
+    """
+
+    selects: bool
+    speculates: bool
+    meaning: str
+
+
+SCHEDULES = {
+    "speculative": Schedule(True, True, "the previous step's selection, corrected per KV head"),
+    "every_step": Schedule(True, False, "each step's own selection"),
+    "never": Schedule(False, False, "no selection: sink and window only"),
+}
