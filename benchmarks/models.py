@@ -32,12 +32,15 @@ class Documents:
         return documents
 
 
+def head_size(config: Any) -> int:
+    """Channels of a head."""
+    given: int | None = getattr(config, "head_dim", None)
+    return given or config.hidden_size // config.num_attention_heads
+
+
 def kv_bytes_per_token(config: Any) -> int:
     """Bytes of keys and values that one token takes in all layers, in 16-bit precision."""
-    head_dim = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
 
 
 def yarn_overrides(config: Any, longest: int) -> dict[str, Any]:

@@ -21,11 +21,12 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks import slow_worker
 from benchmarks.engines import LONG_STEPS, EngineError, EngineProcess, EngineSpec
-from benchmarks.models import kv_bytes_per_token
+from benchmarks.models import head_size, kv_bytes_per_token
 from benchmarks.tasks.base import TokenText
 from benchmarks.tasks.engine import open_engine, run_samples
 from benchmarks.tasks.metrics import answer_found
@@ -79,6 +80,8 @@ def plan(config: RetrievalConfig, model: Any, memory: int, requests: int, contex
         kv_heads=model.num_key_value_heads,
         block_size=BLOCK,
         block_bytes=per_layer * BLOCK,
+        head_size=head_size(model),
+        dtype=torch.bfloat16,
         max_num_seqs=requests,
         max_model_len=context,
     )

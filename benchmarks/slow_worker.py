@@ -94,14 +94,14 @@ class SlowHomeExtension(CountsExtension):
         """
         layers, caches = list(self.retrieval_layers.values()), self.recall_caches
         slots = sum(len(cache.slots) for cache in caches)
-        units = sum(impl.state.pages * impl.num_kv_heads for impl in layers)
+        units = sum(impl.choosers[0].store.pages * impl.num_kv_heads for impl in layers)
         staging = {id(impl.staging): impl.staging for impl in layers if impl.staging is not None}
         home = self.home.memory
         file = range(home.data_ptr(), home.data_ptr() + home.nbytes)
         in_memory = [t for t in self.model_runner.kv_caches if t.data_ptr() not in file]
         return {
             "dense": sum(cache.nbytes for cache in in_memory),
-            "index": sum(impl.state.index.nbytes for impl in layers),
+            "index": sum(store.records.nbytes for impl in layers for store in impl.stores),
             "books": units * sizes.BOOKS_PER_UNIT + home.nbytes // mmap.PAGESIZE,
             "staging": sum(staging.buffer.nbytes for staging in staging.values()),
             "recall_cache": sum(c.slots.nbytes for c in caches) + slots * sizes.BOOKS_PER_SLOT,
@@ -115,12 +115,13 @@ class SlowHomeExtension(CountsExtension):
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), present):
             raise OSError(ctypes.get_errno(), "mincore")
-        states = [impl.state for impl in self.retrieval_layers.values()]
+        layers = self.retrieval_layers.values()
+        selections = [impl.choosers[0].selection for impl in layers]
         return {
             "file": size,
             "page_cache": mmap.PAGESIZE * sum(page & 1 for page in present),
             "mapped": _resident(start, start + size),
-            "request_state": sum(s.prev_query.nbytes + s.prev_selection.nbytes for s in states),
+            "request_state": sum(s.query.nbytes + s.pages.nbytes for s in selections),
         }
 
     def memory(self) -> dict[str, int]:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import openai
 
-from vllm_kvretrieval.engine.advice import all_cores, preferred_dtype
+from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
 
 ROOT = Path(__file__).resolve().parent.parent
 NOVEL = ROOT / "benchmarks" / "data" / "emma.txt.xz"

@@ -15,7 +15,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 
 from benchmarks.texts import excerpt
-from vllm_kvretrieval.engine.advice import all_cores, preferred_dtype
+from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 SHUTDOWN_S = 30

@@ -33,9 +33,9 @@ class HomeWorker:
             impl.kernels.plan_decode = self._recorded(name)
 
     def _recorded(self, name):
-        def plan_decode(query, rows, state):
+        def plan_decode(query, rows, chooser):
             rows.page_table.fill_(-1)
-            cpu.plan_decode(query, rows, state)
+            cpu.plan_decode(query, rows, chooser)
             self._plans[name].append(rows.page_table.flatten().tolist())
 
         return plan_decode
@@ -51,9 +51,9 @@ class HomeWorker:
             impl.kernels = SimpleNamespace(**vars(cpu))
             impl.kernels.index_pages = self._loading
 
-    def _loading(self, kv_cache, pages, lengths, state, layout):
-        cpu.index_pages(kv_cache, pages, lengths, state, layout)
-        self._loaded.append((kv_cache, pages.clone(), lengths.clone(), state, layout))
+    def _loading(self, pages, lengths, store):
+        cpu.index_pages(pages, lengths, store)
+        self._loaded.append((pages.clone(), lengths.clone(), store))
 
     def compare_index(self):
         """Entries of pages that were loaded which differ from their keys, and how many there are.
@@ -61,13 +61,13 @@ class HomeWorker:
         Of whole pages only; decoding has written to the others since.
         """
         differing = compared = 0
-        for kv_cache, pages, lengths, state, layout in self._loaded:
-            whole = lengths == state.page_size
-            expected = replace(state, index=torch.zeros_like(state.index))
-            reference.index_pages(kv_cache, pages[whole], lengths[whole], expected, layout)
+        for pages, lengths, store in self._loaded:
+            whole = lengths == store.page_size
+            expected = replace(store, records=torch.zeros_like(store.records))
+            reference.index_pages(pages[whole], lengths[whole], expected)
             entries = pages[whole].long()
-            differing += int((state.index[entries] != expected.index[entries]).sum())
-            compared += state.index[entries].numel()
+            differing += int((store.records[entries] != expected.records[entries]).sum())
+            compared += store.records[entries].numel()
         return differing, compared
 
     def record_writes(self):

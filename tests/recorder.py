@@ -5,6 +5,7 @@ index, no state tensors, requests told apart by their ids. It shares no code wit
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,28 +29,107 @@ class Step:
     values: torch.Tensor
 
 
+def bounds(query, keys):
+    """FreeKV, section 3.2, and Quest: relu(q) @ kmax.T + min(q, 0) @ kmin.T."""
+    return query.clamp(min=0) @ keys.amax(1).T + query.clamp(max=0) @ keys.amin(1).T
+
+
+def spread(query, keys):
+    """The mean, and one standard deviation in each channel's favour."""
+    return query @ keys.mean(1).T + query.abs() @ keys.std(1, correction=0).T
+
+
+def sphere(query, keys):
+    """ArkVale: the best key that the smallest sphere around the mean may hold."""
+    centre = keys.mean(1, keepdim=True)
+    radius = (keys - centre).norm(dim=-1).amax(-1)
+    return query @ centre[:, 0].T + query.norm(dim=-1, keepdim=True) * radius
+
+
+def farthest(query, keys):
+    """InfLLM: the mean score of four representative keys, here those farthest from the mean."""
+    order = (keys - keys.mean(1, keepdim=True)).norm(dim=-1).argsort(-1, descending=True)
+    chosen = torch.stack([k[o[:4]] for k, o in zip(keys, order, strict=True)])
+    return (query @ chosen.transpose(1, 2)).mean(-1).T
+
+
+def one_bit(query, keys):
+    """FIER, section 3.2: keys rounded to the minimum or the maximum of their channel."""
+    low, high = keys.amin(1, keepdim=True), keys.amax(1, keepdim=True)
+    rounded = torch.where(keys - low > high - keys, high, low)
+    return mass(query, rounded)
+
+
+def low_rank(query, keys):
+    """Keys of the best rank that the index has, unquantised."""
+    mean = keys.mean(1, keepdim=True)
+    u, s, v = torch.linalg.svd(keys - mean, full_matrices=False)
+    rank = LowRank().rank
+    return mass(query, mean + u[..., :rank] * s[:, None, :rank] @ v[:, :rank])
+
+
+def mass(query, keys):
+    """Logarithm of the attention that the keys get."""
+    return torch.logsumexp(query @ keys.transpose(1, 2), -1).T
+
+
+INDEXES = {
+    "min_max": bounds,
+    "mean": lambda query, keys: query @ keys.mean(1).T,
+    "mean_std": spread,
+    "bounding": sphere,
+    "representative": farthest,
+    "one_bit": one_bit,
+    "low_rank": low_rank,
+    "exact": mass,
+}
+
+
+def by_page(scores, parts, reduce):
+    return torch.stack([reduce(page) for page in scores.split(parts, -1)], -1)
+
+
+def mean_softmax(scores, parts):
+    """FreeKV, section 3.2."""
+    return by_page(torch.softmax(scores, -1).mean(0), parts, torch.sum)
+
+
+def relative(scores, parts):
+    """Each head's mass, relative to its best entry."""
+    return by_page((scores - scores.amax(-1, keepdim=True)).exp().sum(0), parts, torch.sum)
+
+
+POOLINGS = {
+    "mean_softmax": mean_softmax,
+    "relative": relative,
+    "max": lambda scores, parts: by_page(scores.amax(0), parts, torch.amax),
+    "sum": lambda scores, parts: by_page(scores.sum(0), parts, torch.amax),
+}
+
+
 @dataclass
 class Oracle:
-    """What the paper's algorithm attends to, request by request."""
+    """What FreeKV's algorithm attends to, request by request, with any index and pooling.
+
+    ``score`` gives [group, entries] of queries [group, d] (times the softmax scale) and the keys of
+    entries, [n, tokens, d]; ``pool`` makes the scores of pages of them, given the entries per page.
+    """
 
     page_size: int
-    summary_size: int
+    entry_tokens: int
     scale: float
+    score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    pool: Callable[[torch.Tensor, int], torch.Tensor]
     previous: dict[tuple[str, str], Step] = field(default_factory=dict)
     chosen: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict)
 
     def scores(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """[pages]; mean over the group of softmax(relu(q) @ kmax.T + min(q, 0) @ kmin.T).
-
-        Where a page has several summaries, what they have in all.
-        """
-        parts = keys.split(self.summary_size)
-        kmax = torch.stack([p.amax(0) for p in parts])
-        kmin = torch.stack([p.amin(0) for p in parts])
-        bounds = query.clamp(min=0) @ kmax.T + query.clamp(max=0) @ kmin.T
-        scores = torch.softmax(bounds * self.scale, -1).mean(0)
-        page_of = torch.arange(len(parts)) * self.summary_size // self.page_size
-        return torch.zeros(int(page_of[-1]) + 1).index_add(0, page_of, scores)
+        """[pages]; unfinished entries count for FreeKV's bounds alone."""
+        parts = keys.split(self.entry_tokens)
+        if self.score is not INDEXES["min_max"]:
+            parts = [part for part in parts if len(part) == self.entry_tokens]
+        scores = torch.cat([self.score(query * self.scale, part[None]) for part in parts], 1)
+        return self.pool(scores, self.page_size // self.entry_tokens)
 
     def expect(self, step: Step) -> tuple[list[list[int]], list[bool], list[float]]:
         """Per KV head: pages to attend to, whether corrected, and how clear the selection is.
@@ -67,7 +147,7 @@ class Oracle:
             order = scores.argsort(descending=True)
             ours = sorted((order[:select] + sink).tolist())
             edge = scores[order[select - 1 : select + 1]]
-            margins.append(float((edge[0] - edge[1]) / edge[0]))
+            margins.append(float((edge[0] - edge[1]) / edge[0].abs()))
             turned = not continues
             if before is not None and continues:
                 old = before.query[head]

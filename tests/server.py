@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.engine import checkpoint
-from vllm_kvretrieval.engine.advice import all_cores, preferred_dtype
+from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
 
 MODEL = "SmolLM2-135M-Instruct"
 BUDGET = 512

@@ -7,8 +7,8 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from vllm_kvretrieval.attention.metadata import RetrievalMetadataBuilder
-from vllm_kvretrieval.attention.staging import PrefillStaging
+from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
+from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.engine.requests import RequestTable
 
 

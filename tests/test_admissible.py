@@ -16,7 +16,9 @@ from tests.steps import Runner, metadata_builder, split
 from vllm_kvretrieval.config import RequestOptions, RetrievalConfig
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import LayerState, cpu, reference
+from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, cpu, reference
+from vllm_kvretrieval.retrieval.index.min_max import MinMax
+from vllm_kvretrieval.retrieval.pooling import Pooling
 
 HEADS, HEAD_SIZE, REQUESTS = 2, 64, 2
 PAGES = 128  # of the longest context
@@ -42,39 +44,44 @@ class Engine:
         self.table = RequestTable(self.config, REQUESTS, HEADS, self.runner)
         self.builder = metadata_builder(self.table, HEADS)
         page_size = self.config.page_size
-        self.state = LayerState.empty(
+        # As in RetrievalCPUWorker._choosers.
+        shape: dict[str, Any] = {"kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32}
+        store = IndexStore.empty(
+            MinMax(),
             pages=REQUESTS * PAGES,
-            slots=REQUESTS,
-            kv_heads=HEADS,
-            group=1,
-            head_size=HEAD_SIZE,
-            max_selected=max(self.config.most_selected, 1),  # as in RetrievalCPUWorker._attach
             page_size=page_size,
-            summary_size=self.config.tokens_per_summary,
-            scale=0.125,
-            dtype=torch.float32,
+            entry_tokens=self.config.own.entry_tokens,
+            **shape,
         )
+        most = max(self.config.most_selected, 1)
+        selection = Selection.empty(seats=REQUESTS, group=1, most_selected=most, **shape)
+        selection.query.zero_()  # what nobody has written is not compared
+        self.chooser = Chooser(store, selection, Pooling.MEAN_SOFTMAX, 0.125)
         self.random = torch.Generator().manual_seed(0)
-        self.state.index.normal_(generator=self.random)
-        self.state.index.copy_(self.state.index.sort(dim=2).values)  # minimum, maximum
-        self.state.prev_query.zero_()  # what nobody has written is not compared
-        self.twin = copy.deepcopy(self.state)
+        bounds = torch.empty(*store.records.shape[:2], 2, HEAD_SIZE)
+        bounds.normal_(generator=self.random)
+        bounds = bounds.sort(dim=2).values  # minimum, maximum
+        store.records.copy_(bounds.flatten(2).view(torch.uint8))
+        self.twin = copy.deepcopy(self.chooser)
 
     def step(self, lens: list[int]) -> None:
-        """One decode step; the kernel's page lists are the reference's, and are well formed."""
+        """One decode step."""
         got = split(self.builder, lens)
-        if got is None:
-            return
-        rows = got.decode.rows
+        for plan in [] if got is None else got.decode:
+            self.plan(plan.rows)
+
+    def plan(self, rows: DecodeRows) -> None:
+        """The kernel's page lists are the reference's, and are well formed."""
         rows.page_table.fill_(-1)
         query = torch.randn(len(rows), HEADS, HEAD_SIZE, generator=self.random)
-        cpu.plan_decode(query, rows, self.state)
+        cpu.plan_decode(query, rows, self.chooser)
         lists = rows.page_table.clone()
         rows.page_table.fill_(-1)
         reference.plan_decode(query, rows, self.twin)
         assert torch.equal(lists, rows.page_table)
-        assert torch.equal(self.state.prev_selection, self.twin.prev_selection)
-        assert torch.equal(self.state.prev_query, self.twin.prev_query)
+        ours, expected = self.chooser.selection, self.twin.selection
+        assert torch.equal(ours.pages, expected.pages)
+        assert torch.equal(ours.query, expected.query)
         for unit, units in enumerate(lists):
             row, head = divmod(unit, HEADS)
             attended = units[units >= 0]

@@ -15,7 +15,7 @@ from vllm_kvretrieval.cli import add_options
 from vllm_kvretrieval.config import HELP, RequestOptions, RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.budget import PageBudget
-from vllm_kvretrieval.retrieval.methods import METHODS
+from vllm_kvretrieval.retrieval.presets import OWN
 
 # ------------------------------------------------------------------------------- engine options
 
@@ -23,7 +23,7 @@ from vllm_kvretrieval.retrieval.methods import METHODS
 def test_defaults():
     config = RetrievalConfig.from_options("freekv", {})
     assert (config.budget, config.page_size, config.dense_layers) == (2048, 32, 1)
-    assert config.correction_threshold == 0.9
+    assert config.own.correction_threshold == 0.9
     assert config.page_budget() == PageBudget(sink=4, window=4, select=56)
 
 
@@ -61,7 +61,7 @@ def test_streamingllm_gives_the_budget_to_the_window():
         (
             {"bugdet": 1024},
             r"no option 'bugdet' \(value 1024\)\. Known: budget, sink, window, page_size, "
-            "summary_size, correction_threshold, dense_layers",
+            "summary_size, index, pooling, schedule, rerank, correction_threshold, also, dense_layers",
         ),
         ({"method": "freekv"}, "method='freekv'.*use --attention-backend freekv"),
         ({"budget": "1024"}, r"kv_retrieval\.budget='1024' must be a whole number.*e\.g\. 1024"),
@@ -100,7 +100,7 @@ def test_streamingllm_gives_the_budget_to_the_window():
             r"correction_threshold='0\.8' must be a number between -1 and 1, e\.g\. 0\.8",
         ),
         ({"correction_threshold": True}, r"correction_threshold=True must be a number"),
-        ({"correction_threshold": None}, r"correction_threshold=None must be a number"),
+        ({"correction_threshold": None}, "correction_threshold=None must have a value; leave it"),
         ({"correction_threshold": 1.5}, r"correction_threshold=1\.5 must be .* between -1 and 1"),
         ({"allow_exact": "no"}, r"allow_exact='no' must be true or false"),
         ({"max_budget": 1024}, r"max_budget=1024 must be budget=2048 or more: .* Raise it"),
@@ -139,7 +139,7 @@ def test_streamingllm_needs_a_page_beside_the_sink():
 @pytest.mark.parametrize("threshold", [-1, 0, 0.5, 1])
 def test_thresholds(threshold):
     config = RetrievalConfig.from_options("freekv", {"correction_threshold": threshold})
-    assert config.correction_threshold == threshold
+    assert config.own.correction_threshold == threshold
 
 
 # ------------------------------------------------------------------------------ request options
@@ -151,7 +151,7 @@ SERVER = RetrievalConfig.from_options("freekv", {"budget": 1024})
 @pytest.mark.parametrize("extra_args", [None, {}, {"kv_retrieval": {}}, {"another_plugin": 3}])
 def test_a_silent_request_gets_the_servers_options(extra_args):
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions(SERVER.page_budget(), 0.9, exact=False)
+    assert options == RequestOptions("freekv", SERVER.page_budget(), 0.9, exact=False)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -162,13 +162,13 @@ def test_request_options(flat):
     else:
         extra_args = {"kv_retrieval": given}
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions(PageBudget(1, 2, 13), 0.95, exact=True)
+    assert options == RequestOptions("freekv", PageBudget(1, 2, 13), 0.95, exact=True)
 
 
 def test_flat_keys_complete_nested_ones():
     extra_args = {"kv_retrieval": {"budget": 512}, "kv_retrieval_exact": 1}
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions(PageBudget(1, 2, 13), 0.9, exact=True)
+    assert options == RequestOptions("freekv", PageBudget(1, 2, 13), 0.9, exact=True)
 
 
 def test_a_request_keeps_the_servers_sink_and_window():
@@ -320,5 +320,5 @@ def test_help_explains_every_option():
     for key, text in HELP.items():
         assert f"--kv-retrieval.{key}: {text}" in shown
     assert set(HELP) == set(RetrievalConfig.__dataclass_fields__) - {"method"}
-    for method in METHODS:
+    for method in OWN:
         assert method in shown

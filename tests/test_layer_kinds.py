@@ -109,7 +109,7 @@ def test_what_the_models_are_here_for(llm, model):
     (names,) = llm.collective_rpc(lambda worker: list(worker.retrieval_layers))
     assert [int(name.split(".")[2]) for name in names] == RETRIEVING[model[0]]
     (pages,) = llm.collective_rpc(
-        lambda worker: {impl.state.pages for impl in worker.retrieval_layers.values()}
+        lambda worker: {impl.choosers[0].store.pages for impl in worker.retrieval_layers.values()}
     )
     assert min(pages) > config.num_blocks
 

@@ -17,6 +17,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from tests.engine import checkpoint
 from vllm_kvretrieval import __version__, plugin
 from vllm_kvretrieval.platform import CpuRetrievalPlatform
+from vllm_kvretrieval.retrieval.presets import OWN
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -70,7 +71,7 @@ def test_registration_is_idempotent():
         plugin.register()
         assert plugin.activate_platform() == "vllm_kvretrieval.platform.CpuRetrievalPlatform"
     assert dict(AttentionBackendEnum.__members__) == before
-    for name in plugin.BACKENDS:
+    for name in map(str.upper, OWN):
         backend = AttentionBackendEnum[name].get_class()
         assert backend.get_name() == name
 
@@ -116,7 +117,7 @@ def test_a_stock_engine_is_configured_as_without_the_plugin():
 @pytest.mark.parametrize("backend", ["freekv", "FREEKV", "streamingllm"])
 def test_a_backend_brings_its_worker(backend):
     config = engine_config(attention_backend=backend)
-    worker = "vllm_kvretrieval.engine.worker.RetrievalCPUWorker"
+    worker = "vllm_kvretrieval.engine.cpu.worker.RetrievalCPUWorker"
     assert config.parallel_config.worker_cls == worker
     assert config.attention_config.backend.name == backend.upper()
 

@@ -16,8 +16,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.engine import checkpoint
-from vllm_kvretrieval.attention import support
-from vllm_kvretrieval.attention.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.attention.cpu import support
+from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.support import CONNECTOR
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -236,7 +236,7 @@ FULL = AttentionSelectorConfig(64, torch.bfloat16, "auto", 128)
 def test_sliding_window_layers_keep_vllms_backend():
     select = current_platform.get_attn_backend_cls
     backend = AttentionBackendEnum["FREEKV"]
-    assert select(backend, FULL) == "vllm_kvretrieval.attention.backend.FreeKVBackend"
+    assert select(backend, FULL) == "vllm_kvretrieval.attention.cpu.backend.FREEKV"
     ours = FULL._replace(has_sliding_window=True)
     assert select(backend, ours) == AttentionBackendEnum.CPU_ATTN.get_path()
     assert select(None, FULL) == AttentionBackendEnum.CPU_ATTN.get_path()

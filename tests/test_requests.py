@@ -47,7 +47,7 @@ def builder(table):
 def test_counts_outlive_their_requests(runner, table):
     """What a slot counted stays counted when another request takes it."""
     runner.batch("a", "b")
-    a, b = table.slots(2)
+    a, b = table.seats(2)
     table.corrected[a] += 5
     table.recalls[a] += torch.tensor([10, 2, 3])
     table.recalls[b] += torch.tensor([100, 20, 30])
@@ -55,7 +55,7 @@ def test_counts_outlive_their_requests(runner, table):
     table.corrected[a] += 1
     assert table.release(["a"]) == [a]
     runner.batch("c", "b")
-    assert table.slots(2)[0] == a
+    assert table.seats(2)[0] == a
     table.recalls[a] += torch.tensor([7, 0, 0])
     assert table.take_counts() == (1, 7, 0, 0, 0, 0, 0, 0)
     assert table.take_counts() == (0,) * 8
@@ -65,7 +65,7 @@ def test_a_preempted_request_goes_on_counting(runner, builder, table, caplog_vll
     """It has not finished, and is one line in the log when it has."""
     runner.batch("a")
     split(builder, [300])
-    table.corrected[table.slots(1)[0]] += 3
+    table.corrected[table.seats(1)[0]] += 3
     assert table.take_counts() == (3, 0, 0, 0, 1, 1, 10, 40)
     assert len(table.release([], ["a"])) == 1
     assert "request_id" not in caplog_vllm.text
@@ -88,12 +88,12 @@ def test_a_preempted_request_goes_on_counting(runner, builder, table, caplog_vll
 
 def test_a_session_may_bring_other_options(runner, builder, table):
     runner.batch("a")
-    assert split(builder, [300]).decode.rows.fresh.tolist() == [1]
-    assert split(builder, [301]).decode.rows.fresh.tolist() == [0]
+    assert split(builder, [300]).decode[0].rows.fresh.tolist() == [1]
+    assert split(builder, [301]).decode[0].rows.fresh.tolist() == [0]
     params = SamplingParams(extra_args={"kv_retrieval": {"budget": 96}})
     runner.requests["a"] = SimpleNamespace(sampling_params=params)
     table.begin_step({"a": 1}, 1, {"a"})
-    rows = split(builder, [302]).decode.rows
+    rows = split(builder, [302]).decode[0].rows
     assert rows.select_pages.tolist() == [1]
     assert rows.fresh.tolist() == [1], "what another budget selected is of no use"
 
@@ -103,35 +103,35 @@ def test_a_session_may_bring_other_options(runner, builder, table):
 
 def test_slots_follow_requests(runner, table):
     runner.batch("a", "b", "c")
-    a, b, c = table.slots(3).tolist()
+    a, b, c = table.seats(3).tolist()
     assert len({a, b, c}) == 3
     runner.batch("c", "a")
-    assert table.slots(2).tolist() == [c, a]
+    assert table.seats(2).tolist() == [c, a]
     assert len(table) == 3, "a request that is not scheduled keeps its slot"
     table.release(["b", "never seen"])
     runner.batch("d", "c", "a")
-    assert table.slots(3).tolist() == [b, c, a]
+    assert table.seats(3).tolist() == [b, c, a]
     table.release(["a", "c", "d"])
     assert len(table) == 0
 
 
 def test_options_go_with_the_slot(runner, table):
     runner.batch("a", "b", "c", b={"budget": 96, "correction_threshold": 0.5}, c={"exact": True})
-    rows = table.select(table.slots(3))
+    rows = table.select(table.seats(3))
     assert rows.total_pages.tolist() == [4, 3, 4]
     assert rows.select_pages.tolist() == [2, 1, 2]
     assert rows.threshold.tolist() == pytest.approx([0.9, 0.5, 0.9])
     assert rows.exact.tolist() == [False, False, True]
     table.release(["b", "c"])
     runner.batch("a", "d", "e")
-    rows = table.select(table.slots(3))
+    rows = table.select(table.seats(3))
     assert rows.total_pages.tolist() == [4, 4, 4]
     assert not rows.exact.any()
 
 
 def test_options_that_nobody_validated_do_not_stop_the_engine(runner, table):
     runner.batch("a", a={"budget": 31})
-    assert table.select(table.slots(1)).total_pages.tolist() == [4]
+    assert table.select(table.seats(1)).total_pages.tolist() == [4]
 
 
 # ------------------------------------------------------------------------------------ the split
@@ -141,16 +141,16 @@ def test_nothing_to_split_within_the_budget(runner, builder):
     runner.batch("a", "b")
     assert split(builder, [4 * PAGE, 17]) is None
     step = split(builder, [4 * PAGE + 1, 18])
-    assert step.decode.rows.select_pages.tolist() == [2, -1], (
+    assert step.decode[0].rows.select_pages.tolist() == [2, -1], (
         "the other row keeps its whole context"
     )
-    assert step.decode.attended_lens.tolist() == [3 * PAGE + 1, 18]
+    assert step.decode[0].attended_lens.tolist() == [3 * PAGE + 1, 18]
 
 
 def test_prefill_is_exact(runner, builder):
     runner.batch("a", "b", "c")
     step = split(builder, [900, 601, 500], [1, 1, 200], [False, True, True])
-    assert step.decode.rows.select_pages.tolist() == [2]
+    assert step.decode[0].rows.select_pages.tolist() == [2]
     assert step.whole.index.tolist() == [1], "the second reads its prompt's last token"
     assert step.whole.metadata.seq_lens.tolist() == [601]
     assert step.prefill.num_actual_tokens == 200
@@ -172,9 +172,9 @@ def test_steps_known_to_be_within_the_budget_are_not_looked_at(runner, builder, 
     assert split(builder, [4 * PAGE - 2, 999]) is None
     assert [calm(b=1, a=1) for _ in range(3)] == [True, True, False], "the budget is reached"
     step = split(builder, [4 * PAGE + 1, 1002])
-    assert step.decode.rows.select_pages.tolist() == [2]
+    assert step.decode[0].rows.select_pages.tolist() == [2]
     assert step.whole.index.tolist() == [1]
-    assert table._steps[table.slots(2), :2].tolist() == [[4, 1], [4, 0]], "all were counted"
+    assert table._steps[table.seats(2), :2].tolist() == [[4, 1], [4, 0]], "all were counted"
 
     table.release(["a"])
     runner.batch("b")
@@ -191,12 +191,12 @@ def test_long_prompts_are_staged_within_the_budget_too(runner, builder):
     step = split(builder, [100, 300], [1, 300], [False, True])
     whole = step.whole.metadata
     assert (step.rows, whole.num_actual_tokens, step.prefill.num_actual_tokens) == (1, 1, 300)
-    assert step.decode is None
+    assert step.decode == []
     assert whole.seq_lens.tolist() == [100]
     assert step.prefill.block_table.tolist() == [[0, 1, 2]]
     runner.batch("b")
     alone = split(builder, [300], [300], [True])
-    assert alone.decode is alone.whole is None
+    assert (alone.decode, alone.whole) == ([], None)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -228,9 +228,9 @@ def test_rows_that_attend_to_everything_are_a_part_of_their_own(runner, builder)
     """So that the others keep to their pages; what is within its budget is theirs."""
     runner.batch("a", "b", "c", b={"exact": True})
     step = split(builder, [900, 800, 70])
-    assert step.decode.index.tolist() == [0, 2]
-    assert step.decode.rows.seq_lens.tolist() == [900, 70]
-    assert step.decode.rows.select_pages.tolist() == [2, -1]
+    assert step.decode[0].index.tolist() == [0, 2]
+    assert step.decode[0].rows.seq_lens.tolist() == [900, 70]
+    assert step.decode[0].rows.select_pages.tolist() == [2, -1]
     assert step.whole.index.tolist() == [1]
     assert step.whole.metadata.query_start_loc.tolist() == [0, 1]
     assert step.whole.metadata.seq_lens.tolist() == [800]
@@ -239,12 +239,14 @@ def test_rows_that_attend_to_everything_are_a_part_of_their_own(runner, builder)
 
 def test_only_consecutive_steps_speculate(runner, builder, table):
     runner.batch("a")
-    assert split(builder, [300]).decode.rows.fresh.tolist() == [1], "a request's first decode step"
-    assert split(builder, [301]).decode.rows.fresh.tolist() == [0]
+    assert split(builder, [300]).decode[0].rows.fresh.tolist() == [1], (
+        "a request's first decode step"
+    )
+    assert split(builder, [301]).decode[0].rows.fresh.tolist() == [0]
     table.release([], ["a"])  # its tokens are computed anew, then it goes on
-    assert split(builder, [303]).decode.rows.fresh.tolist() == [1]
+    assert split(builder, [303]).decode[0].rows.fresh.tolist() == [1]
     runner.batch("b", "a")
-    assert split(builder, [700, 304]).decode.rows.fresh.tolist() == [1, 0], (
+    assert split(builder, [700, 304]).decode[0].rows.fresh.tolist() == [1, 0], (
         "state moves with the rows"
     )
 
@@ -255,4 +257,4 @@ def test_a_slots_next_owner_starts_afresh(runner, builder, table):
     split(builder, [300])
     table.release(["a"])
     runner.batch("b")
-    assert split(builder, [301]).decode.rows.fresh.tolist() == [1]
+    assert split(builder, [301]).decode[0].rows.fresh.tolist() == [1]

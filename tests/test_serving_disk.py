@@ -6,7 +6,7 @@ import urllib.request
 import pytest
 
 from tests.server import BUDGET, KEY, PROMPT, serving
-from vllm_kvretrieval.engine.advice import preferred_dtype
+from vllm_kvretrieval.engine.cpu.advice import preferred_dtype
 
 PAGE = 16
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from vllm_kvretrieval.attention.staging import BLOCK_SIZE, PrefillStaging
+from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, PrefillStaging
 from vllm_kvretrieval.kernels import cpu, reference
 
 PAGE, HEADS, SIZE = 32, 2, 64

@@ -19,8 +19,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from tests.engine import checkpoint
 from vllm_kvretrieval.config import RetrievalConfig
-from vllm_kvretrieval.engine.worker import RetrievalCPUWorker
+from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.tiers import home as home_module
 from vllm_kvretrieval.tiers.home import DiskHome, page_runs
 from vllm_kvretrieval.tiers.sizes import Cache, Tiers
@@ -86,6 +87,8 @@ CACHE = Cache(
     kv_heads=4,
     block_size=128,
     block_bytes=4 * 65536,
+    head_size=64,
+    dtype=torch.float32,
     max_num_seqs=2,
     max_model_len=12_800,
 )
@@ -185,7 +188,7 @@ def test_what_does_not_fit():
 
 def test_when_memory_is_enough():
     needed = 201 * (10 * CACHE.block_bytes + 9 * CACHE.block_bytes // 32)
-    config = RetrievalConfig()
+    config = RetrievalConfig("freekv")
     assert CACHE.fits_in(needed, config)
     assert not CACHE.fits_in(needed - 1, config)
     assert not replace(CACHE, max_num_seqs=3).fits_in(needed, config)
@@ -286,16 +289,16 @@ def test_what_a_connector_loads_can_be_indexed(block, isa, why):
     own = worker([FULL] * 10)
     own.cache_config.block_size = block
     with pytest.raises(RetrievalConfigError, match=f"KV connector for somebody/model, {why}"):
-        own._check_loading({"vec", isa})
+        own._check_reading({"vec", isa}, foreign=True)
     own.cache_config.block_size = 32
-    own._check_loading({"vec", "vec16", "amx"})
+    own._check_reading({"vec", "vec16", "amx"}, foreign=True)
 
 
 # ---------------------------------------------------------------------------------------- file
 
 
 def test_what_is_written_is_in_the_file(tmp_path):
-    home = DiskHome(str(tmp_path), layers=3, layer_bytes=MIB)
+    home = DiskHome(str(tmp_path), 3, MIB, MappingGuard)
     assert home.memory.numel() == 3 * MIB
     assert not home.memory.any()
     home.memory.copy_(torch.arange(3 * MIB) % 100)
@@ -305,7 +308,7 @@ def test_what_is_written_is_in_the_file(tmp_path):
 
 def test_resident_memory_is_let_go_of(tmp_path, monkeypatch):
     monkeypatch.setattr(home_module, "TRIM_BYTES", 16 * MIB)
-    home = DiskHome(str(tmp_path), layers=2, layer_bytes=32 * MIB)
+    home = DiskHome(str(tmp_path), 2, 32 * MIB, MappingGuard)
 
     def resident():
         maps = psutil.Process().memory_maps(grouped=False)
@@ -333,7 +336,7 @@ def test_runs_of_pages():
 def test_what_cannot_be_read_is_zero_and_reported(tmp_path):
     """Touched by whomever: the kernel's SIGBUS does not end the process."""
     layer, page = 256 * mmap.PAGESIZE, 2 * mmap.PAGESIZE
-    home = DiskHome(str(tmp_path), layers=2, layer_bytes=layer)
+    home = DiskHome(str(tmp_path), 2, layer, MappingGuard)
     home.memory.fill_(1)
     os.ftruncate(home.fd, layer + 8 * page)
     home.stage(1, page_runs(np.array([3, 100]), page), None)
@@ -356,8 +359,9 @@ def test_what_cannot_be_read_is_zero_and_reported(tmp_path):
 def test_other_bus_errors_end_the_process():
     program = """
 import mmap, tempfile
+from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.tiers.home import DiskHome
-home = DiskHome(tempfile.gettempdir(), layers=1, layer_bytes=1 << 20)
+home = DiskHome(tempfile.gettempdir(), 1, 1 << 20, MappingGuard)
 file = tempfile.TemporaryFile()
 file.truncate(8192)
 other = mmap.mmap(file.fileno(), 8192)
@@ -370,15 +374,16 @@ print(other[0])
 
 def test_too_small_a_disk(tmp_path):
     with pytest.raises(RetrievalConfigError, match=r"the home needs 2048.0 GiB, but .* free"):
-        DiskHome(str(tmp_path), layers=2, layer_bytes=1 << 40)
+        DiskHome(str(tmp_path), 2, 1 << 40, MappingGuard)
 
 
 def test_nothing_is_left_of_a_killed_process(tmp_path):
     """Nor does its space stay taken."""
     program = f"""
 import os, signal
+from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.tiers.home import DiskHome
-home = DiskHome({str(tmp_path)!r}, layers=2, layer_bytes=100 << 20)
+home = DiskHome({str(tmp_path)!r}, 2, 100 << 20, MappingGuard)
 home.memory.fill_(1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -388,4 +393,4 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
     assert before - free() < 100 * MIB
-    assert DiskHome(str(tmp_path), layers=2, layer_bytes=MIB).memory.numel() == 2 * MIB
+    assert DiskHome(str(tmp_path), 2, MIB, MappingGuard).memory.numel() == 2 * MIB

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from vllm_kvretrieval.config import CONFIG_KEY, HELP
-from vllm_kvretrieval.retrieval.methods import METHODS
+from vllm_kvretrieval.retrieval.presets import presets
 
 OPTION = "--kv-retrieval"
 TARGET = "--additional-config"
@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             super().__call__(parser, namespace, _merge(values, earlier), option)
 
     target.__class__ = KeepStored
-    methods = ", ".join(f"{name} ({m.summary})" for name, m in METHODS.items())
+    methods = ", ".join(f"{name} ({m.summary})" for name, m in presets().items())
     group = parser.add_argument_group(
         "kv-retrieval",
         f"KV-cache retrieval; needs --attention-backend with one of: {methods}.",

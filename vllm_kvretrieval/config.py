@@ -17,7 +17,8 @@ from vllm_kvretrieval.parsing import (
     require_number,
 )
 from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET, PageBudget, default_parts
-from vllm_kvretrieval.retrieval.index import Index, indexes
+from vllm_kvretrieval.retrieval.index import OWN as OWN_INDEXES
+from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.method import (
     DEFAULT_THRESHOLD,
     ENTRY_TOKENS,
@@ -26,7 +27,7 @@ from vllm_kvretrieval.retrieval.method import (
     Method,
     make_method,
 )
-from vllm_kvretrieval.retrieval.presets import preset_names, presets
+from vllm_kvretrieval.retrieval.presets import OWN, preset_names, presets
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
 CONFIG_KEY = "kv_retrieval"
 """Key in vLLM's ``additional_config``, and in ``SamplingParams.extra_args``."""
 
+DEFAULT_METHOD = next(iter(OWN))
 PAGE_SIZES = (16, 32, 64, 128)
 HOMES = ("auto", "device", "host", "disk")
+
 
 HELP = {
     "budget": "tokens of context that a KV head attends to in a decode step; a shorter context is "
@@ -53,7 +56,7 @@ HELP = {
     "step's selects anew before attention; 1 selects at every step, -1 never corrects "
     f"(default: {DEFAULT_THRESHOLD})",
     "index": "what is kept of a page's keys to select pages by, a name or {name: parameters}: "
-    f"{', '.join(indexes())} (default: the method's)",
+    f"{', '.join(index.name for index in OWN_INDEXES)} (default: the method's)",
     "pooling": "how the scores of the query heads that share a KV head become one: "
     f"{', '.join(POOLINGS)} (default: the method's)",
     "schedule": "when pages are selected: "
@@ -61,9 +64,8 @@ HELP = {
     "method's)",
     "rerank": "score so many candidates per page selected once more, by their keys; 0: none "
     "(default: the method's)",
-    "also": "further methods that a request may name: a list of presets, or a mapping of names to "
-    "options of a method (index, pooling, schedule, rerank, summary_size, correction_threshold, "
-    "and preset, which these are based on); each index takes memory (default: none)",
+    "also": "further methods that requests may name: presets, or names with options of a method "
+    f"({', '.join(OPTIONS)}; preset: what they change); each index takes memory (default: none)",
     "dense_layers": "leading layers of the model that keep their own attention, of whatever kind "
     "it is (default: the method's, 1 for most)",
     "max_budget": "most that a request may ask for as its budget (default: budget: requests may "
@@ -79,6 +81,7 @@ HELP = {
     "recall_cache_bytes": "fast memory for recalled pages, per worker, e.g. 2GiB (default: what "
     "vLLM would give to the KV cache, less dense layers and page index)",
 }
+"""What each option of an engine is, by its name."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class RetrievalConfig:
     :class:`RetrievalConfigError` on anything that cannot work.
     """
 
-    method: str
+    method: str = DEFAULT_METHOD
     budget: int = DEFAULT_BUDGET
     sink: int | None = None
     window: int | None = None
@@ -159,7 +162,7 @@ class RetrievalConfig:
 
     @functools.cached_property
     def methods(self) -> dict[str, Method]:
-        """All that requests may name, the engine's own first; those that select nothing are free."""
+        """All that requests may name, the engine's own first, last those that select nothing."""
         made = {self.method: self.own}
         for name, options in self._also().items():
             if name in made:
@@ -204,7 +207,7 @@ class RetrievalConfig:
         if self.home != "device" and reading:
             raise RetrievalConfigError(
                 f"home={self.home!r} keeps keys where they are slow to read, and "
-                f"{', '.join(reading)} selects by them (index exact, or rerank); leave that out, or "
+                f"{', '.join(reading)} selects by them (index exact, or rerank); leave it out, or "
                 "use home=device."
             )
         if self.home == "host":
@@ -337,6 +340,11 @@ class RetrievalConfig:
                 f"name; use --attention-backend {options['method']} instead."
             )
         reject_unknown(options, known, "kv_retrieval")
+        for key, value in options.items():
+            if value is None and key != "budget":
+                raise RetrievalConfigError(
+                    f"kv_retrieval.{key}=None must have a value; leave it out for the default."
+                )
         try:
             return cls(method=method, **options)
         except RetrievalConfigError as e:
@@ -391,8 +399,8 @@ class RequestOptions:
         if served is None:
             raise RetrievalConfigError(
                 f"kv_retrieval.method={method!r} cannot be served by this engine, which runs "
-                f"{', '.join(config.methods)}; use one of them, or start the server with "
-                "--kv-retrieval.also."
+                f"{config.method}; use one of {', '.join(config.methods)}, or start the server "
+                "with --kv-retrieval.also."
             )
         budget = require_int("kv_retrieval.budget", options.get("budget", config.budget))
         if budget > config.budget_limit:

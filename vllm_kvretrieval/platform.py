@@ -10,14 +10,14 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvretrieval.config import RequestOptions, RetrievalConfig, options_of, selected_method
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.methods import METHODS
+from vllm_kvretrieval.retrieval.presets import preset_names
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.kvretrieval.platform")
 
-WORKER = "vllm_kvretrieval.engine.worker.RetrievalCPUWorker"
+WORKER = "vllm_kvretrieval.engine.cpu.worker.RetrievalCPUWorker"
 
 
 class RetrievalRequestError(RetrievalConfigError, VLLMClientError):
@@ -39,11 +39,11 @@ class CpuRetrievalPlatform(CpuPlatform):
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        if selected_backend is None or selected_backend.name.lower() not in METHODS:
+        if selected_backend is None or selected_backend.name.lower() not in preset_names():
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
         if attn_selector_config.has_sliding_window:
             return AttentionBackendEnum.CPU_ATTN.get_path()
-        from vllm_kvretrieval.attention.support import check_layer
+        from vllm_kvretrieval.attention.cpu.support import check_layer
 
         check_layer(attn_selector_config)
         return selected_backend.get_path()
@@ -57,11 +57,12 @@ class CpuRetrievalPlatform(CpuPlatform):
             if options_of(vllm_config):
                 raise RetrievalConfigError(
                     f"kv_retrieval={options_of(vllm_config)!r} has no effect without a retrieval "
-                    f"backend: add --attention-backend with one of {', '.join(METHODS)}."
+                    f"backend: add --attention-backend with one of {', '.join(preset_names())}."
                 )
             return
         config = RetrievalConfig.from_options(method, options_of(vllm_config))
-        from vllm_kvretrieval.attention.support import check_engine, has_foreign_connector
+        from vllm_kvretrieval.attention.cpu.support import check_engine
+        from vllm_kvretrieval.attention.support import has_foreign_connector
 
         check_engine(vllm_config, config)
         if has_foreign_connector(vllm_config):

@@ -4,10 +4,8 @@ import functools
 import logging
 
 SUPPORTED_VLLM = "0.32"
-BACKENDS = {
-    "FREEKV": "vllm_kvretrieval.attention.backend.FreeKVBackend",
-    "STREAMINGLLM": "vllm_kvretrieval.attention.backend.StreamingLLMBackend",
-}
+BACKENDS = "vllm_kvretrieval.attention.cpu.backend"
+"""Module of the backends; each has the name of its preset, in capitals."""
 
 logger = logging.getLogger("vllm.kvretrieval")
 
@@ -37,9 +35,11 @@ def register() -> None:
 def _register_backends() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    for name, path in BACKENDS.items():
+    from vllm_kvretrieval.retrieval.presets import preset_names
+
+    for name in map(str.upper, preset_names()):
         if name not in AttentionBackendEnum.__members__:
-            register_backend(name, path)
+            register_backend(name, f"{BACKENDS}.{name}")
 
 
 def activate_platform() -> str | None:

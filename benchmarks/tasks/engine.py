@@ -20,7 +20,7 @@ from benchmarks.engines import LONG_STEPS
 from benchmarks.tasks.base import Sample
 from benchmarks.tasks.forcing import FORCED_TOKENS, ForceTokens
 from benchmarks.tasks.metrics import TOP_LOGPROBS, Generated, Scored
-from vllm_kvretrieval.engine.advice import all_cores, slow_bfloat16
+from vllm_kvretrieval.engine.cpu.advice import all_cores, slow_bfloat16
 
 BATCH = 4
 """Requests decoded together."""

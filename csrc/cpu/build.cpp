@@ -101,7 +101,7 @@ template <class E>
 static void update_index_of(const IndexUpdate& u) {
   if (u.index.kind != IndexKind::kMinMax) {
     const std::vector<int64_t>& completed = find_completed(u);
-    if (u.index.record_bytes > 0) build_entries<E>(u.index, completed);
+    if (build_fn_of<E>(u.index.kind) != nullptr) build_entries<E>(u.index, completed);
     return;
   }
   const std::vector<Run>& runs = find_runs(u);
@@ -221,6 +221,7 @@ template <class E>
 static void index_page(const PageIndexing& p, int64_t i, int head) {
   const Index& index = p.index;
   if (index.kind == IndexKind::kMinMax) return bound_page<E>(p, i, head);
+  if (build_fn_of<E>(index.kind) == nullptr) return;
   const int64_t first = int64_t(p.pages[i]) * index.parts();
   for (int part = 0; part < p.lengths[i] / index.entry_tokens; ++part)
     build_entry<E>(index, first + part, head);

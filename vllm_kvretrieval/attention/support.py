@@ -1,9 +1,8 @@
-"""What retrieval cannot serve yet, refused at start-up with what to do instead."""
+"""What retrieval cannot serve on any device, refused at start-up with what to do instead."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -11,8 +10,6 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 """Names of ``--kv-cache-dtype`` that may be the model's own."""
 
@@ -69,12 +66,6 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"--block-size {cache.block_size} must be a multiple of kv_retrieval.page_size="
             f"{config.page_size}; use 128."
         )
-    head_size = model.get_head_size()
-    if config.page_size % 32 and _get_attn_isa(model.dtype, config.page_size, head_size) != "vec16":
-        raise RetrievalConfigError(
-            f"kv_retrieval.page_size={config.page_size} is not supported on this CPU, where vLLM's "
-            "attention takes multiples of 32; use 32."
-        )
     if config.dense_layers >= (layers := model.get_total_num_hidden_layers()):
         raise RetrievalConfigError(
             f"kv_retrieval.dense_layers={config.dense_layers} leaves {method} none of the {layers} "
@@ -86,11 +77,6 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{cache.num_gpu_blocks_override} both fix the size of the home; leave one out."
         )
     check_connector(vllm_config, config)
-    if vllm_config.use_v2_model_runner:
-        raise RetrievalConfigError(
-            f"{method} on the CPU needs vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0."
-        )
-    check_shape(model.dtype, head_size, method)
 
 
 def _is_own(cache_dtype: str | None, dtype: torch.dtype) -> bool:
@@ -129,16 +115,6 @@ def check_connector(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         )
 
 
-def check_shape(dtype: torch.dtype, head_size: int, method: str) -> None:
-    """Refuse element types and head sizes that the kernels lack."""
-    if dtype not in DTYPES:
-        raise RetrievalConfigError(f"{method} does not support dtype {dtype}; use bfloat16.")
-    if head_size not in HEAD_SIZES:
-        raise RetrievalConfigError(
-            f"{method} does not support head size {head_size}, only {HEAD_SIZES}. {WITHOUT}"
-        )
-
-
 def check_layer(selector: Any) -> None:
     """Refuse a layer that retrieval cannot run (vLLM's ``AttentionSelectorConfig``)."""
     unsupported = {
@@ -157,4 +133,3 @@ def check_layer(selector: Any) -> None:
     for what, present in unsupported.items():
         if present:
             raise RetrievalConfigError(f"KV retrieval does not support {what}. {WITHOUT}")
-    check_shape(selector.dtype, selector.head_size, "KV retrieval")

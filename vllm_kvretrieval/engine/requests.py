@@ -14,7 +14,10 @@ logger = init_logger("vllm.kvretrieval.requests")
 
 
 class RowOptions(NamedTuple):
-    """Options of the rows of a step; arrays of one entry per row."""
+    """Options of the rows of a step; arrays of one entry per row.
+
+    ``method`` is the place of the row's among :attr:`RetrievalConfig.methods`.
+    """
 
     sink_pages: np.ndarray
     window_pages: np.ndarray
@@ -22,6 +25,7 @@ class RowOptions(NamedTuple):
     total_pages: np.ndarray
     threshold: np.ndarray
     exact: np.ndarray
+    method: np.ndarray
 
 
 class Counts(NamedTuple):
@@ -50,14 +54,14 @@ class Counts(NamedTuple):
 
 
 class RequestTable:
-    """Gives every running request a slot, a stable index into all per-request state.
+    """Gives every running request a seat, a stable index into all per-request state.
 
-    Life of a slot: a request takes one when it first appears in a batch, keeps it however the batch
+    Life of a seat: a request takes one when it first appears in a batch, keeps it however the batch
     is reordered or condensed, and gives it back when it finishes, is aborted or is preempted. A
     resumed request takes a new one: its first decode step corrects every head, so nothing of the
     old state is needed but its counts. State is never cleared: it is valid only for a request that
     decoded sparsely in the step before, which the metadata builder checks by the length of the
-    context at that step; that is forgotten when the slot changes hands.
+    context at that step; that is forgotten when the seat changes hands.
 
     Args:
         config: Options of the engine.
@@ -87,8 +91,8 @@ class RequestTable:
         self._taken = torch.zeros_like(self._past)
         # Context and counts of preempted requests.
         self._preempted: dict[str, tuple[int, torch.Tensor]] = {}
-        self._slot_of: dict[str, int] = {}
-        self._per_slot: list[np.ndarray] = []
+        self._seat_of: dict[str, int] = {}
+        self._per_seat: list[np.ndarray] = []
         self._free = list(range(capacity))[::-1]
         self._sink = np.zeros(capacity, dtype=np.int32)
         self._window = np.zeros(capacity, dtype=np.int32)
@@ -96,6 +100,8 @@ class RequestTable:
         self._total = np.zeros(capacity, dtype=np.int32)
         self._threshold = np.zeros(capacity, dtype=np.float32)
         self._exact = np.zeros(capacity, dtype=bool)
+        self._method = np.zeros(capacity, dtype=np.int32)
+        self._methods = {name: number for number, name in enumerate(config.methods)}
         self._context = np.zeros(capacity, dtype=np.int32)
         self.arrived: frozenset[str] = frozenset()
         self._renewed: set[str] = set()
@@ -104,34 +110,34 @@ class RequestTable:
         self._calm_left = self._calm_passed = 0
 
     def __len__(self) -> int:
-        return len(self._slot_of)
+        return len(self._seat_of)
 
     def release(self, finished: Iterable[str], preempted: Iterable[str] = ()) -> list[int]:
-        """Take back the slots of requests that have ended, or that are interrupted.
+        """Take back the seats of requests that have ended, or that are interrupted.
 
         Args:
             finished: Aborted ones, too; what was counted of each is logged. Unknown ids are fine.
             preempted: They may come back, and then go on counting.
 
         Returns:
-            The slots taken back.
+            The seats taken back.
         """
         self._settle()
-        slots = []
+        seats = []
         for req_id in preempted:
-            if (slot := self._slot_of.pop(req_id, None)) is not None:
-                self._preempted[req_id] = self._take_out(slot)
-                slots.append(slot)
+            if (seat := self._seat_of.pop(req_id, None)) is not None:
+                self._preempted[req_id] = self._take_out(seat)
+                seats.append(seat)
         for req_id in finished:
             noted = self._preempted.pop(req_id, None)
-            if (slot := self._slot_of.pop(req_id, None)) is not None:
-                noted = self._take_out(slot)
-                slots.append(slot)
+            if (seat := self._seat_of.pop(req_id, None)) is not None:
+                noted = self._take_out(seat)
+                seats.append(seat)
             if noted is not None:
                 self._past += noted[1]
                 self._log_usage(req_id, *noted)
-        self._free += slots
-        return slots
+        self._free += seats
+        return seats
 
     def counts(self) -> Counts:
         """All requests' counts so far."""
@@ -148,18 +154,18 @@ class RequestTable:
         interrupted = [counts for _, counts in self._preempted.values()]
         return sum(interrupted, self._past) + self._counts(range(self.capacity))
 
-    def _counts(self, slots: Sequence[int]) -> torch.Tensor:
-        """int64 [8]; the fields of :class:`Counts`, summed over the slots' requests."""
-        index = torch.tensor(slots)
+    def _counts(self, seats: Sequence[int]) -> torch.Tensor:
+        """int64 [8]; the fields of :class:`Counts`, summed over the seats' requests."""
+        index = torch.tensor(seats)
         counts = (self.corrected[:, None], self.recalls, self._steps)
         return torch.cat([count[index].sum(0) for count in counts])
 
-    def _take_out(self, slot: int) -> tuple[int, torch.Tensor]:
-        """Context and counts of the slot's request; the slot then counts from zero."""
-        counts = self._counts([slot])
+    def _take_out(self, seat: int) -> tuple[int, torch.Tensor]:
+        """Context and counts of the seat's request; the seat then counts from zero."""
+        counts = self._counts([seat])
         for count in (self.corrected, self.recalls, self._steps):
-            count[slot] = 0
-        return int(self._context[slot]), counts
+            count[seat] = 0
+        return int(self._context[seat]), counts
 
     def begin_step(
         self, scheduled: dict[str, int], tokens: int, arrived: Iterable[str] = ()
@@ -172,7 +178,7 @@ class RequestTable:
             arrived: Requests that have got their first blocks, and sessions that got more input.
         """
         self.arrived = frozenset(arrived)
-        self._renewed = {req_id for req_id in self.arrived if req_id in self._slot_of}
+        self._renewed = {req_id for req_id in self.arrived if req_id in self._seat_of}
         self.calm = (
             self._calm_left > 0
             and not self.arrived
@@ -193,20 +199,20 @@ class RequestTable:
     def _settle(self) -> None:
         """Book the calm steps that have passed; the next step has to be looked at."""
         if self._calm_passed:
-            slots = [self._slot_of[req_id] for req_id in self._calm_batch]
-            self._context[slots] += self._calm_passed
-            self._steps[slots, 0] += self._calm_passed
+            seats = [self._seat_of[req_id] for req_id in self._calm_batch]
+            self._context[seats] += self._calm_passed
+            self._steps[seats, 0] += self._calm_passed
         self._calm_left = self._calm_passed = 0
 
-    def per_slot(self) -> np.ndarray:
-        """int32 [capacity]; the caller's own, an entry is zero whenever its slot changes hands."""
+    def per_seat(self) -> np.ndarray:
+        """int32 [capacity]; the caller's own, an entry is zero whenever its seat changes hands."""
         entries = np.zeros(self.capacity, dtype=np.int32)
-        self._per_slot.append(entries)
+        self._per_seat.append(entries)
         return entries
 
-    def slots(self, count: int) -> np.ndarray:
-        """int32 [count]; slots of the first ``count`` rows of the batch about to run."""
-        slot_of = self._slot_of
+    def seats(self, count: int) -> np.ndarray:
+        """int32 [count]; seats of the first ``count`` rows of the batch about to run."""
+        slot_of = self._seat_of
         while self._renewed:  # sessions whose next input has perhaps brought other options
             req_id = self._renewed.pop()
             self._read_options(req_id, slot_of[req_id])
@@ -218,20 +224,21 @@ class RequestTable:
             dtype=np.int32,
         )
 
-    def select(self, slots: np.ndarray) -> RowOptions:
-        """Options of the requests in ``slots``."""
+    def select(self, seats: np.ndarray) -> RowOptions:
+        """Options of the requests in ``seats``."""
         return RowOptions(
-            self._sink[slots],
-            self._window[slots],
-            self._select[slots],
-            self._total[slots],
-            self._threshold[slots],
-            self._exact[slots],
+            self._sink[seats],
+            self._window[seats],
+            self._select[seats],
+            self._total[seats],
+            self._threshold[seats],
+            self._exact[seats],
+            self._method[seats],
         )
 
     def count_steps(
         self,
-        slots: np.ndarray,
+        seats: np.ndarray,
         lens: np.ndarray,
         pages: np.ndarray,
         sparse: np.ndarray,
@@ -241,24 +248,24 @@ class RequestTable:
 
         A step is booked once, also where several groups of layers report it.
         """
-        new = lens != self._context[slots]
-        self._context[slots] = lens
-        attended = self._total[slots].astype(np.int64) * self.retrieval_heads
+        new = lens != self._context[seats]
+        self._context[seats] = lens
+        attended = self._total[seats].astype(np.int64) * self.retrieval_heads
         booked = np.stack((decodes, sparse, sparse * pages, sparse * attended), axis=1)
-        self._steps.numpy()[slots] += booked * new[:, None]
+        self._steps.numpy()[seats] += booked * new[:, None]
 
     def _admit(self, req_id: str) -> int:
-        slot = self._free.pop()
-        self._slot_of[req_id] = slot
-        self._read_options(req_id, slot)
-        self._context[slot] = 0
+        seat = self._free.pop()
+        self._seat_of[req_id] = seat
+        self._read_options(req_id, seat)
+        self._context[seat] = 0
         if req_id in self._preempted:
             _, counts = self._preempted.pop(req_id)
-            self.corrected[slot] = counts[0]
-            self.recalls[slot], self._steps[slot] = counts[1:].split((3, 4))
-        return slot
+            self.corrected[seat] = counts[0]
+            self.recalls[seat], self._steps[seat] = counts[1:].split((3, 4))
+        return seat
 
-    def _read_options(self, req_id: str, slot: int) -> None:
+    def _read_options(self, req_id: str, seat: int) -> None:
         """Take over the request's options; with other ones it starts afresh."""
         sampling_params = self.runner.requests[req_id].sampling_params
         extra_args = getattr(sampling_params, "extra_args", None)
@@ -268,11 +275,12 @@ class RequestTable:
             logger.error("Request %s runs with the server's options: %s", req_id, e)
             options = RequestOptions.parse(None, self.config)
         budget = options.budget
-        self._sink[slot], self._window[slot] = budget.sink, budget.window
-        self._select[slot], self._total[slot] = budget.select, budget.total
-        self._threshold[slot], self._exact[slot] = options.correction_threshold, options.exact
-        for entries in self._per_slot:
-            entries[slot] = 0
+        self._sink[seat], self._window[seat] = budget.sink, budget.window
+        self._select[seat], self._total[seat] = budget.select, budget.total
+        self._threshold[seat], self._exact[seat] = options.correction_threshold, options.exact
+        self._method[seat] = self._methods[options.method]
+        for entries in self._per_seat:
+            entries[seat] = 0
 
     def _log_usage(self, req_id: str, context: int, counted: torch.Tensor) -> None:
         counts = Counts(*counted.tolist())

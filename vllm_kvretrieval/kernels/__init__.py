@@ -6,6 +6,13 @@ implementation offers the functions of :class:`Ops`. The ops of a cache in two t
 ``slots_reference``, the kernels in ``triton``.
 """
 
-from vllm_kvretrieval.kernels.types import Chooser, DecodeRows, IndexStore, Ops, RecallCache, Selection
+from vllm_kvretrieval.kernels.types import (
+    Chooser,
+    DecodeRows,
+    IndexStore,
+    Ops,
+    RecallCache,
+    Selection,
+)
 
 __all__ = ["Chooser", "DecodeRows", "IndexStore", "Ops", "RecallCache", "Selection"]

@@ -24,7 +24,7 @@ _INT64 = torch.int64
 KINDS = {
     name: kind
     for kind, name in enumerate(
-        ("min_max", "mean", "mean_std", "bounding", "representative", "one_bit", "low_rank", "exact")
+        "min_max mean mean_std bounding representative one_bit low_rank exact".split()
     )
 }
 """Indexes with kernels (IndexKind in csrc/cpu/kernels.h); others serve by their own methods."""

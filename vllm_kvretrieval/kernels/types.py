@@ -13,7 +13,8 @@ from vllm_kvretrieval.retrieval.pooling import Pooling
 class DecodeRows:
     """The requests of a step that decode one token each, in batch order; the same for all layers.
 
-    ``R`` rows, ``S`` seats (entries of the per-request state). All tensors are contiguous in their last dimension.
+    ``R`` rows, ``S`` seats (entries of the per-request state). All tensors are contiguous in
+    their last dimension.
 
     Attributes:
         block_table: int32 [R, >= pages]; page ids in context order.
@@ -198,7 +199,7 @@ class Ops(Protocol):
         For pages that arrived by other means than a write of tokens, such as a KV connector's
         loading. What the pages' entries held is void; they get, bit by bit, what
         :meth:`update_index` gives them for the same keys, as long as none is NaN. Entries behind
-        the last token of a page stay as they are. Bytes moved: half of the pages, and their records.
+        the last token of a page stay as they are. Bytes moved: half of the pages, and records.
 
         Args:
             pages: int32 [n]; page ids, each at most once.

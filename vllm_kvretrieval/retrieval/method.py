@@ -84,9 +84,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
     entry_tokens = _entry_tokens(given.get("summary_size"), page_size)
     if why := index.check(entry_tokens):
         raise RetrievalConfigError(f"index={given.get('index', base.index)!r}: {why}.")
-    pooling = Pooling[
-        require_name("pooling", given.get("pooling", base.pooling), POOLINGS).upper()
-    ]
+    pooling = Pooling[require_name("pooling", given.get("pooling", base.pooling), POOLINGS).upper()]
     rerank = require_int("rerank", given.get("rerank", base.rerank if "index" not in given else 0))
     if rerank and (not 2 <= rerank <= MOST_RERANKED or index.reads_keys):
         why = f"must be 0 or from 2 to {MOST_RERANKED}"

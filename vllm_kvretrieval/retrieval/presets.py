@@ -35,13 +35,30 @@ class Preset:
 
 
 OWN = {
-    "freekv": Preset("FreeKV: speculative retrieval with correction", "min_max", "mean_softmax", "speculative"),
-    "quest": Preset("Quest: bounds of pages of 16, at every step", "min_max", "max", page_size=16, dense_layers=2),
-    "arkvale": Preset("ArkVale: spheres around the keys of a page", "bounding"),
-    "infllm": Preset("InfLLM: representative keys of blocks of 128", "representative", "sum", page_size=128, dense_layers=0),
+    "kvretrieval": Preset(
+        "our own choice: low-rank factors of the keys of a page, at every step", index="low_rank"
+    ),
+    "freekv": Preset(
+        "FreeKV: speculative retrieval with correction", index="min_max", schedule="speculative"
+    ),
+    "quest": Preset(
+        "Quest: bounds of pages of 16, at every step",
+        index="min_max",
+        pooling="max",
+        page_size=16,
+        dense_layers=2,
+    ),
+    "arkvale": Preset("ArkVale: spheres around the keys of a page", index="bounding"),
+    "infllm": Preset(
+        "InfLLM: representative keys of blocks of 128",
+        index="representative",
+        pooling="sum",
+        page_size=128,
+        dense_layers=0,
+    ),
     "streamingllm": Preset("StreamingLLM: sink and window only, a baseline", schedule="never"),
-    "oracle": Preset("the best pages by all their keys, slowly: for evaluation", "exact"),
-}  # fmt: skip
+    "oracle": Preset("the best pages by all their keys, slowly: for evaluation", index="exact"),
+}
 
 
 def preset_names() -> tuple[str, ...]:
@@ -60,7 +77,7 @@ def presets() -> dict[str, Preset]:
     for name, preset in entry_points(ENTRY_POINTS).items():
         if not isinstance(preset, Preset) or name in known or name != name.lower():
             raise RetrievalConfigError(
-                f"entry point {name} of {ENTRY_POINTS} must name a Preset, in lower case and unlike "
+                f"entry point {name} of {ENTRY_POINTS} must name a Preset, in lower case, unlike "
                 f"{', '.join(OWN)}; got {preset!r}."
             )
         known[name] = preset

@@ -4,6 +4,8 @@ import contextlib
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,6 +14,14 @@ from vllm_kvretrieval.tiers.place import check_room, reserve
 
 TRIM_BYTES = 64 << 20
 MADV_POPULATE_READ = 22  # Linux 5.14; not named by Python 3.11
+
+
+class Guard(Protocol):
+    """What keeps a mapping usable; :class:`vllm_kvretrieval.kernels.cpu.MappingGuard`."""
+
+    def take(self) -> list[int]:
+        """First bytes of the parts of the mapping found unreadable since the last call."""
+        ...
 
 
 def page_runs(pages: np.ndarray, page_bytes: int) -> np.ndarray:
@@ -49,15 +59,21 @@ class DiskHome:
         directory: Where the file is to lie.
         layers: How many layers.
         layer_bytes: Bytes of each.
+        guard: Makes of mapping and descriptor what keeps the process alive where a part of the
+            file cannot be read, and tells of it.
 
     Raises:
         RetrievalConfigError: There is not enough space.
         OSError: The file cannot be made.
     """
 
-    def __init__(self, directory: str, layers: int, layer_bytes: int) -> None:
-        from vllm_kvretrieval.kernels import cpu
-
+    def __init__(
+        self,
+        directory: str,
+        layers: int,
+        layer_bytes: int,
+        guard: Callable[[torch.Tensor, int], Guard],
+    ) -> None:
         self.layers, self.layer_bytes = layers, layer_bytes
         size = layers * layer_bytes
         check_room(directory, size)
@@ -67,7 +83,7 @@ class DiskHome:
         self._map = mmap.mmap(self.fd, size)
         self.memory = torch.frombuffer(self._map, dtype=torch.int8)
         self._mapped = 0
-        self._guard = cpu.MappingGuard(self.memory, self.fd)
+        self._guard = guard(self.memory, self.fd)
 
     def begin(self, layer: int) -> int:
         """First byte of a layer, by its number."""

@@ -4,6 +4,7 @@ import contextlib
 import mmap
 from dataclasses import dataclass
 
+import torch
 from vllm.utils.mem_utils import format_gib
 
 from vllm_kvretrieval.config import RetrievalConfig
@@ -24,6 +25,7 @@ class Cache:
         kv_heads: Per layer.
         block_size: Tokens per block of vLLM's.
         block_bytes: Bytes of a block in one layer.
+        head_size, dtype: Of keys and values.
         max_num_seqs, max_model_len: Requests at once, and tokens of each.
     """
 
@@ -32,6 +34,8 @@ class Cache:
     kv_heads: int
     block_size: int
     block_bytes: int
+    head_size: int
+    dtype: torch.dtype
     max_num_seqs: int
     max_model_len: int
 
@@ -44,10 +48,15 @@ class Cache:
         """For as many of the longest requests as may run at once; one block is vLLM's own."""
         return self.max_num_seqs * self.blocks_per_request + 1
 
+    def index_bytes(self, blocks: int, config: RetrievalConfig) -> int:
+        """Bytes of page index beside so many blocks."""
+        kv_bytes = blocks * self.retrieval_layers * self.block_bytes
+        return config.index_bytes(kv_bytes, self.head_size, self.dtype)
+
     def fits_in(self, fast: int, config: RetrievalConfig) -> bool:
         """Whether ``blocks_wanted`` fit in so many bytes, page index included."""
         layers = self.retrieval_layers + self.dense_layers
-        index = config.index_bytes(self.retrieval_layers * self.block_bytes)
+        index = self.index_bytes(1, config)
         return self.blocks_wanted * (layers * self.block_bytes + index) <= fast
 
 
@@ -147,7 +156,7 @@ class Tiers:
         home = blocks * block_bytes
         parts = {
             "dense layers": 0 if streams_dense else blocks * cache.dense_layers * cache.block_bytes,
-            "page index": config.index_bytes(blocks * cache.retrieval_layers * cache.block_bytes),
+            "page index": cache.index_bytes(blocks, config),
             "books": cache.retrieval_layers * units * BOOKS_PER_UNIT + home // mmap.PAGESIZE,
             "staging": staging,
         }

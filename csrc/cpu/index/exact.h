@@ -41,7 +41,6 @@ struct Exact {
                        queries + head * t.group * d, t.group, t.out + head * t.unit_stride + j,
                        t.stride);
   }
-  static void build(const BuildTask<E>&) {}
 };
 
 }  // namespace KVR_ISA

@@ -25,11 +25,12 @@ inline ScoreFn<E> score_fn_of(IndexKind kind) {
   return kFns[static_cast<int>(kind)];
 }
 
+// Null where there is nothing to be built here.
 template <class E>
 inline BuildFn<E> build_fn_of(IndexKind kind) {
   static constexpr BuildFn<E> kFns[static_cast<int>(IndexKind::kCount)] = {
       MinMax<E>::build, Mean<E>::build, MeanStd<E>::build, Bounding<E>::build,
-      Representative<E>::build, OneBit<E>::build, nullptr, Exact<E>::build, nullptr};
+      Representative<E>::build, OneBit<E>::build, nullptr, nullptr, nullptr};
   return kFns[static_cast<int>(kind)];
 }
 

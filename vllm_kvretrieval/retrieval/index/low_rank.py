@@ -35,7 +35,7 @@ class LowRank(Index):
         most = min(entry_tokens - 1, 16)
         if isinstance(self.rank, int) and 1 <= self.rank <= most:
             return ""
-        return f"rank={self.rank} must be a whole number from 1 to {most}, with {entry_tokens} tokens per entry"
+        return f"rank={self.rank} must be a whole number from 1 to {most}"
 
     def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
         """See :meth:`Index.fields`."""

@@ -1,4 +1,4 @@
-"""The attention backends that vLLM selects by name, one per method."""
+"""The attention backends that vLLM selects by name: one per preset, all alike."""
 
 from typing import Any, ClassVar
 
@@ -8,10 +8,12 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from vllm_kvretrieval.attention.impl import RetrievalAttentionImpl
-from vllm_kvretrieval.attention.metadata import RetrievalMetadataBuilder
-from vllm_kvretrieval.attention.support import DTYPES, HEAD_SIZES, KV_CACHE_DTYPES
+from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
+from vllm_kvretrieval.attention.cpu.support import DTYPES, HEAD_SIZES
+from vllm_kvretrieval.attention.support import KV_CACHE_DTYPES
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.retrieval.presets import preset_names
 
 
 class RetrievalBackend(CPUAttentionBackend):
@@ -25,7 +27,7 @@ class RetrievalBackend(CPUAttentionBackend):
         """Our page size, so that vLLM hands out block tables in pages."""
         vllm_config = get_current_vllm_config_or_none()
         config = RetrievalConfig.from_vllm(vllm_config) if vllm_config else None
-        return [(config or RetrievalConfig()).page_size]
+        return [config.page_size if config else RetrievalConfig().page_size]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -56,17 +58,10 @@ class RetrievalBackend(CPUAttentionBackend):
         return RetrievalMetadataBuilder
 
 
-class FreeKVBackend(RetrievalBackend):
-    """``--attention-backend freekv``."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "FREEKV"
-
-
-class StreamingLLMBackend(RetrievalBackend):
-    """``--attention-backend streamingllm``."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "STREAMINGLLM"
+def __getattr__(name: str) -> type[RetrievalBackend]:
+    """The backend of the preset whose name this is in capitals, as ``plugin.py`` registers it."""
+    if name.lower() not in preset_names() or not name.isupper():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    backend = type(name, (RetrievalBackend,), {"get_name": staticmethod(lambda: name)})
+    globals()[name] = backend
+    return backend

@@ -6,10 +6,10 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_kvretrieval.attention.metadata import DecodePlan, RetrievalMetadata, Split, Whole
-from vllm_kvretrieval.attention.staging import PrefillStaging
+from vllm_kvretrieval.attention.cpu.metadata import DecodePlan, RetrievalMetadata, Split, Whole
+from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import LayerState, Ops
+from vllm_kvretrieval.kernels import Chooser, IndexStore, Ops
 from vllm_kvretrieval.tiers.layer import SlowLayer
 
 
@@ -17,8 +17,9 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     """vLLM's CPU attention; decode rows of a retrieval layer attend to their own page lists.
 
     Attributes:
-        state: The layer's page index and per-request memory, or None in a dense layer. Set by the
-            worker once the KV cache is allocated.
+        choosers: How the layer selects pages, by the number of the method; empty in a dense layer.
+            Set by the worker once the KV cache is allocated.
+        stores: The page indexes that these have, each once.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -35,7 +36,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                     f"KV retrieval does not support {what}, which this model uses. Serve it "
                     "without --attention-backend."
                 )
-        self.state: LayerState | None = None
+        self.choosers: list[Chooser] = []
+        self.stores: list[IndexStore] = []
         self.kernels: Ops
         self.staging: PrefillStaging | None = None
         self.slow: SlowLayer | None = None
@@ -45,7 +47,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     def attach(
         self,
         kernels: Ops,
-        state: LayerState,
+        choosers: list[Chooser],
         kv_cache: torch.Tensor,
         staging: PrefillStaging | None,
         slow: SlowLayer | None,
@@ -54,24 +56,27 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
 
         Args:
             kernels: Implementation of the ops.
-            state: Freshly allocated.
+            choosers: Freshly made, by the number of the method; one at least.
             kv_cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
             staging: What the metadata builder plans prefill with.
             slow: Where ``kv_cache`` lies in a slow home, the way to read it.
 
         Raises:
-            ValueError: vLLM's pages are not those of the state.
+            ValueError: vLLM's pages are not those of a page index.
         """
         pages, kv_heads, page_size, _ = kv_cache.shape
-        indexed = state.pages or pages  # a method that selects nothing has no index
-        if (pages, kv_heads, page_size) != (indexed, state.kv_heads, state.page_size):
-            raise ValueError(
-                f"KV cache of {pages} pages, {kv_heads} heads, {page_size} tokens does not match "
-                f"a page index for {state.pages} of {state.kv_heads} and {state.page_size}"
-            )
+        for store in (chooser.store for chooser in choosers):
+            if (pages, kv_heads, page_size) != (store.pages, store.kv_heads, store.page_size):
+                raise ValueError(
+                    f"KV cache of {pages} pages, {kv_heads} heads, {page_size} tokens does not "
+                    f"match a page index for {store.pages} of {store.kv_heads} and "
+                    f"{store.page_size}"
+                )
         single_head = kv_cache.view(pages * kv_heads, 1, 2 * page_size, self.head_size)
         self.page_keys, self.page_values = single_head.chunk(2, dim=2)
-        self.kernels, self.state, self.staging, self.slow = kernels, state, staging, slow
+        self.kernels, self.choosers, self.staging, self.slow = kernels, choosers, staging, slow
+        kept = (c.store for c in choosers if c.store.records.numel())
+        self.stores = list({id(store): store for store in kept}.values())
 
     def do_kv_cache_update(
         self,
@@ -82,8 +87,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        if self.state is not None and self.state.pages:
-            self.kernels.update_index(key, slot_mapping, self.state)
+        for store in self.stores:
+            self.kernels.update_index(key, slot_mapping, store)
         if self.slow is not None and self.slow.cache is not None:
             self.slow.cache.write(slot_mapping)
 
@@ -104,11 +109,11 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         slow = self.slow if ours else None
         if slow is not None and not slow.stage(attn_metadata.in_place):
             slow = None
-        if self.state is not None and self.state.pages and ours and attn_metadata.loaded:
-            pages = attn_metadata.loaded
-            self.kernels.index_pages(kv_cache, pages.ids, pages.lengths, self.state, layer.isa)
+        if ours and (pages := attn_metadata.loaded):
+            for store in self.stores:
+                self.kernels.index_pages(pages.ids, pages.lengths, store)
         split = attn_metadata.split if ours else None
-        if self.state is not None and split is not None:
+        if self.choosers and split is not None:
             self._attend_in_parts(layer, query, key, value, kv_cache, split, output)
         else:
             super().forward(
@@ -137,10 +142,9 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         output: torch.Tensor,
     ) -> None:
         """Decode rows, then prefill."""
-        assert self.state is not None
         rows = split.rows
-        if split.decode is not None:
-            self._attend_to_pages(query, output, split.decode, self.state)
+        for plan in split.decode:
+            self._attend_to_pages(query, output, plan, self.choosers[plan.method])
         if split.whole is not None:
             self._attend_to_all(layer, query, key, value, kv_cache, split.whole, output)
         if split.prefill is not None:
@@ -179,20 +183,20 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         output[index] = attended
 
     def _attend_to_pages(
-        self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, state: LayerState
+        self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, chooser: Chooser
     ) -> None:
         """Decode rows: every (row, KV head) is a sequence of its own to vLLM's kernel."""
         rows, index = len(plan.rows), plan.index
         query = query[:rows] if index is None else query[index]
         attended = output[:rows] if index is None else torch.empty_like(query)
-        self.kernels.plan_decode(query, plan.rows, state)
+        self.kernels.plan_decode(query, plan.rows, chooser)
         keys, values = self.page_keys, self.page_values
         if self.slow is not None:
             assert self.slow.cache is not None, "retrieval layers have one"
             self.slow.cache.resolve(plan.rows)
-            self.slow.cache.prefetch(plan.rows, state)
+            self.slow.cache.prefetch(plan.rows, chooser)
             keys, values = self.slow.keys, self.slow.values
-        shape = (rows * state.kv_heads, state.group, state.head_size)
+        shape = (rows * self.num_kv_heads, chooser.group, self.head_size)
         ops.cpu_attention_with_kv_cache(
             query=query.reshape(shape),
             key_cache=keys,

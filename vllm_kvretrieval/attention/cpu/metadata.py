@@ -13,7 +13,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_kvretrieval.attention.staging import PrefillStaging
+from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
+from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.kernels import DecodeRows
 from vllm_kvretrieval.tiers.home import page_runs
 
@@ -35,9 +36,10 @@ class Pages(NamedTuple):
 
 @dataclass
 class DecodePlan:
-    """How rows decode whose contexts exceed their budgets, and those that are within theirs.
+    """How rows of one method decode whose contexts exceed their budgets, or are within theirs.
 
     Attributes:
+        method: Its number among the engine's methods.
         rows: The requests, each of which decodes one token.
         index: int64 [rows]; their places in the batch, None where they are the first ones in it.
         attended_lens: int32 [rows * kv_heads]; tokens that each (row, KV head) attends to.
@@ -45,6 +47,7 @@ class DecodePlan:
         scheduler_metadata: vLLM's kernel schedule for these single-head sequences.
     """
 
+    method: int
     rows: DecodeRows
     index: torch.Tensor | None
     attended_lens: torch.Tensor
@@ -54,9 +57,10 @@ class DecodePlan:
 
 @dataclass
 class Whole:
-    """Rows of one token that attend to contexts beyond their budgets all the same.
+    """Rows of one token that attend to whole contexts, as vLLM has it.
 
-    Requests that ask for exact attention, and prompts whose last chunk is a single token.
+    Requests that ask for exact attention, prompts whose last chunk is a single token, and contexts
+    within the budget where no other row has the same method.
 
     Attributes:
         index: int64 [rows]; their places in the batch, None where they are the first ones in it.
@@ -73,7 +77,7 @@ class Split:
 
     Attributes:
         rows: Requests with a single token; they lead the batch.
-        decode: Those of them that attend to pages of their own choice, or could.
+        decode: Those of them that attend to pages of their own choice, or could; by method.
         whole: The others.
         prefill: The requests after them, their tokens counted from the end of the rows; None in a
             step that only decodes.
@@ -82,7 +86,7 @@ class Split:
     """
 
     rows: int
-    decode: DecodePlan | None
+    decode: list[DecodePlan]
     whole: Whole | None
     prefill: CPUAttentionMetadata | None
     staged: torch.Tensor | None
@@ -142,17 +146,16 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         """
         if self.block_size != page_size:
             raise ValueError(f"block tables in blocks of {self.block_size}, pages of {page_size}")
-        slots = requests.capacity
-        heads = self.num_kv_heads
+        seats, heads = requests.capacity, self.num_kv_heads
         self.requests, self.staging = requests, staging
         self.home_page_bytes, self.loads = home_page_bytes, loads
         self.streams_dense = streams_dense
         # Of all admissible budgets; a context within it is in fast memory for its own sake.
         self.budget_pages = requests.config.budget_limit // page_size
-        # Length of the context at a slot's last sparse decode step.
-        self.last_len = requests.per_slot()
-        self.page_table = torch.empty(slots * heads, self.budget_pages, dtype=torch.int32)
-        self.one_token_starts = torch.arange(slots * heads + 1, dtype=torch.int32)
+        # Length of the context at a seat's last sparse decode step.
+        self.last_len = requests.per_seat()
+        self.page_table = torch.empty(seats * heads, self.budget_pages, dtype=torch.int32)
+        self.one_token_starts = torch.arange(seats * heads + 1, dtype=torch.int32)
 
     def build(
         self,
@@ -193,12 +196,12 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self, dense: CPUAttentionMetadata, split: Split | None
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """See :attr:`RetrievalMetadata.in_place`."""
-        if split is None or split.decode is None:
+        if split is None or not split.decode:
             everything = self._runs(dense, slice(None))
             return everything, everything
         others = np.arange(split.rows, len(dense.seq_lens))
         if split.whole is not None:
-            assert split.whole.index is not None, "other rows are in the plan"
+            assert split.whole.index is not None, "other rows are in plans"
             others = np.concatenate([split.whole.index.numpy(), others])
         of_dense = self._runs(dense, slice(None)) if self.streams_dense else None
         return of_dense, self._runs(dense, others)
@@ -214,20 +217,21 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
     def _split(self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata) -> Split | None:
         longer = np.flatnonzero(np.diff(common.query_start_loc_cpu.numpy()) != 1)
         rows = int(longer[0]) if len(longer) else common.num_reqs
-        decode, beyond = self._plan(common, dense, rows)
+        decode, others = self._plan(common, dense, rows)
         staged = None
         if self.staging is not None and rows < common.num_reqs:
             starts = dense.query_start_loc[rows:]
             staged = self.staging.plan(dense.block_table[rows:], dense.seq_lens[rows:], starts)
-        if decode is None and staged is None:
+        if not decode and staged is None:
             return None
         whole = prefill = None
-        if decode is None and rows:
+        if not decode and rows:
             whole = Whole(None, self._part(dense, slice(0, rows), dense.block_table[:rows]))
-        elif beyond is not None:
-            lens, table = dense.seq_lens[beyond], dense.block_table[beyond]
-            starts = self.one_token_starts[: len(beyond) + 1]
-            whole = Whole(beyond, self._with_schedule(dense, starts, lens, table))
+        elif len(others):
+            index = torch.from_numpy(others)
+            starts = self.one_token_starts[: len(index) + 1]
+            lens, table = dense.seq_lens[index], dense.block_table[index]
+            whole = Whole(index, self._with_schedule(dense, starts, lens, table))
         if rows < common.num_reqs:
             table = staged.block_table if staged else dense.block_table[rows:]
             prefill = self._part(dense, slice(rows, common.num_reqs), table)
@@ -235,59 +239,57 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def _plan(
         self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata, count: int
-    ) -> tuple[DecodePlan | None, torch.Tensor | None]:
+    ) -> tuple[list[DecodePlan], np.ndarray]:
         """How the first ``count`` requests, of one token each, attend.
 
         Returns:
-            None where all of them attend to everything. Else a plan for all that have their context
-            within their budgets or attend to parts of it; and the places of the rest, if any.
+            Plans for those that attend to parts of their contexts, or share a method with these
+            and have their contexts within their budgets; and the places of the rest.
         """
         assert self.requests is not None
         lens = dense.seq_lens.numpy()[:count]
-        # A prompt's last chunk may be a single token; prefill is exact.
         assert common.is_prefilling is not None, "vLLM's V1 model runner provides this"
         decodes = ~common.is_prefilling.numpy()[:count]
-        slots = self.requests.slots(count)
-        batch = self.requests.select(slots)
+        seats = self.requests.seats(count)
+        batch = self.requests.select(seats)
         pages = -(-lens // self.block_size)
-        longer = pages > batch.total_pages
-        sparse = longer & decodes & ~batch.exact
-        self.requests.count_steps(slots, lens, pages, sparse, decodes)
-        if not sparse.any():
-            if count == common.num_reqs and decodes.all():
-                room = batch.total_pages * self.block_size - lens
-                never = np.iinfo(np.int32).max
-                self.requests.expect_calm(int(np.where(batch.exact, never, room).min()))
-            return None, None
-        if not (beyond := longer & ~sparse).any():
-            return self._decode_plan(dense, slots, sparse, None), None
-        index = np.flatnonzero(~beyond)
-        plan = self._decode_plan(dense, slots[index], sparse[index], torch.from_numpy(index))
-        return plan, torch.from_numpy(np.flatnonzero(beyond))
+        parts = split_rows(batch, pages, decodes)
+        self.requests.count_steps(seats, lens, pages, parts.sparse, decodes)
+        if not parts.sparsely and count == common.num_reqs and decodes.all():
+            room = batch.total_pages * self.block_size - lens
+            never = np.iinfo(np.int32).max
+            self.requests.expect_calm(int(np.where(batch.exact, never, room).min()))
+        plans = []
+        for method, rows in parts.sparsely:
+            index = slice(None) if rows is None else rows
+            place = None if rows is None else torch.from_numpy(rows)
+            plans.append(self._decode_plan(dense, method, seats[index], parts.sparse[index], place))
+        return plans, parts.whole
 
     def _decode_plan(
         self,
         dense: CPUAttentionMetadata,
-        slots: np.ndarray,
+        method: int,
+        seats: np.ndarray,
         sparse: np.ndarray,
         index: torch.Tensor | None,
     ) -> DecodePlan:
         assert self.requests is not None
-        rows, heads = len(slots), self.num_kv_heads
+        rows, heads = len(seats), self.num_kv_heads
         seq_lens, block_table = (
             tensor[:rows] if index is None else tensor[index]
             for tensor in (dense.seq_lens, dense.block_table)
         )
-        lens, batch = seq_lens.numpy(), self.requests.select(slots)
-        fresh = self.last_len[slots] != lens - 1
-        self.last_len[slots[sparse]] = lens[sparse]
+        lens, batch = seq_lens.numpy(), self.requests.select(seats)
+        fresh = self.last_len[seats] != lens - 1
+        self.last_len[seats[sparse]] = lens[sparse]
         tail = (lens - 1) % self.block_size + 1
         attended = np.where(sparse, (batch.total_pages - 1) * self.block_size + tail, lens)
         select = np.where(sparse, batch.select_pages, -1).astype(np.int32)
         decode_rows = DecodeRows(
             block_table=block_table,
             seq_lens=seq_lens,
-            slots=torch.from_numpy(slots),
+            seats=torch.from_numpy(seats),
             sink_pages=torch.from_numpy(batch.sink_pages),
             window_pages=torch.from_numpy(batch.window_pages),
             select_pages=torch.from_numpy(select),
@@ -299,6 +301,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         attended_lens = torch.from_numpy(np.repeat(attended.astype(np.int32), heads))
         query_start_loc = self.one_token_starts[: rows * heads + 1]
         return DecodePlan(
+            method,
             decode_rows,
             index,
             attended_lens,

@@ -1,58 +1,44 @@
 """The CPU worker with retrieval."""
 
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 from vllm.utils.mem_utils import format_gib
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheSpec,
-    UniformTypeKVCacheSpecs,
-)
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_kvretrieval.attention.impl import RetrievalAttentionImpl
-from vllm_kvretrieval.attention.metadata import RetrievalMetadataBuilder
-from vllm_kvretrieval.attention.staging import BLOCK_SIZE, ISAS, PrefillStaging
+from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
+from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, ISAS, PrefillStaging
 from vllm_kvretrieval.attention.support import has_foreign_connector
-from vllm_kvretrieval.config import RetrievalConfig
-from vllm_kvretrieval.engine.advice import startup_advice
-from vllm_kvretrieval.engine.allocation import allocate_kv_cache
 from vllm_kvretrieval.engine.connector import RetrievalConnector
+from vllm_kvretrieval.engine.cpu.advice import startup_advice
+from vllm_kvretrieval.engine.cpu.allocation import allocate_kv_cache
+from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import LayerState, RecallCache
+from vllm_kvretrieval.kernels import Chooser, IndexStore, RecallCache, Selection, cpu
 from vllm_kvretrieval.tiers.home import DiskHome
 from vllm_kvretrieval.tiers.layer import SlowLayer
-from vllm_kvretrieval.tiers.place import check_room, directory_for
-from vllm_kvretrieval.tiers.sizes import Cache, Tiers
+from vllm_kvretrieval.tiers.place import directory_for
 
 logger = init_logger("vllm.kvretrieval.worker")
 
 
-class RetrievalCPUWorker(CPUWorker):
+class RetrievalCPUWorker(PlanningWorker):
     """vLLM's CPU worker; owns what retrieval keeps beside the KV cache.
 
-    After vLLM has allocated the KV cache, every retrieval layer gets its page index and per-request
-    state, and every metadata builder the table of running requests. With a slow home, the retrieval
-    layers' KV cache lies there, and each has a recall cache in fast memory.
+    After vLLM has allocated the KV cache, every retrieval layer gets its page indexes and
+    per-request state, and every metadata builder the table of running requests. With a slow
+    home, the KV cache of these layers lies there, and each has a recall cache in fast memory.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = RetrievalConfig.from_vllm(self.vllm_config)
-        assert config is not None, "this worker is chosen for retrieval backends only"
-        self.retrieval_config = config
         self.requests: RequestTable | None = None
         self.retrieval_layers: dict[str, RetrievalAttentionImpl] = {}
-        self.tiers: Tiers | None = None
         self.home: DiskHome | None = None
         self.in_home: list[str] = []  # names of the layers in home, in its order
         self.recall_caches: list[RecallCache] = []  # those of the retrieval layers among them
@@ -60,110 +46,13 @@ class RetrievalCPUWorker(CPUWorker):
         self._copied: list[tuple[int, int]] = []
         self._lost: set[int] = set()
 
-    def determine_available_memory(self) -> int:
-        """Bytes for the KV cache, less what the page index and staging take of them.
-
-        Without a slow home, a KV cache size that the user fixed is left as it is, and the others
-        come on top. With one, all of them share that size, and these are the bytes of all blocks
-        that home holds, wherever their layers are kept.
-
-        Raises:
-            RetrievalConfigError: Nothing would be retrieved, or memory does not suffice.
-        """
-        available = super().determine_available_memory()
-        specs = self.get_kv_cache_spec()
-        in_pages = {name: spec for name, spec in specs.items() if type(spec) is FullAttentionSpec}
-        if not self._retrieving(in_pages) and self.parallel_config.pipeline_parallel_size == 1:
-            raise RetrievalConfigError(
-                f"{self.retrieval_config.method} would not retrieve in any layer of "
-                f"{self.model_config.model}: behind dense_layers="
-                f"{self.retrieval_config.dense_layers} none has plain full attention. Lower "
-                "kv_retrieval.dense_layers, or serve it without --attention-backend."
-            )
-        staging = self._staging_bytes()
-        self.tiers = self._plan_tiers(available, staging)
-        if self.tiers is not None:
-            return self.tiers.home + self.tiers.dense
-        if not specs:
-            return available  # a stage of a pipeline without attention
-        block, index = self._bytes_per_block(specs)
-        if self.cache_config.kv_cache_memory_bytes is None:
-            return (available - staging) * block // (block + index)
-        self._check_memory(available, available * index // block, staging)
-        return available
-
-    def _bytes_per_block(self, specs: dict[str, KVCacheSpec]) -> tuple[int, int]:
-        """What a block of vLLM's takes of its KV cache, and of page indexes beside it."""
-        blocks, index = [], 0
-        for group in get_kv_cache_groups(self.vllm_config, dict(specs)):
-            common = group.kv_cache_spec
-            uniform = isinstance(common, UniformTypeKVCacheSpecs)
-            sizes = {
-                name: (common.kv_cache_specs[name] if uniform else common).page_size_bytes
-                for name in group.layer_names
-            }
-            blocks.append(sum(sizes.values()))  # groups share their memory
-            if type(specs[group.layer_names[0]]) is FullAttentionSpec:
-                retrieving = sum(sizes[name] for name in self._retrieving(sizes))
-                index += self.retrieval_config.index_bytes(retrieving)
-        return max(blocks), index
-
-    def _check_memory(self, cache: int, index: int, staging: int) -> None:
-        """Find out at once, not under load, that memory does not suffice."""
-        node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
-        if cache + index + staging > node.available_memory:
-            raise RetrievalConfigError(
-                f"{self.retrieval_config.method} needs a page index of {format_gib(index)} GiB and "
-                f"{format_gib(staging)} GiB for prefill beside a KV cache of {format_gib(cache)} "
-                f"GiB, but {format_gib(node.available_memory)} GiB of memory are available. Lower "
-                "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE) or --max-model-len, or use "
-                "kv_retrieval.home=disk."
-            )
-
-    def _plan_tiers(self, fast: int, staging: int) -> Tiers | None:
-        """Sizes with a slow home, given so many bytes of fast memory; None without one."""
-        config = self.retrieval_config
-        if config.home == "device":
-            return None
-        specs = self.get_kv_cache_spec()
-        in_home = self._retrieving(specs)
-        spec = next(iter(specs.values()))
-        if not in_home or type(spec) is not FullAttentionSpec or len(set(specs.values())) > 1:
-            if config.home == "auto":
-                return None
-            raise RetrievalConfigError(
-                f"kv_retrieval.home={config.home} serves models whose layers all have the same "
-                f"full attention, some of them behind dense_layers={config.dense_layers}; "
-                f"{self.model_config.model} is none. Use home=device."
-            )
-        cache = Cache(
-            retrieval_layers=len(in_home),
-            dense_layers=len(specs) - len(in_home),
-            kv_heads=spec.num_kv_heads,
-            block_size=spec.block_size,
-            block_bytes=spec.page_size_bytes,
-            max_num_seqs=self.scheduler_config.max_num_seqs,
-            max_model_len=self.model_config.max_model_len,
-        )
-        if config.home == "auto" and cache.fits_in(fast - staging, config):
-            return None
-        blocks = self.cache_config.num_gpu_blocks_override
-        tiers = Tiers.plan(config, cache, fast, staging, blocks)
-        # All workers come by here before any makes its file.
-        workers = self.parallel_config.local_world_size
-        check_room(directory_for(config.home_path), tiers.home, workers)
-        return tiers
-
-    def _retrieving(self, names: Iterable[str]) -> list[str]:
-        return [n for n in names if extract_layer_index(n) >= self.retrieval_config.dense_layers]
-
     def _allocate_kv_cache(
         self, kv_cache_config: Any, kernel_block_sizes: list[int], **_: Any
     ) -> dict[str, torch.Tensor]:
         """What the model runner calls in place of its own method where there is a slow home."""
         assert self.tiers is not None
         layers = kv_cache_config.kv_cache_tensors[0].layers
-        self.in_home = layers if self.tiers.streams_dense else self._retrieving(layers)
+        self.in_home = layers if self.tiers.streams_dense else self.retrieving(layers)
         kv_caches, self.home = allocate_kv_cache(
             self.model_runner,
             kv_cache_config,
@@ -181,12 +70,6 @@ class RetrievalCPUWorker(CPUWorker):
                 for name in group.layer_names:
                     pages = layers[name].kv_cache
                     pages.unflatten(0, (self.cache_config.num_gpu_blocks, -1))[block_ids] = 0
-
-    def _staging_bytes(self) -> int:
-        """One layer's keys and values of the longest context; see PrefillStaging."""
-        model = self.model_config
-        width = 2 * model.get_head_size() * model.dtype.itemsize
-        return model.max_model_len * model.get_num_kv_heads(self.parallel_config) * width
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         if self.tiers is not None:
@@ -206,17 +89,16 @@ class RetrievalCPUWorker(CPUWorker):
             shape = (builder.num_kv_heads, builder.head_dim, builder.dtype)
             if shape not in stagings:
                 stagings[shape] = self._staging(builder)
-            groups.append((builder, stagings[shape], self._retrieving(group.layer_names)))
+            groups.append((builder, stagings[shape], self.retrieving(group.layer_names)))
         foreign = has_foreign_connector(self.vllm_config)
-        if foreign:
-            self._check_loading({builder.isa for builder, *_ in groups})
+        self._check_reading({builder.isa for builder, *_ in groups}, foreign)
         heads = sum(layers[name].impl.num_kv_heads for *_, names in groups for name in names)
         capacity = self.scheduler_config.max_num_seqs
         self.requests = RequestTable(config, capacity, heads, self.model_runner)
         streams_dense = self.tiers is not None and self.tiers.streams_dense
         for builder, staging, names in groups:
             for name in names:
-                self._attach(name, layers[name], staging)
+                self._attach(name, layers[name], builder.isa, staging)
             page_bytes = self._home_bytes_per_page()
             builder.attach(
                 self.requests, config.page_size, staging, page_bytes, foreign, streams_dense
@@ -227,21 +109,35 @@ class RetrievalCPUWorker(CPUWorker):
             get_kv_transfer_group().report(self._take_failed_blocks, self._take_stats)
         self._log_start(len(layers))
 
-    def _check_loading(self, isas: set[str]) -> None:
-        """Refuse KV connectors where what they load cannot be indexed."""
-        from vllm_kvretrieval.kernels import cpu
+    def _check_reading(self, isas: set[str], foreign: bool) -> None:
+        """Refuse what reads keys in the cache where that cannot be done.
 
-        why = ""
-        if self._pages_per_block != 1:
+        Args:
+            isas: Variants of vLLM's attention that lay out the keys.
+            foreign: Whether a KV connector may load pages.
+        """
+        config, why = self.retrieval_config, ""
+        if foreign and self._pages_per_block != 1:
             why = f"whose blocks of {self.cache_config.block_size} tokens are not pages of "
-            why += str(self.retrieval_config.page_size)
-        elif others := isas - cpu.LAYOUTS.keys():
-            why = f"whose keys vLLM lays out in a way that is not known ({', '.join(others)})"
-        if why:
+            why += str(config.page_size)
+        others = ", ".join(isas - cpu.LAYOUTS.keys())
+        if others:
+            why = f"whose keys vLLM lays out in a way that is not known ({others})"
+        if foreign and why:
             raise RetrievalConfigError(
-                f"{self.retrieval_config.method} cannot be combined with a KV connector for "
+                f"{config.method} cannot be combined with a KV connector for "
                 f"{self.model_config.model}, {why}. Leave --kv-transfer-config and "
                 "--kv-offloading-size out."
+            )
+        reading = [
+            m.name
+            for m in config.methods.values()
+            if m.reads_keys or (m.index is not None and not m.index.grows)
+        ]
+        if others and reading:
+            raise RetrievalConfigError(
+                f"{', '.join(reading)} cannot select pages of {self.model_config.model}, {why}. "
+                "Use a method with index=min_max, which reads keys as they are written."
             )
 
     def _attach_streamed(self, layers: dict[str, Any]) -> None:
@@ -261,24 +157,11 @@ class RetrievalCPUWorker(CPUWorker):
     def _pages_per_block(self) -> int:
         return self.cache_config.block_size // self.retrieval_config.page_size
 
-    def _attach(self, name: str, layer: Any, staging: PrefillStaging | None) -> None:
+    def _attach(self, name: str, layer: Any, isa: str, staging: PrefillStaging | None) -> None:
         """Make the layer a retrieval layer."""
-        from vllm_kvretrieval.kernels import cpu
-
         impl, kv_cache = layer.impl, layer.kv_cache
         page_size = self.retrieval_config.page_size
-        state = LayerState.empty(
-            pages=0 if self.retrieval_config.preset.index == "none" else kv_cache.shape[0],
-            slots=self.scheduler_config.max_num_seqs,
-            kv_heads=impl.num_kv_heads,
-            group=impl.num_queries_per_kv,
-            head_size=impl.head_size,
-            max_selected=max(self.retrieval_config.most_selected, 1),
-            page_size=page_size,
-            summary_size=self.retrieval_config.tokens_per_summary,
-            scale=impl.scale,
-            dtype=kv_cache.dtype,
-        )
+        choosers = self._choosers(impl, kv_cache, isa)
         slow = None
         if self.home is not None:
             assert self.tiers is not None
@@ -290,13 +173,45 @@ class RetrievalCPUWorker(CPUWorker):
             )
             slow = self._slow_layer(name, cache)
             self.recall_caches.append(cache)
-        impl.attach(cpu, state, kv_cache, staging, slow)
+        impl.attach(cpu, choosers, kv_cache, staging, slow)
         self.retrieval_layers[name] = impl
+
+    def _choosers(self, impl: Any, kv_cache: torch.Tensor, isa: str) -> list[Chooser]:
+        """How a layer selects pages, by the number of the method."""
+        config = self.retrieval_config
+        shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
+        selection = Selection.empty(
+            seats=self.scheduler_config.max_num_seqs,
+            group=impl.num_queries_per_kv,
+            most_selected=max(config.most_selected, 1),
+            dtype=kv_cache.dtype,
+            **shape,
+        )
+        stores = {
+            (index, tokens): IndexStore.empty(
+                index,
+                pages=kv_cache.shape[0],
+                page_size=config.page_size,
+                entry_tokens=tokens,
+                dtype=kv_cache.dtype,
+                cache=kv_cache if isa in cpu.LAYOUTS else None,
+                layout=isa,
+                **shape,
+            )
+            for index, tokens in [
+                *config.stores,
+                *((None, m.entry_tokens) for m in config.methods.values() if m.index is None),
+            ]
+        }
+        return [
+            Chooser(stores[m.index, m.entry_tokens], selection, m.pooling, impl.scale, m.rerank)
+            for m in config.methods.values()
+        ]
 
     def _slow_layer(self, name: str, cache: RecallCache | None) -> SlowLayer:
         assert self.home is not None
         number = self.in_home.index(name)
-        dense_follows = bool(self.in_home[number + 1 :]) and not self._retrieving(
+        dense_follows = bool(self.in_home[number + 1 :]) and not self.retrieving(
             self.in_home[number + 1 : number + 2]
         )
         return SlowLayer(self.home, number, cache, dense_follows)
@@ -382,9 +297,8 @@ class RetrievalCPUWorker(CPUWorker):
             return
         source, target = torch.tensor(copies).unbind(1)
         for impl in self.retrieval_layers.values():
-            assert impl.state is not None
-            if impl.state.pages:
-                blocks = impl.state.index.view(self.cache_config.num_gpu_blocks, -1)
+            for store in impl.stores:
+                blocks = store.records.view(self.cache_config.num_gpu_blocks, -1)
                 blocks[target] = blocks[source]
         pages = range(self._pages_per_block)
         for cache in self.recall_caches:
@@ -393,29 +307,32 @@ class RetrievalCPUWorker(CPUWorker):
             )
 
     def _log_start(self, num_layers: int) -> None:
-        from vllm_kvretrieval.kernels import cpu
-
         config = self.retrieval_config
         budget = config.page_budget()
         advice = startup_advice(self.model_config.dtype, self.parallel_config.local_world_size)
         if advice is not None and self.rank == 0:
             logger.warning(advice)
-        states = [impl.state for impl in self.retrieval_layers.values() if impl.state is not None]
-        size = sum(s.index.numel() * s.index.element_size() for s in states)
+        size: dict[str, int] = {}
+        for store in (s for impl in self.retrieval_layers.values() for s in impl.stores):
+            assert store.index is not None
+            name = f"{store.index.name} per {store.entry_tokens} tokens"
+            size[name] = size.get(name, 0) + store.records.numel()
         logger.info(
             "%s: decode attends to at most %d tokens per KV head (sink %d, window %d, selected %d, "
-            "in pages of %d) in %d of %d layers; page index %s GiB; %s kernels.",
+            "in pages of %d) in %d of %d layers; page index %s; %s kernels.",
             config.method,
             budget.total * config.page_size,
             budget.sink * config.page_size,
             budget.window * config.page_size,
             budget.select * config.page_size,
             config.page_size,
-            len(states),
+            len(self.retrieval_layers),
             num_layers,
-            format_gib(size),
+            ", ".join(f"{format_gib(b)} GiB ({name})" for name, b in size.items()) or "none",
             cpu.isa(),
         )
+        if others := [name for name in config.methods if name != config.method]:
+            logger.info("Requests may also name these methods: %s.", ", ".join(others))
         if self.tiers is not None:
             tiers = self.tiers
             logger.info(

@@ -8,6 +8,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, create_kv_cache_views
 from vllm.v1.worker.utils import bind_kv_cache, map_kv_caches_to_kernel_blocks
 
+from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.tiers.home import DiskHome
 
 
@@ -34,7 +35,7 @@ def allocate_kv_cache(
         The layers' caches by name, and the home, whose layers are numbered as in ``in_home``.
     """
     (tensor,), (group,) = kv_cache_config.kv_cache_tensors, kv_cache_config.kv_cache_groups
-    home = DiskHome(directory, len(in_home), tensor.layer_stride)
+    home = DiskHome(directory, len(in_home), tensor.layer_stride, MappingGuard)
     dense = [name for name in tensor.layers if name not in in_home]
     memory = torch.zeros(len(dense) * tensor.layer_stride, dtype=torch.int8)
     kv_caches: dict[str, torch.Tensor] = {}

@@ -1,0 +1,54 @@
+"""What retrieval cannot serve on the CPU, refused at start-up with what to do instead."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from vllm_kvretrieval.attention import support
+from vllm_kvretrieval.attention.support import WITHOUT
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse engines that retrieval cannot serve here.
+
+    Raises:
+        RetrievalConfigError: Says which feature stands in the way and what to change.
+    """
+    support.check_engine(vllm_config, config)
+    model, method = vllm_config.model_config, config.method
+    head_size = model.get_head_size()
+    if config.page_size % 32 and _get_attn_isa(model.dtype, config.page_size, head_size) != "vec16":
+        raise RetrievalConfigError(
+            f"kv_retrieval.page_size={config.page_size} is not supported on this CPU, where vLLM's "
+            "attention takes multiples of 32; use 32."
+        )
+    if vllm_config.use_v2_model_runner:
+        raise RetrievalConfigError(
+            f"{method} on the CPU needs vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0."
+        )
+    check_shape(model.dtype, head_size, method)
+
+
+def check_shape(dtype: torch.dtype, head_size: int, method: str) -> None:
+    """Refuse element types and head sizes that the kernels lack."""
+    if dtype not in DTYPES:
+        raise RetrievalConfigError(f"{method} does not support dtype {dtype}; use bfloat16.")
+    if head_size not in HEAD_SIZES:
+        raise RetrievalConfigError(
+            f"{method} does not support head size {head_size}, only {HEAD_SIZES}. {WITHOUT}"
+        )
+
+
+def check_layer(selector: Any) -> None:
+    """Refuse a layer that retrieval cannot run (vLLM's ``AttentionSelectorConfig``)."""
+    support.check_layer(selector)
+    check_shape(selector.dtype, selector.head_size, "KV retrieval")

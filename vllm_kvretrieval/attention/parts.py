@@ -1,0 +1,54 @@
+"""Which requests of a step decode how; the same on every device."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from vllm_kvretrieval.engine.requests import RowOptions
+
+
+class Part(NamedTuple):
+    """Rows that one method decodes together.
+
+    Attributes:
+        method: Its number among the engine's methods.
+        rows: int64 [n]; their places among the rows, rising; None where they are all of them.
+    """
+
+    method: int
+    rows: np.ndarray | None
+
+
+class Parts(NamedTuple):
+    """How the rows of one token of a step attend.
+
+    Attributes:
+        sparse: bool [R]; whose contexts exceed their budgets, of which they attend to a part.
+        sparsely: By method, what has a sparse row: all its rows that are sparse or within budget.
+        whole: int64 [n]; the other rows, which attend to everything, as vLLM has it.
+    """
+
+    sparse: np.ndarray
+    sparsely: list[Part]
+    whole: np.ndarray
+
+
+def split_rows(options: "RowOptions", pages: np.ndarray, decodes: np.ndarray) -> Parts:
+    """Sort rows by how they attend.
+
+    Args:
+        options: Of each row's request.
+        pages: int [R]; pages of each row's context.
+        decodes: bool [R]; whether a row decodes. The last chunk of a prompt may be a single token,
+            too, and prefill is exact.
+    """
+    longer = pages > options.total_pages
+    sparse = longer & decodes & ~options.exact
+    whole = longer & ~sparse
+    sparsely = []
+    for method in np.unique(options.method[sparse]).tolist():
+        rows = np.flatnonzero((options.method == method) & ~whole)
+        sparsely.append(Part(method, None if len(rows) == len(pages) else rows))
+    served = np.isin(options.method, [part.method for part in sparsely]) & ~whole
+    return Parts(sparse, sparsely, np.flatnonzero(~served))

@@ -1,0 +1,1 @@
+"""What runs in a worker of vLLM's CPU platform."""

@@ -1,0 +1,141 @@
+"""How much memory a worker of vLLM's CPU platform has for what."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+from vllm.utils.mem_utils import format_gib
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.tiers.place import check_room, directory_for
+from vllm_kvretrieval.tiers.sizes import Cache, Tiers
+
+
+class PlanningWorker(CPUWorker):
+    """vLLM's CPU worker; divides its memory among KV cache, page index, staging, recall caches.
+
+    Attributes:
+        retrieval_config: Options of the engine.
+        tiers: Sizes with a slow home; None without one, or as long as nothing is planned.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = RetrievalConfig.from_vllm(self.vllm_config)
+        assert config is not None, "this worker is chosen for retrieval backends only"
+        self.retrieval_config = config
+        self.tiers: Tiers | None = None
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache, less what the page index and staging take of them.
+
+        Without a slow home, a KV cache size that the user fixed is left as it is, and the others
+        come on top. With one, all of them share that size, and these are the bytes of all blocks
+        that home holds, wherever their layers are kept.
+
+        Raises:
+            RetrievalConfigError: Nothing would be retrieved, or memory does not suffice.
+        """
+        available = super().determine_available_memory()
+        specs = self.get_kv_cache_spec()
+        in_pages = {name: spec for name, spec in specs.items() if type(spec) is FullAttentionSpec}
+        if not self.retrieving(in_pages) and self.parallel_config.pipeline_parallel_size == 1:
+            raise RetrievalConfigError(
+                f"{self.retrieval_config.method} would not retrieve in any layer of "
+                f"{self.model_config.model}: behind dense_layers="
+                f"{self.retrieval_config.dense_layers} none has plain full attention. Lower "
+                "kv_retrieval.dense_layers, or serve it without --attention-backend."
+            )
+        staging = self._staging_bytes()
+        self.tiers = self._plan_tiers(available, staging)
+        if self.tiers is not None:
+            return self.tiers.home + self.tiers.dense
+        if not specs:
+            return available  # a stage of a pipeline without attention
+        block, index = self._bytes_per_block(specs)
+        if self.cache_config.kv_cache_memory_bytes is None:
+            return (available - staging) * block // (block + index)
+        self._check_memory(available, available * index // block, staging)
+        return available
+
+    def _bytes_per_block(self, specs: dict[str, Any]) -> tuple[int, int]:
+        """What a block of vLLM's takes of its KV cache, and of page indexes beside it."""
+        blocks, index = [], 0
+        for group in get_kv_cache_groups(self.vllm_config, dict(specs)):
+            common = group.kv_cache_spec
+            uniform = isinstance(common, UniformTypeKVCacheSpecs)
+            sizes = {
+                name: (common.kv_cache_specs[name] if uniform else common).page_size_bytes
+                for name in group.layer_names
+            }
+            blocks.append(sum(sizes.values()))  # groups share their memory
+            if type(specs[group.layer_names[0]]) is FullAttentionSpec:
+                index += sum(
+                    self.retrieval_config.index_bytes(
+                        sizes[name], specs[name].head_size, specs[name].dtype
+                    )
+                    for name in self.retrieving(sizes)
+                )
+        return max(blocks), index
+
+    def _check_memory(self, cache: int, index: int, staging: int) -> None:
+        """Find out at once, not under load, that memory does not suffice."""
+        node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+        if cache + index + staging > node.available_memory:
+            raise RetrievalConfigError(
+                f"{self.retrieval_config.method} needs a page index of {format_gib(index)} GiB and "
+                f"{format_gib(staging)} GiB for prefill beside a KV cache of {format_gib(cache)} "
+                f"GiB, but {format_gib(node.available_memory)} GiB of memory are available. Lower "
+                "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE) or --max-model-len, or use "
+                "kv_retrieval.home=disk."
+            )
+
+    def _plan_tiers(self, fast: int, staging: int) -> Tiers | None:
+        """Sizes with a slow home, given so many bytes of fast memory; None without one."""
+        config = self.retrieval_config
+        if config.home == "device":
+            return None
+        specs = self.get_kv_cache_spec()
+        in_home = self.retrieving(specs)
+        spec = next(iter(specs.values()))
+        if not in_home or type(spec) is not FullAttentionSpec or len(set(specs.values())) > 1:
+            if config.home == "auto":
+                return None
+            raise RetrievalConfigError(
+                f"kv_retrieval.home={config.home} serves models whose layers all have the same "
+                f"full attention, some of them behind dense_layers={config.dense_layers}; "
+                f"{self.model_config.model} is none. Use home=device."
+            )
+        cache = Cache(
+            retrieval_layers=len(in_home),
+            dense_layers=len(specs) - len(in_home),
+            kv_heads=spec.num_kv_heads,
+            block_size=spec.block_size,
+            block_bytes=spec.page_size_bytes,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+            max_model_len=self.model_config.max_model_len,
+        )
+        if config.home == "auto" and cache.fits_in(fast - staging, config):
+            return None
+        blocks = self.cache_config.num_gpu_blocks_override
+        tiers = Tiers.plan(config, cache, fast, staging, blocks)
+        # All workers come by here before any makes its file.
+        workers = self.parallel_config.local_world_size
+        check_room(directory_for(config.home_path), tiers.home, workers)
+        return tiers
+
+    def retrieving(self, names: Iterable[str]) -> list[str]:
+        return [n for n in names if extract_layer_index(n) >= self.retrieval_config.dense_layers]
+
+    def _staging_bytes(self) -> int:
+        """One layer's keys and values of the longest context; see PrefillStaging."""
+        model = self.model_config
+        width = 2 * model.get_head_size() * model.dtype.itemsize
+        return model.max_model_len * model.get_num_kv_heads(self.parallel_config) * width
