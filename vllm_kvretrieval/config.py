@@ -45,9 +45,10 @@ HOMES = ("auto", "device", "host", "disk")
 HELP = {
     "budget": "tokens of context that a KV head attends to in a decode step; a shorter context is "
     "attended to whole, exactly (default: 2048)",
-    "sink": "tokens at the start of the context, always attended to (default: the method's, a page or "
-    "budget / 16)",
-    "window": "most recent tokens, always attended to (default: the method's, two pages or budget / 16)",
+    "sink": "tokens at the start of the context, always attended to (default: a page, or budget / "
+    "16, as the method has it)",
+    "window": "most recent tokens, always attended to (default: two pages, or budget / 16, as the "
+    "method has it)",
     "page_size": "tokens per page, the unit of retrieval; smaller ones hold less that is unwanted, "
     f"and there are more to choose from, one of {PAGE_SIZES} (default: the method's, 32 for most)",
     "summary_size": "tokens per entry of the page index, page_size or less; smaller ones tell "
