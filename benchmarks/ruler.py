@@ -38,18 +38,14 @@ from benchmarks.ruler_tasks.generator import (
     GeneratorError,
     RulerSample,
 )
-from benchmarks.tasks.engine import open_engine
+from benchmarks.tasks.engine import DTYPE, open_engine
 from benchmarks.tasks.report import verdicts
 from benchmarks.tasks.store import Results, fingerprint, model_fingerprint
-from vllm_kvretrieval.engine.advice import slow_bfloat16
 
 MODULE = "benchmarks.ruler"
 
 BATCH = 10
 """Requests at once."""
-
-DTYPE = "float32" if slow_bfloat16() else "bfloat16"
-"""Of weights and KV cache."""
 
 _ROOM = 1.1
 """Blocks of the KV cache for each that the largest task fills."""
@@ -74,6 +70,8 @@ class Setup:
     samples: int
     budgets: tuple[int, ...]
     variants: tuple[Variant, ...]
+    show: bool
+    """Print every answer beside what it should contain."""
 
 
 class Benchmark:
@@ -146,6 +144,9 @@ class Benchmark:
         watch = Stopwatch()
         options = variant.options | ({} if budget is None else {"budget": budget})
         answers = answer(llm, job.samples, options, task.metric, task.tokens, label)
+        if self._setup.show:
+            for sample, text in zip(job.samples, answers.texts, strict=True):
+                print(f"  {' | '.join(sample.references)}: {text!r}", flush=True)
         cell = {
             "task": task.name,
             "model": self._setup.model.name,
@@ -178,7 +179,6 @@ class Benchmark:
                     max(setup.budgets),
                     kv_cache_bytes=int(_ROOM * room * numbers * width),
                     batch=min(BATCH, setup.samples),
-                    dtype=DTYPE,
                 )
             )
         return self._llm
@@ -260,6 +260,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="samples per task (default: %(default)s)",
     )
     parser.add_argument(
+        "--show", action="store_true", help="print every answer beside what it should contain"
+    )
+    parser.add_argument(
         "--model",
         type=Path,
         metavar="PATH",
@@ -303,7 +306,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = {"ruler": PACKAGE, "template": TEMPLATE, "batch": BATCH, "dtype": DTYPE}
     header = {**result_header(MODULE), "settings": settings}
     setup = Setup(
-        options.model, options.context, options.samples, options.budgets, options.variants
+        options.model,
+        options.context,
+        options.samples,
+        options.budgets,
+        options.variants,
+        options.show,
     )
     try:
         results = Results(options.out, header)

@@ -184,7 +184,7 @@ def test_samples_end_when_their_score_can_only_stay():
     llm = FakeLLM(["xabxcdxxxx", "xabxxxxxxxxx"], cached=8)
     options = {"budget": 512}
     found = decoding.answer(llm, samples, options, scoring.match_all, 8, "label")
-    assert found == Answers(scores=[1.0, 0.5], tokens=6 + 8, prefilled=2 + 4)
+    assert found == Answers([1.0, 0.5], ["xabxcd", "xabxxxxx"], tokens=6 + 8, prefilled=2 + 4)
     assert len(llm.aborted) == 1
     assert llm.params[0].extra_args == {"kv_retrieval": {"budget": 512}}
     assert llm.params[0].temperature == 0
@@ -282,7 +282,7 @@ class FakeEngine:
             raise KeyboardInterrupt
         self.ran.append((label, tokens))
         score = 0.25 if label.startswith("cwe") else 1.0
-        return Answers([score] * len(samples), tokens, 0)
+        return Answers([score] * len(samples), ["text"] * len(samples), tokens, 0)
 
     def __call__(self, model: Path, context: int) -> Any:
         samples = [RulerSample((1,) * (context - 200), ("a",)), RulerSample((2,) * 100, ("b",))]
@@ -335,14 +335,16 @@ def test_an_interrupted_run_goes_on_where_it_was(engine, tmp_path, monkeypatch, 
     assert "without CWE" in shown
 
     ran = len(engine.ran)
-    assert ruler.main(command) == 0
+    assert ruler.main([*command, "--show"]) == 0
     assert len(engine.started) == 2
     assert len(engine.ran) == ran
     cell = json.loads(out.read_text())["cells"]["Qwen2.5-Coder-0.5B-Instruct/4096/vt/control/512"]
     assert (cell["score"], cell["scores"]) == (100.0, [100.0, 100.0])
 
     monkeypatch.setattr(build, "code_fingerprint", lambda: "another code")
-    assert ruler.main(command) == 0
+    capsys.readouterr()
+    assert ruler.main([*command, "--show"]) == 0
+    assert capsys.readouterr().out.count("  a: 'text'\n") == 4
     assert [label for label, _ in engine.ran[ran:]] == [
         "vt prompts",
         *(f"vt {name} {budget}" for name in ("freekv", "control") for budget in (128, 512)),

@@ -26,6 +26,8 @@ class Answers:
     scores: list[float]
     """Per sample, 0 to 1."""
 
+    texts: list[str]
+
     tokens: int
     """Tokens generated in all."""
 
@@ -63,12 +65,14 @@ def answer(
         name = f"ruler-{next(_serial)}"
         waiting[name] = index
         engine.add_request(name, {"prompt_token_ids": list(sample.prompt)}, sampling)
-    scores, generated, prefilled = [0.0] * len(samples), [0] * len(samples), [0] * len(samples)
+    scores, texts = [0.0] * len(samples), [""] * len(samples)
+    generated, prefilled = [0] * len(samples), [0] * len(samples)
     with tqdm(total=len(samples), desc=label, mininterval=2.0) as progress:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 index = waiting[output.request_id]
                 completion = output.outputs[0]
+                texts[index] = completion.text
                 scores[index] = metric(completion.text, samples[index].references)
                 generated[index] = len(completion.token_ids)
                 prefilled[index] = len(samples[index].prompt) - (output.num_cached_tokens or 0)
@@ -76,7 +80,7 @@ def answer(
                     engine.abort_request([output.request_id])
                 if scores[index] == 1 or output.finished:
                     progress.update()
-    return Answers(scores, sum(generated), sum(prefilled))
+    return Answers(scores, texts, sum(generated), sum(prefilled))
 
 
 def cache_tokens(samples: Sequence[RulerSample], tokens: int) -> int:
