@@ -84,6 +84,9 @@ class Benchmark:
         self._clock = Stopwatch()
         self._llm: LLM | None = None
         self._jobs: list[Job] = []
+        self._prefilled: set[str] = set()
+        """Tasks whose prompts the engine has seen."""
+
         self.cells: dict[tuple[str, str, int | None], dict[str, Any]] = {}
         """This setup's cells by task, variant and budget."""
 
@@ -117,22 +120,21 @@ class Benchmark:
 
     def _run_task(self, job: Job, stack: ExitStack) -> None:
         """Run what is missing of a task; `stack` closes the engine that this may start."""
-        task, prefilled = job.task, False
+        task = job.task
         full = self.cells.get((task.name, FULL.name, None))
         if full is None:
             full = self._run_cell(job, FULL, None, stack)
-            prefilled = True
         if not report.counts(full):
             self._say(f"{task.name}: full attention scores {full['score']:.1f}, it does not count")
             return
         for variant, budget in self._presets():
             if (task.name, variant.name, budget) in self.cells:
                 continue
-            if not prefilled:
+            if task.name not in self._prefilled:
                 self._say(f"{task.name}: prompts ({self._left()})")
                 llm, label = self._engine(stack), f"{task.name} prompts"
                 answer(llm, job.samples, FULL.options, task.metric, 1, label)
-                prefilled = True
+                self._prefilled.add(task.name)
             self._run_cell(job, variant, budget, stack)
 
     def _run_cell(
@@ -144,6 +146,7 @@ class Benchmark:
         watch = Stopwatch()
         options = variant.options | ({} if budget is None else {"budget": budget})
         answers = answer(llm, job.samples, options, task.metric, task.tokens, label)
+        self._prefilled.add(task.name)
         if self._setup.show:
             for sample, text in zip(job.samples, answers.texts, strict=True):
                 print(f"  {' | '.join(sample.references)}: {text!r}", flush=True)
@@ -179,6 +182,7 @@ class Benchmark:
                     max(setup.budgets),
                     kv_cache_bytes=int(_ROOM * room * numbers * width),
                     batch=min(BATCH, setup.samples),
+                    **catalogue.engine_options(setup.variants),
                 )
             )
         return self._llm
@@ -196,7 +200,7 @@ class Benchmark:
             names = ((job.task.name, variant.name, budget) for variant, budget in self._presets())
             missing = sum(name not in self.cells for name in names)
             cells += missing
-            prompts += full is None or missing == len(self._presets())
+            prompts += (full is None or missing > 0) and job.task.name not in self._prefilled
         text = f"{cells} cells and the prompts of {prompts} tasks to go"
         known = [(cell["variant"] == FULL.name, cell["seconds"]) for cell in self.cells.values()]
         of_prompts = [seconds for full, seconds in known if full]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,10 @@ TASKS = (
 )
 
 
+ENGINE_METHOD = "kvretrieval"
+"""Preset of the engine itself, which its requests can name without further ado."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way of decoding, as options of a request to the retrieval engine."""
@@ -66,10 +71,20 @@ FULL = Variant(
 )
 
 VARIANTS = (
-    Variant("freekv", "minima and maxima of pages, speculation with correction"),
+    Variant("oracle", "the best pages by all their keys", {"method": "oracle"}),
+    Variant("kvretrieval", "our own choice, the engine's default", {"method": ENGINE_METHOD}),
+    Variant("freekv", "FreeKV: speculation with correction", {"method": "freekv"}),
+    Variant("quest", "Quest's choice, of this engine's pages", {"method": "quest"}),
     Variant("control", "sink and window alone", {"method": "streamingllm"}),
 )
 """What is put to every task that counts, a row of the table each per budget."""
+
+
+def engine_options(variants: Sequence[Variant]) -> dict[str, Any]:
+    """Return the engine's ``kv_retrieval`` options that requests under these variants need."""
+    methods = (variant.options.get("method", ENGINE_METHOD) for variant in variants)
+    also = [method for method in dict.fromkeys(methods) if method != ENGINE_METHOD]
+    return {"also": also} if also else {}
 
 
 @dataclass(frozen=True)
