@@ -3,8 +3,8 @@
 Everything that the plug-in keeps in fast memory for its KV cache counts: slots of the recall caches
 and their books, dense layers, page index and its books, prefill staging, the map that guards the
 file's mapping. How much context fits is found by the plug-in's own arithmetic, and then served:
-stock vLLM is started with that much KV memory and that context, and freekv with the same; pass keys
-in a novel have to be found.
+stock vLLM is started with that much KV memory and that context, and retrieval from disk with the
+same; pass keys in a novel have to be found.
 
 What does not count is told apart: the file's pages in the system's page cache, memory that the
 system lends and takes back, and the state of requests, which is in proportion to them.
@@ -147,7 +147,7 @@ def _stock(model: str, memory: int, context: int) -> EngineSpec:
     return EngineSpec("stock", options, {"VLLM_PLUGINS": ""} | LONG_STEPS)
 
 
-def serve(args: argparse.Namespace, memory: int, capacity: Capacity) -> dict[str, Any]:
+def serve(args: argparse.Namespace, memory: int, capacity: Capacity, method: str) -> dict[str, Any]:
     """Serve such contexts from disk, ask for pass keys, and read off what is allocated."""
     model = Path(args.model)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -160,6 +160,7 @@ def serve(args: argparse.Namespace, memory: int, capacity: Capacity) -> dict[str
         capacity.requests,
         slow_worker.EXTENSION,
         dtype="bfloat16",
+        method=method,
         home="disk",
     ) as llm:
         label = f"{capacity.context:,} tokens on disk"
@@ -250,7 +251,7 @@ def capacity(args: argparse.Namespace) -> dict[str, Any]:
             if not args.arithmetic:
                 says, held = stock_room(args, memory, most.context)
                 row |= {"stock_says": says, "stock_blocks_tokens": held}
-                row |= serve(args, memory, most)
+                row |= serve(args, memory, most, config.method)
         print(report(row), flush=True)
         rows.append(row)
     return {"model": Path(args.model).name, "rows": rows, "passed": [verdict(row) for row in rows]}
