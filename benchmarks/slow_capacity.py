@@ -147,7 +147,7 @@ def _stock(model: str, memory: int, context: int) -> EngineSpec:
     return EngineSpec("stock", options, {"VLLM_PLUGINS": ""} | LONG_STEPS)
 
 
-def serve(args: argparse.Namespace, memory: int, capacity: Capacity, method: str) -> dict[str, Any]:
+def serve(args: argparse.Namespace, memory: int, capacity: Capacity) -> dict[str, Any]:
     """Serve such contexts from disk, ask for pass keys, and read off what is allocated."""
     model = Path(args.model)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -160,7 +160,7 @@ def serve(args: argparse.Namespace, memory: int, capacity: Capacity, method: str
         capacity.requests,
         slow_worker.EXTENSION,
         dtype="bfloat16",
-        method=method,
+        method=args.method,
         home="disk",
     ) as llm:
         label = f"{capacity.context:,} tokens on disk"
@@ -231,7 +231,7 @@ def _part(name: str, planned: int, allocated: int | None, memory: int) -> str:
 def capacity(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens of context in the same fast memory: stock vLLM's and from disk."""
     model = AutoConfig.from_pretrained(args.model)
-    config = RetrievalConfig(budget=args.budget, home="disk")
+    config = RetrievalConfig(args.method, budget=args.budget, home="disk")
     rows = []
     for mib in args.fast_memory:
         memory = mib * MIB
@@ -251,7 +251,7 @@ def capacity(args: argparse.Namespace) -> dict[str, Any]:
             if not args.arithmetic:
                 says, held = stock_room(args, memory, most.context)
                 row |= {"stock_says": says, "stock_blocks_tokens": held}
-                row |= serve(args, memory, most, config.method)
+                row |= serve(args, memory, most)
         print(report(row), flush=True)
         rows.append(row)
     return {"model": Path(args.model).name, "rows": rows, "passed": [verdict(row) for row in rows]}
