@@ -45,8 +45,10 @@ HOMES = ("auto", "device", "host", "disk")
 HELP = {
     "budget": "tokens of context that a KV head attends to in a decode step; a shorter context is "
     "attended to whole, exactly (default: 2048)",
-    "sink": "tokens at the start of the context, always attended to (default: budget / 16)",
-    "window": "most recent tokens, always attended to (default: budget / 16, at least two pages)",
+    "sink": "tokens at the start of the context, always attended to (default: a page, or budget / "
+    "16, as the method has it)",
+    "window": "most recent tokens, always attended to (default: two pages, or budget / 16, as the "
+    "method has it)",
     "page_size": "tokens per page, the unit of retrieval; smaller ones hold less that is unwanted, "
     f"and there are more to choose from, one of {PAGE_SIZES} (default: the method's, 32 for most)",
     "summary_size": "tokens per entry of the page index, page_size or less; smaller ones tell "
@@ -257,12 +259,16 @@ class RetrievalConfig:
 
         Sink and window are rounded to pages, so a smaller budget may select more than a larger one.
         """
-        selecting = next((m.name for m in self.methods.values() if m.selects), None)
-        if selecting is None:
-            return 0
         budgets = range(self.page_size, self.budget_limit + 1, self.page_size)
-        fitting = [b for b in budgets if b >= self._needed(b, selects=True)]
-        return max(self.page_budget(budget, selecting).select for budget in fitting)
+        return max(
+            (
+                self.page_budget(budget, method.name).select
+                for method in self.methods.values()
+                for budget in budgets
+                if method.selects and budget >= self._needed(budget, method)
+            ),
+            default=0,
+        )
 
     def page_budget(
         self, budget: int | None = None, method: str | None = None, key: str = "budget"
@@ -279,44 +285,50 @@ class RetrievalConfig:
                 window and (where the method selects) one page.
         """
         budget = self.budget if budget is None else budget
-        selects = (self.own if method is None else self.methods[method]).selects
+        by = self.own if method is None else self.methods[method]
         if budget <= 0 or budget % self.page_size:
-            nearest = max(self._nearest(budget), self._least_budget(selects))
+            nearest = max(self._nearest(budget), self._least_budget(by))
             raise RetrievalConfigError(
                 f"{key}={budget} must be a positive multiple of page_size={self.page_size}; "
                 f"try {nearest}."
             )
-        sink, window = self._parts(budget)
-        if budget < self._needed(budget, selects):
-            needed = self._least_budget(selects)
-            sink, window = self._parts(needed)
-            parts = f"sink={sink}" + (f" + window={window}" if selects else "")
+        sink, window = self._parts(budget, by)
+        if budget < self._needed(budget, by):
+            needed = self._least_budget(by)
+            sink, window = self._parts(needed, by)
+            parts = f"sink={sink}" + (f" + window={window}" if by.selects else "")
             raise RetrievalConfigError(
                 f"{key}={budget} is too small: {parts} + one page of {self.page_size} need at "
                 f"least {needed} tokens. Raise {key}, or lower sink and window."
             )
-        if not selects:
+        if not by.selects:
             window = budget - sink  # nothing is selected: the window takes all the rest
         select = budget - sink - window
         return PageBudget(*(tokens // self.page_size for tokens in (sink, window, select)))
 
-    def _parts(self, budget: int) -> tuple[int, int]:
+    def _parts(self, budget: int, by: Method) -> tuple[int, int]:
         """Tokens of sink and window."""
-        sink, window = default_parts(budget, self.page_size)
-        return (
-            sink if self.sink is None else self.sink,
-            window if self.window is None else self.window,
+        shares = default_parts(budget, self.page_size)
+        pages = by.sink_pages, by.window_pages
+        own = (
+            share if count is None else count * self.page_size
+            for share, count in zip(shares, pages, strict=True)
         )
+        given = self.sink, self.window
+        sink, window = (
+            part if tokens is None else tokens for part, tokens in zip(own, given, strict=True)
+        )
+        return sink, window
 
-    def _needed(self, budget: int, selects: bool) -> int:
+    def _needed(self, budget: int, by: Method) -> int:
         """Tokens; room for sink, window (where pages are selected) and one page."""
-        sink, window = self._parts(budget)
-        return sink + (window if selects else 0) + self.page_size
+        sink, window = self._parts(budget, by)
+        return sink + (window if by.selects else 0) + self.page_size
 
-    def _least_budget(self, selects: bool) -> int:
+    def _least_budget(self, by: Method) -> int:
         """Tokens; the smallest budget that has this room."""
         budgets = itertools.count(self.page_size, self.page_size)
-        return next(b for b in budgets if b >= self._needed(b, selects))
+        return next(b for b in budgets if b >= self._needed(b, by))
 
     def _nearest(self, tokens: int) -> int:
         return max(1, round(tokens / self.page_size)) * self.page_size

@@ -25,6 +25,9 @@ from vllm_kvretrieval.engine.cpu.advice import all_cores, slow_bfloat16
 BATCH = 4
 """Requests decoded together."""
 
+DTYPE = "float32" if slow_bfloat16() else "bfloat16"
+"""Of weights and KV cache, by default: what this machine computes with at speed."""
+
 _KV_CACHE_BYTES = 4 << 30
 
 
@@ -36,7 +39,7 @@ def open_engine(
     kv_cache_bytes: int = _KV_CACHE_BYTES,
     batch: int = BATCH,
     extension: str = worker_counts.EXTENSION,
-    dtype: str = "float32" if slow_bfloat16() else "bfloat16",
+    dtype: str = DTYPE,
     **options: Any,
 ) -> Iterator[LLM]:
     """Start a vLLM engine and shut it down at the end.
@@ -48,7 +51,7 @@ def open_engine(
         kv_cache_bytes: memory for the KV cache.
         batch: most requests at once.
         extension: what a retrieval engine has as its worker's extension.
-        dtype: of weights and KV cache; by default what this machine computes with at speed.
+        dtype: of weights and KV cache.
         options: further ``kv_retrieval`` options.
     """
     retrieval: dict[str, Any] = {}

@@ -28,6 +28,8 @@ class Method:
         pooling: Over the query heads of a KV head.
         schedule: When pages are selected.
         rerank: Candidates per page selected, scored again by their keys; 0: none.
+        sink_pages, window_pages: Pages always attended to, where the user names none; None: a share
+            of the budget each.
         correction_threshold: A KV head whose query has a lower cosine similarity to the previous
             step's selects before attention. 1 where each step attends to its own selection.
     """
@@ -38,6 +40,8 @@ class Method:
     pooling: Pooling
     schedule: Schedule
     rerank: int
+    sink_pages: int | None
+    window_pages: int | None
     correction_threshold: float
 
     @property
@@ -74,7 +78,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
                     "leave it out."
                 )
         pooling = Pooling.MEAN_SOFTMAX
-        return Method(name, None, page_size, pooling, schedule, 0, DEFAULT_THRESHOLD)
+        return Method(name, None, page_size, pooling, schedule, 0, None, None, DEFAULT_THRESHOLD)
     index = make_index(given.get("index", base.index))
     if index is None:
         raise RetrievalConfigError(
@@ -100,7 +104,8 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
             f"correction_threshold={given['correction_threshold']!r} has no effect with "
             f"schedule={schedule_name!r}; leave it out, or use schedule=speculative."
         )
-    return Method(name, index, entry_tokens, pooling, schedule, rerank, threshold)
+    kept = base.sink_pages, base.window_pages
+    return Method(name, index, entry_tokens, pooling, schedule, rerank, *kept, threshold)
 
 
 def _entry_tokens(value: Any, page_size: int) -> int:

@@ -22,6 +22,7 @@ class Preset:
         schedule: Name in :data:`vllm_kvretrieval.retrieval.schedule.SCHEDULES`.
         rerank: Candidates per page selected, which are scored again by their keys; 0: none.
         page_size: Tokens per page.
+        sink_pages, window_pages: Pages always attended to; None: a share of the budget each.
         dense_layers: Leading layers that keep full attention.
     """
 
@@ -31,12 +32,17 @@ class Preset:
     schedule: str = "every_step"
     rerank: int = 0
     page_size: int = 32
+    sink_pages: int | None = None
+    window_pages: int | None = None
     dense_layers: int = 1
 
 
 OWN = {
     "kvretrieval": Preset(
-        "our own choice: low-rank factors of the keys of a page, at every step", index="low_rank"
+        "our own choice: low-rank factors of the keys of a page, at every step",
+        index="low_rank",
+        sink_pages=1,
+        window_pages=2,
     ),
     "freekv": Preset(
         "FreeKV: speculative retrieval with correction", index="min_max", schedule="speculative"

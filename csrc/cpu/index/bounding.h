@@ -1,4 +1,4 @@
-// Sphere around the keys (ArkVale, section 4.2): centre and radius, with q.centre + |q| radius as an
+// Sphere around the keys (ArkVale): centre and radius, with q.centre + |q| radius as an
 // upper bound of every q.k.
 //
 // Record: mean of the keys [head_size], in the precision of the cache; distance of the farthest key

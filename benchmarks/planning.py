@@ -1,0 +1,206 @@
+"""What an index costs beside the keys and values: bytes, time to select by it, time to build it.
+
+    python -m benchmarks.planning [--context 32768] [--batch 1 4]
+
+The ops alone, over random keys, with as many layers as a model has, so that records come from
+memory and not from a cache. Every round times all indexes one after the other; the figures are
+medians of rounds. Times are per decode step of all layers; building is per token of all layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import RESULTS, Stopwatch, result_header, write_json
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
+from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, cpu
+from vllm_kvretrieval.retrieval.index import Index, make_index
+from vllm_kvretrieval.retrieval.pooling import Pooling
+
+MODULE = "benchmarks.planning"
+PAGE = 32
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One index, and whether its best candidates are scored again by their keys."""
+
+    name: str
+    index: Any
+    rerank: int = 0
+
+
+CASES = (
+    Case("min_max", "min_max"),
+    Case("mean", "mean"),
+    Case("mean_std", "mean_std"),
+    Case("bounding", "bounding"),
+    Case("representative", "representative"),
+    Case("one_bit", "one_bit"),
+    Case("low_rank_4", {"low_rank": {"rank": 4}}),
+    Case("low_rank_8", {"low_rank": {"rank": 8}}),
+    Case("low_rank", "low_rank"),
+    Case("low_rank_rerank", "low_rank", 2),
+    Case("exact", "exact"),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model's attention; SmolLM2-135M's by default."""
+
+    layers: int = 29
+    kv_heads: int = 3
+    group: int = 3
+    head_size: int = 64
+
+
+class Layer:
+    """The KV cache of one layer, and the indexes over it."""
+
+    def __init__(self, shape: Shape, pages: int, batch: int, budget: int, dtype: torch.dtype):
+        self.cache = torch.randn(pages, shape.kv_heads, PAGE, 2 * shape.head_size).to(dtype)
+        self.shape, self.batch, self.budget, self.dtype = shape, batch, budget, dtype
+
+    def chooser(self, case: Case) -> Chooser:
+        """An index of this layer's own, not built yet."""
+        made = make_index(case.index)
+        assert isinstance(made, Index)
+        shape: dict[str, Any] = {
+            "kv_heads": self.shape.kv_heads,
+            "head_size": self.shape.head_size,
+            "dtype": self.dtype,
+        }
+        store = IndexStore.empty(
+            made, pages=len(self.cache), page_size=PAGE, cache=self.cache, **shape
+        )
+        selection = Selection.empty(
+            seats=self.batch, group=self.shape.group, most_selected=self.budget, **shape
+        )
+        return Chooser(
+            store, selection, Pooling.MEAN_SOFTMAX, self.shape.head_size**-0.5, case.rerank
+        )
+
+
+def rows_of(shape: Shape, pages: int, batch: int, budget: Any) -> DecodeRows:
+    """Requests of equal contexts, which select at every step."""
+
+    def each(value: int) -> torch.Tensor:
+        return torch.full((batch,), value, dtype=torch.int32)
+
+    return DecodeRows(
+        block_table=torch.randperm(pages * batch).int().view(batch, pages),
+        seq_lens=each(pages * PAGE),
+        seats=torch.arange(batch, dtype=torch.int32),
+        sink_pages=each(budget.sink),
+        window_pages=each(budget.window),
+        select_pages=each(budget.select),
+        threshold=torch.ones(batch),
+        fresh=torch.zeros(batch, dtype=torch.uint8),
+        corrected=torch.zeros(batch, dtype=torch.int64),
+        page_table=torch.empty(batch * shape.kv_heads, pages, dtype=torch.int32),
+    )
+
+
+def measure(shape: Shape, context: int, batch: int, dtype: torch.dtype, rounds: int) -> list[Any]:
+    """A row per case: microseconds of planning per step, and of building per token."""
+    pages, config = context // PAGE, RetrievalConfig(budget=1024)
+    budget = config.page_budget()
+    rows = rows_of(shape, pages, batch, budget)
+    query = torch.randn(batch, shape.kv_heads * shape.group, shape.head_size).to(dtype)
+    layers = [Layer(shape, pages * batch, batch, budget.select, dtype) for _ in range(shape.layers)]
+    choosers = {case.name: [layer.chooser(case) for layer in layers] for case in CASES}
+    ids = torch.arange(pages * batch, dtype=torch.int32)
+    full = torch.full((len(ids),), PAGE, dtype=torch.int32)
+    building, planning = ({case.name: list[float]() for case in CASES} for _ in range(2))
+    for case in CASES:
+        for chooser in choosers[case.name]:
+            begin = time.perf_counter()
+            cpu.index_pages(ids, full, chooser.store)
+            building[case.name].append(time.perf_counter() - begin)
+    for turn in range(rounds + 1):
+        for case in CASES:
+            if case.name == "exact" and turn > max(1, rounds // 10):
+                continue
+            begin = time.perf_counter()
+            for chooser in choosers[case.name]:
+                cpu.plan_decode(query, rows, chooser)
+            if turn:
+                planning[case.name].append(time.perf_counter() - begin)
+    least = statistics.median(planning["min_max"])
+    found = []
+    for case in CASES:
+        seconds = statistics.median(planning[case.name])
+        store = choosers[case.name][0].store
+        found.append(
+            {
+                "index": case.name,
+                "rerank": case.rerank,
+                "context": context,
+                "batch": batch,
+                "bytes_per_token": store.records.shape[-1] / PAGE,
+                "share": store.records.shape[-1] / (PAGE * 2 * shape.head_size * dtype.itemsize),
+                "planning_us": round(1e6 * seconds, 1),
+                "to_min_max": round(seconds / least, 3),
+                "building_us_per_token": round(
+                    1e6 * statistics.median(building[case.name]) * shape.layers / len(ids) / PAGE, 3
+                ),
+            }
+        )
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text."""
+    lines = [
+        f"{'index':16} {'batch':>5} {'bytes/token':>11} {'of KV':>6} {'planning':>10} "
+        f"{'to min_max':>10} {'building':>12}"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row['index']:16} {row['batch']:5} {row['bytes_per_token']:11.1f} "
+            f"{row['share']:6.1%} {row['planning_us']:7.0f} us {row['to_min_max']:9.2f}x "
+            f"{row['building_us_per_token']:7.2f} us/tok"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit status."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+    parser.add_argument("--context", type=int, default=32768, metavar="TOKENS")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], metavar="N")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32" if slow_bfloat16() else "bfloat16"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "planning.json", metavar="FILE")
+    args = parser.parse_args(arguments)
+    clock, shape, found = Stopwatch(), Shape(), []
+    for batch in args.batch:
+        print(f"[{clock}] {args.context} tokens, batch {batch}", flush=True)
+        found += measure(shape, args.context, batch, DTYPES[args.dtype], args.rounds)
+    settings = {
+        "dtype": args.dtype,
+        "isa": cpu.isa(),
+        "threads": torch.get_num_threads(),
+        **vars(shape),
+    }
+    write_json(args.out, {**result_header(MODULE), "settings": settings, "rows": found})
+    print(f"{table(found)}\n{settings}\nresults: {args.out}  time: {clock}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
