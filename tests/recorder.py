@@ -7,7 +7,7 @@ index, no state tensors, requests told apart by their ids. It shares no code wit
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,7 +17,8 @@ SIGMAS = 5
 """Standard deviations of the sum of many roundings that are taken for its bound."""
 
 
-class Method(NamedTuple):
+@dataclass(frozen=True)
+class Method:
     """What a request's method is said to be."""
 
     index: str = "min_max"

@@ -3,7 +3,7 @@
 Queries, keys and values are those of a real model in a real run (``tests/recorder.py``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ def methods_of(summary_size: int) -> dict[str, Method]:
     kinds = {f"by {index}": Method(index) for index in INDEXES if index not in PENDING}
     kinds |= {f"by {p}": Method(pooling=p) for p in POOLINGS if p != Method().pooling}
     kinds |= {"reranked": Method("mean", rerank=2), OWN: Method()}
-    return {name: m._replace(entry_tokens=summary_size, rank=rank) for name, m in kinds.items()}
+    return {name: replace(m, entry_tokens=summary_size, rank=rank) for name, m in kinds.items()}
 
 
 def options_of(method: Method) -> dict[str, Any]:
