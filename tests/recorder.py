@@ -1,6 +1,6 @@
 """A worker extension that records what the layers saw and checks it against an oracle.
 
-The oracle is written from the paper alone: raw keys and values as the model produced them, no page
+The oracle is written from the papers alone: raw keys and values as the model produced them, no page
 index, no state tensors, requests told apart by their ids. It shares no code with the package.
 """
 
@@ -11,6 +11,22 @@ from typing import Any
 
 import torch
 
+ROUNDING = 1e-5
+"""How far scores may be off that are computed in float32, in units of ``q.k * scale``."""
+SIGMAS = 5
+"""Standard deviations of the sum of many roundings that are taken for its bound."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a request's method is said to be."""
+
+    index: str = "min_max"
+    pooling: str = "mean_softmax"
+    entry_tokens: int = 32
+    rerank: int = 0
+    rank: int = 8
+
 
 @dataclass
 class Step:
@@ -18,6 +34,7 @@ class Step:
 
     request: str
     layer: str
+    method: str
     length: int
     pages: list[int]  # page ids of the context, in order
     query: torch.Tensor  # [kv_heads, group, d]
@@ -29,53 +46,82 @@ class Step:
     values: torch.Tensor
 
 
-def bounds(query, keys):
+# ------------------------------------------------------------------------------------- scores
+# Each gives, of queries [group, d] (times the softmax scale) and the keys of n entries,
+# [n, tokens, d], the scores [group, n]; and how far a served score may be off, besides ROUNDING,
+# for what the record of an entry is kept in: elements of `dtype`, unless the index has its own.
+
+
+def bounds(query, keys, method, dtype):
     """FreeKV, section 3.2, and Quest: relu(q) @ kmax.T + min(q, 0) @ kmin.T."""
-    return query.clamp(min=0) @ keys.amax(1).T + query.clamp(max=0) @ keys.amin(1).T
+    return query.clamp(min=0) @ keys.amax(1).T + query.clamp(max=0) @ keys.amin(1).T, 0.0
 
 
-def spread(query, keys):
+def mean(query, keys, method, dtype):
+    return query @ keys.mean(1).T, rounded(query, keys.mean(1), dtype)
+
+
+def spread(query, keys, method, dtype):
     """The mean, and one standard deviation in each channel's favour."""
-    return query @ keys.mean(1).T + query.abs() @ keys.std(1, correction=0).T
+    centre, width = keys.mean(1), keys.std(1, correction=0)
+    off = rounded(query, centre, dtype) + rounded(query, width, dtype)
+    return query @ centre.T + query.abs() @ width.T, off
 
 
-def sphere(query, keys):
+def sphere(query, keys, method, dtype):
     """ArkVale: the best key that the smallest sphere around the mean may hold."""
     centre = keys.mean(1, keepdim=True)
     radius = (keys - centre).norm(dim=-1).amax(-1)
-    return query @ centre[:, 0].T + query.norm(dim=-1, keepdim=True) * radius
+    scores = query @ centre[:, 0].T + query.norm(dim=-1, keepdim=True) * radius
+    return scores, rounded(query, centre[:, 0], dtype)
 
 
-def farthest(query, keys):
+def farthest(query, keys, method, dtype):
     """InfLLM: the mean score of four representative keys, here those farthest from the mean."""
     order = (keys - keys.mean(1, keepdim=True)).norm(dim=-1).argsort(-1, descending=True)
     chosen = torch.stack([k[o[:4]] for k, o in zip(keys, order, strict=True)])
-    return (query @ chosen.transpose(1, 2)).mean(-1).T
+    scores = (query @ chosen.transpose(1, 2)).mean(-1).T
+    return scores, rounded(query, chosen.mean(1), dtype)
 
 
-def one_bit(query, keys):
+def one_bit(query, keys, method, dtype):
     """FIER, section 3.2: keys rounded to the minimum or the maximum of their channel."""
     low, high = keys.amin(1, keepdim=True), keys.amax(1, keepdim=True)
-    rounded = torch.where(keys - low > high - keys, high, low)
-    return mass(query, rounded)
+    return mass(query, torch.where(keys - low > high - keys, high, low), method, dtype)
 
 
-def low_rank(query, keys):
-    """Keys of the best rank that the index has, unquantised."""
-    mean = keys.mean(1, keepdim=True)
-    u, s, v = torch.linalg.svd(keys - mean, full_matrices=False)
-    rank = LowRank().rank
-    return mass(query, mean + u[..., :rank] * s[:, None, :rank] @ v[:, :rank])
+def low_rank(query, keys, method, dtype):
+    """Keys of the best rank that the index has, unquantised.
+
+    Served are a mean and coefficients of 8 bits, and directions of 4: of each value at most half a
+    step off, which is uniform noise of a variance of step**2 / 12.
+    """
+    centre = keys.mean(1, keepdim=True)
+    u, s, v = torch.linalg.svd(keys - centre, full_matrices=False)
+    along, directions = (u * s[:, None])[..., : method.rank], v[:, : method.rank]
+    tokens = query @ (centre + along @ directions).transpose(1, 2)  # [n, group, tokens]
+    norm = query.square().sum(-1)[None, :, None]
+    steps = directions.abs().amax(-1) / 7, along.abs().amax(1) / 127, centre.abs().amax(-1) / 127
+    variance = norm * (along.square() @ steps[0].square()[..., None]).transpose(1, 2)
+    across = (query @ directions.transpose(1, 2)).square() @ steps[1].square()[..., None]
+    variance = (variance + across + norm * steps[2][..., None].square()) / 12
+    off = (torch.softmax(tokens, -1) * SIGMAS * variance.sqrt()).sum(-1)
+    return tokens.logsumexp(-1).T, off.T
 
 
-def mass(query, keys):
+def mass(query, keys, method, dtype):
     """Logarithm of the attention that the keys get."""
-    return torch.logsumexp(query @ keys.transpose(1, 2), -1).T
+    return torch.logsumexp(query @ keys.transpose(1, 2), -1).T, 0.0
+
+
+def rounded(query, values, dtype):
+    """How far products are off where values are rounded to ``dtype``."""
+    return query.abs() @ values.abs().T * torch.finfo(dtype).eps / 2
 
 
 INDEXES = {
     "min_max": bounds,
-    "mean": lambda query, keys: query @ keys.mean(1).T,
+    "mean": mean,
     "mean_std": spread,
     "bounding": sphere,
     "representative": farthest,
@@ -85,80 +131,143 @@ INDEXES = {
 }
 
 
+# ------------------------------------------------------------------------------------ pooling
+# Of scores [group, entries], less what `NORMS` gives of all of them, [group, 1], one score per
+# page; the exponential poolings give its logarithm.
+
+NORMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "mean_softmax": lambda scores: scores.logsumexp(-1, keepdim=True),  # FreeKV, section 3.2
+    "relative": lambda scores: scores.amax(-1, keepdim=True),  # to each head's best entry
+    "max": lambda scores: 0,
+    "sum": lambda scores: 0,
+}
+
+
 def by_page(scores, parts, reduce):
     return torch.stack([reduce(page) for page in scores.split(parts, -1)], -1)
 
 
-def mean_softmax(scores, parts):
-    """FreeKV, section 3.2."""
-    return by_page(torch.softmax(scores, -1).mean(0), parts, torch.sum)
-
-
-def relative(scores, parts):
-    """Each head's mass, relative to its best entry."""
-    return by_page((scores - scores.amax(-1, keepdim=True)).exp().sum(0), parts, torch.sum)
+def added_up(scores, parts):
+    return by_page(scores.exp().sum(0), parts, lambda page: page.sum(-1)).log()
 
 
 POOLINGS = {
-    "mean_softmax": mean_softmax,
-    "relative": relative,
-    "max": lambda scores, parts: by_page(scores.amax(0), parts, torch.amax),
-    "sum": lambda scores, parts: by_page(scores.sum(0), parts, torch.amax),
+    "mean_softmax": added_up,
+    "relative": added_up,
+    "max": lambda scores, parts: by_page(scores.amax(0), parts, lambda page: page.amax(-1)),
+    "sum": lambda scores, parts: by_page(scores.sum(0), parts, lambda page: page.amax(-1)),
 }
 
 
 @dataclass
-class Oracle:
-    """What FreeKV's algorithm attends to, request by request, with any index and pooling.
+class Choice:
+    """What one KV head may select at a step, among the pages between sink and window.
 
-    ``score`` gives [group, entries] of queries [group, d] (times the softmax scale) and the keys of
-    entries, [n, tokens, d]; ``pool`` makes the scores of pages of them, given the entries per page.
+    A page that is certainly a candidate, and certainly better than one that was selected, has to be
+    selected. Scores are certain up to ``off``, both ways.
     """
 
+    best: set[int]
+    scores: torch.Tensor
+    off: torch.Tensor
+    possible: torch.Tensor  # bool; may be a candidate
+    certain: torch.Tensor  # bool; must be one
+
+    def explains(self, selected: set[int]) -> bool:
+        """Whether exactly these are selected up to rounding."""
+        inside = torch.zeros(len(self.scores), dtype=torch.bool)
+        inside[list(selected)] = True
+        others = self.certain & ~inside
+        if len(selected) != len(self.best) or not self.possible[inside].all():
+            return False
+        least = (self.scores + self.off)[inside].min()
+        return not others.any() or bool((self.scores - self.off)[others].max() <= least)
+
+
+@dataclass
+class Oracle:
+    """What an algorithm attends to, request by request: FreeKV's, with any index and pooling."""
+
+    method: Method
     page_size: int
-    entry_tokens: int
     scale: float
-    score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    pool: Callable[[torch.Tensor, int], torch.Tensor]
-    previous: dict[tuple[str, str], Step] = field(default_factory=dict)
-    chosen: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict)
+    dtype: torch.dtype  # of the KV cache
+    previous: dict[tuple[str, str], tuple[Step, list[Choice]]] = field(default_factory=dict)
 
-    def scores(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """[pages]; unfinished entries count for FreeKV's bounds alone."""
-        parts = keys.split(self.entry_tokens)
-        if self.score is not INDEXES["min_max"]:
-            parts = [part for part in parts if len(part) == self.entry_tokens]
-        scores = torch.cat([self.score(query * self.scale, part[None]) for part in parts], 1)
-        return self.pool(scores, self.page_size // self.entry_tokens)
+    def choose(self, query: torch.Tensor, keys: torch.Tensor, budget: tuple[int, int, int]):
+        """The :class:`Choice` for queries [group, d] and the keys of a context, [length, d]."""
+        (sink, window, select), method = budget, self.method
+        query, size = query * self.scale, method.entry_tokens
+        end = -(-len(keys) // self.page_size) - window
+        # Of unfinished entries, which lie in the window, there are bounds alone.
+        scores, off = self._entries(method.index, query, keys, method.index == "min_max")
+        norms = NORMS[method.pooling](scores)
+        parts = self.page_size // size
+        pooled, off = self._pool(scores - norms, off, parts, norms)
+        pooled, off = pooled[sink:end], off[sink:end]
+        everything = torch.ones(len(pooled), dtype=torch.bool)
+        count = select * method.rerank
+        if not method.rerank or count >= len(pooled):
+            possible = certain = everything
+        else:
+            edges = pooled.sort(descending=True).values[count - 1 : count + 1]
+            possible = pooled + off >= (edges[0] - off.max())
+            certain = pooled - off > (edges[1] + off.max())
+        if method.rerank:
+            scores, off = self._entries("exact", query, keys[: end * self.page_size], False)
+            first = pooled
+            pooled, off = self._pool(scores - norms, off, parts, norms)
+            pooled, off = pooled[sink:end], off[sink:end]
+            order = first.argsort(descending=True)[:count]
+            best = order[pooled[order].argsort(descending=True)[:select]]
+        else:
+            best = pooled.argsort(descending=True)[:select]
+        return Choice(set(best.tolist()), pooled, off, possible, certain)
 
-    def expect(self, step: Step) -> tuple[list[list[int]], list[bool], list[float]]:
-        """Per KV head: pages to attend to, whether corrected, and how clear the selection is.
+    def _entries(self, index, query, keys, unfinished):
+        """float64 [group, entries] of scores, and how far they may be off."""
+        size, score = self.method.entry_tokens, INDEXES[index]
+        whole = len(keys) // size * size
+        parts = [keys[:whole].unflatten(0, (-1, size))]
+        parts += [keys[None, whole:]] if unfinished and whole < len(keys) else []
+        scored = [score(query, part, self.method, self.dtype) for part in parts]
+        scores = torch.cat([scores.double() for scores, _ in scored], 1)
+        off = torch.cat([(0 * scores + off).double() for scores, off in scored], 1)
+        return scores, off + ROUNDING
 
-        The margin is the relative distance between the last page chosen and the first one not.
+    def _pool(self, scores, off, parts, norms):
+        """[pages]; a pooled score is off by no more than the entries that it is of.
+
+        And, where each head's part of its own total counts, by what that is off.
         """
+        pooled = POOLINGS[self.method.pooling](scores, parts)
+        if self.method.pooling == "sum":
+            return pooled, by_page(off.sum(0), parts, lambda page: page.amax(-1))
+        most = by_page(off.amax(0), parts, lambda page: page.amax(-1))
+        if self.method.pooling == "max":
+            return pooled, most
+        return pooled, most + (off * torch.softmax(scores, -1)).sum(-1).max()
+
+    def expect(self, step: Step) -> tuple[list[Choice], list[bool]]:
+        """Per KV head: what it attends to between sink and window, and whether it is corrected."""
         key = (step.request, step.layer)
-        before = self.previous.get(key)
+        before, kept = self.previous.get(key, (None, []))
         continues = before is not None and before.length == step.length - 1
-        sink, window, select = step.budget
-        count = len(step.pages)
-        attended, corrected, margins, chosen = [], [], [], []
+        choices = [
+            self.choose(query, keys, step.budget)
+            for query, keys in zip(step.query, step.keys, strict=True)
+        ]
+        expected, corrected = [], []
         for head, query in enumerate(step.query):
-            scores = self.scores(query, step.keys[head])[sink : count - window]
-            order = scores.argsort(descending=True)
-            ours = sorted((order[:select] + sink).tolist())
-            edge = scores[order[select - 1 : select + 1]]
-            margins.append(float((edge[0] - edge[1]) / edge[0].abs()))
             turned = not continues
             if before is not None and continues:
                 old = before.query[head]
                 cosine = (query * old).sum(-1) / (query.norm(dim=-1) * old.norm(dim=-1))
                 turned = bool(cosine.mean() < step.tau) or step.tau >= 1
             corrected.append(turned)
-            middle = ours if turned else self.chosen[key][head]
-            attended.append([*range(sink), *middle, *range(count - window, count)])
-            chosen.append(ours)
-        self.previous[key], self.chosen[key] = step, chosen
-        return attended, corrected, margins
+            expected.append(choices[head] if turned else kept[head])
+        self.previous[key] = step, choices
+        return expected, corrected
 
     def attention(self, step: Step, head: int) -> torch.Tensor:
         """[group, d]; softmax attention over exactly the tokens of the pages attended to."""
@@ -173,14 +282,14 @@ class RecordingWorker:
     """Mixed into the worker by vLLM (``worker_extension_cls``)."""
 
     retrieval_layers: dict[str, Any]
+    retrieval_config: Any
     model_runner: Any
-    summary_size: int
     _steps: list[Step]
     _written: defaultdict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
 
-    def start_recording(self, layer_indices, summary_size):
+    def start_recording(self, layer_indices):
         """Record the given retrieval layers (counted among retrieval layers) afresh."""
-        self._steps, self.summary_size = [], summary_size
+        self._steps = []
         if hasattr(self, "_written"):  # installed already; what was written before stays cached
             return
         self._written = defaultdict(dict)
@@ -197,15 +306,17 @@ class RecordingWorker:
                 tokens[slot] = (key[t].float(), value[t].float())
             return write(layer, key, value, kv_cache, slot_mapping)
 
-        def attend_to_pages(query, output, plan, state):
-            attend(query, output, plan, state)
-            self._steps += self._rows(name, query, output, plan, state, tokens)
+        def attend_to_pages(query, output, plan, chooser):
+            attend(query, output, plan, chooser)
+            self._steps += self._rows(name, query, output, plan, chooser, tokens)
 
         impl.do_kv_cache_update, impl._attend_to_pages = do_kv_cache_update, attend_to_pages
 
-    def _rows(self, name, query, output, plan, state, tokens):
-        rows, heads, size = plan.rows, state.kv_heads, state.page_size
-        for r, request in enumerate(self.model_runner.input_batch.req_ids[: len(rows)]):
+    def _rows(self, name, query, output, plan, chooser, tokens):
+        rows, heads, size = plan.rows, chooser.store.kv_heads, chooser.store.page_size
+        places = range(len(rows)) if plan.index is None else plan.index.tolist()
+        method = list(self.retrieval_config.methods)[plan.method]
+        for r, place in enumerate(places):
             if rows.select_pages[r] < 0:
                 continue
             length = int(rows.seq_lens[r])
@@ -223,45 +334,59 @@ class RecordingWorker:
                 entries = rows.page_table[r * heads + head, : sum(budget)].tolist()
                 assert all(e % heads == head for e in entries), "pages of another head"
                 attended.append([position[e // heads] for e in entries])
-            shape = (heads, state.group, state.head_size)
+            shape = (heads, chooser.group, chooser.store.head_size)
             yield Step(
-                request, name, length, pages, query[r].float().reshape(shape).clone(), attended,
-                output[r].float().reshape(shape).clone(), float(rows.threshold[r]), budget, keys,
-                values,
+                self.model_runner.input_batch.req_ids[place], name, method, length, pages,
+                query[place].float().reshape(shape).clone(), attended,
+                output[place].float().reshape(shape).clone(), float(rows.threshold[r]), budget,
+                keys, values,
             )  # fmt: skip
 
-    def check_recording(self):
-        """Compare every recorded step with the oracle.
+    def check_recording(self, methods):
+        """Compare every recorded step with the oracle of its method.
 
-        Returns a summary: steps, heads compared, heads corrected, selections that differ although
-        the margin is clear, near-ties skipped, and the largest error of attention relative to the
-        largest value.
+        Args:
+            methods: What the engine's methods are said to be, by name.
+
+        Returns:
+            By the name of the method, a summary: steps, heads compared, heads corrected, selections
+            that differ although rounding does not explain it, those that it explains, pages
+            selected, those of them that the oracle selects, requests that began a page, and the
+            largest error of attention relative to the largest value.
         """
         impl = next(iter(self.retrieval_layers.values()))
-        oracle = Oracle(impl.state.page_size, self.summary_size, impl.scale)
-        summary = dict.fromkeys(
-            ("steps", "heads", "corrected", "differ", "near_ties", "page_moves"), 0
-        )
-        worst = 0.0
-        unclear: set[tuple[str, str, int]] = (
-            set()
-        )  # (request, layer, head) whose last choice was a near-tie
+        store = impl.choosers[0].store
+        oracles = {
+            name: Oracle(method, store.page_size, impl.scale, store.dtype)
+            for name, method in methods.items()
+        }
+        summaries: dict[str, dict[str, Any]] = {}
         lengths = defaultdict(set)
         for step in self._steps:
-            expected, corrected, margins = oracle.expect(step)
+            summary = summaries.setdefault(step.method, defaultdict(int))
+            oracle = oracles[step.method]
+            expected, corrected = oracle.expect(step)
             summary["steps"] += 1
-            lengths[step.request].add(step.length)
-            for head, pages in enumerate(expected):
-                key = (step.request, step.layer, head)
-                close = margins[head] < 1e-5 if corrected[head] else key in unclear
-                (unclear.add if margins[head] < 1e-5 else unclear.discard)(key)
+            lengths[step.method, step.request].add(step.length)
+            sink, window, select = step.budget
+            count = len(step.pages)
+            fixed = [*range(sink), *range(count - window, count)]
+            for head, choice in enumerate(expected):
+                attended = step.attended[head]
+                middle = attended[sink : sink + select]
+                selected = {page - sink for page in middle}
+                same = selected == choice.best
+                explained = attended == sorted(fixed + middle) and choice.explains(selected)
                 summary["heads"] += 1
                 summary["corrected"] += corrected[head]
-                summary["near_ties"] += close
-                summary["differ"] += not close and pages != step.attended[head]
+                summary["near_ties"] += explained and not same
+                summary["differ"] += not explained
+                summary["pages"] += select
+                summary["agree"] += len(selected & choice.best)
                 error = (oracle.attention(step, head) - step.output[head]).abs().max()
-                worst = max(worst, float(error / step.values[head].abs().max()))
-        summary["page_moves"] = sum(
-            any(length % impl.state.page_size == 1 for length in seen) for seen in lengths.values()
-        )
-        return {**summary, "worst_error": worst}
+                error = float(error / step.values[head].abs().max())
+                summary["worst_error"] = max(summary["worst_error"], error)
+        for (method, _), seen in lengths.items():
+            moved = any(length % store.page_size == 1 for length in seen)
+            summaries[method]["page_moves"] += moved
+        return {name: dict(summary) for name, summary in summaries.items()}

@@ -1,82 +1,146 @@
-"""What the engine attends to, against an independent implementation of the paper's algorithm.
+"""What the engine attends to, against an independent implementation of the papers' algorithms.
 
 Queries, keys and values are those of a real model in a real run (``tests/recorder.py``).
 """
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import pytest
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 
 from benchmarks.texts import emma
 from tests.engine import checkpoint, engine
+from tests.recorder import INDEXES, POOLINGS, Method
 
 STEPS = 40  # crosses a page boundary at least once
 LAYERS = (0, 14, 28)
+OWN = "freekv"
+PENDING = {"low_rank"}
+
+
+def methods_of(summary_size: int) -> dict[str, Method]:
+    """One for every index and for every pooling; those of softmax are freekv's.
+
+    With every pooling as with every index, pages are selected anew at each step.
+    """
+    rank = min(8, summary_size // 2)
+    kinds = {f"by {index}": Method(index) for index in INDEXES if index not in PENDING}
+    kinds |= {f"by {p}": Method(pooling=p) for p in POOLINGS if p != Method().pooling}
+    kinds |= {"reranked": Method("mean", rerank=2), OWN: Method()}
+    return {name: replace(m, entry_tokens=summary_size, rank=rank) for name, m in kinds.items()}
+
+
+def options_of(method: Method) -> dict[str, Any]:
+    """What makes it, as a user writes it."""
+    index: Any = {"low_rank": {"rank": method.rank}} if method.index == "low_rank" else method.index
+    options = {"index": index, "pooling": method.pooling, "rerank": method.rerank}
+    return options | {"schedule": "every_step"}
+
+
+@dataclass
+class Served:
+    """An engine, what its methods are said to be, and the tokens of a page."""
+
+    llm: LLM
+    methods: dict[str, Method]
+    page_size: int
 
 
 @pytest.fixture(scope="module", params=[(32, 32), (16, 8)], ids=str)
 def served(request):
     """The size of summaries comes with it: a page's, as in the paper, or less."""
     page_size, summary_size = request.param
+    methods = methods_of(summary_size)
     options = {"budget": 512, "sink": 64, "window": 128, "correction_threshold": 0.9}
     options |= {"page_size": page_size, "summary_size": summary_size}
+    also = {name: options_of(method) for name, method in methods.items() if name != OWN}
     with engine(
         checkpoint("SmolLM2-135M-Instruct"),
-        attention_backend="freekv",
-        additional_config={"kv_retrieval": options},
+        attention_backend=OWN,
+        additional_config={"kv_retrieval": options | {"also": also}},
         worker_extension_cls="tests.recorder.RecordingWorker",
         max_model_len=4096,
-        max_num_seqs=4,
+        max_num_seqs=len(methods) + 1,
         enforce_eager=True,
     ) as llm:
-        yield llm, summary_size
+        yield Served(llm, methods, page_size)
 
 
-def run(served, requests):
-    """Run (number of words, per-request options) pairs together, recorded; return the summary."""
-    llm, summary_size = served
+def run(served, requests, steps=STEPS):
+    """Run (first word, words, per-request options) together, recorded; summaries by method."""
     words = emma().split()
-    llm.collective_rpc("start_recording", args=(LAYERS, summary_size))
-    prompts = [" ".join(words[1000 * i : 1000 * i + n]) for i, (n, _) in enumerate(requests)]
+    served.llm.collective_rpc("start_recording", args=(LAYERS,))
+    prompts = [" ".join(words[first : first + count]) for first, count, _ in requests]
     params = [
         SamplingParams(
             temperature=0,
-            max_tokens=STEPS,
+            max_tokens=steps,
             ignore_eos=True,
             extra_args={"kv_retrieval": options},
         )
-        for _, options in requests
+        for *_, options in requests
     ]
-    llm.generate(prompts, params, use_tqdm=False)
-    (summary,) = llm.collective_rpc("check_recording")
-    return summary
+    served.llm.generate(prompts, params, use_tqdm=False)
+    (summaries,) = served.llm.collective_rpc("check_recording", args=(served.methods,))
+    return summaries
 
 
-def assert_equal_to_oracle(summary, requests):
+def assert_equal_to_oracle(summary, requests, steps=STEPS):
     # The first token comes from prefill; all others from sparse decode steps.
-    assert summary["steps"] == requests * (STEPS - 1) * len(LAYERS)
+    assert summary["steps"] == requests * (steps - 1) * len(LAYERS)
     assert summary["heads"] == summary["steps"] * 3
     assert summary["differ"] == 0
-    assert summary["near_ties"] < summary["heads"] * 0.01
     # Outputs are rounded to bf16, and so are the probabilities inside vLLM's kernel.
     assert summary["worst_error"] < 2**-7
+
+
+def assert_nothing_left_to_rounding(summary):
+    assert summary["near_ties"] < summary["heads"] * 0.01
     assert summary["page_moves"] > 0, "a page boundary was crossed"
 
 
 def test_speculation_and_correction(served):
     """Requests of different lengths, budgets and thresholds in one batch."""
-    requests = [(700, {}), (1500, {"budget": 256}), (2300, {"correction_threshold": 0.95})]
-    summary = run(served, requests)
+    requests = [
+        (0, 700, {}),
+        (1000, 1500, {"budget": 256}),
+        (2000, 2300, {"correction_threshold": 0.95}),
+    ]
+    summary = run(served, requests)[OWN]
     assert_equal_to_oracle(summary, len(requests))
+    assert_nothing_left_to_rounding(summary)
     assert 0.05 < summary["corrected"] / summary["heads"] < 0.95, "both were exercised"
 
 
 def test_threshold_of_one_selects_at_every_step(served):
-    summary = run(served, [(1200, {"correction_threshold": 1.0})])
+    summary = run(served, [(0, 1200, {"correction_threshold": 1.0})])[OWN]
     assert_equal_to_oracle(summary, 1)
+    assert_nothing_left_to_rounding(summary)
     assert summary["corrected"] == summary["heads"]
 
 
 def test_threshold_of_minus_one_is_pure_reuse(served):
-    summary = run(served, [(1200, {"correction_threshold": -1.0})])
+    summary = run(served, [(0, 1200, {"correction_threshold": -1.0})])[OWN]
     assert_equal_to_oracle(summary, 1)
+    assert_nothing_left_to_rounding(summary)
     assert summary["corrected"] == 3 * len(LAYERS), "a request's first decode step corrects"
+
+
+def test_every_index_and_every_pooling(served):
+    """One request of each method, all in one batch, over beginnings of one text.
+
+    So each reads pages that another has written, and by another index.
+    """
+    steps = 16
+    requests = [(2000, 1600 - 40 * i, {"method": name}) for i, name in enumerate(served.methods)]
+    summaries = run(served, requests, steps)
+    assert summaries.keys() == served.methods.keys()
+    for name, summary in summaries.items():
+        assert_equal_to_oracle(summary, 1, steps)
+        agreement = 0.9 if name == "by low_rank" else 0.99
+        assert summary["agree"] > agreement * summary["pages"], name
+        if name != OWN:
+            assert summary["corrected"] == summary["heads"], name
+    moves = sum(summary["page_moves"] for summary in summaries.values())
+    assert moves >= 2, "page boundaries were crossed"

@@ -57,6 +57,14 @@ def stage_pages(
     head_size: int,
     element_size: int,
 ) -> None: ...
+def check_plan(
+    query: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    torch_dtype: torch.dtype,
+    rows: DecodeRows,
+    chooser: Chooser,
+) -> None: ...
 def plan_decode(
     query: int,
     shape: tuple[int, ...],

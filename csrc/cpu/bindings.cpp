@@ -64,6 +64,15 @@ struct Vectors {
   }
 };
 
+void check_plan(const Vectors& query, const kvr::DecodeRows& rows, const Chooser& chooser) {
+  const kvr::Index& index = chooser.index;
+  query.check("query", rows.rows, index.kv_heads * chooser.group, index.head_size,
+              chooser.torch_dtype);
+  kvr::check_rows(rows, chooser.seats, index.kv_heads, index.page_size);
+  kvr::check_selection(rows, chooser);
+  kvr::check_scoring(rows, index);
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -149,16 +158,19 @@ NB_MODULE(_cpu, m) {
       },
       nb::call_guard<nb::gil_scoped_release>());
 
+  m.def("check_plan",
+        [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,
+           const kvr::DecodeRows& rows, const Chooser& chooser) {
+          check_plan({queries, shape, strides, torch_dtype}, rows, chooser);
+        },
+        "Raises what plan_decode would.");
+
   m.def("plan_decode",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,
            const kvr::DecodeRows& rows, const Chooser& chooser, uintptr_t scores,
            int64_t score_stride) {
           const Vectors query{queries, shape, strides, torch_dtype};
-          const kvr::Index& index = chooser.index;
-          query.check("query", rows.rows, index.kv_heads * chooser.group, index.head_size,
-                      chooser.torch_dtype);
-          kvr::check_rows(rows, chooser.seats, index.kv_heads, index.page_size);
-          kvr::check_selection(rows, chooser);
+          check_plan(query, rows, chooser);
           const kvr::DecodePlan plan{rows,           chooser,          at<void>(queries),
                                      query.stride(), at<float>(scores), score_stride};
           const nb::gil_scoped_release release;

@@ -67,6 +67,12 @@ static void update_run(const IndexUpdate& u, const Run& run) {
   }
 }
 
+// Whether records are built here: exact has none, and an index without kernels builds its own.
+template <class E>
+static bool builds(const Index& index) {
+  return index.record_bytes > 0 && build_fn_of<E>(index.kind) != nullptr;
+}
+
 // The keys that have just been written are in the cache: so are those of all entries they complete.
 static std::vector<int64_t>& find_completed(const IndexUpdate& u) {
   thread_local std::vector<int64_t> completed;
@@ -101,7 +107,7 @@ template <class E>
 static void update_index_of(const IndexUpdate& u) {
   if (u.index.kind != IndexKind::kMinMax) {
     const std::vector<int64_t>& completed = find_completed(u);
-    if (build_fn_of<E>(u.index.kind) != nullptr) build_entries<E>(u.index, completed);
+    if (builds<E>(u.index)) build_entries<E>(u.index, completed);
     return;
   }
   const std::vector<Run>& runs = find_runs(u);
@@ -221,7 +227,7 @@ template <class E>
 static void index_page(const PageIndexing& p, int64_t i, int head) {
   const Index& index = p.index;
   if (index.kind == IndexKind::kMinMax) return bound_page<E>(p, i, head);
-  if (build_fn_of<E>(index.kind) == nullptr) return;
+  if (!builds<E>(index)) return;
   const int64_t first = int64_t(p.pages[i]) * index.parts();
   for (int part = 0; part < p.lengths[i] / index.entry_tokens; ++part)
     build_entry<E>(index, first + part, head);

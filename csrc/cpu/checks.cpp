@@ -58,6 +58,15 @@ void check_selection(const DecodeRows& rows, const Chooser& chooser) {
                   "that the selection holds");
 }
 
+void check_scoring(const DecodeRows& rows, const Index& index) {
+  for (int r = 0; r < rows.rows; ++r) {
+    if (rows.select_pages[r] <= 0) continue;
+    const std::string pages = std::to_string(rows.select_pages[r]) + " pages are to be selected";
+    if (rows.window_pages[r] < 1) refuse(r, {pages, "beside a window that lacks the tail page"});
+    if (index.kind == IndexKind::kNone) refuse(r, {pages, "by no index"});
+  }
+}
+
 void check_pages(const PageIndexing& p) {
   const int64_t pages = p.index.pages();
   for (int64_t i = 0; i < p.num_pages; ++i)

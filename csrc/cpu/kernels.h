@@ -47,7 +47,8 @@ enum class IndexKind : int32_t {
   kLowRank = 6,
   kExact = 7,
   kOutside = 8,                  // scored and built by its owner
-  kCount = 9,
+  kNone = 9,
+  kCount = 10,
 };
 
 // How the scores of a KV head's query heads become one; pooling.h.

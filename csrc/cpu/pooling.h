@@ -25,6 +25,9 @@ inline bool is_raw(Pooling pooling) {
   return pooling == Pooling::kMax || pooling == Pooling::kSum;
 }
 
+// The higher one, or what is no number.
+inline float higher(float a, float b) { return a > b || a != a ? a : b; }
+
 inline float highest_of(const float* scores, int padded) {
   Floats top = load_as<Floats>(scores);
   for (int j = kWidth; j < padded; j += kWidth) top = max(top, load_as<Floats>(scores + j));
@@ -66,7 +69,7 @@ inline void pool_raw(float* scores, int64_t stride, int group, int n, bool highe
   for (int g = 1; g < group; ++g)
     for (int j = 0; j < n; ++j) {
       const float score = scores[g * stride + j];
-      scores[j] = highest ? std::max(scores[j], score) : scores[j] + score;
+      scores[j] = highest ? higher(scores[j], score) : scores[j] + score;
     }
 }
 
@@ -75,7 +78,7 @@ inline void pool_parts(float* scores, int n, int parts, bool highest) {
   for (int j = 0; j * parts < n; ++j) {
     float total = scores[j * parts];
     for (int i = j * parts + 1; i < std::min(n, (j + 1) * parts); ++i)
-      total = highest ? std::max(total, scores[i]) : total + scores[i];
+      total = highest ? higher(total, scores[i]) : total + scores[i];
     scores[j] = total;
   }
 }
@@ -88,9 +91,9 @@ inline float pooled(Pooling pooling, const float* scores, int parts, int group, 
       float pool = scores[part];
       for (int g = 1; g < group; ++g) {
         const float score = scores[g * parts + part];
-        pool = pooling == Pooling::kMax ? std::max(pool, score) : pool + score;
+        pool = pooling == Pooling::kMax ? higher(pool, score) : pool + score;
       }
-      best = std::max(best, pool);
+      best = higher(best, pool);
     }
     return best;
   }

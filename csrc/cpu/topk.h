@@ -26,13 +26,14 @@ inline int count_at_least(const float* values, int n, int32_t floor) {
   return count;
 }
 
-// values[0..n) -> what orders like them by bit pattern, negative ones too. No number counts least.
+// values[0..n) -> what orders like them by bit pattern, negative ones too: zeros are equal, whatever
+// their signs, and no number counts least.
 inline void to_ordered(float* values, int n) {
   for (int j = 0; j < n; ++j) {
     int32_t bits;
     std::memcpy(&bits, values + j, 4);
     if (values[j] != values[j]) bits = std::numeric_limits<int32_t>::min();
-    else if (bits < 0) bits ^= std::numeric_limits<int32_t>::max();
+    else if (bits < 0) bits = -(bits & std::numeric_limits<int32_t>::max());
     std::memcpy(values + j, &bits, 4);
   }
 }

@@ -28,7 +28,7 @@ KINDS = {
     )
 }
 """Indexes with kernels (IndexKind in csrc/cpu/kernels.h); others serve by their own methods."""
-OUTSIDE = len(KINDS)
+OUTSIDE, NONE = len(KINDS), len(KINDS) + 1
 LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1}
 """How vLLM's attention lays out keys (KeyLayout in csrc/cpu/kernels.h), by its own ``isa``."""
 
@@ -76,15 +76,19 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
     if chooser.handle is None:
         chooser.handle = _bind_chooser(chooser)
     index, scores = chooser.store.index, None
-    if index is not None and index.name not in KINDS:
-        scores = _scores(index, query, rows, chooser)
-    _cpu.plan_decode(
+    arguments = (
         query.data_ptr(),
         query.shape,
         query.stride(),
         query.dtype,
         rows.handle,
         chooser.handle,
+    )
+    if index is not None and index.name not in KINDS:
+        _cpu.check_plan(*arguments)
+        scores = _scores(index, query, rows, chooser)
+    _cpu.plan_decode(
+        *arguments,
         0 if scores is None else scores.data_ptr(),
         0 if scores is None else scores.shape[-1],
     )
@@ -359,7 +363,7 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
     if not store.records.is_contiguous():
         raise ValueError(f"records must be contiguous, their strides are {store.records.stride()}")
     return _cpu.Index(
-        OUTSIDE if index is None else KINDS.get(index.name, OUTSIDE),
+        NONE if index is None else KINDS.get(index.name, OUTSIDE),
         _DTYPES[store.dtype],
         store.dtype,
         store.kv_heads,

@@ -164,7 +164,7 @@ def select_pages(
         return candidates
     chosen = (candidates[:, None] * parts + torch.arange(parts)).flatten()
     scores = score_entries(Exact(), query, entries[chosen], head, chooser)
-    pooled = chooser.pooling.pool(scores.double() - norms, parts)
+    pooled = chooser.pooling.pool(scores.double() - norms, parts).nan_to_num(nan=-math.inf)
     return candidates[top_pages(pooled, select)]
 
 

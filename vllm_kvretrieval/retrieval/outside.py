@@ -17,10 +17,14 @@ def entry_points(group: str) -> dict[str, Any]:
     """What the group's entry points name, loaded.
 
     Raises:
-        RetrievalConfigError: One cannot be loaded.
+        RetrievalConfigError: One cannot be loaded, or two have one name.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for point in metadata.entry_points(group=group):
+        if point.name in found:
+            raise RetrievalConfigError(
+                f"two packages bring an entry point {point.name} of {group}. Uninstall one of them."
+            )
         try:
             found[point.name] = point.load()
         except Exception as error:

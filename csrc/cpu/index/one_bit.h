@@ -55,7 +55,7 @@ struct OneBit {
     const uint8_t* bits = record + 2 * d * sizeof(E);
     std::fill(scores, scores + padded(n), 0.0f);
     Floats base = {};
-    Ints places;  // bit of each token within a byte
+    Ints places;  // bit of each token within a byte, or a part of one as wide as a vector
     for (int i = 0; i < kWidth; ++i) places[i] = 1 << i % 8;
     for (int c = 0; c < d; c += kWidth) {
       const Floats least = E::load(lo + c), x = load_as<Floats>(q + c);
@@ -66,6 +66,7 @@ struct OneBit {
         for (int i = 0; i < n; i += kWidth) {
           Ints bytes;
           for (int b = 0; b < kWidth; ++b) bytes[b] = i + b < n ? row[(i + b) / 8] : 0;
+          if constexpr (kWidth < 8) bytes >>= i % 8;
           const Floats step = (Floats)((Ints)splat(steps[k]) & ((bytes & places) != 0));
           const Floats total = load_as<Floats>(scores + i) + step;
           std::memcpy(scores + i, &total, sizeof total);

@@ -9,6 +9,7 @@ from vllm_kvretrieval.attention import support
 from vllm_kvretrieval.attention.support import WITHOUT
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.index.check import check_outside
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,6 +37,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{method} on the CPU needs vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0."
         )
     check_shape(model.dtype, head_size, method)
+    check_outside(config.stores, head_size, model.dtype)
 
 
 def check_shape(dtype: torch.dtype, head_size: int, method: str) -> None:

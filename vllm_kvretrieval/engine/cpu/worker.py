@@ -20,6 +20,7 @@ from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, IndexStore, RecallCache, Selection, cpu
+from vllm_kvretrieval.retrieval.index.check import check_outside
 from vllm_kvretrieval.tiers.home import DiskHome
 from vllm_kvretrieval.tiers.layer import SlowLayer
 from vllm_kvretrieval.tiers.place import directory_for
@@ -180,6 +181,7 @@ class RetrievalCPUWorker(PlanningWorker):
         """How a layer selects pages, by the number of the method."""
         config = self.retrieval_config
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
+        check_outside(config.stores, impl.head_size, kv_cache.dtype)
         selection = Selection.empty(
             seats=self.scheduler_config.max_num_seqs,
             group=impl.num_queries_per_kv,

@@ -1,7 +1,8 @@
 """The indexes by name, those of other packages included."""
 
 import functools
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from inspect import isabstract
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -42,10 +43,11 @@ def indexes() -> dict[str, type[Index]]:
     """
     known = {index.name: index for index in OWN}
     for name, index in entry_points(ENTRY_POINTS).items():
-        if not (isinstance(index, type) and issubclass(index, Index)) or index.name != name:
+        if not _is_index(index) or getattr(index, "name", None) != name:
             raise RetrievalConfigError(
-                f"entry point {name} of {ENTRY_POINTS} must be a subclass of "
-                f"vllm_kvretrieval.retrieval.index.Index with this name, got {index!r}."
+                f"entry point {name} of {ENTRY_POINTS} must be a frozen dataclass of this "
+                "name, a subclass of vllm_kvretrieval.retrieval.index.Index that has all its "
+                f"methods; got {index!r}."
             )
         if name in known:
             raise RetrievalConfigError(
@@ -53,6 +55,12 @@ def indexes() -> dict[str, type[Index]]:
             )
         known[name] = index
     return known
+
+
+def _is_index(value: Any) -> bool:
+    if not (isinstance(value, type) and issubclass(value, Index)) or isabstract(value):
+        return False
+    return is_dataclass(value) and value.__dataclass_params__.frozen
 
 
 def make_index(value: Any, key: str = "index") -> Index | None:

@@ -99,7 +99,8 @@ def unpack(
     """The reverse of :func:`pack`."""
     record, start = {}, 0
     for field in fields:
-        part = records[:, start : start + field.bytes(dtype)].contiguous()
+        part = records[:, start : start + field.bytes(dtype)]
+        part = part.clone(memory_format=torch.contiguous_format)  # aligned, a single one too
         record[field.name] = part.view(field.dtype or dtype).view(len(records), *field.shape)
         start += field.bytes(dtype)
     return record

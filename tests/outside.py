@@ -1,0 +1,89 @@
+"""Other packages that bring indexes and presets, without pip: what an installed one looks like."""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_kvretrieval import plugin
+from vllm_kvretrieval.retrieval import index, outside, presets
+
+MEDIAN = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_kvretrieval.retrieval.index import Field, Index
+from vllm_kvretrieval.retrieval.presets import Preset
+
+
+@dataclass(frozen=True)
+class Median(Index):
+    """The score is q.median, drawn out by a factor."""
+
+    factor: float = 1.0
+    name: ClassVar[str] = "median"
+
+    def fields(self, head_size, entry_tokens):
+        return (Field("median", None, (head_size,)),)
+
+    def build(self, keys):
+        return {"median": keys.median(1).values}
+
+    def score(self, query, record, scale):
+        return query @ record["median"].float().T * (scale * self.factor)
+
+
+TOY = Preset("the median of the keys", index="median")
+'''
+POINTS = {"indexes": {"median": "toy_index:Median"}, "presets": {"toy": "toy_index:TOY"}}
+
+
+def install(path: Path, code: str, points: dict[str, dict[str, str]], name: str = "toy") -> str:
+    """Lay a package out under ``path``; gives what it adds to Python's path.
+
+    Args:
+        path: A directory of its own.
+        code: Of its one module, ``NAME_index``.
+        points: Its entry points, by what ours follow the dot with: ``indexes`` or ``presets``.
+        name: Of the package.
+    """
+    info = path / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (path / f"{name}_index.py").write_text(code)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = []
+    for group, entries in points.items():
+        lines += [f"[vllm_kvretrieval.{group}]", *(f"{n} = {v}" for n, v in entries.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def _look_again() -> None:
+    importlib.invalidate_caches()
+    for cached in (outside.names, index.indexes, presets.presets):
+        cached.cache_clear()
+
+
+@contextmanager
+def installed(*paths: str) -> Iterator[None]:
+    """With these on Python's path, here and in processes started meanwhile; then as before."""
+    known = set(AttentionBackendEnum.__members__)
+    modules = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]))
+        for path in paths:
+            patch.syspath_prepend(path)
+        _look_again()
+        plugin.register()
+        try:
+            yield
+        finally:
+            for module in {m for m in set(sys.modules) - modules if m.endswith("_index")}:
+                del sys.modules[module]
+    _look_again()
+    assert known <= set(AttentionBackendEnum.__members__)

@@ -1,0 +1,112 @@
+"""Whether an index of another package keeps to what :class:`Index` says, before it serves."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.index import OWN, Field, Index, pack, unpack
+
+ENTRIES, GROUP, SCALE = 5, 3, 0.125
+CLOSE = 0.02
+"""Of the largest score: what rounding may change when an entry is by itself."""
+
+
+def check_outside(stores: Iterable[tuple[Index, int]], head_size: int, dtype: torch.dtype) -> None:
+    """:func:`check_index` for those of these indexes, with their entries, that are not our own."""
+    for index, entry_tokens in stores:
+        if type(index) not in OWN:
+            check_index(index, entry_tokens, head_size, dtype)
+
+
+@functools.cache
+def check_index(index: Index, entry_tokens: int, head_size: int, dtype: torch.dtype) -> None:
+    """Try an index on keys drawn at random.
+
+    Args:
+        index: What to try.
+        entry_tokens: Tokens per entry.
+        head_size, dtype: Of the KV cache.
+
+    Raises:
+        RetrievalConfigError: It does not keep to :class:`Index`; says where.
+    """
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(ENTRIES, entry_tokens, head_size, generator=generator).to(dtype).float()
+    query = torch.randn(GROUP, head_size, generator=generator)
+    try:
+        fields = _fields(index, head_size, entry_tokens)
+        together = _scores(index, fields, keys, query, dtype)
+        alone = torch.cat(
+            [_scores(index, fields, entry[None], query, dtype) for entry in keys], dim=1
+        )
+    except _MisfitError as misfit:
+        why = str(misfit)
+    except Exception as error:
+        why = f"it raises {type(error).__name__} ({error})"
+    else:
+        if (alone - together).abs().max() <= CLOSE * together.abs().max():
+            return
+        why = "the score of an entry depends on what else is built or scored with it"
+    raise RetrievalConfigError(
+        f"index {index.name} ({type(index).__module__}.{type(index).__qualname__}) cannot serve "
+        f"entries of {entry_tokens} tokens of head size {head_size} in {dtype}: {why}. Mend the "
+        "package that brings it."
+    )
+
+
+class _MisfitError(Exception):
+    """What is wrong."""
+
+
+def _fields(index: Index, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
+    fields = index.fields(head_size, entry_tokens)
+    for field in fields:
+        if not isinstance(field, Field):
+            raise _MisfitError(f"fields has {field!r}, which is no Field")
+        sizes = all(isinstance(size, int) and size > 0 for size in field.shape)
+        if not sizes or not isinstance(field.dtype, torch.dtype | None):
+            raise _MisfitError(
+                f"fields has {field!r}, which has no shape, or no dtype, of a tensor"
+            )
+    names = [field.name for field in fields] + ["keys"] * index.reads_keys
+    if len(set(names)) < len(names):
+        raise _MisfitError(f"fields has names that are not its own: {', '.join(names)}")
+    return fields
+
+
+def _scores(
+    index: Index,
+    fields: tuple[Field, ...],
+    keys: torch.Tensor,
+    query: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """float32 [group, n]; by way of records as they are stored."""
+    built = index.build(keys)
+    for field in fields:
+        _check_tensor(f"build's {field.name}", built.get(field.name), (len(keys), *field.shape))
+    record = unpack(fields, pack(fields, built, dtype), dtype) if fields else {}
+    for field in fields:
+        stored = record[field.name].double()
+        if not stored.isfinite().all():
+            raise _MisfitError(f"build's {field.name} is not finite in {record[field.name].dtype}")
+        exact = built[field.name].double()
+        if not record[field.name].is_floating_point() and (stored - exact).abs().max() > 1:
+            raise _MisfitError(f"build's {field.name} does not fit in {field.dtype}")
+    if index.reads_keys:
+        record["keys"] = keys
+    scores = index.score(query, record, SCALE)
+    _check_tensor("score", scores, (len(query), len(keys)))
+    if not scores.is_floating_point() or not scores.isfinite().all():
+        raise _MisfitError(f"score gives {scores.dtype} that are not all finite numbers")
+    return scores.float()
+
+
+def _check_tensor(what: str, value: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise _MisfitError(f"{what} is {value!r}, where {list(shape)} numbers are wanted")
+    if value.shape != shape:
+        raise _MisfitError(f"{what} has the shape {list(value.shape)}, wanted is {list(shape)}")
