@@ -370,7 +370,7 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
         size,
         store.page_size,
         store.entry_tokens,
-        index.rank if isinstance(index, LowRank) else 0,
+        index.directions(size) if isinstance(index, LowRank) else 0,
         index.spread if isinstance(index, MeanStd) else 0.0,
         store.records.data_ptr(),
         len(store.records),
