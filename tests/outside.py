@@ -38,9 +38,29 @@ class Median(Index):
         return query @ record["median"].float().T * (scale * self.factor)
 
 
+@dataclass(frozen=True)
+class Peak(Index):
+    """The score is the highest q.k, of the keys in the cache."""
+
+    name: ClassVar[str] = "peak"
+    reads_keys: ClassVar[bool] = True
+
+    def fields(self, head_size, entry_tokens):
+        return ()
+
+    def build(self, keys):
+        return {}
+
+    def score(self, query, record, scale):
+        return (record["keys"] @ query.T * scale).amax(1).T
+
+
 TOY = Preset("the median of the keys", index="median")
 '''
-POINTS = {"indexes": {"median": "toy_index:Median"}, "presets": {"toy": "toy_index:TOY"}}
+POINTS = {
+    "indexes": {"median": "toy_index:Median", "peak": "toy_index:Peak"},
+    "presets": {"toy": "toy_index:TOY"},
+}
 
 
 def install(path: Path, code: str, points: dict[str, dict[str, str]], name: str = "toy") -> str:

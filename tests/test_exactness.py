@@ -10,13 +10,12 @@ import pytest
 from vllm import LLM, SamplingParams
 
 from benchmarks.texts import emma
-from tests.engine import checkpoint, engine
+from tests.engine import PENDING, checkpoint, engine
 from tests.recorder import INDEXES, POOLINGS, Method
 
 STEPS = 40  # crosses a page boundary at least once
 LAYERS = (0, 14, 28)
 OWN = "freekv"
-PENDING = {"low_rank"}
 
 
 def methods_of(summary_size: int) -> dict[str, Method]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 
-from tests.engine import Answer, Request, assert_same, drive, engine, random_llama
+from tests.engine import PENDING, Answer, Request, assert_same, drive, engine, random_llama
 
 pytestmark = pytest.mark.engine
 
@@ -23,8 +23,9 @@ OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enforce_eager": True,
 }
-RETRIEVAL = {"budget": 128, "sink": 32, "window": 32}
-EVERY_STEP = {"correction_threshold": 1.0}
+RETRIEVAL: dict[str, Any] = {"budget": 128, "sink": 32, "window": 32}
+RETRIEVAL |= {"also": {"kvretrieval": {"index": "mean_std"} if PENDING else {}, "quest": {}}}
+EVERY_STEP = ({"correction_threshold": 1.0}, {"method": "kvretrieval"}, {"method": "quest"})
 
 
 def prompt(length, seed):
@@ -91,27 +92,34 @@ def forget(llm):
 
 
 def test_loaded_kv_is_retrieved_from(llm, storage, stock):
-    """In order: loaded, shared by prefix hits, preempted, and for comparison computed."""
+    """In order: loaded, shared by prefix hits, many at once, and for comparison computed."""
     exact = one(llm, document({"exact": True}))
     assert exact.cached >= 1152, "loaded"
     assert_same(exact, stock, tolerance=1e-4)
 
     forget(llm)
-    loaded = one(llm, document(EVERY_STEP))
-    assert loaded.cached >= 1152
-    hit = one(llm, question(EVERY_STEP))
-    assert hit.cached >= 1152, "on blocks that were loaded"
-    both = drive(llm, [question(EVERY_STEP), document(EVERY_STEP)])
+    loaded = drive(llm, [document(options) for options in EVERY_STEP])
+    assert [answer.cached >= 1152 for answer in loaded] == [True, True, True]
+    hits = [one(llm, question(options)) for options in EVERY_STEP]
+    assert [hit.cached >= 1152 for hit in hits] == [True, True, True], "on blocks that were loaded"
+    asked = [ask(options) for options in EVERY_STEP for ask in (question, document)]
+    crowd = drive(llm, asked)
 
     shutil.rmtree(storage)
     storage.mkdir()
     forget(llm)
-    computed = [one(llm, ask(EVERY_STEP, cache=False)) for ask in (document, question)]
-    assert computed[0].cached == 0
-    for answer, expected in zip((loaded, hit), computed, strict=True):
-        assert_same(answer, expected, tolerance=1e-4)
-    for answer, expected in zip(both, computed[::-1], strict=True):
-        assert_same(answer, expected, tolerance=1e-4)
+    documents = [one(llm, document(options, cache=False)) for options in EVERY_STEP]
+    questions = [one(llm, question(options, cache=False)) for options in EVERY_STEP]
+    assert documents[0].cached == 0
+    assert len({answer.logprobs[-1] for answer in documents}) == len(EVERY_STEP)
+    for answers, expected in (
+        (loaded, documents),
+        (hits, questions),
+        (crowd[::2], questions),
+        (crowd[1::2], documents),
+    ):
+        for answer, right in zip(answers, expected, strict=True):
+            assert_same(answer, right, tolerance=1e-4)
 
 
 def test_a_cache_filled_without_prefill(model):
@@ -121,4 +129,4 @@ def test_a_cache_filled_without_prefill(model):
         drive(llm, [Request(prompt(n, n), 8, {}, cache=True) for n in (1500, 333)])
         differing, compared = llm.collective_rpc("compare_index")[0]
         assert differing == 0
-        assert compared == 3 * 4 * (1499 // 32 + 332 // 32) * 2 * 64
+        assert compared == 3 * 4 * (1499 // 32 + 332 // 32) * 2 * 64 * 4

@@ -5,7 +5,9 @@ from typing import ClassVar
 
 import pytest
 import torch
+from vllm.engine.arg_utils import EngineArgs
 
+from tests.engine import checkpoint
 from tests.outside import MEDIAN, POINTS, install, installed
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -75,6 +77,22 @@ def test_two_packages_of_one_name(tmp_path):
     message = "two packages bring an entry point median of vllm_kvretrieval.indexes. Uninstall one"
     with installed(*paths), pytest.raises(RetrievalConfigError, match=message):
         RetrievalConfig.from_options("freekv", {})
+
+
+def test_refused_before_an_engine_starts(tmp_path):
+    code = MEDIAN.replace("keys.median(1).values", "keys.median(2).values")
+    engine = EngineArgs(
+        model=checkpoint("SmolLM2-135M-Instruct"), dtype="float32", attention_backend="toy"
+    )
+    reason = (
+        r"index median \(toy_index\.Median\) cannot serve entries of 32 tokens of head size 64 in "
+        r"torch\.float32: build's median has the shape \[5, 32\], wanted is \[5, 64\]\. Mend"
+    )
+    with installed(install(tmp_path, code, POINTS)):
+        with pytest.raises(ValueError, match=reason):
+            engine.create_engine_config()
+        engine.attention_backend = "freekv"
+        engine.create_engine_config()
 
 
 # ---------------------------------------------------------------- what an index gives, tried out

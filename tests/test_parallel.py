@@ -42,9 +42,7 @@ def answers(model, workers, **retrieval):
         together = drive(llm, requests)
         exact = drive(llm, [Request(prompts[1], 24, {"exact": True})])[0]
         heads = llm.collective_rpc(
-            lambda worker: [
-                i.choosers[0].store.kv_heads for i in worker.retrieval_layers.values()
-            ]
+            lambda worker: [i.choosers[0].store.kv_heads for i in worker.retrieval_layers.values()]
         )
         complaints = llm.collective_rpc(
             lambda worker: [cache.check() for cache in worker.recall_caches]

@@ -11,11 +11,15 @@ import pytest
 import torch
 from vllm.config import CompilationMode
 
-from tests.engine import Answer, Request, assert_same, drive, engine, random_llama
+from tests.engine import PENDING, Answer, Request, assert_same, drive, engine, random_llama
 
 pytestmark = pytest.mark.engine
 
 BUDGET = {"budget": 128, "sink": 32, "window": 32}  # in pages: 1, 1, and 2 selected
+ALSO: dict[str, Any] = {
+    "kvretrieval": {"index": "mean_std"} if PENDING else {},
+    "sums": {"index": "one_bit", "pooling": "sum", "summary_size": 16},
+}
 LAYERS, KV_HEADS, HEAD_SIZE = 4, 4, 64
 SEQUENCES = 4
 REQUESTS = 185  # of a random life
@@ -86,7 +90,7 @@ def life(count):
 
     options: list[dict[str, Any]] = [
         {},
-        {},
+        {"method": "kvretrieval"},
         {"correction_threshold": 1.0},
         {"budget": 96},
         {"method": "streamingllm"},
@@ -109,7 +113,20 @@ def life(count):
     return requests
 
 
-SCENARIOS = {"crowd": crowd, "shared": shared, "outgrowing": outgrowing}
+def methods():
+    """Several in one batch, on pages of one document and on their own, within budget and not."""
+    return [
+        Request(DOCUMENT, 30, {"method": "kvretrieval"}, cache=True),
+        Request(DOCUMENT, 30, {}, arrives=6, cache=True),
+        Request(DOCUMENT, 30, {"method": "sums"}, arrives=7, cache=True),
+        Request(prompt(60, 10), 40, {"method": "kvretrieval"}, arrives=8),
+        Request(prompt(500, 11), 20, {"method": "kvretrieval", "budget": 96}, arrives=30),
+        Request(prompt(400, 12), 20, {"method": "streamingllm"}, arrives=32),
+        Request(DOCUMENT, 20, {"method": "kvretrieval", "exact": True}, arrives=36, cache=True),
+    ]
+
+
+SCENARIOS = {"methods": methods, "crowd": crowd, "shared": shared, "outgrowing": outgrowing}
 
 
 def settle(llm):
@@ -155,7 +172,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(model):
     """What the engine with its cache in memory does; it is gone before others start."""
-    options = {"kv_retrieval": BUDGET | {"home": "auto"}}
+    options = {"kv_retrieval": BUDGET | {"home": "auto", "also": ALSO}}
     with engine(model, additional_config=options, disable_log_stats=False, **OPTIONS) as llm:
         return run_scenarios(llm) | {"metrics": counted(llm)}
 
@@ -167,7 +184,7 @@ def on_disk(slots, **options):
 @pytest.fixture(scope="module")
 def llm(model, expected):
     """With as few slots as are accepted."""
-    options = {"kv_retrieval": on_disk(LEAST_SLOTS)}
+    options = {"kv_retrieval": on_disk(LEAST_SLOTS, also=ALSO)}
     with engine(model, additional_config=options, disable_log_stats=False, **OPTIONS) as llm:
         yield llm
 
@@ -182,6 +199,9 @@ def test_same_answers_as_in_memory(llm, expected):
     steps = results["outgrowing"][2]["steps"]
     pauses = [b - a for a, b in pairwise(steps)]
     assert max(pauses) > 5, "a request was preempted"
+    by_method = [answer["logprobs"] for answer in results["methods"][:3]]
+    assert len({tuple(logprobs) for logprobs in by_method}) == 3, "each attends to its own"
+    assert sum(answer["cached"] for answer in results["methods"]) > 1500
     steps = [answer["steps"] for answer in results["life"]]
     assert max(map(max, filter(None, steps))) > 2000
     preempted = [s for s in steps if any(b - a > 5 for a, b in pairwise(s))]

@@ -1,0 +1,265 @@
+"""Several methods in one engine: each request gets its own, whatever its company has.
+
+A small Llama with random weights, in float32: what matters here is whose pages and whose method a
+request gets, and rounding would only blur that.
+"""
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import PENDING, Request, assert_same, drive, engine, random_llama
+from tests.outside import MEDIAN, POINTS, install, installed
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.presets import OWN
+
+pytestmark = pytest.mark.engine
+
+LAYERS, KV_HEADS = 4, 4
+BUDGET = 160
+SEQUENCES = 4
+CHUNK = 256  # tokens per step
+BLOCK = 128
+STOCK: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "max_num_seqs": SEQUENCES,
+    "max_num_batched_tokens": CHUNK,
+    "num_gpu_blocks_override": 26,  # one of them vLLM's own
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+}
+PARTS = {"budget": BUDGET, "sink": 32, "window": 32}  # in pages: 1, 1, and 3 selected
+ALSO: dict[str, dict[str, Any]] = {
+    **{name: {} for name in OWN if name != "kvretrieval"},
+    "reranked": {"index": "mean", "rerank": 2},
+    "fine": {"summary_size": 16, "schedule": "speculative"},
+    "toy": {},
+    "peaks": {"index": "peak", "pooling": "max"},
+}
+METHODS = ("kvretrieval", *ALSO)
+OPTIONS = PARTS | {"also": ALSO, "max_budget": 256}
+if "low_rank" in PENDING:
+    OPTIONS |= {"index": "mean_std"}
+TOLERANCE = 1e-3
+
+
+def prompt(length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(512, (length,), generator=generator).tolist()
+
+
+DOCUMENT = prompt(600, 100)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    return install(tmp_path_factory.mktemp("package"), MEDIAN, POINTS)
+
+
+@pytest.fixture(scope="module")
+def stock(model):
+    """What vLLM without retrieval answers; its engine is gone before ours starts."""
+    with engine(model, **STOCK) as llm:
+        short, long = Request(prompt(100, 0), BUDGET - 100), Request(DOCUMENT, 12)
+        return {"short": drive(llm, [short])[0], "long": drive(llm, [long])[0]}
+
+
+@pytest.fixture(scope="module")
+def llm(model, package, stock):
+    with (
+        installed(package),
+        engine(
+            model,
+            attention_backend="kvretrieval",
+            additional_config={"kv_retrieval": OPTIONS},
+            **STOCK,
+        ) as llm,
+    ):
+        yield llm
+
+
+def alone(llm, request):
+    """The answer to a request that has the engine for itself."""
+    return drive(llm, [Request(request.prompt, request.tokens, request.options)])[0]
+
+
+def by(method, **options):
+    return {"method": method, **options}
+
+
+@pytest.fixture(scope="module")
+def computed(llm):
+    """What each method makes of the document, by itself."""
+    return {name: alone(llm, Request(DOCUMENT, 12, by(name))) for name in METHODS}
+
+
+def difference(one, other):
+    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+
+
+def test_each_method_attends_to_something_else(computed):
+    for a, b in combinations(METHODS, 2):
+        assert computed[a].logprobs[0] == pytest.approx(computed[b].logprobs[0], abs=TOLERANCE)
+        assert difference(computed[a], computed[b]) > 10 * TOLERANCE, (a, b)
+
+
+def test_a_crowd_of_different_methods(llm):
+    """More requests than run at once, of different lengths, methods, arrivals and ends."""
+    lengths = (600, 60, 1100, 500, 700, 520, 650, 150, 900, 430, 800, 480)
+    options = [by(METHODS[i % len(METHODS)]) for i in range(len(lengths))]
+    options[2] |= {"budget": 128}
+    options[4] |= {"budget": 256}
+    options[8] |= {"exact": True}
+    options[1] = {}
+    crowd = [
+        Request(prompt(n, i), 10 + 5 * (i % 5), own, arrives=4 * i)
+        for i, (n, own) in enumerate(zip(lengths, options, strict=True))
+    ]
+    crowd[3].aborts = crowd[3].arrives + 12
+    crowd[10].aborts = crowd[10].arrives + 1
+    expected = [alone(llm, request) for request in crowd]
+    answers = drive(llm, crowd)
+    for i, (answer, request) in enumerate(zip(answers, expected, strict=True)):
+        if crowd[i].aborts is None:
+            assert_same(answer, request, TOLERANCE)
+        else:
+            assert answer.tokens == request.tokens[: len(answer.tokens)]
+            assert len(answer.tokens) < len(request.tokens)
+    steps = [{*answer.steps} for answer in answers]
+    assert sum(len(a & b) > 3 for a, b in combinations(steps, 2)) > 8, "methods shared steps"
+
+
+def test_prefix_hits_across_methods(llm, computed):
+    """The index of each is ready on pages that requests of others have written."""
+    llm.reset_prefix_cache()
+    first = drive(llm, [Request(DOCUMENT, 12, by("arkvale"), cache=True)])[0]
+    assert first.cached == 0
+    assert_same(first, computed["arkvale"], TOLERANCE)
+    answers = drive(llm, [Request(DOCUMENT, 12, by(name), cache=True) for name in METHODS])
+    for name, answer in zip(METHODS, answers, strict=True):
+        assert answer.cached == len(DOCUMENT) // BLOCK * BLOCK
+        assert_same(answer, computed[name], TOLERANCE)
+
+
+def test_preemption(llm, monkeypatch):
+    """Three methods outgrow the cache; the last request is put back and resumed.
+
+    See the test of the same name in ``test_batching.py``.
+    """
+    preempted = []
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_request
+
+    def record(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", record)
+    methods = {1011: "reranked", 1010: "freekv", 950: "kvretrieval"}
+    crowd = [Request(prompt(n, n), 40, by(method)) for n, method in methods.items()]
+    expected = [alone(llm, request) for request in crowd]
+    answers = drive(llm, crowd)
+    assert [request_id.split("-")[0] for request_id in preempted] == ["2"]
+    for answer, request in zip(answers[:2], expected[:2], strict=True):
+        assert_same(answer, request, TOLERANCE)
+    answer = answers[2]
+    pauses = [b - a for a, b in zip(answer.steps, answer.steps[1:], strict=False)]
+    done = pauses.index(max(pauses)) + 1
+    assert answer.tokens[:done] == expected[2].tokens[:done]
+    resumed = Request(crowd[2].prompt + answer.tokens[:done], 40 - done, crowd[2].options)
+    again = alone(llm, resumed)
+    assert answer.tokens[done:] == again.tokens
+    assert answer.logprobs[done:] == pytest.approx(again.logprobs, abs=TOLERANCE)
+
+
+def test_exact_and_short_requests_are_stock_vllms(llm, stock, computed):
+    """By every method, beside sparse requests of the same."""
+    crowd = []
+    for name in METHODS:
+        crowd += [
+            Request(prompt(100, 0), BUDGET - 100, by(name)),
+            Request(DOCUMENT, 12, by(name, exact=True)),
+            Request(DOCUMENT, 12, by(name)),
+        ]
+    answers = drive(llm, crowd)
+    for i, name in enumerate(METHODS):
+        short, exact, sparse = answers[3 * i : 3 * i + 3]
+        assert_same(short, stock["short"], TOLERANCE)
+        assert_same(exact, stock["long"], TOLERANCE)
+        assert_same(sparse, computed[name], TOLERANCE)
+        assert difference(sparse, stock["long"]) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["kvretrieval", "quest", "toy", "streamingllm"])
+def test_budgets(llm, name):
+    """Each request attends to as many pages as its own budget has."""
+    drive(llm, [Request(prompt(40, 0), 1, {})])
+    llm.collective_rpc(lambda worker: tuple(worker.requests.take_counts()))
+    budgets = (96, 160, 256)
+    drive(llm, [Request(DOCUMENT, 12, by(name, budget=budget)) for budget in budgets])
+    drive(llm, [Request(prompt(40, 0), 1, {})])
+    (counts,) = llm.collective_rpc(lambda worker: worker.requests.take_counts()._asdict())
+    heads, steps = (LAYERS - 1) * KV_HEADS, 11
+    assert counts["sparse_steps"] == len(budgets) * steps
+    assert counts["attended"] == heads * steps * sum(budgets) // 32
+    selecting = 0 if name == "streamingllm" else len(budgets) * steps * heads
+    assert counts["corrected"] == selecting
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "best"}, "method='best' cannot be served .* runs kvretrieval; use one of kvr"),
+        ({"method": "mean"}, "method='mean' cannot be served"),
+        ({"method": "quest", "correction_threshold": 0.5}, "has no effect with quest"),
+        ({"method": "fine", "budget": 288}, "budget=288 exceeds the server's limit of 256"),
+        ({"method": "fine", "budget": 64}, "budget=64 is too small"),
+        ({"method": "fine", "pooling": "max"}, "of a request has no option 'pooling'"),
+    ],
+    ids=str,
+)
+def test_refused_requests(llm, options, message):
+    request = Request(DOCUMENT, 4, options)
+    with pytest.raises(RetrievalConfigError, match=message):
+        drive(llm, [request])
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+# ----------------------------------------------------------------------- another package's method
+
+
+def test_another_packages_method_by_itself(model, package, computed, capfd):
+    """Named as the backend, as a user of the package starts it."""
+    with (
+        installed(package),
+        engine(
+            model,
+            attention_backend="toy",
+            additional_config={"kv_retrieval": PARTS | {"summary_size": 16}},
+            **STOCK,
+        ) as llm,
+    ):
+        crowd = [
+            Request(DOCUMENT, 12, {}),
+            Request(prompt(300, 1), 20, by("toy"), arrives=2),
+            Request(prompt(700, 2), 8, {"budget": 128}, arrives=3),
+            Request(DOCUMENT, 12, by("streamingllm"), arrives=4),
+        ]
+        expected = [alone(llm, request) for request in crowd]
+        for answer, request in zip(drive(llm, crowd), expected, strict=True):
+            assert_same(answer, request, TOLERANCE)
+    assert_same(expected[3], computed["streamingllm"], TOLERANCE)
+    assert difference(expected[0], expected[3]) > 10 * TOLERANCE, "it selects pages"
+    assert difference(expected[0], computed["toy"]) > 10 * TOLERANCE, "of finer entries"
+    log = capfd.readouterr()
+    said = "toy: decode attends to at most 160 tokens per KV head (sink 32, window 32, selected 96"
+    assert said in log.out + log.err
+    assert "GiB (median per 16 tokens)" in log.out + log.err
