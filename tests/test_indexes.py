@@ -99,7 +99,7 @@ def test_fields_are_packed_without_gaps(dtype):
         ("bounding", 2 * SIZE + 4),
         ("representative", 2 * SIZE),
         ("one_bit", 2 * 2 * SIZE + SIZE * TOKENS // 8),
-        ({"low_rank": {"rank": 5}}, 5 * (SIZE // 2 + TOKENS + 4) + SIZE + 4),
+        ({"low_rank": {"rank": 5}}, 5 * (SIZE // 2 + TOKENS // 2 + 4) + SIZE + 4),
         ("exact", 0),
     ],
 )
@@ -235,10 +235,11 @@ def test_low_rank_is_nearly_exact_at_the_full_rank(keys, query):
     ("index", "entry_tokens", "why"),
     [
         (LowRank(8), 16, ""),
-        (LowRank(7), 8, ""),
-        (LowRank(8), 8, "rank=8 must be a whole number from 1 to 7"),
+        (LowRank(), 16, ""),
+        (LowRank(16), 16, "rank=16 must be a whole number from 1 to 15"),
+        (LowRank(4), 8, "entries of 8 tokens are too small; use summary_size=16 or more"),
         (LowRank(17), 32, "from 1 to 16"),
-        (LowRank(0), 32, "rank=0"),
+        (LowRank(-1), 32, "rank=-1"),
         (index_of({"low_rank": {"rank": 2.5}}), 32, "rank=2.5"),
         (MeanStd(0), 8, ""),
         (MeanStd(-1), 8, "spread=-1 must be from 0 to 16"),

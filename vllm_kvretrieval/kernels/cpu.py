@@ -339,6 +339,8 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
             f"{store.page_size}"
         )
     index, cache = store.index, store.cache
+    if index is not None and (why := index.check(store.entry_tokens)):
+        raise ValueError(f"index {index.name}: {why}")
     if cache is not None:
         if store.layout not in LAYOUTS:
             raise ValueError(
