@@ -92,7 +92,7 @@ def test_records_are_built_when_the_last_token_is_written(isa, layout):
     made = make_chooser(6, 1, 2, 1, 64, torch.bfloat16, parts=2, index=index).store
     written = replace(made, records=torch.zeros_like(made.records), layout=layout, handle=None)
     loaded = replace(written, records=torch.zeros_like(made.records), handle=None)
-    slots = torch.tensor([*range(2 * PAGE - 20, 2 * PAGE), *range(3 * PAGE, 3 * PAGE + 15)])
+    slots = torch.tensor([*range(2 * PAGE - 12, 2 * PAGE), *range(3 * PAGE, 3 * PAGE + 15)])
     cpu.update_index(torch.randn(len(slots), 2, 64).to(torch.bfloat16), slots, written)
     cpu.index_pages(torch.tensor([1, 3]).int(), torch.tensor([PAGE, 15]).int(), loaded)
     assert written.records[[0, 1, 4, 5, 6, 7]].eq(0).all(), "no entry is complete there"
