@@ -353,7 +353,7 @@ class RetrievalConfig:
             )
         reject_unknown(options, known, "kv_retrieval")
         for key, value in options.items():
-            if value is None and key != "budget":
+            if value is None and key in OPTIONS:
                 raise RetrievalConfigError(
                     f"kv_retrieval.{key}=None must have a value; leave it out for the default."
                 )

@@ -345,11 +345,9 @@ struct LowRank {
   static void score_heads(const RoundedQueries& queries, int i, const ScoreTask<E>& t, int head,
                           int first, int last, float* out) {
     // Vectors of tokens at a time, so that their scores have registers.
-#ifndef KR
-#define KR 12
-#endif
-    constexpr int kRegisters = kWidth == 16 ? 24 : KR;
-    constexpr int kTogether = N * 4 <= kRegisters ? 4 : N * 2 <= kRegisters ? 2 : 1;
+    constexpr int kRegisters = kWidth == 16 ? 24 : 12;
+    constexpr int kMost = 32 / kWidth;  // more than an entry's would be none
+    constexpr int kTogether = kMost >= 4 && N * 4 <= kRegisters ? 4 : N * 2 <= kRegisters ? 2 : 1;
     const LowRankFields f(t.index);
     const int d = t.index.head_size, n = t.index.entry_tokens;
     float along[N][kMostRank];

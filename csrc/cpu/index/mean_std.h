@@ -2,7 +2,7 @@
 // arithmetic (whose bound is q.centre + |q|.half_width), with a centre and a width that one outlier
 // does not set.
 //
-// Record: mean [head_size], standard deviation [head_size].
+// Record: mean [head_size], c times the standard deviation [head_size].
 #pragma once
 
 #include "index/mean.h"
@@ -13,7 +13,7 @@ namespace KVR_ISA {
 template <class E>
 struct MeanStd {
   static void score(const ScoreTask<E>& t) {
-    score_linear<E, 2>(t, {t.query, t.heads * t.group * t.index.head_size, Split{t.index.spread}});
+    score_linear<E, 2>(t, {t.query, t.heads * t.group * t.index.head_size, Split{}});
   }
   static void build(const BuildTask<E>& t) {
     const int n = t.index.entry_tokens;
@@ -22,16 +22,15 @@ struct MeanStd {
       const float mean = mean_of(row, n);
       float total = 0;
       for (int i = 0; i < n; ++i) total += (row[i] - mean) * (row[i] - mean);
-      return __builtin_sqrtf(total / n);
+      return t.index.spread * __builtin_sqrtf(total / n);
     });
   }
 
  private:
   struct Split {
-    float spread;
     void operator()(Floats x, Floats (&parts)[2]) const {
       parts[0] = x;
-      parts[1] = max(x, -x) * spread;
+      parts[1] = max(x, -x);
     }
   };
 };

@@ -15,6 +15,8 @@ class MeanStd(Index):
     :class:`MinMax`'s bound is ``q.centre + |q|.half_width``; this is the same with a centre and a
     width that a single outlier does not set, at the same bytes and arithmetic.
 
+    The record holds the deviation times ``spread``, so that nothing of the query is rounded.
+
     Attributes:
         spread: Standard deviations above the mean.
     """
@@ -32,11 +34,11 @@ class MeanStd(Index):
 
     def build(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         """See :meth:`Index.build`."""
-        return {"mean": keys.mean(1), "std": keys.std(1, correction=0)}
+        return {"mean": keys.mean(1), "std": self.spread * keys.std(1, correction=0)}
 
     def score(
         self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
     ) -> torch.Tensor:
         """See :meth:`Index.score`."""
         centre = query @ record["mean"].float().T
-        return (centre + self.spread * (query.abs() @ record["std"].float().T)) * scale
+        return (centre + query.abs() @ record["std"].float().T) * scale
