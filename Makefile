@@ -20,7 +20,7 @@ METADATA := tools/packaging/vllm-metadata
 DIGEST := $(shell cat $(LOCKS) $(METADATA)/pyproject.toml | sha256sum | cut -c1-12)
 INSTALLED := $(VENV)/.installed-$(DIGEST)
 BUILT := $(VENV)/.built
-SOURCES := pyproject.toml CMakeLists.txt tools/packaging/backend.py $(wildcard csrc/cpu/*)
+SOURCES := pyproject.toml CMakeLists.txt tools/packaging/backend.py $(wildcard csrc/cpu/* csrc/cpu/*/*)
 
 .PHONY: help venv build wheel model models demo lint test bench gpu gpu-bundle clean distclean
 

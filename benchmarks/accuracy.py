@@ -1,19 +1,20 @@
 """How accurate decoding with KV retrieval is, against full attention, on real models.
 
-    python -m benchmarks.accuracy [--task NAME ...] [--also METHOD ...] [--quick]
+    python -m benchmarks.accuracy [--task NAME ...] [--also NAME|GROUP ...] [--quick]
 
 Everything passes through the real engine's decode path. Per model, stock vLLM answers every task
-once (the reference, kept in benchmarks/results/.reference), then one retrieval engine answers it
-under every variant and budget that a request can ask for; its prefix cache holds the prompts, so
-each is prefilled once. Every figure is stored when it is ready, so an interrupted run picks up
-where it was. Exits with 1 when a criterion fails, with 2 when it could not run.
+once (the reference, kept in benchmarks/results/.reference), then one retrieval engine, which serves
+the methods of all variants to be run, answers it under each of them and every budget; its prefix
+cache holds a task's prompts, so each is prefilled once. Every figure is stored when it is ready, so
+an interrupted run picks up where it was. Exits with 1 when a criterion fails, with 2 when it could
+not run.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,15 @@ from benchmarks import build
 from benchmarks.common import RESULTS, Stopwatch, read_json, result_header, versions
 from benchmarks.tasks import catalogue, criteria, report, scoring, thresholds
 from benchmarks.tasks.base import Sample, Task, TokenText
-from benchmarks.tasks.catalogue import FULL, Cell
-from benchmarks.tasks.engine import BATCH, open_engine, retrieval_counts, run_samples
+from benchmarks.tasks.catalogue import FULL, Cell, Variant
+from benchmarks.tasks.engine import (
+    BATCH,
+    DTYPE,
+    open_engine,
+    prefix_cache_bytes,
+    retrieval_counts,
+    run_samples,
+)
 from benchmarks.tasks.metrics import TOP_LOGPROBS, Generated
 from benchmarks.tasks.store import (
     References,
@@ -60,9 +68,9 @@ class Benchmark:
         results: Results,
         references: References,
         budgets: tuple[int, ...],
-        also: Collection[str],
+        variants: Sequence[Variant],
     ) -> None:
-        self._also = also
+        self._variants = variants
         self._results = results
         self._references = references
         self._budgets = budgets
@@ -79,14 +87,13 @@ class Benchmark:
         jobs = []
         for task in tasks:
             samples = task.build(text, task.context, count or task.samples)
-            key = reference_key(weights, samples, versions().get("vllm", "unknown"))
+            key = reference_key(weights, samples, versions().get("vllm", "unknown"), DTYPE)
             jobs.append(Job(task, samples, key))
-        context = max(sample.total for job in jobs for sample in job.samples)
-        self._run_references(model, jobs, context, tokenizer)
-        self._run_cells(model, jobs, context, tokenizer)
+        self._run_references(model, jobs, tokenizer)
+        self._run_cells(model, jobs, tokenizer)
 
     def _run_references(
-        self, model: Path, jobs: list[Job], context: int, tokenizer: PreTrainedTokenizerBase
+        self, model: Path, jobs: list[Job], tokenizer: PreTrainedTokenizerBase
     ) -> None:
         missing = []
         for job in jobs:
@@ -97,7 +104,7 @@ class Benchmark:
                 job.reference = stored
         if missing:
             self._say(f"{model.name}: starting stock vLLM for {len(missing)} reference(s)")
-            with open_engine(model, context, None) as llm:
+            with open_engine(model, *_sizes(model, missing, None)) as llm:
                 for job in missing:
                     self._say(f"{job.task.name}: full attention, {len(job.samples)} samples")
                     job.reference = run_samples(llm, job.samples, None, f"{job.task.name} full")
@@ -107,12 +114,10 @@ class Benchmark:
             cell = {**_label(job, FULL.name, None), "share": 1.0, **scores}
             self._keep(f"{job.task.name}/{FULL.name}/all", job.key, cell)
 
-    def _run_cells(
-        self, model: Path, jobs: list[Job], context: int, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
+    def _run_cells(self, model: Path, jobs: list[Job], tokenizer: PreTrainedTokenizerBase) -> None:
         for job in jobs:
             covering = scoring.covering_budget(job.samples)
-            for cell in catalogue.cells_of(job.task, self._budgets, covering, self._also):
+            for cell in catalogue.cells_of(job.task, self._budgets, covering, self._variants):
                 stored = self._results.get(cell.name, self._cell_key(job, cell))
                 if stored is None:
                     job.todo.append(cell)
@@ -123,20 +128,21 @@ class Benchmark:
             engine = todo[0][1].variant.engine
             chosen = [(job, cell) for job, cell in todo if cell.variant.engine == engine]
             todo = [(job, cell) for job, cell in todo if cell.variant.engine != engine]
-            self._run_on(engine, chosen, model, context, tokenizer)
+            self._run_on(engine, chosen, model, tokenizer)
 
     def _run_on(
         self,
         engine: dict[str, Any],
         todo: list[tuple[Job, Cell]],
         model: Path,
-        context: int,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        """Run cells on a retrieval engine with these options."""
+        """Run cells, all of one task after the other, on a retrieval engine with these options."""
         options = f" {engine}" if engine else ""
         self._say(f"{model.name}: starting the retrieval engine{options} for {len(todo)} cell(s)")
-        with open_engine(model, context, max(cell.budget for _, cell in todo), **engine) as llm:
+        also = catalogue.also_of(cell for _, cell in todo)
+        sizes = _sizes(model, [job for job, _ in todo], max(cell.budget for _, cell in todo))
+        with open_engine(model, *sizes, also=also, **engine) as llm:
             for number, (job, cell) in enumerate(todo, 1):
                 watch = Stopwatch()
                 label = f"{job.task.name} {cell.variant.name} {cell.budget}"
@@ -147,14 +153,16 @@ class Benchmark:
                 figures = {
                     **_label(job, cell.variant.name, cell.budget),
                     "share": scoring.mean_share(job.samples, cell.budget, model),
-                    "corrected_share": share if cell.variant.selects else None,
+                    **scoring.index_bytes(cell.variant, model),
+                    "corrected_share": share if cell.variant.speculates else None,
                     **scoring.score(job.samples, job.reference, results, tokenizer),
                     "seconds": round(watch.seconds, 1),
                 }
                 self._keep(cell.name, self._cell_key(job, cell), figures)
 
     def _cell_key(self, job: Job, cell: Cell) -> str:
-        return fingerprint([job.key, cell.options, cell.variant.engine, self._code])
+        variant = cell.variant
+        return fingerprint([job.key, cell.options, variant.also, variant.engine, self._code])
 
     def _keep(self, name: str, key: str, cell: dict[str, Any]) -> None:
         self.figures[name] = cell
@@ -162,6 +170,12 @@ class Benchmark:
 
     def _say(self, message: str) -> None:
         print(f"[{self._clock}] {message}", flush=True)
+
+
+def _sizes(model: Path, jobs: Sequence[Job], budget: int | None) -> tuple[int, int | None, int]:
+    """Longest context, budget and KV cache of an engine that runs one of these jobs at a time."""
+    context = max(sample.total for job in jobs for sample in job.samples)
+    return context, budget, max(prefix_cache_bytes(model, job.samples) for job in jobs)
 
 
 def _label(job: Job, variant: str, budget: int | None) -> dict[str, Any]:
@@ -176,6 +190,7 @@ def _label(job: Job, variant: str, budget: int | None) -> dict[str, Any]:
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    names = [*catalogue.GROUPS, *(variant.name for variant in catalogue.VARIANTS)]
     parser = argparse.ArgumentParser(
         prog=f"python -m {MODULE}",
         description="Accuracy of decoding with KV retrieval against full attention.",
@@ -195,9 +210,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--also",
         nargs="+",
         default=[],
-        metavar="METHOD",
-        choices=catalogue.EXTRA,
-        help=f"methods that need an engine each: {', '.join(catalogue.EXTRA)}",
+        metavar="NAME|GROUP",
+        choices=names,
+        help=f"further variants (see --list), or groups of them: {', '.join(catalogue.GROUPS)}",
     )
     parser.add_argument(
         "--samples", type=int, metavar="N", help="samples per task (default: see --list)"
@@ -208,6 +223,13 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         default=RESULTS / "slow-home-steady.json",
         help="results of `benchmarks.slow_home steady`: what each threshold waits for",
+    )
+    parser.add_argument(
+        "--planning",
+        type=Path,
+        metavar="FILE",
+        default=RESULTS / "planning.json",
+        help="results of `benchmarks.planning`: what selecting by each index takes",
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="JSON results; the plot lies beside them as .png"
@@ -241,7 +263,7 @@ def _list_tasks(tasks: Sequence[Task]) -> None:
             f"{task.model.name:30}{', '.join(task.checks)}"
         )
     for variant in (FULL, *catalogue.VARIANTS):
-        print(f"{variant.name:22}{variant.meaning}")
+        print(f"{variant.name:22}{variant.meaning} [{', '.join(variant.groups) or 'always'}]")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -253,12 +275,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     clock = Stopwatch()
     header = {
         **result_header(MODULE),
-        "settings": {"batch": BATCH, "top_logprobs": TOP_LOGPROBS, "dtype": "bfloat16"},
+        "settings": {"batch": BATCH, "top_logprobs": TOP_LOGPROBS, "dtype": DTYPE},
     }
     try:
         results = Results(options.out, header)
         references = References(RESULTS / ".reference")
-        benchmark = Benchmark(results, references, options.budgets, options.also)
+        variants = catalogue.chosen(options.quick, options.also)
+        benchmark = Benchmark(results, references, options.budgets, variants)
         for model in dict.fromkeys(task.model for task in options.tasks):
             chosen = [task for task in options.tasks if task.model == model]
             benchmark.run(model, chosen, options.samples)
@@ -270,7 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.plot(picture, options.tasks, options.budgets, benchmark.figures)
     print(f"\n{report.table(options.tasks, options.budgets, benchmark.figures)}")
     waits = thresholds.waits(read_json(options.steady), header["build"])
-    print(thresholds.table(options.tasks, options.budgets, benchmark.figures, waits))
+    if compared := thresholds.table(options.tasks, options.budgets, benchmark.figures, waits):
+        print(compared)
+    planned = report.planning(read_json(options.planning), header["build"])
+    print(report.indexes(options.tasks, options.budgets, benchmark.figures, planned))
     print(f"results: {options.out}\nplot:    {picture}\ntime:    {clock}")
     print(f"build:   {build.label(header['build'])}\n")
     if outdated := results.outdated():

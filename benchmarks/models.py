@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -30,6 +33,11 @@ class Documents:
             text = itertools.islice(itertools.cycle(self._tokens), start, start + length)
             documents.append(list(text))
         return documents
+
+
+def read_config(model: Path) -> SimpleNamespace:
+    """A checkpoint's ``config.json``, as far as a file without its defaults tells."""
+    return SimpleNamespace(**json.loads((model / "config.json").read_text()))
 
 
 def head_size(config: Any) -> int:

@@ -3,8 +3,8 @@
 Everything that the plug-in keeps in fast memory for its KV cache counts: slots of the recall caches
 and their books, dense layers, page index and its books, prefill staging, the map that guards the
 file's mapping. How much context fits is found by the plug-in's own arithmetic, and then served:
-stock vLLM is started with that much KV memory and that context, and freekv with the same; pass keys
-in a novel have to be found.
+stock vLLM is started with that much KV memory and that context, and retrieval from disk with the
+same; pass keys in a novel have to be found.
 
 What does not count is told apart: the file's pages in the system's page cache, memory that the
 system lends and takes back, and the state of requests, which is in proportion to them.
@@ -160,6 +160,7 @@ def serve(args: argparse.Namespace, memory: int, capacity: Capacity) -> dict[str
         capacity.requests,
         slow_worker.EXTENSION,
         dtype="bfloat16",
+        method=args.method,
         home="disk",
     ) as llm:
         label = f"{capacity.context:,} tokens on disk"
@@ -230,7 +231,7 @@ def _part(name: str, planned: int, allocated: int | None, memory: int) -> str:
 def capacity(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens of context in the same fast memory: stock vLLM's and from disk."""
     model = AutoConfig.from_pretrained(args.model)
-    config = RetrievalConfig(budget=args.budget, home="disk")
+    config = RetrievalConfig(args.method, budget=args.budget, home="disk")
     rows = []
     for mib in args.fast_memory:
         memory = mib * MIB

@@ -27,6 +27,8 @@ from benchmarks.engines import EngineError, EngineProcess
 from benchmarks.models import Documents, yarn_overrides
 from benchmarks.slow_capacity import capacity
 from benchmarks.slow_steady import engine_specs, steady
+from vllm_kvretrieval.config import DEFAULT_METHOD
+from vllm_kvretrieval.retrieval.presets import preset_names
 
 MODULE = "benchmarks.slow_home"
 MIB = 1 << 20
@@ -78,6 +80,7 @@ def main() -> None:
         add("--output", type=Path, default=output, help="JSON results; logs go beside it")
         command.set_defaults(run=run)
         if run is capacity:
+            add("--method", default=DEFAULT_METHOD, choices=preset_names(), help="retrieval method")
             add("--fast-memory", type=int, nargs="+", default=[8, 64, 256], metavar="MIB",
                 help="fast memory for the KV cache and all that belongs to it")  # fmt: skip
             add("--samples", type=int, default=2, help="contexts to serve; prefilling one of 32K "

@@ -1,4 +1,4 @@
-"""Serve a model with FreeKV and ask it about a long document.
+"""Serve a model with KV-cache retrieval and ask it about a long document.
 
 Starts `vllm serve` as a user would, sends it a part of a novel with a fact hidden in it,
 streams the answer, and shows what retrieval read to find it:
@@ -300,7 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = str((ROOT / "models" / "SmolLM2-135M-Instruct").relative_to(Path.cwd()))
     parser.add_argument("--model", default=default, help="default: %(default)s")
-    parser.add_argument("--backend", default="freekv", help="default: %(default)s")
+    parser.add_argument("--backend", default="kvretrieval", help="default: %(default)s")
     parser.add_argument("--budget", type=int, default=1024, help="tokens; default: %(default)s")
     parser.add_argument("--log", type=Path, default=LOG, help="of the server")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))

@@ -17,8 +17,6 @@ from vllm.inputs import TokensPrompt
 from benchmarks.texts import excerpt
 from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
 
-PENDING = {"low_rank"}
-"""Indexes whose kernels are not here yet."""
 MODELS = Path(__file__).resolve().parents[1] / "models"
 SHUTDOWN_S = 30
 

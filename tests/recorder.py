@@ -93,7 +93,7 @@ def one_bit(query, keys, method, dtype):
 def low_rank(query, keys, method, dtype):
     """Keys of the best rank that the index has, unquantised.
 
-    Served are a mean and coefficients of 8 bits, and directions of 4: of each value at most half a
+    Served are a mean of 8 bits, and coefficients and directions of 4: of each value at most half a
     step off, which is uniform noise of a variance of step**2 / 12.
     """
     centre = keys.mean(1, keepdim=True)
@@ -101,7 +101,7 @@ def low_rank(query, keys, method, dtype):
     along, directions = (u * s[:, None])[..., : method.rank], v[:, : method.rank]
     tokens = query @ (centre + along @ directions).transpose(1, 2)  # [n, group, tokens]
     norm = query.square().sum(-1)[None, :, None]
-    steps = directions.abs().amax(-1) / 7, along.abs().amax(1) / 127, centre.abs().amax(-1) / 127
+    steps = directions.abs().amax(-1) / 7, along.abs().amax(1) / 7, centre.abs().amax(-1) / 127
     variance = norm * (along.square() @ steps[0].square()[..., None]).transpose(1, 2)
     across = (query @ directions.transpose(1, 2)).square() @ steps[1].square()[..., None]
     variance = (variance + across + norm * steps[2][..., None].square()) / 12

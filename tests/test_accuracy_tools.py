@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from benchmarks import accuracy, build, common, texts, worker_counts
 from benchmarks.tasks import (
     catalogue,
     criteria,
+    engine,
     forced,
     metrics,
     needles,
@@ -37,6 +39,8 @@ from benchmarks.tasks.base import (
 )
 from benchmarks.tasks.forcing import FORCED_TOKENS, ForceTokens
 from benchmarks.tasks.metrics import Generated, Scored
+from vllm_kvretrieval.config import RequestOptions, RetrievalConfig
+from vllm_kvretrieval.retrieval.pooling import Pooling
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +125,16 @@ def test_hybrid_models_count_their_full_layers_only(tmp_path):
     assert scoring.attention_layers(tmp_path) == (2, 0)
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 30}))
     assert scoring.attention_layers(tmp_path) == (30, 1)
+
+
+def test_the_kv_cache_keeps_a_tasks_prompts_and_two_runs_beside_them(tmp_path):
+    config = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    samples = [Sample((0,) * (3 * 128 + 8), (0,) * 120), Sample((0,) * 100, (0,) * 100)]
+    block = 128 * 3 * 2 * 2 * 64 * 4
+    size = (1 + (3 + 2 * 1) + 2 * 2) * block
+    assert engine.prefix_cache_bytes(tmp_path, samples, "float32") == size
+    assert engine.prefix_cache_bytes(tmp_path, samples, "bfloat16") == size // 2
 
 
 @pytest.mark.parametrize(
@@ -240,14 +254,15 @@ def test_references_return_what_was_put(tmp_path):
     assert (tmp_path / ".gitignore").read_text() == "*\n"
 
 
-def test_reference_keys_follow_model_samples_and_version():
+def test_reference_keys_follow_model_samples_version_and_dtype():
     sample = Sample((1, 2, 3), (4,))
-    key = store.reference_key("m", [sample], "0.32.0")
-    assert key == store.reference_key("m", [Sample((1, 2, 3), (4,))], "0.32.0")
-    assert key != store.reference_key("n", [sample], "0.32.0")
-    assert key != store.reference_key("m", [Sample((1, 2, 3), (5,))], "0.32.0")
-    assert key != store.reference_key("m", [sample, sample], "0.32.0")
-    assert key != store.reference_key("m", [sample], "0.32.1")
+    key = store.reference_key("m", [sample], "0.32.0", "float32")
+    assert key == store.reference_key("m", [Sample((1, 2, 3), (4,))], "0.32.0", "float32")
+    assert key != store.reference_key("n", [sample], "0.32.0", "float32")
+    assert key != store.reference_key("m", [Sample((1, 2, 3), (5,))], "0.32.0", "float32")
+    assert key != store.reference_key("m", [sample, sample], "0.32.0", "float32")
+    assert key != store.reference_key("m", [sample], "0.32.1", "float32")
+    assert key != store.reference_key("m", [sample], "0.32.0", "bfloat16")
 
 
 def test_a_missing_model_says_how_to_get_it(tmp_path):
@@ -255,24 +270,46 @@ def test_a_missing_model_says_how_to_get_it(tmp_path):
         store.model_fingerprint(tmp_path / "none")
 
 
+GOOD = {
+    "novel": {
+        "full_all": 0.0,
+        "kvretrieval_all": 0.001,
+        "kvretrieval_1024": 0.0104,
+        "oracle_1024": 0.006,
+        "freekv_1024": 0.0104,
+        "every_step_1024": 0.01,
+        "sink_window_1024": 0.04,
+    },
+    "lookup": {
+        "full_all": 0.45,
+        "kvretrieval_1024": 0.4,
+        "oracle_1024": 0.45,
+        "freekv_1024": 0.3,
+        "sink_window_1024": 0.0,
+    },
+    "passkey": {
+        "full_all": 1.0,
+        "kvretrieval_1024": 0.95,
+        "oracle_1024": 0.95,
+        "freekv_1024": 0.9,
+        "every_step_1024": 0.95,
+        "sink_window_1024": 0.1,
+    },
+}
+GOOD["copy"], GOOD["sentences"] = GOOD["novel"], GOOD["passkey"]
+
+
 def figures(task: Task, **changes: float) -> dict[str, dict[str, Any]]:
     """Cells that meet every criterion, with changes by ``variant_budget``."""
-    good = {"full_all": 1.0, "freekv_1024": 0.95, "every_step_1024": 0.95, "sink_window_1024": 0.1}
-    if task.what == "novel":
-        good = {
-            "full_all": 0.0,
-            "freekv_all": 0.001,
-            "freekv_1024": 0.0104,
-            "every_step_1024": 0.01,
-            "sink_window_1024": 0.04,
-        }
     cells = {}
-    for name, value in (good | changes).items():
+    for name, value in (GOOD[task.what] | changes).items():
         variant, budget = name.rsplit("_", 1)
         cell: dict[str, Any] = {"variant": variant, "samples": 4, "share": 0.25}
         if variant == "freekv":
             cell["corrected_share"] = None if budget == "all" else 0.72
-        if task.what == "novel":
+        if variant == "kvretrieval":
+            cell |= {"index_bytes": 19.125, "index_share": 0.0747}
+        if task.what in ("novel", "copy"):
             cell |= {"kl": value, "agreement": 0.9, "perplexity": 20.0}
         else:
             cell |= {"accuracy": value}
@@ -280,21 +317,36 @@ def figures(task: Task, **changes: float) -> dict[str, dict[str, Any]]:
     return cells
 
 
-PASSKEY = next(task for task in catalogue.TASKS if task.what == "passkey")
-NOVEL = next(task for task in catalogue.TASKS if task.what == "novel")
+PASSKEY, LOOKUP, COPY, NOVEL = (
+    next(task for task in catalogue.TASKS if task.what == what)
+    for what in ("passkey", "lookup", "copy", "novel")
+)
+SENTENCES = next(task for task in catalogue.QUICK_TASKS if task.what == "sentences")
 
 
 @pytest.mark.parametrize(
     ("task", "changes", "expected"),
     [
         (PASSKEY, {}, [True, True]),
-        (PASSKEY, {"freekv_1024": 0.9}, [False, True]),
+        (PASSKEY, {"kvretrieval_1024": 0.9}, [False, True]),
+        (PASSKEY, {"kvretrieval_1024": 0.9, "oracle_1024": 0.9}, [None, True]),
         (PASSKEY, {"sink_window_1024": 0.6}, [True, False]),
         (PASSKEY, {"full_all": 0.75}, [None, None]),
-        (NOVEL, {}, [True, True, True]),
-        (NOVEL, {"freekv_all": 0.0031}, [False, True, True]),
-        (NOVEL, {"sink_window_1024": 0.03}, [True, False, True]),
-        (NOVEL, {"every_step_1024": 0.0095}, [True, True, False]),
+        (SENTENCES, {}, [True, True]),
+        (SENTENCES, {"kvretrieval_1024": 0.9, "oracle_1024": 0.9}, [False, True]),
+        (SENTENCES, {"sink_window_1024": 0.6}, [True, False]),
+        (SENTENCES, {"full_all": 0.75}, [None, None]),
+        (LOOKUP, {}, [True]),
+        (LOOKUP, {"kvretrieval_1024": 0.35}, [False]),
+        (COPY, {}, [True, True]),
+        (COPY, {"oracle_1024": 0.0059}, [False, True]),
+        (COPY, {"sink_window_1024": 0.03}, [True, False]),
+        (NOVEL, {}, [True, True, True, True]),
+        (NOVEL, {"kvretrieval_all": 0.0031}, [False, True, True, True]),
+        (NOVEL, {"kvretrieval_1024": 0.0106}, [True, False, True, True]),
+        (NOVEL, {"kvretrieval_1024": 0.0, "oracle_1024": 0.0}, [True, True, True, True]),
+        (NOVEL, {"sink_window_1024": 0.03}, [True, True, False, True]),
+        (NOVEL, {"every_step_1024": 0.0095}, [True, True, True, False]),
     ],
 )
 def test_criteria(task, changes, expected):
@@ -305,6 +357,29 @@ def test_criteria(task, changes, expected):
     assert [line[:4] for line in lines] == [words[passed] for passed in expected]
 
 
+def test_every_budget_is_set_against_the_oracle():
+    changes = {"kvretrieval_512": 0.5, "oracle_512": 0.9, "sink_window_512": 0.1}
+    found = criteria.check([PASSKEY], [1024, 512], figures(PASSKEY, **changes))
+    assert [criterion.passed for criterion in found] == [None, True, True]
+    found = criteria.check([PASSKEY], [1024, 512], figures(PASSKEY, **changes | {"oracle_512": 1}))
+    assert [criterion.passed for criterion in found] == [False, True, True]
+    found = criteria.check([LOOKUP], [1024, 512], figures(LOOKUP, **changes))
+    assert [criterion.passed for criterion in found] == [False, True]
+    changes = {f"{name}_512": 0.1 for name in ("oracle", "freekv", "every_step", "sink_window")}
+    for ours, passed in ((0.128, True), (0.1281, False)):
+        cells = figures(NOVEL, kvretrieval_512=ours, **changes)
+        found = criteria.check([NOVEL], [512, 1024], cells)
+        assert [criterion.passed for criterion in found] == [True, passed, *[True] * 4]
+
+
+def test_every_task_but_a_quick_one_is_held_to_what_the_oracle_reaches():
+    assert all({"passkey", "oracle"}.intersection(task.checks) for task in catalogue.TASKS)
+    checks = {task.what: task.checks for task in catalogue.TASKS}
+    assert {"oracle", "control"} <= set(checks["copy"])
+    assert {"oracle", "control", "covering", "speculation"} == set(checks["novel"])
+    assert [task.checks for task in catalogue.QUICK_TASKS] == [("found",), ("covering",)]
+
+
 def test_report_shows_every_cell(tmp_path):
     cells = figures(PASSKEY) | figures(NOVEL)
     shown = report.table([PASSKEY, NOVEL], [1024], cells)
@@ -312,9 +387,47 @@ def test_report_shows_every_cell(tmp_path):
     assert "95%" in shown
     assert "KL 0.0104" in shown
     assert "ppl 20.00 corr 72%" in shown
-    assert "95% corr 72%" in shown
+    assert "90% corr 72%" in shown
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["kvretrieval", "19.1", "7.5%", "95%"] in lines
+    assert ["oracle", "-", "-", "95%"] in lines
     report.plot(tmp_path / "plot.png", [PASSKEY, NOVEL], [1024], cells)
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_indexes_stand_between_the_control_and_the_oracle():
+    extra = {"mean_std_1024": 0.8, "mean_1024": 0.7}
+    cells = figures(PASSKEY, **extra) | figures(NOVEL, mean_std_1024=0.008)
+    cells[f"{PASSKEY.name}/kvretrieval/1024"]["index_share"] = 0.048
+    stored = {
+        "build": OLD,
+        "rows": [
+            {"index": "min_max", "context": 32768, "batch": 1, "planning_us": 812.4},
+            {"index": "min_max", "context": 32768, "batch": 4, "planning_us": 3000.0},
+            {"index": "mean", "context": 8192, "batch": 1, "planning_us": 3.0},
+        ],
+    }
+    planned = report.planning(stored, OLD)
+    lines = report.indexes([PASSKEY, NOVEL], [1024], cells, planned).splitlines()
+    assert not any("another build" in line for line in lines)
+    rows = [line.split() for line in lines[2:] if line]
+    assert rows == [
+        ["of", "us", "at", PASSKEY.name, NOVEL.name],
+        ["index", "KV", "32K", "1024", "1024"],
+        ["none", "(sink_window)", "-", "-", "10%", "0.0400"],
+        ["low_rank", "(kvretrieval)", "5.3-7.8%", "-", "95%", "0.0104"],
+        ["min_max", "(every_step)", "-", "812", "95%", "0.0100"],
+        ["mean", "-", "-", "70%", "-"],
+        ["mean_std", "-", "-", "80%", "0.0080"],
+        ["exact", "(oracle)", "-", "-", "95%", "0.0060"],
+        ["mean_std", "to", "min_max", "-15", "0.80x"],
+    ]
+    assert "another build" in report.planning(stored, NEW).note
+    nothing = report.planning(None, OLD)
+    assert "benchmarks.planning" in nothing.note
+    shown = report.indexes([PASSKEY], [1024], figures(PASSKEY), nothing)
+    assert nothing.note in shown
+    assert "mean_std" not in shown
 
 
 def test_corrected_share_is_of_the_heads_of_sparse_steps():
@@ -323,12 +436,113 @@ def test_corrected_share_is_of_the_heads_of_sparse_steps():
     assert worker_counts.corrected_share(before, after) == pytest.approx(0.7494)
     assert worker_counts.corrected_share(before, before) is None
     assert [v.name for v in catalogue.VARIANTS if not v.selects] == ["sink_window"]
+    speculating = {v.name for v in catalogue.VARIANTS if v.speculates}
+    of_freekv = {v.name for v in catalogue.VARIANTS if v.method == "freekv"}
+    assert speculating == of_freekv | {"speculative", "summary_8"}
 
 
 def test_thresholds_are_variants_of_the_same_engine():
     assert thresholds.THRESHOLDS == [1.0, 0.9, 0.8, 0.7, -1.0]
-    names = {cell.variant.name for cell in catalogue.cells_of(NOVEL, (512,), 4096, ())}
+    cells = catalogue.cells_of(NOVEL, (512,), 4096, catalogue.chosen(False, ["thresholds"]))
+    names = {cell.variant.name for cell in cells}
     assert {"freekv", "every_step", "threshold_0.8", "threshold_0.7", "reuse"} <= names
+    assert not any(cell.variant.engine for cell in cells)
+
+
+CORE = ["kvretrieval", "oracle", "freekv", "every_step", "sink_window"]
+QUICK = ["kvretrieval", "oracle", "freekv", "sink_window"]
+
+
+@pytest.mark.parametrize(
+    ("quick", "also", "added"),
+    [
+        (False, [], []),
+        (True, [], []),
+        (True, ["every_step"], ["every_step"]),
+        (False, ["mean", "quest"], ["mean", "quest"]),
+        (False, ["poolings"], ["pooling_relative", "pooling_max", "pooling_sum"]),
+        (False, ["presets", "quest"], ["quest", "arkvale", "infllm"]),
+        (
+            False,
+            ["indexes"],
+            [
+                *("mean", "mean_std", "mean_std_half", "bounding", "representative", "one_bit"),
+                *("low_rank_4", "low_rank_8", "kvretrieval_rerank"),
+            ],
+        ),
+        (
+            True,
+            ["thresholds"],
+            ["every_step", "threshold_0.8", "threshold_0.7", "reuse", "speculative", "summary_8"],
+        ),
+        (False, ["pages"], ["page_16", "kvretrieval_page_16"]),
+    ],
+)
+def test_variants_run_where_asked_for(quick, also, added):
+    names = [variant.name for variant in catalogue.chosen(quick, also)]
+    assert names[0] == catalogue.OWN == "kvretrieval"
+    assert sorted(names) == sorted((QUICK if quick else CORE) + added)
+
+
+def test_cells_are_of_all_budgets_and_the_covering_one():
+    variants = catalogue.chosen(False, ["mean"])
+    cells = catalogue.cells_of(NOVEL, (256, 512), 4224, variants)
+    assert len({cell.name for cell in cells}) == len(cells) == 2 * len(variants) + 1
+    assert cells[-1].name == f"{NOVEL.name}/kvretrieval/all"
+    assert cells[-1].options == {"budget": 4224, "method": "kvretrieval"}
+    by_name = {cell.name.split("/", 1)[1]: cell for cell in cells}
+    every_step = {"budget": 256, "method": "freekv", "correction_threshold": 1.0}
+    assert by_name["every_step/256"].options == every_step
+    assert not [c for c in catalogue.cells_of(PASSKEY, (256,), 4224, variants) if c.covering]
+
+
+def test_an_engine_serves_every_cell_that_it_runs():
+    """All at once, and each cell's alone, as after an interruption."""
+    cells = catalogue.cells_of(NOVEL, (256, 1024), 4224, catalogue.VARIANTS)
+    for engine_options in ({}, {"page_size": 16}):
+        run = [cell for cell in cells if cell.variant.engine == engine_options]
+        for part in (run, *([cell] for cell in run)):
+            also = catalogue.also_of(part)
+            config = RetrievalConfig.from_options(
+                catalogue.OWN, {"budget": 4224, "also": also, **engine_options}
+            )
+            for cell in part:
+                RequestOptions.parse({"kv_retrieval": cell.options}, config)
+                served = config.methods[cell.variant.method]
+                assert replace(served, name="") == replace(cell.variant.config.own, name="")
+            named = {cell.variant.method for cell in part}
+            assert set(config.methods) == named | {"kvretrieval", "streamingllm"}
+
+
+def test_indexes_differ_in_nothing_but_the_index():
+    for variant in catalogue.VARIANTS:
+        if variant.index in ("", "none"):
+            continue
+        method = variant.config.own
+        assert method.pooling is Pooling.MEAN_SOFTMAX
+        assert not method.schedule.speculates or variant.threshold == 1.0
+        assert method.rerank == (2 if variant.index.endswith("_rerank") else 0)
+        assert variant.config.page_size == catalogue.PAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "head_size", "kept"),
+    [
+        ("freekv", 64, (8.0, 0.03125)),
+        ("oracle", 64, (0.0, 0.0)),
+        ("sink_window", 64, (0.0, 0.0)),
+        ("kvretrieval", 64, (19.125, 0.07471)),
+        ("kvretrieval", 256, (49.125, 0.04797)),
+        ("mean", 64, (4.0, 0.01562)),
+        ("summary_8", 64, (32.0, 0.125)),
+        ("quest", 64, (8.0, 0.03125)),
+        ("page_16", 64, (16.0, 0.0625)),
+    ],
+)
+def test_index_bytes_are_of_the_variant_alone(tmp_path, name, head_size, kept):
+    (tmp_path / "config.json").write_text(json.dumps({"head_dim": head_size}))
+    variant = next(v for v in catalogue.VARIANTS if v.name == name)
+    assert tuple(scoring.index_bytes(variant, tmp_path).values()) == kept
 
 
 def test_threshold_table_sets_cost_against_waiting():
@@ -343,10 +557,15 @@ def test_threshold_table_sets_cost_against_waiting():
     assert found["KV heads corrected"] == ["-", "72.0%", "-", "-", "-"]
     assert found[f"KL above that of every step, {NOVEL.name}"] == ["+0.0%", "+4.0%", "-", "-", "-"]
     needle = found[f"points found less than of every step, {PASSKEY.name}"]
-    assert needle == ["+0.0", "+0.0", "-", "-", "-"]
+    assert needle == ["+0.0", "+5.0", "-", "-", "-"]
     assert found["ms waited per step on disk, 16,384 x 1"] == ["-", "0.25", "-", "-", "-"]
     assert "slow_home steady" in thresholds.waits(None, OLD).note
     assert "another build" in thresholds.waits({"build": NEW, "rows": rows}, OLD).note
+
+
+def test_threshold_table_is_empty_where_none_was_run():
+    cells = figures(LOOKUP)  # freekv alone, without every step
+    assert thresholds.table([LOOKUP], [1024], cells, thresholds.waits(None, OLD)) == ""
 
 
 class FakeEngine:
@@ -355,18 +574,34 @@ class FakeEngine:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
         self.started: list[int | None] = []
+        self.served: list[set[str]] = []
+        self.options: dict[str, Any] = {}
         self.ran: list[str] = []
         self.breaks_at = ""
 
     @contextmanager
-    def open(self, model: Path, context: int, budget: int | None) -> Iterator[str]:
+    def open(
+        self,
+        model: Path,
+        context: int,
+        budget: int | None,
+        kv_cache_bytes: int,
+        also: Any = None,
+        **options: Any,
+    ) -> Iterator[str]:
+        assert kv_cache_bytes > 2 * context * 4 * 64 * 2
         self.started.append(budget)
+        if budget is not None:
+            self.served.append(set(also))
+        self.options = options
         yield "engine"
 
     def run(self, llm: Any, samples: list[Sample], options: Any, label: str) -> list[Generated]:
         if self.breaks_at and self.breaks_at in label:
             raise KeyboardInterrupt
         self.ran.append(label)
+        if options is not None:
+            assert options["method"] in self.served[-1] | {"kvretrieval"}
         answers = [self.tokenizer(sample.answer).input_ids for sample in samples]
         return [
             Generated((*sample.forced, *answer), None)
@@ -375,11 +610,12 @@ class FakeEngine:
 
 
 def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, capsys):
-    engine = FakeEngine(text.tokenizer)
-    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 4}))
+    fake = FakeEngine(text.tokenizer)
+    config = {"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     for name, replacement in (
-        ("open_engine", engine.open),
-        ("run_samples", engine.run),
+        ("open_engine", fake.open),
+        ("run_samples", fake.run),
         ("retrieval_counts", lambda llm: {"corrected": 0, "sparse_heads": 0}),
         ("model_fingerprint", lambda model: "weights"),
         ("RESULTS", tmp_path),
@@ -390,35 +626,73 @@ def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, ca
     what = f"sentences-{tmp_path.name}-2k"
     command = ["--quick", "--model", str(tmp_path), "--task", what, "--samples", "2"]
 
-    engine.breaks_at = "sink_window"
+    fake.breaks_at = "sink_window"
     with pytest.raises(KeyboardInterrupt):
         accuracy.main(command)
-    assert engine.started == [None, 512]
-    others = ("every_step", "threshold_0.8", "threshold_0.7", "reuse")
-    ran = [f"{what} full", f"{what} freekv 512", *(f"{what} {name} 512" for name in others)]
-    assert engine.ran == ran
+    assert fake.started == [None, 512]
+    ran = [f"{what} full", *(f"{what} {name} 512" for name in QUICK[:3])]
+    assert fake.ran == ran
+    assert fake.served == [{"oracle", "freekv", "streamingllm"}]
 
-    engine.breaks_at = ""
+    fake.breaks_at = ""
     assert accuracy.main(command) == 1  # the control answers as well: the task proves nothing
-    assert engine.started == [None, 512, 512]
-    assert engine.ran[6:] == [f"{what} sink_window 512"]
+    assert fake.started == [None, 512, 512]
+    assert fake.ran[4:] == [f"{what} sink_window 512"]
+    assert fake.served[1:] == [{"streamingllm"}]
     shown = capsys.readouterr().out
     assert "FAIL" in shown
-    assert "which threshold?" in shown
+    assert "which index?" in shown
+    assert "which threshold?" not in shown
 
     assert accuracy.main(command) == 1
-    assert engine.started == [None, 512, 512]
+    assert fake.started == [None, 512, 512]
+
+    capsys.readouterr()
+    accuracy.main([*command, "--also", "thresholds"])
+    assert fake.started[3:] == [512]
+    assert fake.served[2:] == [{"freekv", "speculative", "summary_8"}]
+    others = ("every_step", "threshold_0.8", "threshold_0.7", "reuse", "speculative", "summary_8")
+    assert fake.ran[5:] == [f"{what} {name} 512" for name in others]
+    assert "which threshold?" in capsys.readouterr().out
+
+    accuracy.main([*command, "--also", "page_16", "mean"])
+    assert fake.started[4:] == [512, 512]
+    assert fake.served[3:] == [{"mean"}, {"freekv"}]
+    assert fake.options == {"page_size": 16}
+    assert fake.ran[11:] == [f"{what} mean 512", f"{what} page_16 512"]
 
     monkeypatch.setattr(build, "code_fingerprint", lambda: "another code")
     accuracy.main(command)
-    assert engine.started[3:] == [512]
-    assert len(engine.ran) == 7 + 6
+    assert fake.started[6:] == [512]
+    assert len(fake.ran) == 13 + 4
+
+
+def test_a_method_that_changes_is_run_anew(tmp_path, monkeypatch):
+    """What the engine serves under a name is part of a cell's key."""
+    monkeypatch.setattr(build, "code_fingerprint", lambda: "code")
+    mean = next(v for v in catalogue.VARIANTS if v.name == "mean")
+    other = replace(mean, served=mean.served | {"pooling": "max"})
+    results = store.Results(tmp_path / "out.json", {"build": OLD})
+    benchmark = accuracy.Benchmark(results, store.References(tmp_path), (512,), [mean])
+    job = accuracy.Job(SENTENCES, [], "key")
+    keys = {
+        benchmark._cell_key(job, catalogue.Cell(SENTENCES, v, budget))
+        for v in (mean, other)
+        for budget in (256, 512)
+    }
+    assert len(keys) == 4
 
 
 def test_unknown_tasks_are_named(capsys):
     with pytest.raises(SystemExit):
         accuracy.main(["--task", "nothing"])
     assert "no task nothing; there are: passkey-qwen-4k" in capsys.readouterr().err
+
+
+def test_unknown_variants_are_named(capsys):
+    with pytest.raises(SystemExit):
+        accuracy.main(["--also", "nothing"])
+    assert "poolings" in capsys.readouterr().err
 
 
 def test_another_model_takes_the_tasks_over(tmp_path):

@@ -6,7 +6,7 @@ import platform
 import pytest
 import torch
 
-from vllm_kvretrieval.engine import advice
+from vllm_kvretrieval.engine.cpu import advice
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ BYTES = {
     "bounding": 64 * 2 + 4,
     "representative": 64 * 2,
     "one_bit": 2 * 64 * 2 + 64 * 32 // 8,
-    "low_rank": 4 + 8 * 4 + 64 + 8 * 64 // 2 + 8 * 32,
+    "low_rank": 4 + 11 * 4 + 64 + 11 * 64 // 2 + 11 * 32 // 2,
     "exact": 0,
 }
 KV_BYTES = 2 * 64 * 2 * 32  # of these tokens
@@ -84,7 +84,7 @@ def test_presets(name):
 
 
 def test_parameters():
-    index = make(index={"low_rank": {"rank": 4}}, summary_size=8).index
+    index = make(index={"low_rank": {"rank": 4}}, summary_size=16).index
     assert index == make(index={"low_rank": {"rank": 4}}).index
     assert index != make(index="low_rank").index
     assert make(index={"mean_std": {"spread": 1}}).index == make(index="mean_std").index
@@ -102,10 +102,10 @@ def test_parameters():
         ("freekv", {"index": {"mean_std": {"spread": "1"}}}, "mean_std has spread, all numbers"),
         ("freekv", {"index": {"mean_std": {"spread": True}}}, "mean_std has spread, all numbers"),
         ("freekv", {"index": {"mean_std": {"spread": -1}}}, "spread=-1 must be from 0 to 16"),
-        ("freekv", {"index": {"low_rank": {"rank": 0}}}, "rank=0 must be .* from 1 to 16"),
+        ("freekv", {"index": {"low_rank": {"rank": -1}}}, "rank=-1 must be .* from 1 to 16"),
         ("freekv", {"index": {"low_rank": {"rank": 17}}}, "rank=17 must be .* from 1 to 16"),
         ("freekv", {"index": {"low_rank": {"rank": 2.0}}}, "rank=2.0 must be a whole number"),
-        ("kvretrieval", {"summary_size": 8}, "index='low_rank': rank=8 must be .* from 1 to 7"),
+        ("kvretrieval", {"summary_size": 8}, "index='low_rank': entries of 8 tokens are too small"),
         ("freekv", {"pooling": "mean"}, "pooling='mean' is unknown; use one of mean_softmax, rel"),
         ("freekv", {"pooling": 1}, "pooling=1 is unknown"),
         ("freekv", {"schedule": "often"}, "schedule='often' is unknown; use one of speculative,"),

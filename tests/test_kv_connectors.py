@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 
-from tests.engine import PENDING, Answer, Request, assert_same, drive, engine, random_llama
+from tests.engine import Answer, Request, assert_same, drive, engine, random_llama
 
 pytestmark = pytest.mark.engine
 
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {
     "enforce_eager": True,
 }
 RETRIEVAL: dict[str, Any] = {"budget": 128, "sink": 32, "window": 32}
-RETRIEVAL |= {"also": {"kvretrieval": {"index": "mean_std"} if PENDING else {}, "quest": {}}}
+RETRIEVAL |= {"also": {"kvretrieval": {}, "quest": {}}}
 EVERY_STEP = ({"correction_threshold": 1.0}, {"method": "kvretrieval"}, {"method": "quest"})
 
 

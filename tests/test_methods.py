@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine import PENDING, Request, assert_same, drive, engine, random_llama
+from tests.engine import Request, assert_same, drive, engine, random_llama
 from tests.outside import MEDIAN, POINTS, install, installed
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.presets import OWN
@@ -41,8 +41,6 @@ ALSO: dict[str, dict[str, Any]] = {
 }
 METHODS = ("kvretrieval", *ALSO)
 OPTIONS = PARTS | {"also": ALSO, "max_budget": 256}
-if "low_rank" in PENDING:
-    OPTIONS |= {"index": "mean_std"}
 TOLERANCE = 1e-3
 
 

@@ -18,12 +18,12 @@ def readers():
     return [int(t.name) for t in tasks if (t / "comm").read_text() == "kvr-reader\\n"]
 
 def read_ahead(cache, first):
-    state = make_state(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
-    state.prev_selection[:] = torch.arange(3, 3 + SELECT)
-    rows = make_rows([PAGE * 10], state, BUDGET)
-    rows.slots.zero_()
+    chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
+    chooser.selection.pages[:] = torch.arange(3, 3 + SELECT)
+    rows = make_rows([PAGE * 10], chooser, BUDGET)
+    rows.seats.zero_()
     rows.block_table[0] = torch.arange(first, first + 10)
-    cache.prefetch(rows, state)
+    cache.prefetch(rows, chooser)
     return {HEADS * page + head for page in range(first + 3, first + 6) for head in range(HEADS)}
 
 def limit_threads(stack):

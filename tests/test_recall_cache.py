@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.test_kernels import make_rows, make_state
+from tests.test_kernels import make_chooser, make_rows
 from vllm_kvretrieval.kernels import cpu, reference
 
 PAGES, HEADS, PAGE, HEAD_SIZE = 60, 2, 32, 16
@@ -99,12 +99,12 @@ class Engine:
         self.requests[entry] = pages, tokens + 1
         return self.write(pages, tokens, tokens + 1)
 
-    def rows(self, entries, state):
+    def rows(self, entries, chooser):
         """The rows of a decode step, with page lists as ``plan_decode`` would write them."""
         lens = [self.requests[e][1] for e in entries]
         exact = [r for r, length in enumerate(lens) if -(-length // PAGE) <= sum(BUDGET)]
-        rows = make_rows(lens, state, BUDGET, exact=exact)
-        rows.slots = torch.tensor(entries, dtype=torch.int32)
+        rows = make_rows(lens, chooser, BUDGET, exact=exact)
+        rows.seats = torch.tensor(entries, dtype=torch.int32)
         for r, entry in enumerate(entries):
             pages = self.requests[entry][0]
             rows.block_table[r, : len(pages)] = torch.tensor(pages)
@@ -118,7 +118,7 @@ class Engine:
                     )
                     window = attended[-WINDOW:]
                     attended = torch.cat([attended[:SINK], chosen, window])
-                    state.prev_selection[entry, head, :SELECT] = following.int()
+                    chooser.selection.pages[entry, head, :SELECT] = following.int()
                 units = torch.tensor(pages)[attended] * HEADS + head
                 rows.page_table[r * HEADS + head, : len(units)] = units.int()
         return rows
@@ -130,7 +130,7 @@ def test_random_life(home, slots):
     both, counts = caches(home, slots)
     random = torch.Generator().manual_seed(slots)
     engine = Engine(home, random)
-    state = make_state(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
+    chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
     seen = dict.fromkeys(("add", "remove", "append", "copy"), 0)
     for _ in range(2000):
         action = engine.integer(0, 20)
@@ -157,7 +157,7 @@ def test_random_life(home, slots):
             if not entries:
                 continue
             seen["append"] += 1
-            rows = engine.rows(entries, state)
+            rows = engine.rows(entries, chooser)
             units = rows.page_table
             tables = []
             for cache in both:
@@ -169,7 +169,7 @@ def test_random_life(home, slots):
                 assert cache.check() == ""
                 for slot, unit in zip(own.page_table.flatten(), units.flatten(), strict=True):
                     assert unit < 0 or cache.slots[slot].equal(home.units[unit])
-                cache.prefetch(own, state)
+                cache.prefetch(own, chooser)
             assert tables[0].equal(tables[1])
         assert [cache.check() for cache in both] == ["", ""]
         assert both[0].resident() == both[1].resident()
@@ -185,9 +185,9 @@ def test_random_life(home, slots):
 
 def step(cache, lens, budget=BUDGET):
     """One step of requests that share no page."""
-    state = make_state(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
-    rows = make_rows(lens, state, budget)
-    rows.slots = torch.arange(len(lens)).int()
+    chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
+    rows = make_rows(lens, chooser, budget)
+    rows.seats = torch.arange(len(lens)).int()
     pages = 0
     for r, length in enumerate(lens):
         count = -(-length // PAGE)
@@ -221,27 +221,27 @@ def test_rows_that_do_not_fit_are_refused(home):
     """Before a slot is taken or pinned."""
     (cache, _), (counts, _) = caches(home, UNITS)
     rows = step(cache, [PAGE * 10])
-    state = make_state(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
+    chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
     before, pinned, counted = cache.resident(), cache.pinned, counts.clone()
     as_rows = lambda **values: replace(  # noqa: E731
         rows, handle=None, **{k: torch.tensor([v]).int() for k, v in values.items()}
     )
     for wrong, message in (
-        (as_rows(slots=REQUESTS), f"row 0: slot {REQUESTS} is outside the state's {REQUESTS}"),
+        (as_rows(seats=REQUESTS), f"row 0: seat {REQUESTS} is outside the state's {REQUESTS}"),
         (as_rows(sink_pages=-1), "-1 pages of sink"),
         (as_rows(select_pages=8), "are 11, 1 more than the 10 pages of the context"),
         (as_rows(seq_lens=PAGE * 10 + 1, select_pages=-1), "are 11, 1 more than the 10 of block"),
         (replace(rows, handle=None, page_table=rows.page_table[:1]), "has 1 rows, .* need 2"),
     ):
-        for call in (cache.resolve, lambda rows: cache.prefetch(rows, state)):
+        for call in (cache.resolve, lambda rows: cache.prefetch(rows, chooser)):
             with pytest.raises(ValueError, match=message):
                 call(wrong)
     with pytest.raises(ValueError, match="select_pages is 4, 1 more than the 3 that"):
-        cache.prefetch(as_rows(select_pages=SELECT + 1), state)
-    few = make_state(PAGES, 1, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
-    with pytest.raises(ValueError, match="slot 1 is outside the state's 1"):
-        cache.prefetch(as_rows(slots=1), few)
-    other = make_state(PAGES, REQUESTS, HEADS + 1, 1, HEAD_SIZE, torch.float32, SELECT)
+        cache.prefetch(as_rows(select_pages=SELECT + 1), chooser)
+    few = make_chooser(PAGES, 1, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
+    with pytest.raises(ValueError, match="seat 1 is outside the state's 1"):
+        cache.prefetch(as_rows(seats=1), few)
+    other = make_chooser(PAGES, REQUESTS, HEADS + 1, 1, HEAD_SIZE, torch.float32, SELECT)
     with pytest.raises(ValueError, match="the layer has 3 KV heads, its recall cache 2"):
         cache.prefetch(rows, other)
     with pytest.raises(ValueError, match=rf"slot_mapping\[1\] is {PAGES * PAGE}, the cache has"):
@@ -259,12 +259,12 @@ def test_read_errors(home, ahead):
     nothing, kept = os.open(os.devnull, os.O_RDONLY), os.dup(home.place[0])
     os.dup2(nothing, home.place[0])
     if ahead:
-        state = make_state(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
-        state.prev_selection[:] = torch.arange(3, 3 + SELECT)
-        rows = make_rows([PAGE * 10], state, BUDGET)
-        rows.slots.zero_()
+        chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
+        chooser.selection.pages[:] = torch.arange(3, 3 + SELECT)
+        rows = make_rows([PAGE * 10], chooser, BUDGET)
+        rows.seats.zero_()
         rows.block_table[0] = torch.arange(20, 30)
-        cache.prefetch(rows, state)
+        cache.prefetch(rows, chooser)
         cache.write(torch.tensor([-1]))  # waits
         failed = {23, 24, 25}
     else:

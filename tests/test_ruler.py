@@ -201,10 +201,10 @@ TASKS = catalogue.TASKS[:3]
 
 def test_the_engine_knows_every_preset_that_is_asked_for():
     assert catalogue.engine_options(catalogue.VARIANTS) == {
-        "also": ["oracle", "freekv", "quest", "streamingllm"]
+        "also": {name: {} for name in ("oracle", "freekv", "quest", "streamingllm")}
     }
     ours = [variant for variant in catalogue.VARIANTS if variant.name == "kvretrieval"]
-    assert catalogue.engine_options([catalogue.FULL, *ours]) == {}
+    assert catalogue.engine_options([catalogue.FULL, *ours]) == {"also": {}}
 
 
 def scores(**by_row: Sequence[float | None]) -> dict[tuple[str, str, int | None], dict[str, Any]]:
@@ -336,7 +336,7 @@ def test_an_interrupted_run_goes_on_where_it_was(engine, tmp_path, monkeypatch, 
     assert engine.ran[3:] == rest  # full attention fails at cwe: no preset is put to it
     started = engine.started[1]
     assert (started["context"], started["budget"], started["batch"]) == (4096 - 200 + 120, 512, 2)
-    assert started["also"] == ["freekv", "streamingllm"]
+    assert started["also"] == {"freekv": {}, "streamingllm": {}}
     # 34 blocks of 128 tokens; 2 layers, keys and values, 8 numbers of 4 bytes; a tenth more.
     assert started["kv_cache_bytes"] == int(1.1 * 34 * 128 * 2 * 2 * 8 * 4)
     shown = capsys.readouterr().out

@@ -11,13 +11,13 @@ import pytest
 import torch
 from vllm.config import CompilationMode
 
-from tests.engine import PENDING, Answer, Request, assert_same, drive, engine, random_llama
+from tests.engine import Answer, Request, assert_same, drive, engine, random_llama
 
 pytestmark = pytest.mark.engine
 
 BUDGET = {"budget": 128, "sink": 32, "window": 32}  # in pages: 1, 1, and 2 selected
 ALSO: dict[str, Any] = {
-    "kvretrieval": {"index": "mean_std"} if PENDING else {},
+    "kvretrieval": {},
     "sums": {"index": "one_bit", "pooling": "sum", "summary_size": 16},
 }
 LAYERS, KV_HEADS, HEAD_SIZE = 4, 4, 64

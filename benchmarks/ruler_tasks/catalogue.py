@@ -81,10 +81,9 @@ VARIANTS = (
 
 
 def engine_options(variants: Sequence[Variant]) -> dict[str, Any]:
-    """Return the engine's ``kv_retrieval`` options that requests under these variants need."""
+    """Return what `open_engine` has to know of the methods that these variants name."""
     methods = (variant.options.get("method", ENGINE_METHOD) for variant in variants)
-    also = [method for method in dict.fromkeys(methods) if method != ENGINE_METHOD]
-    return {"also": also} if also else {}
+    return {"also": {method: {} for method in methods if method != ENGINE_METHOD}}
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ Builder = Callable[[TokenText, int, int], list[Sample]]
 """Makes a task's samples from the text, the context in tokens and the number of samples."""
 
 
-Check = Literal["passkey", "covering", "control", "speculation"]
+Check = Literal["passkey", "found", "oracle", "covering", "control", "speculation"]
 """A criterion that a task's figures have to meet (see ``criteria.py``)."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 from benchmarks.common import MODELS
 from benchmarks.tasks import forced, needles
 from benchmarks.tasks.base import Task
-from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.config import DEFAULT_METHOD, RetrievalConfig
+from vllm_kvretrieval.retrieval.method import DEFAULT_THRESHOLD
+from vllm_kvretrieval.retrieval.presets import preset_names
 
 _QWEN = MODELS / "Qwen2.5-Coder-0.5B-Instruct"
 _GEMMA3 = MODELS / "gemma-3-270m"
@@ -19,86 +21,234 @@ _SMOLLM2 = MODELS / "SmolLM2-135M-Instruct"
 BUDGETS = (256, 512, 1024)
 QUICK_BUDGETS = (512,)
 
-DEFAULT_THRESHOLD = RetrievalConfig.correction_threshold
+OWN = DEFAULT_METHOD
+"""The method that the engine itself is started with; others come by its option ``also``."""
+
+FREEKV = "freekv"
+
+PAGE = 32
+"""Tokens per page of the engine, whatever methods it serves; budgets are multiples of it."""
+
+_PRESETS = ("presets",)
 
 TASKS = (
     Task("passkey", "qwen", _QWEN, 4096, 20, needles.passkey_in_novel, ("passkey",)),
     Task("passkey", "qwen", _QWEN, 8192, 10, needles.passkey_in_novel, ("passkey",)),
     Task("passkey", "gemma3", _GEMMA3, 4096, 20, needles.passkey_in_novel, ("passkey",)),
     Task("passkey", "gemma3", _GEMMA3, 16384, 10, needles.passkey_in_novel, ("passkey",)),
-    Task("lookup", "qwen", _QWEN, 4096, 20, needles.key_value_lookup),
-    Task("copy", "smollm2", _SMOLLM2, 2048, 16, forced.second_copy, ("control",)),
-    Task("copy", "qwen", _QWEN, 4096, 16, forced.second_copy, ("control",)),
+    Task("lookup", "qwen", _QWEN, 4096, 20, needles.key_value_lookup, ("oracle",)),
+    Task("copy", "smollm2", _SMOLLM2, 2048, 16, forced.second_copy, ("oracle", "control")),
+    Task("copy", "qwen", _QWEN, 4096, 16, forced.second_copy, ("oracle", "control")),
     Task(
-        "novel", "smollm2", _SMOLLM2, 4096, 8, forced.novel, ("covering", "control", "speculation")
+        "novel",
+        "smollm2",
+        _SMOLLM2,
+        4096,
+        8,
+        forced.novel,
+        ("covering", "oracle", "control", "speculation"),
     ),
 )
 """The tasks of the full benchmark."""
 
 QUICK_TASKS = (
-    Task("sentences", "smollm2", _SMOLLM2, 2048, 6, needles.passkey_in_sentences, ("passkey",)),
+    Task("sentences", "smollm2", _SMOLLM2, 2048, 6, needles.passkey_in_sentences, ("found",)),
     Task("copy", "smollm2", _SMOLLM2, 2048, 4, forced.second_copy, ("covering",)),
 )
-"""The quick tier, for every change's tests. Copying is judged at the covering budget alone: within
-512 of 2K tokens, minima and maxima of pages find too few of the tokens to be copied."""
+"""The quick tier, for every change's tests. Copying is judged at the covering budget alone."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of decoding, as options of a request to the retrieval engine."""
+    """One way of decoding: a method that the retrieval engine serves, and how it is asked for."""
 
     name: str
     meaning: str
-    options: dict[str, Any]
-    """The request's ``kv_retrieval`` options."""
+    method: str
+    """What a request names."""
+
+    groups: tuple[str, ...]
+    """``core``: always run; ``quick``: in the quick tier; others are run where asked for."""
+
+    served: dict[str, Any] = field(default_factory=dict)
+    """What the engine's option ``also`` says about the method."""
+
+    asks: dict[str, Any] = field(default_factory=dict)
+    """Further ``kv_retrieval`` options of a request."""
 
     engine: dict[str, Any] = field(default_factory=dict)
     """The engine's, where they are others than the defaults. Such a variant needs an engine and a
-    prefill of its own, and runs only where it is asked for."""
+    prefill of its own."""
+
+    index: str = ""
+    """What `benchmarks.planning` calls its index; empty: it is not in the comparison of indexes."""
 
     style: str = ""
     """Of its line in the plot, as matplotlib writes it; empty: it is not drawn."""
 
     @property
+    def also(self) -> dict[str, Any]:
+        """What the engine's option ``also`` has to hold for the method to be served."""
+        return {} if self.method == OWN else {self.method: self.served}
+
+    @property
+    def config(self) -> RetrievalConfig:
+        """An engine's whose own method is this one: what the method alone needs."""
+        options = {"page_size": PAGE, **self.engine, **self.served}
+        preset = options.pop("preset", self.method if self.method in preset_names() else OWN)
+        return RetrievalConfig(method=preset, **options)
+
+    @property
     def selects(self) -> bool:
         """Whether pages are selected, or sinks and window are all."""
-        return "method" not in self.options
+        return self.config.own.selects
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a step may attend to what an earlier one selected."""
+        return self.config.own.schedule.speculates
 
     @property
     def threshold(self) -> float | None:
-        """Below this similarity a KV head selects anew; None where nothing is selected, or where
+        """freekv's: below this similarity a KV head selects anew; None for other methods, and where
         more than the threshold differs from the default."""
-        if self.engine or not self.selects:
+        if self.engine or self.method != FREEKV:
             return None
-        return self.options.get("correction_threshold", DEFAULT_THRESHOLD)
+        return self.asks.get("correction_threshold", DEFAULT_THRESHOLD)
+
+
+def _index(name: str, index: Any, meaning: str, planned: str = "", **options: Any) -> Variant:
+    """An index at the schedule and pooling that all indexes are compared at."""
+    served = {"index": index, "schedule": "every_step", "pooling": "mean_softmax", **options}
+    return Variant(name, meaning, name, ("indexes",), served, index=planned or name)
+
+
+def _pooling(name: str) -> Variant:
+    label = f"pooling_{name}"
+    return Variant(label, f"kvretrieval, pooling {name}", label, ("poolings",), {"pooling": name})
+
+
+def _threshold(name: str, meaning: str, threshold: float, style: str = "") -> Variant:
+    asks = {"correction_threshold": threshold}
+    return Variant(name, meaning, FREEKV, ("thresholds",), asks=asks, style=style)
 
 
 VARIANTS = (
-    Variant("freekv", "speculative retrieval with correction", {}, style="o-"),
+    Variant(
+        OWN,
+        "this project's own choice: low-rank factors of the keys, at every step",
+        OWN,
+        ("core", "quick", "indexes"),
+        index="low_rank",
+        style="o-",
+    ),
+    Variant(
+        "oracle",
+        "the best pages by all their keys: what an index can reach",
+        "oracle",
+        ("core", "quick", "indexes"),
+        index="exact",
+        style="*-",
+    ),
+    Variant(
+        FREEKV, "speculative retrieval with correction", FREEKV, ("core", "quick"), style="s--"
+    ),
     Variant(
         "every_step",
-        "selection at every step (threshold 1)",
-        {"correction_threshold": 1.0},
-        style="s--",
+        "freekv's minima and maxima, selection at every step (threshold 1)",
+        FREEKV,
+        ("core", "indexes", "thresholds"),
+        asks={"correction_threshold": 1.0},
+        index="min_max",
+        style="D--",
     ),
-    Variant("threshold_0.8", "fewer heads select anew", {"correction_threshold": 0.8}),
-    Variant("threshold_0.7", "fewer still", {"correction_threshold": 0.7}),
     Variant(
+        "sink_window",
+        "sinks and window alone, the control",
+        "streamingllm",
+        ("core", "quick", "indexes"),
+        index="none",
+        style="x:",
+    ),
+    _index("mean", "mean", "mean of the keys"),
+    _index("mean_std", "mean_std", "mean and standard deviation"),
+    _index("mean_std_half", {"mean_std": {"spread": 0.5}}, "half a standard deviation", "mean_std"),
+    _index("bounding", "bounding", "sphere around the keys"),
+    _index("representative", "representative", "representative keys"),
+    _index("one_bit", "one_bit", "a bit per token and channel"),
+    _index("low_rank_4", {"low_rank": {"rank": 4}}, "low-rank factors, rank 4"),
+    _index("low_rank_8", {"low_rank": {"rank": 8}}, "low-rank factors, rank 8"),
+    Variant(
+        "kvretrieval_rerank",
+        "kvretrieval, two candidates per page scored again by their keys (cache in memory only)",
+        "kvretrieval_rerank",
+        ("indexes",),
+        {"rerank": 2},
+        index="low_rank_rerank",
+    ),
+    _pooling("relative"),
+    _pooling("max"),
+    _pooling("sum"),
+    Variant("quest", "Quest, at the engine's pages of 32 and one dense layer", "quest", _PRESETS),
+    Variant("arkvale", "ArkVale", "arkvale", _PRESETS),
+    Variant(
+        "infllm", "InfLLM, at the engine's pages of 32 and one dense layer", "infllm", _PRESETS
+    ),
+    _threshold("threshold_0.8", "freekv, fewer heads select anew", 0.8),
+    _threshold("threshold_0.7", "freekv, fewer still", 0.7),
+    _threshold(
         "reuse",
-        "no correction: always the previous step's selection (threshold -1)",
-        {"correction_threshold": -1.0},
-        style="^-.",
+        "freekv, no correction: always the previous step's selection (threshold -1)",
+        -1.0,
+        "^-.",
     ),
-    Variant("summary_8", "freekv, 8 tokens per entry of the index", {}, {"summary_size": 8}, "d-."),
-    Variant("page_16", "freekv, pages of 16 tokens", {}, {"page_size": 16}, "v-."),
     Variant(
-        "sink_window", "sinks and window alone, the control", {"method": "streamingllm"}, style="x:"
+        "speculative",
+        "kvretrieval, with freekv's schedule",
+        "speculative",
+        ("thresholds",),
+        {"schedule": "speculative"},
+    ),
+    Variant(
+        "summary_8",
+        "freekv, 8 tokens per entry of the index",
+        "summary_8",
+        ("thresholds",),
+        {"preset": FREEKV, "summary_size": 8},
+        style="d-.",
+    ),
+    Variant(
+        "page_16",
+        "freekv, pages of 16 tokens",
+        FREEKV,
+        ("pages",),
+        engine={"page_size": 16},
+        style="v-.",
+    ),
+    Variant(
+        "kvretrieval_page_16",
+        "kvretrieval, pages of 16 tokens",
+        OWN,
+        ("pages",),
+        engine={"page_size": 16},
+        style="^:",
     ),
 )
 
-EXTRA = tuple(variant.name for variant in VARIANTS if variant.engine)
+GROUPS = tuple(dict.fromkeys(group for variant in VARIANTS for group in variant.groups))
 
-FULL = Variant("full", "stock vLLM, full attention", {})
+FULL = Variant("full", "stock vLLM, full attention", "", ())
+
+
+def chosen(quick: bool, also: Collection[str]) -> tuple[Variant, ...]:
+    """Return the variants to be run.
+
+    Args:
+        quick: those of the quick tier, or the core.
+        also: names of further variants, or of groups of them.
+    """
+    wanted = {"quick" if quick else "core", *also}
+    return tuple(v for v in VARIANTS if v.name in wanted or wanted.intersection(v.groups))
 
 
 @dataclass(frozen=True)
@@ -119,11 +269,11 @@ class Cell:
     @property
     def options(self) -> dict[str, Any]:
         """The request's ``kv_retrieval`` options."""
-        return {"budget": self.budget, **self.variant.options}
+        return {"budget": self.budget, "method": self.variant.method, **self.variant.asks}
 
 
 def cells_of(
-    task: Task, budgets: tuple[int, ...], covering_budget: int, also: Collection[str]
+    task: Task, budgets: Sequence[int], covering_budget: int, variants: Sequence[Variant]
 ) -> list[Cell]:
     """Return the cells to be computed for one task.
 
@@ -131,13 +281,17 @@ def cells_of(
         task: the task.
         budgets: budgets in tokens.
         covering_budget: a budget that covers the longest context, for tasks that run one.
-        also: names of `EXTRA` variants to run.
+        variants: those to be run; the first also at the covering budget.
     """
-    variants = [v for v in VARIANTS if not v.engine or v.name in also]
     cells = [Cell(task, variant, budget) for variant in variants for budget in budgets]
     if "covering" in task.checks:
-        cells.append(Cell(task, VARIANTS[0], covering_budget, covering=True))
+        cells.append(Cell(task, variants[0], covering_budget, covering=True))
     return cells
+
+
+def also_of(cells: Iterable[Cell]) -> dict[str, Any]:
+    """Return the option ``also`` of an engine that serves these cells and nothing else."""
+    return {name: options for cell in cells for name, options in cell.variant.also.items()}
 
 
 def with_model(tasks: tuple[Task, ...], model: Path) -> tuple[Task, ...]:

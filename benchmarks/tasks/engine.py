@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,9 @@ from vllm.logprobs import FlatLogprobs
 
 from benchmarks import worker_counts
 from benchmarks.engines import LONG_STEPS
-from benchmarks.tasks.base import Sample
+from benchmarks.models import kv_bytes_per_token, read_config
+from benchmarks.tasks.base import CACHE_BLOCK, Sample
+from benchmarks.tasks.catalogue import OWN
 from benchmarks.tasks.forcing import FORCED_TOKENS, ForceTokens
 from benchmarks.tasks.metrics import TOP_LOGPROBS, Generated, Scored
 from vllm_kvretrieval.engine.cpu.advice import all_cores, slow_bfloat16
@@ -26,9 +28,22 @@ BATCH = 4
 """Requests decoded together."""
 
 DTYPE = "float32" if slow_bfloat16() else "bfloat16"
-"""Of weights and KV cache, by default: what this machine computes with at speed."""
+"""Of weights and KV cache: what this machine computes with at speed."""
 
-_KV_CACHE_BYTES = 4 << 30
+
+def prefix_cache_bytes(model: Path, samples: Sequence[Sample], dtype: str = DTYPE) -> int:
+    """Return how large a KV cache keeps a task's prompts from one of its runs to the next.
+
+    A run takes new blocks for what it generates while those of the run before are still cached,
+    hence twice these. Every layer counts for the whole context: vLLM gives up blocks that a sliding
+    window has left, but the least recently used one goes first, whichever layers it is of.
+    """
+    blocks = 1  # vLLM's own
+    for sample in samples:
+        full = len(sample.prompt) // CACHE_BLOCK
+        blocks += full + 2 * (-(-sample.total // CACHE_BLOCK) - full)
+    per_token = kv_bytes_per_token(read_config(model)) * (2 if dtype == "float32" else 1)
+    return blocks * CACHE_BLOCK * per_token
 
 
 @contextmanager
@@ -36,10 +51,12 @@ def open_engine(
     model: Path,
     context: int,
     budget: int | None,
-    kv_cache_bytes: int = _KV_CACHE_BYTES,
+    kv_cache_bytes: int,
     batch: int = BATCH,
     extension: str = worker_counts.EXTENSION,
     dtype: str = DTYPE,
+    method: str = OWN,
+    also: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[LLM]:
     """Start a vLLM engine and shut it down at the end.
@@ -52,14 +69,17 @@ def open_engine(
         batch: most requests at once.
         extension: what a retrieval engine has as its worker's extension.
         dtype: of weights and KV cache.
+        method: what a retrieval engine decodes with where a request names no other.
+        also: further methods that requests may name, with their options.
         options: further ``kv_retrieval`` options.
     """
     retrieval: dict[str, Any] = {}
     if budget is not None:
+        options |= {"budget": budget, "also": dict(also or {})}
         retrieval = {
-            "attention_backend": "FREEKV",
+            "attention_backend": method.upper(),
             "worker_extension_cls": extension,
-            "additional_config": {"kv_retrieval": {"budget": budget} | options},
+            "additional_config": {"kv_retrieval": options},
         }
     os.environ |= all_cores() | LONG_STEPS
     llm = LLM(

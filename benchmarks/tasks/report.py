@@ -1,39 +1,164 @@
-"""Shows the results: a table, the criteria, and a plot of accuracy against cache read."""
+"""Shows the results: tables of tasks and of indexes, criteria, accuracy against cache read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import build
 from benchmarks.tasks.base import Task
-from benchmarks.tasks.catalogue import FULL, VARIANTS
+from benchmarks.tasks.catalogue import FULL, OWN, VARIANTS, Variant
 from benchmarks.tasks.criteria import Criterion, Figures
+
+PLANNED_CONTEXT = 32768
+"""The context of which the times of planning are."""
 
 
 def table(tasks: Sequence[Task], budgets: Sequence[int], cells: Figures) -> str:
     """Return the results as text: a block per task, a row per variant, a column per budget.
 
-    Beside every figure stands how many of the KV heads selected anew before attention.
+    Beside the variants stands what they keep to select pages by, per token and KV head, and as a
+    share of the KV cache; beside the figures of those that speculate, how many of the KV heads
+    selected anew before attention.
     """
-    lines = ["corr: KV heads that selected anew before attention, of all in the steps over budget"]
+    lines = [
+        "index: bytes kept per token and KV head, and as a share of keys and values in bfloat16",
+        "corr: KV heads that selected anew before attention, of all in the steps over budget",
+    ]
     for task in tasks:
         full = cells[f"{task.name}/full/all"]
         lines.append(f"{task.name}: {full['samples']} samples, full attention {_figure(full)}")
         columns = [str(budget) for budget in sorted(budgets)]
         if "covering" in task.checks:
             columns.append("all")
-        rows = [["budget", *columns], ["KV cache read", *_shares(task, columns, cells)]]
+        rows = [["budget", "index", "", *columns]]
+        rows.append(["KV cache read", "", "", *_shares(task, columns, cells)])
         for variant in VARIANTS:
             found = [cells.get(f"{task.name}/{variant.name}/{column}") for column in columns]
             if any(found):
-                rows.append([variant.name, *(_figure(cell) if cell else "-" for cell in found)])
-        widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
-        for row in rows:
-            cells_text = (text.rjust(width) for text, width in zip(row, widths, strict=True))
-            lines.append("  " + "  ".join(cells_text))
-        lines.append("")
+                figures = (_figure(cell) if cell else "-" for cell in found)
+                rows.append([variant.name, *_kept(found), *figures])
+        lines += [*_aligned(rows), ""]
     return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines, every column as wide as it has to be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+
+
+def _kept(found: Iterable[Any]) -> tuple[str, str]:
+    """Of a variant's cells: bytes of index per token and KV head, share of the KV cache.
+
+    Models with other heads have others, the least and the most of which are shown.
+    """
+    known = [cell for cell in found if cell and cell.get("index_bytes") is not None]
+    if not known:
+        return "-", "-"
+    counts = sorted({f"{cell['index_bytes']:.1f}" for cell in known}, key=float)
+    shares = sorted({round(100 * cell["index_share"], 1) for cell in known})
+    share = "-".join(f"{share:.1f}" for share in dict.fromkeys((shares[0], shares[-1])))
+    return "-".join(dict.fromkeys((counts[0], counts[-1]))), f"{share}%"
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What selecting pages takes, by index; from `benchmarks.planning`."""
+
+    us: Mapping[str, float] = field(default_factory=dict)
+    """Microseconds per decode step of all layers, at `PLANNED_CONTEXT` and batch 1."""
+
+    note: str = ""
+    """What a reader has to know about them."""
+
+
+def planning(stored: Mapping[str, Any] | None, mine: build.Build) -> Planning:
+    """Read the times of planning out of a result file.
+
+    Args:
+        stored: the file's content; None where there is none.
+        mine: the build of the accuracy figures.
+    """
+    us = {
+        row["index"]: row["planning_us"]
+        for row in (stored or {}).get("rows", ())
+        if row.get("context", PLANNED_CONTEXT) == PLANNED_CONTEXT and row.get("batch", 1) == 1
+    }
+    if stored is None or not us:
+        return Planning(note="us: run `python -m benchmarks.planning`")
+    theirs = stored.get("build")
+    if build.same(mine, theirs):
+        return Planning(us)
+    return Planning(us, f"us are of another build: {build.label(theirs)}")
+
+
+def indexes(
+    tasks: Sequence[Task], budgets: Sequence[int], cells: Figures, planned: Planning
+) -> str:
+    """Return the comparison of indexes as text: a row per index, the control first and the oracle
+    last, all with selection at every step; KL or the share of answers found, by task and budget."""
+    budgets = sorted(budgets)
+    in_cells = {cell["variant"] for cell in cells.values()}
+    variants = [v for v in VARIANTS if v.index and v.name in in_cells]
+    order = {"none": 0, "exact": 2}
+    variants.sort(key=lambda variant: order.get(variant.index, 1))
+    columns = [
+        _index_column(task, budgets, variants, cells)
+        for task in tasks
+        if any(f"{task.name}/{v.name}/{budget}" in cells for v in variants for budget in budgets)
+    ]
+    names = [v.name if v.name == v.index else f"{v.index} ({v.name})" for v in variants]
+    kept = [_kept(cell for cell in cells.values() if cell["variant"] == v.name) for v in variants]
+    times = [f"{planned.us[v.index]:.0f}" if v.index in planned.us else "-" for v in variants]
+    rows = zip(
+        ["", "index", *names, "mean_std to min_max"],
+        ["of", "KV", *(share for _, share in kept), ""],
+        ["us at", f"{PLANNED_CONTEXT >> 10}K", *times, ""],
+        *columns,
+        strict=True,
+    )
+    lines = [
+        "which index? (selection at every step; KL, or answers found, by budget)",
+        "of KV: what is kept, as a share of it; us: microseconds of planning per decode step",
+    ]
+    shown = [row for row in rows if any(text.strip(" -") for text in row[1:])]
+    return "\n".join([*lines, *_aligned(shown), *([f"  {planned.note}"] * bool(planned.note)), ""])
+
+
+def _index_column(
+    task: Task, budgets: Sequence[int], variants: Sequence[Variant], cells: Figures
+) -> list[str]:
+    """One task's column of `indexes`, all budgets side by side."""
+
+    def cell_of(name: str, budget: int) -> Any:
+        return cells.get(f"{task.name}/{name}/{budget}")
+
+    def figure(name: str, budget: int) -> str:
+        cell = cell_of(name, budget)
+        if cell is None:
+            return "-"
+        return f"{cell['accuracy']:.0%}" if "accuracy" in cell else f"{cell['kl']:.4f}"
+
+    def beside(budget: int) -> str:
+        one, other = cell_of("mean_std", budget), cell_of("every_step", budget)
+        if one is None or other is None:
+            return "-"
+        if "accuracy" in one:
+            return f"{100 * (one['accuracy'] - other['accuracy']):+.0f}"
+        return f"{one['kl'] / other['kl']:.2f}x" if other["kl"] > 0 else "-"
+
+    rows = [
+        [str(budget) for budget in budgets],
+        *([figure(variant.name, budget) for budget in budgets] for variant in variants),
+        [beside(budget) for budget in budgets],
+    ]
+    return [task.name, *(" ".join(text.rjust(6) for text in row) for row in rows)]
 
 
 def _figure(cell: Any) -> str:
@@ -48,7 +173,7 @@ def _figure(cell: Any) -> str:
 
 
 def _shares(task: Task, columns: Sequence[str], cells: Figures) -> list[str]:
-    return [f"{cells[f'{task.name}/freekv/{column}']['share']:.1%}" for column in columns]
+    return [f"{cells[f'{task.name}/{OWN}/{column}']['share']:.1%}" for column in columns]
 
 
 def verdicts(criteria: Sequence[Criterion]) -> str:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from benchmarks.models import head_size, read_config
 from benchmarks.tasks import metrics
-from benchmarks.tasks.base import Sample
+from benchmarks.tasks.base import CACHE_BLOCK, Sample
+from benchmarks.tasks.catalogue import PAGE, Variant
 from benchmarks.tasks.metrics import Generated
 
 DENSE_LAYERS = 1
 """Leading layers that retrieval leaves alone, as the plug-in has it by default."""
-
-PAGE = 32
-"""Tokens per page, the plug-in's default; budgets are multiples of it."""
 
 
 def score(
@@ -63,7 +62,19 @@ def mean_share(samples: Sequence[Sample], budget: int, model: Path) -> float:
 
 def attention_layers(model: Path) -> tuple[int, int]:
     """Return how many layers have full attention, and how many of those retrieval leaves alone."""
-    config = json.loads((model / "config.json").read_text())
-    types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    config = read_config(model)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     full = [index for index, kind in enumerate(types) if kind == "full_attention"]
     return len(full), sum(index < DENSE_LAYERS for index in full)
+
+
+def index_bytes(variant: Variant, model: Path) -> dict[str, float]:
+    """Return what a variant keeps to select pages by, with the KV cache in bfloat16.
+
+    Returns:
+        ``index_bytes`` per token and KV head, and ``index_share`` of its keys and values.
+    """
+    size = head_size(read_config(model))
+    kv_bytes = 2 * CACHE_BLOCK * size * torch.bfloat16.itemsize
+    kept = variant.config.index_bytes(kv_bytes, size, torch.bfloat16)
+    return {"index_bytes": kept / CACHE_BLOCK, "index_share": round(kept / kv_bytes, 5)}

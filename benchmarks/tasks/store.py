@@ -38,16 +38,17 @@ def model_fingerprint(model: Path) -> str:
     return files_fingerprint(files)
 
 
-def reference_key(model: str, samples: Sequence[Sample], vllm_version: str) -> str:
+def reference_key(model: str, samples: Sequence[Sample], vllm_version: str, dtype: str) -> str:
     """Return the key of a full-attention reference: whatever can change it is in here.
 
     Args:
         model: the checkpoint's `model_fingerprint`.
         samples: the task's samples, in tokens.
         vllm_version: version of the engine that computes it.
+        dtype: what that engine computes with.
     """
     content = [asdict(sample) for sample in samples]
-    return fingerprint([model, content, vllm_version, TOP_LOGPROBS])
+    return fingerprint([model, content, vllm_version, dtype, TOP_LOGPROBS])
 
 
 class Results:

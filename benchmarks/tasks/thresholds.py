@@ -1,4 +1,4 @@
-"""Which correction threshold: what each costs in accuracy, and what it saves in waiting."""
+"""Which correction threshold for freekv: its cost in accuracy, and what it saves in waiting."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 from benchmarks import build
 from benchmarks.tasks.base import Task
-from benchmarks.tasks.catalogue import DEFAULT_THRESHOLD, VARIANTS
+from benchmarks.tasks.catalogue import VARIANTS
 from benchmarks.tasks.criteria import Figures
+from vllm_kvretrieval.retrieval.method import DEFAULT_THRESHOLD
 
 EVERY_STEP = 1.0
 _VARIANTS = {v.threshold: v.name for v in VARIANTS if v.threshold is not None}
@@ -50,9 +51,14 @@ def waits(steady: Mapping[str, Any] | None, mine: build.Build) -> Waits:
 
 
 def table(tasks: Sequence[Task], budgets: Sequence[int], cells: Figures, waited: Waits) -> str:
-    """Return the comparison as text, a column per threshold; costs are means over budgets."""
-    rows = [["threshold", *(f"{t:g}{_WORDS.get(t, '')}" for t in THRESHOLDS)]]
+    """Return the comparison as text, a column per threshold; costs are means over budgets.
+
+    Empty where there is nothing to compare: no threshold has been run beside that of every step.
+    """
     names = [f"{task.name}/{{}}/{budget}" for task in tasks for budget in budgets]
+    if not any(_pairs(names, t, cells) for t in THRESHOLDS if t != EVERY_STEP):
+        return ""
+    rows = [["threshold", *(f"{t:g}{_WORDS.get(t, '')}" for t in THRESHOLDS)]]
     rows.append(["KV heads corrected", *(_mean_share(names, t, cells) for t in THRESHOLDS)])
     for task in tasks:
         of_task = [f"{task.name}/{{}}/{budget}" for budget in budgets]

@@ -36,8 +36,13 @@ inline V load_as(const void* p) {
 }
 
 inline Floats splat(float x) { return Floats{} + x; }
+#if defined(__AVX2__) && !defined(__AVX512F__)  // one instruction for what GCC makes two of
+inline Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+#else
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+#endif
 
 using Quad = float __attribute__((vector_size(16)));
 

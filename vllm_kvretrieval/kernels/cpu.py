@@ -339,6 +339,8 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
             f"{store.page_size}"
         )
     index, cache = store.index, store.cache
+    if index is not None and (why := index.check(store.entry_tokens)):
+        raise ValueError(f"index {index.name}: {why}")
     if cache is not None:
         if store.layout not in LAYOUTS:
             raise ValueError(
@@ -370,7 +372,7 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
         size,
         store.page_size,
         store.entry_tokens,
-        index.rank if isinstance(index, LowRank) else 0,
+        index.directions(size) if isinstance(index, LowRank) else 0,
         index.spread if isinstance(index, MeanStd) else 0.0,
         store.records.data_ptr(),
         len(store.records),

@@ -232,9 +232,9 @@ class Ops(Protocol):
         Raises:
             ValueError: A row does not fit: more pages to select than the selection holds, to attend
                 to than the context or ``page_table`` has, or in the context than ``block_table``; a
-                seat outside the selection or ``corrected``; a negative sink or window; pages to select
-                by no index, or beside a window without the tail page. Or ``query`` is not of the
-                layer's shape and dtype. Nothing is written then.
+                seat outside the selection or ``corrected``; a negative sink or window; pages to
+                select by no index, or beside a window without the tail page. Or ``query`` is not
+                of the layer's shape and dtype. Nothing is written then.
         """
         ...
 
