@@ -202,8 +202,9 @@ class Oracle:
         # Of unfinished entries, which lie in the window, there are bounds alone.
         scores, off = self._entries(method.index, query, keys, method.index == "min_max")
         norms = NORMS[method.pooling](scores)
+        norms_off = (off * torch.softmax(scores, -1)).sum(-1).max()
         parts = self.page_size // size
-        pooled, off = self._pool(scores - norms, off, parts, norms)
+        pooled, off = self._pool(scores - norms, off, parts, norms_off)
         pooled, off = pooled[sink:end], off[sink:end]
         everything = torch.ones(len(pooled), dtype=torch.bool)
         count = select * method.rerank
@@ -216,7 +217,7 @@ class Oracle:
         if method.rerank:
             scores, off = self._entries("exact", query, keys[: end * self.page_size], False)
             first = pooled
-            pooled, off = self._pool(scores - norms, off, parts, norms)
+            pooled, off = self._pool(scores - norms, off, parts, norms_off)
             pooled, off = pooled[sink:end], off[sink:end]
             order = first.argsort(descending=True)[:count]
             best = order[pooled[order].argsort(descending=True)[:select]]
@@ -235,7 +236,7 @@ class Oracle:
         off = torch.cat([(0 * scores + off).double() for scores, off in scored], 1)
         return scores, off + ROUNDING
 
-    def _pool(self, scores, off, parts, norms):
+    def _pool(self, scores, off, parts, norms_off):
         """[pages]; a pooled score is off by no more than the entries that it is of.
 
         And, where each head's part of its own total counts, by what that is off.
@@ -246,7 +247,7 @@ class Oracle:
         most = by_page(off.amax(0), parts, lambda page: page.amax(-1))
         if self.method.pooling == "max":
             return pooled, most
-        return pooled, most + (off * torch.softmax(scores, -1)).sum(-1).max()
+        return pooled, most + norms_off
 
     def expect(self, step: Step) -> tuple[list[Choice], list[bool]]:
         """Per KV head: what it attends to between sink and window, and whether it is corrected."""

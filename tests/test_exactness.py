@@ -139,7 +139,7 @@ def test_every_index_and_every_pooling(served):
     assert summaries.keys() == served.methods.keys()
     for name, summary in summaries.items():
         assert_equal_to_oracle(summary, 1, steps)
-        agreement = 0.9 if name == "by low_rank" else 0.99
+        agreement = 0.9 if name == "by low_rank" else 0.98
         assert summary["agree"] > agreement * summary["pages"], name
         if name != OWN:
             assert summary["corrected"] == summary["heads"], name
