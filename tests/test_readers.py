@@ -17,8 +17,10 @@ def readers():
     tasks = [path.parent for path in Path("/proc/self/task").glob("*/comm")]
     return [int(t.name) for t in tasks if (t / "comm").read_text() == "kvr-reader\\n"]
 
+# Made here: its index is built by OpenMP's threads, which a forked child does not have.
+chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
+
 def read_ahead(cache, first):
-    chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
     chooser.selection.pages[:] = torch.arange(3, 3 + SELECT)
     rows = make_rows([PAGE * 10], chooser, BUDGET)
     rows.seats.zero_()
