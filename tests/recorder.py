@@ -13,7 +13,7 @@ import torch
 
 ROUNDING = 1e-5
 """How far scores may be off that are computed in float32, in units of ``q.k * scale``."""
-SIGMAS = 5
+SIGMAS = 3
 """Standard deviations of the sum of many roundings that are taken for its bound."""
 
 
@@ -25,7 +25,7 @@ class Method:
     pooling: str = "mean_softmax"
     entry_tokens: int = 32
     rerank: int = 0
-    rank: int = 8
+    rank: int = 11
 
 
 @dataclass
@@ -93,8 +93,8 @@ def one_bit(query, keys, method, dtype):
 def low_rank(query, keys, method, dtype):
     """Keys of the best rank that the index has, unquantised.
 
-    Served are a mean of 8 bits, and coefficients and directions of 4: of each value at most half a
-    step off, which is uniform noise of a variance of step**2 / 12.
+    Served are a mean of 8 bits, and coefficients and directions of 4; queries are rounded to 8 bits
+    for these. Each value is at most half a step off, which is noise of a variance of step**2 / 12.
     """
     centre = keys.mean(1, keepdim=True)
     u, s, v = torch.linalg.svd(keys - centre, full_matrices=False)
@@ -104,7 +104,8 @@ def low_rank(query, keys, method, dtype):
     steps = directions.abs().amax(-1) / 7, along.abs().amax(1) / 7, centre.abs().amax(-1) / 127
     variance = norm * (along.square() @ steps[0].square()[..., None]).transpose(1, 2)
     across = (query @ directions.transpose(1, 2)).square() @ steps[1].square()[..., None]
-    variance = (variance + across + norm * steps[2][..., None].square()) / 12
+    of_query = (query.abs().amax(-1)[:, None] / 127).square() * along.square().sum(-1)[:, None]
+    variance = (variance + across + of_query + norm * steps[2][..., None].square()) / 12
     off = (torch.softmax(tokens, -1) * SIGMAS * variance.sqrt()).sum(-1)
     return tokens.logsumexp(-1).T, off.T
 

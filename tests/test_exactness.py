@@ -23,20 +23,20 @@ def methods_of(summary_size: int) -> dict[str, Method]:
 
     With every pooling as with every index, pages are selected anew at each step.
     """
-    rank = min(8, summary_size // 2)
     kinds = {f"by {index}": Method(index) for index in INDEXES}
-    if summary_size < 16:
-        del kinds["by low_rank"]
     kinds |= {f"by {p}": Method(pooling=p) for p in POOLINGS if p != Method().pooling}
     kinds |= {"reranked": Method("mean", rerank=2), OWN: Method()}
-    return {name: replace(m, entry_tokens=summary_size, rank=rank) for name, m in kinds.items()}
+    methods = {name: replace(kind, entry_tokens=summary_size) for name, kind in kinds.items()}
+    if summary_size < 16:  # the least that it takes
+        methods["by low_rank"] = Method("low_rank", entry_tokens=16, rank=8)
+    return methods
 
 
 def options_of(method: Method) -> dict[str, Any]:
     """What makes it, as a user writes it."""
     index: Any = {"low_rank": {"rank": method.rank}} if method.index == "low_rank" else method.index
     options = {"index": index, "pooling": method.pooling, "rerank": method.rerank}
-    return options | {"schedule": "every_step"}
+    return options | {"schedule": "every_step", "summary_size": method.entry_tokens}
 
 
 @dataclass
