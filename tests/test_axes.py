@@ -23,7 +23,7 @@ BYTES = {
     "bounding": 64 * 2 + 4,
     "representative": 64 * 2,
     "one_bit": 2 * 64 * 2 + 64 * 32 // 8,
-    "low_rank": 4 + 11 * 4 + 64 + 11 * 64 // 2 + 11 * 32 // 2,
+    "low_rank": 2 + 12 + 64 + 12 * 64 // 2 + 6 * 32,
     "exact": 0,
 }
 KV_BYTES = 2 * 64 * 2 * 32  # of these tokens

@@ -99,7 +99,7 @@ def test_fields_are_packed_without_gaps(dtype):
         ("bounding", 2 * SIZE + 4),
         ("representative", 2 * SIZE),
         ("one_bit", 2 * 2 * SIZE + SIZE * TOKENS // 8),
-        ({"low_rank": {"rank": 5}}, 5 * (SIZE // 2 + TOKENS // 2 + 4) + SIZE + 4),
+        ({"low_rank": {"rank": 5}}, 5 * (SIZE // 2 + 1) + 3 * TOKENS + SIZE + 2),
         ("exact", 0),
     ],
 )

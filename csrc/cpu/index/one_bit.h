@@ -15,14 +15,15 @@ struct OneBit {
   static void score(const ScoreTask<E>& t) {
     const float* queries = float_queries(t, t.scale);
     const int d = t.index.head_size, n = t.index.entry_tokens;
-    thread_local std::vector<float> scores;
+    thread_local std::vector<float> scores, steps;
     scores.resize(padded(n));
+    steps.resize(d);
     by_blocks(t, t.index.record_bytes, [&](int head, int first, int last, float* out) {
       for (int j = first; j < last; ++j) {
         const uint8_t* record = t.records.at(j, t.first_head + head);
         const float* q = queries + head * t.group * d;
         for (int g = 0; g < t.group; ++g, q += d) {
-          score_tokens(record, d, n, q, scores.data());
+          score_tokens(record, d, n, q, steps.data(), scores.data());
           out[g * t.stride + j] = log_sum_exp(scores.data(), n);
         }
       }
@@ -50,31 +51,46 @@ struct OneBit {
   }
 
  private:
-  static void score_tokens(const uint8_t* record, int d, int n, const float* q, float* scores) {
+  static void score_tokens(const uint8_t* record, int d, int n, const float* q, float* steps,
+                           float* scores) {
     const E* lo = reinterpret_cast<const E*>(record);
     const uint8_t* bits = record + 2 * d * sizeof(E);
-    std::fill(scores, scores + padded(n), 0.0f);
     Floats base = {};
-    Ints places;  // bit of each token within a byte, or a part of one as wide as a vector
-    for (int i = 0; i < kWidth; ++i) places[i] = 1 << i % 8;
     for (int c = 0; c < d; c += kWidth) {
       const Floats least = E::load(lo + c), x = load_as<Floats>(q + c);
-      const Floats steps = x * (E::load(lo + d + c) - least);
+      const Floats step = x * (E::load(lo + d + c) - least);
+      std::memcpy(steps + c, &step, sizeof step);
       base += x * least;
-      for (int k = 0; k < kWidth; ++k) {
-        const uint8_t* row = bits + (c + k) * n / 8;
-        for (int i = 0; i < n; i += kWidth) {
-          Ints bytes;
-          for (int b = 0; b < kWidth; ++b) bytes[b] = i + b < n ? row[(i + b) / 8] : 0;
-          if constexpr (kWidth < 8) bytes >>= i % 8;
-          const Floats step = (Floats)((Ints)splat(steps[k]) & ((bytes & places) != 0));
-          const Floats total = load_as<Floats>(scores + i) + step;
-          std::memcpy(scores + i, &total, sizeof total);
-        }
+    }
+    const float start = sum(base);
+    int i = 0;
+    for (; i + 4 * kWidth <= n; i += 4 * kWidth) add_steps<4>(bits, d, n, i, start, steps, scores);
+    for (; i < n; i += kWidth) add_steps<1>(bits, d, n, i, start, steps, scores);
+  }
+
+  // Scores of T * kWidth tokens from the i-th on.
+  template <int T>
+  static void add_steps(const uint8_t* bits, int d, int n, int i, float start, const float* steps,
+                        float* scores) {
+    Ints places;  // of the tokens' bits
+    for (int k = 0; k < kWidth; ++k) places[k] = 1 << k;
+    Floats totals[T];
+    KVR_UNROLL for (int v = 0; v < T; ++v) totals[v] = splat(start);
+    for (int c = 0; c < d; ++c, bits += n / 8) {
+      const Ints step = (Ints)splat(steps[c]);
+      KVR_UNROLL for (int v = 0; v < T; ++v) {
+        const Ints word = Ints{} + bits_of(bits, i + v * kWidth, n);
+        totals[v] += (Floats)(step & ((word & places) == places));
       }
     }
-    const float all = sum(base);
-    for (int i = 0; i < n; ++i) scores[i] += all;
+    std::memcpy(scores + i, totals, sizeof totals);
+  }
+
+  // Of kWidth tokens from the i-th on, as many as there are.
+  static int bits_of(const uint8_t* row, int i, int n) {
+    const int bits = row[i / 8];
+    if (kWidth < 8) return bits >> i % 8;
+    return kWidth > 8 && i + 8 < n ? bits | row[i / 8 + 1] << 8 : bits;
   }
 };
 
