@@ -1,4 +1,4 @@
-"""Attention over lists of tokens in a cache of rows, against plain torch, per instruction set."""
+"""Attention over lists of tokens and pages, against plain torch, per instruction set."""
 
 import pytest
 import torch
@@ -21,35 +21,43 @@ def token_lists(lengths, cache, run):
     entries = torch.full((len(lengths), width), -1, dtype=torch.int32)
     for unit, length in enumerate(lengths):
         entries[unit, : -(-length // run)] = torch.randperm(count)[: -(-length // run)]
-    return TokenLists(entries, torch.tensor(lengths, dtype=torch.int32), run)
+    return TokenLists(entries, torch.tensor(lengths, dtype=torch.int32), run, kv_heads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_size", "run", "lengths"),
+    ("layout", "kv_heads", "group", "head_size", "page_size", "run", "lengths"),
     [
-        (3, 3, 64, 1, (1, 700, 31, 32, 33, 640)),
-        (2, 7, 64, 32, (1000, 90, 1024, 1)),
-        (1, 4, 256, 1, (300, 129)),
-        (2, 1, 96, 16, (77, 513)),
-        (1, 11, 80, 1, (257,)),
-        (2, 8, 128, 32, (2000, 64)),
+        ("rows", 3, 3, 64, 32, 1, (1, 700, 31, 32, 33, 640)),
+        ("rows", 2, 7, 64, 32, 32, (1000, 90, 1024, 1)),
+        ("rows", 1, 4, 256, 32, 1, (300, 129)),
+        ("rows", 2, 1, 96, 32, 16, (77, 513)),
+        ("rows", 1, 11, 80, 128, 1, (257,)),
+        ("rows", 2, 8, 128, 64, 64, (2000, 64)),
+        ("vec", 3, 3, 64, 32, 32, (1, 700, 31, 32, 33, 640)),
+        ("vec", 2, 7, 64, 32, 16, (1000, 90, 1024, 1)),
+        ("vec16", 1, 4, 256, 16, 16, (300, 129)),
+        ("vec", 2, 1, 96, 64, 64, (77, 513)),
+        ("vec", 1, 11, 80, 128, 128, (257,)),
+        ("vec", 2, 8, 128, 32, 32, (2000, 64)),
     ],
 )
-def test_equals_reference(isa, dtype, kv_heads, group, head_size, run, lengths):
+def test_equals_reference(
+    isa, dtype, layout, kv_heads, group, head_size, page_size, run, lengths
+):
     torch.manual_seed(len(lengths))
-    cache = cache_of(80, kv_heads, 32, head_size, dtype)
+    cache = cache_of(2600 // page_size, kv_heads, page_size, head_size, dtype)
     lists, rows = token_lists(lengths, cache, run), len(lengths) // kv_heads
     # As in a model: queries are a strided view of the fused projection's output.
     query = torch.randn(rows + 1, kv_heads * group + 2, head_size).to(dtype)[:, : kv_heads * group]
     expected, actual = (torch.zeros_like(query) for _ in range(2))
     sums, ours = torch.zeros(rows, kv_heads * group), torch.zeros(rows, kv_heads * group)
-    specified(reference.attend, query, lists, cache, expected, 0.3, sums)
-    cpu.attend(query, lists, cache, actual, 0.3, ours)
+    specified(reference.attend, query, lists, cache, expected, layout, 0.3, sums)
+    cpu.attend(query, lists, cache, actual, layout, 0.3, ours)
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(ours, sums, atol=2e-4, rtol=1e-5)
     assert actual[rows:].eq(0).all()
-    cpu.attend(query, lists, cache, expected, 0.3)
+    cpu.attend(query, lists, cache, expected, layout, 0.3)
     assert torch.equal(actual, expected)
 
 
@@ -65,8 +73,8 @@ def test_far_scores(isa):
         old = keys[token, :64].clone()
         keys[token, :64] = 1e3 * query[0].mean(0)
         output, expected = torch.empty_like(query), torch.empty_like(query)
-        cpu.attend(query, lists, cache, output, 1.0)
-        specified(reference.attend, query, lists, cache, expected, 1.0)
+        cpu.attend(query, lists, cache, output, "rows", 1.0)
+        specified(reference.attend, query, lists, cache, expected, "rows", 1.0)
         torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
         keys[token, :64] = old
 
@@ -95,9 +103,9 @@ def test_what_does_not_fit_is_refused():
     cache = cache_of(4, 2, 32, 64, torch.float32)
     query, output = torch.randn(1, 6, 64), torch.zeros(1, 6, 64)
 
-    def attend(entries, lengths, run=1, q=query, to=output, **options):
-        lists = TokenLists(torch.tensor(entries).int(), torch.tensor(lengths).int(), run)
-        cpu.attend(q, lists, cache, to, 1.0, **options)
+    def attend(entries, lengths, run=1, q=query, to=output, layout="rows", **options):
+        lists = TokenLists(torch.tensor(entries).int(), torch.tensor(lengths).int(), run, 2)
+        cpu.attend(q, lists, cache, to, layout, 1.0, **options)
 
     attend([[1, 255], [0, 9]], [2, 1])
     output.zero_()
@@ -109,6 +117,8 @@ def test_what_does_not_fit_is_refused():
         (([[1, 2], [0, 9]], [2, 3]), r"lengths\[1\] is 3"),
         (([[1, 2], [0, 9]], [2, 1], 3), "run=3 is no power of two"),
         (([[1, 2], [0, 9]], [2, 1], 64), "run=64"),
+        (([[1, 2], [0, 9]], [2, 1], 8, query, output, "vec"), "run=8 is no power of two from 16"),
+        (([[1, 2], [0, 9]], [2, 1], 32, query, output, "amx"), "in the layouts .* in amx"),
         (([[1, 2]], [2]), "do not belong to 2 KV heads"),
         (([[1, 2], [0, 9]], [2, 1], 1, query.half()), "query must be"),
         (([[1, 2], [0, 9]], [2, 1], 1, query, output[:, :, ::2]), "output must be"),
@@ -120,6 +130,6 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"slot_mapping\[1\] is 128, the cache has 128 tokens"):
         key = torch.randn(2, 2, 64)
         cpu.write_rows(key, key, torch.tensor([0, 128]), cache)
-    with pytest.raises(ValueError, match="a cache of rows is"):
+    with pytest.raises(ValueError, match="cache must be contiguous"):
         cpu.write_rows(query, query, torch.tensor([0]), cache.transpose(1, 2))
     assert output.eq(0).all()

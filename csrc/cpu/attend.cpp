@@ -1,5 +1,4 @@
-// Attention of single tokens over lists of tokens, in a cache of rows; compiled once per instruction
-// set.
+// Attention of single tokens over lists of tokens or pages; compiled once per instruction set.
 #include <omp.h>
 
 #include <algorithm>
@@ -8,6 +7,7 @@
 #include <vector>
 
 #include "index/linear.h"
+#include "index/tokens.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -15,10 +15,76 @@ namespace kvr {
 namespace KVR_ISA {
 
 constexpr int kTile = 32;            // tokens whose keys are read before their values
+constexpr int kTogether = 16;        // tokens of a page whose keys are read together, transposed
 constexpr int kHeadBlock = 4;        // query heads together
 constexpr int kLeastTask = 128;      // tokens
 constexpr int kTasksPerThread = 4;
 constexpr int kSerialTokens = 256;   // work below which waking the other threads costs more
+
+template <class T>
+inline void fetch(const T* p, int count) {
+  for (size_t b = 0; b < count * sizeof(T); b += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + b);
+}
+
+// Tokens in a cache of rows: each key before its value.
+template <class E>
+struct RowTile {
+  static constexpr bool kTransposed = false;
+  const E* keys[kTile];
+  int count;
+
+  RowTile(const Attention& a, const int32_t* list, int first, int tokens) : count(tokens) {
+    const int shift = __builtin_ctz(a.run);
+    for (int t = first; t < first + tokens; ++t) {
+      const int64_t token = (int64_t(list[t >> shift]) << shift) + (t & (a.run - 1));
+      keys[t - first] = static_cast<const E*>(a.cache) + token * 2 * a.head_size;
+    }
+  }
+  const E* value(int t, int d) const { return keys[t] + d; }
+};
+
+// Tokens of pages that hold their keys transposed, and then their values.
+template <class E>
+struct PageTile {
+  static constexpr bool kTransposed = true;
+  const E* keys[kTile / kTogether];    // of channel 0
+  const E* values[kTile / kTogether];
+  int count;
+
+  PageTile(const Attention& a, const int32_t* list, int first, int tokens) : count(tokens) {
+    const int shift = __builtin_ctz(a.run);
+    const int64_t d = a.head_size, p = a.page_size;
+    for (int i = 0; i < kTile / kTogether; ++i) {
+      const int t = first + std::min(i * kTogether, std::max(tokens - 1, 0) / kTogether * kTogether);
+      const int64_t token =
+          tokens > 0 ? (int64_t(list[t >> shift]) << shift) + (t & (a.run - 1)) : 0;
+      const E* unit = static_cast<const E*>(a.cache) + token / p * 2 * p * d;
+      keys[i] = unit + token % p;
+      values[i] = unit + p * d + token % p * d;
+    }
+  }
+  const E* value(int t, int d) const { return values[t / kTogether] + t % kTogether * d; }
+};
+
+// The queries of a unit, as scoring needs them.
+template <class E>
+struct RowQueries : QueryParts<E, 1> {
+  RowQueries(const E* q, int n) : QueryParts<E, 1>(q, n, Identity{}) {}
+};
+template <class E>
+struct PageQueries {
+  const float* all;
+  PageQueries(const E* q, int n) {
+    thread_local std::vector<float> buffer;
+    buffer.resize(n);
+    for (int i = 0; i < n; i += kWidth) {
+      const Floats x = E::load(q + i);
+      std::memcpy(buffer.data() + i, &x, sizeof x);
+    }
+    all = buffer.data();
+  }
+};
 
 // Of a query head over some of its tokens: values are weighted by the exponentials of scores less
 // `top`, and not yet divided by their sum.
@@ -27,8 +93,11 @@ struct Partial {
 };
 
 // Splits the lists into tasks, and puts the parts together.
-template <class E>
+template <class E, template <class> class Tile_, template <class> class Queries_>
 class Attending {
+  using Tile = Tile_<E>;
+  using Queries = Queries_<E>;
+
  public:
   explicit Attending(const Attention& a) : a_(a), units_(a.rows * a.kv_heads) {
     int64_t tokens = 0;
@@ -67,16 +136,6 @@ class Attending {
            int64_t(unit % a_.kv_heads) * a_.group * a_.head_size;
   }
 
-  // Keys of tokens [first, first + count) of a list, each before its value.
-  void find(int unit, int first, int count, const E** rows) const {
-    const int32_t* list = a_.entries + unit * a_.entries_stride;
-    const E* cache = static_cast<const E*>(a_.cache);
-    for (int t = 0; t < count; ++t) {
-      const int64_t entry = list[(first + t) / a_.run];
-      rows[t] = cache + (entry * a_.run + (first + t) % a_.run) * 2 * a_.head_size;
-    }
-  }
-
   void attend(int task, float* values, Partial* parts) const {
     using Fn = decltype(&Attending::attend_heads<1>);
     static constexpr Fn kFns[kHeadBlock] = {&Attending::attend_heads<1>, &Attending::attend_heads<2>,
@@ -86,45 +145,29 @@ class Attending {
     const int first = (task - first_task_[unit]) * task_tokens_;
     const int last = std::min<int>(first + task_tokens_, a_.lengths[unit]);
     const int d = a_.head_size, group = a_.group;
-    const QueryParts<E, 1> q(query(unit), group * d, Identity{});
+    const Queries q(query(unit), group * d);
     std::fill_n(values, group * d, 0.0f);
     std::fill_n(parts, group, Partial{-std::numeric_limits<float>::infinity(), 0});
-    const E* tiles[2][kTile];
-    int counts[2] = {std::min(kTile, last - first), 0};
-    find(unit, first, counts[0], tiles[0]);
-    for (int at = first, now = 0; at < last; at += kTile, now = 1 - now) {
-      const int next = 1 - now;
-      counts[next] = std::clamp(last - at - kTile, 0, kTile);
-      find(unit, at + kTile, counts[next], tiles[next]);
+    const int32_t* list = a_.entries + unit * a_.entries_stride;
+    Tile tile(a_, list, first, std::min(kTile, last - first));
+    for (int at = first; at < last; at += kTile) {
+      const Tile next(a_, list, at + kTile, std::clamp(last - at - kTile, 0, kTile));
       for (int g = 0; g < group; g += kHeadBlock)
-        (this->*kFns[std::min(kHeadBlock, group - g) - 1])(
-            q, g, tiles[now], counts[now], tiles[next], g == 0 ? counts[next] : 0, values + g * d,
-            parts + g);
+        (this->*kFns[std::min(kHeadBlock, group - g) - 1])(q, g, tile, next, values + g * d,
+                                                           parts + g);
+      tile = next;
     }
   }
 
-  // Adds a tile's tokens to N heads' parts; fetches the next tile meanwhile.
+  // Adds a tile's tokens to the parts of N heads from the g-th on; the first ones fetch the next tile.
   template <int N>
-  void attend_heads(const QueryParts<E, 1>& q, int g, const E* const* rows, int count,
-                    const E* const* ahead, int ahead_count, float* values, Partial* parts) const {
+  void attend_heads(const Queries& q, int g, const Tile& tile, const Tile& next, float* values,
+                    Partial* parts) const {
     const int d = a_.head_size;
     alignas(64) float weights[N][kTile];
-    for (int t = 0; t < kTile; t += 4) {
-      for (int i = t; i < std::min(t + 4, ahead_count); ++i)
-        for (size_t b = 0; b < 2 * d * sizeof(E); b += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(ahead[i]) + b);
-      if (t >= count) continue;
-      const E* four[4];
-      for (int i = 0; i < 4; ++i) four[i] = rows[std::min(t + i, count - 1)];
-      Floats acc[N][4];
-      products<E, 1, N, 4>(q, int64_t(g) * d, four, d, acc);
-      KVR_UNROLL for (int h = 0; h < N; ++h) {
-        const Quad scores = sum_four(acc[h][0], acc[h][1], acc[h][2], acc[h][3]) * a_.scale;
-        std::memcpy(weights[h] + t, &scores, sizeof scores);
-      }
-    }
+    score<N>(q, g, tile, next, weights);
     KVR_UNROLL for (int h = 0; h < N; ++h) {
-      const float correction = weigh(weights[h], count, parts[h]);
+      const float correction = weigh(weights[h], tile.count, parts[h]);
       if (correction == 1) continue;
       float* value = values + h * d;
       for (int c = 0; c < d; c += kWidth) {
@@ -135,8 +178,54 @@ class Attending {
     constexpr int kSlice = kAccumulators * 3 / 2 / N < 4 ? kAccumulators * 3 / 2 / N : 4;
     int c = 0;
     for (; c + kSlice * kWidth <= d; c += kSlice * kWidth)
-      add_values<N, kSlice>(rows, count, weights, c, values);
-    for (; c < d; c += kWidth) add_values<N, 1>(rows, count, weights, c, values);
+      add_values<N, kSlice>(tile, weights, c, values);
+    for (; c < d; c += kWidth) add_values<N, 1>(tile, weights, c, values);
+  }
+
+  // Scores of a tile's tokens, and of others behind them.
+  template <int N>
+  void score(const Queries& q, int g, const Tile& tile, const Tile& next,
+             float (&scores)[N][kTile]) const {
+    const int d = a_.head_size;
+    if constexpr (Tile::kTransposed) {
+      for (int i = 0; i < kTile / kTogether; ++i) {
+        const E* keys = tile.keys[i];
+        const bool more = g == 0 && next.count > i * kTogether;
+        const E* ahead = more ? next.keys[i] : keys;
+        const E* values_ahead = more ? next.values[i] : tile.values[i];
+        const float* queries = q.all + g * d;
+        constexpr int kVectors = kTogether / kWidth;
+        Floats acc[N][kVectors];
+        KVR_UNROLL for (int h = 0; h < N; ++h)
+          KVR_UNROLL for (int v = 0; v < kVectors; ++v) acc[h][v] = Floats{};
+        for (int c = 0; c < d; ++c, keys += a_.page_size, ahead += a_.page_size) {
+          __builtin_prefetch(ahead);
+          __builtin_prefetch(values_ahead + c * kTogether);
+          Floats x[kVectors];
+          KVR_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = E::load(keys + v * kWidth);
+          KVR_UNROLL for (int h = 0; h < N; ++h)
+            KVR_UNROLL for (int v = 0; v < kVectors; ++v) acc[h][v] += x[v] * queries[h * d + c];
+        }
+        KVR_UNROLL for (int h = 0; h < N; ++h)
+          KVR_UNROLL for (int v = 0; v < kVectors; ++v) {
+            const Floats x = acc[h][v] * a_.scale;
+            std::memcpy(scores[h] + i * kTogether + v * kWidth, &x, sizeof x);
+          }
+      }
+    } else {
+      for (int t = 0; t < kTile; t += 4) {
+        for (int i = t; g == 0 && i < std::min(t + 4, next.count); ++i) fetch(next.keys[i], 2 * d);
+        if (t >= tile.count) continue;
+        const E* four[4];
+        for (int i = 0; i < 4; ++i) four[i] = tile.keys[std::min(t + i, tile.count - 1)];
+        Floats acc[N][4];
+        products<E, 1, N, 4>(q, int64_t(g) * d, four, d, acc);
+        KVR_UNROLL for (int h = 0; h < N; ++h) {
+          const Quad sums = sum_four(acc[h][0], acc[h][1], acc[h][2], acc[h][3]) * a_.scale;
+          std::memcpy(scores[h] + t, &sums, sizeof sums);
+        }
+      }
+    }
   }
 
   // Scores -> weights, zero behind the last; returns what earlier weights are to be multiplied with.
@@ -160,16 +249,15 @@ class Attending {
 
   // Values of V vectors of channels from the c-th on, times the weights.
   template <int N, int V>
-  void add_values(const E* const* rows, int count, const float (&weights)[N][kTile], int c,
-                  float* values) const {
+  void add_values(const Tile& tile, const float (&weights)[N][kTile], int c, float* values) const {
     const int d = a_.head_size;
     Floats acc[N][V];
     KVR_UNROLL for (int h = 0; h < N; ++h)
       KVR_UNROLL for (int v = 0; v < V; ++v)
         acc[h][v] = load_as<Floats>(values + h * d + c + v * kWidth);
-    for (int t = 0; t < count; ++t)
+    for (int t = 0; t < tile.count; ++t)
       KVR_UNROLL for (int v = 0; v < V; ++v) {
-        const Floats x = E::load(rows[t] + d + c + v * kWidth);
+        const Floats x = E::load(tile.value(t, d) + c + v * kWidth);
         KVR_UNROLL for (int h = 0; h < N; ++h) acc[h][v] += x * weights[h][t];
       }
     KVR_UNROLL for (int h = 0; h < N; ++h)
@@ -207,11 +295,19 @@ class Attending {
   bool parallel_;
 };
 
+template <class E>
+static void attend_of(const Attention& a) {
+  if (a.layout == KeyLayout::kRows)
+    Attending<E, RowTile, RowQueries>(a).run();
+  else
+    Attending<E, PageTile, PageQueries>(a).run();
+}
+
 void attend(const Attention& a) {
   switch (a.dtype) {
-    case DType::kBFloat16: return Attending<BFloat16>(a).run();
-    case DType::kFloat16: return Attending<Float16>(a).run();
-    case DType::kFloat32: return Attending<Float32>(a).run();
+    case DType::kBFloat16: return attend_of<BFloat16>(a);
+    case DType::kFloat16: return attend_of<Float16>(a);
+    case DType::kFloat32: return attend_of<Float32>(a);
   }
 }
 

@@ -187,17 +187,19 @@ NB_MODULE(_cpu, m) {
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
            uintptr_t out, nb::tuple out_shape, nb::tuple out_strides, nb::handle out_dtype,
            uintptr_t lse, uintptr_t entries, int64_t width, int64_t stride, uintptr_t lengths,
-           int rows, int run, uintptr_t cache, int64_t cache_tokens, int kv_heads, int group,
-           int head_size, int dtype, nb::handle torch_dtype, float scale) {
+           int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
+           int group, int head_size, int page_size, int dtype, nb::handle torch_dtype, float scale) {
           const Vectors query{queries, shape, strides, query_dtype};
           const Vectors output{out, out_shape, out_strides, out_dtype};
           query.check("query", rows, kv_heads * group, head_size, torch_dtype);
           output.check("output", rows, kv_heads * group, head_size, torch_dtype);
           const kvr::Attention attention{static_cast<kvr::DType>(dtype),
+                                         static_cast<kvr::KeyLayout>(layout),
                                          rows,
                                          kv_heads,
                                          group,
                                          head_size,
+                                         page_size,
                                          at<void>(cache),
                                          cache_tokens,
                                          at<void>(queries),

@@ -152,12 +152,13 @@ struct PageStaging {
 };
 void stage_pages(const PageStaging&);
 
-// What rows of one token each attend to, in a cache of rows. A (page, KV head) is a unit, and its
-// tokens are numbered unit * page_size + offset; an entry of a list is `run` tokens in a row.
+// What rows of one token each attend to. A (page, KV head) is a unit, and its tokens are numbered
+// unit * page_size + offset; an entry of a list is `run` tokens in a row.
 struct Attention {
   DType dtype;
-  int32_t rows, kv_heads, group, head_size;
-  const void* cache;             // [cache_tokens, 2 * head_size]
+  KeyLayout layout;              // kTransposed or kRows
+  int32_t rows, kv_heads, group, head_size, page_size;
+  const void* cache;             // [units, 2 * page_size * head_size]
   int64_t cache_tokens;
   const void* query;             // [rows, kv_heads * group, head_size]
   int64_t query_stride;          // elements from one row to the next
@@ -167,7 +168,7 @@ struct Attention {
   const int32_t* entries;        // [rows * kv_heads, entries_width]
   int64_t entries_width, entries_stride;
   const int32_t* lengths;        // [rows * kv_heads]; tokens, the last entry's may be fewer than run
-  int32_t run;
+  int32_t run;                   // a power of two; kTransposed: 16 or more, in a page
   float scale;
 };
 

@@ -32,9 +32,11 @@ KINDS = {
 """Indexes with kernels (IndexKind in csrc/cpu/kernels.h); others serve by their own methods."""
 OUTSIDE, NONE = len(KINDS), len(KINDS) + 1
 ROWS = "rows"
-"""The layout of a cache of rows; see :class:`vllm_kvretrieval.kernels.types.TokenLists`."""
+"""The layout of a cache of rows, each token's key before its value."""
 LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1, ROWS: 2}
 """How a cache lays out keys (KeyLayout in csrc/cpu/kernels.h): vLLM's by its own ``isa``."""
+ATTENDED = tuple(layout for layout in LAYOUTS if layout != "amx")
+"""Layouts that :func:`attend` reads."""
 
 
 def isa() -> str:
@@ -203,7 +205,9 @@ def write_rows(
     key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.write_rows`."""
-    pages, kv_heads, page_size, width = _rows_shape(cache)
+    pages, kv_heads, page_size, width = cache.shape
+    if not cache.is_contiguous():
+        raise ValueError(f"cache must be contiguous, its strides are {cache.stride()}")
     _cpu.write_rows(
         *_vectors(key),
         *_vectors(value),
@@ -223,22 +227,31 @@ def attend(
     lists: TokenLists,
     cache: torch.Tensor,
     output: torch.Tensor,
+    layout: str,
     scale: float,
     lse: torch.Tensor | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.attend`."""
-    pages, kv_heads, page_size, width = _rows_shape(cache)
+    page_size, width = cache.shape[-2:]
     _check("entries", lists.entries, torch.int32)
     _check("lengths", lists.lengths, torch.int32)
     units, heads = len(lists.lengths), query.shape[1]
-    rows = units // kv_heads
-    if units % kv_heads or len(lists.entries) < units or heads % kv_heads:
+    rows = units // lists.kv_heads
+    if units % lists.kv_heads or len(lists.entries) < units or heads % lists.kv_heads:
         raise ValueError(
             f"{units} lengths and {len(lists.entries)} lists of entries for {heads} query heads do "
-            f"not belong to {kv_heads} KV heads"
+            f"not belong to {lists.kv_heads} KV heads"
         )
-    if lists.run < 1 or lists.run & (lists.run - 1) or page_size % lists.run:
-        raise ValueError(f"run={lists.run} is no power of two in pages of {page_size}")
+    if layout not in ATTENDED or width % 32 or not cache.is_contiguous():
+        raise ValueError(
+            f"a contiguous cache of heads in multiples of 16 can be attended to, in the layouts "
+            f"{ATTENDED}; got {tuple(cache.shape)} with strides {cache.stride()} in {layout}"
+        )
+    least = 1 if layout == ROWS else 16
+    if lists.run < least or lists.run & (lists.run - 1) or page_size % lists.run:
+        raise ValueError(
+            f"run={lists.run} is no power of two from {least} on in pages of {page_size}"
+        )
     if lse is not None:
         _check("lse", lse, torch.float32)
         if lse.shape != (rows, heads) or not lse.is_contiguous():
@@ -254,10 +267,12 @@ def attend(
         rows,
         lists.run,
         cache.data_ptr(),
-        pages * kv_heads * page_size,
-        kv_heads,
-        heads // kv_heads,
+        cache.numel() // width,
+        LAYOUTS[layout],
+        lists.kv_heads,
+        heads // lists.kv_heads,
         width // 2,
+        page_size,
         _DTYPES[cache.dtype],
         cache.dtype,
         scale,
@@ -483,15 +498,6 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
         seats,
         selection.pages.shape[2],
     )
-
-
-def _rows_shape(cache: torch.Tensor) -> tuple[int, ...]:
-    if cache.dim() != 4 or cache.shape[3] % 32 or not cache.is_contiguous():
-        raise ValueError(
-            "a cache of rows is [pages, kv_heads, page_size, 2 * head_size], contiguous, with head "
-            f"sizes in multiples of 16; got {tuple(cache.shape)} with strides {cache.stride()}"
-        )
-    return tuple(cache.shape)
 
 
 def _vectors(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -64,6 +64,15 @@ def _fields(records: torch.Tensor, store: IndexStore) -> dict[str, torch.Tensor]
     return unpack(_layout(store), records, store.dtype)
 
 
+def tokens_of(units: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, [units, page_size, head_size]; of units, [units, page_size, 2 * head_size]."""
+    size = units.shape[2] // 2
+    if layout == "rows":
+        return units[..., :size], units[..., size:]
+    values = units.flatten(1).chunk(2, dim=1)[1].unflatten(1, (-1, size))
+    return keys_of(units, layout), values
+
+
 def keys_of(page: torch.Tensor, layout: str) -> torch.Tensor:
     """The keys of a page of vLLM's CPU cache.
 
@@ -217,20 +226,21 @@ def attend(
     lists: TokenLists,
     cache: torch.Tensor,
     output: torch.Tensor,
+    layout: str,
     scale: float,
     lse: torch.Tensor | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.attend`."""
-    kv_heads, tokens = cache.shape[1], cache.flatten(0, 2)
-    group = query.shape[1] // kv_heads
+    units = cache.flatten(0, -3)
+    keys, values = (part.flatten(0, 1).double() for part in tokens_of(units, layout))
+    group = query.shape[1] // lists.kv_heads
     for unit, length in enumerate(lists.lengths.tolist()):
-        row, head = divmod(unit, kv_heads)
+        row, head = divmod(unit, lists.kv_heads)
         heads = slice(head * group, (head + 1) * group)
         stretches = lists.entries[unit, : -(-length // lists.run)].long() * lists.run
         chosen = (stretches[:, None] + torch.arange(lists.run)).flatten()[:length]
-        keys, values = tokens[chosen].double().chunk(2, -1)
-        scores = query[row, heads].double() @ keys.T * scale
-        output[row, heads] = (scores.softmax(-1) @ values).to(output.dtype)
+        scores = query[row, heads].double() @ keys[chosen].T * scale
+        output[row, heads] = (scores.softmax(-1) @ values[chosen]).to(output.dtype)
         if lse is not None:
             lse[row, heads] = scores.logsumexp(-1).float()
 

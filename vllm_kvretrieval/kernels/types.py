@@ -51,23 +51,24 @@ class DecodeRows:
 
 @dataclass
 class TokenLists:
-    """What rows of one token each attend to, in a cache of rows.
+    """What rows of one token each attend to.
 
-    Such a cache is [pages, kv_heads, page_size, 2 * head_size]: each token's key before its value.
-    A *unit* is a (page, KV head), numbered ``page * kv_heads + kv_head``, and its tokens are
-    numbered ``unit * page_size + offset``.
+    A *unit* is the part of a page that belongs to a KV head. Its tokens are numbered ``unit *
+    page_size + offset``.
 
     Attributes:
-        entries: int32 [R * kv_heads, W]; per (row, KV head) the numbers of tokens, or of stretches
-            of ``run`` of them: with ``run = page_size`` units.
-        lengths: int32 [R * kv_heads]; tokens to attend to, one at least. Of the last stretch so
-            many may be missing.
+        entries: int32 [>= R * kv_heads, W]; per (row, KV head) the numbers of tokens, or of
+            stretches of ``run`` of them: with ``run = page_size`` units.
+        lengths: int32 [R * kv_heads]; tokens to attend to, one at least. The last stretch may have
+            fewer than ``run``.
         run: Tokens per entry, a power of two.
+        kv_heads: KV heads of the layer.
     """
 
     entries: torch.Tensor
     lengths: torch.Tensor
     run: int
+    kv_heads: int
 
 
 @dataclass
@@ -283,7 +284,7 @@ class Ops(Protocol):
         slot_mapping: torch.Tensor,
         cache: torch.Tensor,
     ) -> None:
-        """Write new tokens into a cache of rows; see :class:`TokenLists`.
+        """Write new tokens into a cache of rows, which has each token's key before its value.
 
         Bytes moved: keys and values once, read and written.
 
@@ -304,25 +305,27 @@ class Ops(Protocol):
         lists: TokenLists,
         cache: torch.Tensor,
         output: torch.Tensor,
+        layout: str,
         scale: float,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Softmax attention of single tokens over lists of tokens, in a cache of rows.
+        """Softmax attention of single tokens over lists of tokens or pages.
 
         Bytes moved: keys and values of the tokens once, whatever the group.
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided.
             lists: Of R rows.
-            cache: [P, kv_heads, page_size, 2 * head_size], contiguous.
+            cache: [units, page_size, 2 * head_size], contiguous; leading dimensions may be more.
             output: [>= R, kv_heads * group, head_size], written; rows may be strided.
+            layout: ``rows``, or how vLLM's attention lays out keys; ``run`` is 16 or more then.
             scale: Softmax scale.
             lse: float32 [R, kv_heads * group], written: the logarithm of the sum of exponentials.
 
         Raises:
             ValueError: ``query`` or ``output`` is not of the cache's shape and dtype, a list is
-                empty or longer than there is room for, or names what the cache has not. Nothing is
-                written then.
+                empty or longer than there is room for, or names what the cache has not; or the
+                layout is not known, or not in stretches of ``run``. Nothing is written then.
         """
         ...
 
