@@ -42,9 +42,7 @@ def token_lists(lengths, cache, run):
         ("vec", 2, 8, 128, 32, 32, (2000, 64)),
     ],
 )
-def test_equals_reference(
-    isa, dtype, layout, kv_heads, group, head_size, page_size, run, lengths
-):
+def test_equals_reference(isa, dtype, layout, kv_heads, group, head_size, page_size, run, lengths):
     torch.manual_seed(len(lengths))
     cache = cache_of(2600 // page_size, kv_heads, page_size, head_size, dtype)
     lists, rows = token_lists(lengths, cache, run), len(lengths) // kv_heads
@@ -127,8 +125,8 @@ def test_what_does_not_fit_is_refused():
             attend(*arguments)
     with pytest.raises(ValueError, match="lse must be"):
         attend([[1, 2], [0, 9]], [2, 1], lse=torch.empty(2, 6))
+    key = torch.randn(2, 2, 64)
     with pytest.raises(ValueError, match=r"slot_mapping\[1\] is 128, the cache has 128 tokens"):
-        key = torch.randn(2, 2, 64)
         cpu.write_rows(key, key, torch.tensor([0, 128]), cache)
     with pytest.raises(ValueError, match="cache must be contiguous"):
         cpu.write_rows(query, query, torch.tensor([0]), cache.transpose(1, 2))

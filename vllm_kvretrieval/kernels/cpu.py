@@ -5,8 +5,6 @@ of rows and layers are checked once, when they are bound; the extension checks a
 they fit one another.
 """
 
-from typing import Any
-
 import torch
 
 try:
@@ -500,7 +498,7 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
     )
 
 
-def _vectors(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _vectors(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 

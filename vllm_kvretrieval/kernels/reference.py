@@ -65,7 +65,7 @@ def _fields(records: torch.Tensor, store: IndexStore) -> dict[str, torch.Tensor]
 
 
 def tokens_of(units: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, [units, page_size, head_size]; of units, [units, page_size, 2 * head_size]."""
+    """Units, [n, page_size, 2 * head_size] -> keys and values, [n, page_size, head_size]."""
     size = units.shape[2] // 2
     if layout == "rows":
         return units[..., :size], units[..., size:]
