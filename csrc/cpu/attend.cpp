@@ -188,29 +188,35 @@ class Attending {
              float (&scores)[N][kTile]) const {
     const int d = a_.head_size;
     if constexpr (Tile::kTransposed) {
-      for (int i = 0; i < kTile / kTogether; ++i) {
-        const E* keys = tile.keys[i];
-        const bool more = g == 0 && next.count > i * kTogether;
-        const E* ahead = more ? next.keys[i] : keys;
-        const E* values_ahead = more ? next.values[i] : tile.values[i];
-        const float* queries = q.all + g * d;
-        constexpr int kVectors = kTogether / kWidth;
-        Floats acc[N][kVectors];
-        KVR_UNROLL for (int h = 0; h < N; ++h)
-          KVR_UNROLL for (int v = 0; v < kVectors; ++v) acc[h][v] = Floats{};
-        for (int c = 0; c < d; ++c, keys += a_.page_size, ahead += a_.page_size) {
-          __builtin_prefetch(ahead);
-          __builtin_prefetch(values_ahead + c * kTogether);
-          Floats x[kVectors];
-          KVR_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = E::load(keys + v * kWidth);
+      constexpr int kGroups = kWidth == 16 ? 2 : 1;  // at a time: as many sums as hide their latency
+      constexpr int kVectors = kTogether / kWidth;
+      const float* queries = q.all + g * d;
+      for (int i = 0; i < kTile / kTogether; i += kGroups) {
+        const E *keys[kGroups], *ahead[kGroups], *values_ahead[kGroups];
+        Floats acc[N][kGroups][kVectors];
+        KVR_UNROLL for (int k = 0; k < kGroups; ++k) {
+          const bool more = g == 0 && next.count > (i + k) * kTogether;
+          keys[k] = tile.keys[i + k];
+          ahead[k] = more ? next.keys[i + k] : keys[k];
+          values_ahead[k] = more ? next.values[i + k] : tile.values[i + k];
           KVR_UNROLL for (int h = 0; h < N; ++h)
-            KVR_UNROLL for (int v = 0; v < kVectors; ++v) acc[h][v] += x[v] * queries[h * d + c];
+            KVR_UNROLL for (int v = 0; v < kVectors; ++v) acc[h][k][v] = Floats{};
         }
-        KVR_UNROLL for (int h = 0; h < N; ++h)
-          KVR_UNROLL for (int v = 0; v < kVectors; ++v) {
-            const Floats x = acc[h][v] * a_.scale;
-            std::memcpy(scores[h] + i * kTogether + v * kWidth, &x, sizeof x);
+        for (int c = 0, at = 0; c < d; ++c, at += a_.page_size)
+          KVR_UNROLL for (int k = 0; k < kGroups; ++k) {
+            __builtin_prefetch(ahead[k] + at);
+            __builtin_prefetch(values_ahead[k] + c * kTogether);
+            KVR_UNROLL for (int v = 0; v < kVectors; ++v) {
+              const Floats x = E::load(keys[k] + at + v * kWidth);
+              KVR_UNROLL for (int h = 0; h < N; ++h) acc[h][k][v] += x * queries[h * d + c];
+            }
           }
+        KVR_UNROLL for (int h = 0; h < N; ++h)
+          KVR_UNROLL for (int k = 0; k < kGroups; ++k)
+            KVR_UNROLL for (int v = 0; v < kVectors; ++v) {
+              const Floats x = acc[h][k][v] * a_.scale;
+              std::memcpy(scores[h] + (i + k) * kTogether + v * kWidth, &x, sizeof x);
+            }
       }
     } else {
       for (int t = 0; t < kTile; t += 4) {
