@@ -141,10 +141,15 @@ def test_nothing_to_split_within_the_budget(runner, builder):
     runner.batch("a", "b")
     assert split(builder, [4 * PAGE, 17]) is None
     step = split(builder, [4 * PAGE + 1, 18])
-    assert step.decode[0].rows.select_pages.tolist() == [2, -1], (
-        "the other row keeps its whole context"
-    )
-    assert step.decode[0].attended_lens.tolist() == [3 * PAGE + 1, 18]
+    assert step.decode[0].index.tolist() == [0]
+    assert step.decode[0].rows.select_pages.tolist() == [2]
+    assert step.decode[0].lists.lengths.tolist() == [3 * PAGE + 1]
+    assert step.decode[0].schedule is not None, "vLLM's kernel, unless ours attends"
+    assert step.whole.index.tolist() == [1], "the other row keeps its whole context"
+    builder.attends = True
+    step = split(builder, [4 * PAGE + 2, 19])
+    assert step.decode[0].lists.lengths.tolist() == [3 * PAGE + 2]
+    assert step.decode[0].schedule is None
 
 
 def test_prefill_is_exact(runner, builder):
@@ -225,15 +230,15 @@ def test_attention_that_is_not_causal_is_vllms_affair(runner, builder, monkeypat
 
 
 def test_rows_that_attend_to_everything_are_a_part_of_their_own(runner, builder):
-    """So that the others keep to their pages; what is within its budget is theirs."""
+    """So that the others keep to their pages."""
     runner.batch("a", "b", "c", b={"exact": True})
     step = split(builder, [900, 800, 70])
-    assert step.decode[0].index.tolist() == [0, 2]
-    assert step.decode[0].rows.seq_lens.tolist() == [900, 70]
-    assert step.decode[0].rows.select_pages.tolist() == [2, -1]
-    assert step.whole.index.tolist() == [1]
-    assert step.whole.metadata.query_start_loc.tolist() == [0, 1]
-    assert step.whole.metadata.seq_lens.tolist() == [800]
+    assert step.decode[0].index.tolist() == [0]
+    assert step.decode[0].rows.seq_lens.tolist() == [900]
+    assert step.decode[0].rows.select_pages.tolist() == [2]
+    assert step.whole.index.tolist() == [1, 2], "exact, and within the budget"
+    assert step.whole.metadata.query_start_loc.tolist() == [0, 1, 2]
+    assert step.whole.metadata.seq_lens.tolist() == [800, 70]
     assert split(builder, [100, 801, 71]) is None, "nobody attends to a part of the context"
 
 

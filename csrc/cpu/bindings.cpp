@@ -152,11 +152,71 @@ NB_MODULE(_cpu, m) {
       "stage_pages",
       [](uintptr_t source, uintptr_t pages, int64_t num_pages, uintptr_t target,
          int32_t pages_per_block, int32_t kv_heads, int32_t page_size, int32_t head_size,
-         int32_t element_size) {
+         int32_t element_size, bool rows) {
         kvr::stage_pages({at<void>(source), at<int32_t>(pages), num_pages, at<void>(target),
-                          pages_per_block, kv_heads, page_size, head_size, element_size});
+                          pages_per_block, kv_heads, page_size, head_size, element_size, rows});
       },
       nb::call_guard<nb::gil_scoped_release>());
+
+  m.def("write_rows",
+        [](uintptr_t keys, nb::tuple key_shape, nb::tuple key_strides, nb::handle key_dtype,
+           uintptr_t values, nb::tuple value_shape, nb::tuple value_strides, nb::handle value_dtype,
+           uintptr_t slot_mapping, int64_t num_tokens, uintptr_t cache, int64_t pages, int kv_heads,
+           int page_size, int head_size, int element_size, nb::handle torch_dtype) {
+          const Vectors key{keys, key_shape, key_strides, key_dtype};
+          const Vectors value{values, value_shape, value_strides, value_dtype};
+          key.check("key", num_tokens, kv_heads, head_size, torch_dtype);
+          value.check("value", num_tokens, kv_heads, head_size, torch_dtype);
+          const kvr::RowWrite write{at<void>(keys),
+                                    at<void>(values),
+                                    key.stride(),
+                                    value.stride(),
+                                    at<int64_t>(slot_mapping),
+                                    num_tokens,
+                                    at<void>(cache),
+                                    kv_heads,
+                                    page_size,
+                                    head_size,
+                                    element_size};
+          const nb::gil_scoped_release release;
+          kvr::check_slots(write.slot_mapping, num_tokens, pages * page_size);
+          kvr::write_rows(write);
+        });
+
+  m.def("attend",
+        [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
+           uintptr_t out, nb::tuple out_shape, nb::tuple out_strides, nb::handle out_dtype,
+           uintptr_t lse, uintptr_t entries, int64_t width, int64_t stride, uintptr_t lengths,
+           int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
+           int group, int head_size, int page_size, int dtype, nb::handle torch_dtype, float scale) {
+          const Vectors query{queries, shape, strides, query_dtype};
+          const Vectors output{out, out_shape, out_strides, out_dtype};
+          query.check("query", rows, kv_heads * group, head_size, torch_dtype);
+          output.check("output", rows, kv_heads * group, head_size, torch_dtype);
+          const kvr::Attention attention{static_cast<kvr::DType>(dtype),
+                                         static_cast<kvr::KeyLayout>(layout),
+                                         rows,
+                                         kv_heads,
+                                         group,
+                                         head_size,
+                                         page_size,
+                                         at<void>(cache),
+                                         cache_tokens,
+                                         at<void>(queries),
+                                         query.stride(),
+                                         at<void>(out),
+                                         output.stride(),
+                                         at<float>(lse),
+                                         at<int32_t>(entries),
+                                         width,
+                                         stride,
+                                         at<int32_t>(lengths),
+                                         run,
+                                         scale};
+          const nb::gil_scoped_release release;
+          kvr::check_lists(attention);
+          active->attend(attention);
+        });
 
   m.def("check_plan",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,

@@ -78,6 +78,28 @@ void check_pages(const PageIndexing& p) {
           " pages of " + std::to_string(p.index.page_size));
 }
 
+void check_lists(const Attention& a) {
+  const int64_t entries = a.cache_tokens / a.run;
+  for (int64_t unit = 0; unit < int64_t(a.rows) * a.kv_heads; ++unit) {
+    const int64_t length = a.lengths[unit], count = (length + a.run - 1) / a.run;
+    if (length < 1 || count > a.entries_width)
+      throw std::invalid_argument("lengths[" + std::to_string(unit) + "] is " +
+                                  std::to_string(length) + ", a list holds from 1 to " +
+                                  std::to_string(a.entries_width * a.run) + " tokens");
+    const int32_t* list = a.entries + unit * a.entries_stride;
+    for (int64_t i = 0; i < count; ++i)
+      if (list[i] < 0 || list[i] >= entries)
+        throw std::invalid_argument("entries[" + std::to_string(unit) + "][" + std::to_string(i) +
+                                    "] is " + std::to_string(list[i]) + ", the cache has " +
+                                    std::to_string(entries));
+  }
+}
+
+void check_slots(const int64_t* slot_mapping, int64_t count, int64_t tokens) {
+  for (int64_t t = 0; t < count; ++t)
+    if (slot_mapping[t] >= tokens) refuse_token(t, slot_mapping[t], tokens);
+}
+
 void check_entries(const KeyReading& r) {
   for (int64_t i = 0; i < r.num_entries; ++i)
     if (r.entries[i] < 0 || r.entries[i] >= r.index.entries)

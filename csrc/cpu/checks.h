@@ -18,9 +18,13 @@ void check_selection(const DecodeRows& rows, const Chooser& chooser);
 void check_scoring(const DecodeRows& rows, const Index& index);
 // That the pages are the index's, and the lengths those of pages.
 void check_pages(const PageIndexing& indexing);
+// That the lists name tokens of the cache.
+void check_lists(const Attention& attention);
 // That the entries are the index's.
 void check_entries(const KeyReading& reading);
 // Says that slot_mapping[token] is `slot`, in a cache of `tokens`.
+// That every slot is in a cache of so many tokens, or negative.
+void check_slots(const int64_t* slot_mapping, int64_t count, int64_t tokens);
 [[noreturn]] void refuse_token(int64_t token, int64_t slot, int64_t tokens);
 
 }  // namespace kvr

@@ -33,6 +33,7 @@ struct DecodeRows {
 enum class KeyLayout : int32_t {
   kTransposed = 0,               // [head_size, page_size]
   kAmx = 1,                      // words of 4 bytes: [page_size / 16, words of a key, 16 tokens]
+  kRows = 2,                     // [page_size, 2 * head_size], each key before its value; ours
 };
 
 // What is kept of the keys of an entry's tokens; index/ has one file per kind. Python has the same
@@ -127,16 +128,49 @@ struct KeyReading {
   float* keys;                   // out, [num_entries, entry_tokens, kv_heads, head_size]
 };
 
-// Pages of one layer, to be laid out as larger blocks. In both, a (page, KV head) holds its keys
-// transposed, [head_size, tokens], and then its values, [tokens, head_size].
+// New keys and values for a cache of rows.
+struct RowWrite {
+  const void *keys, *values;     // [num_tokens, kv_heads, head_size]
+  int64_t key_stride, value_stride;  // elements from one token to the next
+  const int64_t* slot_mapping;   // [num_tokens]; page * page_size + offset, negative = padding
+  int64_t num_tokens;
+  void* cache;                   // [pages, kv_heads, page_size, 2 * head_size]
+  int32_t kv_heads, page_size, head_size, element_size;
+};
+void write_rows(const RowWrite&);
+
+// Pages of one layer, to be laid out as larger blocks, where a (page, KV head) holds its keys
+// transposed, [head_size, tokens], and then its values, [tokens, head_size]. The pages have these,
+// too, or rows.
 struct PageStaging {
   const void* source;            // [pages, kv_heads, 2 * page_size * head_size]
   const int32_t* pages;          // [num_pages]; a multiple of pages_per_block
   int64_t num_pages;
   void* target;                  // [num_pages / pages_per_block, kv_heads, ...]
   int32_t pages_per_block, kv_heads, page_size, head_size, element_size;
+  bool rows;
 };
 void stage_pages(const PageStaging&);
+
+// What rows of one token each attend to. A (page, KV head) is a unit, and its tokens are numbered
+// unit * page_size + offset; an entry of a list is `run` tokens in a row.
+struct Attention {
+  DType dtype;
+  KeyLayout layout;              // kTransposed or kRows
+  int32_t rows, kv_heads, group, head_size, page_size;
+  const void* cache;             // [units, 2 * page_size * head_size]
+  int64_t cache_tokens;
+  const void* query;             // [rows, kv_heads * group, head_size]
+  int64_t query_stride;          // elements from one row to the next
+  void* out;                     // [rows, kv_heads * group, head_size]
+  int64_t out_stride;
+  float* lse;                    // out, [rows, kv_heads * group], or null
+  const int32_t* entries;        // [rows * kv_heads, entries_width]
+  int64_t entries_width, entries_stride;
+  const int32_t* lengths;        // [rows * kv_heads]; tokens, the last entry's may be fewer than run
+  int32_t run;                   // a power of two; kTransposed: 16 or more, in a page
+  float scale;
+};
 
 // The functions that one instruction set provides.
 struct KernelTable {
@@ -145,6 +179,7 @@ struct KernelTable {
   void (*plan_decode)(const DecodePlan&);
   void (*index_pages)(const PageIndexing&);
   void (*read_keys)(const KeyReading&);
+  void (*attend)(const Attention&);
 };
 
 // The fastest table that this machine runs.

@@ -61,7 +61,12 @@ inline const E* keys_of_page(const Index& index, int64_t page, int head) {
   if (index.layout == KeyLayout::kTransposed) return keys;
   thread_local std::vector<E> copy;
   copy.resize(d * size);
-  transpose_amx(keys, d, size, copy.data());
+  if (index.layout == KeyLayout::kAmx) {
+    transpose_amx(keys, d, size, copy.data());
+  } else {
+    for (int t = 0; t < size; ++t)
+      for (int c = 0; c < d; ++c) copy[c * size + t] = keys[t * 2 * d + c];
+  }
   return copy.data();
 }
 

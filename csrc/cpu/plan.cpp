@@ -23,6 +23,7 @@ namespace KVR_ISA {
 void update_index(const IndexUpdate&);  // build.cpp
 void index_pages(const PageIndexing&);
 void read_keys(const KeyReading&);
+void attend(const Attention&);      // attend.cpp
 
 constexpr int kChunk = 128;         // entries per scoring task
 constexpr int kSerialScores = 64;   // work below which waking the other threads costs more
@@ -230,6 +231,7 @@ static void plan_decode(const DecodePlan& p) {
 extern const KernelTable KVR_CONCAT(table_, KVR_ISA);
 const KernelTable KVR_CONCAT(table_, KVR_ISA) = {KVR_STRING(KVR_ISA), KVR_ISA::update_index,
                                                  KVR_ISA::plan_decode, KVR_ISA::index_pages,
-                                                 KVR_ISA::read_keys};
+                                                 KVR_ISA::read_keys,
+                                                 KVR_ISA::attend};
 
 }  // namespace kvr

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """Rows that one method decodes together.
+    """Rows that one method decodes sparsely.
 
     Attributes:
         method: Its number among the engine's methods.
@@ -25,7 +25,7 @@ class Parts(NamedTuple):
 
     Attributes:
         sparse: bool [R]; whose contexts exceed their budgets, of which they attend to a part.
-        sparsely: By method, what has a sparse row: all its rows that are sparse or within budget.
+        sparsely: These, by method.
         whole: int64 [n]; the other rows, which attend to everything, as vLLM has it.
     """
 
@@ -43,12 +43,9 @@ def split_rows(options: "RowOptions", pages: np.ndarray, decodes: np.ndarray) ->
         decodes: bool [R]; whether a row decodes. The last chunk of a prompt may be a single token,
             too, and prefill is exact.
     """
-    longer = pages > options.total_pages
-    sparse = longer & decodes & ~options.exact
-    whole = longer & ~sparse
+    sparse = (pages > options.total_pages) & decodes & ~options.exact
     sparsely = []
     for method in np.unique(options.method[sparse]).tolist():
-        rows = np.flatnonzero((options.method == method) & ~whole)
+        rows = np.flatnonzero(sparse & (options.method == method))
         sparsely.append(Part(method, None if len(rows) == len(pages) else rows))
-    served = np.isin(options.method, [part.method for part in sparsely]) & ~whole
-    return Parts(sparse, sparsely, np.flatnonzero(~served))
+    return Parts(sparse, sparsely, np.flatnonzero(~sparse))

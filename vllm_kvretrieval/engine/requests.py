@@ -34,7 +34,7 @@ class Counts(NamedTuple):
     Attributes:
         corrected: KV heads that selected anew before attention.
         looked_up: Units looked up in recall caches: those of sparse steps, sink and window
-            included, and the contexts within their budgets of requests that share these steps.
+            included.
         missed: Those of them that were read from home while the step waited.
         recalled: Units read from home, ahead or not.
         steps: Decode steps.

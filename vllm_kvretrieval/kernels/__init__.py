@@ -13,6 +13,7 @@ from vllm_kvretrieval.kernels.types import (
     Ops,
     RecallCache,
     Selection,
+    TokenLists,
 )
 
-__all__ = ["Chooser", "DecodeRows", "IndexStore", "Ops", "RecallCache", "Selection"]
+__all__ = ["Chooser", "DecodeRows", "IndexStore", "Ops", "RecallCache", "Selection", "TokenLists"]

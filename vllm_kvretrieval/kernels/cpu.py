@@ -14,7 +14,7 @@ except ImportError as error:
         "vllm-kvretrieval was installed without its CPU kernels, as it is where torch is a CUDA "
         "build. To have them compiled: pip install -C wheel.cmake=true . in a checkout"
     ) from error
-from vllm_kvretrieval.kernels.types import Chooser, DecodeRows, IndexStore
+from vllm_kvretrieval.kernels.types import Chooser, DecodeRows, IndexStore, TokenLists
 from vllm_kvretrieval.retrieval.index import Index, pack, unpack
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
@@ -29,8 +29,12 @@ KINDS = {
 }
 """Indexes with kernels (IndexKind in csrc/cpu/kernels.h); others serve by their own methods."""
 OUTSIDE, NONE = len(KINDS), len(KINDS) + 1
-LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1}
-"""How vLLM's attention lays out keys (KeyLayout in csrc/cpu/kernels.h), by its own ``isa``."""
+ROWS = "rows"
+"""The layout of a cache of rows, each token's key before its value."""
+LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1, ROWS: 2}
+"""How a cache lays out keys (KeyLayout in csrc/cpu/kernels.h): vLLM's by its own ``isa``."""
+ATTENDED = tuple(layout for layout in LAYOUTS if layout != "amx")
+"""Layouts that :func:`attend` reads."""
 
 
 def isa() -> str:
@@ -173,7 +177,9 @@ def _scores(index: Index, query: torch.Tensor, rows: DecodeRows, chooser: Choose
     return scores
 
 
-def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor) -> None:
+def stage_pages(
+    source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor, rows: bool = False
+) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.stage_pages`."""
     _, kv_heads, page_size, width = source.shape
     _check("pages", pages, torch.int32)
@@ -189,6 +195,85 @@ def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor)
         page_size,
         width // 2,
         source.element_size(),
+        rows,
+    )
+
+
+def write_rows(
+    key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.write_rows`."""
+    pages, kv_heads, page_size, width = cache.shape
+    if not cache.is_contiguous():
+        raise ValueError(f"cache must be contiguous, its strides are {cache.stride()}")
+    _cpu.write_rows(
+        *_vectors(key),
+        *_vectors(value),
+        *_tokens(slot_mapping),
+        cache.data_ptr(),
+        pages,
+        kv_heads,
+        page_size,
+        width // 2,
+        cache.element_size(),
+        cache.dtype,
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    lists: TokenLists,
+    cache: torch.Tensor,
+    output: torch.Tensor,
+    layout: str,
+    scale: float,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.attend`."""
+    page_size, width = cache.shape[-2:]
+    _check("entries", lists.entries, torch.int32)
+    _check("lengths", lists.lengths, torch.int32)
+    units, heads = len(lists.lengths), query.shape[1]
+    rows = units // lists.kv_heads
+    if units % lists.kv_heads or len(lists.entries) < units or heads % lists.kv_heads:
+        raise ValueError(
+            f"{units} lengths and {len(lists.entries)} lists of entries for {heads} query heads do "
+            f"not belong to {lists.kv_heads} KV heads"
+        )
+    if layout not in ATTENDED or width % 32 or not cache.is_contiguous():
+        raise ValueError(
+            f"a contiguous cache of heads in multiples of 16 can be attended to, in the layouts "
+            f"{ATTENDED}; got {tuple(cache.shape)} with strides {cache.stride()} in {layout}"
+        )
+    least = 1 if layout == ROWS else 16
+    if lists.run < least or lists.run & (lists.run - 1) or page_size % lists.run:
+        raise ValueError(
+            f"run={lists.run} is no power of two from {least} on in pages of {page_size}"
+        )
+    if lse is not None:
+        _check("lse", lse, torch.float32)
+        if lse.shape != (rows, heads) or not lse.is_contiguous():
+            raise ValueError(f"lse must be {(rows, heads)} and contiguous, got {tuple(lse.shape)}")
+    _cpu.attend(
+        *_vectors(query),
+        *_vectors(output),
+        0 if lse is None else lse.data_ptr(),
+        lists.entries.data_ptr(),
+        lists.entries.shape[1],
+        lists.entries.stride(0),
+        lists.lengths.data_ptr(),
+        rows,
+        lists.run,
+        cache.data_ptr(),
+        cache.numel() // width,
+        LAYOUTS[layout],
+        lists.kv_heads,
+        heads // lists.kv_heads,
+        width // 2,
+        page_size,
+        _DTYPES[cache.dtype],
+        cache.dtype,
+        scale,
     )
 
 
@@ -411,6 +496,10 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
         seats,
         selection.pages.shape[2],
     )
+
+
+def _vectors(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _tokens(slot_mapping: torch.Tensor) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from collections import Counter, OrderedDict
 
 import torch
 
-from vllm_kvretrieval.kernels.types import Chooser, DecodeRows, IndexStore
+from vllm_kvretrieval.kernels.types import Chooser, DecodeRows, IndexStore, TokenLists
 from vllm_kvretrieval.retrieval.index import Field, Index, pack, unpack
 from vllm_kvretrieval.retrieval.index.exact import Exact
 
@@ -64,12 +64,21 @@ def _fields(records: torch.Tensor, store: IndexStore) -> dict[str, torch.Tensor]
     return unpack(_layout(store), records, store.dtype)
 
 
+def tokens_of(units: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Units, [n, page_size, 2 * head_size] -> keys and values, [n, page_size, head_size]."""
+    size = units.shape[2] // 2
+    if layout == "rows":
+        return units[..., :size], units[..., size:]
+    values = units.flatten(1).chunk(2, dim=1)[1].unflatten(1, (-1, size))
+    return keys_of(units, layout), values
+
+
 def keys_of(page: torch.Tensor, layout: str) -> torch.Tensor:
     """The keys of a page of vLLM's CPU cache.
 
     Args:
         page: [kv_heads, page_size, 2 * head_size].
-        layout: vLLM's attention ``isa``.
+        layout: vLLM's attention ``isa``, or ``rows``.
 
     Returns:
         [kv_heads, page_size, head_size].
@@ -81,6 +90,8 @@ def keys_of(page: torch.Tensor, layout: str) -> torch.Tensor:
         per_word = 4 // page.element_size()
         words = keys.view(heads, tokens // 16, size // per_word, 16, per_word)
         return words.transpose(2, 3).reshape(heads, tokens, size)
+    if layout == "rows":
+        return page[..., :size]
     return keys.view(heads, size, tokens).transpose(1, 2)
 
 
@@ -180,19 +191,58 @@ def score_entries(
     return index.score(query, record, chooser.scale)
 
 
-def stage_pages(source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor) -> None:
+def stage_pages(
+    source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor, rows: bool = False
+) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.stage_pages`."""
     _, kv_heads, page_size, width = source.shape
     block_size, size = target.shape[2], width // 2
     blocks = target[: len(pages) * page_size // block_size]
     parts = block_size // page_size
-    # [blocks, parts, kv_heads, keys or values, elements of a page]
-    chosen = source[pages.long()].view(len(blocks), parts, kv_heads, 2, page_size * size)
-    keys = chosen[..., 0, :].view(len(blocks), parts, kv_heads, size, page_size)
-    values = chosen[..., 1, :].view(len(blocks), parts, kv_heads, page_size, size)
+    chosen = source[pages.long()].view(len(blocks), parts, kv_heads, page_size, width)
+    if rows:
+        keys, values = chosen[..., :size].transpose(3, 4), chosen[..., size:]
+    else:
+        keys, values = chosen.flatten(3).chunk(2, dim=3)
+        keys = keys.unflatten(3, (size, page_size))
+        values = values.unflatten(3, (page_size, size))
     halves = blocks.view(len(blocks), kv_heads, 2, block_size * size)
     halves[:, :, 0] = keys.permute(0, 2, 3, 1, 4).flatten(2)
     halves[:, :, 1] = values.transpose(1, 2).flatten(2)
+
+
+def write_rows(
+    key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.write_rows`."""
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            page, offset = divmod(slot, cache.shape[2])
+            cache[page, :, offset] = torch.cat([key[token], value[token]], -1)
+
+
+def attend(
+    query: torch.Tensor,
+    lists: TokenLists,
+    cache: torch.Tensor,
+    output: torch.Tensor,
+    layout: str,
+    scale: float,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.attend`."""
+    units = cache.flatten(0, -3)
+    keys, values = (part.flatten(0, 1).double() for part in tokens_of(units, layout))
+    group = query.shape[1] // lists.kv_heads
+    for unit, length in enumerate(lists.lengths.tolist()):
+        row, head = divmod(unit, lists.kv_heads)
+        heads = slice(head * group, (head + 1) * group)
+        stretches = lists.entries[unit, : -(-length // lists.run)].long() * lists.run
+        chosen = (stretches[:, None] + torch.arange(lists.run)).flatten()[:length]
+        scores = query[row, heads].double() @ keys[chosen].T * scale
+        output[row, heads] = (scores.softmax(-1) @ values[chosen]).to(output.dtype)
+        if lse is not None:
+            lse[row, heads] = scores.logsumexp(-1).float()
 
 
 def top_pages(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -50,6 +50,28 @@ class DecodeRows:
 
 
 @dataclass
+class TokenLists:
+    """What rows of one token each attend to.
+
+    A *unit* is the part of a page that belongs to a KV head. Its tokens are numbered ``unit *
+    page_size + offset``.
+
+    Attributes:
+        entries: int32 [>= R * kv_heads, W]; per (row, KV head) the numbers of tokens, or of
+            stretches of ``run`` of them: with ``run = page_size`` units.
+        lengths: int32 [R * kv_heads]; tokens to attend to, one at least. The last stretch may have
+            fewer than ``run``.
+        run: Tokens per entry, a power of two.
+        kv_heads: KV heads of the layer.
+    """
+
+    entries: torch.Tensor
+    lengths: torch.Tensor
+    run: int
+    kv_heads: int
+
+
+@dataclass
 class IndexStore:
     """The records of an index over the pages of one layer.
 
@@ -238,10 +260,12 @@ class Ops(Protocol):
         """
         ...
 
-    def stage_pages(self, source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor) -> None:
+    def stage_pages(
+        self, source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor, rows: bool = False
+    ) -> None:
         """Lay out pages of one layer as larger blocks, for vLLM's prefill kernel.
 
-        In both, a (page, KV head) holds its keys transposed, ``[head_size, tokens]``, and then its
+        There a (page, KV head) holds its keys transposed, ``[head_size, tokens]``, and then its
         values, ``[tokens, head_size]``: what vLLM's CPU cache update writes without AMX. Bytes
         moved: the pages once, read and written.
 
@@ -249,6 +273,59 @@ class Ops(Protocol):
             source: [P, kv_heads, page_size, 2 * head_size]; vLLM's KV cache of the layer.
             pages: int32 [n]; page ids in the order wanted, n a multiple of pages per block.
             target: [>= n * page_size / block_size, kv_heads, block_size, 2 * head_size], written.
+            rows: Whether ``source`` is a cache of rows; else it is laid out as ``target``.
+        """
+        ...
+
+    def write_rows(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        cache: torch.Tensor,
+    ) -> None:
+        """Write new tokens into a cache of rows, which has each token's key before its value.
+
+        Bytes moved: keys and values once, read and written.
+
+        Args:
+            key, value: [>= T, kv_heads, head_size]; tokens may be strided.
+            slot_mapping: int64 [T]; ``page * page_size + offset``, negative for padding.
+            cache: [P, kv_heads, page_size, 2 * head_size], contiguous; written.
+
+        Raises:
+            ValueError: ``key`` or ``value`` is not of the cache's shape and dtype, or a token lies
+                outside of it. Nothing is written then.
+        """
+        ...
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        lists: TokenLists,
+        cache: torch.Tensor,
+        output: torch.Tensor,
+        layout: str,
+        scale: float,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Softmax attention of single tokens over lists of tokens or pages.
+
+        Bytes moved: keys and values of the tokens once, whatever the group.
+
+        Args:
+            query: [>= R, kv_heads * group, head_size]; rows may be strided.
+            lists: Of R rows.
+            cache: [units, page_size, 2 * head_size], contiguous; leading dimensions may be more.
+            output: [>= R, kv_heads * group, head_size], written; rows may be strided.
+            layout: ``rows``, or how vLLM's attention lays out keys; ``run`` is 16 or more then.
+            scale: Softmax scale.
+            lse: float32 [R, kv_heads * group], written: the logarithm of the sum of exponentials.
+
+        Raises:
+            ValueError: ``query`` or ``output`` is not of the cache's shape and dtype, a list is
+                empty or longer than there is room for, or names what the cache has not; or the
+                layout is not known, or not in stretches of ``run``. Nothing is written then.
         """
         ...
 

@@ -1,6 +1,7 @@
 """One layer in a slow home."""
 
 import numpy as np
+import torch
 
 from vllm_kvretrieval.kernels import RecallCache
 from vllm_kvretrieval.tiers.home import DiskHome
@@ -19,15 +20,14 @@ class SlowLayer:
         dense_follows: Whether the next layer in home is a dense one.
 
     Attributes:
-        keys, values: [slots, 1, page_size, head_size]; the recall cache's slots, if there are any.
+        slots: [slots, 1, 2 * page_size, head_size]; the recall cache's, if there is one.
     """
 
     def __init__(
         self, home: DiskHome, number: int, cache: RecallCache | None, dense_follows: bool
     ) -> None:
         self.cache = cache
-        if cache is not None:
-            self.keys, self.values = cache.slots.chunk(2, dim=2)
+        self.slots = torch.empty(0) if cache is None else cache.slots
         self.number = number
         self._home, self._dense_follows = home, dense_follows
 

@@ -31,33 +31,38 @@ class QueryParts {
   const Part* part[F];
 };
 
-// Scores of P adjacent entries of a KV head from j on, for N query heads; out[g * stride + j]. More of
-// them at a time share what is loaded of the queries.
+// Products of N queries, from the element `at` on, with P rows of F fields. More of them at a time
+// share what is loaded of the queries.
 template <class E, int F, int N, int P>
-static void score_together(const QueryParts<E, F>& q, int64_t query_at, const ScoreTask<E>& t,
-                           int head, int j, float* out) {
-  const int d = t.index.head_size;
-  const E* record[P];
-  KVR_UNROLL for (int p = 0; p < P; ++p)
-    record[p] = reinterpret_cast<const E*>(t.records.at(j + p, t.first_head + head));
-  Floats acc[N][P];
+inline void products(const QueryParts<E, F>& q, int64_t at, const E* const (&rows)[P], int d,
+                     Floats (&acc)[N][P]) {
   KVR_UNROLL for (int g = 0; g < N; ++g)
     KVR_UNROLL for (int p = 0; p < P; ++p) acc[g][p] = Floats{};
   for (int c = 0; c < d; c += E::kLanes) {
     const int lanes = d - c;
     typename E::Lanes field[F][P];
     KVR_UNROLL for (int p = 0; p < P; ++p)
-      KVR_UNROLL for (int f = 0; f < F; ++f) field[f][p] = E::lanes(record[p] + f * d + c, lanes);
+      KVR_UNROLL for (int f = 0; f < F; ++f) field[f][p] = E::lanes(rows[p] + f * d + c, lanes);
     KVR_UNROLL for (int g = 0; g < N; ++g) {
-      const int64_t at = query_at + int64_t(g) * d + c;
       typename E::Lanes part[F];
       KVR_UNROLL for (int f = 0; f < F; ++f)
-        part[f] = QueryParts<E, F>::Part::lanes(q.part[f] + at, lanes);
+        part[f] = QueryParts<E, F>::Part::lanes(q.part[f] + at + int64_t(g) * d + c, lanes);
       KVR_UNROLL for (int p = 0; p < P; ++p)
         KVR_UNROLL for (int f = 0; f < F; ++f)
           E::add_products(acc[g][p], part[f], field[f][p]);
     }
   }
+}
+
+// Scores of P adjacent entries of a KV head from j on, for N query heads; out[g * stride + j].
+template <class E, int F, int N, int P>
+static void score_together(const QueryParts<E, F>& q, int64_t query_at, const ScoreTask<E>& t,
+                           int head, int j, float* out) {
+  const E* record[P];
+  KVR_UNROLL for (int p = 0; p < P; ++p)
+    record[p] = reinterpret_cast<const E*>(t.records.at(j + p, t.first_head + head));
+  Floats acc[N][P];
+  products<E, F, N, P>(q, query_at, record, t.index.head_size, acc);
   KVR_UNROLL for (int g = 0; g < N; ++g) {
     float* to = out + g * t.stride + j;
     if constexpr (P == 4) {

@@ -6,7 +6,13 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_kvretrieval.attention.cpu.metadata import DecodePlan, RetrievalMetadata, Split, Whole
+from vllm_kvretrieval.attention.cpu.metadata import (
+    DecodePlan,
+    RetrievalMetadata,
+    Schedule,
+    Split,
+    Whole,
+)
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, IndexStore, Ops
@@ -14,7 +20,7 @@ from vllm_kvretrieval.tiers.layer import SlowLayer
 
 
 class RetrievalAttentionImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention; decode rows of a retrieval layer attend to their own page lists.
+    """vLLM's CPU attention; decode rows of a retrieval layer attend to pages of their own.
 
     Attributes:
         choosers: How the layer selects pages, by the number of the method; empty in a dense layer.
@@ -41,14 +47,15 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self.kernels: Ops
         self.staging: PrefillStaging | None = None
         self.slow: SlowLayer | None = None
-        # Keys and values of the cache, seen as single-head pages [pages * kv_heads, 1, tokens, d].
-        self.page_keys = self.page_values = torch.empty(0)
+        self.layout = ""
+        self.pages = torch.empty(0)
 
     def attach(
         self,
         kernels: Ops,
         choosers: list[Chooser],
         kv_cache: torch.Tensor,
+        layout: str,
         staging: PrefillStaging | None,
         slow: SlowLayer | None,
     ) -> None:
@@ -58,6 +65,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             kernels: Implementation of the ops.
             choosers: Freshly made, by the number of the method; one at least.
             kv_cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
+            layout: How it holds keys: vLLM's attention ``isa``.
             staging: What the metadata builder plans prefill with.
             slow: Where ``kv_cache`` lies in a slow home, the way to read it.
 
@@ -72,8 +80,9 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                     f"match a page index for {store.pages} of {store.kv_heads} and "
                     f"{store.page_size}"
                 )
-        single_head = kv_cache.view(pages * kv_heads, 1, 2 * page_size, self.head_size)
-        self.page_keys, self.page_values = single_head.chunk(2, dim=2)
+        # What decode attends to: units, [units, page_size, 2 * head_size].
+        units = kv_cache if slow is None else slow.slots
+        self.pages, self.layout = units.view(-1, page_size, 2 * self.head_size), layout
         self.kernels, self.choosers, self.staging, self.slow = kernels, choosers, staging, slow
         kept = (c.store for c in choosers if c.store.records.numel())
         self.stores = list({id(store): store for store in kept}.values())
@@ -185,33 +194,42 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     def _attend_to_pages(
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, chooser: Chooser
     ) -> None:
-        """Decode rows: every (row, KV head) is a sequence of its own to vLLM's kernel."""
+        """Decode rows: every (row, KV head) has pages of its own."""
         rows, index = len(plan.rows), plan.index
         query = query[:rows] if index is None else query[index]
         attended = output[:rows] if index is None else torch.empty_like(query)
         self.kernels.plan_decode(query, plan.rows, chooser)
-        keys, values = self.page_keys, self.page_values
         if self.slow is not None:
             assert self.slow.cache is not None, "retrieval layers have one"
             self.slow.cache.resolve(plan.rows)
             self.slow.cache.prefetch(plan.rows, chooser)
-            keys, values = self.slow.keys, self.slow.values
-        shape = (rows * self.num_kv_heads, chooser.group, self.head_size)
+        if plan.schedule is None:
+            self.kernels.attend(query, plan.lists, self.pages, attended, self.layout, self.scale)
+        else:
+            self._attend_by_vllm(query, plan, plan.schedule, attended)
+        if index is not None:
+            output[index] = attended
+
+    def _attend_by_vllm(
+        self, query: torch.Tensor, plan: DecodePlan, schedule: Schedule, output: torch.Tensor
+    ) -> None:
+        """Where keys lie as only vLLM's kernel knows."""
+        single_heads = self.pages.view(len(self.pages), 1, -1, self.head_size)
+        keys, values = single_heads.chunk(2, dim=2)
+        shape = (len(plan.lists.lengths), -1, self.head_size)
         ops.cpu_attention_with_kv_cache(
             query=query.reshape(shape),
             key_cache=keys,
             value_cache=values,
-            output=attended.view(shape),
-            query_start_loc=plan.query_start_loc,
-            seq_lens=plan.attended_lens,
+            output=output.view(shape),
+            query_start_loc=schedule.query_start_loc,
+            seq_lens=plan.lists.lengths,
             scale=self.scale,
             causal=True,
             alibi_slopes=None,
             sliding_window=-1,
-            block_table=plan.rows.page_table,
+            block_table=plan.lists.entries,
             softcap=0.0,
-            scheduler_metadata=plan.scheduler_metadata,
+            scheduler_metadata=schedule.scheduler_metadata,
             s_aux=None,
         )
-        if index is not None:
-            output[index] = attended

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.parts import split_rows
-from vllm_kvretrieval.kernels import DecodeRows
+from vllm_kvretrieval.kernels import DecodeRows, TokenLists
 from vllm_kvretrieval.tiers.home import page_runs
 
 if TYPE_CHECKING:
@@ -36,21 +36,31 @@ class Pages(NamedTuple):
 
 @dataclass
 class DecodePlan:
-    """How rows of one method decode whose contexts exceed their budgets, or are within theirs.
+    """How rows of one method decode whose contexts exceed their budgets.
 
     Attributes:
         method: Its number among the engine's methods.
         rows: The requests, each of which decodes one token.
         index: int64 [rows]; their places in the batch, None where they are the first ones in it.
-        attended_lens: int32 [rows * kv_heads]; tokens that each (row, KV head) attends to.
-        query_start_loc: int32 [rows * kv_heads + 1]; 0, 1, 2, ...
-        scheduler_metadata: vLLM's kernel schedule for these single-head sequences.
+        lists: What each (row, KV head) attends to; its entries are the rows' ``page_table``.
+        schedule: Where vLLM's kernel attends, how.
     """
 
     method: int
     rows: DecodeRows
     index: torch.Tensor | None
-    attended_lens: torch.Tensor
+    lists: TokenLists
+    schedule: "Schedule | None"
+
+
+class Schedule(NamedTuple):
+    """For vLLM's kernel, to which every (row, KV head) is a sequence of its own.
+
+    Attributes:
+        query_start_loc: int32 [rows * kv_heads + 1]; 0, 1, 2, ...
+        scheduler_metadata: vLLM's own.
+    """
+
     query_start_loc: torch.Tensor
     scheduler_metadata: torch.Tensor
 
@@ -59,8 +69,8 @@ class DecodePlan:
 class Whole:
     """Rows of one token that attend to whole contexts, as vLLM has it.
 
-    Requests that ask for exact attention, prompts whose last chunk is a single token, and contexts
-    within the budget where no other row has the same method.
+    Requests that ask for exact attention, contexts within the budget, and prompts whose last chunk
+    is a single token.
 
     Attributes:
         index: int64 [rows]; their places in the batch, None where they are the first ones in it.
@@ -77,7 +87,7 @@ class Split:
 
     Attributes:
         rows: Requests with a single token; they lead the batch.
-        decode: Those of them that attend to pages of their own choice, or could; by method.
+        decode: Those of them that attend to pages of their own choice, by method.
         whole: The others.
         prefill: The requests after them, their tokens counted from the end of the rows; None in a
             step that only decodes.
@@ -120,7 +130,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.requests: RequestTable | None = None
         self.staging: PrefillStaging | None = None
         self.home_page_bytes = 0
-        self.loads = self.streams_dense = False
+        self.loads = self.streams_dense = self.attends = False
 
     def attach(
         self,
@@ -130,6 +140,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         home_page_bytes: int = 0,
         loads: bool = False,
         streams_dense: bool = False,
+        attends: bool = False,
     ) -> None:
         """Switch retrieval on, once the worker has allocated the layers' state.
 
@@ -140,6 +151,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             home_page_bytes: Bytes of a layer's page in a slow home; 0: the home is fast memory.
             loads: Whether a KV connector may fill pages.
             streams_dense: Whether dense layers are in the slow home, too.
+            attends: Whether our own kernel attends to pages; else vLLM's does.
 
         Raises:
             ValueError: vLLM's block tables are not in pages of this size.
@@ -149,7 +161,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         seats, heads = requests.capacity, self.num_kv_heads
         self.requests, self.staging = requests, staging
         self.home_page_bytes, self.loads = home_page_bytes, loads
-        self.streams_dense = streams_dense
+        self.streams_dense, self.attends = streams_dense, attends
         # Of all admissible budgets; a context within it is in fast memory for its own sake.
         self.budget_pages = requests.config.budget_limit // page_size
         # Length of the context at a seat's last sparse decode step.
@@ -201,7 +213,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             return everything, everything
         others = np.arange(split.rows, len(dense.seq_lens))
         if split.whole is not None:
-            assert split.whole.index is not None, "other rows are in plans"
+            assert split.whole.index is not None, "others are in plans"
             others = np.concatenate([split.whole.index.numpy(), others])
         of_dense = self._runs(dense, slice(None)) if self.streams_dense else None
         return of_dense, self._runs(dense, others)
@@ -243,8 +255,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         """How the first ``count`` requests, of one token each, attend.
 
         Returns:
-            Plans for those that attend to parts of their contexts, or share a method with these
-            and have their contexts within their budgets; and the places of the rest.
+            Plans for those that attend to parts of their contexts; and the places of the rest.
         """
         assert self.requests is not None
         lens = dense.seq_lens.numpy()[:count]
@@ -263,7 +274,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         for method, rows in parts.sparsely:
             index = slice(None) if rows is None else rows
             place = None if rows is None else torch.from_numpy(rows)
-            plans.append(self._decode_plan(dense, method, seats[index], parts.sparse[index], place))
+            plans.append(self._decode_plan(dense, method, seats[index], place))
         return plans, parts.whole
 
     def _decode_plan(
@@ -271,7 +282,6 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         dense: CPUAttentionMetadata,
         method: int,
         seats: np.ndarray,
-        sparse: np.ndarray,
         index: torch.Tensor | None,
     ) -> DecodePlan:
         assert self.requests is not None
@@ -282,32 +292,28 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         lens, batch = seq_lens.numpy(), self.requests.select(seats)
         fresh = self.last_len[seats] != lens - 1
-        self.last_len[seats[sparse]] = lens[sparse]
+        self.last_len[seats] = lens
         tail = (lens - 1) % self.block_size + 1
-        attended = np.where(sparse, (batch.total_pages - 1) * self.block_size + tail, lens)
-        select = np.where(sparse, batch.select_pages, -1).astype(np.int32)
+        attended = (batch.total_pages - 1) * self.block_size + tail
         decode_rows = DecodeRows(
             block_table=block_table,
             seq_lens=seq_lens,
             seats=torch.from_numpy(seats),
             sink_pages=torch.from_numpy(batch.sink_pages),
             window_pages=torch.from_numpy(batch.window_pages),
-            select_pages=torch.from_numpy(select),
+            select_pages=torch.from_numpy(batch.select_pages),
             threshold=torch.from_numpy(batch.threshold),
             fresh=torch.from_numpy(fresh.astype(np.uint8)),
             corrected=self.requests.corrected,
             page_table=self.page_table[: rows * heads],
         )
         attended_lens = torch.from_numpy(np.repeat(attended.astype(np.int32), heads))
-        query_start_loc = self.one_token_starts[: rows * heads + 1]
-        return DecodePlan(
-            method,
-            decode_rows,
-            index,
-            attended_lens,
-            query_start_loc,
-            self._schedule(attended_lens, query_start_loc, self.group, 1),
-        )
+        lists = TokenLists(decode_rows.page_table, attended_lens, self.block_size, heads)
+        schedule = None
+        if not self.attends:
+            starts = self.one_token_starts[: rows * heads + 1]
+            schedule = Schedule(starts, self._schedule(attended_lens, starts, self.group, 1))
+        return DecodePlan(method, decode_rows, index, lists, schedule)
 
     def _part(
         self, dense: CPUAttentionMetadata, requests: slice, block_table: torch.Tensor

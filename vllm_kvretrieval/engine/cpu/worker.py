@@ -102,7 +102,13 @@ class RetrievalCPUWorker(PlanningWorker):
                 self._attach(name, layers[name], builder.isa, staging)
             page_bytes = self._home_bytes_per_page()
             builder.attach(
-                self.requests, config.page_size, staging, page_bytes, foreign, streams_dense
+                self.requests,
+                config.page_size,
+                staging,
+                page_bytes,
+                foreign,
+                streams_dense,
+                builder.isa in cpu.ATTENDED,
             )
         if streams_dense:
             self._attach_streamed(layers)
@@ -174,7 +180,7 @@ class RetrievalCPUWorker(PlanningWorker):
             )
             slow = self._slow_layer(name, cache)
             self.recall_caches.append(cache)
-        impl.attach(cpu, choosers, kv_cache, staging, slow)
+        impl.attach(cpu, choosers, kv_cache, isa, staging, slow)
         self.retrieval_layers[name] = impl
 
     def _choosers(self, impl: Any, kv_cache: torch.Tensor, isa: str) -> list[Chooser]:

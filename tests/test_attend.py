@@ -1,0 +1,133 @@
+"""Attention over lists of tokens and pages, against plain torch, per instruction set."""
+
+import pytest
+import torch
+
+from tests.test_kernels import DTYPES, specified
+from vllm_kvretrieval.kernels import TokenLists, cpu, reference
+
+TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 2e-3, torch.float32: 2e-5}
+
+
+def cache_of(pages, kv_heads, page_size, head_size, dtype):
+    return torch.randn(pages, kv_heads, page_size, 2 * head_size).to(dtype)
+
+
+def token_lists(lengths, cache, run):
+    """Different tokens, in no order; stretches of them where ``run`` is more than 1."""
+    pages, kv_heads, page_size, _ = cache.shape
+    count = pages * kv_heads * page_size // run
+    width = -(-max(lengths) // run) + 2
+    entries = torch.full((len(lengths), width), -1, dtype=torch.int32)
+    for unit, length in enumerate(lengths):
+        entries[unit, : -(-length // run)] = torch.randperm(count)[: -(-length // run)]
+    return TokenLists(entries, torch.tensor(lengths, dtype=torch.int32), run, kv_heads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("layout", "kv_heads", "group", "head_size", "page_size", "run", "lengths"),
+    [
+        ("rows", 3, 3, 64, 32, 1, (1, 700, 31, 32, 33, 640)),
+        ("rows", 2, 7, 64, 32, 32, (1000, 90, 1024, 1)),
+        ("rows", 1, 4, 256, 32, 1, (300, 129)),
+        ("rows", 2, 1, 96, 32, 16, (77, 513)),
+        ("rows", 1, 11, 80, 128, 1, (257,)),
+        ("rows", 2, 8, 128, 64, 64, (2000, 64)),
+        ("vec", 3, 3, 64, 32, 32, (1, 700, 31, 32, 33, 640)),
+        ("vec", 2, 7, 64, 32, 16, (1000, 90, 1024, 1)),
+        ("vec16", 1, 4, 256, 16, 16, (300, 129)),
+        ("vec", 2, 1, 96, 64, 64, (77, 513)),
+        ("vec", 1, 11, 80, 128, 128, (257,)),
+        ("vec", 2, 8, 128, 32, 32, (2000, 64)),
+    ],
+)
+def test_equals_reference(isa, dtype, layout, kv_heads, group, head_size, page_size, run, lengths):
+    torch.manual_seed(len(lengths))
+    cache = cache_of(2600 // page_size, kv_heads, page_size, head_size, dtype)
+    lists, rows = token_lists(lengths, cache, run), len(lengths) // kv_heads
+    # As in a model: queries are a strided view of the fused projection's output.
+    query = torch.randn(rows + 1, kv_heads * group + 2, head_size).to(dtype)[:, : kv_heads * group]
+    expected, actual = (torch.zeros_like(query) for _ in range(2))
+    sums, ours = torch.zeros(rows, kv_heads * group), torch.zeros(rows, kv_heads * group)
+    specified(reference.attend, query, lists, cache, expected, layout, 0.3, sums)
+    cpu.attend(query, lists, cache, actual, layout, 0.3, ours)
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(ours, sums, atol=2e-4, rtol=1e-5)
+    assert actual[rows:].eq(0).all()
+    cpu.attend(query, lists, cache, expected, layout, 0.3)
+    assert torch.equal(actual, expected)
+
+
+def test_far_scores(isa):
+    """One token outweighs all others by far, first or last; and scores that no exponential has."""
+    torch.manual_seed(0)
+    cache = cache_of(20, 1, 32, 64, torch.float32)
+    query = torch.randn(1, 2, 64)
+    lists = token_lists([600], cache, 1)
+    keys = cache.flatten(0, 2)
+    for place in (0, 299, 599):
+        token = int(lists.entries[0, place])
+        old = keys[token, :64].clone()
+        keys[token, :64] = 1e3 * query[0].mean(0)
+        output, expected = torch.empty_like(query), torch.empty_like(query)
+        cpu.attend(query, lists, cache, output, "rows", 1.0)
+        specified(reference.attend, query, lists, cache, expected, "rows", 1.0)
+        torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
+        keys[token, :64] = old
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_written_and_staged(dtype):
+    torch.manual_seed(1)
+    kv_heads, head_size, page_size = 2, 80, 32
+    written, expected = (torch.zeros(9, kv_heads, page_size, 2 * head_size).to(dtype) for _ in "ab")
+    fused = torch.randn(140, 3 * kv_heads, head_size).to(dtype)
+    key, value = fused[:, :kv_heads], fused[:, kv_heads : 2 * kv_heads]
+    slots = torch.randperm(9 * page_size)[:135]
+    slots[[4, 130]] = -1
+    cpu.write_rows(key, value, slots, written)
+    reference.write_rows(key, value, slots, expected)
+    assert torch.equal(written, expected)
+    pages = torch.tensor([3, 8, 0, 1, 7, 3, 2, 2]).int()
+    staged, specified_too = (torch.zeros(3, kv_heads, 128, 2 * head_size).to(dtype) for _ in "ab")
+    cpu.stage_pages(written, pages, staged, rows=True)
+    reference.stage_pages(written, pages, specified_too, rows=True)
+    assert torch.equal(staged, specified_too)
+    assert staged[:2].any()
+
+
+def test_what_does_not_fit_is_refused():
+    cache = cache_of(4, 2, 32, 64, torch.float32)
+    query, output = torch.randn(1, 6, 64), torch.zeros(1, 6, 64)
+
+    def attend(entries, lengths, run=1, q=query, to=output, layout="rows", **options):
+        lists = TokenLists(torch.tensor(entries).int(), torch.tensor(lengths).int(), run, 2)
+        cpu.attend(q, lists, cache, to, layout, 1.0, **options)
+
+    attend([[1, 255], [0, 9]], [2, 1])
+    output.zero_()
+    for arguments, why in [
+        (([[1, 256], [0, 9]], [2, 1]), r"entries\[0\]\[1\] is 256, the cache has 256"),
+        (([[1, 2], [-1, 9]], [2, 1]), r"entries\[1\]\[0\] is -1"),
+        (([[1, 8], [0, 9]], [33, 1], 32), r"entries\[0\]\[1\] is 8, the cache has 8"),
+        (([[1, 2], [0, 9]], [0, 1]), r"lengths\[0\] is 0, a list holds from 1 to 2"),
+        (([[1, 2], [0, 9]], [2, 3]), r"lengths\[1\] is 3"),
+        (([[1, 2], [0, 9]], [2, 1], 3), "run=3 is no power of two"),
+        (([[1, 2], [0, 9]], [2, 1], 64), "run=64"),
+        (([[1, 2], [0, 9]], [2, 1], 8, query, output, "vec"), "run=8 is no power of two from 16"),
+        (([[1, 2], [0, 9]], [2, 1], 32, query, output, "amx"), "in the layouts .* in amx"),
+        (([[1, 2]], [2]), "do not belong to 2 KV heads"),
+        (([[1, 2], [0, 9]], [2, 1], 1, query.half()), "query must be"),
+        (([[1, 2], [0, 9]], [2, 1], 1, query, output[:, :, ::2]), "output must be"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            attend(*arguments)
+    with pytest.raises(ValueError, match="lse must be"):
+        attend([[1, 2], [0, 9]], [2, 1], lse=torch.empty(2, 6))
+    key = torch.randn(2, 2, 64)
+    with pytest.raises(ValueError, match=r"slot_mapping\[1\] is 128, the cache has 128 tokens"):
+        cpu.write_rows(key, key, torch.tensor([0, 128]), cache)
+    with pytest.raises(ValueError, match="cache must be contiguous"):
+        cpu.write_rows(query, query, torch.tensor([0]), cache.transpose(1, 2))
+    assert output.eq(0).all()
