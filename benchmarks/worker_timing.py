@@ -23,11 +23,12 @@ ATTENTION_KERNEL = "attention_kernel"
 PLANNING = "planning"
 INDEX_UPDATE = "index_update"
 
-FUNCTIONS = {
-    ATTENTION_KERNEL: ("vllm._custom_ops", "cpu_attention_with_kv_cache"),
-    PLANNING: ("vllm_kvretrieval.kernels.cpu", "plan_decode"),
-    INDEX_UPDATE: ("vllm_kvretrieval.kernels.cpu", "update_index"),
-}
+FUNCTIONS = (
+    (ATTENTION_KERNEL, "vllm._custom_ops", "cpu_attention_with_kv_cache"),
+    (ATTENTION_KERNEL, "vllm_kvretrieval.kernels.cpu", "attend"),
+    (PLANNING, "vllm_kvretrieval.kernels.cpu", "plan_decode"),
+    (INDEX_UPDATE, "vllm_kvretrieval.kernels.cpu", "update_index"),
+)
 
 REQUEST_LOGGER = "vllm.kvretrieval.requests"
 
@@ -68,7 +69,7 @@ class TimingExtension:
         for implementation in {type(layer.impl) for layer in layers if hasattr(layer, "impl")}:
             self._wrap(implementation, "forward", ATTENTION_LAYER)
             self._wrap(implementation, "do_kv_cache_update", KV_WRITE)
-        for label, (module, function) in FUNCTIONS.items():
+        for label, module, function in FUNCTIONS:
             if module in sys.modules:
                 self._wrap_everywhere(importlib.import_module(module), function, label)
 
