@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.attention import Case, measure
+from benchmarks.planning import Shape
 from tests.test_kernels import DTYPES, specified
 from vllm_kvretrieval.kernels import TokenLists, cpu, reference
 
@@ -57,6 +59,19 @@ def test_equals_reference(isa, dtype, layout, kv_heads, group, head_size, page_s
     assert actual[rows:].eq(0).all()
     cpu.attend(query, lists, cache, expected, layout, 0.3)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_vllms_kernel(dtype):
+    """As the benchmark runs both."""
+    torch.manual_seed(2)
+    case = Case(Shape(layers=1), 1024, 256, 2, dtype)
+    case.vllms()
+    vllms = case.output.clone()
+    case.output.zero_()
+    case.ours()
+    torch.testing.assert_close(case.output, vllms, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert measure(case, 1)["gb_per_s"] > 0
 
 
 def test_far_scores(isa):

@@ -1,0 +1,151 @@
+"""Decode attention over selected pages: vLLM's kernel and ours, in turn.
+
+    python -m benchmarks.attention [--context 32768] [--budget 1024 256] [--batch 1 4]
+
+The ops alone, over random keys and values, with as many layers as a model has, so that pages come
+from memory and not from a cache. Times are medians of rounds, per decode step of all layers; the
+bytes are those of the keys and values attended to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+
+from benchmarks.common import RESULTS, Stopwatch, result_header, write_json
+from benchmarks.planning import DTYPES, PAGE, Shape
+from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
+from vllm_kvretrieval.kernels import TokenLists, cpu
+
+MODULE = "benchmarks.attention"
+
+
+class Case:
+    """A step: every (request, KV head) attends to pages of its own in each layer."""
+
+    def __init__(
+        self, shape: Shape, context: int, budget: int, batch: int, dtype: torch.dtype
+    ) -> None:
+        units, pages = batch * shape.kv_heads, context // PAGE * batch
+        self.shape, self.dtype = shape, dtype
+        size = (pages * shape.kv_heads, PAGE, 2 * shape.head_size)
+        self.caches = [torch.randn(size).to(dtype) for _ in range(shape.layers)]
+        self.query = torch.randn(batch, shape.kv_heads * shape.group, shape.head_size).to(dtype)
+        self.output = torch.empty_like(self.query)
+        chosen = torch.stack(
+            [torch.randperm(pages)[: budget // PAGE].sort().values for _ in range(units)]
+        )
+        heads = torch.arange(units)[:, None] % shape.kv_heads
+        entries = (chosen * shape.kv_heads + heads).int()
+        lengths = torch.full((units,), budget, dtype=torch.int32)
+        self.lists = TokenLists(entries, lengths, PAGE, shape.kv_heads)
+        self.starts = torch.arange(units + 1, dtype=torch.int32)
+        self.bytes = shape.layers * units * budget * 2 * shape.head_size * dtype.itemsize
+
+    def ours(self) -> None:
+        """All layers by our kernel."""
+        for cache in self.caches:
+            cpu.attend(self.query, self.lists, cache, self.output, "vec", 0.125)
+
+    def vllms(self) -> None:
+        """All layers by vLLM's, scheduled once per step, as an engine does."""
+        shape, lists = self.shape, self.lists
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(lists.lengths),
+            num_heads=shape.group,
+            num_kv_heads=1,
+            head_dim=shape.head_size,
+            seq_lens=lists.lengths,
+            dtype=self.dtype,
+            query_start_loc=self.starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa="vec",
+            enable_kv_split=True,
+        )
+        flat = (len(lists.lengths), shape.group, shape.head_size)
+        for cache in self.caches:
+            keys, values = cache.view(len(cache), 1, -1, shape.head_size).chunk(2, dim=2)
+            ops.cpu_attention_with_kv_cache(
+                query=self.query.view(flat),
+                key_cache=keys,
+                value_cache=values,
+                output=self.output.view(flat),
+                query_start_loc=self.starts,
+                seq_lens=lists.lengths,
+                scale=0.125,
+                causal=True,
+                alibi_slopes=None,
+                sliding_window=-1,
+                block_table=lists.entries,
+                softcap=0.0,
+                scheduler_metadata=schedule,
+                s_aux=None,
+            )
+
+
+def seconds_of(run: Callable[[], None]) -> float:
+    """One run's."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    """Milliseconds of both, and what ours reads per second."""
+    kernels = (case.vllms, case.ours)
+    times = [[seconds_of(kernel) for kernel in kernels] for _ in range(rounds + 2)][2:]
+    vllms, ours = (statistics.median(column) for column in zip(*times, strict=True))
+    return {
+        "vllm_ms": round(1e3 * vllms, 3),
+        "ours_ms": round(1e3 * ours, 3),
+        "ratio": round(ours / vllms, 3),
+        "gb_per_s": round(case.bytes / ours / 1e9, 1),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit status."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+    parser.add_argument("--context", type=int, default=32768, metavar="TOKENS")
+    parser.add_argument("--budget", type=int, nargs="+", default=[1024, 256], metavar="TOKENS")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], metavar="N")
+    parser.add_argument("--rounds", type=int, default=30, metavar="N")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32" if slow_bfloat16() else "bfloat16"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "attention.json", metavar="FILE")
+    args = parser.parse_args(arguments)
+    clock, shape, found = Stopwatch(), Shape(), []
+    for batch in args.batch:
+        for budget in args.budget:
+            case = Case(shape, args.context, budget, batch, DTYPES[args.dtype])
+            row = {"batch": batch, "budget": budget, **measure(case, args.rounds)}
+            print(
+                f"[{clock}] batch {batch}, budget {budget}: vLLM's {row['vllm_ms']} ms, ours "
+                f"{row['ours_ms']} ms ({row['ratio']}x, {row['gb_per_s']} GB/s)",
+                flush=True,
+            )
+            found.append(row)
+    settings = {
+        "context": args.context,
+        "dtype": args.dtype,
+        "isa": cpu.isa(),
+        "threads": torch.get_num_threads(),
+        **vars(shape),
+    }
+    write_json(args.out, {**result_header(MODULE), "settings": settings, "rows": found})
+    print(f"{settings}\nresults: {args.out}  time: {clock}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
