@@ -9,20 +9,17 @@ bytes are those of the keys and values attended to.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
 
-from benchmarks.common import RESULTS, Stopwatch, result_header, write_json
-from benchmarks.planning import DTYPES, PAGE, Shape
-from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
+from benchmarks.common import Stopwatch
+from benchmarks.planning import DTYPES, PAGE, Shape, parser_of, store
 from vllm_kvretrieval.kernels import TokenLists, cpu
 
 MODULE = "benchmarks.attention"
@@ -114,15 +111,8 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
-    parser.add_argument("--context", type=int, default=32768, metavar="TOKENS")
+    parser = parser_of(MODULE, __doc__, 30)
     parser.add_argument("--budget", type=int, nargs="+", default=[1024, 256], metavar="TOKENS")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], metavar="N")
-    parser.add_argument("--rounds", type=int, default=30, metavar="N")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32" if slow_bfloat16() else "bfloat16"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS / "attention.json", metavar="FILE")
     args = parser.parse_args(arguments)
     clock, shape, found = Stopwatch(), Shape(), []
     for batch in args.batch:
@@ -135,15 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 flush=True,
             )
             found.append(row)
-    settings = {
-        "context": args.context,
-        "dtype": args.dtype,
-        "isa": cpu.isa(),
-        "threads": torch.get_num_threads(),
-        **vars(shape),
-    }
-    write_json(args.out, {**result_header(MODULE), "settings": settings, "rows": found})
-    print(f"{settings}\nresults: {args.out}  time: {clock}")
+    print(f"{store(MODULE, args, shape, found)}  time: {clock}")
     return 0
 
 

@@ -176,29 +176,41 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; returns its exit status."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+def parser_of(module: str, description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """The arguments of a program that times ops alone."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     parser.add_argument("--context", type=int, default=32768, metavar="TOKENS")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], metavar="N")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N")
+    parser.add_argument("--rounds", type=int, default=rounds, metavar="N")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32" if slow_bfloat16() else "bfloat16"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "planning.json", metavar="FILE")
-    args = parser.parse_args(arguments)
-    clock, shape, found = Stopwatch(), Shape(), []
-    for batch in args.batch:
-        print(f"[{clock}] {args.context} tokens, batch {batch}", flush=True)
-        found += measure(shape, args.context, batch, DTYPES[args.dtype], args.rounds)
+    out = RESULTS / f"{module.rpartition('.')[2]}.json"
+    parser.add_argument("--out", type=Path, default=out, metavar="FILE")
+    return parser
+
+
+def store(module: str, args: argparse.Namespace, shape: Shape, rows: Sequence[Any]) -> str:
+    """Write such a program's results; returns what it says last."""
     settings = {
+        "context": args.context,
         "dtype": args.dtype,
         "isa": cpu.isa(),
         "threads": torch.get_num_threads(),
         **vars(shape),
     }
-    write_json(args.out, {**result_header(MODULE), "settings": settings, "rows": found})
-    print(f"{table(found)}\n{settings}\nresults: {args.out}  time: {clock}")
+    write_json(args.out, {**result_header(module), "settings": settings, "rows": rows})
+    return f"{settings}\nresults: {args.out}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit status."""
+    args = parser_of(MODULE, __doc__, 20).parse_args(arguments)
+    clock, shape, found = Stopwatch(), Shape(), []
+    for batch in args.batch:
+        print(f"[{clock}] {args.context} tokens, batch {batch}", flush=True)
+        found += measure(shape, args.context, batch, DTYPES[args.dtype], args.rounds)
+    print(f"{table(found)}\n{store(MODULE, args, shape, found)}  time: {clock}")
     return 0
 
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "index/linear.h"
-#include "index/tokens.h"
 #include "kernels.h"
+#include "keys.h"
 #include "simd.h"
 
 namespace kvr {
@@ -78,10 +78,7 @@ struct PageQueries {
   PageQueries(const E* q, int n) {
     thread_local std::vector<float> buffer;
     buffer.resize(n);
-    for (int i = 0; i < n; i += kWidth) {
-      const Floats x = E::load(q + i);
-      std::memcpy(buffer.data() + i, &x, sizeof x);
-    }
+    to_floats(q, n, buffer.data());
     all = buffer.data();
   }
 };

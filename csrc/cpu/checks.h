@@ -22,9 +22,9 @@ void check_pages(const PageIndexing& indexing);
 void check_lists(const Attention& attention);
 // That the entries are the index's.
 void check_entries(const KeyReading& reading);
-// Says that slot_mapping[token] is `slot`, in a cache of `tokens`.
 // That every slot is in a cache of so many tokens, or negative.
 void check_slots(const int64_t* slot_mapping, int64_t count, int64_t tokens);
+// Says that slot_mapping[token] is `slot`, in a cache of `tokens`.
 [[noreturn]] void refuse_token(int64_t token, int64_t slot, int64_t tokens);
 
 }  // namespace kvr

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "index/low_rank_record.h"
+#include "index/mean.h"
 
 namespace kvr {
 namespace KVR_ISA {
@@ -22,9 +23,7 @@ class LowRankBuilder {
     float* parts = directions + d * kMostRank;
     for (int c = 0; c < d; ++c) {
       const float* row = keys + c * n;
-      float total = 0;
-      for (int i = 0; i < n; ++i) total += row[i];
-      mean[c] = total / n;
+      mean[c] = mean_of(row, n);
       for (int i = 0; i < n; ++i) rest[c * width + i] = row[i] - mean[c];
       std::fill(rest + c * width + n, rest + (c + 1) * width, 0.0f);
     }

@@ -47,7 +47,6 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self.kernels: Ops
         self.staging: PrefillStaging | None = None
         self.slow: SlowLayer | None = None
-        self.layout = ""
         self.pages = torch.empty(0)
 
     def attach(
@@ -55,7 +54,6 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         kernels: Ops,
         choosers: list[Chooser],
         kv_cache: torch.Tensor,
-        layout: str,
         staging: PrefillStaging | None,
         slow: SlowLayer | None,
     ) -> None:
@@ -65,7 +63,6 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             kernels: Implementation of the ops.
             choosers: Freshly made, by the number of the method; one at least.
             kv_cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
-            layout: How it holds keys: vLLM's attention ``isa``.
             staging: What the metadata builder plans prefill with.
             slow: Where ``kv_cache`` lies in a slow home, the way to read it.
 
@@ -82,7 +79,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 )
         # What decode attends to: units, [units, page_size, 2 * head_size].
         units = kv_cache if slow is None else slow.slots
-        self.pages, self.layout = units.view(-1, page_size, 2 * self.head_size), layout
+        self.pages = units.view(-1, page_size, 2 * self.head_size)
         self.kernels, self.choosers, self.staging, self.slow = kernels, choosers, staging, slow
         kept = (c.store for c in choosers if c.store.records.numel())
         self.stores = list({id(store): store for store in kept}.values())
@@ -204,7 +201,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             self.slow.cache.resolve(plan.rows)
             self.slow.cache.prefetch(plan.rows, chooser)
         if plan.schedule is None:
-            self.kernels.attend(query, plan.lists, self.pages, attended, self.layout, self.scale)
+            layout = chooser.store.layout
+            self.kernels.attend(query, plan.lists, self.pages, attended, layout, self.scale)
         else:
             self._attend_by_vllm(query, plan, plan.schedule, attended)
         if index is not None:

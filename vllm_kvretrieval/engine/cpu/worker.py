@@ -180,7 +180,7 @@ class RetrievalCPUWorker(PlanningWorker):
             )
             slow = self._slow_layer(name, cache)
             self.recall_caches.append(cache)
-        impl.attach(cpu, choosers, kv_cache, isa, staging, slow)
+        impl.attach(cpu, choosers, kv_cache, staging, slow)
         self.retrieval_layers[name] = impl
 
     def _choosers(self, impl: Any, kv_cache: torch.Tensor, isa: str) -> list[Chooser]:
