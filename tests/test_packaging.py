@@ -62,9 +62,11 @@ def test_installed_without_cpu_kernels(site):
     package = site / "vllm_kvretrieval"
     assert (package / "kernels" / "triton" / "decode.py").exists()
     assert (package / "py.typed").exists()
+    assert (package / "retrieval" / "filters" / "llama-3-8b-262k.json").exists()
     assert not list(package.rglob("*.so"))
     entry_points = next(site.glob("vllm_kvretrieval-*.dist-info")) / "entry_points.txt"
     assert "vllm_kvretrieval.plugin:register" in entry_points.read_text()
+    assert "vllm-kvretrieval = vllm_kvretrieval.command:main" in entry_points.read_text()
 
 
 def test_only_the_cpu_ops_miss_the_cpu_kernels(site):

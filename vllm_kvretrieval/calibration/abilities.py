@@ -1,0 +1,173 @@
+"""The filter ability of layers, from their queries and keys, and the filters to take."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from vllm_kvretrieval.retrieval.roles import MOST_FILTERS
+
+POSITIONS_AT_ONCE = 16
+"""Queries whose attention is in memory at a time: float32 [heads, 16, context] of one layer."""
+
+DENSE_SHARE = 0.25
+"""Most of the layers that may stay dense, as in the paper: 8 of 32 with {2, 8, 18}."""
+
+TOLERANCE = 0.01
+"""Attention mass, as a share, that is given for having fewer dense layers."""
+
+
+class FilterAbility:
+    """Adds up, over queries, how much of a layer's attention lies on what earlier layers select.
+
+    Attributes:
+        mass: float64 [layers, layers]; at [i, j], for j > i, the share of layer j's attention that
+            falls on the tokens that layer i selects, summed over the queries.
+        queries: int64 [layers]; of each layer.
+
+    Args:
+        layers: Of the model.
+        tokens: Tokens that a layer selects.
+    """
+
+    def __init__(self, layers: int, tokens: int) -> None:
+        self.tokens = tokens
+        self.mass = torch.zeros(layers, layers, dtype=torch.float64)
+        self.queries = torch.zeros(layers, dtype=torch.int64)
+        self._chosen: dict[int, list[torch.Tensor]] = {}
+
+    def begin(self) -> None:
+        """Of the same queries, layers are to come in rising order."""
+        self._chosen = {}
+
+    def observe(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        context: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Take in one layer's queries.
+
+        What is selected is what OmniKV's context selector selects (section 4.2): the tokens with
+        the highest attention over all heads of the layer. Mass is a mean over the heads.
+
+        Args:
+            layer: Its number.
+            query: [heads, n, head_size].
+            key: [kv_heads, most tokens of a context, head_size].
+            context: int64 [n]; tokens that each query attends to, its own included; more than
+                ``tokens``.
+            scale: Softmax scale.
+        """
+        chosen = []
+        blocks = context.split(POSITIONS_AT_ONCE)
+        for number, lengths in enumerate(blocks):
+            start = number * POSITIONS_AT_ONCE
+            part = query[:, start : start + len(lengths)]
+            attention = attend(part, key[:, : int(lengths.max())], lengths, scale)
+            mean = attention.mean(0)
+            for earlier, sets in self._chosen.items():
+                self.mass[earlier, layer] += mean.gather(1, sets[number]).sum(dtype=torch.float64)
+            chosen.append(attention.amax(0).topk(self.tokens, -1).indices)
+        self._chosen[layer] = chosen
+        self.queries[layer] += len(context)
+
+    def similarity(self) -> torch.Tensor:
+        """float64 [layers, layers]; ``mass`` per query; zero where there is none."""
+        return self.mass / self.queries.clamp(min=1)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, context: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """float32 [heads, n, tokens]; softmax attention; see :meth:`FilterAbility.observe`."""
+    grouped = query.float().unflatten(0, (len(key), -1))
+    scores = torch.einsum("hgnd,htd->hgnt", grouped, key.float()).flatten(0, 1) * scale
+    future = torch.arange(key.shape[1]) >= context[:, None]
+    return scores.masked_fill_(future, -torch.inf).softmax(-1)
+
+
+def abilities(similarity: torch.Tensor, layers: Sequence[int]) -> dict[int, float]:
+    """The mean share of each layer over the layers after it; the last layer has none.
+
+    Args:
+        similarity: [layers, layers]; see :meth:`FilterAbility.similarity`.
+        layers: Those that were measured, rising.
+    """
+    return {
+        layer: float(similarity[layer, layers[place + 1 :]].mean())
+        for place, layer in enumerate(layers[:-1])
+    }
+
+
+class Choice(NamedTuple):
+    """A set of filters.
+
+    Attributes:
+        filters: Numbers of layers.
+        dense: Layers with full attention that attend to whole contexts, the filters included.
+        kept: Mean over the layers with full attention of the share of their attention that they
+            keep; 1 for dense ones.
+    """
+
+    filters: tuple[int, ...]
+    dense: int
+    kept: float
+
+
+def choose_filters(
+    similarity: torch.Tensor,
+    layers: Sequence[int],
+    most: int = MOST_FILTERS,
+    dense_share: float = DENSE_SHARE,
+    tolerance: float = TOLERANCE,
+) -> Choice:
+    """The filters to take.
+
+    The paper takes layers of high ability, spread over the model, the first one early, and gives
+    no rule. Ours: of all sets of at most ``most`` filters that leave no more than ``dense_share``
+    of the layers dense (rounded up), find the highest ``kept``; among the sets within ``tolerance``
+    of it take one with the fewest dense layers, and of these the one that keeps most.
+
+    Args:
+        similarity: [layers, layers]; see :meth:`FilterAbility.similarity`.
+        layers: Those with full attention, rising.
+        most: Filters.
+        dense_share: Of the layers with full attention.
+        tolerance: Share of attention.
+
+    Raises:
+        ValueError: No set of filters would do.
+    """
+    limit = math.ceil(dense_share * len(layers))
+    sums = similarity[:, layers].cumsum(1).tolist()
+    at = {layer: place for place, layer in enumerate(layers)}
+
+    def evaluate(filters: tuple[int, ...]) -> Choice | None:
+        kept, sparse = 0.0, 0
+        for layer, following in itertools.zip_longest(filters, filters[1:]):
+            # Its followers lie between these places; the one right after it in the model is dense.
+            start = at[layer] + 1 + (layer + 1 in at)
+            end = len(layers) if following is None else at[following]
+            if start >= end:
+                return None
+            kept += sums[layer][end - 1] - sums[layer][start - 1]
+            sparse += end - start
+        dense = len(layers) - sparse
+        return Choice(filters, dense, (kept + dense) / len(layers)) if dense <= limit else None
+
+    sets = (itertools.combinations(layers, count) for count in range(1, most + 1))
+    evaluated = map(evaluate, itertools.chain.from_iterable(sets))
+    choices = [choice for choice in evaluated if choice is not None]
+    if not choices:
+        raise ValueError(
+            f"no filters leave at most {limit} of {len(layers)} layers with full attention dense; "
+            "allow a larger share"
+        )
+    best = max(choice.kept for choice in choices)
+    good = [choice for choice in choices if choice.kept >= best - tolerance]
+    return min(good, key=lambda choice: (choice.dense, -choice.kept))

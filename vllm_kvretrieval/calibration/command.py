@@ -1,0 +1,218 @@
+"""``vllm-kvretrieval calibrate``: find the layers of a model that select for others."""
+
+import argparse
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvretrieval import __version__
+from vllm_kvretrieval.calibration.abilities import (
+    DENSE_SHARE,
+    TOLERANCE,
+    abilities,
+    choose_filters,
+)
+from vllm_kvretrieval.calibration.plot import can_plot, plot
+from vllm_kvretrieval.retrieval.filters import FORMAT, name_of, shape_of
+from vllm_kvretrieval.retrieval.roles import MOST_FILTERS, roles_of
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_TOKENS = 8192
+DEFAULT_QUERIES = 64
+SELECTED_SHARE = 16
+"""A layer selects one token in so many of the text, where the user says nothing."""
+
+
+def add_calibrate(commands: Any) -> None:
+    """Add the subcommand to a parser's."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure which layers of a model can select tokens for the layers after them",
+        description="Measures the filter ability of every layer of a model: how much of the "
+        "attention of later layers falls on the tokens that it gives most attention to. Writes a "
+        "file for --kv-retrieval.filters, and draws a plot.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="path, or name on a hub")
+    parser.add_argument("text", metavar="TEXT", type=Path, help="a plain text file (UTF-8)")
+    parser.add_argument("--out", type=Path, help="file to write (default: MODEL's name.json)")
+    parser.add_argument("--plot", type=Path, help="PNG to draw (default: as --out, but .png)")
+    parser.add_argument("--no-plot", action="store_true", help="draw none")
+    parser.add_argument(
+        "--tokens", type=_count, default=DEFAULT_TOKENS, help="of the text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--queries",
+        type=_count,
+        default=DEFAULT_QUERIES,
+        help="taken from the second half of the text (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--selected",
+        type=_count,
+        help=f"tokens that a layer selects (default: one in {SELECTED_SHARE})",
+    )
+    parser.add_argument(
+        "--most-filters",
+        type=int,
+        choices=range(1, MOST_FILTERS + 1),
+        default=MOST_FILTERS,
+        help="filters to choose (default: up to %(default)s)",
+    )
+    parser.add_argument(
+        "--dense-share",
+        type=_share,
+        default=DENSE_SHARE,
+        help="most of the layers that may keep reading whole contexts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default=DTYPES[0], help="to compute in (default: %(default)s)"
+    )
+    parser.set_defaults(run=calibrate)
+
+
+def calibrate(given: argparse.Namespace) -> None:
+    """Measure, choose, write and draw.
+
+    Raises:
+        ValueError: The model or the text cannot be measured, or options contradict each other.
+    """
+    if not given.no_plot and not can_plot():
+        raise ValueError(
+            "drawing the plot needs matplotlib: pip install 'vllm-kvretrieval[plot]', or leave "
+            "the plot out by --no-plot"
+        )
+    selected = given.selected or max(given.tokens // SELECTED_SHARE, 1)
+    half = given.tokens // 2
+    if selected > half:
+        raise ValueError(
+            f"--selected {selected} must be at most half of --tokens {given.tokens}: queries of "
+            "shorter contexts would select all of them"
+        )
+    if given.queries > given.tokens - half:
+        raise ValueError(
+            f"--queries {given.queries} must be at most half of --tokens {given.tokens}"
+        )
+    try:
+        text = given.text.read_text()
+    except UnicodeDecodeError:
+        raise ValueError(f"{given.text} is not UTF-8 text") from None
+    out = given.out or Path(f"{name_of(given.model)}.json")
+    picture = None if given.no_plot else given.plot or out.with_suffix(".png")
+
+    import torch
+
+    from vllm_kvretrieval.calibration.model import Measurement
+
+    measurement = Measurement(given.model, getattr(torch, given.dtype))
+    tokens = measurement.tokens_of(text, given.tokens)
+    # The last of equal stretches of the second half each.
+    places = torch.arange(1, given.queries + 1) * (given.tokens - half) // given.queries
+    ability = measurement.run(tokens, half + places - 1, selected)
+    settings = {
+        "text": given.text.name,
+        "tokens": given.tokens,
+        "queries": given.queries,
+        "selected": selected,
+        "most_filters": given.most_filters,
+        "dense_share": given.dense_share,
+        "tolerance": TOLERANCE,
+        "dtype": given.dtype,
+    }
+    result = report(
+        given.model, measurement.config, measurement.layers, ability.similarity(), settings
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(_written(result))
+    print(_summary(result))
+    print(f"filters: {out} (--kv-retrieval.filters {out})")
+    if picture is not None:
+        plot(picture, result)
+        print(f"plot:    {picture}")
+
+
+def report(
+    model: str,
+    config: Any,
+    layers: list[int],
+    similarity: "torch.Tensor",
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """What the file holds.
+
+    Raises:
+        ValueError: No filters would do.
+    """
+    choice = choose_filters(similarity, layers, settings["most_filters"], settings["dense_share"])
+    roles_of(choice.filters, layers)  # what is written can be read
+    ability = abilities(similarity, layers)
+    return {
+        "format": FORMAT,
+        "model": name_of(model),
+        "shape": shape_of(config),
+        "filters": list(choice.filters),
+        "kept_by_filters": round(choice.kept, 4),
+        "dense_layers": choice.dense,
+        "layers": layers,
+        "abilities": {str(layer): round(share, 4) for layer, share in ability.items()},
+        "kept": [
+            [round(share, 4) for share in row] for row in similarity[layers][:, layers].tolist()
+        ],
+        "settings": settings,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the result."""
+    return {
+        "python": platform.python_version(),
+        "vllm-kvretrieval": __version__,
+        **{package: metadata.version(package) for package in ("torch", "transformers")},
+    }
+
+
+def _written(result: dict[str, Any]) -> str:
+    """As JSON, a line per field and per row of the matrix."""
+    fields = []
+    for key, value in result.items():
+        text = json.dumps(value)
+        if key == "kept":
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        fields.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def _summary(result: dict[str, Any]) -> str:
+    lines = [f"Filter ability of {result['model']}, % of later layers' attention:"]
+    lines += [
+        f"  layer {layer:>3}  {100 * share:5.1f}  {'#' * round(50 * share)}"
+        + ("  <- filter" if int(layer) in result["filters"] else "")
+        for layer, share in result["abilities"].items()
+    ]
+    lines.append(
+        f"With filters {result['filters']}, {result['dense_layers']} of {len(result['layers'])} "
+        "layers with full attention stay dense; the layers keep "
+        f"{100 * result['kept_by_filters']:.1f} % of their attention on average."
+    )
+    return "\n".join(lines)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1, such as 0.25")
+    return share

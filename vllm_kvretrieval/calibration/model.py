@@ -1,0 +1,140 @@
+"""Running a model over a text in transformers, and showing its queries and keys."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from vllm_kvretrieval.calibration.abilities import FilterAbility
+
+ATTENTION = "kv_retrieval_calibration"
+CHUNK = 512
+"""Tokens of a step of prefill."""
+
+
+class CalibrationError(ValueError):
+    """The model or the text cannot be measured. Says why, and what to do."""
+
+
+class Measurement:
+    """Runs a model over a text, layer by layer, and measures its layers' filter ability.
+
+    The queries at a few places of the text, each over all tokens up to its own, are what decode
+    steps there would have. No attention of more than a few of them is ever in memory.
+
+    Args:
+        model: Path or name on a hub.
+        dtype: To compute in.
+
+    Attributes:
+        config: The text model's.
+        layers: Those with plain full attention, as seen while running.
+
+    Raises:
+        CalibrationError: The model is not there, or transformers cannot show its attention.
+    """
+
+    def __init__(self, model: str, dtype: torch.dtype = torch.float32) -> None:
+        self.name = model
+        AttentionInterface.register(ATTENTION, self._attention)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(model)
+            loaded = AutoModel.from_pretrained(model, dtype=dtype, attn_implementation=ATTENTION)
+        except (OSError, ValueError) as error:
+            raise CalibrationError(f"{model} cannot be loaded: {error}") from None
+        self.model = loaded.eval()
+        self.config = loaded.config.get_text_config()
+        self.layers: list[int] = []
+        self._observe: Callable[..., None] = lambda *args: None
+
+    def tokens_of(self, text: str, count: int) -> torch.Tensor:
+        """int64 [count]; the text's first tokens.
+
+        Raises:
+            CalibrationError: The text is shorter, or the model takes no such contexts.
+        """
+        limit = getattr(self.config, "max_position_embeddings", count)
+        if count > limit:
+            raise CalibrationError(
+                f"{self.name} takes contexts of up to {limit} tokens: use --tokens {limit} or less"
+            )
+        tokens = self.tokenizer(text, verbose=False, return_tensors="pt")["input_ids"][0]
+        if len(tokens) < count:
+            raise CalibrationError(
+                f"the text has {len(tokens)} tokens, and {count} are to be read: give a longer "
+                "one, or use --tokens"
+            )
+        return tokens[:count]
+
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, selected: int) -> FilterAbility:
+        """Measure, showing progress.
+
+        Args:
+            tokens: int64 [n]; the text.
+            positions: int64 [m]; where queries are taken, rising, ``selected`` or more.
+            selected: Tokens that a layer selects.
+
+        Raises:
+            CalibrationError: No layer, or only one, with full attention has been seen.
+        """
+        ability = FilterAbility(self.config.num_hidden_layers, selected)
+        cache = None
+        self.layers = []
+        with torch.inference_mode(), tqdm(total=len(tokens), unit="token", desc="calibrate") as bar:
+            for start in range(0, len(tokens), CHUNK):
+                part = tokens[start : start + CHUNK]
+                inside = (positions >= start) & (positions < start + len(part))
+                ability.begin()
+                self._observe = self._observer(ability, positions[inside], start)
+                outputs = self.model(
+                    input_ids=part[None], past_key_values=cache, use_cache=True, return_dict=True
+                )
+                cache = outputs.past_key_values
+                bar.update(len(part))
+        if len(self.layers) < 2:
+            raise CalibrationError(
+                f"{self.name} has {len(self.layers)} layers with full attention that transformers "
+                "shows: filters are of no use, or cannot be measured"
+            )
+        return ability
+
+    def _observer(
+        self, ability: FilterAbility, positions: torch.Tensor, start: int
+    ) -> Callable[..., None]:
+        """Takes in a layer's queries at some positions of a chunk that begins at ``start``."""
+
+        def observe(layer: int, query: torch.Tensor, key: torch.Tensor, scale: float) -> None:
+            if key.shape[1] != start + query.shape[1]:
+                raise CalibrationError(
+                    f"layer {layer} of {self.name} does not attend to its whole context"
+                )
+            if layer not in self.layers:
+                self.layers.append(layer)
+            if len(positions):
+                ability.observe(layer, query[:, positions - start], key, positions + 1, scale)
+
+        return observe
+
+    def _attention(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """What transformers calls in every layer, [1, heads, tokens, head_size] each."""
+        if sliding_window is None:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            self._observe(module.layer_idx, query[0], key[0], scale)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )

@@ -1,0 +1,28 @@
+"""The ``vllm-kvretrieval`` command."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from vllm_kvretrieval import __version__
+from vllm_kvretrieval.calibration.command import add_calibrate
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-kvretrieval", description="Tools for KV-cache retrieval with vLLM."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_calibrate(commands)
+    given = parser.parse_args(arguments)
+    try:
+        given.run(given)
+    except (RetrievalConfigError, ValueError, OSError) as error:
+        print(f"vllm-kvretrieval: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,78 @@
+"""What each layer of a model does where layers share what one of them selects (OmniKV)."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+MOST_FILTERS = 3
+"""As in the paper (section 4.1): every filter adds two dense layers."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Attends to the whole context, as vLLM has it."""
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Attends to the whole context, and selects what the layers after it attend to."""
+
+
+@dataclass(frozen=True)
+class Follows:
+    """Attends to what layer ``filter`` selected in the same step."""
+
+    filter: int
+
+
+Role = Dense | Filters | Follows
+
+
+def roles_of(filters: Sequence[int], layers: Collection[int]) -> dict[int, Role]:
+    """The role of each layer (OmniKV, equation 2).
+
+    Dense are the layers below the first filter and the one right after each filter, beside whose
+    attention a slow home would be read.
+
+    Args:
+        filters: Numbers of layers, rising.
+        layers: Those with plain full attention; the model's others count as layers, but have no
+            role.
+
+    Raises:
+        RetrievalConfigError: These layers cannot be filters; says why.
+    """
+    if not 1 <= len(filters) <= MOST_FILTERS:
+        raise RetrievalConfigError(
+            f"filters={list(filters)} must be 1 to {MOST_FILTERS} layers: each adds two that read "
+            "the whole context."
+        )
+    if list(filters) != sorted(set(filters)):
+        raise RetrievalConfigError(f"filters={list(filters)} must be in rising order.")
+    roles: dict[int, Role] = {}
+    for layer in sorted(layers):
+        last = max((f for f in filters if f <= layer), default=None)
+        if last is None or layer == last + 1:
+            roles[layer] = Dense()
+        else:
+            roles[layer] = Filters() if layer == last else Follows(last)
+    for layer in filters:
+        if layer not in roles:
+            raise RetrievalConfigError(
+                f"filters={list(filters)}: layer {layer} has no full attention; those that have "
+                f"are {_listed(roles)}."
+            )
+        if Follows(layer) not in roles.values():
+            raise RetrievalConfigError(
+                f"filters={list(filters)}: no layer would follow layer {layer}, since the one "
+                f"after a filter is dense, too. Layers with full attention: {_listed(roles)}."
+            )
+    return roles
+
+
+def _listed(layers: Collection[int]) -> str:
+    numbers = sorted(layers)
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
