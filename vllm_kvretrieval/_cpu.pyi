@@ -11,6 +11,9 @@ class Index:
 class Chooser:
     def __init__(self, index: Index, *args: float) -> None: ...
 
+class ContextSelector:
+    def __init__(self, index: Index, *args: float) -> None: ...
+
 class RecallCache:
     used: int
     pinned: int
@@ -122,3 +125,14 @@ def plan_decode(
     scores: int,
     score_stride: int,
 ) -> None: ...
+def select_context(
+    query: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    torch_dtype: torch.dtype,
+    weights: int,
+    queries_per_row: int,
+    rows: DecodeRows,
+    selector: ContextSelector,
+) -> None: ...
+def list_context(rows: DecodeRows, selector: ContextSelector, kv_heads: int) -> None: ...

@@ -41,6 +41,10 @@ struct Chooser : kvr::Chooser {
   nb::object torch_dtype;
 };
 
+struct ContextSelector : kvr::ContextSelector {
+  nb::object torch_dtype;
+};
+
 // Queries or keys: [>= tokens, heads, head_size], heads of a token side by side.
 struct Vectors {
   uintptr_t address;
@@ -118,6 +122,13 @@ NB_MODULE(_cpu, m) {
                                  at<void>(prev_query), at<int32_t>(selected), seats, max_selected},
                                 index.torch_dtype};
            });
+
+  nb::class_<ContextSelector>(m, "ContextSelector")
+      .def("__init__", [](ContextSelector* self, const Index& index, int group, float scale,
+                          uintptr_t selected, int seats, int max_selected) {
+        new (self) ContextSelector{
+            {index, group, scale, at<int32_t>(selected), seats, max_selected}, index.torch_dtype};
+      });
 
   m.def("update_index",
         [](uintptr_t keys, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,
@@ -236,6 +247,32 @@ NB_MODULE(_cpu, m) {
           const nb::gil_scoped_release release;
           active->plan_decode(plan);
         });
+
+  m.def("select_context",
+        [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,
+           uintptr_t weights, int queries_per_row, const kvr::DecodeRows& rows,
+           const ContextSelector& selector) {
+          const Vectors query{queries, shape, strides, torch_dtype};
+          const kvr::Index& index = selector.index;
+          query.check("query", int64_t(rows.rows) * queries_per_row, index.kv_heads * selector.group,
+                      index.head_size, selector.torch_dtype);
+          const kvr::ContextSelection selection{rows,           selector,        at<void>(queries),
+                                                query.stride(), queries_per_row, at<float>(weights)};
+          kvr::check_context(rows, selector);
+          kvr::check_queries(selection);
+          const nb::gil_scoped_release release;
+          active->select_context(selection);
+        });
+
+  m.def(
+      "list_context",
+      [](const kvr::DecodeRows& rows, const ContextSelector& selector, int kv_heads) {
+        const kvr::TokenListing listing{rows, selector, kv_heads};
+        kvr::check_context(rows, selector);
+        kvr::check_listing(listing);
+        kvr::list_context(listing);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
 
   using Cache = kvr::RecallCache;
   const auto release_gil = nb::call_guard<nb::gil_scoped_release>();

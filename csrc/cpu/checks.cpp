@@ -67,6 +67,51 @@ void check_scoring(const DecodeRows& rows, const Index& index) {
   }
 }
 
+void check_context(const DecodeRows& rows, const ContextSelector& selector) {
+  const int64_t page_size = selector.index.page_size;
+  for (int r = 0; r < rows.rows; ++r) {
+    const int64_t sink = rows.sink_pages[r], window = rows.window_pages[r];
+    const int64_t select = rows.select_pages[r], seat = rows.seats[r], len = rows.seq_lens[r];
+    if (seat < 0 || seat >= selector.seats)
+      refuse(r, {"seat", std::to_string(seat), "is outside the state's",
+                 std::to_string(selector.seats)});
+    if (sink < 0 || window < 0 || select < 0 || len < 1)
+      refuse(r, {"a context of", std::to_string(len), "tokens,", std::to_string(sink),
+                 "of sink,", std::to_string(window), "of window and", std::to_string(select),
+                 "selected cannot be"});
+    if (sink + window + select > len)
+      refuse_more(r, "sink, window and selection are", sink + window + select, len,
+                  "tokens of the context");
+    if ((len + page_size - 1) / page_size > rows.block_table_width)
+      refuse_more(r, "the context's pages are", (len + page_size - 1) / page_size,
+                  rows.block_table_width, "of block_table");
+    if (select > selector.max_selected)
+      refuse_more(r, "the tokens to select are", select, selector.max_selected,
+                  "that the selection holds");
+  }
+}
+
+void check_queries(const ContextSelection& s) {
+  for (int r = 0; r < s.rows.rows; ++r)
+    if (!(s.weights[r * s.queries + s.queries - 1] > 0))
+      refuse(r, {"the latest query has no weight"});
+}
+
+void check_listing(const TokenListing& listing) {
+  const DecodeRows& rows = listing.rows;
+  if (int64_t(rows.rows) * listing.kv_heads > rows.page_table_rows)
+    throw std::invalid_argument("page_table has " + std::to_string(rows.page_table_rows) +
+                                " rows, " + std::to_string(rows.rows) + " requests of " +
+                                std::to_string(listing.kv_heads) + " KV heads need " +
+                                std::to_string(int64_t(rows.rows) * listing.kv_heads));
+  for (int r = 0; r < rows.rows; ++r) {
+    const int64_t attended = int64_t(rows.sink_pages[r]) + rows.window_pages[r] + rows.select_pages[r];
+    if (attended > rows.page_table_width)
+      refuse_more(r, "the tokens to attend to are", attended, rows.page_table_width,
+                  "of page_table");
+  }
+}
+
 void check_pages(const PageIndexing& p) {
   const int64_t pages = p.index.pages();
   for (int64_t i = 0; i < p.num_pages; ++i)

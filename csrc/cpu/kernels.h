@@ -94,6 +94,34 @@ struct Chooser {
   int32_t seats, max_selected;
 };
 
+// How a filter layer selects tokens for the layers after it: one set for all their heads.
+struct ContextSelector {
+  Index index;                   // kExact: where its keys are
+  int32_t group;                 // query heads per KV head
+  float scale;                   // softmax scale of the layer
+  int32_t* selected;             // [seats, max_selected]; positions of tokens in the context
+  int32_t seats, max_selected;
+};
+
+// The latest queries of some requests, by which their filter selects; sink, window and selection are
+// counted in tokens.
+struct ContextSelection {
+  const DecodeRows& rows;
+  const ContextSelector& selector;
+  const void* query;             // [rows, queries, kv_heads * group, head_size], the latest last
+  int64_t query_stride;          // elements from one query to the next
+  int32_t queries;               // per row
+  const float* weights;          // [rows, queries]; 0: there is no such query
+};
+
+// The lists of tokens of layers that follow a filter.
+struct TokenListing {
+  const DecodeRows& rows;
+  const ContextSelector& selector;
+  int32_t kv_heads;              // of these layers
+};
+void list_context(const TokenListing&);
+
 // New keys and where they were written.
 struct IndexUpdate {
   const Index& index;
@@ -180,6 +208,7 @@ struct KernelTable {
   void (*index_pages)(const PageIndexing&);
   void (*read_keys)(const KeyReading&);
   void (*attend)(const Attention&);
+  void (*select_context)(const ContextSelection&);
 };
 
 // The fastest table that this machine runs.

@@ -24,6 +24,7 @@ void update_index(const IndexUpdate&);  // build.cpp
 void index_pages(const PageIndexing&);
 void read_keys(const KeyReading&);
 void attend(const Attention&);      // attend.cpp
+void select_context(const ContextSelection&);  // filter.cpp
 
 constexpr int kChunk = 128;         // entries per scoring task
 constexpr int kSerialScores = 64;   // work below which waking the other threads costs more
@@ -232,6 +233,6 @@ extern const KernelTable KVR_CONCAT(table_, KVR_ISA);
 const KernelTable KVR_CONCAT(table_, KVR_ISA) = {KVR_STRING(KVR_ISA), KVR_ISA::update_index,
                                                  KVR_ISA::plan_decode, KVR_ISA::index_pages,
                                                  KVR_ISA::read_keys,
-                                                 KVR_ISA::attend};
+                                                 KVR_ISA::attend, KVR_ISA::select_context};
 
 }  // namespace kvr

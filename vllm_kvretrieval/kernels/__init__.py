@@ -8,6 +8,7 @@ implementation offers the functions of :class:`Ops`. The ops of a cache in two t
 
 from vllm_kvretrieval.kernels.types import (
     Chooser,
+    ContextSelector,
     DecodeRows,
     IndexStore,
     Ops,
@@ -16,4 +17,13 @@ from vllm_kvretrieval.kernels.types import (
     TokenLists,
 )
 
-__all__ = ["Chooser", "DecodeRows", "IndexStore", "Ops", "RecallCache", "Selection", "TokenLists"]
+__all__ = [
+    "Chooser",
+    "ContextSelector",
+    "DecodeRows",
+    "IndexStore",
+    "Ops",
+    "RecallCache",
+    "Selection",
+    "TokenLists",
+]

@@ -14,7 +14,13 @@ except ImportError as error:
         "vllm-kvretrieval was installed without its CPU kernels, as it is where torch is a CUDA "
         "build. To have them compiled: pip install -C wheel.cmake=true . in a checkout"
     ) from error
-from vllm_kvretrieval.kernels.types import Chooser, DecodeRows, IndexStore, TokenLists
+from vllm_kvretrieval.kernels.types import (
+    Chooser,
+    ContextSelector,
+    DecodeRows,
+    IndexStore,
+    TokenLists,
+)
 from vllm_kvretrieval.retrieval.index import Index, pack, unpack
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
@@ -96,6 +102,33 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
         0 if scores is None else scores.data_ptr(),
         0 if scores is None else scores.shape[-1],
     )
+
+
+def select_context(
+    query: torch.Tensor, weights: torch.Tensor, rows: DecodeRows, selector: ContextSelector
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.select_context`."""
+    if rows.handle is None:
+        rows.handle = _bind_rows(rows)
+    _check("weights", weights, torch.float32)
+    if weights.dim() != 2 or len(weights) != len(rows) or not weights.is_contiguous():
+        raise ValueError(
+            f"weights must be contiguous, a row for each of {len(rows)}, got {tuple(weights.shape)}"
+        )
+    _cpu.select_context(
+        *_vectors(query),
+        weights.data_ptr(),
+        weights.shape[1],
+        rows.handle,
+        _selector_handle(selector),
+    )
+
+
+def list_context(rows: DecodeRows, selector: ContextSelector, kv_heads: int) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.list_context`."""
+    if rows.handle is None:
+        rows.handle = _bind_rows(rows)
+    _cpu.list_context(rows.handle, _selector_handle(selector), kv_heads)
 
 
 def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -> None:
@@ -496,6 +529,25 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
         seats,
         selection.pages.shape[2],
     )
+
+
+def _selector_handle(selector: ContextSelector) -> "_cpu.ContextSelector":
+    if selector.handle is not None:
+        return selector.handle
+    store, chosen = selector.store, selector.chosen
+    if store.cache is None or store.layout not in LAYOUTS or store.page_size % 16:
+        raise ValueError(
+            f"a filter reads keys in pages of multiples of 16, in the layouts {tuple(LAYOUTS)}; "
+            f"there are pages of {store.page_size} in {store.layout}"
+        )
+    if chosen.dtype != torch.int32 or chosen.dim() != 2 or not chosen.is_contiguous():
+        raise ValueError(f"chosen must be int32 [seats, tokens], contiguous; got {chosen.dtype}")
+    if store.handle is None:
+        store.handle = _bind_index(store)
+    selector.handle = _cpu.ContextSelector(
+        store.handle, selector.group, selector.scale, chosen.data_ptr(), *chosen.shape
+    )
+    return selector.handle
 
 
 def _vectors(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:

@@ -5,7 +5,13 @@ from collections import Counter, OrderedDict
 
 import torch
 
-from vllm_kvretrieval.kernels.types import Chooser, DecodeRows, IndexStore, TokenLists
+from vllm_kvretrieval.kernels.types import (
+    Chooser,
+    ContextSelector,
+    DecodeRows,
+    IndexStore,
+    TokenLists,
+)
 from vllm_kvretrieval.retrieval.index import Field, Index, pack, unpack
 from vllm_kvretrieval.retrieval.index.exact import Exact
 
@@ -189,6 +195,71 @@ def score_entries(
     if index.reads_keys:
         record["keys"] = keys_of_entries(entries, store)[:, :, head]
     return index.score(query, record, chooser.scale)
+
+
+def select_context(
+    query: torch.Tensor, weights: torch.Tensor, rows: DecodeRows, selector: ContextSelector
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.select_context`."""
+    for r in range(len(rows)):
+        length = int(rows.seq_lens[r])
+        sink, window, select = (
+            int(t[r]) for t in (rows.sink_pages, rows.window_pages, rows.select_pages)
+        )
+        queries = query[: len(rows) * weights.shape[1]].unflatten(0, weights.shape)[r]
+        scores = context_scores(queries, weights[r], rows.block_table[r], length, selector)
+        best = sink + top_pages(scores[sink : length - window], select)
+        selector.chosen[int(rows.seats[r]), :select] = best
+
+
+def context_scores(
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    blocks: torch.Tensor,
+    length: int,
+    selector: ContextSelector,
+) -> torch.Tensor:
+    """float64 [length]; of one request's tokens, or logarithms of these where one query counts.
+
+    Args:
+        queries: [n, kv_heads * group, head_size]; the latest last.
+        weights: float32 [n].
+        blocks: int32 [>= pages]; ids of the context's pages.
+        length: Tokens of the context.
+        selector: Of the layer.
+    """
+    store = selector.store
+    assert store.cache is not None
+    pages = store.cache[blocks[: -(-length // store.page_size)].long()]
+    keys = torch.cat([keys_of(page, store.layout) for page in pages], 1)[:, :length].double()
+    keys = keys.repeat_interleave(selector.group, 0)
+    total = torch.zeros(length, dtype=torch.float64)
+    for number, (query, weight) in enumerate(zip(queries.double(), weights.double(), strict=True)):
+        context = length - (len(queries) - 1 - number)
+        if weight <= 0 or context < 1:
+            continue
+        scores = torch.einsum("hd,htd->ht", query, keys[:, :context]) * selector.scale
+        best = (scores - scores.logsumexp(-1, keepdim=True)).amax(0)
+        if len(queries) == 1:
+            return best
+        total[:context] += weight * best.exp()
+    return total
+
+
+def list_context(rows: DecodeRows, selector: ContextSelector, kv_heads: int) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.list_context`."""
+    size = selector.store.page_size
+    for r in range(len(rows)):
+        length = int(rows.seq_lens[r])
+        sink, window, select = (
+            int(t[r]) for t in (rows.sink_pages, rows.window_pages, rows.select_pages)
+        )
+        chosen = selector.chosen[int(rows.seats[r]), :select].long()
+        attended = torch.cat([torch.arange(sink), chosen, torch.arange(length - window, length)])
+        pages = rows.block_table[r, attended // size].long()
+        for head in range(kv_heads):
+            listed = rows.page_table[r * kv_heads + head]
+            listed[: len(attended)] = (pages * kv_heads + head) * size + attended % size
 
 
 def stage_pages(

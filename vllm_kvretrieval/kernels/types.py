@@ -190,6 +190,27 @@ class Chooser:
         return self.selection.query.shape[1] // self.store.kv_heads
 
 
+@dataclass
+class ContextSelector:
+    """How a filter layer selects tokens for the layers after it (OmniKV, section 4.2).
+
+    Attributes:
+        store: With the index ``exact``: where the layer's keys are.
+        chosen: int32 [S, most selected]; per seat the positions in the context of the tokens that
+            its last decode step selected, in rising order. One set for all heads of all layers that
+            follow.
+        group: Query heads per KV head.
+        scale: Softmax scale of the layer.
+        handle: The implementation's own view of these, made on first use.
+    """
+
+    store: IndexStore
+    chosen: torch.Tensor
+    group: int
+    scale: float
+    handle: Any = field(default=None, repr=False)
+
+
 class Ops(Protocol):
     """One implementation of the ops."""
 
@@ -257,6 +278,50 @@ class Ops(Protocol):
                 seat outside the selection or ``corrected``; a negative sink or window; pages to
                 select by no index, or beside a window without the tail page. Or ``query`` is not
                 of the layer's shape and dtype. Nothing is written then.
+        """
+        ...
+
+    def select_context(
+        self,
+        query: torch.Tensor,
+        weights: torch.Tensor,
+        rows: DecodeRows,
+        selector: ContextSelector,
+    ) -> None:
+        """Select the tokens that the layers after a filter attend to.
+
+        As OmniKV's section 4.2 states it: a token's score is the highest attention that any head
+        of the layer gives it, added up over a window of the latest queries, by their weights. Of a
+        single query only the order counts, and it is that of the logarithms, which do not
+        underflow. Ties go to the earlier token. Bytes moved: the keys of the context, once per
+        query.
+
+        Args:
+            query: [>= R * n, kv_heads * group, head_size]; per row its n latest queries, the
+                latest, of the last token, at the end. Queries may be strided.
+            weights: float32 [R, n]; zero: the row has no such query.
+            rows: Sink, window and selection are counted in tokens.
+            selector: ``chosen`` is written, at the rows' seats.
+
+        Raises:
+            ValueError: A row does not fit: more to select than there is room for, or to attend to
+                than the context has, or in the context than ``block_table``; a seat outside the
+                state; negative counts; a latest query of no weight. Or ``query`` is not of the
+                layer's shape and dtype. Nothing is written then.
+        """
+        ...
+
+    def list_context(self, rows: DecodeRows, selector: ContextSelector, kv_heads: int) -> None:
+        """Make the lists of tokens of layers that follow a filter.
+
+        Args:
+            rows: Those of :meth:`select_context`. Their lists are written: sink, selection and
+                window, numbered as in :class:`TokenLists`.
+            selector: The filter's.
+            kv_heads: Of these layers.
+
+        Raises:
+            ValueError: A row does not fit, as there, or the lists have no room.
         """
         ...
 

@@ -1,0 +1,236 @@
+"""Selecting tokens at a filter layer, and listing them, against plain torch per instruction set."""
+
+import pytest
+import torch
+
+from tests.test_kernels import DTYPES, specified
+from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, IndexStore, cpu, reference
+from vllm_kvretrieval.retrieval.index.exact import Exact
+
+GROUPS = [(3, 3, 64, 32), (2, 7, 64, 32), (1, 4, 256, 16), (2, 1, 96, 64), (1, 11, 80, 128)]
+
+
+def make_selector(kv_heads, group, head_size, page_size, dtype, layout, pages=40, seats=6):
+    cache = torch.randn(pages, kv_heads, page_size, 2 * head_size).to(dtype)
+    store = IndexStore.empty(
+        Exact(),
+        pages=pages,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        page_size=page_size,
+        dtype=dtype,
+        cache=cache,
+        layout=layout,
+    )
+    chosen = torch.full((seats, 700), -1, dtype=torch.int32)
+    return ContextSelector(store, chosen, group, head_size**-0.5)
+
+
+def make_rows(lens, selector, sink=20, window=30, select=100, kv_heads=None):
+    """Requests whose pages are anywhere; one of them selects nothing."""
+    store, count = selector.store, len(lens)
+    width = -(-max(lens) // store.page_size)
+    table = torch.stack([torch.randperm(store.pages)[:width] for _ in lens]).int()
+    selects = torch.full((count,), select, dtype=torch.int32)
+    heads = kv_heads or store.kv_heads
+    return DecodeRows(
+        block_table=table,
+        seq_lens=torch.tensor(lens, dtype=torch.int32),
+        seats=torch.randperm(len(selector.chosen))[:count].int(),
+        sink_pages=torch.full((count,), sink, dtype=torch.int32),
+        window_pages=torch.full((count,), window, dtype=torch.int32),
+        select_pages=selects,
+        threshold=torch.ones(count),
+        fresh=torch.zeros(count, dtype=torch.uint8),
+        corrected=torch.zeros(len(selector.chosen), dtype=torch.int64),
+        page_table=torch.full((count * heads, sink + window + select + 2), -1, dtype=torch.int32),
+    )
+
+
+def make_queries(rows, selector, count, dtype):
+    """As in a model: a strided view of the fused projection's output."""
+    heads = selector.store.kv_heads * selector.group
+    size = selector.store.head_size
+    return 3 * torch.randn(len(rows) * count + 1, heads + 2, size).to(dtype)[:, :heads]
+
+
+def scores_of(query, weights, rows, selector, row):
+    queries = query[: weights.numel()].unflatten(0, weights.shape)[row]
+    length = int(rows.seq_lens[row])
+    return reference.context_scores(queries, weights[row], rows.block_table[row], length, selector)
+
+
+def assert_selects_the_best(query, weights, rows, selector, tolerance=1e-4):
+    """Rising, distinct, and only tokens that score as much as the specification's least, nearly."""
+    expected = ContextSelector(
+        selector.store, selector.chosen.clone().fill_(-1), selector.group, selector.scale
+    )
+    specified(reference.select_context, query, weights, rows, expected)
+    cpu.select_context(query, weights, rows, selector)
+    differing = 0
+    for row in range(len(rows)):
+        select, seat = int(rows.select_pages[row]), int(rows.seats[row])
+        ours, best = selector.chosen[seat, :select].long(), expected.chosen[seat, :select].long()
+        assert (ours.diff() > 0).all()
+        scores = scores_of(query, weights, rows, selector, row)
+        sink, end = int(rows.sink_pages[row]), len(scores) - int(rows.window_pages[row])
+        assert not select or sink <= ours[0] <= ours[-1] < end
+        wrong = ours[~torch.isin(ours, best)]
+        margin = tolerance * (1 if weights.shape[1] == 1 else float(scores[sink:end].max()))
+        assert (scores[wrong] >= scores[best].min() - margin).all() if len(wrong) else True
+        differing += len(wrong)
+        assert (selector.chosen[seat, select:] == -1).all()
+    assert differing <= 2, "rounding makes a tie now and then, not so many"
+
+
+def weights_of(rows, count):
+    weights = 2.0 ** torch.arange(1 - count, 1).repeat(rows, 1)
+    if rows > 1 and count > 1:
+        weights[1, : count - 2] = 0  # a request that has just begun
+    return weights
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "group", "head_size", "page_size"), GROUPS)
+def test_selection_equals_reference(isa, dtype, kv_heads, group, head_size, page_size, queries):
+    torch.manual_seed(head_size + queries)
+    layouts = ["vec", "rows"] + ["amx"] * (dtype is torch.bfloat16)
+    for layout in layouts:
+        selector = make_selector(kv_heads, group, head_size, page_size, dtype, layout)
+        rows = make_rows([152, 600, 151, 577], selector)
+        rows.select_pages[3] = 0
+        query = make_queries(rows, selector, queries, dtype)
+        weights = weights_of(len(rows), queries)
+        assert_selects_the_best(query, weights, rows, selector)
+
+
+def test_heads_count_alike(isa):
+    """A token is taken for one head's attention alone, however little the others give it."""
+    selector = make_selector(2, 2, 64, 32, torch.float32, "rows")
+    rows = make_rows([640], selector, select=1)
+    keys = selector.store.cache[..., :64]
+    keys.zero_()
+    query = torch.zeros(1, 4, 64)
+    query[0, 1, 5] = 80.0
+    position = 333
+    page = int(rows.block_table[0, position // 32])
+    keys[page, 0, position % 32, 5] = 1.0
+    cpu.select_context(query, torch.ones(1, 1), rows, selector)
+    assert selector.chosen[int(rows.seats[0]), 0] == position
+    assert_selects_the_best(query, torch.ones(1, 1), rows, selector)
+
+
+def test_far_scores_keep_their_order(isa):
+    """Shares that no float holds: a head whose attention is elsewhere still ranks the rest."""
+    torch.manual_seed(0)
+    selector = make_selector(1, 2, 64, 32, torch.float32, "vec")
+    rows = make_rows([1000], selector, sink=32, window=32)
+    query = 500 * torch.randn(1, 2, 64)
+    # Logarithms of thousands: their rounding is, too.
+    assert_selects_the_best(query, torch.ones(1, 1), rows, selector, tolerance=2e-2)
+    assert len(set(selector.chosen[int(rows.seats[0]), :100].tolist())) == 100
+
+
+def test_what_lies_behind_a_context_is_not_read(isa):
+    """The rest of the last page may hold anything."""
+    torch.manual_seed(1)
+    selector = make_selector(2, 2, 64, 32, torch.float32, "rows")
+    rows = make_rows([300], selector)
+    cache = selector.store.cache
+    cache[rows.block_table[0, 9].long(), :, 300 % 32 :] = torch.nan
+    assert_selects_the_best(
+        make_queries(rows, selector, 4, torch.float32), torch.ones(1, 4), rows, selector
+    )
+
+
+def test_no_numbers_select_something(isa):
+    selector = make_selector(2, 2, 64, 32, torch.float32, "rows")
+    rows = make_rows([300], selector)
+    query = torch.full((1, 4, 64), torch.nan)
+    cpu.select_context(query, torch.ones(1, 1), rows, selector)
+    assert selector.chosen[int(rows.seats[0]), :100].tolist() == list(range(20, 120))
+
+
+def test_many_rows(isa):
+    torch.manual_seed(2)
+    selector = make_selector(2, 2, 32, 32, torch.float32, "vec", seats=70)
+    rows = make_rows(torch.randint(160, 1200, (65,)).tolist(), selector)
+    query = make_queries(rows, selector, 2, torch.float32)
+    assert_selects_the_best(query, weights_of(65, 2), rows, selector)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_lists_equal_reference(kv_heads):
+    """Those that follow may have other numbers of heads."""
+    torch.manual_seed(3)
+    selector = make_selector(2, 2, 64, 32, torch.float32, "vec")
+    rows = make_rows([300, 161, 900], selector, kv_heads=kv_heads)
+    rows.select_pages[1] = 0
+    query = make_queries(rows, selector, 1, torch.float32)
+    cpu.select_context(query, torch.ones(3, 1), rows, selector)
+    cpu.list_context(rows, selector, kv_heads)
+    listed = rows.page_table.clone()
+    rows.page_table.fill_(-1)
+    reference.list_context(rows, selector, kv_heads)
+    assert torch.equal(listed, rows.page_table)
+    assert (listed >= 0).sum() == kv_heads * (150 + 50 + 150)
+    assert len(set(listed[0][listed[0] >= 0].tolist())) == 150
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda rows: rows.seats.fill_(6), "seat 6 is outside"),
+        (lambda rows: rows.seats.fill_(-1), "seat -1 is outside"),
+        (lambda rows: rows.select_pages.fill_(701), "more than the"),
+        (lambda rows: rows.select_pages.fill_(251), "sink, window and selection are 301, 1 more"),
+        (lambda rows: rows.select_pages.fill_(-1), "cannot be"),
+        (lambda rows: rows.sink_pages.fill_(-1), "cannot be"),
+        (lambda rows: rows.window_pages.fill_(2**31 - 1), "sink, window and selection"),
+        (lambda rows: rows.seq_lens.fill_(0), "cannot be"),
+        (lambda rows: rows.seq_lens.fill_(321), "pages of block_table|of block_table"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(change, why):
+    selector = make_selector(2, 2, 64, 32, torch.float32, "vec")
+    rows = make_rows([300], selector)
+    change(rows)
+    with pytest.raises(ValueError, match=why):
+        cpu.select_context(torch.zeros(1, 4, 64), torch.ones(1, 1), rows, selector)
+    with pytest.raises(ValueError, match=why):
+        cpu.list_context(rows, selector, 2)
+    assert (selector.chosen == -1).all()
+    assert (rows.page_table == -1).all()
+
+
+def test_what_else_does_not_fit_is_refused():
+    selector = make_selector(2, 2, 64, 32, torch.float32, "vec")
+    rows, query = make_rows([300], selector), torch.zeros(1, 4, 64)
+    for wrong, weights, why in (
+        (query[:, :3], torch.ones(1, 1), "query must be"),
+        (query.half(), torch.ones(1, 1), "query must be"),
+        (query, torch.ones(1, 2), "query must be"),
+        (query, torch.zeros(1, 1), "latest query has no weight"),
+        (query, torch.full((1, 1), torch.nan), "latest query has no weight"),
+        (query, torch.ones(2, 1), "weights must be"),
+        (query, torch.ones(1, 1).double(), "weights must be"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            cpu.select_context(wrong, weights, rows, selector)
+    with pytest.raises(ValueError, match="page_table has 2 rows"):
+        cpu.list_context(rows, selector, 3)
+    rows.page_table = rows.page_table[:, :149]
+    rows.handle = None
+    with pytest.raises(ValueError, match="tokens to attend to are 150, 1 more"):
+        cpu.list_context(rows, selector, 2)
+    selector.chosen = selector.chosen.long()
+    selector.handle = None
+    with pytest.raises(ValueError, match="chosen must be int32"):
+        cpu.list_context(rows, selector, 2)
+    for change in ({"layout": "neon"}, {"cache": None}):
+        other = make_selector(2, 2, 64, 32, torch.float32, "vec")
+        for name, value in change.items():
+            setattr(other.store, name, value)
+        with pytest.raises(ValueError, match="a filter reads keys"):
+            cpu.select_context(query, torch.ones(1, 1), rows, other)
