@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,12 @@ from vllm_kvretrieval.parsing import (
     require_number,
 )
 from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET, PageBudget, default_parts
+from vllm_kvretrieval.retrieval.filters import (
+    CALIBRATE,
+    check_model,
+    filters_for,
+    read_filters,
+)
 from vllm_kvretrieval.retrieval.index import OWN as OWN_INDEXES
 from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.method import (
@@ -28,6 +34,7 @@ from vllm_kvretrieval.retrieval.method import (
     make_method,
 )
 from vllm_kvretrieval.retrieval.presets import OWN, preset_names, presets
+from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, WINDOW, Role, roles_of
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -68,6 +75,11 @@ HELP = {
     "(default: the method's)",
     "also": "further methods that requests may name: presets, or names with options of a method "
     f"({', '.join(OPTIONS)}; preset: what they change); each index takes memory (default: none)",
+    "filters": "layers that select tokens for the layers after them, as a list, or a file that "
+    "vllm-kvretrieval calibrate wrote; for schedule shared_layers (default: what is known of the "
+    "model)",
+    "observation": "the queries by whose attention filters select: "
+    f"{', '.join(OBSERVATIONS)}; all but last take {WINDOW} (default: last)",
     "dense_layers": "leading layers of the model that keep their own attention, of whatever kind "
     "it is (default: the method's, 1 for most)",
     "max_budget": "most that a request may ask for as its budget (default: budget: requests may "
@@ -106,6 +118,8 @@ class RetrievalConfig:
     rerank: int | None = None
     correction_threshold: float | None = None
     also: Any = ()
+    filters: Any = None
+    observation: str | None = None
     dense_layers: int = None  # type: ignore[assignment]  # the preset's
     max_budget: int | None = None
     allow_exact: bool = True
@@ -134,6 +148,7 @@ class RetrievalConfig:
                 f"window={self.window!r} has no effect with {self.method}, which selects nothing; "
                 "leave it out."
             )
+        self._check_filters()
         for key in ("sink", "window"):
             value = getattr(self, key)
             if value is None:
@@ -179,6 +194,11 @@ class RetrievalConfig:
                 made[name] = make_method(name, base, own | changed, self.page_size)
             except RetrievalConfigError as e:
                 raise RetrievalConfigError(f"also: {name}: {e}") from None
+            if made[name].shares and not self.own.shares:
+                raise RetrievalConfigError(
+                    f"also: {name}: which layers are dense is the server's affair, and {name} "
+                    f"needs others than {self.method}. Use --attention-backend {base}."
+                )
         for name, preset in presets().items():
             if not SCHEDULES[preset.schedule].selects and name not in made:
                 made[name] = make_method(name, name, {}, self.page_size)
@@ -202,6 +222,55 @@ class RetrievalConfig:
                 )
         return given
 
+    def _check_filters(self) -> None:
+        if self.filters is None and self.observation is None and not self.own.shares:
+            return
+        for key in ("filters", "observation", "dense_layers"):
+            value = getattr(self, key)
+            if key == "dense_layers" and value:
+                raise RetrievalConfigError(
+                    f"dense_layers={value} has no effect with {self.method}, whose filters say "
+                    "which layers are dense; leave it out."
+                )
+            if key != "dense_layers" and value is not None and not self.own.shares:
+                raise RetrievalConfigError(
+                    f"{key}={value!r} has no effect with {self.method}, whose layers select for "
+                    "themselves; leave it out."
+                )
+        if self.observation is not None:
+            require_name("observation", self.observation, OBSERVATIONS)
+        filters = self.filters
+        if isinstance(filters, list | tuple) and all(type(layer) is int for layer in filters):
+            object.__setattr__(self, "filters", tuple(filters))
+        elif isinstance(filters, str):
+            read_filters(filters)
+        elif filters is not None:
+            raise RetrievalConfigError(
+                f"filters={filters!r} must be a list of layers, such as [2, 8, 18], or the path of "
+                f"a file that {CALIBRATE} wrote."
+            )
+
+    def roles(self, model_config: Any, layers: Collection[int]) -> dict[int, Role]:
+        """What each layer does; empty where every layer selects for itself.
+
+        Args:
+            model_config: vLLM's.
+            layers: The model's layers with plain full attention.
+
+        Raises:
+            RetrievalConfigError: The model's filters are not known, or are none of these layers.
+        """
+        if not self.own.shares:
+            return {}
+        if isinstance(self.filters, tuple):
+            return roles_of(self.filters, layers)
+        model, config = model_config.model, model_config.hf_text_config
+        if self.filters is None:
+            return roles_of(filters_for(model, config).filters, layers)
+        file = read_filters(self.filters)
+        check_model(file, model, config)
+        return roles_of(file.filters, layers)
+
     def _check_home(self) -> None:
         if self.home not in HOMES:
             raise RetrievalConfigError(f"home={self.home!r} is unknown; use one of {HOMES}.")
@@ -209,7 +278,8 @@ class RetrievalConfig:
         if self.home != "device" and reading:
             raise RetrievalConfigError(
                 f"home={self.home!r} keeps keys where they are slow to read, and "
-                f"{', '.join(reading)} selects by them (index exact, or rerank); leave it out, or "
+                f"{', '.join(reading)} selects by them (index exact, rerank, or "
+                "filter layers); leave it out, or "
                 "use home=device."
             )
         if self.home == "host":

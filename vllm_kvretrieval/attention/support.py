@@ -71,12 +71,39 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"kv_retrieval.dense_layers={config.dense_layers} leaves {method} none of the {layers} "
             f"layers of {model.model}. Use less than {layers}."
         )
+    check_sharing(vllm_config, config)
     if config.home_bytes is not None and cache.num_gpu_blocks_override is not None:
         raise RetrievalConfigError(
             f"kv_retrieval.home_bytes={config.home_bytes} and --num-gpu-blocks-override "
             f"{cache.num_gpu_blocks_override} both fix the size of the home; leave one out."
         )
     check_connector(vllm_config, config)
+
+
+def check_sharing(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse what layers that share a selection cannot serve, and models of unknown filters."""
+    if not config.own.shares:
+        return
+    parallel = vllm_config.parallel_config
+    for option, size, why in (
+        ("tensor", parallel.tensor_parallel_size, "the attention of all heads of a layer"),
+        ("pipeline", parallel.pipeline_parallel_size, "layers that may be on another worker"),
+    ):
+        if size > 1:
+            raise RetrievalConfigError(
+                f"{config.method} selects by {why}, and cannot be served with "
+                f"--{option}-parallel-size {size}; leave it out."
+            )
+    if has_foreign_connector(vllm_config):
+        raise RetrievalConfigError(
+            f"{config.method} cannot be combined with a KV connector or vLLM's offloading: its "
+            "layers have caches of different layouts. Leave --kv-transfer-config and "
+            "--kv-offloading-size out."
+        )
+    model = vllm_config.model_config
+    kinds = getattr(model.hf_text_config, "layer_types", None)
+    kinds = kinds or ["full_attention"] * model.get_total_num_hidden_layers()
+    config.roles(model, [layer for layer, kind in enumerate(kinds) if kind == "full_attention"])
 
 
 def _is_own(cache_dtype: str | None, dtype: torch.dtype) -> bool:

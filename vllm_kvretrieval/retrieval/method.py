@@ -50,9 +50,15 @@ class Method:
         return self.schedule.selects
 
     @property
+    def shares(self) -> bool:
+        """Whether filter layers select, tokens for all the layers after them."""
+        return self.schedule.shares
+
+    @property
     def reads_keys(self) -> bool:
         """Whether selection reads keys in the cache."""
-        return self.rerank > 0 or (self.index is not None and self.index.reads_keys)
+        by_keys = self.index is not None and self.index.reads_keys
+        return self.rerank > 0 or by_keys or self.shares
 
 
 OPTIONS = ("index", "pooling", "schedule", "rerank", "summary_size", "correction_threshold")
@@ -70,15 +76,22 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
     given = {key: value for key, value in options.items() if value is not None}
     schedule_name = require_name("schedule", given.get("schedule", base.schedule), SCHEDULES)
     schedule = SCHEDULES[schedule_name]
-    if not schedule.selects:
+    if schedule.shares != SCHEDULES[base.schedule].shares:
+        raise RetrievalConfigError(
+            f"schedule={schedule_name!r} cannot be combined with {preset}: layers that share a "
+            f"selection take other options. Leave it out, or use --attention-backend with a method "
+            "that has it."
+        )
+    if not schedule.selects or schedule.shares:
+        why = "selects by all keys, in layers of its own" if schedule.shares else "selects nothing"
         for key in given:
             if key != "schedule" and (key, given[key]) != ("index", "none"):
                 raise RetrievalConfigError(
-                    f"{key}={given[key]!r} has no effect with {name}, which selects nothing; "
-                    "leave it out."
+                    f"{key}={given[key]!r} has no effect with {name}, which {why}; leave it out."
                 )
         pooling = Pooling.MEAN_SOFTMAX
-        return Method(name, None, page_size, pooling, schedule, 0, None, None, DEFAULT_THRESHOLD)
+        threshold = 1.0 if schedule.selects else DEFAULT_THRESHOLD
+        return Method(name, None, page_size, pooling, schedule, 0, None, None, threshold)
     index = make_index(given.get("index", base.index))
     if index is None:
         raise RetrievalConfigError(

@@ -62,6 +62,11 @@ OWN = {
         page_size=128,
         dense_layers=0,
     ),
+    "omnikv": Preset(
+        "OmniKV: filter layers select tokens for the layers after them",
+        schedule="shared_layers",
+        dense_layers=0,
+    ),
     "streamingllm": Preset("StreamingLLM: sink and window only, a baseline", schedule="never"),
     "oracle": Preset("the best pages by all their keys, slowly: for evaluation", index="exact"),
 }

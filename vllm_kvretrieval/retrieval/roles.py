@@ -28,6 +28,16 @@ class Follows:
 
 Role = Dense | Filters | Follows
 
+WINDOW = 16
+"""Queries of an observation window (section 5)."""
+
+OBSERVATIONS = {
+    "last": (1.0,),
+    "uniform": (1.0,) * WINDOW,
+    "exponential": tuple(2.0 ** (j - WINDOW) for j in range(WINDOW)),
+}
+"""The weights of a request's latest queries, the latest at the end (section 4.2), by name."""
+
 
 def roles_of(filters: Sequence[int], layers: Collection[int]) -> dict[int, Role]:
     """The role of each layer (OmniKV, equation 2).

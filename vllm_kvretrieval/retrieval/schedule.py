@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """One schedule. Dense are only the layers that ``dense_layers`` names.
+    """One schedule. Dense are the layers that ``dense_layers`` names, or the filters say.
 
     Attributes:
         selects: Whether pages beyond sink and window are ever attended to.
@@ -13,15 +13,21 @@ class Schedule:
             heads whose query has turned too far since (FreeKV, sections 3.3 and 3.4). Otherwise it
             attends to what its own query selects.
         meaning: One line.
+        shares: Whether some layers, the *filters*, select tokens for the layers after them
+            (:mod:`vllm_kvretrieval.retrieval.roles`). Otherwise each layer selects for itself.
     """
 
     selects: bool
     speculates: bool
     meaning: str
+    shares: bool = False
 
 
 SCHEDULES = {
     "speculative": Schedule(True, True, "the previous step's selection, corrected per KV head"),
     "every_step": Schedule(True, False, "each step's own selection"),
+    "shared_layers": Schedule(
+        True, False, "each step's, by filter layers for the layers after them", shares=True
+    ),
     "never": Schedule(False, False, "no selection: sink and window only"),
 }

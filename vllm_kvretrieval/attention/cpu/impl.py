@@ -13,9 +13,10 @@ from vllm_kvretrieval.attention.cpu.metadata import (
     Split,
     Whole,
 )
+from vllm_kvretrieval.attention.cpu.observation import LatestQueries
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import Chooser, IndexStore, Ops
+from vllm_kvretrieval.kernels import Chooser, ContextSelector, IndexStore, Ops
 from vllm_kvretrieval.tiers.layer import SlowLayer
 
 
@@ -26,6 +27,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         choosers: How the layer selects pages, by the number of the method; empty in a dense layer.
             Set by the worker once the KV cache is allocated.
         stores: The page indexes that these have, each once.
+        selector: What the layer selects with for others (a filter layer), or what has selected for
+            it (one that follows); None: it selects for itself.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,6 +47,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 )
         self.choosers: list[Chooser] = []
         self.stores: list[IndexStore] = []
+        self.selector: ContextSelector | None = None
+        self.latest: LatestQueries | None = None
         self.kernels: Ops
         self.staging: PrefillStaging | None = None
         self.slow: SlowLayer | None = None
@@ -83,6 +88,16 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self.kernels, self.choosers, self.staging, self.slow = kernels, choosers, staging, slow
         kept = (c.store for c in choosers if c.store.records.numel())
         self.stores = list({id(store): store for store in kept}.values())
+
+    def filter(self, kernels: Ops, selector: ContextSelector, latest: LatestQueries | None) -> None:
+        """Make this a filter layer, which selects for the layers after it.
+
+        Args:
+            kernels: Implementation of the ops.
+            selector: What it selects with.
+            latest: Where its latest queries are kept; None: it selects by the last one alone.
+        """
+        self.kernels, self.selector, self.latest = kernels, selector, latest
 
     def do_kv_cache_update(
         self,
@@ -133,9 +148,25 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 output_scale,
                 output_block_scale,
             )
+        if ours and self.selector is not None and not self.choosers:
+            self._select_for_others(query, attn_metadata)
         if slow is not None:
             slow.unmap()
         return output
+
+    def _select_for_others(self, query: torch.Tensor, metadata: RetrievalMetadata) -> None:
+        """Of a filter layer: choose what the layers after it attend to in this step."""
+        assert self.selector is not None
+        if self.latest is not None and metadata.observed is not None:
+            self.latest.take(query, metadata.observed)
+        for plan in metadata.split.decode if metadata.split is not None else []:
+            if plan.weights is None:
+                continue
+            if self.latest is not None:
+                queries = self.latest.of(plan.rows)
+            else:
+                queries = query if plan.index is None else query[plan.index]
+            self.kernels.select_context(queries, plan.weights, plan.rows, self.selector)
 
     def _attend_in_parts(
         self,
@@ -195,7 +226,10 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         rows, index = len(plan.rows), plan.index
         query = query[:rows] if index is None else query[index]
         attended = output[:rows] if index is None else torch.empty_like(query)
-        self.kernels.plan_decode(query, plan.rows, chooser)
+        if plan.weights is not None:
+            self._list_selected(plan)
+        else:
+            self.kernels.plan_decode(query, plan.rows, chooser)
         if self.slow is not None:
             assert self.slow.cache is not None, "retrieval layers have one"
             self.slow.cache.resolve(plan.rows)
@@ -207,6 +241,13 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             self._attend_by_vllm(query, plan, plan.schedule, attended)
         if index is not None:
             output[index] = attended
+
+    def _list_selected(self, plan: DecodePlan) -> None:
+        """What a filter has selected is listed once, by the first of the layers that follow it."""
+        assert self.selector is not None
+        if plan.listed is not self.selector:
+            self.kernels.list_context(plan.rows, self.selector, self.num_kv_heads)
+            plan.listed = self.selector
 
     def _attend_by_vllm(
         self, query: torch.Tensor, plan: DecodePlan, schedule: Schedule, output: torch.Tensor

@@ -13,9 +13,11 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from vllm_kvretrieval.attention.cpu.observation import Observation, Observed
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.parts import split_rows
-from vllm_kvretrieval.kernels import DecodeRows, TokenLists
+from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, TokenLists
+from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 from vllm_kvretrieval.tiers.home import page_runs
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ class DecodePlan:
         index: int64 [rows]; their places in the batch, None where they are the first ones in it.
         lists: What each (row, KV head) attends to; its entries are the rows' ``page_table``.
         schedule: Where vLLM's kernel attends, how.
+        weights: float32 [rows, n]; where filter layers select, those of their n latest queries.
+        listed: Whose selection the lists hold, of filter layers.
     """
 
     method: int
@@ -51,6 +55,8 @@ class DecodePlan:
     index: torch.Tensor | None
     lists: TokenLists
     schedule: "Schedule | None"
+    weights: torch.Tensor | None = None
+    listed: ContextSelector | None = None
 
 
 class Schedule(NamedTuple):
@@ -111,11 +117,13 @@ class RetrievalMetadata(CPUAttentionMetadata):
         in_place: With a slow home, the :func:`page_runs` of the requests that read it in place, if
             one of these is longer than the budget: in a dense layer, and in a retrieval layer.
         loaded: Pages that a KV connector may have filled since the last step.
+        observed: Queries that filter layers keep, where they select by more than the last.
     """
 
     split: Split | None = None
     in_place: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
     loaded: Pages | None = None
+    observed: Observed | None = None
 
 
 class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -131,6 +139,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.staging: PrefillStaging | None = None
         self.home_page_bytes = 0
         self.loads = self.streams_dense = self.attends = False
+        self.observation: Observation | None = None
 
     def attach(
         self,
@@ -167,6 +176,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         # Length of the context at a seat's last sparse decode step.
         self.last_len = requests.per_seat()
         self.page_table = torch.empty(seats * heads, self.budget_pages, dtype=torch.int32)
+        if requests.config.own.shares:
+            weights = OBSERVATIONS[requests.config.observation or "last"]
+            self.observation = Observation(weights, requests.per_seat(), requests.per_seat())
+            most = requests.config.budget_limit
+            self.token_table = torch.empty(seats * heads, most, dtype=torch.int32)
         self.one_token_starts = torch.arange(seats * heads + 1, dtype=torch.int32)
 
     def build(
@@ -181,6 +195,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         # Attention that is not causal, as in prefix-LM layers, is vLLM's own affair.
         if self.requests is None or not dense.causal or dense.dynamic_causal is not None:
             return metadata
+        if self.observation is not None and self.observation.keeps:
+            starts, lens = dense.query_start_loc.numpy(), dense.seq_lens.numpy()
+            metadata.observed = self.observation.observe(
+                self.requests.seats(len(lens)), lens, starts
+            )
         if not self.requests.calm:
             metadata.split = self._split(common_attn_metadata, dense)
         if self.home_page_bytes:
@@ -266,7 +285,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         pages = -(-lens // self.block_size)
         parts = split_rows(batch, pages, decodes)
         self.requests.count_steps(seats, lens, pages, parts.sparse, decodes)
-        if not parts.sparsely and count == common.num_reqs and decodes.all():
+        keeps = self.observation is not None and self.observation.keeps
+        if not parts.sparsely and count == common.num_reqs and decodes.all() and not keeps:
             room = batch.total_pages * self.block_size - lens
             never = np.iinfo(np.int32).max
             self.requests.expect_calm(int(np.where(batch.exact, never, room).min()))
@@ -293,27 +313,35 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         lens, batch = seq_lens.numpy(), self.requests.select(seats)
         fresh = self.last_len[seats] != lens - 1
         self.last_len[seats] = lens
-        tail = (lens - 1) % self.block_size + 1
+        shares = list(self.requests.config.methods.values())[method].shares
+        unit = self.block_size if shares else 1  # filter layers select tokens, not pages
+        tail = self.block_size if shares else (lens - 1) % self.block_size + 1
         attended = (batch.total_pages - 1) * self.block_size + tail
+        lists_of = self.token_table if shares else self.page_table
         decode_rows = DecodeRows(
             block_table=block_table,
             seq_lens=seq_lens,
             seats=torch.from_numpy(seats),
-            sink_pages=torch.from_numpy(batch.sink_pages),
-            window_pages=torch.from_numpy(batch.window_pages),
-            select_pages=torch.from_numpy(batch.select_pages),
+            sink_pages=torch.from_numpy(batch.sink_pages * unit),
+            window_pages=torch.from_numpy(batch.window_pages * unit),
+            select_pages=torch.from_numpy(batch.select_pages * unit),
             threshold=torch.from_numpy(batch.threshold),
             fresh=torch.from_numpy(fresh.astype(np.uint8)),
             corrected=self.requests.corrected,
-            page_table=self.page_table[: rows * heads],
+            page_table=lists_of[: rows * heads],
         )
         attended_lens = torch.from_numpy(np.repeat(attended.astype(np.int32), heads))
-        lists = TokenLists(decode_rows.page_table, attended_lens, self.block_size, heads)
+        run = 1 if shares else self.block_size
+        lists = TokenLists(decode_rows.page_table, attended_lens, run, heads)
         schedule = None
         if not self.attends:
             starts = self.one_token_starts[: rows * heads + 1]
             schedule = Schedule(starts, self._schedule(attended_lens, starts, self.group, 1))
-        return DecodePlan(method, decode_rows, index, lists, schedule)
+        weights = None
+        if shares:
+            assert self.observation is not None
+            weights = self.observation.weights_of(seats)
+        return DecodePlan(method, decode_rows, index, lists, schedule, weights)
 
     def _part(
         self, dense: CPUAttentionMetadata, requests: slice, block_table: torch.Tensor

@@ -1,5 +1,6 @@
 """How much memory a worker of vLLM's CPU platform has for what."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.roles import Follows, Role
 from vllm_kvretrieval.tiers.place import check_room, directory_for
 from vllm_kvretrieval.tiers.sizes import Cache, Tiers
 
@@ -131,7 +133,17 @@ class PlanningWorker(CPUWorker):
         check_room(directory_for(config.home_path), tiers.home, workers)
         return tiers
 
+    @functools.cached_property
+    def roles(self) -> dict[int, Role]:
+        """Of the layers with plain full attention; empty where each selects for itself."""
+        specs = self.get_kv_cache_spec()
+        full = {extract_layer_index(n) for n, s in specs.items() if type(s) is FullAttentionSpec}
+        return self.retrieval_config.roles(self.model_config, full)
+
     def retrieving(self, names: Iterable[str]) -> list[str]:
+        """Those of the layers that attend to parts of long contexts."""
+        if self.roles:
+            return [n for n in names if isinstance(self.roles.get(extract_layer_index(n)), Follows)]
         return [n for n in names if extract_layer_index(n) >= self.retrieval_config.dense_layers]
 
     def _staging_bytes(self) -> int:

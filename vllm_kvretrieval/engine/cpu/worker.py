@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
+from vllm_kvretrieval.attention.cpu.observation import LatestQueries
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, ISAS, PrefillStaging
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
@@ -19,8 +21,17 @@ from vllm_kvretrieval.engine.cpu.allocation import allocate_kv_cache
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import Chooser, IndexStore, RecallCache, Selection, cpu
+from vllm_kvretrieval.kernels import (
+    Chooser,
+    ContextSelector,
+    IndexStore,
+    RecallCache,
+    Selection,
+    cpu,
+)
 from vllm_kvretrieval.retrieval.index.check import check_outside
+from vllm_kvretrieval.retrieval.index.exact import Exact
+from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, Filters, Follows
 from vllm_kvretrieval.tiers.home import DiskHome
 from vllm_kvretrieval.tiers.layer import SlowLayer
 from vllm_kvretrieval.tiers.place import directory_for
@@ -97,9 +108,13 @@ class RetrievalCPUWorker(PlanningWorker):
         capacity = self.scheduler_config.max_num_seqs
         self.requests = RequestTable(config, capacity, heads, self.model_runner)
         streams_dense = self.tiers is not None and self.tiers.streams_dense
+        selectors = self._attach_filters(layers)
         for builder, staging, names in groups:
             for name in names:
                 self._attach(name, layers[name], builder.isa, staging)
+                role = self.roles.get(extract_layer_index(name))
+                if isinstance(role, Follows):
+                    layers[name].impl.selector = selectors[role.filter]
             page_bytes = self._home_bytes_per_page()
             builder.attach(
                 self.requests,
@@ -182,6 +197,38 @@ class RetrievalCPUWorker(PlanningWorker):
             self.recall_caches.append(cache)
         impl.attach(cpu, choosers, kv_cache, staging, slow)
         self.retrieval_layers[name] = impl
+
+    def _attach_filters(self, layers: dict[str, Any]) -> dict[int, ContextSelector]:
+        """Make the filter layers such; what they select with, by the layer's number."""
+        config, seats = self.retrieval_config, self.scheduler_config.max_num_seqs
+        window = len(OBSERVATIONS[config.observation or "last"])
+        most = config.most_selected * config.page_size
+        selectors = {}
+        for group in itertools.chain.from_iterable(self.model_runner.attn_groups):
+            for name in group.layer_names:
+                number = extract_layer_index(name)
+                if not isinstance(self.roles.get(number), Filters):
+                    continue
+                impl, kv_cache = layers[name].impl, layers[name].kv_cache
+                store = IndexStore.empty(
+                    Exact(),
+                    pages=kv_cache.shape[0],
+                    kv_heads=impl.num_kv_heads,
+                    head_size=impl.head_size,
+                    page_size=config.page_size,
+                    dtype=kv_cache.dtype,
+                    cache=kv_cache,
+                    layout=group.get_metadata_builder().isa,
+                )
+                chosen = torch.zeros(seats, max(most, 1), dtype=torch.int32)
+                selector = ContextSelector(store, chosen, impl.num_queries_per_kv, impl.scale)
+                latest = None
+                if window > 1:
+                    heads = impl.num_kv_heads * impl.num_queries_per_kv
+                    latest = LatestQueries(seats, window, heads, impl.head_size, kv_cache.dtype)
+                impl.filter(cpu, selector, latest)
+                selectors[number] = selector
+        return selectors
 
     def _choosers(self, impl: Any, kv_cache: torch.Tensor, isa: str) -> list[Chooser]:
         """How a layer selects pages, by the number of the method."""

@@ -1,0 +1,95 @@
+"""The latest queries of requests, by which filter layers select (OmniKV, section 4.2)."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_kvretrieval.kernels import DecodeRows
+
+
+class Observed(NamedTuple):
+    """Queries of a step that are to be kept, int64 [n] each.
+
+    Attributes:
+        tokens: Their places among the step's tokens.
+        seats: Of their requests.
+        places: In these requests' windows: position in the context, modulo the window.
+    """
+
+    tokens: torch.Tensor
+    seats: torch.Tensor
+    places: torch.Tensor
+
+
+class LatestQueries:
+    """Those of one filter layer: a ring per seat.
+
+    Args:
+        seats: Of the requests.
+        window: Queries per request.
+        heads, head_size, dtype: Of the layer's queries.
+    """
+
+    def __init__(
+        self, seats: int, window: int, heads: int, head_size: int, dtype: torch.dtype
+    ) -> None:
+        self.window = window
+        self.queries = torch.zeros(seats, window, heads, head_size, dtype=dtype)
+
+    def take(self, query: torch.Tensor, observed: Observed) -> None:
+        """Keep queries of a step, [tokens, heads, head_size]."""
+        self.queries[observed.seats, observed.places] = query[observed.tokens]
+
+    def of(self, rows: DecodeRows) -> torch.Tensor:
+        """[rows * window, heads, head_size]; the latest of each row at the end."""
+        positions = rows.seq_lens.long()[:, None] - self.window + torch.arange(self.window)
+        return self.queries[rows.seats.long()[:, None], positions % self.window].flatten(0, 1)
+
+
+class Observation:
+    """Knows of each seat how many of its latest queries have been kept without a gap.
+
+    Args:
+        weights: Of a window's queries, the latest at the end.
+        ends: int32 [seats]; the caller's own; zero whenever a seat changes hands.
+        counts: int32 [seats]; likewise.
+    """
+
+    def __init__(self, weights: tuple[float, ...], ends: np.ndarray, counts: np.ndarray) -> None:
+        self.weights = torch.tensor(weights)
+        self._ends, self._counts = ends, counts
+
+    @property
+    def keeps(self) -> bool:
+        """Whether more queries count than a step's own."""
+        return len(self.weights) > 1
+
+    def observe(self, seats: np.ndarray, lens: np.ndarray, starts: np.ndarray) -> Observed:
+        """Note a step.
+
+        Args:
+            seats: int32 [n]; of its requests.
+            lens: int32 [n]; tokens of their contexts, the step's included.
+            starts: int32 [n + 1]; first token of each in the step.
+        """
+        window, new = len(self.weights), np.diff(starts)
+        kept = np.minimum(new, window)
+        continued = np.where(self._ends[seats] == lens - new, self._counts[seats], 0)
+        self._counts[seats] = np.minimum(continued + new, window)
+        self._ends[seats] = lens
+        back = np.concatenate([np.arange(count, 0, -1) for count in kept])
+        rows = np.repeat(np.arange(len(seats)), kept)
+        return Observed(
+            torch.from_numpy(starts[1:][rows].astype(np.int64) - back),
+            torch.from_numpy(seats[rows].astype(np.int64)),
+            torch.from_numpy((lens[rows].astype(np.int64) - back) % window),
+        )
+
+    def weights_of(self, seats: np.ndarray) -> torch.Tensor:
+        """float32 [n, window]; zero for queries that have not been seen."""
+        window = len(self.weights)
+        if window == 1:
+            return self.weights.expand(len(seats), 1).contiguous()
+        seen = torch.from_numpy(self._counts[seats].astype(np.int64))
+        return torch.where(torch.arange(window) >= window - seen[:, None], self.weights, 0.0)
