@@ -14,7 +14,7 @@ void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t
 // That the chooser keeps as many selected pages as the rows ask for.
 void check_selection(const DecodeRows& rows, const Chooser& chooser);
 // That what is to be selected can be scored: the window has the tail page, which may hold no complete
-// entry, and there is an index.
+// entry, or as many tokens as an entry, and there is an index, of tokens where these are selected.
 void check_scoring(const DecodeRows& rows, const Index& index);
 // That the pages are the index's, and the lengths those of pages.
 void check_pages(const PageIndexing& indexing);
