@@ -34,11 +34,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class Case:
-    """One index, and whether its best candidates are scored again by their keys."""
+    """One index, whether its candidates are scored again by their keys, and what is selected."""
 
     name: str
     index: Any
     rerank: int = 0
+    per_token: bool = False
 
 
 CASES = (
@@ -48,6 +49,7 @@ CASES = (
     Case("bounding", "bounding"),
     Case("representative", "representative"),
     Case("one_bit", "one_bit"),
+    Case("one_bit_tokens", "one_bit", per_token=True),
     Case("low_rank_4", {"low_rank": {"rank": 4}}),
     Case("low_rank_8", {"low_rank": {"rank": 8}}),
     Case("low_rank", "low_rank"),
@@ -93,8 +95,11 @@ class Layer:
         )
 
 
-def rows_of(shape: Shape, pages: int, batch: int, budget: Any) -> DecodeRows:
-    """Requests of equal contexts, which select at every step."""
+def rows_of(
+    shape: Shape, pages: int, batch: int, budget: Any, per_token: bool = False
+) -> DecodeRows:
+    """Requests of equal contexts, which select at every step; as many tokens, whatever the unit."""
+    units = PAGE if per_token else 1  # of a page
 
     def each(value: int) -> torch.Tensor:
         return torch.full((batch,), value, dtype=torch.int32)
@@ -103,13 +108,14 @@ def rows_of(shape: Shape, pages: int, batch: int, budget: Any) -> DecodeRows:
         block_table=torch.randperm(pages * batch).int().view(batch, pages),
         seq_lens=each(pages * PAGE),
         seats=torch.arange(batch, dtype=torch.int32),
-        sink_pages=each(budget.sink),
-        window_pages=each(budget.window),
-        select_pages=each(budget.select),
+        sink=each(budget.sink * units),
+        window=each(budget.window * units),
+        select=each(budget.select * units),
         threshold=torch.ones(batch),
         fresh=torch.zeros(batch, dtype=torch.uint8),
         corrected=torch.zeros(batch, dtype=torch.int64),
-        page_table=torch.empty(batch * shape.kv_heads, pages, dtype=torch.int32),
+        lists=torch.empty(batch * shape.kv_heads, pages * units, dtype=torch.int32),
+        per_token=per_token,
     )
 
 
@@ -117,9 +123,11 @@ def measure(shape: Shape, context: int, batch: int, dtype: torch.dtype, rounds: 
     """A row per case: microseconds of planning per step, and of building per token."""
     pages, config = context // PAGE, RetrievalConfig(budget=1024)
     budget = config.page_budget()
-    rows = rows_of(shape, pages, batch, budget)
+    by_unit = {t: rows_of(shape, pages, batch, budget, t) for t in (False, True)}
     query = torch.randn(batch, shape.kv_heads * shape.group, shape.head_size).to(dtype)
-    layers = [Layer(shape, pages * batch, batch, budget.select, dtype) for _ in range(shape.layers)]
+    layers = [
+        Layer(shape, pages * batch, batch, budget.select * PAGE, dtype) for _ in range(shape.layers)
+    ]
     choosers = {case.name: [layer.chooser(case) for layer in layers] for case in CASES}
     ids = torch.arange(pages * batch, dtype=torch.int32)
     full = torch.full((len(ids),), PAGE, dtype=torch.int32)
@@ -135,7 +143,7 @@ def measure(shape: Shape, context: int, batch: int, dtype: torch.dtype, rounds: 
                 continue
             begin = time.perf_counter()
             for chooser in choosers[case.name]:
-                cpu.plan_decode(query, rows, chooser)
+                cpu.plan_decode(query, by_unit[case.per_token], chooser)
             if turn:
                 planning[case.name].append(time.perf_counter() - begin)
     least = statistics.median(planning["min_max"])

@@ -34,9 +34,9 @@ class HomeWorker:
 
     def _recorded(self, name):
         def plan_decode(query, rows, chooser):
-            rows.page_table.fill_(-1)
+            rows.lists.fill_(-1)
             cpu.plan_decode(query, rows, chooser)
-            self._plans[name].append(rows.page_table.flatten().tolist())
+            self._plans[name].append(rows.lists.flatten().tolist())
 
         return plan_decode
 

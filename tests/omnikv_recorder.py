@@ -38,7 +38,7 @@ class Step:
 
 
 def number_of(layer_name):
-    return int(re.search(r"\.(\d+)\.", layer_name)[1])
+    return int(re.findall(r"\.(\d+)\.", layer_name)[0])
 
 
 class OmniKVRecorder:
@@ -121,7 +121,7 @@ class OmniKVRecorder:
             )  # fmt: skip
 
     def _budget(self, rows, r):
-        return int(rows.sink_pages[r]), int(rows.window_pages[r]), int(rows.select_pages[r])
+        return int(rows.sink[r]), int(rows.window[r]), int(rows.select[r])
 
     def _check(self, step):
         """Hold a step against the paper."""

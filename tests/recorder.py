@@ -26,6 +26,7 @@ class Method:
     entry_tokens: int = 32
     rerank: int = 0
     rank: int = 11
+    per_token: bool = False
 
 
 @dataclass
@@ -38,10 +39,10 @@ class Step:
     length: int
     pages: list[int]  # page ids of the context, in order
     query: torch.Tensor  # [kv_heads, group, d]
-    attended: list[list[int]]  # per KV head, positions in the context of the pages attended to
+    attended: list[list[int]]  # per KV head, positions in the context of the pages or tokens
     output: torch.Tensor  # [kv_heads, group, d]
     tau: float
-    budget: tuple[int, int, int]  # sink, window, select; in pages
+    budget: tuple[int, int, int]  # sink, window, select; in pages or tokens
     keys: torch.Tensor  # [kv_heads, length, d]
     values: torch.Tensor
 
@@ -87,7 +88,23 @@ def farthest(query, keys, method, dtype):
 def one_bit(query, keys, method, dtype):
     """FIER, section 3.2: keys rounded to the minimum or the maximum of their channel."""
     low, high = keys.amin(1, keepdim=True), keys.amax(1, keepdim=True)
-    return mass(query, torch.where(keys - low > high - keys, high, low), method, dtype)
+    _, off = one_bit_tokens(query, keys, method, dtype)
+    return mass(query, torch.where(keys - low > high - keys, high, low), method, dtype)[0], off[
+        ..., 0
+    ]
+
+
+def one_bit_tokens(query, keys, method, dtype):
+    """FIER, sections 3.2 and 3.3: of each token, q.k with its key rounded; [group, n, tokens].
+
+    Served are products with whole numbers of a 32000th of what all channels may add.
+    """
+    low, high = keys.amin(1, keepdim=True), keys.amax(1, keepdim=True)
+    scale, zero = high - low, low
+    bits = ((keys - zero) / scale.clamp(min=1e-30) > 0.5).float()
+    step = (query.abs() @ scale[:, 0].T) / 32000
+    off = SIGMAS * (keys.shape[2] / 12) ** 0.5 * step
+    return torch.einsum("gd,ntd->gnt", query, bits * scale + zero), off[..., None]
 
 
 def low_rank(query, keys, method, dtype):
@@ -199,6 +216,8 @@ class Oracle:
         """The :class:`Choice` for queries [group, d] and the keys of a context, [length, d]."""
         (sink, window, select), method = budget, self.method
         query, size = query * self.scale, method.entry_tokens
+        if method.per_token:
+            return self._choose_tokens(query, keys, sink, len(keys) - window, select)
         end = -(-len(keys) // self.page_size) - window
         # Of unfinished entries, which lie in the window, there are bounds alone.
         scores, off = self._entries(method.index, query, keys, method.index == "min_max")
@@ -225,6 +244,19 @@ class Oracle:
         else:
             best = pooled.argsort(descending=True)[:select]
         return Choice(set(best.tolist()), pooled, off, possible, certain)
+
+    def _choose_tokens(self, query, keys, sink, end, select):
+        """FIER, with the mean of softmax over the query heads of a KV head."""
+        size = self.method.entry_tokens
+        groups = keys[: len(keys) // size * size].unflatten(0, (-1, size))
+        scores, off = one_bit_tokens(query, groups, self.method, self.dtype)
+        off = (0 * scores + off).flatten(1).double() + ROUNDING
+        scores = scores.flatten(1).double()
+        pooled = torch.log_softmax(scores, -1).logsumexp(0)[sink:end]
+        off = off.amax(0)[sink:end] + (off * torch.softmax(scores, -1)).sum(-1).max()
+        best = pooled.argsort(descending=True)[:select]
+        everything = torch.ones(len(pooled), dtype=torch.bool)
+        return Choice(set(best.tolist()), pooled, off, everything, everything)
 
     def _entries(self, index, query, keys, unfinished):
         """float64 [group, entries] of scores, and how far they may be off."""
@@ -272,10 +304,9 @@ class Oracle:
         return expected, corrected
 
     def attention(self, step: Step, head: int) -> torch.Tensor:
-        """[group, d]; softmax attention over exactly the tokens of the pages attended to."""
-        tokens = torch.cat(
-            [torch.arange(step.length).split(self.page_size)[j] for j in step.attended[head]]
-        )
+        """[group, d]; softmax attention over exactly the tokens attended to."""
+        size = 1 if self.method.per_token else self.page_size
+        tokens = torch.cat([torch.arange(step.length).split(size)[j] for j in step.attended[head]])
         keys, values = step.keys[head][tokens], step.values[head][tokens]
         return torch.softmax(step.query[head] @ keys.T * self.scale, -1) @ values
 
@@ -319,23 +350,24 @@ class RecordingWorker:
         places = range(len(rows)) if plan.index is None else plan.index.tolist()
         method = list(self.retrieval_config.methods)[plan.method]
         for r, place in enumerate(places):
-            if rows.select_pages[r] < 0:
+            if rows.select[r] < 0:
                 continue
             length = int(rows.seq_lens[r])
             pages = rows.block_table[r, : -(-length // size)].tolist()
             slots = [pages[t // size] * size + t % size for t in range(length)]
             keys, values = (torch.stack([tokens[s][i] for s in slots], 1) for i in (0, 1))
             budget = (
-                int(rows.sink_pages[r]),
-                int(rows.window_pages[r]),
-                int(rows.select_pages[r]),
+                int(rows.sink[r]),
+                int(rows.window[r]),
+                int(rows.select[r]),
             )
             position = {page: j for j, page in enumerate(pages)}
             attended = []
             for head in range(heads):
-                entries = rows.page_table[r * heads + head, : sum(budget)].tolist()
-                assert all(e % heads == head for e in entries), "pages of another head"
-                attended.append([position[e // heads] for e in entries])
+                entries = rows.lists[r * heads + head, : sum(budget)].tolist()
+                unit = size if rows.per_token else 1  # tokens, or the unit itself
+                assert all(e // unit % heads == head for e in entries), "pages of another head"
+                attended.append([position[e // unit // heads] * unit + e % unit for e in entries])
             shape = (heads, chooser.group, chooser.store.head_size)
             yield Step(
                 self.model_runner.input_batch.req_ids[place], name, method, length, pages,
@@ -371,7 +403,7 @@ class RecordingWorker:
             summary["steps"] += 1
             lengths[step.method, step.request].add(step.length)
             sink, window, select = step.budget
-            count = len(step.pages)
+            count = step.length if oracle.method.per_token else len(step.pages)
             fixed = [*range(sink), *range(count - window, count)]
             for head, choice in enumerate(expected):
                 attended = step.attended[head]

@@ -72,15 +72,15 @@ class Engine:
 
     def plan(self, rows: DecodeRows) -> None:
         """The kernel's page lists are the reference's, and are well formed."""
-        rows.page_table.fill_(-1)
+        rows.lists.fill_(-1)
         query = torch.randn(len(rows), HEADS, HEAD_SIZE, generator=self.random)
         cpu.plan_decode(query, rows, self.chooser)
-        lists = rows.page_table.clone()
-        rows.page_table.fill_(-1)
+        lists = rows.lists.clone()
+        rows.lists.fill_(-1)
         reference.plan_decode(query, rows, self.twin)
-        assert torch.equal(lists, rows.page_table)
+        assert torch.equal(lists, rows.lists)
         ours, expected = self.chooser.selection, self.twin.selection
-        assert torch.equal(ours.pages, expected.pages)
+        assert torch.equal(ours.chosen, expected.chosen)
         assert torch.equal(ours.query, expected.query)
         for unit, units in enumerate(lists):
             row, head = divmod(unit, HEADS)
@@ -89,9 +89,7 @@ class Engine:
             positions = attended // HEADS - rows.block_table[row, 0]
             tokens = int(rows.seq_lens[row])
             pages = -(-tokens // self.config.page_size)
-            sink, window, select = (
-                int(t[row]) for t in (rows.sink_pages, rows.window_pages, rows.select_pages)
-            )
+            sink, window, select = (int(t[row]) for t in (rows.sink, rows.window, rows.select))
             assert (positions.diff() > 0).all(), "each page once, in order"
             count = pages if select < 0 else sink + select + window
             assert len(positions) == count

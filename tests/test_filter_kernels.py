@@ -1,5 +1,7 @@
 """Selecting tokens at a filter layer, and listing them, against plain torch per instruction set."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,14 +39,21 @@ def make_rows(lens, selector, sink=20, window=30, select=100, kv_heads=None):
         block_table=table,
         seq_lens=torch.tensor(lens, dtype=torch.int32),
         seats=torch.randperm(len(selector.chosen))[:count].int(),
-        sink_pages=torch.full((count,), sink, dtype=torch.int32),
-        window_pages=torch.full((count,), window, dtype=torch.int32),
-        select_pages=selects,
+        sink=torch.full((count,), sink, dtype=torch.int32),
+        window=torch.full((count,), window, dtype=torch.int32),
+        select=selects,
         threshold=torch.ones(count),
         fresh=torch.zeros(count, dtype=torch.uint8),
         corrected=torch.zeros(len(selector.chosen), dtype=torch.int64),
-        page_table=torch.full((count * heads, sink + window + select + 2), -1, dtype=torch.int32),
+        lists=torch.full((count * heads, sink + window + select + 2), -1, dtype=torch.int32),
+        per_token=True,
     )
+
+
+def make_rows_like(rows, kv_heads):
+    """The same rows, with lists for another number of KV heads."""
+    lists = torch.full((len(rows) * kv_heads, rows.lists.shape[1]), -1, dtype=torch.int32)
+    return replace(rows, lists=lists, handle=None)
 
 
 def make_queries(rows, selector, count, dtype):
@@ -69,11 +78,11 @@ def assert_selects_the_best(query, weights, rows, selector, tolerance=1e-4):
     cpu.select_context(query, weights, rows, selector)
     differing = 0
     for row in range(len(rows)):
-        select, seat = int(rows.select_pages[row]), int(rows.seats[row])
+        select, seat = int(rows.select[row]), int(rows.seats[row])
         ours, best = selector.chosen[seat, :select].long(), expected.chosen[seat, :select].long()
         assert (ours.diff() > 0).all()
         scores = scores_of(query, weights, rows, selector, row)
-        sink, end = int(rows.sink_pages[row]), len(scores) - int(rows.window_pages[row])
+        sink, end = int(rows.sink[row]), len(scores) - int(rows.window[row])
         assert not select or sink <= ours[0] <= ours[-1] < end
         wrong = ours[~torch.isin(ours, best)]
         margin = tolerance * (1 if weights.shape[1] == 1 else float(scores[sink:end].max()))
@@ -99,7 +108,7 @@ def test_selection_equals_reference(isa, dtype, kv_heads, group, head_size, page
     for layout in layouts:
         selector = make_selector(kv_heads, group, head_size, page_size, dtype, layout)
         rows = make_rows([152, 600, 151, 577], selector)
-        rows.select_pages[3] = 0
+        rows.select[3] = 0
         query = make_queries(rows, selector, queries, dtype)
         weights = weights_of(len(rows), queries)
         assert_selects_the_best(query, weights, rows, selector)
@@ -166,14 +175,14 @@ def test_lists_equal_reference(kv_heads):
     torch.manual_seed(3)
     selector = make_selector(2, 2, 64, 32, torch.float32, "vec")
     rows = make_rows([300, 161, 900], selector, kv_heads=kv_heads)
-    rows.select_pages[1] = 0
+    rows.select[1] = 0
     query = make_queries(rows, selector, 1, torch.float32)
-    cpu.select_context(query, torch.ones(3, 1), rows, selector)
+    cpu.select_context(query, torch.ones(3, 1), make_rows_like(rows, 2), selector)
     cpu.list_context(rows, selector, kv_heads)
-    listed = rows.page_table.clone()
-    rows.page_table.fill_(-1)
+    listed = rows.lists.clone()
+    rows.lists.fill_(-1)
     reference.list_context(rows, selector, kv_heads)
-    assert torch.equal(listed, rows.page_table)
+    assert torch.equal(listed, rows.lists)
     assert (listed >= 0).sum() == kv_heads * (150 + 50 + 150)
     assert len(set(listed[0][listed[0] >= 0].tolist())) == 150
 
@@ -181,13 +190,17 @@ def test_lists_equal_reference(kv_heads):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
+        (lambda rows: setattr(rows, "per_token", False), "the rows count pages"),
         (lambda rows: rows.seats.fill_(6), "seat 6 is outside"),
         (lambda rows: rows.seats.fill_(-1), "seat -1 is outside"),
-        (lambda rows: rows.select_pages.fill_(701), "more than the"),
-        (lambda rows: rows.select_pages.fill_(251), "sink, window and selection are 301, 1 more"),
-        (lambda rows: rows.select_pages.fill_(-1), "cannot be"),
-        (lambda rows: rows.sink_pages.fill_(-1), "cannot be"),
-        (lambda rows: rows.window_pages.fill_(2**31 - 1), "sink, window and selection"),
+        (lambda rows: rows.select.fill_(152), "the tokens to attend to are 202, 50 more"),
+        (
+            lambda rows: rows.select.fill_(251),
+            "sink, window and selection are 301, 1 more",
+        ),
+        (lambda rows: rows.select.fill_(-1), "more than|attends to the whole context"),
+        (lambda rows: rows.sink.fill_(-1), "cannot be"),
+        (lambda rows: rows.window.fill_(2**31 - 1), "sink, window and selection"),
         (lambda rows: rows.seq_lens.fill_(0), "cannot be"),
         (lambda rows: rows.seq_lens.fill_(321), "pages of block_table|of block_table"),
     ],
@@ -201,7 +214,7 @@ def test_rows_that_do_not_fit_are_refused(change, why):
     with pytest.raises(ValueError, match=why):
         cpu.list_context(rows, selector, 2)
     assert (selector.chosen == -1).all()
-    assert (rows.page_table == -1).all()
+    assert (rows.lists == -1).all()
 
 
 def test_what_else_does_not_fit_is_refused():
@@ -218,9 +231,9 @@ def test_what_else_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=why):
             cpu.select_context(wrong, weights, rows, selector)
-    with pytest.raises(ValueError, match="page_table has 2 rows"):
+    with pytest.raises(ValueError, match="lists has 2 rows"):
         cpu.list_context(rows, selector, 3)
-    rows.page_table = rows.page_table[:, :149]
+    rows.lists = rows.lists[:, :149]
     rows.handle = None
     with pytest.raises(ValueError, match="tokens to attend to are 150, 1 more"):
         cpu.list_context(rows, selector, 2)

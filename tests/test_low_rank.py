@@ -124,7 +124,7 @@ def test_keys_without_differences_and_keys_that_are_no_numbers(isa):
         query = torch.randn(1, 2, 64)
         query[0, 1, 7] *= value
         cpu.plan_decode(query, rows, chooser)
-        selected = rows.page_table[0, 1:6]
+        selected = rows.lists[0, 1:6]
         assert torch.equal(selected, selected.unique())
         assert selected.min() > 0
         assert selected.max() < 63

@@ -138,8 +138,10 @@ def test_preemption(llm, filters):
 def test_another_method_in_the_layers_that_follow(llm):
     """The server always offers sink and window alone; the dense layers are the filters'."""
     prompt = novel(llm, 700, 50)
-    request = Request(prompt, 8, {"method": "streamingllm"})
-    alone = drive(llm, [request])[0]
-    mixed = drive(llm, [request, Request(prompt, 8, {}), Request(prompt, 8, {"exact": True})])
-    assert_same(mixed[0], alone, TOLERANCE)
-    assert len({tuple(answer.logprobs) for answer in mixed}) == 3
+    requests = [
+        Request(prompt, 8, options) for options in ({"method": "streamingllm"}, {}, {"exact": True})
+    ]
+    alone = [drive(llm, [request])[0] for request in requests]
+    assert len({tuple(answer.logprobs) for answer in alone}) == 3
+    for answer, expected in zip(drive(llm, requests), alone, strict=True):
+        assert_same(answer, expected, TOLERANCE)

@@ -21,7 +21,7 @@ def readers():
 chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
 
 def read_ahead(cache, first):
-    chooser.selection.pages[:] = torch.arange(3, 3 + SELECT)
+    chooser.selection.chosen[:] = torch.arange(3, 3 + SELECT)
     rows = make_rows([PAGE * 10], chooser, BUDGET)
     rows.seats.zero_()
     rows.block_table[0] = torch.arange(first, first + 10)

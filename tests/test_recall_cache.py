@@ -118,9 +118,9 @@ class Engine:
                     )
                     window = attended[-WINDOW:]
                     attended = torch.cat([attended[:SINK], chosen, window])
-                    chooser.selection.pages[entry, head, :SELECT] = following.int()
+                    chooser.selection.chosen[entry, head, :SELECT] = following.int()
                 units = torch.tensor(pages)[attended] * HEADS + head
-                rows.page_table[r * HEADS + head, : len(units)] = units.int()
+                rows.lists[r * HEADS + head, : len(units)] = units.int()
         return rows
 
 
@@ -158,16 +158,16 @@ def test_random_life(home, slots):
                 continue
             seen["append"] += 1
             rows = engine.rows(entries, chooser)
-            units = rows.page_table
+            units = rows.lists
             tables = []
             for cache in both:
                 for e in entries:
                     cache.write(written[e])
-                own = replace(rows, page_table=units.clone(), handle=None)
+                own = replace(rows, lists=units.clone(), handle=None)
                 cache.resolve(own)
-                tables.append(own.page_table)
+                tables.append(own.lists)
                 assert cache.check() == ""
-                for slot, unit in zip(own.page_table.flatten(), units.flatten(), strict=True):
+                for slot, unit in zip(own.lists.flatten(), units.flatten(), strict=True):
                     assert unit < 0 or cache.slots[slot].equal(home.units[unit])
                 cache.prefetch(own, chooser)
             assert tables[0].equal(tables[1])
@@ -194,7 +194,7 @@ def step(cache, lens, budget=BUDGET):
         rows.block_table[r, :count] = torch.arange(pages, pages + count)
         pages += count
         for head in range(HEADS):
-            rows.page_table[r * HEADS + head, :count] = rows.block_table[r, :count] * HEADS + head
+            rows.lists[r * HEADS + head, :count] = rows.block_table[r, :count] * HEADS + head
     cache.resolve(rows)
     return rows
 
@@ -228,16 +228,16 @@ def test_rows_that_do_not_fit_are_refused(home):
     )
     for wrong, message in (
         (as_rows(seats=REQUESTS), f"row 0: seat {REQUESTS} is outside the state's {REQUESTS}"),
-        (as_rows(sink_pages=-1), "-1 pages of sink"),
-        (as_rows(select_pages=8), "are 11, 1 more than the 10 pages of the context"),
-        (as_rows(seq_lens=PAGE * 10 + 1, select_pages=-1), "are 11, 1 more than the 10 of block"),
-        (replace(rows, handle=None, page_table=rows.page_table[:1]), "has 1 rows, .* need 2"),
+        (as_rows(sink=-1), "-1 pages of sink"),
+        (as_rows(select=8), "are 11, 1 more than the 10 pages of the context"),
+        (as_rows(seq_lens=PAGE * 10 + 1, select=-1), "are 11, 1 more than the 10 of block"),
+        (replace(rows, handle=None, lists=rows.lists[:1]), "has 1 rows, .* need 2"),
     ):
         for call in (cache.resolve, lambda rows: cache.prefetch(rows, chooser)):
             with pytest.raises(ValueError, match=message):
                 call(wrong)
-    with pytest.raises(ValueError, match="select_pages is 4, 1 more than the 3 that"):
-        cache.prefetch(as_rows(select_pages=SELECT + 1), chooser)
+    with pytest.raises(ValueError, match="select is 4, 1 more than the 3 that"):
+        cache.prefetch(as_rows(select=SELECT + 1), chooser)
     few = make_chooser(PAGES, 1, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
     with pytest.raises(ValueError, match="seat 1 is outside the state's 1"):
         cache.prefetch(as_rows(seats=1), few)
@@ -260,7 +260,7 @@ def test_read_errors(home, ahead):
     os.dup2(nothing, home.place[0])
     if ahead:
         chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
-        chooser.selection.pages[:] = torch.arange(3, 3 + SELECT)
+        chooser.selection.chosen[:] = torch.arange(3, 3 + SELECT)
         rows = make_rows([PAGE * 10], chooser, BUDGET)
         rows.seats.zero_()
         rows.block_table[0] = torch.arange(20, 30)
@@ -269,7 +269,7 @@ def test_read_errors(home, ahead):
         failed = {23, 24, 25}
     else:
         rows = step(cache, [PAGE * (sum(BUDGET) + 2)], (SINK, WINDOW, SELECT + 2))
-        assert not cache.slots[rows.page_table[0, -1]].any()
+        assert not cache.slots[rows.lists[0, -1]].any()
         failed = {6, 7}
     assert set(cache.take_failed_pages()) == failed
     assert cache.take_failed_pages() == []

@@ -94,7 +94,7 @@ def test_a_session_may_bring_other_options(runner, builder, table):
     runner.requests["a"] = SimpleNamespace(sampling_params=params)
     table.begin_step({"a": 1}, 1, {"a"})
     rows = split(builder, [302]).decode[0].rows
-    assert rows.select_pages.tolist() == [1]
+    assert rows.select.tolist() == [1]
     assert rows.fresh.tolist() == [1], "what another budget selected is of no use"
 
 
@@ -119,7 +119,7 @@ def test_options_go_with_the_slot(runner, table):
     runner.batch("a", "b", "c", b={"budget": 96, "correction_threshold": 0.5}, c={"exact": True})
     rows = table.select(table.seats(3))
     assert rows.total_pages.tolist() == [4, 3, 4]
-    assert rows.select_pages.tolist() == [2, 1, 2]
+    assert rows.select.tolist() == [2, 1, 2]
     assert rows.threshold.tolist() == pytest.approx([0.9, 0.5, 0.9])
     assert rows.exact.tolist() == [False, False, True]
     table.release(["b", "c"])
@@ -142,7 +142,7 @@ def test_nothing_to_split_within_the_budget(runner, builder):
     assert split(builder, [4 * PAGE, 17]) is None
     step = split(builder, [4 * PAGE + 1, 18])
     assert step.decode[0].index.tolist() == [0]
-    assert step.decode[0].rows.select_pages.tolist() == [2]
+    assert step.decode[0].rows.select.tolist() == [2]
     assert step.decode[0].lists.lengths.tolist() == [3 * PAGE + 1]
     assert step.decode[0].schedule is not None, "vLLM's kernel, unless ours attends"
     assert step.whole.index.tolist() == [1], "the other row keeps its whole context"
@@ -155,7 +155,7 @@ def test_nothing_to_split_within_the_budget(runner, builder):
 def test_prefill_is_exact(runner, builder):
     runner.batch("a", "b", "c")
     step = split(builder, [900, 601, 500], [1, 1, 200], [False, True, True])
-    assert step.decode[0].rows.select_pages.tolist() == [2]
+    assert step.decode[0].rows.select.tolist() == [2]
     assert step.whole.index.tolist() == [1], "the second reads its prompt's last token"
     assert step.whole.metadata.seq_lens.tolist() == [601]
     assert step.prefill.num_actual_tokens == 200
@@ -177,7 +177,7 @@ def test_steps_known_to_be_within_the_budget_are_not_looked_at(runner, builder, 
     assert split(builder, [4 * PAGE - 2, 999]) is None
     assert [calm(b=1, a=1) for _ in range(3)] == [True, True, False], "the budget is reached"
     step = split(builder, [4 * PAGE + 1, 1002])
-    assert step.decode[0].rows.select_pages.tolist() == [2]
+    assert step.decode[0].rows.select.tolist() == [2]
     assert step.whole.index.tolist() == [1]
     assert table._steps[table.seats(2), :2].tolist() == [[4, 1], [4, 0]], "all were counted"
 
@@ -235,7 +235,7 @@ def test_rows_that_attend_to_everything_are_a_part_of_their_own(runner, builder)
     step = split(builder, [900, 800, 70])
     assert step.decode[0].index.tolist() == [0]
     assert step.decode[0].rows.seq_lens.tolist() == [900]
-    assert step.decode[0].rows.select_pages.tolist() == [2]
+    assert step.decode[0].rows.select.tolist() == [2]
     assert step.whole.index.tolist() == [1, 2], "exact, and within the budget"
     assert step.whole.metadata.query_start_loc.tolist() == [0, 1, 2]
     assert step.whole.metadata.seq_lens.tolist() == [800, 70]

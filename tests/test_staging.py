@@ -3,6 +3,7 @@
 import pytest
 import torch
 from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, PrefillStaging
 from vllm_kvretrieval.kernels import cpu, reference
@@ -57,13 +58,66 @@ def test_blocks_are_what_vllm_writes(dtype, page_size, isa, size):
     assert torch.equal(staged, in_blocks)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("page_size", "size"), [(16, 64), (32, 64), (32, 80), (64, 128), (128, 96)]
+)
+def test_rows_become_what_vllm_writes(dtype, page_size, size):
+    """Tokens written as rows and staged equal tokens that vLLM's own op writes in blocks."""
+    torch.manual_seed(3)
+    tokens = 3 * BLOCK_SIZE
+    isa = _get_attn_isa(dtype, page_size, size)
+    if isa == "amx":
+        torch.cpu._init_amx()
+    key, value = torch.randn(2, tokens, HEADS, size).to(dtype)
+    pages = torch.randperm(tokens // page_size).int()
+    rows = torch.zeros(len(pages), HEADS, page_size, 2 * size, dtype=dtype)
+    slots = (pages.long()[:, None] * page_size + torch.arange(page_size)).flatten()
+    cpu.write_rows(key, value, slots, rows)
+    in_blocks = torch.zeros(3, HEADS, BLOCK_SIZE, 2 * size, dtype=dtype)
+    halves = in_blocks.view(3, HEADS, -1, size).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(tokens), isa)
+    for kernels in (cpu, reference):
+        staged = torch.empty_like(in_blocks)
+        kernels.stage_pages(rows, pages, staged, isa, rows=True)
+        assert torch.equal(staged, in_blocks)
+
+
+@pytest.mark.parametrize("size", [32, 80, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 128])
+def test_rows_for_amx_equal_reference(page_size, size):
+    """On every machine."""
+    torch.manual_seed(4)
+    source = torch.randn(60, HEADS, page_size, 2 * size).bfloat16()
+    pages = torch.randperm(60)[: 3 * BLOCK_SIZE // page_size].int()
+    expected = torch.zeros(4, HEADS, BLOCK_SIZE, 2 * size).bfloat16()
+    actual = expected.clone()
+    reference.stage_pages(source, pages, expected, "amx", rows=True)
+    cpu.stage_pages(source, pages, actual, "amx", rows=True)
+    assert torch.equal(expected, actual)
+    assert actual[:3].any()
+
+
+def test_layouts_that_are_not_staged():
+    source = torch.randn(4, HEADS, 32, 2 * SIZE)
+    pages, target = torch.arange(4).int(), torch.empty(1, HEADS, BLOCK_SIZE, 2 * SIZE)
+    for layout, rows, why in [
+        ("amx", False, "cannot be staged in the layout 'amx', rows=False"),
+        ("neon", True, "cannot be staged in the layout 'neon'"),
+        ("rows", True, "cannot be staged in the layout 'rows'"),
+        ("amx", True, "no layout for keys in torch.float32"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            cpu.stage_pages(source, pages, target, layout, rows)
+
+
 def test_plan_lays_contexts_out_one_after_the_other():
     torch.manual_seed(2)
     staging = PrefillStaging(PAGE, HEADS, SIZE, torch.float32, BLOCKS * BLOCK_SIZE)
     table = block_table()
     source = pages_of(torch.float32)
-    plan = staging.plan(table, LENS, STARTS)
-    assert plan is not None
+    (plan,) = staging.plan(table, LENS, STARTS)
+    assert plan.requests == slice(0, 2)
     reference.stage_pages(source, plan.pages, staging.buffer)
     values = staging.buffer[:, :, BLOCK_SIZE // 2 :].reshape(-1, HEADS, BLOCK_SIZE, SIZE)
     for request, length in enumerate(LENS.tolist()):
@@ -77,7 +131,21 @@ def test_plan_lays_contexts_out_one_after_the_other():
 def test_what_does_not_fit_or_pay_is_read_in_place():
     table = block_table()
     small = PrefillStaging(PAGE, HEADS, SIZE, torch.float32, (BLOCKS - 1) * BLOCK_SIZE)
-    assert small.plan(table, LENS, STARTS) is None
+    assert small.plan(table, LENS, STARTS) == []
     large = PrefillStaging(PAGE, HEADS, SIZE, torch.float32, BLOCKS * BLOCK_SIZE)
-    assert large.plan(table, LENS, STARTS) is not None
-    assert large.plan(table, LENS, torch.tensor([0, 20, 50], dtype=torch.int32)) is None
+    assert len(large.plan(table, LENS, STARTS)) == 1
+    assert large.plan(table, LENS, torch.tensor([0, 20, 50], dtype=torch.int32)) == []
+
+
+def test_rows_are_staged_always_in_turns_that_fit():
+    lens = torch.tensor([100, 500, 30, 641, 300, 10, 7], dtype=torch.int32)  # blocks 1 4 1 6 3 1 1
+    starts = torch.tensor([0, *lens.cumsum(0)], dtype=torch.int32)
+    table = torch.arange(7 * 24, dtype=torch.int32).view(7, 24)
+    staging = PrefillStaging(PAGE, HEADS, SIZE, torch.float32, 6 * BLOCK_SIZE, rows=True)
+    turns = staging.plan(table, lens, starts)
+    assert [turn.requests for turn in turns] == [slice(0, 3), slice(3, 4), slice(4, 7)]
+    assert [len(turn.pages) for turn in turns] == [24, 24, 20]
+    assert turns[0].block_table[:, 0].tolist() == [0, 1, 5]
+    assert turns[2].pages[:2].tolist() == [96, 97]
+    alone = staging.plan(table[:1], lens[:1], torch.tensor([0, 1], dtype=torch.int32))
+    assert len(alone) == 1

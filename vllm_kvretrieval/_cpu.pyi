@@ -59,7 +59,8 @@ def stage_pages(
     page_size: int,
     head_size: int,
     element_size: int,
-    rows: bool,
+    source_layout: int,
+    target_layout: int,
 ) -> None: ...
 def write_rows(
     key: int,

@@ -58,6 +58,9 @@ HELP = {
     "method has it)",
     "page_size": "tokens per page, the unit of retrieval; smaller ones hold less that is unwanted, "
     f"and there are more to choose from, one of {PAGE_SIZES} (default: the method's, 32 for most)",
+    "unit": "what is selected: page, or token (single tokens, by an index that scores them; the "
+    "KV cache of retrieval layers is then laid out token by token) (default: the method's, page "
+    "for most)",
     "summary_size": "tokens per entry of the page index, page_size or less; smaller ones tell "
     f"pages apart better, and cost memory and time in proportion, one of {ENTRY_TOKENS} (default: "
     "the page size)",
@@ -116,6 +119,7 @@ class RetrievalConfig:
     pooling: str | None = None
     schedule: str | None = None
     rerank: int | None = None
+    unit: str | None = None
     correction_threshold: float | None = None
     also: Any = ()
     filters: Any = None
@@ -282,6 +286,12 @@ class RetrievalConfig:
                 "filter layers); leave it out, or "
                 "use home=device."
             )
+        tokens = [m.name for m in self.methods.values() if m.per_token]
+        if self.home != "device" and tokens:
+            raise RetrievalConfigError(
+                f"home={self.home!r} is read in whole pages, and {', '.join(tokens)} selects "
+                "single tokens (unit token); leave it out, or use home=device."
+            )
         if self.home == "host":
             raise RetrievalConfigError(
                 "home='host' is for GPUs; on the CPU platform host memory is what device names. "
@@ -319,13 +329,18 @@ class RetrievalConfig:
         )
 
     @property
+    def rows(self) -> bool:
+        """Whether the KV cache of retrieval layers is laid out token by token."""
+        return any(method.per_token for method in self.methods.values())
+
+    @property
     def budget_limit(self) -> int:
         """Tokens; the largest budget that any request may have."""
         return self.budget if self.max_budget is None else self.max_budget
 
     @functools.cached_property
     def most_selected(self) -> int:
-        """Pages; most that any admissible request selects per KV head.
+        """Pages or tokens; most of them that any admissible request selects per KV head.
 
         Sink and window are rounded to pages, so a smaller budget may select more than a larger one.
         """
@@ -333,6 +348,7 @@ class RetrievalConfig:
         return max(
             (
                 self.page_budget(budget, method.name).select
+                * (self.page_size if method.per_token else 1)
                 for method in self.methods.values()
                 for budget in budgets
                 if method.selects and budget >= self._needed(budget, method)

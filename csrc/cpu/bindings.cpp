@@ -90,16 +90,15 @@ NB_MODULE(_cpu, m) {
       .def("__init__",
            [](kvr::DecodeRows* self, int rows, uintptr_t block_table, int64_t block_table_width,
               int64_t block_table_stride, uintptr_t seq_lens, uintptr_t seats,
-              uintptr_t sink_pages, uintptr_t window_pages, uintptr_t select_pages,
-              uintptr_t threshold, uintptr_t fresh, uintptr_t corrected, int64_t corrected_seats,
-              uintptr_t page_table, int64_t page_table_rows, int64_t page_table_width,
-              int64_t page_table_stride) {
+              uintptr_t sink, uintptr_t window, uintptr_t select, uintptr_t threshold,
+              uintptr_t fresh, uintptr_t corrected, int64_t corrected_seats, uintptr_t lists,
+              int64_t lists_rows, int64_t lists_width, int64_t lists_stride, bool per_token) {
              new (self) kvr::DecodeRows{
                  rows, at<int32_t>(block_table), block_table_width, block_table_stride,
-                 at<int32_t>(seq_lens), at<int32_t>(seats), at<int32_t>(sink_pages),
-                 at<int32_t>(window_pages), at<int32_t>(select_pages), at<float>(threshold),
-                 at<uint8_t>(fresh), at<int64_t>(corrected), corrected_seats,
-                 at<int32_t>(page_table), page_table_rows, page_table_width, page_table_stride};
+                 at<int32_t>(seq_lens), at<int32_t>(seats), at<int32_t>(sink), at<int32_t>(window),
+                 at<int32_t>(select), at<float>(threshold), at<uint8_t>(fresh),
+                 at<int64_t>(corrected), corrected_seats, at<int32_t>(lists), lists_rows,
+                 lists_width, lists_stride, per_token};
            });
 
   nb::class_<Index>(m, "Index")
@@ -163,9 +162,11 @@ NB_MODULE(_cpu, m) {
       "stage_pages",
       [](uintptr_t source, uintptr_t pages, int64_t num_pages, uintptr_t target,
          int32_t pages_per_block, int32_t kv_heads, int32_t page_size, int32_t head_size,
-         int32_t element_size, bool rows) {
+         int32_t element_size, int from,
+         int to) {
         kvr::stage_pages({at<void>(source), at<int32_t>(pages), num_pages, at<void>(target),
-                          pages_per_block, kv_heads, page_size, head_size, element_size, rows});
+                          pages_per_block, kv_heads, page_size, head_size, element_size,
+                          static_cast<kvr::KeyLayout>(from), static_cast<kvr::KeyLayout>(to)});
       },
       nb::call_guard<nb::gil_scoped_release>());
 
@@ -258,7 +259,7 @@ NB_MODULE(_cpu, m) {
                       index.head_size, selector.torch_dtype);
           const kvr::ContextSelection selection{rows,           selector,        at<void>(queries),
                                                 query.stride(), queries_per_row, at<float>(weights)};
-          kvr::check_context(rows, selector);
+          kvr::check_context(rows, selector, index.kv_heads);
           kvr::check_queries(selection);
           const nb::gil_scoped_release release;
           active->select_context(selection);
@@ -267,10 +268,8 @@ NB_MODULE(_cpu, m) {
   m.def(
       "list_context",
       [](const kvr::DecodeRows& rows, const ContextSelector& selector, int kv_heads) {
-        const kvr::TokenListing listing{rows, selector, kv_heads};
-        kvr::check_context(rows, selector);
-        kvr::check_listing(listing);
-        kvr::list_context(listing);
+        kvr::check_context(rows, selector, kv_heads);
+        kvr::list_context({rows, selector, kv_heads});
       },
       nb::call_guard<nb::gil_scoped_release>());
 

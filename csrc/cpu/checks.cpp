@@ -1,6 +1,7 @@
 #include "checks.h"
 
 #include <initializer_list>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -24,14 +25,15 @@ namespace {
 }  // namespace
 
 void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t page_size) {
-  if (int64_t(rows.rows) * kv_heads > rows.page_table_rows)
-    throw std::invalid_argument("page_table has " + std::to_string(rows.page_table_rows) +
+  if (int64_t(rows.rows) * kv_heads > rows.lists_rows)
+    throw std::invalid_argument("lists has " + std::to_string(rows.lists_rows) +
                                 " rows, " + std::to_string(rows.rows) + " requests of " +
                                 std::to_string(kv_heads) + " KV heads need " +
                                 std::to_string(int64_t(rows.rows) * kv_heads));
+  const std::string units = rows.per_token ? "tokens" : "pages";
   for (int r = 0; r < rows.rows; ++r) {
-    const int64_t sink = rows.sink_pages[r], window = rows.window_pages[r];
-    const int64_t select = rows.select_pages[r], seat = rows.seats[r], len = rows.seq_lens[r];
+    const int64_t sink = rows.sink[r], window = rows.window[r];
+    const int64_t select = rows.select[r], seat = rows.seats[r], len = rows.seq_lens[r];
     if (seat < 0 || seat >= seats)
       refuse(r, {"seat", std::to_string(seat), "is outside the state's", std::to_string(seats)});
     if (seat >= rows.corrected_seats)
@@ -39,55 +41,59 @@ void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t
                  "of corrected"});
     if (sink < 0 || window < 0 || len < 1)
       refuse(r, {"a context of", std::to_string(len), "tokens,", std::to_string(sink),
-                 "pages of sink and", std::to_string(window), "of window cannot be"});
+                 units, "of sink and", std::to_string(window), "of window cannot be"});
     const int64_t pages = (len + page_size - 1) / page_size;
     if (pages > rows.block_table_width)
       refuse_more(r, "the context's pages are", pages, rows.block_table_width, "of block_table");
-    const int64_t attended = select < 0 ? pages : sink + window + select;
-    if (attended > pages)
-      refuse_more(r, "sink, window and selection are", attended, pages, "pages of the context");
-    if (attended > rows.page_table_width)
-      refuse_more(r, "the pages to attend to are", attended, rows.page_table_width, "of page_table");
+    const int64_t all = rows.per_token ? len : pages;
+    const int64_t attended = select < 0 ? all : sink + window + select;
+    if (attended > all)
+      refuse_more(r, "sink, window and selection are", attended, all, units + " of the context");
+    if (attended > rows.lists_width)
+      refuse_more(r, "the " + units + " to attend to are", attended, rows.lists_width, "of lists");
   }
 }
 
 void check_selection(const DecodeRows& rows, const Chooser& chooser) {
   for (int r = 0; r < rows.rows; ++r)
-    if (rows.select_pages[r] > chooser.max_selected)
-      refuse_more(r, "select_pages is", rows.select_pages[r], chooser.max_selected,
-                  "that the selection holds");
+    if (rows.select[r] > chooser.max_selected)
+      refuse_more(r, "select is", rows.select[r], chooser.max_selected, "that the selection holds");
+  if (rows.per_token && chooser.rerank > 0)
+    throw std::invalid_argument("candidates that are tokens are not scored again");
 }
 
 void check_scoring(const DecodeRows& rows, const Index& index) {
   for (int r = 0; r < rows.rows; ++r) {
-    if (rows.select_pages[r] <= 0) continue;
-    const std::string pages = std::to_string(rows.select_pages[r]) + " pages are to be selected";
-    if (rows.window_pages[r] < 1) refuse(r, {pages, "beside a window that lacks the tail page"});
-    if (index.kind == IndexKind::kNone) refuse(r, {pages, "by no index"});
+    if (rows.select[r] <= 0) continue;
+    const std::string units = std::to_string(rows.select[r]) +
+                              (rows.per_token ? " tokens" : " pages") + " are to be selected";
+    if (index.kind == IndexKind::kNone) refuse(r, {units, "by no index"});
+    if (!rows.per_token && rows.window[r] < 1)
+      refuse(r, {units, "beside a window that lacks the tail page"});
+    if (rows.per_token && rows.window[r] < index.entry_tokens)
+      refuse(r, {units, "beside a window of less than the", std::to_string(index.entry_tokens),
+                 "of an entry"});
   }
+  if (!rows.per_token) return;
+  const int64_t tokens = index.pages() * index.kv_heads * index.page_size;
+  if (tokens > std::numeric_limits<int32_t>::max() || (index.page_size & (index.page_size - 1)))
+    throw std::invalid_argument(std::to_string(tokens) + " tokens in pages of " +
+                                std::to_string(index.page_size) + " cannot be numbered");
+  if (index.kind != IndexKind::kOneBit && index.kind != IndexKind::kExact &&
+      index.kind != IndexKind::kOutside && index.kind != IndexKind::kNone)
+    throw std::invalid_argument("the index scores entries, not tokens");
 }
 
-void check_context(const DecodeRows& rows, const ContextSelector& selector) {
-  const int64_t page_size = selector.index.page_size;
+void check_context(const DecodeRows& rows, const ContextSelector& selector, int32_t kv_heads) {
+  const Index& index = selector.index;
+  if (!rows.per_token) throw std::invalid_argument("filters select tokens, and the rows count pages");
+  if (index.pages() * kv_heads * index.page_size > std::numeric_limits<int32_t>::max())
+    throw std::invalid_argument("more tokens than 31 bits number");
+  check_rows(rows, selector.seats, kv_heads, index.page_size);
   for (int r = 0; r < rows.rows; ++r) {
-    const int64_t sink = rows.sink_pages[r], window = rows.window_pages[r];
-    const int64_t select = rows.select_pages[r], seat = rows.seats[r], len = rows.seq_lens[r];
-    if (seat < 0 || seat >= selector.seats)
-      refuse(r, {"seat", std::to_string(seat), "is outside the state's",
-                 std::to_string(selector.seats)});
-    if (sink < 0 || window < 0 || select < 0 || len < 1)
-      refuse(r, {"a context of", std::to_string(len), "tokens,", std::to_string(sink),
-                 "of sink,", std::to_string(window), "of window and", std::to_string(select),
-                 "selected cannot be"});
-    if (sink + window + select > len)
-      refuse_more(r, "sink, window and selection are", sink + window + select, len,
-                  "tokens of the context");
-    if ((len + page_size - 1) / page_size > rows.block_table_width)
-      refuse_more(r, "the context's pages are", (len + page_size - 1) / page_size,
-                  rows.block_table_width, "of block_table");
-    if (select > selector.max_selected)
-      refuse_more(r, "the tokens to select are", select, selector.max_selected,
-                  "that the selection holds");
+    if (rows.select[r] < 0) refuse(r, {"attends to the whole context, of which filters select a part"});
+    if (rows.select[r] > selector.max_selected)
+      refuse_more(r, "select is", rows.select[r], selector.max_selected, "that the selection holds");
   }
 }
 
@@ -95,21 +101,6 @@ void check_queries(const ContextSelection& s) {
   for (int r = 0; r < s.rows.rows; ++r)
     if (!(s.weights[r * s.queries + s.queries - 1] > 0))
       refuse(r, {"the latest query has no weight"});
-}
-
-void check_listing(const TokenListing& listing) {
-  const DecodeRows& rows = listing.rows;
-  if (int64_t(rows.rows) * listing.kv_heads > rows.page_table_rows)
-    throw std::invalid_argument("page_table has " + std::to_string(rows.page_table_rows) +
-                                " rows, " + std::to_string(rows.rows) + " requests of " +
-                                std::to_string(listing.kv_heads) + " KV heads need " +
-                                std::to_string(int64_t(rows.rows) * listing.kv_heads));
-  for (int r = 0; r < rows.rows; ++r) {
-    const int64_t attended = int64_t(rows.sink_pages[r]) + rows.window_pages[r] + rows.select_pages[r];
-    if (attended > rows.page_table_width)
-      refuse_more(r, "the tokens to attend to are", attended, rows.page_table_width,
-                  "of page_table");
-  }
 }
 
 void check_pages(const PageIndexing& p) {

@@ -14,14 +14,13 @@ void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t
 // That the chooser keeps as many selected pages as the rows ask for.
 void check_selection(const DecodeRows& rows, const Chooser& chooser);
 // That what is to be selected can be scored: the window has the tail page, which may hold no complete
-// entry, and there is an index.
+// entry, or as many tokens as an entry, and there is an index, of tokens where these are selected.
 void check_scoring(const DecodeRows& rows, const Index& index);
-// That the rows' contexts have the tokens to select and to attend to, whose selection there is room
-// for; and each row its latest query.
-void check_context(const DecodeRows& rows, const ContextSelector& selector);
+// That rows count tokens, and a filter has room for their selection, which follows for so many KV
+// heads.
+void check_context(const DecodeRows& rows, const ContextSelector& selector, int32_t kv_heads);
+// That each row has its latest query.
 void check_queries(const ContextSelection& selection);
-// That the lists hold what the rows attend to.
-void check_listing(const TokenListing& listing);
 // That the pages are the index's, and the lengths those of pages.
 void check_pages(const PageIndexing& indexing);
 // That the lists name tokens of the cache.

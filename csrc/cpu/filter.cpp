@@ -81,7 +81,7 @@ struct Filter {
 
   // Whether the row selects by this one of its queries, and what that one attends to.
   bool counts(int row, int j) const {
-    return rows.select_pages[row] > 0 && s.weights[row * queries + j] > 0 && context(row, j) > 0;
+    return rows.select[row] > 0 && s.weights[row * queries + j] > 0 && context(row, j) > 0;
   }
   int context(int row, int j) const { return rows.seq_lens[row] - (queries - 1 - j); }
 
@@ -142,8 +142,8 @@ struct Filter {
   }
 
   void choose(int row, float* pooled) const {
-    const int k = rows.select_pages[row], first = rows.sink_pages[row];
-    const int count = rows.seq_lens[row] - rows.window_pages[row] - first;
+    const int k = rows.select[row], first = rows.sink[row];
+    const int count = rows.seq_lens[row] - rows.window[row] - first;
     int32_t* chosen = selector.selected + int64_t(rows.seats[row]) * selector.max_selected;
     to_ordered(pooled + first, count);
     top_k(pooled + first, count, k, first, chosen, true);
@@ -157,7 +157,7 @@ void select_context_of(const ContextSelection& s) {
   const int all = filter.heads * filter.group;
   int most = 0;  // tokens of a row
   for (int r = 0; r < rows.rows; ++r)
-    if (rows.select_pages[r] > 0) most = std::max(most, rows.seq_lens[r]);
+    if (rows.select[r] > 0) most = std::max(most, rows.seq_lens[r]);
   const int chunks = (most + kTokens - 1) / kTokens;
   const int64_t stride = int64_t(chunks) * kTokens;
   // Rows at a time, so that the scratch stays bounded however large the batch.
@@ -208,7 +208,7 @@ void select_context_of(const ContextSelection& s) {
     }
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < count; ++i)
-      if (rows.select_pages[first + i] > 0) filter.choose(first + i, pooled + i * stride);
+      if (rows.select[first + i] > 0) filter.choose(first + i, pooled + i * stride);
   }
 }
 

@@ -18,15 +18,18 @@ struct DecodeRows {
   int64_t block_table_width, block_table_stride;
   const int32_t* seq_lens;       // [rows]; tokens in context, the new one included
   const int32_t* seats;          // [rows]; the request's entry in per-request state
-  const int32_t* sink_pages;     // [rows]
-  const int32_t* window_pages;   // [rows]
-  const int32_t* select_pages;   // [rows]; negative: attend to the whole context
+  const int32_t* sink;           // [rows]; in units of selection: pages, or tokens
+  const int32_t* window;         // [rows]
+  const int32_t* select;         // [rows]; negative: attend to the whole context
   const float* threshold;        // [rows]; correction threshold tau
   const uint8_t* fresh;          // [rows]; no previous decode step: correct every head
   int64_t* corrected;            // [corrected_seats]; counts corrected heads
   int64_t corrected_seats;
-  int32_t* page_table;           // out, [page_table_rows >= rows * kv_heads, page_table_width]
-  int64_t page_table_rows, page_table_width, page_table_stride;
+  int32_t* lists;                // out, [lists_rows >= rows * kv_heads, lists_width]
+  int64_t lists_rows, lists_width, lists_stride;
+  bool per_token;                // whether units of selection are single tokens
+
+  int32_t unit(int32_t page_size) const { return per_token ? 1 : page_size; }  // tokens
 };
 
 // How a (page, KV head) of vLLM's CPU cache holds its keys, in front of its values.
@@ -88,9 +91,9 @@ struct Chooser {
   Pooling pooling;
   int32_t group;                 // query heads per KV head
   float scale;                   // softmax scale of the layer
-  int32_t rerank;                // candidates per page selected, scored again by their keys; 0: none
+  int32_t rerank;                // candidates per unit selected, scored again by their keys; 0: none
   void* prev_query;              // [seats, kv_heads * group, head_size]
-  int32_t* selected;             // [seats, kv_heads, max_selected]; positions of pages in the context
+  int32_t* selected;             // [seats, kv_heads, max_selected]; positions of units in the context
   int32_t seats, max_selected;
 };
 
@@ -136,7 +139,8 @@ struct DecodePlan {
   const Chooser& chooser;
   const void* query;             // [rows, kv_heads * group, head_size]
   int64_t query_stride;          // elements from one row to the next
-  const float* scores;           // kOutside: [rows, kv_heads, group, score_stride]; else null
+  const float* scores;           // kOutside: [rows, kv_heads, group, score_stride], of entries or
+                                 // of tokens; else null
   int64_t score_stride;
 };
 
@@ -167,16 +171,16 @@ struct RowWrite {
 };
 void write_rows(const RowWrite&);
 
-// Pages of one layer, to be laid out as larger blocks, where a (page, KV head) holds its keys
-// transposed, [head_size, tokens], and then its values, [tokens, head_size]. The pages have these,
-// too, or rows.
+// Pages of one layer, to be laid out as larger blocks: from kTransposed, keys [head_size, tokens] and
+// then values [tokens, head_size], to the same; or from kRows to that or to kAmx, where values are
+// words of two tokens, [head_size / 16, tokens / 2, 16 channels].
 struct PageStaging {
   const void* source;            // [pages, kv_heads, 2 * page_size * head_size]
   const int32_t* pages;          // [num_pages]; a multiple of pages_per_block
   int64_t num_pages;
   void* target;                  // [num_pages / pages_per_block, kv_heads, ...]
   int32_t pages_per_block, kv_heads, page_size, head_size, element_size;
-  bool rows;
+  KeyLayout from, to;            // kAmx: of elements of 2 bytes, in pages of 16 tokens or multiples
 };
 void stage_pages(const PageStaging&);
 

@@ -12,16 +12,16 @@ void list_context(const TokenListing& listing) {
   for (int r = 0; r < rows.rows; ++r) {
     const int32_t* blocks = rows.block_table + r * rows.block_table_stride;
     const int32_t* chosen = selector.selected + int64_t(rows.seats[r]) * selector.max_selected;
-    int32_t* lists = rows.page_table + int64_t(r) * heads * rows.page_table_stride;
+    int32_t* lists = rows.lists + int64_t(r) * heads * rows.lists_stride;
     int at = 0;
     const auto append = [&](int32_t token) {
       const int32_t first = blocks[token / size] * heads * size + token % size;
-      for (int h = 0; h < heads; ++h) lists[h * rows.page_table_stride + at] = first + h * size;
+      for (int h = 0; h < heads; ++h) lists[h * rows.lists_stride + at] = first + h * size;
       ++at;
     };
-    for (int t = 0; t < rows.sink_pages[r]; ++t) append(t);
-    for (int i = 0; i < rows.select_pages[r]; ++i) append(chosen[i]);
-    for (int t = rows.seq_lens[r] - rows.window_pages[r]; t < rows.seq_lens[r]; ++t) append(t);
+    for (int t = 0; t < rows.sink[r]; ++t) append(t);
+    for (int i = 0; i < rows.select[r]; ++i) append(chosen[i]);
+    for (int t = rows.seq_lens[r] - rows.window[r]; t < rows.seq_lens[r]; ++t) append(t);
   }
 }
 

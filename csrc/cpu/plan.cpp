@@ -27,6 +27,7 @@ void attend(const Attention&);      // attend.cpp
 void select_context(const ContextSelection&);  // filter.cpp
 
 constexpr int kChunk = 128;         // entries per scoring task
+constexpr int kTokenChunk = 32;     // the same where their tokens are scored
 constexpr int kSerialScores = 64;   // work below which waking the other threads costs more
 
 // Mean over the group of cos(q, previous q) (FreeKV, section 3.3).
@@ -54,13 +55,20 @@ struct Planner {
   const Index& index;
   const DecodePlan& plan;
   const ScoreFn<E> score_fn;
+  const int per_entry;               // scores
+  const int parts;                   // scores per unit of selection
 
   explicit Planner(const DecodePlan& p)
       : rows(p.rows), chooser(p.chooser), index(p.chooser.index), plan(p),
-        score_fn(score_fn_of<E>(index.kind)) {}
+        score_fn(rows.per_token ? token_score_fn_of<E>(index.kind) : score_fn_of<E>(index.kind)),
+        per_entry(rows.per_token ? index.entry_tokens : 1),
+        parts(rows.per_token ? 1 : index.parts()) {}
 
   int group_elements() const { return chooser.group * index.head_size; }
-  int pages(int row) const { return (rows.seq_lens[row] + index.page_size - 1) / index.page_size; }
+  int units(int row) const {
+    const int size = rows.unit(index.page_size);
+    return (rows.seq_lens[row] + size - 1) / size;
+  }
   int entries(int row) const { return index.entries_of(rows.seq_lens[row]); }
   const int32_t* blocks(int row) const { return rows.block_table + row * rows.block_table_stride; }
   const E* query(int row, int head) const {
@@ -76,8 +84,9 @@ struct Planner {
       for (int h = head; h < head + heads; ++h)
         for (int g = 0; g < chooser.group; ++g) {
           const int64_t unit = (int64_t(row) * index.kv_heads + h) * chooser.group + g;
-          std::copy_n(plan.scores + unit * plan.score_stride + begin, end - begin,
-                      scores + (h - head) * unit_stride + g * stride + begin);
+          std::copy_n(plan.scores + unit * plan.score_stride + begin * per_entry,
+                      (end - begin) * per_entry,
+                      scores + (h - head) * unit_stride + g * stride + begin * per_entry);
         }
       return;
     }
@@ -85,14 +94,19 @@ struct Planner {
               chooser.scale, begin, end, scores, unit_stride, stride});
   }
 
-  // Selects for the next step, decides whose selection this step attends to, writes the page list.
+  // Selects for the next step, decides whose selection this step attends to, writes the list.
   void select(int row, int head, float* scores, int64_t stride) const {
-    const int n = pages(row), k = rows.select_pages[row];
-    const int sink = rows.sink_pages[row], window = rows.window_pages[row];
+    const int n = units(row), k = rows.select[row];
+    const int sink = rows.sink[row], window = rows.window[row];
     const int32_t* block = blocks(row);
-    int32_t* list = rows.page_table + (int64_t(row) * index.kv_heads + head) * rows.page_table_stride;
-    // Entries address the cache seen as [pages * kv_heads] single-head pages.
-    const auto append = [&](int32_t page) { *list++ = block[page] * index.kv_heads + head; };
+    int32_t* list = rows.lists + (int64_t(row) * index.kv_heads + head) * rows.lists_stride;
+    // Numbers of pages, where the cache is seen as [pages * kv_heads] single-head ones, or of tokens.
+    const int shift = __builtin_ctz(index.page_size), last = index.page_size - 1;
+    const auto append = [&](int32_t j) {
+      *list++ = rows.per_token
+                    ? (block[j >> shift] * index.kv_heads + head) << shift | (j & last)
+                    : block[j] * index.kv_heads + head;
+    };
     if (k < 0) {
       for (int j = 0; j < n; ++j) append(j);
       return;
@@ -117,10 +131,10 @@ struct Planner {
     for (int j = n - window; j < n; ++j) append(j);
   }
 
-  // The best pages between sink and window, given the scores of all entries.
+  // The best units between sink and window, given the scores of all entries.
   void select_best(int row, int head, float* scores, int64_t stride, int32_t* best) const {
-    const int n = entries(row), k = rows.select_pages[row], parts = index.parts();
-    const int first = rows.sink_pages[row], last = pages(row) - rows.window_pages[row];
+    const int n = entries(row) * per_entry, k = rows.select[row];
+    const int first = rows.sink[row], last = units(row) - rows.window[row];
     const int wanted = std::min(last - first, std::max(k, k * chooser.rerank));
     thread_local std::vector<int32_t> candidates;
     thread_local std::vector<float> norms;
@@ -135,11 +149,11 @@ struct Planner {
       const bool relative = chooser.pooling == Pooling::kRelative;
       pool_shares(scores, stride, chooser.group, n, relative, norms.data());
       if (parts > 1) pool_parts(scores, n, parts, false);
-      top_k(scores + first, last - first, wanted, first, candidates.data());
+      top_k_of_many(scores + first, last - first, wanted, first, candidates.data());
       if (std::any_of(candidates.begin(), candidates.end(),
-                      [&](int32_t page) { return !(scores[page] >= kLeastScore); })) {
+                      [&](int32_t unit) { return !(scores[unit] >= kLeastScore); })) {
         // The scores once more: pooling took their place.
-        score(row, head, 1, 0, n, scores, 0, stride);
+        score(row, head, 1, 0, entries(row), scores, 0, stride);
         top_k_of_logs(scores, stride, chooser.group, n, parts, first, last, wanted, relative,
                       candidates.data());
       }
@@ -153,7 +167,7 @@ struct Planner {
   // The k best of the candidates by their keys.
   void rerank(int row, int head, const std::vector<int32_t>& candidates, const float* norms, int k,
               int32_t* best) const {
-    const int group = chooser.group, parts = index.parts(), count = candidates.size();
+    const int group = chooser.group, count = candidates.size();
     thread_local std::vector<float> queries, scores, values;
     queries.resize(group_elements());
     scores.resize(group * parts);
@@ -190,13 +204,14 @@ static void plan_decode_of(const DecodePlan& p) {
   const int heads = p.chooser.index.kv_heads;
   int most = 0;  // entries of a row
   for (int r = 0; r < rows.rows; ++r)
-    if (rows.select_pages[r] > 0) most = std::max(most, planner.entries(r));
+    if (rows.select[r] > 0) most = std::max(most, planner.entries(r));
   // Scores of a wave of rows at a time: the scratch stays bounded however large the batch, and all
   // threads share the scoring of a single long request. A task scores a stretch of the index for all
   // KV heads, whose entries lie side by side.
   const int wave = std::min<int>(rows.rows, (4 * omp_get_max_threads() + heads - 1) / heads);
-  const int chunks = (most + kChunk - 1) / kChunk;
-  const int64_t stride = int64_t(chunks) * kChunk;
+  const int chunk = rows.per_token ? kTokenChunk : kChunk;
+  const int chunks = (most + chunk - 1) / chunk;
+  const int64_t stride = int64_t(chunks) * chunk * planner.per_entry;
   const int64_t unit_stride = p.chooser.group * stride;
   thread_local std::vector<float> scratch;  // engines in one process may step at the same time
   const size_t needed = wave * heads * unit_stride;
@@ -207,9 +222,9 @@ static void plan_decode_of(const DecodePlan& p) {
     const int count = std::min(wave, rows.rows - first);
 #pragma omp for schedule(dynamic, 1)
     for (int task = 0; task < count * chunks; ++task) {
-      const int row = first + task / chunks, begin = task % chunks * kChunk;
-      const int end = std::min(begin + kChunk, planner.entries(row));
-      if (rows.select_pages[row] <= 0 || begin >= end) continue;
+      const int row = first + task / chunks, begin = task % chunks * chunk;
+      const int end = std::min(begin + chunk, planner.entries(row));
+      if (rows.select[row] <= 0 || begin >= end) continue;
       planner.score(row, 0, heads, begin, end, scores + (row - first) * heads * unit_stride, unit_stride,
                     stride);
     }

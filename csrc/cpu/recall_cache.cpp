@@ -139,13 +139,14 @@ void RecallCache::write(const int64_t* slot_mapping, int64_t tokens) {
 
 void RecallCache::resolve(const DecodeRows& rows) {
   check_rows(rows, config_.requests, config_.kv_heads, config_.page_size);
+  if (rows.per_token) throw std::invalid_argument("a recall cache holds pages, not tokens");
   join();
   ++step_;
   for (int r = 0; r < rows.rows; ++r) release(rows.seats[r]);
   const auto entries_of = [&](int r) {
     const int pages = (rows.seq_lens[r] + config_.page_size - 1) / config_.page_size;
-    const int select = rows.select_pages[r];
-    return select < 0 ? pages : rows.sink_pages[r] + select + rows.window_pages[r];
+    const int select = rows.select[r];
+    return select < 0 ? pages : rows.sink[r] + select + rows.window[r];
   };
   // Hits first: what a row is about to use is then safe from another row's misses.
   missing_.clear();
@@ -154,7 +155,7 @@ void RecallCache::resolve(const DecodeRows& rows) {
     const size_t before = missing_.size();
     for (int head = 0; head < config_.kv_heads; ++head) {
       int32_t* entry =
-          rows.page_table + (int64_t(r) * config_.kv_heads + head) * rows.page_table_stride;
+          rows.lists + (int64_t(r) * config_.kv_heads + head) * rows.lists_stride;
       for (int32_t* end = entry + entries; entry != end; ++entry) {
         const int32_t slot = slot_of_[*entry];
         if (slot == kNone) {
@@ -190,14 +191,14 @@ void RecallCache::resolve(const DecodeRows& rows) {
     waited_ns_ += now_ns() - start;
   }
   for (int r = 0; r < rows.rows; ++r) {
-    if (rows.select_pages[r] < 0) continue;
+    if (rows.select[r] < 0) continue;
     std::vector<int32_t>& pinned = pinned_by_[rows.seats[r]];
     for (int head = 0; head < config_.kv_heads; ++head) {
       const int32_t* first =
-          rows.page_table + (int64_t(r) * config_.kv_heads + head) * rows.page_table_stride;
+          rows.lists + (int64_t(r) * config_.kv_heads + head) * rows.lists_stride;
       const int32_t* end = first + entries_of(r);
-      pinned.insert(pinned.end(), first, first + rows.sink_pages[r]);
-      pinned.insert(pinned.end(), end - rows.window_pages[r], end);
+      pinned.insert(pinned.end(), first, first + rows.sink[r]);
+      pinned.insert(pinned.end(), end - rows.window[r], end);
     }
     for (int32_t slot : pinned) pin(slot);
   }
@@ -220,7 +221,7 @@ void RecallCache::prefetch(const DecodeRows& rows, const Chooser& chooser) {
       const int32_t* kept =
           chooser.selected +
           (int64_t(rows.seats[r]) * config_.kv_heads + head) * chooser.max_selected;
-      for (int i = 0; i < rows.select_pages[r]; ++i) {
+      for (int i = 0; i < rows.select[r]; ++i) {
         const int32_t unit = block[kept[i]] * config_.kv_heads + head;
         int32_t slot = slot_of_[unit];
         if (slot != kNone) {

@@ -22,6 +22,53 @@ void spread_rows(const char* page, int tokens, int d, char* keys, int64_t stride
   }
 }
 
+using Words = uint32_t __attribute__((vector_size(16)));
+using Halves = uint16_t __attribute__((vector_size(16)));
+
+template <class V>
+V load(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// Four words of each of four rows -> four words of each of four columns.
+void transpose_words(const char* rows, int64_t row_bytes, char* columns, int64_t column_bytes) {
+  Words r[4];
+  for (int i = 0; i < 4; ++i) r[i] = load<Words>(rows + i * row_bytes);
+  const Words a = __builtin_shufflevector(r[0], r[1], 0, 4, 1, 5);
+  const Words b = __builtin_shufflevector(r[2], r[3], 0, 4, 1, 5);
+  const Words c = __builtin_shufflevector(r[0], r[1], 2, 6, 3, 7);
+  const Words d = __builtin_shufflevector(r[2], r[3], 2, 6, 3, 7);
+  const Words out[4] = {
+      __builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(a, b, 2, 3, 6, 7),
+      __builtin_shufflevector(c, d, 0, 1, 4, 5), __builtin_shufflevector(c, d, 2, 3, 6, 7)};
+  for (int i = 0; i < 4; ++i) std::memcpy(columns + i * column_bytes, &out[i], sizeof out[i]);
+}
+
+// Rows of a page, [tokens, 2 * d] elements of 2 bytes -> its part of a block as AMX has it: keys as
+// words of two channels, [tokens / 16, d / 2, 16 tokens]; values as words of two tokens,
+// [d / 16, block's tokens / 2, 16 channels], from `values` on.
+void spread_rows_amx(const char* page, int tokens, int d, char* keys, char* values,
+                     int block_tokens) {
+  constexpr int kTogether = 16;  // tokens, and channels
+  const int64_t row = 4 * d;
+  for (int first = 0; first < tokens; first += kTogether, keys += kTogether * 2 * d)
+    for (int c = 0; c < d / 2; c += 4)
+      for (int t = 0; t < kTogether; t += 4)
+        transpose_words(page + (first + t) * row + c * 4, row, keys + (c * kTogether + t) * 4,
+                        kTogether * 4);
+  for (int t = 0; t < tokens; t += 2)
+    for (int c = 0; c < d; c += 8) {
+      const char* from = page + t * row + 2 * d + c * 2;
+      const Halves a = load<Halves>(from), b = load<Halves>(from + row);
+      const Halves out[2] = {__builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11),
+                             __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)};
+      const int64_t word = (c / kTogether * (block_tokens / 2) + t / 2) * kTogether + c % kTogether;
+      std::memcpy(values + word * 4, out, sizeof out);
+    }
+}
+
 }  // namespace
 
 void write_rows(const RowWrite& w) {
@@ -54,10 +101,16 @@ void stage_pages(const PageStaging& s) {
       const int64_t block = i / s.pages_per_block, part = i % s.pages_per_block;
       const char* from = source + (s.pages[i] * int64_t(s.kv_heads) + h) * 2 * half;
       char* to = target + (block * s.kv_heads + h) * 2 * block_half;
-      if (s.rows) {
+      const int block_tokens = s.page_size * s.pages_per_block;
+      if (s.to == KeyLayout::kAmx) {
+        spread_rows_amx(from, s.page_size, s.head_size, to + part * half,
+                        to + block_half + part * s.page_size * 2 * int64_t(16), block_tokens);
+        continue;
+      }
+      if (s.from == KeyLayout::kRows) {
         const auto spread = s.element_size == 4 ? spread_rows<uint32_t> : spread_rows<uint16_t>;
         spread(from, s.page_size, s.head_size, to + part * row,
-               int64_t(s.page_size) * s.pages_per_block, to + block_half + part * half);
+               block_tokens, to + block_half + part * half);
         continue;
       }
       for (int c = 0; c < s.head_size; ++c)

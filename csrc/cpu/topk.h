@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "simd.h"
 
@@ -13,14 +14,42 @@ namespace KVR_ISA {
 
 // How many of values[0..n) have a bit pattern of at least `floor`.
 inline int count_at_least(const float* values, int n, int32_t floor) {
+  int count = 0, j = 0;
+#if defined(__AVX512F__)
+  for (; j + kWidth <= n; j += kWidth)
+    count += __builtin_popcount(_mm512_cmpge_epi32_mask(load_as<__m512i>(values + j),
+                                                        _mm512_set1_epi32(floor)));
+#else
   Ints counts = {};
-  int j = 0;
   for (; j + kWidth <= n; j += kWidth) counts -= (load_as<Ints>(values + j) >= floor);
-  int count = 0;
   for (int i = 0; i < kWidth; ++i) count += counts[i];
+#endif
   for (; j < n; ++j) {
     int32_t bits;
     std::memcpy(&bits, values + j, 4);
+    count += bits >= floor;
+  }
+  return count;
+}
+
+// Their positions, in rising order; there is room for n + kWidth.
+inline int at_least(const float* values, int n, int32_t floor, int32_t* out) {
+  int count = 0, j = 0;
+#if defined(__AVX512F__)
+  Ints places;
+  for (int i = 0; i < kWidth; ++i) places[i] = i;
+  for (; j + kWidth <= n; j += kWidth) {
+    const __m512i bits = load_as<__m512i>(values + j);
+    const __mmask16 reach = _mm512_cmpge_epi32_mask(bits, _mm512_set1_epi32(floor));
+    const __m512i chosen = _mm512_maskz_compress_epi32(reach, (__m512i)(places + j));
+    std::memcpy(out + count, &chosen, sizeof chosen);
+    count += __builtin_popcount(reach);
+  }
+#endif
+  for (; j < n; ++j) {
+    int32_t bits;
+    std::memcpy(&bits, values + j, 4);
+    out[count] = j;
     count += bits >= floor;
   }
   return count;
@@ -38,12 +67,10 @@ inline void to_ordered(float* values, int n) {
   }
 }
 
-// The k largest by bit pattern of values[0..n), n > k > 0: their positions plus `offset` in rising
-// order; of equal values the lower position wins. Non-negative floats order like their bit patterns,
-// others after to_ordered.
-inline void top_k(const float* values, int n, int k, int32_t offset, int32_t* out,
-                  bool negative = false) {
-  int32_t floor = 0;  // bit pattern that at least k values reach, raised until no more do
+// The highest bit pattern that at least k of values[0..n) reach, n >= k > 0; negative ones count only
+// where it is said that there may be some.
+inline int32_t floor_of(const float* values, int n, int k, bool negative = false) {
+  int32_t floor = 0;  // raised until no more than k reach it
   int count = n;
   if (negative) {
     count = count_at_least(values, n, 0);
@@ -59,21 +86,52 @@ inline void top_k(const float* values, int n, int k, int32_t offset, int32_t* ou
     floor = candidate;
     count = reach;
   }
-  int ties = floor == std::numeric_limits<int32_t>::max()
-                 ? k : k - count_at_least(values, n, floor + 1);
-  int taken = 0;
-  for (int j = 0; j < n && taken < k;) {
-    const int end = std::min(j + kWidth, n);
-    if (count_at_least(values + j, end - j, floor) == 0) j = end;
-    for (; j < end && taken < k; ++j) {
-      int32_t bits;
-      std::memcpy(&bits, values + j, 4);
-      const bool tie = bits == floor && ties > 0;
-      ties -= tie;
-      out[taken] = offset + j;
-      taken += tie || bits > floor;
-    }
+  return floor;
+}
+
+// The k largest by bit pattern of values[0..n), n >= k > 0: their positions plus `offset` in rising
+// order; of equal values the lower position wins. Non-negative floats order like their bit patterns,
+// others after to_ordered.
+inline void top_k(const float* values, int n, int k, int32_t offset, int32_t* out,
+                  bool negative = false) {
+  thread_local std::vector<int32_t> places;
+  places.resize(n + kWidth);
+  const int32_t floor = floor_of(values, n, k, negative);
+  const int count = at_least(values, n, floor, places.data());
+  const auto is_tie = [&](int32_t place) {
+    int32_t bits;
+    std::memcpy(&bits, values + place, 4);
+    return bits == floor;
+  };
+  int ties = k;  // that are taken
+  if (count > k)
+    for (int i = 0; i < count; ++i) ties -= !is_tie(places[i]);
+  for (int i = 0, taken = 0; taken < k; ++i) {
+    if (count > k && is_tie(places[i]) && ties-- <= 0) continue;
+    out[taken++] = offset + places[i];
   }
+}
+
+// The same of many values that are not negative. What few of them reach is found from a sample; only
+// those that reach it are looked at more than once.
+inline void top_k_of_many(const float* values, int n, int k, int32_t offset, int32_t* out) {
+  constexpr int kEvery = 16;
+  thread_local std::vector<float> sample, best;
+  thread_local std::vector<int32_t> places;
+  const int sampled = n / kEvery;
+  const int share = k / kEvery;
+  const int rank = share + 4 * static_cast<int>(__builtin_sqrtf(share)) + 8;  // enough, very probably
+  if (2 * rank >= sampled) return top_k(values, n, k, offset, out);
+  sample.resize(sampled);
+  for (int i = 0; i < sampled; ++i) sample[i] = values[i * kEvery];
+  const int32_t floor = floor_of(sample.data(), sampled, rank);
+  places.resize(n + kWidth);
+  const int count = at_least(values, n, floor, places.data());
+  if (count < k) return top_k(values, n, k, offset, out);
+  best.resize(count);
+  for (int i = 0; i < count; ++i) best[i] = values[places[i]];
+  top_k(best.data(), count, k, 0, out);
+  for (int i = 0; i < k; ++i) out[i] = offset + places[out[i]];
 }
 
 }  // namespace KVR_ISA

@@ -16,6 +16,12 @@ KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 CONNECTOR = "RetrievalConnector"
 """Our own, which a slow home brings (``engine/connector.py``)."""
 
+OF_ONE_INSTANCE = (CONNECTOR, "OffloadingConnector", "DecodeBenchConnector")
+"""Connectors whose blocks are this instance's own, or random numbers."""
+
+LAYOUT_KEY = "kv_retrieval_layout"
+"""What others' configuration has to say where retrieval layers keep keys token by token."""
+
 WITHOUT = "Serve it without --attention-backend."
 
 
@@ -134,6 +140,17 @@ def check_connector(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"kv_retrieval.home={config.home} cannot be combined with {what}; leave {option} out, "
             "or use home=device."
         )
+    transfer = vllm_config.kv_transfer_config
+    if config.rows and transfer is not None and transfer.kv_connector not in OF_ONE_INSTANCE:
+        said = transfer.get_from_extra_config(LAYOUT_KEY, None)
+        if said != "rows":
+            raise RetrievalConfigError(
+                f"{config.method} keeps keys and values of its retrieval layers token by token, "
+                f"and the KV connector {transfer.kv_connector} may bring them from instances that "
+                "do not, which would go unnoticed. If all instances run with the same "
+                "--attention-backend and --kv-retrieval options, say so: "
+                f'"kv_connector_extra_config": {{"{LAYOUT_KEY}": "rows"}}; got {said!r}.'
+            )
     if cache.user_specified_block_size and cache.block_size != config.page_size:
         raise RetrievalConfigError(
             f"--block-size {cache.block_size} cannot be combined with a KV connector, which moves "

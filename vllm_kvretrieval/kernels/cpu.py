@@ -188,12 +188,13 @@ def _build(store: IndexStore, entries: torch.Tensor) -> None:
 
 
 def _scores(index: Index, query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> torch.Tensor:
-    """float32 [R, kv_heads, group, entries]; by an index without kernels."""
+    """float32 [R, kv_heads, group, entries or tokens]; by an index without kernels."""
     store = chooser.store
     counts = (rows.seq_lens // store.entry_tokens).tolist()
-    scores = torch.zeros(len(rows), store.kv_heads, chooser.group, max(counts))
+    each = store.entry_tokens if rows.per_token else 1
+    scores = torch.zeros(len(rows), store.kv_heads, chooser.group, max(counts) * each)
     fields = index.fields(store.head_size, store.entry_tokens)
-    selecting = (rows.select_pages > 0).tolist()
+    selecting = (rows.select > 0).tolist()
     for r in range(len(rows)):
         if not selecting[r]:
             continue
@@ -206,18 +207,28 @@ def _scores(index: Index, query: torch.Tensor, rows: DecodeRows, chooser: Choose
             record = unpack(fields, store.records[entries, head], store.dtype)
             if keys is not None:
                 record["keys"] = keys[:, :, head]
-            scores[r, head, :, :count] = index.score(grouped[head], record, chooser.scale)
+            score = index.score_tokens if rows.per_token else index.score
+            found = score(grouped[head], record, chooser.scale)
+            scores[r, head, :, : count * each] = found.flatten(1)
     return scores
 
 
 def stage_pages(
-    source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor, rows: bool = False
+    source: torch.Tensor,
+    pages: torch.Tensor,
+    target: torch.Tensor,
+    layout: str = "vec",
+    rows: bool = False,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.stage_pages`."""
     _, kv_heads, page_size, width = source.shape
     _check("pages", pages, torch.int32)
     if not (source.is_contiguous() and target.is_contiguous()) or source.dtype != target.dtype:
         raise ValueError("source and target must be contiguous and of one dtype")
+    if layout not in LAYOUTS or layout == ROWS or (layout == "amx" and not rows):
+        raise ValueError(f"pages cannot be staged in the layout {layout!r}, rows={rows}")
+    if layout == "amx" and source.element_size() != 2:
+        raise ValueError(f"AMX has no layout for keys in {source.dtype}")
     _cpu.stage_pages(
         source.data_ptr(),
         pages.data_ptr(),
@@ -228,7 +239,8 @@ def stage_pages(
         page_size,
         width // 2,
         source.element_size(),
-        rows,
+        LAYOUTS[ROWS if rows else layout],
+        LAYOUTS[layout],
     )
 
 
@@ -410,9 +422,9 @@ _PER_ROW = {
     "block_table": torch.int32,
     "seq_lens": torch.int32,
     "seats": torch.int32,
-    "sink_pages": torch.int32,
-    "window_pages": torch.int32,
-    "select_pages": torch.int32,
+    "sink": torch.int32,
+    "window": torch.int32,
+    "select": torch.int32,
     "threshold": torch.float32,
     "fresh": torch.uint8,
 }
@@ -426,7 +438,7 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
         if tensor.shape[0] < count:
             raise ValueError(f"{name} has {tensor.shape[0]} rows, seq_lens {count}")
     _check("corrected", rows.corrected, torch.int64)
-    _check("page_table", rows.page_table, torch.int32)
+    _check("lists", rows.lists, torch.int32)
     return _cpu.DecodeRows(
         count,
         rows.block_table.data_ptr(),
@@ -434,16 +446,17 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
         rows.block_table.stride(0),
         rows.seq_lens.data_ptr(),
         rows.seats.data_ptr(),
-        rows.sink_pages.data_ptr(),
-        rows.window_pages.data_ptr(),
-        rows.select_pages.data_ptr(),
+        rows.sink.data_ptr(),
+        rows.window.data_ptr(),
+        rows.select.data_ptr(),
         rows.threshold.data_ptr(),
         rows.fresh.data_ptr(),
         rows.corrected.data_ptr(),
         rows.corrected.shape[0],
-        rows.page_table.data_ptr(),
-        *rows.page_table.shape,
-        rows.page_table.stride(0),
+        rows.lists.data_ptr(),
+        *rows.lists.shape,
+        rows.lists.stride(0),
+        rows.per_token,
     )
 
 
@@ -507,7 +520,7 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
     seats, heads = len(selection.query), store.kv_heads
     expected = {
         "query": (store.dtype, (seats, heads * chooser.group, store.head_size)),
-        "pages": (torch.int32, (seats, heads, selection.pages.shape[-1])),
+        "chosen": (torch.int32, (seats, heads, selection.chosen.shape[-1])),
     }
     for name, (dtype, shape) in expected.items():
         tensor = getattr(selection, name)
@@ -525,9 +538,9 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
         chooser.scale,
         chooser.rerank,
         selection.query.data_ptr(),
-        selection.pages.data_ptr(),
+        selection.chosen.data_ptr(),
         seats,
-        selection.pages.shape[2],
+        selection.chosen.shape[2],
     )
 
 

@@ -106,37 +106,38 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
     store, selection = chooser.store, chooser.selection
     for r in range(len(rows)):
         seat = int(rows.seats[r])
-        num_pages = -(-int(rows.seq_lens[r]) // store.page_size)
-        pages = rows.block_table[r, :num_pages].long()
+        length, size = int(rows.seq_lens[r]), store.page_size
+        pages = rows.block_table[r, : -(-length // size)].long()
         entries = (pages[:, None] * store.parts + torch.arange(store.parts)).flatten()
-        entries = entries[: entry_count(int(rows.seq_lens[r]), store)]
-        sink, window, select = (
-            int(t[r]) for t in (rows.sink_pages, rows.window_pages, rows.select_pages)
-        )
+        entries = entries[: entry_count(length, store)]
+        count = length if rows.per_token else len(pages)  # of units of selection
+        sink, window, select = (int(t[r]) for t in (rows.sink, rows.window, rows.select))
         grouped = query[r].view(store.kv_heads, chooser.group, store.head_size)
         previous = selection.query[seat].view_as(grouped)
         for head in range(store.kv_heads):
             if select < 0:
-                attended = torch.arange(num_pages)
+                attended = torch.arange(count)
             else:
                 chosen = torch.empty(0, dtype=torch.int64)
                 if select > 0:
-                    best = select_pages(
-                        grouped[head].float(), entries, head, chooser, (sink, window), select,
-                        num_pages,
+                    best = select_units(
+                        grouped[head].float(), entries, head, chooser, (sink, count - window),
+                        select, rows.per_token,
                     )  # fmt: skip
                     corrected = bool(rows.fresh[r]) or _turned(
                         grouped[head], previous[head], float(rows.threshold[r])
                     )
-                    kept = selection.pages[seat, head, :select]
+                    kept = selection.chosen[seat, head, :select]
                     chosen = best if corrected else kept.long()
                     rows.corrected[seat] += corrected
                     kept.copy_(best)
                 attended = torch.cat(
-                    [torch.arange(sink), chosen, torch.arange(num_pages - window, num_pages)]
+                    [torch.arange(sink), chosen, torch.arange(count - window, count)]
                 )
-            entry = rows.page_table[r * store.kv_heads + head]
-            entry[: len(attended)] = pages[attended] * store.kv_heads + head
+            page, offset = (attended // size, attended % size) if rows.per_token else (attended, 0)
+            numbers = pages[page] * store.kv_heads + head
+            listed = rows.lists[r * store.kv_heads + head]
+            listed[: len(attended)] = numbers * size + offset if rows.per_token else numbers
         if select > 0:
             previous.copy_(grouped)
 
@@ -147,35 +148,35 @@ def entry_count(seq_len: int, store: IndexStore) -> int:
     return -(-seq_len // store.entry_tokens) if grows else seq_len // store.entry_tokens
 
 
-def select_pages(
+def select_units(
     query: torch.Tensor,
     entries: torch.Tensor,
     head: int,
     chooser: Chooser,
-    kept: tuple[int, int],
+    between: tuple[int, int],
     select: int,
-    num_pages: int,
+    per_token: bool,
 ) -> torch.Tensor:
-    """The best pages between sink and window for one KV head.
+    """The best units of selection between sink and window for one KV head.
 
     Args:
         query: float32 [group, head_size].
         entries: int64 [n]; those of the context that count.
         head: Number of the KV head.
         chooser: How to select.
-        kept: Pages of sink and window.
-        select: How many pages to select.
-        num_pages: Pages of the context.
+        between: Where the sink ends and the window begins, in units.
+        select: How many units to select.
+        per_token: Whether units are single tokens; else they are pages.
 
     Returns:
         int64 [select]; positions in the context, rising.
     """
-    store, parts = chooser.store, chooser.store.parts
+    store, parts = chooser.store, 1 if per_token else chooser.store.parts
     assert store.index is not None
-    scores = score_entries(store.index, query, entries, head, chooser)
+    scores = score_entries(store.index, query, entries, head, chooser, per_token)
     norms = chooser.pooling.norms(scores)
     pooled = chooser.pooling.pool(scores.double() - norms, parts).nan_to_num(nan=-math.inf)
-    sink, end = kept[0], num_pages - kept[1]
+    sink, end = between
     candidates = sink + top_pages(pooled[sink:end], max(select, select * chooser.rerank))
     if len(candidates) == select:
         return candidates
@@ -186,14 +187,21 @@ def select_pages(
 
 
 def score_entries(
-    index: Index, query: torch.Tensor, entries: torch.Tensor, head: int, chooser: Chooser
+    index: Index,
+    query: torch.Tensor,
+    entries: torch.Tensor,
+    head: int,
+    chooser: Chooser,
+    per_token: bool = False,
 ) -> torch.Tensor:
-    """float32 [group, n]; of entries of a KV head, by whatever index."""
+    """float32 [group, n]; of entries of a KV head, or of their tokens, by whatever index."""
     store, record = chooser.store, {}
     if index == store.index:
         record = _fields(store.records[entries, head], store)
     if index.reads_keys:
         record["keys"] = keys_of_entries(entries, store)[:, :, head]
+    if per_token:
+        return index.score_tokens(query, record, chooser.scale).flatten(1)
     return index.score(query, record, chooser.scale)
 
 
@@ -203,9 +211,7 @@ def select_context(
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.select_context`."""
     for r in range(len(rows)):
         length = int(rows.seq_lens[r])
-        sink, window, select = (
-            int(t[r]) for t in (rows.sink_pages, rows.window_pages, rows.select_pages)
-        )
+        sink, window, select = (int(t[r]) for t in (rows.sink, rows.window, rows.select))
         queries = query[: len(rows) * weights.shape[1]].unflatten(0, weights.shape)[r]
         scores = context_scores(queries, weights[r], rows.block_table[r], length, selector)
         best = sink + top_pages(scores[sink : length - window], select)
@@ -251,19 +257,21 @@ def list_context(rows: DecodeRows, selector: ContextSelector, kv_heads: int) -> 
     size = selector.store.page_size
     for r in range(len(rows)):
         length = int(rows.seq_lens[r])
-        sink, window, select = (
-            int(t[r]) for t in (rows.sink_pages, rows.window_pages, rows.select_pages)
-        )
+        sink, window, select = (int(t[r]) for t in (rows.sink, rows.window, rows.select))
         chosen = selector.chosen[int(rows.seats[r]), :select].long()
         attended = torch.cat([torch.arange(sink), chosen, torch.arange(length - window, length)])
         pages = rows.block_table[r, attended // size].long()
         for head in range(kv_heads):
-            listed = rows.page_table[r * kv_heads + head]
+            listed = rows.lists[r * kv_heads + head]
             listed[: len(attended)] = (pages * kv_heads + head) * size + attended % size
 
 
 def stage_pages(
-    source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor, rows: bool = False
+    source: torch.Tensor,
+    pages: torch.Tensor,
+    target: torch.Tensor,
+    layout: str = "vec",
+    rows: bool = False,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.stage_pages`."""
     _, kv_heads, page_size, width = source.shape
@@ -278,8 +286,13 @@ def stage_pages(
         keys = keys.unflatten(3, (size, page_size))
         values = values.unflatten(3, (page_size, size))
     halves = blocks.view(len(blocks), kv_heads, 2, block_size * size)
-    halves[:, :, 0] = keys.permute(0, 2, 3, 1, 4).flatten(2)
-    halves[:, :, 1] = values.transpose(1, 2).flatten(2)
+    keys = keys.permute(0, 2, 3, 1, 4).flatten(3)  # [blocks, kv_heads, head_size, tokens]
+    values = values.transpose(1, 2).flatten(2, 3)  # [blocks, kv_heads, tokens, head_size]
+    if layout == "amx":
+        keys = keys.unflatten(2, (-1, 2)).unflatten(4, (-1, 16)).permute(0, 1, 4, 2, 5, 3)
+        values = values.unflatten(2, (-1, 2)).unflatten(4, (-1, 16)).permute(0, 1, 4, 2, 5, 3)
+    halves[:, :, 0] = keys.flatten(2)
+    halves[:, :, 1] = values.flatten(2)
 
 
 def write_rows(
@@ -385,13 +398,13 @@ class RecallCache:
                 self.counts[request, 2] += 1
         for r, (request, units) in enumerate(zip(rows.seats.tolist(), lists, strict=True)):
             per_head = len(units) // self.kv_heads
-            sink, window = int(rows.sink_pages[r]), int(rows.window_pages[r])
+            sink, window = int(rows.sink[r]), int(rows.window[r])
             pinned = self._pinned_by.setdefault(request, [])
             for head in range(self.kv_heads):
                 own = units[head * per_head : (head + 1) * per_head]
-                entry = rows.page_table[r * self.kv_heads + head]
+                entry = rows.lists[r * self.kv_heads + head]
                 entry[:per_head] = torch.tensor([self._slot_of[unit] for unit in own])
-                if rows.select_pages[r] >= 0:
+                if rows.select[r] >= 0:
                     pinned += own[:sink] + own[per_head - window :]
             for unit in pinned:
                 self._unpinned.pop(unit, None)
@@ -401,7 +414,7 @@ class RecallCache:
         room = True
         for r, request in enumerate(rows.seats.tolist()):
             for head in range(self.kv_heads):
-                chosen = chooser.selection.pages[request, head, : max(0, int(rows.select_pages[r]))]
+                chosen = chooser.selection.chosen[request, head, : max(0, int(rows.select[r]))]
                 for page in rows.block_table[r, chosen.long()].tolist():
                     unit = page * self.kv_heads + head
                     if unit in self._slot_of:
@@ -452,12 +465,10 @@ class RecallCache:
 
     def _entries(self, rows: DecodeRows, r: int) -> list[int]:
         """Units that a row attends to, KV head after KV head."""
-        sink, window, select = (
-            int(t[r]) for t in (rows.sink_pages, rows.window_pages, rows.select_pages)
-        )
+        sink, window, select = (int(t[r]) for t in (rows.sink, rows.window, rows.select))
         pages = -(-int(rows.seq_lens[r]) // self.page_size)
         count = pages if select < 0 else sink + select + window
-        table = rows.page_table[r * self.kv_heads : (r + 1) * self.kv_heads, :count]
+        table = rows.lists[r * self.kv_heads : (r + 1) * self.kv_heads, :count]
         return [int(unit) for unit in table.flatten()]
 
     def _touch(self, unit: int) -> None:

@@ -20,29 +20,32 @@ class DecodeRows:
         block_table: int32 [R, >= pages]; page ids in context order.
         seq_lens: int32 [R]; tokens in the context, the new one included.
         seats: int32 [R]; each request's entry in the per-request state.
-        sink_pages, window_pages: int32 [R]; pages always attended to. The window's last page is the
-            tail page, which may be partly filled.
-        select_pages: int32 [R]; pages chosen by score. 0: none, sink and window only. Negative:
-            attend to the whole context. Where it is not negative, the context has at least as many
-            pages as sink, window and selection together.
+        sink, window: int32 [R]; units of selection always attended to: pages, or tokens. Of pages,
+            the window's last one is the tail page, which may be partly filled.
+        select: int32 [R]; units chosen by score. 0: none, sink and window only. Negative: attend
+            to the whole context. Where it is not negative, the context has at least as many units
+            as sink, window and selection together.
         threshold: float32 [R]; correction threshold tau.
         fresh: uint8 [R]; 1 where the previous step was no sparse decode step of this request.
         corrected: int64 [S]; incremented for every KV head corrected.
-        page_table: int32 [R * kv_heads, width], written: per (row, KV head) the pages to attend to
-            in context order, as ``page_id * kv_heads + kv_head``.
+        lists: int32 [R * kv_heads, width], written: per (row, KV head) what to attend to in context
+            order, as :class:`TokenLists` numbers it: pages as ``page_id * kv_heads + kv_head``,
+            tokens as that times ``page_size``, plus their place in the page.
+        per_token: Whether units of selection are single tokens; else they are pages.
         handle: The implementation's own view of these tensors, made on first use.
     """
 
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     seats: torch.Tensor
-    sink_pages: torch.Tensor
-    window_pages: torch.Tensor
-    select_pages: torch.Tensor
+    sink: torch.Tensor
+    window: torch.Tensor
+    select: torch.Tensor
     threshold: torch.Tensor
     fresh: torch.Tensor
     corrected: torch.Tensor
-    page_table: torch.Tensor
+    lists: torch.Tensor
+    per_token: bool = False
     handle: Any = None
 
     def __len__(self) -> int:
@@ -139,12 +142,12 @@ class Selection:
 
     Attributes:
         query: [S, kv_heads * group, head_size]; the step's query.
-        pages: int32 [S, kv_heads, most selected]; positions in the context of the pages that this
-            query selected, in rising order.
+        chosen: int32 [S, kv_heads, most selected]; positions in the context of the pages or tokens
+            that this query selected, in rising order.
     """
 
     query: torch.Tensor
-    pages: torch.Tensor
+    chosen: torch.Tensor
 
     @classmethod
     def empty(
@@ -173,7 +176,7 @@ class Chooser:
         selection: The layer's; all its choosers share it, since a request has one method.
         pooling: Over the query heads of a KV head.
         scale: Softmax scale of the layer.
-        rerank: Candidates per page selected, scored again by their keys; 0: none.
+        rerank: Candidates per unit selected, scored again by their keys; 0: none.
         handle: The implementation's own view of these, made on first use.
     """
 
@@ -260,23 +263,26 @@ class Ops(Protocol):
 
         Per row and KV head, as FreeKV's sections 3.2 and 3.3 state it: compare the query with the
         previous step's (cosine, mean over the group); score every entry of the index, pool the
-        scores over the group and each page's entries, and select the best ``select_pages`` between
-        sink and window. A head below the threshold, or fresh, attends to this new selection, any
-        other to that of the previous step; the new one is kept for the next. With ``rerank``, so
-        many times ``select_pages`` are scored again by their keys, and the best of these selected.
-        Ties go to the earlier page; scores that underflow do not tie, but keep the order of their
-        logarithms. Bytes moved: the records of the context.
+        scores over the group and each page's entries, and select the best ``select`` pages between
+        sink and window; or score the tokens of complete entries, and select the best tokens. A head
+        below the threshold, or fresh, attends to this new selection, any other to that of the
+        previous step; the new one is kept for the next. With ``rerank``, so many times
+        ``select`` are scored again by their keys, and the best of these selected. Ties go to the
+        earlier unit; scores that underflow do not tie, but keep the order of their logarithms.
+        Bytes moved: the records of the context.
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided.
-            rows: ``page_table`` and ``corrected`` are written.
+            rows: ``lists`` and ``corrected`` are written.
             chooser: Its selection is written, at the rows' seats.
 
         Raises:
-            ValueError: A row does not fit: more pages to select than the selection holds, to attend
-                to than the context or ``page_table`` has, or in the context than ``block_table``; a
-                seat outside the selection or ``corrected``; a negative sink or window; pages to
-                select by no index, or beside a window without the tail page. Or ``query`` is not
+            ValueError: A row does not fit: more units to select than the selection holds, to attend
+                to than the context or ``lists`` has, or pages in the context than in
+                ``block_table``; a seat outside the selection or ``corrected``; a negative sink or
+                window; units to select by no index, tokens by one that scores entries only or with
+                ``rerank``, or beside a window without the tail page or all of an unfinished entry;
+                or tokens that 31 bits do not number. Or ``query`` is not
                 of the layer's shape and dtype. Nothing is written then.
         """
         ...
@@ -326,19 +332,30 @@ class Ops(Protocol):
         ...
 
     def stage_pages(
-        self, source: torch.Tensor, pages: torch.Tensor, target: torch.Tensor, rows: bool = False
+        self,
+        source: torch.Tensor,
+        pages: torch.Tensor,
+        target: torch.Tensor,
+        layout: str = "vec",
+        rows: bool = False,
     ) -> None:
         """Lay out pages of one layer as larger blocks, for vLLM's prefill kernel.
 
-        There a (page, KV head) holds its keys transposed, ``[head_size, tokens]``, and then its
-        values, ``[tokens, head_size]``: what vLLM's CPU cache update writes without AMX. Bytes
-        moved: the pages once, read and written.
+        There a (page, KV head) holds what vLLM's CPU cache update writes: its keys transposed,
+        ``[head_size, tokens]``, and then its values, ``[tokens, head_size]``; or, where its layout
+        is ``amx``, keys as words of two channels, ``[tokens / 16, head_size / 2, 16 tokens]``, and
+        values as words of two tokens, ``[head_size / 16, tokens / 2, 16 channels]``. Bytes moved:
+        the pages once, read and written.
 
         Args:
             source: [P, kv_heads, page_size, 2 * head_size]; vLLM's KV cache of the layer.
             pages: int32 [n]; page ids in the order wanted, n a multiple of pages per block.
             target: [>= n * page_size / block_size, kv_heads, block_size, 2 * head_size], written.
+            layout: How ``target`` is to be laid out: the name of vLLM's attention ``isa``.
             rows: Whether ``source`` is a cache of rows; else it is laid out as ``target``.
+
+        Raises:
+            ValueError: The layout is not known, or is ``amx`` but ``source`` not rows of 16 bits.
         """
         ...
 
@@ -434,7 +451,7 @@ class RecallCache(Protocol):
         Bytes moved: one unit per miss.
 
         Args:
-            rows: ``page_table`` holds units, as ``plan_decode`` wrote it, and gets their slots.
+            rows: ``lists`` holds units, as ``plan_decode`` wrote it, and gets their slots.
                 Negative entries do not occur. A slot that could not be read holds zeros.
 
         Raises:
@@ -450,7 +467,7 @@ class RecallCache(Protocol):
         fetches less. The next call waits for what is still on its way.
 
         Args:
-            rows: Those of ``resolve``; ``page_table`` is not read.
+            rows: Those of ``resolve``; ``lists`` is not read.
             chooser: Its selection names the pages.
 
         Raises:

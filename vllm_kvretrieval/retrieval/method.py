@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.parsing import reject_unknown, require_int, require_name, require_number
-from vllm_kvretrieval.retrieval.index import Index, make_index
+from vllm_kvretrieval.retrieval.index import Index, indexes, make_index
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.presets import presets
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES, Schedule
@@ -14,12 +14,14 @@ from vllm_kvretrieval.retrieval.schedule import SCHEDULES, Schedule
 ENTRY_TOKENS = (8, 16, 32, 64, 128)
 MOST_RERANKED = 64
 DEFAULT_THRESHOLD = 0.9
+UNITS = ("page", "token")
+"""What is selected: pages, or single tokens."""
 POOLINGS = tuple(pooling.name.lower() for pooling in Pooling)
 
 
 @dataclass(frozen=True)
 class Method:
-    """What selects pages, and when.
+    """What selects pages or tokens, and when.
 
     Attributes:
         name: What requests call it.
@@ -28,6 +30,7 @@ class Method:
         pooling: Over the query heads of a KV head.
         schedule: When pages are selected.
         rerank: Candidates per page selected, scored again by their keys; 0: none.
+        per_token: Whether single tokens are selected; else pages are.
         sink_pages, window_pages: Pages always attended to, where the user names none; None: a share
             of the budget each.
         correction_threshold: A KV head whose query has a lower cosine similarity to the previous
@@ -40,13 +43,14 @@ class Method:
     pooling: Pooling
     schedule: Schedule
     rerank: int
+    per_token: bool
     sink_pages: int | None
     window_pages: int | None
     correction_threshold: float
 
     @property
     def selects(self) -> bool:
-        """Whether pages beyond sink and window are ever attended to."""
+        """Whether tokens beyond sink and window are ever attended to."""
         return self.schedule.selects
 
     @property
@@ -61,7 +65,7 @@ class Method:
         return self.rerank > 0 or by_keys or self.shares
 
 
-OPTIONS = ("index", "pooling", "schedule", "rerank", "summary_size", "correction_threshold")
+OPTIONS = ("index", "pooling", "schedule", "rerank", "unit", "summary_size", "correction_threshold")
 """Those of a method; what else there is belongs to the engine."""
 
 
@@ -91,7 +95,9 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
                 )
         pooling = Pooling.MEAN_SOFTMAX
         threshold = 1.0 if schedule.selects else DEFAULT_THRESHOLD
-        return Method(name, None, page_size, pooling, schedule, 0, None, None, threshold)
+        return Method(
+            name, None, page_size, pooling, schedule, 0, schedule.shares, None, None, threshold
+        )
     index = make_index(given.get("index", base.index))
     if index is None:
         raise RetrievalConfigError(
@@ -108,6 +114,17 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
         if index.reads_keys:
             why = f"has no effect with index={index.name}, which scores by all keys; leave it out"
         raise RetrievalConfigError(f"rerank={rerank} {why}.")
+    unit = require_name("unit", given.get("unit", base.unit), UNITS)
+    if unit == "token" and not index.per_token:
+        scoring = ", ".join(name for name, kind in indexes().items() if kind.per_token)
+        raise RetrievalConfigError(
+            f"unit={unit!r} selects single tokens, and index={index.name} scores several at once; "
+            f"use one of {scoring}, or unit=page."
+        )
+    if unit == "token" and rerank:
+        raise RetrievalConfigError(
+            f"rerank={rerank} is for pages, and unit={unit!r} selects single tokens; leave one out."
+        )
     threshold = 1.0
     if schedule.speculates:
         value = given.get("correction_threshold", DEFAULT_THRESHOLD)
@@ -117,8 +134,18 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
             f"correction_threshold={given['correction_threshold']!r} has no effect with "
             f"schedule={schedule_name!r}; leave it out, or use schedule=speculative."
         )
-    kept = base.sink_pages, base.window_pages
-    return Method(name, index, entry_tokens, pooling, schedule, rerank, *kept, threshold)
+    return Method(
+        name,
+        index,
+        entry_tokens,
+        pooling,
+        schedule,
+        rerank,
+        unit == "token",
+        base.sink_pages,
+        base.window_pages,
+        threshold,
+    )
 
 
 def _entry_tokens(value: Any, page_size: int) -> int:

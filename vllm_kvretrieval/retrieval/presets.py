@@ -22,6 +22,7 @@ class Preset:
         schedule: Name in :data:`vllm_kvretrieval.retrieval.schedule.SCHEDULES`.
         rerank: Candidates per page selected, which are scored again by their keys; 0: none.
         page_size: Tokens per page.
+        unit: What is selected, one of :data:`vllm_kvretrieval.retrieval.method.UNITS`.
         sink_pages, window_pages: Pages always attended to; None: a share of the budget each.
         dense_layers: Leading layers that keep full attention.
     """
@@ -32,6 +33,7 @@ class Preset:
     schedule: str = "every_step"
     rerank: int = 0
     page_size: int = 32
+    unit: str = "page"
     sink_pages: int | None = None
     window_pages: int | None = None
     dense_layers: int = 1
@@ -62,9 +64,18 @@ OWN = {
         page_size=128,
         dense_layers=0,
     ),
+    "fier": Preset(
+        "FIER: single tokens by keys of one bit per channel, at every step",
+        index="one_bit",
+        unit="token",
+        sink_pages=1,
+        window_pages=1,
+        dense_layers=2,
+    ),
     "omnikv": Preset(
         "OmniKV: filter layers select tokens for the layers after them",
         schedule="shared_layers",
+        unit="token",
         dense_layers=0,
     ),
     "streamingllm": Preset("StreamingLLM: sink and window only, a baseline", schedule="never"),

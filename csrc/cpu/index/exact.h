@@ -10,11 +10,11 @@
 namespace kvr {
 namespace KVR_ISA {
 
-// Logarithms of the mass of an entry's keys for the queries of a KV head, times the softmax scale;
-// out[g * stride].
-template <class E>
-inline void exact_score(const Index& index, int64_t entry, int head, const float* queries, int group,
-                        float* out, int64_t stride) {
+// Calls take(g, scores) with the scores of an entry's tokens, of a KV head, for each of its queries,
+// which come times the softmax scale. There is room behind the scores up to padded(their number).
+template <class E, class Take>
+inline void exact_scores(const Index& index, int64_t entry, int head, const float* queries, int group,
+                         const Take& take) {
   const int d = index.head_size, n = index.entry_tokens, width = padded(n);
   thread_local std::vector<float> keys, scores;
   keys.resize(d * width);
@@ -26,20 +26,45 @@ inline void exact_score(const Index& index, int64_t entry, int head, const float
       for (int c = 0; c < d; ++c) total += load_as<Floats>(keys.data() + c * width + i) * queries[c];
       std::memcpy(scores.data() + i, &total, sizeof total);
     }
-    out[g * stride] = log_sum_exp(scores.data(), n);
+    take(g, scores.data());
   }
+}
+
+// Logarithms of the mass of an entry's keys; out[g * stride].
+template <class E>
+inline void exact_score(const Index& index, int64_t entry, int head, const float* queries, int group,
+                        float* out, int64_t stride) {
+  exact_scores<E>(index, entry, head, queries, group, [&](int g, float* scores) {
+    out[g * stride] = log_sum_exp(scores, index.entry_tokens);
+  });
 }
 
 template <class E>
 struct Exact {
   static void score(const ScoreTask<E>& t) {
+    score_entries(t, [&](int64_t entry, int head, const float* queries, float* out, int j) {
+      exact_score<E>(t.index, entry, head, queries, t.group, out + j, t.stride);
+    });
+  }
+
+  static void score_tokens(const ScoreTask<E>& t) {
+    const int n = t.index.entry_tokens;
+    score_entries(t, [&](int64_t entry, int head, const float* queries, float* out, int j) {
+      exact_scores<E>(t.index, entry, head, queries, t.group, [&](int g, const float* scores) {
+        std::copy_n(scores, n, out + g * t.stride + int64_t(j) * n);
+      });
+    });
+  }
+
+ private:
+  // Calls score(entry, head, queries, out of the head, j).
+  template <class Score>
+  static void score_entries(const ScoreTask<E>& t, const Score& score) {
     const float* queries = float_queries(t, t.scale);
-    const int d = t.index.head_size;
     for (int head = 0; head < t.heads; ++head)
       for (int j = t.begin; j < t.end; ++j)
-        exact_score<E>(t.index, t.records.entry(j), t.first_head + head,
-                       queries + head * t.group * d, t.group, t.out + head * t.unit_stride + j,
-                       t.stride);
+        score(t.records.entry(j), t.first_head + head,
+              queries + head * t.group * t.index.head_size, t.out + head * t.unit_stride, j);
   }
 };
 

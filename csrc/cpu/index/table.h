@@ -26,6 +26,16 @@ inline ScoreFn<E> score_fn_of(IndexKind kind) {
   return kFns[static_cast<int>(kind)];
 }
 
+// Null where an index scores entries only.
+template <class E>
+inline ScoreFn<E> token_score_fn_of(IndexKind kind) {
+  switch (kind) {
+    case IndexKind::kOneBit: return OneBit<E>::score_tokens;
+    case IndexKind::kExact: return Exact<E>::score_tokens;
+    default: return nullptr;
+  }
+}
+
 template <class E>
 inline BuildFn<E> build_fn_of(IndexKind kind) {
   static constexpr BuildFn<E> kFns[static_cast<int>(IndexKind::kCount)] = {

@@ -1,7 +1,8 @@
 // What scores and builds the records of an index. Every kind of index is a struct with
 //
-//   static void score(const ScoreTask<E>&);    a stretch of a context, for some KV heads
-//   static void build(const BuildTask<E>&);    one record, of the keys of its tokens
+//   static void score(const ScoreTask<E>&);         a stretch of a context, for some KV heads
+//   static void score_tokens(const ScoreTask<E>&);  the same token by token, where an index can
+//   static void build(const BuildTask<E>&);         one record, of the keys of its tokens
 //
 // for elements E of the KV cache.
 #pragma once
@@ -37,7 +38,8 @@ struct Records {
   const uint8_t* at(int j, int head) const { return index.record(entry(j), head); }
 };
 
-// Scores of entries [begin, end) of a context; out[head * unit_stride + g * stride + j].
+// Scores of entries [begin, end) of a context; out[head * unit_stride + g * stride + j]. Those of
+// tokens: out[head * unit_stride + g * stride + j * entry_tokens + t].
 template <class E>
 struct ScoreTask {
   const Index& index;

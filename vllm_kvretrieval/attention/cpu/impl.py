@@ -16,7 +16,8 @@ from vllm_kvretrieval.attention.cpu.metadata import (
 from vllm_kvretrieval.attention.cpu.observation import LatestQueries
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import Chooser, ContextSelector, IndexStore, Ops
+from vllm_kvretrieval.kernels import Chooser, ContextSelector, IndexStore, Ops, TokenLists
+from vllm_kvretrieval.kernels.cpu import ROWS
 from vllm_kvretrieval.tiers.layer import SlowLayer
 
 
@@ -52,6 +53,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self.kernels: Ops
         self.staging: PrefillStaging | None = None
         self.slow: SlowLayer | None = None
+        self.rows = False
         self.pages = torch.empty(0)
 
     def attach(
@@ -61,6 +63,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         staging: PrefillStaging | None,
         slow: SlowLayer | None,
+        rows: bool = False,
     ) -> None:
         """Make this a retrieval layer.
 
@@ -70,6 +73,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             kv_cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
             staging: What the metadata builder plans prefill with.
             slow: Where ``kv_cache`` lies in a slow home, the way to read it.
+            rows: Whether ``kv_cache`` is to have rows, each token's key before its value, instead
+                of vLLM's layout; needs ``staging``.
 
         Raises:
             ValueError: vLLM's pages are not those of a page index.
@@ -86,6 +91,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         units = kv_cache if slow is None else slow.slots
         self.pages = units.view(-1, page_size, 2 * self.head_size)
         self.kernels, self.choosers, self.staging, self.slow = kernels, choosers, staging, slow
+        self.rows = rows
         kept = (c.store for c in choosers if c.store.records.numel())
         self.stores = list({id(store): store for store in kept}.values())
 
@@ -107,7 +113,10 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        if self.rows:
+            self.kernels.write_rows(key, value, slot_mapping, kv_cache)
+        else:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         for store in self.stores:
             self.kernels.update_index(key, slot_mapping, store)
         if self.slow is not None and self.slow.cache is not None:
@@ -179,24 +188,19 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         output: torch.Tensor,
     ) -> None:
         """Decode rows, then prefill."""
-        rows = split.rows
         for plan in split.decode:
             self._attend_to_pages(query, output, plan, self.choosers[plan.method])
         if split.whole is not None:
             self._attend_to_all(layer, query, key, value, kv_cache, split.whole, output)
-        if split.prefill is not None:
-            if split.staged is not None:
+        for part in split.prefill:
+            context = kv_cache
+            if part.staged is not None:
                 assert self.staging is not None
-                self.kernels.stage_pages(kv_cache, split.staged, self.staging.buffer)
-                kv_cache = self.staging.buffer
+                context, isa = self.staging.buffer, self.staging.isa
+                self.kernels.stage_pages(kv_cache, part.staged, context, isa, self.rows)
+            new = slice(part.start, part.start + part.metadata.num_actual_tokens)
             super().forward(
-                layer,
-                query[rows:],
-                key[rows:],
-                value[rows:],
-                kv_cache,
-                split.prefill,
-                output[rows:],
+                layer, query[new], key[new], value[new], context, part.metadata, output[new]
             )
 
     def _attend_to_all(
@@ -209,15 +213,21 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         whole: Whole,
         output: torch.Tensor,
     ) -> None:
-        """Rows of one token, over whole contexts, as vLLM has it."""
-        index = whole.index
-        if index is None:
-            super().forward(layer, query, key, value, kv_cache, whole.metadata, output)
+        """Rows of one token, over whole contexts."""
+        index, by = whole.index, whole.by
+        if isinstance(by, TokenLists):
+            rows = slice(len(by.lengths) // by.kv_heads) if index is None else index
+            asked, attended = query[rows], output[rows]
+            self.kernels.attend(asked, by, self.pages, attended, ROWS, self.scale)
+        elif index is None:
+            super().forward(layer, query, key, value, kv_cache, by, output)
             return
-        attended = torch.empty(len(index), *output.shape[1:], dtype=output.dtype)
-        # Keys and values are read from the cache.
-        super().forward(layer, query[index], key, value, kv_cache, whole.metadata, attended)
-        output[index] = attended
+        else:
+            attended = torch.empty(len(index), *output.shape[1:], dtype=output.dtype)
+            # Keys and values are read from the cache.
+            super().forward(layer, query[index], key, value, kv_cache, by, attended)
+        if index is not None:
+            output[index] = attended
 
     def _attend_to_pages(
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, chooser: Chooser

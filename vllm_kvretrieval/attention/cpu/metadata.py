@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_kvretrieval.attention.cpu.observation import Observation, Observed
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.parts import split_rows
+from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, TokenLists
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 from vllm_kvretrieval.tiers.home import page_runs
@@ -44,7 +45,7 @@ class DecodePlan:
         method: Its number among the engine's methods.
         rows: The requests, each of which decodes one token.
         index: int64 [rows]; their places in the batch, None where they are the first ones in it.
-        lists: What each (row, KV head) attends to; its entries are the rows' ``page_table``.
+        lists: What each (row, KV head) attends to; its entries are the rows' ``lists``.
         schedule: Where vLLM's kernel attends, how.
         weights: float32 [rows, n]; where filter layers select, those of their n latest queries.
         listed: Whose selection the lists hold, of filter layers.
@@ -80,11 +81,28 @@ class Whole:
 
     Attributes:
         index: int64 [rows]; their places in the batch, None where they are the first ones in it.
-        metadata: vLLM's, for them alone.
+        by: vLLM's metadata for them alone; in a cache of rows, which vLLM's kernel does not read,
+            all pages of their contexts.
     """
 
     index: torch.Tensor | None
+    by: CPUAttentionMetadata | TokenLists
+
+
+@dataclass
+class Prefill:
+    """Requests that read their prompts.
+
+    Attributes:
+        start: Their first token in the batch.
+        metadata: vLLM's, for them alone; their tokens counted from there.
+        staged: int32 [n]; the pages to copy into the staging buffer, which is then read; None where
+            the cache itself is.
+    """
+
+    start: int
     metadata: CPUAttentionMetadata
+    staged: torch.Tensor | None
 
 
 @dataclass
@@ -95,17 +113,13 @@ class Split:
         rows: Requests with a single token; they lead the batch.
         decode: Those of them that attend to pages of their own choice, by method.
         whole: The others.
-        prefill: The requests after them, their tokens counted from the end of the rows; None in a
-            step that only decodes.
-        staged: int32 [n]; the pages to copy into the staging buffer, which ``prefill`` then reads;
-            None where it reads the cache itself.
+        prefill: The requests after them, in turns.
     """
 
     rows: int
     decode: list[DecodePlan]
     whole: Whole | None
-    prefill: CPUAttentionMetadata | None
-    staged: torch.Tensor | None
+    prefill: list[Prefill]
 
 
 @dataclass
@@ -138,7 +152,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.requests: RequestTable | None = None
         self.staging: PrefillStaging | None = None
         self.home_page_bytes = 0
-        self.loads = self.streams_dense = self.attends = False
+        self.loads = self.streams_dense = self.attends = self.rows = False
         self.observation: Observation | None = None
 
     def attach(
@@ -150,6 +164,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         loads: bool = False,
         streams_dense: bool = False,
         attends: bool = False,
+        rows: bool = False,
     ) -> None:
         """Switch retrieval on, once the worker has allocated the layers' state.
 
@@ -161,6 +176,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             loads: Whether a KV connector may fill pages.
             streams_dense: Whether dense layers are in the slow home, too.
             attends: Whether our own kernel attends to pages; else vLLM's does.
+            rows: Whether the KV cache of retrieval layers has rows; ``attends`` then, and staging.
 
         Raises:
             ValueError: vLLM's block tables are not in pages of this size.
@@ -170,17 +186,21 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         seats, heads = requests.capacity, self.num_kv_heads
         self.requests, self.staging = requests, staging
         self.home_page_bytes, self.loads = home_page_bytes, loads
-        self.streams_dense, self.attends = streams_dense, attends
+        self.streams_dense, self.attends, self.rows = streams_dense, attends, rows
+        self.per_token = [method.per_token for method in requests.config.methods.values()]
         # Of all admissible budgets; a context within it is in fast memory for its own sake.
         self.budget_pages = requests.config.budget_limit // page_size
         # Length of the context at a seat's last sparse decode step.
         self.last_len = requests.per_seat()
-        self.page_table = torch.empty(seats * heads, self.budget_pages, dtype=torch.int32)
-        if requests.config.own.shares:
+        most = self.budget_pages * (page_size if any(self.per_token) else 1)
+        self.lists = torch.empty(seats * heads, most, dtype=torch.int32)
+        methods = requests.config.methods.values()
+        self.shares = [method.shares for method in methods]
+        if any(self.shares):
+            # What one filter has selected, until the next one has: other methods' rows have theirs.
+            self.shared_lists = torch.empty_like(self.lists)
             weights = OBSERVATIONS[requests.config.observation or "last"]
             self.observation = Observation(weights, requests.per_seat(), requests.per_seat())
-            most = requests.config.budget_limit
-            self.token_table = torch.empty(seats * heads, most, dtype=torch.int32)
         self.one_token_starts = torch.arange(seats * heads + 1, dtype=torch.int32)
 
     def build(
@@ -193,7 +213,14 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         dense = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = RetrievalMetadata(**vars(dense))
         # Attention that is not causal, as in prefix-LM layers, is vLLM's own affair.
-        if self.requests is None or not dense.causal or dense.dynamic_causal is not None:
+        if self.requests is None:
+            return metadata
+        if not dense.causal or dense.dynamic_causal is not None:
+            if self.rows:
+                raise RetrievalConfigError(
+                    f"{self.requests.config.method} selects single tokens, and this model attends "
+                    "to some of its input in both directions. Use a method that selects pages."
+                )
             return metadata
         if self.observation is not None and self.observation.keeps:
             starts, lens = dense.query_start_loc.numpy(), dense.seq_lens.numpy()
@@ -202,6 +229,9 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             )
         if not self.requests.calm:
             metadata.split = self._split(common_attn_metadata, dense)
+        elif self.rows:
+            everything = self._all_pages(dense.seq_lens, dense.block_table)
+            metadata.split = Split(len(dense.seq_lens), [], Whole(None, everything), [])
         if self.home_page_bytes:
             metadata.in_place = self._in_place(dense, metadata.split)
         if self.loads and self.requests.arrived:
@@ -249,24 +279,52 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         longer = np.flatnonzero(np.diff(common.query_start_loc_cpu.numpy()) != 1)
         rows = int(longer[0]) if len(longer) else common.num_reqs
         decode, others = self._plan(common, dense, rows)
-        staged = None
-        if self.staging is not None and rows < common.num_reqs:
-            starts = dense.query_start_loc[rows:]
-            staged = self.staging.plan(dense.block_table[rows:], dense.seq_lens[rows:], starts)
-        if not decode and staged is None:
+        prefill = self._prefill(dense, rows) if rows < common.num_reqs else []
+        if not decode and not self.rows and all(part.staged is None for part in prefill):
             return None
-        whole = prefill = None
+        whole = None
         if not decode and rows:
-            whole = Whole(None, self._part(dense, slice(0, rows), dense.block_table[:rows]))
+            whole = Whole(None, self._whole(dense, slice(0, rows)))
         elif len(others):
             index = torch.from_numpy(others)
-            starts = self.one_token_starts[: len(index) + 1]
-            lens, table = dense.seq_lens[index], dense.block_table[index]
-            whole = Whole(index, self._with_schedule(dense, starts, lens, table))
-        if rows < common.num_reqs:
-            table = staged.block_table if staged else dense.block_table[rows:]
-            prefill = self._part(dense, slice(rows, common.num_reqs), table)
-        return Split(rows, decode, whole, prefill, staged.pages if staged else None)
+            whole = Whole(index, self._whole(dense, index))
+        return Split(rows, decode, whole, prefill)
+
+    def _whole(
+        self, dense: CPUAttentionMetadata, rows: "slice | torch.Tensor"
+    ) -> CPUAttentionMetadata | TokenLists:
+        """How rows of one token attend to their whole contexts."""
+        lens, table = dense.seq_lens[rows], dense.block_table[rows]
+        if self.rows:
+            return self._all_pages(lens, table)
+        return self._with_schedule(dense, self.one_token_starts[: len(lens) + 1], lens, table)
+
+    def _all_pages(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> TokenLists:
+        heads, pages = self.num_kv_heads, -(-int(seq_lens.max()) // self.block_size)
+        units = (
+            block_table[:, None, :pages] * heads + torch.arange(heads, dtype=torch.int32)[:, None]
+        )
+        lengths = seq_lens.repeat_interleave(heads)
+        return TokenLists(units.flatten(0, 1), lengths, self.block_size, heads)
+
+    def _prefill(self, dense: CPUAttentionMetadata, rows: int) -> list[Prefill]:
+        """The requests behind the rows."""
+        starts, table = dense.query_start_loc[rows:], dense.block_table[rows:]
+        staged = self.staging.plan(table, dense.seq_lens[rows:], starts) if self.staging else []
+        if not staged:
+            return [Prefill(rows, self._part(dense, slice(rows, len(dense.seq_lens)), table), None)]
+        return [
+            Prefill(
+                int(starts[part.requests.start]),
+                self._part(
+                    dense,
+                    slice(rows + part.requests.start, rows + part.requests.stop),
+                    part.block_table,
+                ),
+                part.pages,
+            )
+            for part in staged
+        ]
 
     def _plan(
         self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata, count: int
@@ -313,34 +371,32 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         lens, batch = seq_lens.numpy(), self.requests.select(seats)
         fresh = self.last_len[seats] != lens - 1
         self.last_len[seats] = lens
-        shares = list(self.requests.config.methods.values())[method].shares
-        unit = self.block_size if shares else 1  # filter layers select tokens, not pages
-        tail = self.block_size if shares else (lens - 1) % self.block_size + 1
-        attended = (batch.total_pages - 1) * self.block_size + tail
-        lists_of = self.token_table if shares else self.page_table
+        per_token, shares = self.per_token[method], self.shares[method]
+        units = self.block_size if per_token else 1  # of selection, in a page
+        attended = batch.total_pages * self.block_size
+        if not per_token:
+            attended -= self.block_size - ((lens - 1) % self.block_size + 1)  # the tail page's rest
         decode_rows = DecodeRows(
             block_table=block_table,
             seq_lens=seq_lens,
             seats=torch.from_numpy(seats),
-            sink_pages=torch.from_numpy(batch.sink_pages * unit),
-            window_pages=torch.from_numpy(batch.window_pages * unit),
-            select_pages=torch.from_numpy(batch.select_pages * unit),
+            sink=torch.from_numpy(batch.sink_pages * units),
+            window=torch.from_numpy(batch.window_pages * units),
+            select=torch.from_numpy(batch.select_pages * units),
             threshold=torch.from_numpy(batch.threshold),
             fresh=torch.from_numpy(fresh.astype(np.uint8)),
             corrected=self.requests.corrected,
-            page_table=lists_of[: rows * heads],
+            lists=(self.shared_lists if shares else self.lists)[: rows * heads],
+            per_token=per_token,
         )
         attended_lens = torch.from_numpy(np.repeat(attended.astype(np.int32), heads))
-        run = 1 if shares else self.block_size
-        lists = TokenLists(decode_rows.page_table, attended_lens, run, heads)
+        run = self.block_size // units
+        lists = TokenLists(decode_rows.lists, attended_lens, run, heads)
         schedule = None
         if not self.attends:
             starts = self.one_token_starts[: rows * heads + 1]
             schedule = Schedule(starts, self._schedule(attended_lens, starts, self.group, 1))
-        weights = None
-        if shares:
-            assert self.observation is not None
-            weights = self.observation.weights_of(seats)
+        weights = self.observation.weights_of(seats) if self.observation and shares else None
         return DecodePlan(method, decode_rows, index, lists, schedule, weights)
 
     def _part(

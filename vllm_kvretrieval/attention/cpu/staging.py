@@ -1,5 +1,6 @@
 """Prefill reads its context in blocks of vLLM's own size, not in the smaller pages of retrieval."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -9,20 +10,25 @@ BLOCK_SIZE = 128
 """vLLM's own choice for the CPU. Its kernel takes 7 to 12 % longer over blocks of 32 tokens."""
 
 ISAS = ("vec", "vec16")
-"""Variants of vLLM's kernel, by its own names, whose layout of a block the copy knows."""
+"""Variants of vLLM's kernel, by its own names, whose pages the copy lays out as blocks."""
+
+ISAS_OF_ROWS = (*ISAS, "amx")
+"""Those for which it can lay out pages of rows."""
 
 WORTHWHILE_QUERIES = 128
 """Copying the context pays for itself from about this many queries on."""
 
 
 class StagedContext(NamedTuple):
-    """The context of a step's prefilling requests, laid out one after the other.
+    """The context of some of a step's prefilling requests, laid out one after the other.
 
     Attributes:
+        requests: Which of those that prefill.
         pages: int32 [n]; the pages to copy, in order.
         block_table: int32 [requests, blocks]; where each request's context then lies.
     """
 
+    requests: slice
     pages: torch.Tensor
     block_table: torch.Tensor
 
@@ -34,31 +40,61 @@ class PrefillStaging:
         page_size: Tokens per page; must divide ``BLOCK_SIZE``.
         kv_heads, head_size, dtype: Of the KV cache.
         max_tokens: Tokens of the longest context.
+        isa: Variant of vLLM's kernel that reads it.
+        rows: Whether the KV cache has rows, which that kernel does not read.
     """
 
     def __init__(
-        self, page_size: int, kv_heads: int, head_size: int, dtype: torch.dtype, max_tokens: int
+        self,
+        page_size: int,
+        kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        max_tokens: int,
+        isa: str = "vec",
+        rows: bool = False,
     ) -> None:
         blocks = -(-max_tokens // BLOCK_SIZE)
         self.pages_per_block = BLOCK_SIZE // page_size
+        self.isa, self.rows = isa, rows
         self.buffer = torch.empty(blocks, kv_heads, BLOCK_SIZE, 2 * head_size, dtype=dtype)
 
     def plan(
         self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
-    ) -> StagedContext | None:
-        """How to stage these requests' context; None where it does not fit or would not pay.
+    ) -> list[StagedContext]:
+        """How to stage these requests' context: all of it at once, or in turns, as it fits.
 
         Args:
             block_table: int32 [requests, >= pages]; page ids in context order.
             seq_lens: int32 [requests]; tokens of context, those of this step included.
             query_start_loc: int32 [requests + 1]; first token of each request in the step.
+
+        Returns:
+            Nothing where the KV cache itself is to be read, since copying would not pay, or since
+            what could be does not fit at once.
         """
         lens = seq_lens.numpy().astype(np.int64)
-        queries = np.diff(query_start_loc.numpy())
         blocks = -(-lens // BLOCK_SIZE)
-        if blocks.sum() > len(self.buffer) or lens @ queries < WORTHWHILE_QUERIES * lens.sum():
-            return None
         table = block_table.numpy()
+        if self.rows:
+            return [self._lay_out(table, blocks, turn) for turn in self._turns(blocks)]
+        queries = np.diff(query_start_loc.numpy())
+        if blocks.sum() > len(self.buffer) or lens @ queries < WORTHWHILE_QUERIES * lens.sum():
+            return []
+        return [self._lay_out(table, blocks, slice(0, len(blocks)))]
+
+    def _turns(self, blocks: np.ndarray) -> list[slice]:
+        """Adjacent requests, as many together as fit; one does."""
+        firsts, room = list[int](), 0
+        for request, count in enumerate(blocks.tolist()):
+            if count > room:
+                firsts.append(request)
+                room = len(self.buffer)
+            room -= count
+        return [slice(*pair) for pair in pairwise([*firsts, len(blocks)])]
+
+    def _lay_out(self, table: np.ndarray, blocks: np.ndarray, requests: slice) -> StagedContext:
+        table, blocks = table[requests], blocks[requests]
         last = table.shape[1] - 1
         # A last block is filled up with whatever page comes next: nobody attends to it.
         pages = [
@@ -68,6 +104,7 @@ class PrefillStaging:
         starts = np.cumsum(blocks) - blocks
         staged = starts[:, None] + np.arange(blocks.max())
         return StagedContext(
+            requests,
             torch.from_numpy(np.concatenate(pages)),
             torch.from_numpy(np.minimum(staged, len(self.buffer) - 1).astype(np.int32)),
         )

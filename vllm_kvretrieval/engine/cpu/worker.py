@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cpu.observation import LatestQueries
-from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, ISAS, PrefillStaging
+from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, ISAS, ISAS_OF_ROWS, PrefillStaging
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.advice import startup_advice
@@ -111,7 +111,8 @@ class RetrievalCPUWorker(PlanningWorker):
         selectors = self._attach_filters(layers)
         for builder, staging, names in groups:
             for name in names:
-                self._attach(name, layers[name], builder.isa, staging)
+                layout = cpu.ROWS if config.rows else builder.isa
+                self._attach(name, layers[name], layout, staging)
                 role = self.roles.get(extract_layer_index(name))
                 if isinstance(role, Follows):
                     layers[name].impl.selector = selectors[role.filter]
@@ -123,7 +124,8 @@ class RetrievalCPUWorker(PlanningWorker):
                 page_bytes,
                 foreign,
                 streams_dense,
-                builder.isa in cpu.ATTENDED,
+                config.rows or builder.isa in cpu.ATTENDED,
+                config.rows and bool(names),
             )
         if streams_dense:
             self._attach_streamed(layers)
@@ -150,6 +152,11 @@ class RetrievalCPUWorker(PlanningWorker):
                 f"{config.method} cannot be combined with a KV connector for "
                 f"{self.model_config.model}, {why}. Leave --kv-transfer-config and "
                 "--kv-offloading-size out."
+            )
+        if others and config.rows:
+            raise RetrievalConfigError(
+                f"{config.method} cannot serve {self.model_config.model} token by token, {why}. "
+                "Use methods that select pages."
             )
         reading = [
             m.name
@@ -179,11 +186,18 @@ class RetrievalCPUWorker(PlanningWorker):
     def _pages_per_block(self) -> int:
         return self.cache_config.block_size // self.retrieval_config.page_size
 
-    def _attach(self, name: str, layer: Any, isa: str, staging: PrefillStaging | None) -> None:
+    def _attach(self, name: str, layer: Any, layout: str, staging: PrefillStaging | None) -> None:
         """Make the layer a retrieval layer."""
         impl, kv_cache = layer.impl, layer.kv_cache
         page_size = self.retrieval_config.page_size
-        choosers = self._choosers(impl, kv_cache, isa)
+        tokens = kv_cache.numel() // kv_cache.shape[-1]
+        if layout == cpu.ROWS and tokens > torch.iinfo(torch.int32).max:
+            raise RetrievalConfigError(
+                f"{self.retrieval_config.method} selects single tokens, of which a layer's KV "
+                f"cache has {tokens} (times KV heads), more than 31 bits number. Lower "
+                "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)."
+            )
+        choosers = self._choosers(impl, kv_cache, layout)
         slow = None
         if self.home is not None:
             assert self.tiers is not None
@@ -195,14 +209,13 @@ class RetrievalCPUWorker(PlanningWorker):
             )
             slow = self._slow_layer(name, cache)
             self.recall_caches.append(cache)
-        impl.attach(cpu, choosers, kv_cache, staging, slow)
+        impl.attach(cpu, choosers, kv_cache, staging, slow, layout == cpu.ROWS)
         self.retrieval_layers[name] = impl
 
     def _attach_filters(self, layers: dict[str, Any]) -> dict[int, ContextSelector]:
         """Make the filter layers such; what they select with, by the layer's number."""
         config, seats = self.retrieval_config, self.scheduler_config.max_num_seqs
         window = len(OBSERVATIONS[config.observation or "last"])
-        most = config.most_selected * config.page_size
         selectors = {}
         for group in itertools.chain.from_iterable(self.model_runner.attn_groups):
             for name in group.layer_names:
@@ -220,7 +233,7 @@ class RetrievalCPUWorker(PlanningWorker):
                     cache=kv_cache,
                     layout=group.get_metadata_builder().isa,
                 )
-                chosen = torch.zeros(seats, max(most, 1), dtype=torch.int32)
+                chosen = torch.zeros(seats, max(config.most_selected, 1), dtype=torch.int32)
                 selector = ContextSelector(store, chosen, impl.num_queries_per_kv, impl.scale)
                 latest = None
                 if window > 1:
@@ -230,15 +243,16 @@ class RetrievalCPUWorker(PlanningWorker):
                 selectors[number] = selector
         return selectors
 
-    def _choosers(self, impl: Any, kv_cache: torch.Tensor, isa: str) -> list[Chooser]:
-        """How a layer selects pages, by the number of the method."""
+    def _choosers(self, impl: Any, kv_cache: torch.Tensor, layout: str) -> list[Chooser]:
+        """How a layer selects, by the number of the method."""
         config = self.retrieval_config
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
+        by_each = any(m.selects and not m.shares for m in config.methods.values())
         check_outside(config.stores, impl.head_size, kv_cache.dtype)
         selection = Selection.empty(
             seats=self.scheduler_config.max_num_seqs,
             group=impl.num_queries_per_kv,
-            most_selected=max(config.most_selected, 1),
+            most_selected=max(config.most_selected, 1) if by_each else 1,
             dtype=kv_cache.dtype,
             **shape,
         )
@@ -249,8 +263,8 @@ class RetrievalCPUWorker(PlanningWorker):
                 page_size=config.page_size,
                 entry_tokens=tokens,
                 dtype=kv_cache.dtype,
-                cache=kv_cache if isa in cpu.LAYOUTS else None,
-                layout=isa,
+                cache=kv_cache if layout in cpu.LAYOUTS else None,
+                layout=layout,
                 **shape,
             )
             for index, tokens in [
@@ -273,10 +287,12 @@ class RetrievalCPUWorker(PlanningWorker):
 
     def _staging(self, builder: RetrievalMetadataBuilder) -> PrefillStaging | None:
         """The group's staging buffer; None where the pages serve vLLM's prefill kernel as well."""
-        page_size = self.retrieval_config.page_size
+        page_size, rows = self.retrieval_config.page_size, self.retrieval_config.rows
         if self.tiers is not None and not self.tiers.staging:
             return None
-        if builder.isa not in ISAS or page_size >= BLOCK_SIZE or BLOCK_SIZE % page_size:
+        if builder.isa not in (ISAS_OF_ROWS if rows else ISAS):
+            return None
+        if BLOCK_SIZE % page_size or (page_size == BLOCK_SIZE and not rows):
             return None
         return PrefillStaging(
             page_size,
@@ -284,6 +300,8 @@ class RetrievalCPUWorker(PlanningWorker):
             builder.head_dim,
             builder.dtype,
             self.model_config.max_model_len,
+            builder.isa,
+            rows,
         )
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -374,13 +392,13 @@ class RetrievalCPUWorker(PlanningWorker):
             size[name] = size.get(name, 0) + store.records.numel()
         logger.info(
             "%s: decode attends to at most %d tokens per KV head (sink %d, window %d, selected %d, "
-            "in pages of %d) in %d of %d layers; page index %s; %s kernels.",
+            "in %s) in %d of %d layers; page index %s; %s kernels.",
             config.method,
             budget.total * config.page_size,
             budget.sink * config.page_size,
             budget.window * config.page_size,
             budget.select * config.page_size,
-            config.page_size,
+            "single tokens" if config.own.per_token else f"pages of {config.page_size}",
             len(self.retrieval_layers),
             num_layers,
             ", ".join(f"{format_gib(b)} GiB ({name})" for name, b in size.items()) or "none",

@@ -36,12 +36,14 @@ class Index(ABC):
         name: What the option ``index`` calls it.
         grows: Whether the record of an unfinished entry covers the tokens that it has. Otherwise an
             entry counts when it is complete.
+        per_token: Whether it also scores single tokens, see :meth:`score_tokens`.
         reads_keys: Whether scoring reads the keys themselves; there is a field ``keys`` then, that
             nobody stores: float32 [entry_tokens, head_size].
     """
 
     name: ClassVar[str]
     grows: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
     reads_keys: ClassVar[bool] = False
 
     def check(self, entry_tokens: int) -> str:
@@ -79,6 +81,19 @@ class Index(ABC):
             float32 [group, n]. The unit is that of ``q.k * scale`` or of its log-sum-exp over the
             entry's tokens; pooling takes exponentials of it.
         """
+
+    def score_tokens(
+        self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
+    ) -> torch.Tensor:
+        """Score the tokens of records; of indexes that say so (``per_token``).
+
+        Args:
+            query, record, scale: See :meth:`score`.
+
+        Returns:
+            float32 [group, n, entry_tokens]; in units of ``q.k * scale``.
+        """
+        raise NotImplementedError(f"an index of {self.name} scores entries, not tokens")
 
     def record_bytes(self, head_size: int, entry_tokens: int, dtype: torch.dtype) -> int:
         """Bytes kept per entry and KV head; as many are read when it is scored."""

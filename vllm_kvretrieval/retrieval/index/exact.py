@@ -17,6 +17,7 @@ class Exact(Index):
     """
 
     name: ClassVar[str] = "exact"
+    per_token: ClassVar[bool] = True
     reads_keys: ClassVar[bool] = True
 
     def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
@@ -31,4 +32,10 @@ class Exact(Index):
         self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
     ) -> torch.Tensor:
         """See :meth:`Index.score`."""
-        return torch.einsum("gd,ntd->gnt", query * scale, record["keys"]).logsumexp(-1)
+        return self.score_tokens(query, record, scale).logsumexp(-1)
+
+    def score_tokens(
+        self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
+    ) -> torch.Tensor:
+        """See :meth:`Index.score_tokens`."""
+        return torch.einsum("gd,ntd->gnt", query * scale, record["keys"])

@@ -1,4 +1,4 @@
-"""One bit per token and channel (FIER, section 3.2), summed up to the mass of an entry."""
+"""One bit per token and channel (FIER, section 3.2); scores tokens, or entries by their mass."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,18 +7,26 @@ import torch
 
 from vllm_kvretrieval.retrieval.index.base import Field, Index
 
+MOST = 32000
+"""Multiples of a unit that a query's steps come to in all: their sums are kept in 16 bits."""
+
 
 @dataclass(frozen=True)
 class OneBit(Index):
-    """The score is the log-sum-exp of ``q.k`` over keys rounded to one bit per channel.
+    """A token's score is ``q.k``, with its key rounded to one bit per channel.
 
-    In each channel a key is near the entry's minimum or its maximum. FIER scores single tokens so,
-    in groups of 32; here its groups are the entries.
+    In each channel a key is near the entry's minimum or its maximum; FIER's groups of 32 tokens are
+    the entries. An entry's own score is the log-sum-exp over its tokens.
+
+    A query's *step* in a channel is what it gains where a bit is set: ``q * (maximum - minimum)``.
+    Steps are rounded to multiples of a unit, so small a part of their sum that the error of a score
+    is about a thousandth of what scores within an entry vary by.
 
     Bytes: 2 elements of the cache per channel and entry, and a bit per channel and token.
     """
 
     name: ClassVar[str] = "one_bit"
+    per_token: ClassVar[bool] = True
 
     def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
         """See :meth:`Index.fields`."""
@@ -41,8 +49,17 @@ class OneBit(Index):
         self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
     ) -> torch.Tensor:
         """See :meth:`Index.score`."""
+        return self.score_tokens(query, record, scale).logsumexp(-1)
+
+    def score_tokens(
+        self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
+    ) -> torch.Tensor:
+        """See :meth:`Index.score_tokens`."""
         minimum, maximum = record["minimum"].float(), record["maximum"].float()
         places = 1 << torch.arange(8, dtype=torch.uint8)
-        upper = ((record["bits"][..., None] & places) != 0).flatten(2)
-        keys = minimum[..., None] + upper * (maximum - minimum)[..., None]
-        return torch.einsum("gd,ndt->gnt", query * scale, keys).logsumexp(-1)
+        upper = ((record["bits"][..., None] & places) != 0).flatten(2).float()
+        query = query * scale
+        steps = query[:, None] * (maximum - minimum)
+        unit = steps.abs().sum(-1, keepdim=True) / MOST
+        whole = (steps / unit.clamp(min=torch.finfo(torch.float32).tiny)).round()
+        return torch.einsum("gnd,ndt->gnt", whole, upper) * unit + (query @ minimum.T)[..., None]
