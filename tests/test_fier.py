@@ -29,8 +29,8 @@ STOCK: dict[str, Any] = {
 }
 TOLERANCE = 1e-3
 NEAR_TIES = 2e-2
-"""What it may change that of hundreds of tokens, some of them nearly as good as one another, a query
-that is rounded otherwise (in another batch) selects one for another."""
+"""What it may change that a query which is rounded otherwise, in another batch, selects another of
+many tokens that are nearly as good as one another."""
 METHODS = {
     "fier": Method("one_bit", per_token=True),
     "turning": Method("one_bit", per_token=True),
