@@ -58,12 +58,12 @@ class HomeWorker:
     def compare_index(self):
         """Bytes of the index of loaded pages which are not their keys', and how many there are.
 
-        Of bounds, which are compared bit by bit, and of whole pages only; decoding has written to
-        the others since.
+        Of bounds and bits, which are compared bit by bit, and of whole pages only; decoding has
+        written to the others since.
         """
         differing = compared = 0
         for pages, lengths, store in self._loaded:
-            if store.index.name != "min_max":
+            if store.index.name not in ("min_max", "one_bit"):
                 continue
             whole = lengths == store.page_size
             expected = replace(store, records=torch.zeros_like(store.records))

@@ -52,8 +52,15 @@ def test_the_axes_are_all_here():
 )
 def test_every_combination(preset, index, pooling, schedule):
     for size in (None, 16):
-        made = make(preset, index=index, pooling=pooling, schedule=schedule, summary_size=size)
+        options = {"index": index, "pooling": pooling, "schedule": schedule, "summary_size": size}
+        made = make(preset, unit="page", **options)
         assert made.index is not None
+        assert not made.per_token
+        if made.index.per_token:
+            assert make(preset, unit="token", **options).per_token
+        else:
+            with pytest.raises(RetrievalConfigError, match=f"index={index} scores several at once"):
+                make(preset, unit="token", **options)
         assert (made.name, made.index.name, made.entry_tokens) == ("mine", index, size or 32)
         assert made.pooling is Pooling[pooling.upper()]
         assert made.schedule is SCHEDULES[schedule]
@@ -81,6 +88,7 @@ def test_presets(name):
     assert own.pooling.name.lower() == preset.pooling
     assert config(name).page_size == preset.page_size
     assert config(name).dense_layers == preset.dense_layers
+    assert own.per_token == config(name).rows == (name == "fier")
 
 
 def test_parameters():
@@ -122,6 +130,13 @@ def test_parameters():
             "correction_threshold=0.9 has no effect with schedule='every_step'; leave it out, or",
         ),
         ("quest", {"correction_threshold": 0.9}, "correction_threshold=0.9 has no effect with sch"),
+        ("freekv", {"unit": "byte"}, "unit='byte' is unknown; use one of page, token"),
+        (
+            "freekv",
+            {"unit": "token"},
+            "index=min_max scores several at once; use one of one_bit, exa",
+        ),
+        ("fier", {"rerank": 2}, "rerank=2 is for pages, and unit='token' selects single tokens"),
         ("freekv", {"budget": 512}, "mine has no option 'budget'"),
         ("best", {}, "preset='best' is unknown; use one of kvretrieval, freekv"),
         *(
@@ -130,6 +145,7 @@ def test_parameters():
                 "index": "mean",
                 "pooling": "max",
                 "rerank": 4,
+                "unit": "token",
                 "summary_size": 16,
                 "correction_threshold": 0.5,
             }.items()
@@ -259,6 +275,27 @@ def test_indexes_add_up_and_equal_ones_are_shared():
 
 
 # -------------------------------------------------------------------------------- a slow home
+
+
+@pytest.mark.parametrize("home", ["disk", "auto"])
+def test_single_tokens_are_not_recalled(home):
+    for method, options in (("fier", {}), ("freekv", {"also": ["fier"]})):
+        with pytest.raises(
+            RetrievalConfigError, match=f"home='{home}' is read in whole pages, and"
+        ):
+            config(method, home=home, **options)
+
+
+def test_a_budget_of_tokens():
+    """Sink and window as others have them, of one page each; the rest is selected, by tokens."""
+    made = config("fier", budget=1024, also={"freekv": {}}, max_budget=2048)
+    assert made.page_budget() == (1, 1, 30)
+    assert made.most_selected == 2048 - 64
+    assert config("freekv", also={"by tokens": {"index": "one_bit", "unit": "token"}}).rows
+    assert not config("freekv").rows
+    fine = config("fier", also={"fine": {"summary_size": 8}, "pages": {"unit": "page"}})
+    assert [m.per_token for m in fine.methods.values()] == [True, True, False, False]
+    assert len(fine.stores) == 2, "pages have the index of tokens"
 
 
 @pytest.mark.parametrize("home", ["disk", "auto"])

@@ -61,7 +61,7 @@ def test_streamingllm_gives_the_budget_to_the_window():
         (
             {"bugdet": 1024},
             r"no option 'bugdet' \(value 1024\)\. Known: budget, sink, window, page_size, "
-            "summary_size, index, pooling, schedule, rerank, correction_threshold, also, "
+            "summary_size, index, pooling, schedule, rerank, unit, correction_threshold, also, "
             "dense_layers",
         ),
         ({"method": "freekv"}, "method='freekv'.*use --attention-backend freekv"),

