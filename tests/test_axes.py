@@ -1,6 +1,7 @@
 """Points on the axes: every combination that makes sense is a method, every other is refused."""
 
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,13 +9,17 @@ import torch
 
 from vllm_kvretrieval.config import RequestOptions, RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.filters import shipped
 from vllm_kvretrieval.retrieval.index import indexes
 from vllm_kvretrieval.retrieval.method import POOLINGS, make_method
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.presets import OWN, presets
+from vllm_kvretrieval.retrieval.roles import roles_of
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
-SELECTING = [name for name, schedule in SCHEDULES.items() if schedule.selects]
+SELECTING = [name for name, s in SCHEDULES.items() if s.selects and not s.shares]
+SHARING = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].shares]
+BY_LAYER = [name for name in OWN if name not in SHARING]  # whose layers select for themselves
 # Of a head of 64 channels in bfloat16 and an entry of 32 tokens, as the papers and docs have it.
 BYTES = {
     "min_max": 2 * 64 * 2,
@@ -44,9 +49,10 @@ def test_the_axes_are_all_here():
     assert BYTES.keys() == indexes().keys()
     assert POOLINGS == ("mean_softmax", "relative", "max", "sum")
     assert SELECTING == ["speculative", "every_step"]
+    assert SHARING == ["omnikv"]
 
 
-@pytest.mark.parametrize("preset", OWN)
+@pytest.mark.parametrize("preset", BY_LAYER)
 @pytest.mark.parametrize(
     ("index", "pooling", "schedule"), [*product(BYTES, POOLINGS, SELECTING)], ids=str
 )
@@ -88,7 +94,8 @@ def test_presets(name):
     assert own.pooling.name.lower() == preset.pooling
     assert config(name).page_size == preset.page_size
     assert config(name).dense_layers == preset.dense_layers
-    assert own.per_token == config(name).rows == (name == "fier")
+    assert own.per_token == config(name).rows == (name in ("fier", "omnikv"))
+    assert own.shares == (name in SHARING)
 
 
 def test_parameters():
@@ -138,6 +145,15 @@ def test_parameters():
         ),
         ("fier", {"rerank": 2}, "rerank=2 is for pages, and unit='token' selects single tokens"),
         ("freekv", {"budget": 512}, "mine has no option 'budget'"),
+        ("freekv", {"schedule": "shared_layers"}, "'shared_layers' cannot be combined with freekv"),
+        (
+            "omnikv",
+            {"schedule": "every_step"},
+            "'every_step' cannot be combined with omnikv",
+        ),
+        ("omnikv", {"index": "mean"}, "index='mean' has no effect with mine, which selects by all"),
+        ("omnikv", {"unit": "page"}, "unit='page' has no effect with mine, which selects by all"),
+        ("omnikv", {"rerank": 2}, "rerank=2 has no effect with mine"),
         ("best", {}, "preset='best' is unknown; use one of kvretrieval, freekv"),
         *(
             ("freekv", {"schedule": "never", key: value}, f"{key}={value!r} has no effect")
@@ -159,7 +175,7 @@ def test_impossible(preset, options, message):
 
 
 def test_never_selects():
-    for preset in OWN:
+    for preset in BY_LAYER:
         made = make(preset, schedule="never", index="none")
         assert (made.index, made.selects, made.reads_keys) == (None, False, False)
 
@@ -220,6 +236,7 @@ def test_also_changes_the_engines_own():
         ({"quest": {"correction_threshold": 1}}, "also: quest: correction_threshold=1 has no eff"),
         ({"blind": {"schedule": "never", "rerank": 4}}, "also: blind: rerank=4 has no effect"),
         ({"exactly": {"index": "exact", "rerank": 2}}, "also: exactly: rerank=2 has no effect"),
+        (["omnikv"], "also: omnikv: which layers are dense is the server's affair.*backend omnikv"),
         ({"small": {"index": {"low_rank": {"rank": 32}}}}, "also: small: index=.* rank=32 must be"),
     ],
     ids=str,
@@ -303,6 +320,7 @@ def test_a_budget_of_tokens():
     ("method", "options", "culprits"),
     [
         ("oracle", {}, "oracle"),
+        ("omnikv", {}, "omnikv"),
         ("freekv", {"rerank": 4}, "freekv"),
         ("freekv", {"also": ["quest", "oracle"]}, "oracle"),
         ("freekv", {"also": {"a": {"rerank": 2}, "b": {}, "c": {"index": "exact"}}}, "a, c"),
@@ -317,7 +335,56 @@ def test_what_reads_keys_needs_them_in_memory(home, method, options, culprits):
 
 def test_all_other_indexes_serve_a_slow_home():
     for preset in presets():
-        if preset != "oracle":
+        if preset not in ("oracle", "fier", *SHARING):
             assert config(preset, home="disk").home == "disk"
     also = {index: {"index": index} for index in BYTES if index != "exact"}
     assert len(config(home="disk", also=also).stores) == len(BYTES) - 1
+
+
+# ----------------------------------------------------------------- layers that share a selection
+
+
+def served_model(name, **shape):
+    """What vLLM tells of a model."""
+    (file,) = (file for file in shipped() if file.model == name)
+    text = SimpleNamespace(**{**file.shape, **shape})
+    return SimpleNamespace(model=f"/models/{name}", hf_text_config=text), file
+
+
+def test_roles_by_list_file_and_model(tmp_path):
+    model, file = served_model("SmolLM2-135M-Instruct")
+    layers = range(30)
+    assert config("freekv").roles(model, layers) == {}
+    assert config("omnikv").roles(model, layers) == roles_of(file.filters, layers)
+    assert config("omnikv", filters=[2, 8]).roles(model, layers) == roles_of([2, 8], layers)
+    by_file = config("omnikv", filters=str(file.path))
+    assert by_file.roles(model, layers) == roles_of(file.filters, layers)
+    other, _ = served_model("SmolLM2-135M-Instruct", vocab_size=7)
+    with pytest.raises(RetrievalConfigError, match=r"filter layers of .* are not known"):
+        config("omnikv").roles(other, layers)
+    with pytest.raises(RetrievalConfigError, match=r"which is another model than .*vocab_size"):
+        by_file.roles(other, layers)
+    assert config("omnikv", filters=[2, 8]).roles(other, layers)
+    with pytest.raises(RetrievalConfigError, match=r"filters=\[28\]: no layer would follow"):
+        config("omnikv", filters=[28]).roles(model, layers)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("freekv", {"filters": [2]}, r"filters=\[2\] has no effect with freekv, whose layers"),
+        ("freekv", {"observation": "last"}, "observation='last' has no effect with freekv"),
+        ("omnikv", {"observation": "first"}, "observation='first' is unknown; use one of last, un"),
+        ("omnikv", {"observation": 16}, "observation=16 is unknown"),
+        ("omnikv", {"filters": 2}, "filters=2 must be a list of layers"),
+        ("omnikv", {"filters": [2, "8"]}, "must be a list of layers"),
+        ("omnikv", {"filters": [True]}, "must be a list of layers"),
+        ("omnikv", {"filters": "/nowhere.json"}, "filters='/nowhere.json' cannot be read"),
+        ("omnikv", {"filters": __file__}, "is not valid JSON"),
+        ("omnikv", {"dense_layers": 2}, "dense_layers=2 has no effect with omnikv"),
+    ],
+    ids=str,
+)
+def test_impossible_filters(method, options, message):
+    with pytest.raises(RetrievalConfigError, match=message):
+        config(method, **options)

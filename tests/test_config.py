@@ -62,7 +62,7 @@ def test_streamingllm_gives_the_budget_to_the_window():
             {"bugdet": 1024},
             r"no option 'bugdet' \(value 1024\)\. Known: budget, sink, window, page_size, "
             "summary_size, index, pooling, schedule, rerank, unit, correction_threshold, also, "
-            "dense_layers",
+            "filters, observation, dense_layers",
         ),
         ({"method": "freekv"}, "method='freekv'.*use --attention-backend freekv"),
         ({"budget": "1024"}, r"kv_retrieval\.budget='1024' must be a whole number.*e\.g\. 1024"),

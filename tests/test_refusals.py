@@ -22,6 +22,7 @@ from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.support import CONNECTOR
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.filters import filters_for
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -224,7 +225,7 @@ def test_blocks_are_pages_where_a_connector_moves_them(configure):
 
 def test_instances_that_exchange_kv_by_tokens_have_to_say_so(configure):
     """Others' blocks may be laid out otherwise, and nobody would notice."""
-    options = {"attention_backend": "fier"}
+    options: dict[str, Any] = {"attention_backend": "fier"}
     options["additional_config"] = {"kv_retrieval": {"dense_layers": 1}}
     configure(LLAMA, **options)
     for extra in ({}, {"kv_retrieval_layout": "vec"}):
@@ -235,6 +236,57 @@ def test_instances_that_exchange_kv_by_tokens_have_to_say_so(configure):
     configure(LLAMA, kv_transfer_config=said, **options)
     own = KVTransferConfig(kv_connector="DecodeBenchConnector", kv_role="kv_both")
     configure(LLAMA, kv_transfer_config=own, **options)
+
+
+DEMO_MODELS = (
+    "SmolLM2-135M-Instruct",
+    "SmolLM2-135M-Instruct-32K",
+    "Qwen2.5-Coder-0.5B-Instruct",
+    "gemma-3-270m",
+)
+SHARING: dict[str, tuple[dict[str, Any], str]] = {
+    "tensor parallel": (
+        {"tensor_parallel_size": 2},
+        "omnikv selects by the attention of all heads of a layer, and cannot be served with "
+        "--tensor-parallel-size 2; leave it out.",
+    ),
+    "pipeline parallel": (
+        {"pipeline_parallel_size": 2},
+        "omnikv selects by layers that may be on another worker, and cannot be served with "
+        "--pipeline-parallel-size 2; leave it out.",
+    ),
+    "connector": (
+        {"kv_transfer_config": TRANSFER},
+        "omnikv cannot be combined with a KV connector or vLLM's offloading: *",
+    ),
+    "unknown model": (
+        {"additional_config": {}},
+        "the filter layers of * are not known (known: *). Measure them by *calibrate MODEL TEXT*",
+    ),
+    "no layers": (
+        {"additional_config": {"kv_retrieval": {"filters": [6]}}},
+        "filters=[6]: no layer would follow layer 6*Layers with full attention: 0 to 7.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), SHARING.values(), ids=SHARING.keys())
+def test_layers_that_share_a_selection(configure, options, message):
+    model = LLAMA | {"num_hidden_layers": 8}
+    served: dict[str, Any] = {
+        "attention_backend": "omnikv",
+        "additional_config": {"kv_retrieval": {"filters": [1, 4]}},
+    }
+    configure(model, **served)
+    with pytest.raises(ValueError, match=pattern(message)):
+        configure(model, **served | options)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", DEMO_MODELS)
+def test_our_models_have_filters(configure, name):
+    model = configure(checkpoint(name), attention_backend="omnikv").model_config
+    assert filters_for(model.model, model.hf_text_config).model == name
 
 
 @pytest.mark.model

@@ -26,8 +26,6 @@ class Schedule:
 SCHEDULES = {
     "speculative": Schedule(True, True, "the previous step's selection, corrected per KV head"),
     "every_step": Schedule(True, False, "each step's own selection"),
-    "shared_layers": Schedule(
-        True, False, "each step's, by filter layers for the layers after them", shares=True
-    ),
+    "shared_layers": Schedule(True, False, "filter layers select for others", shares=True),
     "never": Schedule(False, False, "no selection: sink and window only"),
 }

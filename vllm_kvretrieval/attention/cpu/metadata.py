@@ -153,7 +153,6 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.staging: PrefillStaging | None = None
         self.home_page_bytes = 0
         self.loads = self.streams_dense = self.attends = self.rows = False
-        self.observation: Observation | None = None
 
     def attach(
         self,
@@ -196,6 +195,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.lists = torch.empty(seats * heads, most, dtype=torch.int32)
         methods = requests.config.methods.values()
         self.shares = [method.shares for method in methods]
+        self.observation: Observation | None = None
         if any(self.shares):
             # What one filter has selected, until the next one has: other methods' rows have theirs.
             self.shared_lists = torch.empty_like(self.lists)
@@ -223,10 +223,9 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
                 )
             return metadata
         if self.observation is not None and self.observation.keeps:
-            starts, lens = dense.query_start_loc.numpy(), dense.seq_lens.numpy()
-            metadata.observed = self.observation.observe(
-                self.requests.seats(len(lens)), lens, starts
-            )
+            lens, starts = dense.seq_lens.numpy(), dense.query_start_loc.numpy()
+            seats = self.requests.seats(len(lens))
+            metadata.observed = self.observation.observe(seats, lens, starts)
         if not self.requests.calm:
             metadata.split = self._split(common_attn_metadata, dense)
         elif self.rows:
