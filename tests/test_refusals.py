@@ -224,7 +224,7 @@ def test_blocks_are_pages_where_a_connector_moves_them(configure):
 
 def test_instances_that_exchange_kv_by_tokens_have_to_say_so(configure):
     """Others' blocks may be laid out otherwise, and nobody would notice."""
-    options = {"attention_backend": "fier"}
+    options: dict[str, Any] = {"attention_backend": "fier"}
     options["additional_config"] = {"kv_retrieval": {"dense_layers": 1}}
     configure(LLAMA, **options)
     for extra in ({}, {"kv_retrieval_layout": "vec"}):
