@@ -27,7 +27,9 @@ class Runner:
             self.requests.setdefault(req_id, SimpleNamespace(sampling_params=params))
 
 
-def metadata_builder(table: RequestTable, heads: int = 1) -> RetrievalMetadataBuilder:
+def metadata_builder(
+    table: RequestTable, heads: int = 1, rows: bool = False
+) -> RetrievalMetadataBuilder:
     """A builder for layers of so many KV heads and as many query heads."""
     page_size = table.config.page_size
     builder: Any = object.__new__(RetrievalMetadataBuilder)
@@ -35,7 +37,8 @@ def metadata_builder(table: RequestTable, heads: int = 1) -> RetrievalMetadataBu
     builder.num_heads = builder.num_kv_heads = heads
     builder.group = 1
     builder.head_dim, builder.dtype, builder.isa = 64, torch.float32, "vec"
-    builder.attach(table, page_size, PrefillStaging(page_size, heads, 64, torch.float32, 2048))
+    staging = PrefillStaging(page_size, heads, 64, torch.float32, 2048, rows=rows)
+    builder.attach(table, page_size, staging, attends=rows, rows=rows)
     return builder
 
 

@@ -28,7 +28,7 @@ STOCK: dict[str, Any] = {
     "enforce_eager": True,
 }
 TOLERANCE = 1e-3
-NEAR_TIES = 2e-2
+NEAR_TIES = 5e-3
 """What it may change that a query which is rounded otherwise, in another batch, selects another of
 many tokens that are nearly as good as one another."""
 METHODS = {

@@ -718,11 +718,11 @@ def test_wrong_tensors_are_refused():
     with pytest.raises(ValueError, match="window has 0 rows, seq_lens 1"):
         cpu.plan_decode(query, rows, chooser)
     rows = make_rows([20 * PAGE], chooser, (1, 1, 2))
-    for name in ("query", "pages"):
+    for name in ("query", "chosen"):
         for change in (
             lambda tensor: torch.cat([tensor] * 2, dim=-1)[..., ::2],
             lambda tensor: tensor.double(),
-            lambda tensor: tensor.repeat(2 if name == "pages" else 1, 1, 1)[..., None],  # noqa: B023
+            lambda tensor: tensor.repeat(2 if name == "chosen" else 1, 1, 1)[..., None],  # noqa: B023
         ):
             wrong = copy_of(chooser)
             setattr(wrong.selection, name, change(getattr(wrong.selection, name)))
@@ -732,7 +732,7 @@ def test_wrong_tensors_are_refused():
                 cpu.plan_decode(query, rows, wrong)
     wrong = copy_of(chooser)
     wrong.selection.chosen = wrong.selection.chosen.repeat(2, 1, 1)
-    with pytest.raises(ValueError, match=r"pages must be torch.int32 \(1, 1, 64\)"):
+    with pytest.raises(ValueError, match=r"chosen must be torch.int32 \(1, 1, 64\)"):
         cpu.plan_decode(query, rows, wrong)
     wrong = copy_of(chooser)
     wrong.selection.query = wrong.selection.query[..., :48].contiguous()

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from tests.steps import Runner, metadata_builder, split
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.requests import RequestTable
+from vllm_kvretrieval.errors import RetrievalConfigError
 
 PAGE = 32
 # 1 + 1 + 2 pages
@@ -119,7 +120,7 @@ def test_options_go_with_the_slot(runner, table):
     runner.batch("a", "b", "c", b={"budget": 96, "correction_threshold": 0.5}, c={"exact": True})
     rows = table.select(table.seats(3))
     assert rows.total_pages.tolist() == [4, 3, 4]
-    assert rows.select.tolist() == [2, 1, 2]
+    assert rows.select_pages.tolist() == [2, 1, 2]
     assert rows.threshold.tolist() == pytest.approx([0.9, 0.5, 0.9])
     assert rows.exact.tolist() == [False, False, True]
     table.release(["b", "c"])
@@ -157,14 +158,15 @@ def test_prefill_is_exact(runner, builder):
     step = split(builder, [900, 601, 500], [1, 1, 200], [False, True, True])
     assert step.decode[0].rows.select.tolist() == [2]
     assert step.whole.index.tolist() == [1], "the second reads its prompt's last token"
-    assert step.whole.metadata.seq_lens.tolist() == [601]
-    assert step.prefill.num_actual_tokens == 200
-    assert step.prefill.query_start_loc.tolist() == [0, 200]
-    assert step.prefill.seq_lens.tolist() == [500]
-    assert len(step.staged) == 16, "four blocks of 128"
+    assert step.whole.by.seq_lens.tolist() == [601]
+    (prefill,) = step.prefill
+    assert (prefill.start, prefill.metadata.num_actual_tokens) == (2, 200)
+    assert prefill.metadata.query_start_loc.tolist() == [0, 200]
+    assert prefill.metadata.seq_lens.tolist() == [500]
+    assert len(prefill.staged) == 16, "four blocks of 128"
     step = split(builder, [900, 601, 500], [1, 1, 100], [False, True, True])
-    assert step.prefill.num_actual_tokens == 100
-    assert step.staged is None, "too few tokens for the copy to pay"
+    assert step.prefill[0].metadata.num_actual_tokens == 100
+    assert step.prefill[0].staged is None, "too few tokens for the copy to pay"
 
 
 def test_steps_known_to_be_within_the_budget_are_not_looked_at(runner, builder, table):
@@ -194,18 +196,55 @@ def test_steps_known_to_be_within_the_budget_are_not_looked_at(runner, builder, 
 def test_long_prompts_are_staged_within_the_budget_too(runner, builder):
     runner.batch("a", "b")
     step = split(builder, [100, 300], [1, 300], [False, True])
-    whole = step.whole.metadata
-    assert (step.rows, whole.num_actual_tokens, step.prefill.num_actual_tokens) == (1, 1, 300)
+    whole = step.whole.by
+    (prefill,) = (part.metadata for part in step.prefill)
+    assert (step.rows, whole.num_actual_tokens, prefill.num_actual_tokens) == (1, 1, 300)
     assert step.decode == []
     assert whole.seq_lens.tolist() == [100]
-    assert step.prefill.block_table.tolist() == [[0, 1, 2]]
+    assert prefill.block_table.tolist() == [[0, 1, 2]]
     runner.batch("b")
     alone = split(builder, [300], [300], [True])
     assert (alone.decode, alone.whole) == ([], None)
 
 
+def test_single_tokens_in_a_cache_of_rows(runner):
+    """A step of everything: tokens, pages, whole contexts, and prompts that take turns."""
+    options = {"budget": 128, "also": {"freekv": {}}}
+    table = RequestTable(RetrievalConfig.from_options("fier", options), 6, 10, runner)
+    builder = metadata_builder(table, heads=2, rows=True)
+    runner.batch(*"abcdef", b={"method": "freekv"}, c={"exact": True})
+    step = split(
+        builder, [900, 801, 70, 1900, 200, 300], [1, 1, 1, 5, 4, 3], 3 * [False] + 3 * [True]
+    )
+    tokens, pages = step.decode
+    assert (tokens.index.tolist(), tokens.lists.run, tokens.rows.per_token) == ([0], 1, True)
+    assert [t.tolist() for t in (tokens.rows.sink, tokens.rows.window, tokens.rows.select)] == [
+        [32], [32], [64],
+    ]  # fmt: skip
+    assert tokens.lists.lengths.tolist() == [128, 128]
+    assert (pages.index.tolist(), pages.lists.run, pages.rows.per_token) == ([1], PAGE, False)
+    assert pages.lists.lengths.tolist() == [97, 97]
+    assert step.whole.index.tolist() == [2]
+    first = 2 * 128  # page of the third request
+    assert step.whole.by.entries.tolist() == [
+        [2 * (first + page) + head for page in range(3)] for head in range(2)
+    ]
+    assert step.whole.by.lengths.tolist() == [70, 70]
+    assert step.whole.by.run == PAGE
+    assert [(part.start, part.metadata.num_actual_tokens) for part in step.prefill] == [
+        (3, 5),
+        (8, 7),
+    ]
+    assert [part.metadata.seq_lens.tolist() for part in step.prefill] == [[1900], [200, 300]]
+    assert step.prefill[1].metadata.query_start_loc.tolist() == [0, 4, 7]
+    assert all(part.staged is not None for part in step.prefill)
+    within = split(builder, [100, 120])
+    assert (within.decode, within.whole.index, within.prefill) == ([], None, [])
+    assert within.whole.by.lengths.tolist() == [100, 100, 120, 120]
+
+
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_that_is_not_causal_is_vllms_affair(runner, builder, monkeypatch, causal):
+def test_attention_that_is_not_causal_is_vllms_affair(runner, builder, table, monkeypatch, causal):
     """As in prefix-LM layers."""
     runner.batch("a")
     lens, starts = torch.tensor([900], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
@@ -227,6 +266,13 @@ def test_attention_that_is_not_causal_is_vllms_affair(runner, builder, monkeypat
     metadata = builder.build(0, common)
     assert (metadata.split is not None) == causal
     assert metadata.causal == causal
+    builder.rows = True
+    if causal:
+        table.calm = True
+        assert builder.build(0, common).split.whole.by.lengths.tolist() == [900]
+    else:
+        with pytest.raises(RetrievalConfigError, match="attends to some of its input in both dir"):
+            builder.build(0, common)
 
 
 def test_rows_that_attend_to_everything_are_a_part_of_their_own(runner, builder):
@@ -237,8 +283,8 @@ def test_rows_that_attend_to_everything_are_a_part_of_their_own(runner, builder)
     assert step.decode[0].rows.seq_lens.tolist() == [900]
     assert step.decode[0].rows.select.tolist() == [2]
     assert step.whole.index.tolist() == [1, 2], "exact, and within the budget"
-    assert step.whole.metadata.query_start_loc.tolist() == [0, 1, 2]
-    assert step.whole.metadata.seq_lens.tolist() == [800, 70]
+    assert step.whole.by.query_start_loc.tolist() == [0, 1, 2]
+    assert step.whole.by.seq_lens.tolist() == [800, 70]
     assert split(builder, [100, 801, 71]) is None, "nobody attends to a part of the context"
 
 
