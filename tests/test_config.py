@@ -163,13 +163,13 @@ def test_request_options(flat):
     else:
         extra_args = {"kv_retrieval": given}
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions("freekv", PageBudget(1, 2, 13), 0.95, exact=True)
+    assert options == RequestOptions("freekv", PageBudget(1, 2, 13), 0.95, True, own_budget=True)
 
 
 def test_flat_keys_complete_nested_ones():
     extra_args = {"kv_retrieval": {"budget": 512}, "kv_retrieval_exact": 1}
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions("freekv", PageBudget(1, 2, 13), 0.9, exact=True)
+    assert options == RequestOptions("freekv", PageBudget(1, 2, 13), 0.9, True, own_budget=True)
 
 
 def test_a_request_keeps_the_servers_sink_and_window():

@@ -45,6 +45,20 @@ def builder(table):
     return metadata_builder(table)
 
 
+def test_budgets_by_a_share_of_memory(runner):
+    """OmniKV's figures: at 30 % with a quarter of the layers dense, 6.7 % of the prompt."""
+    options = {"memory_fraction": 0.3, "budget": 256, "max_budget": 4096, "sink": 32, "window": 32}
+    config = RetrievalConfig.from_options("omnikv", options)
+    table = RequestTable(config, 5, 10, runner, dense_share=0.25)
+    runner.batch("a", "b", "c", "d", "e", d={"budget": 128}, e={"method": "streamingllm"})
+    for name, prompt in {"a": 32000, "b": 300, "c": 200000, "d": 32000, "e": 32000}.items():
+        runner.requests[name].num_prompt_tokens = prompt
+    budgets = table.select(table.seats(5)).total_pages
+    assert budgets.tolist() == [round(32000 / 15 / 32), 3, 4096 // 32, 128 // 32, 67]
+    with pytest.raises(RetrievalConfigError, match=r"memory_fraction=0\.3 is too little"):
+        config.budget_of_share(1000, 0.3, "omnikv")
+
+
 def test_counts_outlive_their_requests(runner, table):
     """What a slot counted stays counted when another request takes it."""
     runner.batch("a", "b")

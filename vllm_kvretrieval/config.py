@@ -87,6 +87,9 @@ HELP = {
     "it is (default: the method's, 1 for most)",
     "max_budget": "most that a request may ask for as its budget (default: budget: requests may "
     "only lower it)",
+    "memory_fraction": "share of the KV cache that a request reads, dense layers included: its "
+    "budget then follows from its prompt's length, up to max_budget (default: none; the budget is "
+    "fixed)",
     "allow_exact": "whether requests may ask for full attention (default: true)",
     "home": "where the whole KV cache of the retrieval layers lives: device (vLLM's own memory), "
     "disk (a file; fast memory then holds recalled pages only), host (on GPUs), or auto (device if "
@@ -126,6 +129,7 @@ class RetrievalConfig:
     observation: str | None = None
     dense_layers: int = None  # type: ignore[assignment]  # the preset's
     max_budget: int | None = None
+    memory_fraction: float | None = None
     allow_exact: bool = True
     home: str = "device"
     home_bytes: int | None = None
@@ -172,6 +176,9 @@ class RetrievalConfig:
                     "may raise theirs up to it. Raise it, or leave it out."
                 )
             self.page_budget(self.max_budget, key="max_budget")
+        share = self.memory_fraction
+        if share is not None and require_number("memory_fraction", share) <= 0:
+            raise RetrievalConfigError(f"memory_fraction={share} must be more than 0, such as 0.3.")
         self._check_home()
 
     @functools.cached_property
@@ -356,6 +363,32 @@ class RetrievalConfig:
             default=0,
         )
 
+    def budget_of_share(self, prompt: int, dense_share: float, method: str) -> int:
+        """Tokens of the budget that ``memory_fraction`` leaves to a prompt (OmniKV, section 5).
+
+        Dense layers keep all of it, the others so much that it is this share on average; rounded to
+        pages, and no less than the method needs, nor more than a request may have.
+
+        Args:
+            prompt: Tokens.
+            dense_share: Of the layers with full attention, those that are dense.
+            method: Name in ``methods``.
+
+        Raises:
+            RetrievalConfigError: Dense layers alone take more.
+        """
+        assert self.memory_fraction is not None
+        share = (self.memory_fraction - dense_share) / (1 - dense_share)
+        if share <= 0:
+            raise RetrievalConfigError(
+                f"kv_retrieval.memory_fraction={self.memory_fraction} is too little: dense layers "
+                f"alone are {dense_share:.2f} of the KV cache. Raise it, or have fewer of them."
+            )
+        pages = round(prompt * share / self.page_size)
+        least = self._least_budget(self.methods[method])
+        most = max(self.budget_limit // self.page_size * self.page_size, least)
+        return min(max(pages * self.page_size, least), most)
+
     def page_budget(
         self, budget: int | None = None, method: str | None = None, key: str = "budget"
     ) -> PageBudget:
@@ -466,12 +499,14 @@ class RequestOptions:
         budget: Pages to attend to.
         correction_threshold: See :class:`RetrievalConfig`.
         exact: Full attention at every step.
+        own_budget: Whether the request names its budget.
     """
 
     method: str
     budget: PageBudget
     correction_threshold: float
     exact: bool = False
+    own_budget: bool = False
 
     @classmethod
     def parse(
@@ -527,7 +562,7 @@ class RequestOptions:
             pages = config.page_budget(budget, served.name)
         except RetrievalConfigError as e:
             raise RetrievalConfigError(f"kv_retrieval.{e}") from None
-        return cls(served.name, pages, threshold, exact)
+        return cls(served.name, pages, threshold, exact, "budget" in options)
 
 
 def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:

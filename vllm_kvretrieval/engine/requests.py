@@ -70,6 +70,7 @@ class RequestTable:
         capacity: Most requests that run at once.
         retrieval_heads: KV heads times retrieval layers, the denominator of the corrected share.
         runner: vLLM's model runner, which knows the order of the batch and the requests' options.
+        dense_share: Of the layers with full attention, those that are dense.
 
     Attributes:
         corrected: int64 [capacity]; see :class:`Counts`.
@@ -80,9 +81,15 @@ class RequestTable:
     """
 
     def __init__(
-        self, config: RetrievalConfig, capacity: int, retrieval_heads: int, runner: Any
+        self,
+        config: RetrievalConfig,
+        capacity: int,
+        retrieval_heads: int,
+        runner: Any,
+        dense_share: float = 0.0,
     ) -> None:
         self.config = config
+        self.dense_share = dense_share
         self.capacity = capacity
         self.runner = runner
         self.retrieval_heads = retrieval_heads
@@ -277,6 +284,10 @@ class RequestTable:
             logger.error("Request %s runs with the server's options: %s", req_id, e)
             options = RequestOptions.parse(None, self.config)
         budget = options.budget
+        if self.config.memory_fraction is not None and not options.own_budget:
+            prompt = self.runner.requests[req_id].num_prompt_tokens
+            tokens = self.config.budget_of_share(prompt, self.dense_share, options.method)
+            budget = self.config.page_budget(tokens, options.method)
         self._sink[seat], self._window[seat] = budget.sink, budget.window
         self._select[seat], self._total[seat] = budget.select, budget.total
         self._threshold[seat], self._exact[seat] = options.correction_threshold, options.exact

@@ -106,7 +106,11 @@ class RetrievalCPUWorker(PlanningWorker):
         self._check_reading({builder.isa for builder, *_ in groups}, foreign)
         heads = sum(layers[name].impl.num_kv_heads for *_, names in groups for name in names)
         capacity = self.scheduler_config.max_num_seqs
-        self.requests = RequestTable(config, capacity, heads, self.model_runner)
+        full = sum(type(s) is FullAttentionSpec for s in self.get_kv_cache_spec().values())
+        dense_share = 1 - sum(len(names) for *_, names in groups) / full if full else 0.0
+        if config.memory_fraction is not None:
+            config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
+        self.requests = RequestTable(config, capacity, heads, self.model_runner, dense_share)
         streams_dense = self.tiers is not None and self.tiers.streams_dense
         selectors = self._attach_filters(layers)
         for builder, staging, names in groups:
