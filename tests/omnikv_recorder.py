@@ -67,7 +67,8 @@ class OmniKVRecorder:
         self._queries: defaultdict[int, dict[tuple[str, int], torch.Tensor]] = defaultdict(dict)
         layers = self.vllm_config.compilation_config.static_forward_context
         for name, layer in layers.items():
-            self._record(number_of(name), layer.impl)
+            if hasattr(layer.impl, "_attend_to_pages"):  # else a layer of another kind
+                self._record(number_of(name), layer.impl)
 
     def _record(self, number, impl):
         write, forward, attend = impl.do_kv_cache_update, impl.forward, impl._attend_to_pages

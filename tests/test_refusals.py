@@ -257,7 +257,7 @@ SHARING: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "connector": (
         {"kv_transfer_config": TRANSFER},
-        "omnikv cannot be combined with a KV connector or vLLM's offloading: *",
+        "omnikv keeps keys and values of its retrieval layers token by token, *",
     ),
     "unknown model": (
         {"additional_config": {}},

@@ -100,12 +100,6 @@ def check_sharing(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
                 f"{config.method} selects by {why}, and cannot be served with "
                 f"--{option}-parallel-size {size}; leave it out."
             )
-    if has_foreign_connector(vllm_config):
-        raise RetrievalConfigError(
-            f"{config.method} cannot be combined with a KV connector or vLLM's offloading: its "
-            "layers have caches of different layouts. Leave --kv-transfer-config and "
-            "--kv-offloading-size out."
-        )
     model = vllm_config.model_config
     kinds = getattr(model.hf_text_config, "layer_types", None)
     kinds = kinds or ["full_attention"] * model.get_total_num_hidden_layers()
