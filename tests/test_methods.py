@@ -33,7 +33,8 @@ STOCK: dict[str, Any] = {
 }
 PARTS = {"budget": BUDGET, "sink": 32, "window": 32}  # in pages: 1, 1, and 3 selected
 ALSO: dict[str, dict[str, Any]] = {
-    **{name: {} for name in OWN if name not in ("kvretrieval", "omnikv")},  # a server's own alone
+    # Not omnikv, which serves alone, nor fier, which changes the layout of the cache: test_fier.
+    **{name: {} for name in OWN if name not in ("kvretrieval", "omnikv", "fier")},
     "reranked": {"index": "mean", "rerank": 2},
     "fine": {"summary_size": 16, "schedule": "speculative"},
     "toy": {},
