@@ -105,7 +105,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         "vllm_ms": round(1e3 * vllms, 3),
         "ours_ms": round(1e3 * ours, 3),
         "ratio": round(ours / vllms, 3),
-        "gb_per_s": round(case.bytes / ours / 1e9, 1),
+        "gb_per_s": round(case.bytes / ours / 1e9, 2),
     }
 
 
