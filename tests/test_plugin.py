@@ -38,11 +38,12 @@ def engine_config(**options):
 def test_installed_metadata():
     installed = distribution("vllm-kvretrieval")
     assert installed.version == __version__
-    assert installed.requires == ["vllm<0.33,>=0.32"]
+    assert installed.requires == ["vllm<0.33,>=0.32", 'matplotlib; extra == "plot"']
     ours = {(e.group, e.value) for e in installed.entry_points}
     assert ours == {
         ("vllm.platform_plugins", "vllm_kvretrieval.plugin:activate_platform"),
         ("vllm.general_plugins", "vllm_kvretrieval.plugin:register"),
+        ("console_scripts", "vllm_kvretrieval.command:main"),
     }
 
 
