@@ -17,8 +17,7 @@ namespace {
 bool runs_here([[maybe_unused]] const KernelTable& table) {
 #ifdef KVR_HAVE_X86
   if (&table == &table_avx512_bf16)
-    return runs_here(table_avx512) && __builtin_cpu_supports("avx512vnni") &&
-           __builtin_cpu_supports("avx512bf16");
+    return runs_here(table_avx512) && __builtin_cpu_supports("avx512bf16");
   if (&table == &table_avx512)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");

@@ -101,7 +101,7 @@ class LowRankScorer {
     const LowRankFields fields = fields_;  // nothing that is written below is part of these
     const RoundedQueries queries = queries_;
     const uint8_t* records[kBlock];
-    alignas(64) int32_t totals[kBlock][N][kMostRank];
+    alignas(32) int32_t totals[kBlock][N][kMostRank];
     Floats masses[kBlock][N], means[kBlock][N];
     Along along[kBlock][N];
     Quad mean_scales = {};
@@ -144,7 +144,7 @@ class LowRankScorer {
   // Logarithm of the mass relative to the mean's, however far from it.
   float far_mass(const uint8_t* record, int i) const {
     const int n = index_.entry_tokens;
-    alignas(64) int32_t totals[1][kMostRank];
+    alignas(32) int32_t totals[1][kMostRank];
     Along along[1];
     products<1>(record, fields_, index_.head_size, queries_, i, totals);
     round_products<1>(record, totals, queries_, i, along);

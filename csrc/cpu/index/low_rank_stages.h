@@ -19,11 +19,6 @@ constexpr float kLog2E = 1.44269504f;
 constexpr float kFarthest = 100;      // powers of two; masses beyond it are summed anew
 constexpr int kTokens = 32;           // of an entry, whose masses are summed together
 constexpr int kLeastExponent = 64 << 23, kExponents = 0x7f800000;
-#if defined(__AVX512VNNI__)
-constexpr int kLanes = 16;            // of 4 channels of a direction, in a vector
-#else
-constexpr int kLanes = 8;
-#endif
 
 // The queries of a task in whole numbers.
 class RoundedQueries {
@@ -38,7 +33,7 @@ class RoundedQueries {
   // queries [count, head_size]
   RoundedQueries(const float* queries, int count, int rank, int d, float scale)
       : d_(d), stride_(0) {
-    for_blocks(rank, [&](int, int width) { stride_ += vectors(width) * 8 * kLanes; });
+    for_blocks(rank, [&](int, int width) { stride_ += vectors(width) * 64; });
     thread_local std::vector<int8_t> bytes;
     thread_local std::vector<int16_t> halves;
     thread_local std::vector<Factors> factors;
@@ -72,18 +67,18 @@ class RoundedQueries {
   const Factors& factors(int i) const { return factors_[i]; }
   int64_t stride() const { return stride_; }
 
-  // Of kLanes, that a block of directions takes.
-  int vectors(int width) const { return (d_ / 8 * width + kLanes - 1) / kLanes; }
+  // Of 8 lanes, that a block of directions takes.
+  int vectors(int width) const { return (d_ / 8 * width + 7) / 8; }
 
  private:
   void spread(const int8_t* channels, int rank, int8_t* to) const {
     for_blocks(rank, [&](int, int width) {
-      for (int v = 0; v < vectors(width); ++v, to += 8 * kLanes)
-        for (int lane = 0; lane < kLanes; ++lane) {
-          const int row = (kLanes * v + lane) / width;
+      for (int v = 0; v < vectors(width); ++v, to += 64)
+        for (int lane = 0; lane < 8; ++lane) {
+          const int row = (8 * v + lane) / width;
           if (row >= d_ / 8) continue;
           std::memcpy(to + 4 * lane, channels + 4 * row, 4);
-          std::memcpy(to + 4 * (kLanes + lane), channels + d_ / 2 + 4 * row, 4);
+          std::memcpy(to + 32 + 4 * lane, channels + d_ / 2 + 4 * row, 4);
         }
     });
   }
@@ -104,28 +99,6 @@ struct Along {
 };
 
 constexpr float kNoLimit = 32767;
-
-#if defined(__AVX2__)
-
-inline Floats floats_of(const int16_t* p) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(load_as<__m256i>(p)));
-#else
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(load_as<__m128i>(p)));
-#endif
-}
-
-#endif
-
-}  // namespace KVR_ISA
-}  // namespace kvr
-
-#if defined(__AVX512VNNI__)
-#include "index/low_rank_vnni.h"
-#else
-
-namespace kvr {
-namespace KVR_ISA {
 
 #if defined(__AVX2__)
 
@@ -298,6 +271,14 @@ inline void sum_tokens(const uint8_t* c, int64_t stride, int pairs, int count,
   }
 }
 
+inline Floats floats_of(const int16_t* p) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(load_as<__m256i>(p)));
+#else
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(load_as<__m128i>(p)));
+#endif
+}
+
 // Products of N queries with the mean, in as many lanes as there are.
 template <int N>
 inline void along_mean(const uint8_t* mean, int d, const int16_t* q, Floats (&out)[N]) {
@@ -328,12 +309,11 @@ inline void products(const uint8_t* record, const LowRankFields& f, int d,
   for_blocks(f.rank, [&](int first, int width) {
     for (int at = 0; at < d / 8 * width; ++at, p += 4)
       for (int g = 0; g < N; ++g) {
-        const int8_t* words = q + g * queries.stride() + at / kLanes * 8 * kLanes + at % kLanes * 4;
+        const int8_t* words = q + g * queries.stride() + at / 8 * 64 + at % 8 * 4;
         for (int j = 0; j < 4; ++j)
-          out[g][first + at % width] +=
-              (p[j] & 15) * words[j] + (p[j] >> 4) * words[4 * kLanes + j];
+          out[g][first + at % width] += (p[j] & 15) * words[j] + (p[j] >> 4) * words[32 + j];
       }
-    q += queries.vectors(width) * 8 * kLanes;
+    q += queries.vectors(width) * 64;
   });
 }
 
@@ -395,5 +375,3 @@ inline Floats floats_of(const int16_t* p) {
 
 }  // namespace KVR_ISA
 }  // namespace kvr
-
-#endif
