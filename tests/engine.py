@@ -172,6 +172,25 @@ def drive(llm: LLM, requests: Sequence[Request]) -> list[Answer]:
     return answers
 
 
+def alone(llm: LLM, request: Request) -> Answer:
+    """The answer to a request that has the engine for itself."""
+    return drive(llm, [Request(request.prompt, request.tokens, request.options)])[0]
+
+
+def preemptions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests that the scheduler preempts from now on, by id; grows as it does."""
+    preempted: list[str] = []
+    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_request
+
+    def record(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", record)
+    return preempted
+
+
 def assert_same(answer: Answer, expected: Answer, tolerance: float) -> None:
     """Equal tokens, and log-probs of them that are equal to rounding."""
     assert answer.tokens == expected.tokens

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine import Request, assert_same, checkpoint, drive, engine, novel
+from tests.engine import Request, alone, assert_same, checkpoint, drive, engine, novel
 from vllm_kvretrieval.errors import RetrievalConfigError
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
@@ -52,11 +52,6 @@ def llm(stock):
         **STOCK,
     ) as llm:
         yield llm
-
-
-def alone(llm, request):
-    """The answer to a request that has the engine for itself."""
-    return drive(llm, [Request(request.prompt, request.tokens, request.options)])[0]
 
 
 def slots_in_use(llm):

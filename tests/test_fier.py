@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine import Request, assert_same, checkpoint, drive, engine, novel
+from tests.engine import Request, alone, assert_same, checkpoint, drive, engine, novel, preemptions
 from tests.recorder import Method
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
@@ -66,11 +66,6 @@ def llm(stock):
         **STOCK,
     ) as llm:
         yield llm
-
-
-def alone(llm, request):
-    """The answer to a request that has the engine for itself."""
-    return drive(llm, [Request(request.prompt, request.tokens, request.options)])[0]
 
 
 def by(method, **options):
@@ -139,15 +134,7 @@ def test_prefix_hits(llm):
 
 def test_preemption(llm, monkeypatch):
     """Three requests outgrow the cache; the last one is put back and resumed."""
-    preempted = []
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    preempt = scheduler._preempt_request
-
-    def record(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", record)
+    preempted = preemptions(llm, monkeypatch)
     crowd = [Request(novel(llm, n, n), 40, {}) for n in (1011, 1010, 950)]
     expected = [alone(llm, request) for request in crowd]
     answers = drive(llm, crowd)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine import Request, assert_same, drive, engine, random_llama
+from tests.engine import Request, alone, assert_same, drive, engine, preemptions, random_llama
 from tests.outside import MEDIAN, POINTS, install, installed
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.presets import OWN
@@ -85,11 +85,6 @@ def llm(model, package, stock):
         yield llm
 
 
-def alone(llm, request):
-    """The answer to a request that has the engine for itself."""
-    return drive(llm, [Request(request.prompt, request.tokens, request.options)])[0]
-
-
 def by(method, **options):
     return {"method": method, **options}
 
@@ -153,15 +148,7 @@ def test_preemption(llm, monkeypatch):
 
     See the test of the same name in ``test_batching.py``.
     """
-    preempted = []
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    preempt = scheduler._preempt_request
-
-    def record(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", record)
+    preempted = preemptions(llm, monkeypatch)
     methods = {1011: "reranked", 1010: "freekv", 950: "kvretrieval"}
     crowd = [Request(prompt(n, n), 40, by(method)) for n, method in methods.items()]
     expected = [alone(llm, request) for request in crowd]

@@ -186,15 +186,15 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.requests, self.staging = requests, staging
         self.home_page_bytes, self.loads = home_page_bytes, loads
         self.streams_dense, self.attends, self.rows = streams_dense, attends, rows
-        self.per_token = [method.per_token for method in requests.config.methods.values()]
+        methods = requests.config.methods.values()
+        self.per_token = [method.per_token for method in methods]
+        self.shares = [method.shares for method in methods]
         # Of all admissible budgets; a context within it is in fast memory for its own sake.
         self.budget_pages = requests.config.budget_limit // page_size
         # Length of the context at a seat's last sparse decode step.
         self.last_len = requests.per_seat()
         most = self.budget_pages * (page_size if any(self.per_token) else 1)
         self.lists = torch.empty(seats * heads, most, dtype=torch.int32)
-        methods = requests.config.methods.values()
-        self.shares = [method.shares for method in methods]
         self.observation: Observation | None = None
         if any(self.shares):
             # What one filter has selected, until the next one has: other methods' rows have theirs.
