@@ -152,7 +152,7 @@ class Benchmark:
                 share = corrected_share(before, retrieval_counts(llm))
                 figures = {
                     **_label(job, cell.variant.name, cell.budget),
-                    "share": scoring.mean_share(job.samples, cell.budget, model),
+                    "share": scoring.mean_share(job.samples, cell.budget, cell.variant, model),
                     **scoring.index_bytes(cell.variant, model),
                     "corrected_share": share if cell.variant.speculates else None,
                     **scoring.score(job.samples, job.reference, results, tokenizer),
@@ -291,6 +291,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdict = criteria.check(options.tasks, options.budgets, benchmark.figures)
     picture = options.out.with_suffix(".png")
     report.plot(picture, options.tasks, options.budgets, benchmark.figures)
+    kept = picture.with_stem(f"{picture.stem}-indexes")
+    if report.plot_indexes(kept, options.tasks, options.budgets, benchmark.figures):
+        print(f"plot of indexes: {kept}")
     print(f"\n{report.table(options.tasks, options.budgets, benchmark.figures)}")
     waits = thresholds.waits(read_json(options.steady), header["build"])
     if compared := thresholds.table(options.tasks, options.budgets, benchmark.figures, waits):

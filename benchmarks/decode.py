@@ -63,7 +63,7 @@ def engine_specs(
     Raises `SystemExit` where the two KV caches do not fit into memory.
     """
     tokens = batch * longest + longest // 2 + 8 * BLOCK
-    cache = tokens * kv_bytes_per_token(config)
+    cache = tokens * kv_bytes_per_token(config) * (2 if settings.dtype == "float32" else 1)
     need, free = 2 * (cache / 2**30 + ENGINE_GIB), psutil.virtual_memory().available / 2**30
     if need > free:
         sys.exit(
@@ -72,6 +72,7 @@ def engine_specs(
         )
     common: dict[str, Any] = {
         "model": model,
+        "dtype": settings.dtype,
         "hf_overrides": settings.hf_overrides,
         "max_model_len": longest,
         "kv_cache_memory_bytes": cache,
@@ -118,6 +119,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--prefill-seconds", type=float, default=120.0, help="fewer prefill repeats where they "
         "would take longer than this, both engines together")  # fmt: skip
     add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
+    add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
+        help="of weights and KV cache; auto: the checkpoint's")  # fmt: skip
     add("--enforce-eager", action="store_true", help="without torch.compile")
     add("--hf-overrides", type=json.loads, default=None, help="JSON for the model's config "
         "(default: YaRN where a context exceeds the model's own limit)")  # fmt: skip
@@ -138,7 +141,7 @@ def earlier(path: Path, settings: Settings) -> dict[str, Any]:
     stored = read_json(path)
     if stored is None:
         return {}
-    if {"fill": False} | stored["settings"] != asdict(settings):
+    if {"fill": False, "dtype": "auto"} | stored["settings"] != asdict(settings):
         sys.exit(f"{path} was made with other settings: drop --resume or name another --output")
     return {key: stored[key] for key in ("cells", "flatness") if key in stored}
 
@@ -226,6 +229,7 @@ def main() -> None:
         temperature=args.temperature,
         enforce_eager=args.enforce_eager,
         fill=args.fill,
+        dtype=args.dtype,
     )
     specs = engine_specs(args.model, settings, config, longest, batch)
     done = earlier(args.output, settings) if args.resume else {}

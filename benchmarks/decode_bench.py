@@ -34,6 +34,7 @@ class Settings:
     temperature: float
     enforce_eager: bool
     fill: bool = False
+    dtype: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ def rows_of(
         fresh=torch.zeros(batch, dtype=torch.uint8),
         corrected=torch.zeros(batch, dtype=torch.int64),
         lists=torch.empty(batch * shape.kv_heads, pages * units, dtype=torch.int32),
+        lengths=torch.empty(batch * shape.kv_heads, dtype=torch.int32),
         per_token=per_token,
     )
 

@@ -71,7 +71,10 @@ def plan(config: RetrievalConfig, model: Any, memory: int, requests: int, contex
 
     Raises:
         RetrievalConfigError: it does not fit.
+        ValueError: layers share a selection.
     """
+    if config.own.shares:
+        raise ValueError(f"{config.method}: how many layers are dense depends on its filters")
     layers = model.num_hidden_layers
     per_layer = kv_bytes_per_token(model) // layers
     cache = Cache(
@@ -84,6 +87,7 @@ def plan(config: RetrievalConfig, model: Any, memory: int, requests: int, contex
         dtype=torch.bfloat16,
         max_num_seqs=requests,
         max_model_len=context,
+        step_tokens=0,  # nothing is encoded
     )
     return Tiers.plan(config, cache, memory, context * per_layer)
 

@@ -1,6 +1,7 @@
 """The KV cache on disk: what it costs per step, and how much more context it holds.
 
     python -m benchmarks.slow_home steady      # step times beside home=device, and the ablation
+    python -m benchmarks.slow_home steady --codecs k8v4 k4v4 k2v2
     python -m benchmarks.slow_home capacity    # tokens held in the same fast memory
     python -m benchmarks.slow_home soak        # memory over thousands of steps
 
@@ -9,7 +10,9 @@ operating system's page cache, and takes from the latter one thing at a time, as
 does: the layout (a page of a KV head is then read as the `2 * page_size` pieces in which a cache
 that is ordered by tokens would keep it), reading ahead (every recall is waited for), speculation
 (selection at every step, so that every change of pages is waited for), and all three; and decodes
-with lower correction thresholds, down to none. The variants take turns, each from an empty recall
+with lower correction thresholds, down to none. Of methods that select single tokens (`--method`) it
+takes reading ahead (`omnikv`: what a filter has selected is waited for before the next layer), and
+what earlier steps have read. The variants take turns, each from an empty recall
 cache, and reported are medians over repeats; see `benchmarks.slow_steady`.
 """
 
@@ -26,8 +29,9 @@ from benchmarks.common import MODELS, RESULTS, result_header, write_json
 from benchmarks.engines import EngineError, EngineProcess
 from benchmarks.models import Documents, yarn_overrides
 from benchmarks.slow_capacity import capacity
-from benchmarks.slow_steady import engine_specs, steady
+from benchmarks.slow_steady import VARIANTS_OF, engine_specs, steady
 from vllm_kvretrieval.config import DEFAULT_METHOD
+from vllm_kvretrieval.retrieval.codec import CODECS, RAW
 from vllm_kvretrieval.retrieval.presets import preset_names
 
 MODULE = "benchmarks.slow_home"
@@ -76,8 +80,8 @@ def main() -> None:
         add = command.add_argument
         add("--model", default=model, help="directory of the checkpoint")
         add("--budget", type=int, default=budget, help="tokens attended to per decode step")
-        output = RESULTS / f"slow-home-{run.__name__}.json"
-        add("--output", type=Path, default=output, help="JSON results; logs go beside it")
+        add("--output", type=Path, help="JSON results; logs go beside it (default: "
+            f"{RESULTS.name}/slow-home-{run.__name__}.json, or ...-METHOD.json)")  # fmt: skip
         command.set_defaults(run=run)
         if run is capacity:
             add("--method", default=DEFAULT_METHOD, choices=preset_names(), help="retrieval method")
@@ -97,9 +101,16 @@ def main() -> None:
         add("--recall-cache", type=int, help="bytes of slots (default: twice what a batch attends "
             "to)")  # fmt: skip
         add("--enforce-eager", action="store_true", help="without torch.compile")
+        command.set_defaults(method="freekv", codecs=[])
         if not long:
+            add("--method", choices=VARIANTS_OF, help="retrieval method")
+            add("--codecs", nargs="+", default=[], choices=[c for c in CODECS if c != RAW],
+                help="compare these, with freekv, instead of the ablation")  # fmt: skip
             add("--repeats", type=int, default=3, help="runs of each variant")
     args = parser.parse_args()
+    if args.output is None:
+        of_method = f"-{args.method}" if args.run is steady and args.method != "freekv" else ""
+        args.output = RESULTS / f"slow-home-{args.command}{of_method}.json"
     store = result_header(MODULE)
     try:
         store["settings"] = {k: v for k, v in vars(args).items() if k not in NO_SETTINGS}

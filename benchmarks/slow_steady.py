@@ -4,6 +4,9 @@ Every run decodes prompts that have been prefilled, but of which no page is in a
 counts from the first decode step, which has to recall all that it attends to. That step is also
 reported by itself; "ms/step" is the mean of the others.
 
+With `--codecs` the same documents are decoded from homes that are encoded, instead of the ablation;
+once with the file in the page cache, and once "cold": it is dropped from there before every step.
+
 The waiting is what steps wait for reads into recall caches. It leaves out what the kernel does for
 the mapped file when new tokens are written to it: such page faults are counted, not timed. Nothing
 else reads the file in place while requests decode beyond their budgets.
@@ -15,7 +18,7 @@ import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +44,15 @@ class Variant:
     engine: str
     layout: bool = True
     read_ahead: bool = True
+    keep: bool = True
+    cold: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def threshold(self) -> float | None:
         """The correction threshold of decoding from disk with nothing taken away; else None."""
-        if self.engine != "disk" or not (self.layout and self.read_ahead):
+        aided = self.layout and self.read_ahead and self.keep and not self.cold
+        if self.engine != "disk" or not aided:
             return None
         return self.options.get("correction_threshold", DEFAULT_THRESHOLD)
 
@@ -70,9 +76,31 @@ VARIANTS = (
     Variant("device, no speculation", "device", options=EVERY_STEP),
 )
 
+TOKEN_VARIANTS = (
+    Variant(DEVICE, "device"),
+    Variant(DISK, "disk"),
+    Variant(UNAIDED, "disk", read_ahead=False),
+    Variant("disk, nothing kept", "disk", keep=False),
+)
+"""Of methods that select single tokens."""
+VARIANTS_OF = {
+    "freekv": VARIANTS,
+    "fier": tuple(v for v in TOKEN_VARIANTS if v.read_ahead),  # selects and attends at once
+    "omnikv": TOKEN_VARIANTS,
+}
+
+
+def variants(method: str, codecs: Sequence[str]) -> tuple[Variant, ...]:
+    """The method's ablation; or what to compare these codecs with, and they."""
+    if not codecs:
+        return VARIANTS_OF[method]
+    warm = [Variant(DISK, DISK), *(Variant(f"disk, {codec}", codec) for codec in codecs)]
+    cold = [replace(variant, name=f"{variant.name}, cold", cold=True) for variant in warm]
+    return Variant(DEVICE, DEVICE), *warm, *cold
+
 
 def engine_specs(args: argparse.Namespace, overrides: dict[str, Any]) -> list[EngineSpec]:
-    """The same engine with its cache in memory and on disk."""
+    """The same engine with its cache in memory, on disk, and there by each codec."""
     longest, batch = max(args.contexts), max(args.batches)
     config = AutoConfig.from_pretrained(args.model)
     size = (batch * longest + SLACK) * kv_bytes_per_token(config)
@@ -81,20 +109,25 @@ def engine_specs(args: argparse.Namespace, overrides: dict[str, Any]) -> list[En
         "hf_overrides": overrides,
         "max_model_len": longest,
         "max_num_seqs": batch,
-        "attention_backend": "FREEKV",
+        "attention_backend": args.method.upper(),
         "enforce_eager": args.enforce_eager,
         "worker_extension_cls": slow_worker.EXTENSION,
     }
     retrieval = {"budget": args.budget}
     cache = args.recall_cache or 2 * batch * args.budget * kv_bytes_per_token(config)
     slow = retrieval | {"home": "disk", "home_bytes": size, "recall_cache_bytes": cache}
+    encoded = [(name, size + cache, slow | {"codec": name}) for name in args.codecs]
     return [
         EngineSpec(
             name,
             common | {"kv_cache_memory_bytes": fast, "additional_config": {"kv_retrieval": option}},
             LONG_STEPS,
         )
-        for name, fast, option in ((DEVICE, size, retrieval), (DISK, size + cache, slow))
+        for name, fast, option in (
+            (DEVICE, size, retrieval),
+            (DISK, size + cache, slow),
+            *encoded,
+        )
     ]
 
 
@@ -141,7 +174,7 @@ HEADER = (
     f" {'hidden':>6} {'faults':>6}"
 )
 LEGEND = (
-    "corr: KV heads that selected anew; hits: units in slots when a step needed them; hidden: of "
+    "corr: KV heads that selected anew; hits: what was in slots when a step needed it; hidden: of "
     "the waiting, what reading ahead saves; faults: page faults per step, not in 'waited'"
 )
 
@@ -149,7 +182,7 @@ LEGEND = (
 def line(row: Mapping[str, Any], by_name: Mapping[str, Mapping[str, Any]]) -> str:
     """One line of the table under `HEADER`; by_name: the variants' rows of the same size."""
     hidden = ""
-    if row["variant"] == DISK and by_name[UNAIDED]["waited_ms"]:
+    if row["variant"] == DISK and by_name.get(UNAIDED, {}).get("waited_ms"):
         hidden = f"{1 - row['waited_ms'] / by_name[UNAIDED]['waited_ms']:.0%}"
     ratio = row["step_ms"] / by_name[DEVICE]["step_ms"]
     faults = row["minor_faults"] + row["major_faults"]
@@ -167,6 +200,7 @@ class Steady:
 
     def __init__(self, args: argparse.Namespace, engines: Sequence[EngineProcess]) -> None:
         self._args = args
+        self._variants = variants(args.method, args.codecs)
         self._engines = {engine.name: engine for engine in engines}
         self._tokens = args.steps + 2  # the prompt gives the first, a cold step the second
         longest = max(args.contexts) - self._tokens
@@ -185,14 +219,14 @@ class Steady:
             engine.resume()
             engine.generate(prompts, 1)
             engine.pause()
-        runs: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in VARIANTS}
+        runs: dict[str, list[dict[str, float]]] = {v.name: [] for v in self._variants}
         for turn in range(self._args.repeats):
-            for variant in VARIANTS if turn % 2 == 0 else VARIANTS[::-1]:
+            for variant in self._variants if turn % 2 == 0 else self._variants[::-1]:
                 self._status.set(f"{context:,} x {batch}: {variant.name}, {turn + 1}")
                 runs[variant.name].append(self._run(variant, prompts))
         self._status.clear()
         rows: dict[str, dict[str, Any]] = {}
-        for variant in VARIANTS:
+        for variant in self._variants:
             found = runs[variant.name]
             medians = {key: statistics.median(run[key] for run in found) for key in found[0]}
             size = {"context": context, "batch": batch}
@@ -206,8 +240,8 @@ class Steady:
         engine = self._engines[variant.engine]
         engine.resume()
         engine.generate([self._short], WARM_TOKENS)  # wakes the threads, and takes no slot
-        engine.collective_rpc("prepare_recall", variant.read_ahead, variant.layout)
-        engine.collective_rpc("start_steps")
+        engine.collective_rpc("prepare_recall", variant.read_ahead, variant.layout, variant.keep)
+        engine.collective_rpc("start_steps", variant.cold)
         options = {"kv_retrieval": variant.options}
         timing = engine.generate(prompts, self._tokens, extra_args=options)
         noted = engine.collective_rpc("stop_steps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import re
 import resource
 from dataclasses import asdict
@@ -24,18 +25,22 @@ class SlowHomeExtension(CountsExtension):
 
     retrieval_layers: dict[str, Any]
     recall_caches: list[Any]
+    token_recalls: list[Any]
+    token_slots: dict[str, Any]
     model_runner: Any
     tiers: Any
     home: Any
     _steps: list[dict[str, float]]
 
-    def prepare_recall(self, read_ahead: bool, layout: bool) -> None:
+    def prepare_recall(self, read_ahead: bool, layout: bool, keep: bool) -> None:
         """Empty the recall caches; to be called while no request runs.
 
         Args:
-            read_ahead: Whether the next step's pages are read beside this step.
-            layout: Whether a page of a KV head is read at once, or a token's keys or values at a
-                time.
+            read_ahead: Whether the next step's pages are read beside this step; of single tokens,
+                whether a filter's are read beside the layers before those that attend to them.
+            layout: Of pages, whether a page of a KV head is read at once, or a token's keys or
+                values at a time.
+            keep: Of single tokens, whether a step finds those that earlier ones have read.
         """
         for cache in self.recall_caches:
             for entry in range(self.requests.capacity):
@@ -46,18 +51,47 @@ class SlowHomeExtension(CountsExtension):
                 cache.prefetch = lambda rows, state: None
             slot = cache.slots[0, 0]
             cache.read_in_pieces(slot.nbytes if layout else slot[0].nbytes)
+        for recall in self.token_recalls:
+            for entry in range(self.requests.capacity):
+                recall.release(entry)
+            vars(recall).pop("recall", None)
+            recall.recall = self._recalling(recall, read_ahead, keep)
+
+    @staticmethod
+    def _recalling(recall: Any, read_ahead: bool, keep: bool) -> Any:
+        begin = recall.recall
+
+        def recalling(rows: Any) -> None:
+            if not keep:
+                for seat in rows.seats.tolist():
+                    recall.release(seat)
+            begin(rows)
+            if not read_ahead:
+                for layer in range(recall.layers):
+                    recall.wait(layer)
+
+        return recalling
 
     def kv_heads(self) -> int:
         """KV heads of a layer on this worker."""
         return next(iter(self.retrieval_layers.values())).num_kv_heads
 
-    def start_steps(self) -> None:
-        """From now on note `recall` before every engine step that runs the model."""
+    def start_steps(self, cold: bool = False) -> None:
+        """From now on note `recall` before every engine step that runs the model.
+
+        Args:
+            cold: Whether to drop the home's file from the page cache there, too. What is written
+                meanwhile stays, and what is mapped.
+        """
         self._steps = []
+        if cold:
+            os.fsync(self.home.fd)
         run = self.model_runner.execute_model
 
         def noted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             if scheduled.total_num_scheduled_tokens:
+                if cold:
+                    os.posix_fadvise(self.home.fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 self._steps.append(self.recall())
             return run(scheduled, *args, **kwargs)
 
@@ -71,13 +105,13 @@ class SlowHomeExtension(CountsExtension):
     def recall(self) -> dict[str, float]:
         """Since the start: `retrieval_counts`, bytes read from home, seconds that steps waited for
         reads, page faults of the process that took no disk, and that did."""
-        caches = self.recall_caches
+        recalls = [*self.recall_caches, *self.token_recalls]
         counts = self.retrieval_counts()
         faults = resource.getrusage(resource.RUSAGE_SELF)
         return {
             **counts,
-            "recalled_bytes": counts["recalled"] * (caches[0].slots[0].nbytes if caches else 0),
-            "waited_s": sum(cache.seconds[1] for cache in caches),
+            "recalled_bytes": counts["recalled"] * (recalls[0].bytes_per_read if recalls else 0),
+            "waited_s": sum(recall.seconds[1] for recall in recalls),
             "minor_faults": faults.ru_minflt,
             "major_faults": faults.ru_majflt,
         }
@@ -92,9 +126,14 @@ class SlowHomeExtension(CountsExtension):
         Read off the tensors, but for the books of the recall caches, which are C++'s own: these are
         as many per unit and slot as `tiers.sizes` says.
         """
-        layers, caches = list(self.retrieval_layers.values()), self.recall_caches
-        slots = sum(len(cache.slots) for cache in caches)
+        layers = list(self.retrieval_layers.values())
         units = sum(impl.choosers[0].store.pages * impl.num_kv_heads for impl in layers)
+        slots = [impl.slow.slots for impl in layers]
+        # A slot is a unit, or a token of a KV head.
+        each = sum(s.nbytes for s in slots) // sum(self.tiers.slots)
+        per_slot, per_unit, mappings = sizes.BOOKS_PER_SLOT, sizes.BOOKS_PER_UNIT, 1
+        if self.token_slots:
+            per_slot, per_unit, mappings = sizes.BOOKS_PER_TOKEN, 0, 2
         staging = {id(impl.staging): impl.staging for impl in layers if impl.staging is not None}
         home = self.home.memory
         file = range(home.data_ptr(), home.data_ptr() + home.nbytes)
@@ -102,9 +141,9 @@ class SlowHomeExtension(CountsExtension):
         return {
             "dense": sum(cache.nbytes for cache in in_memory),
             "index": sum(store.records.nbytes for impl in layers for store in impl.stores),
-            "books": units * sizes.BOOKS_PER_UNIT + home.nbytes // mmap.PAGESIZE,
+            "books": units * per_unit + mappings * (home.nbytes // mmap.PAGESIZE),
             "staging": sum(staging.buffer.nbytes for staging in staging.values()),
-            "recall_cache": sum(c.slots.nbytes for c in caches) + slots * sizes.BOOKS_PER_SLOT,
+            "recall_cache": sum(s.nbytes + s.nbytes // each * per_slot for s in slots),
         }
 
     def home_memory(self) -> dict[str, int]:
@@ -121,7 +160,7 @@ class SlowHomeExtension(CountsExtension):
             "file": size,
             "page_cache": mmap.PAGESIZE * sum(page & 1 for page in present),
             "mapped": _resident(start, start + size),
-            "request_state": sum(s.query.nbytes + s.pages.nbytes for s in selections),
+            "request_state": sum(s.query.nbytes + s.chosen.nbytes for s in selections),
         }
 
     def memory(self) -> dict[str, int]:

@@ -1,8 +1,10 @@
 """A worker extension that looks into a slow home and its recall caches."""
 
 import os
+import re
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,21 @@ import torch
 from vllm import _custom_ops as ops
 
 from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.retrieval.codec import CODECS
+from vllm_kvretrieval.retrieval.codec.raw import Raw
+
+LOSSLESS = "lossless"
+
+
+class Lossless(Raw):
+    """What ``raw`` is, in an encoded home."""
+
+    name = LOSSLESS
+    meaning = "for tests"
+
+
+CODECS[LOSSLESS] = Lossless()  # in the test's process and, as this is imported there, in workers
+cpu.CODINGS[LOSSLESS] = cpu.CODINGS["raw"]
 
 
 class HomeWorker:
@@ -17,6 +34,7 @@ class HomeWorker:
 
     retrieval_layers: dict[str, Any]
     home: Any
+    retrieval_config: Any
     requests: Any
     recall_caches: list[Any]
     vllm_config: Any
@@ -91,17 +109,14 @@ class HomeWorker:
     def compare_home(self):
         """Tokens compared with the home's file; raises where they differ.
 
-        What was recorded is laid out anew in memory by vLLM's own kernel and compared with what
-        the file's pages hold at the tokens written.
+        What was recorded is laid out anew in memory, by vLLM's own kernel or in rows, and compared
+        with what the file's pages hold at the tokens written.
         """
         compared = 0
         layers = self.vllm_config.compilation_config.static_forward_context
         for name, impl in self.retrieval_layers.items():
             like = layers[name].kv_cache
-            from_file = torch.frombuffer(
-                bytearray(os.pread(self.home.fd, like.nbytes, self.home.begin(impl.slow.number))),
-                dtype=like.dtype,
-            ).view_as(like)
+            from_file, before = self._in_file(impl, like), compared
             # The file also holds what earlier requests wrote; the mark tells our tokens from it.
             expected, mark = torch.zeros_like(like), torch.zeros_like(like)
             for key, value, slots in self._written[name]:
@@ -109,13 +124,38 @@ class HomeWorker:
                     (expected, key, value),
                     (mark, torch.ones_like(key), torch.ones_like(value)),
                 ):
+                    if impl.rows:
+                        reference.write_rows(k, v, slots, cache)
+                        continue
                     pages, heads, size, width = cache.shape
                     keys, values = cache.view(pages, heads, 2 * size, width // 2).chunk(2, dim=2)
                     ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, layers[name].isa)
                 compared += int((slots >= 0).sum())
+            if (codec := self.retrieval_config.encoding) is not None:
+                # Pages that are not full are not in the file.
+                full = mark.flatten(1).all(1)
+                expected, from_file = expected[full], from_file[full]
+                within = [x.flatten(0, 1) for x in (expected, from_file)]
+                tokens = reference.tokens_of(within[0], "vec")
+                read = reference.tokens_of(within[1], "vec")
+                for x, y, bound in zip(tokens, read, codec.error_bounds(*tokens), strict=True):
+                    assert ((x - y).abs() <= bound).all(), f"{name}: home differs"
+                compared = before + int(full.sum()) * like.shape[2]
+                continue
             assert torch.equal(from_file * mark, expected), f"{name}: home differs"
             assert mark.any()
         return compared
+
+    def _in_file(self, impl, like):
+        """What the file holds of a layer, in the shape of vLLM's cache."""
+        home, codec = self.home, self.retrieval_config.encoding
+        data = bytearray(os.pread(home.fd, home.layer_bytes, home.begin(impl.slow.number)))
+        if codec is None:
+            return torch.frombuffer(data, dtype=like.dtype).view_as(like)
+        units = torch.empty_like(like).view(-1, 2 * like.shape[2], like.shape[3] // 2)
+        encoded = torch.frombuffer(data, dtype=torch.uint8).view(len(units), -1)
+        reference.decode_units(encoded, codec, units)
+        return units.view_as(like)
 
     def check_caches(self):
         """Complaints of the recall caches, and how many slots are pinned in all."""
@@ -125,6 +165,16 @@ class HomeWorker:
     def cache_state(self):
         """Slots per layer, requests' counts, seconds."""
         return [len(c.slots) for c in self.recall_caches], self.requests.recalls.tolist()
+
+    def open_bytes(self):
+        """Bytes of memory that the open pages of an encoded home take."""
+        start, resident, inside = self.home.memory.data_ptr(), 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if area := re.match(r"([0-9a-f]+)-[0-9a-f]+ ", line):
+                inside = start <= int(area[1], 16) < start + self.home.memory.nbytes
+            elif inside and line.startswith("Rss:"):
+                resident += 1024 * int(line.split()[1])
+        return resident
 
     def break_reads(self):
         """Let every read of the home's file fail from now on."""

@@ -27,6 +27,8 @@ class Method:
     rerank: int = 0
     rank: int = 11
     per_token: bool = False
+    # Of what is selected, per retrieval layer and KV head, 1 on average; None: all the same.
+    shares: tuple[tuple[float, ...], ...] | None = None
 
 
 @dataclass
@@ -42,7 +44,8 @@ class Step:
     attended: list[list[int]]  # per KV head, positions in the context of the pages or tokens
     output: torch.Tensor  # [kv_heads, group, d]
     tau: float
-    budget: tuple[int, int, int]  # sink, window, select; in pages or tokens
+    budget: tuple[int, int, int]  # sink, window, select on average; in pages or tokens
+    number: int  # of the layer, among retrieval layers
     keys: torch.Tensor  # [kv_heads, length, d]
     values: torch.Tensor
 
@@ -198,6 +201,8 @@ class Choice:
         others = self.certain & ~inside
         if len(selected) != len(self.best) or not self.possible[inside].all():
             return False
+        if not selected:
+            return True
         least = (self.scores + self.off)[inside].min()
         return not others.any() or bool((self.scores - self.off)[others].max() <= least)
 
@@ -282,14 +287,23 @@ class Oracle:
             return pooled, most
         return pooled, most + norms_off
 
+    def counts(self, step: Step) -> list[int]:
+        """Pages or tokens that each KV head selects; a share may be rounded up or down."""
+        sink, window, select = step.budget
+        shares = self.method.shares
+        exact = [select * s for s in (shares[step.number] if shares else [1] * len(step.query))]
+        counts = [len(attended) - sink - window for attended in step.attended]
+        assert all(abs(n - x) < 1 for n, x in zip(counts, exact, strict=True)), (counts, exact)
+        return counts
+
     def expect(self, step: Step) -> tuple[list[Choice], list[bool]]:
         """Per KV head: what it attends to between sink and window, and whether it is corrected."""
         key = (step.request, step.layer)
         before, kept = self.previous.get(key, (None, []))
         continues = before is not None and before.length == step.length - 1
         choices = [
-            self.choose(query, keys, step.budget)
-            for query, keys in zip(step.query, step.keys, strict=True)
+            self.choose(query, keys, (*step.budget[:2], select))
+            for query, keys, select in zip(step.query, step.keys, self.counts(step), strict=True)
         ]
         expected, corrected = [], []
         for head, query in enumerate(step.query):
@@ -364,7 +378,9 @@ class RecordingWorker:
             position = {page: j for j, page in enumerate(pages)}
             attended = []
             for head in range(heads):
-                entries = rows.lists[r * heads + head, : sum(budget)].tolist()
+                count = int(rows.lengths[r * heads + head])
+                count = count if rows.per_token else -(-count // size)
+                entries = rows.lists[r * heads + head, :count].tolist()
                 unit = size if rows.per_token else 1  # tokens, or the unit itself
                 assert all(e // unit % heads == head for e in entries), "pages of another head"
                 attended.append([position[e // unit // heads] * unit + e % unit for e in entries])
@@ -373,7 +389,7 @@ class RecordingWorker:
                 self.model_runner.input_batch.req_ids[place], name, method, length, pages,
                 query[place].float().reshape(shape).clone(), attended,
                 output[place].float().reshape(shape).clone(), float(rows.threshold[r]), budget,
-                keys, values,
+                [*self.retrieval_layers].index(name), keys, values,
             )  # fmt: skip
 
     def check_recording(self, methods):
@@ -402,12 +418,13 @@ class RecordingWorker:
             expected, corrected = oracle.expect(step)
             summary["steps"] += 1
             lengths[step.method, step.request].add(step.length)
-            sink, window, select = step.budget
+            sink, window, _ = step.budget
             count = step.length if oracle.method.per_token else len(step.pages)
             fixed = [*range(sink), *range(count - window, count)]
+            summary["most"] = max(summary["most"], *oracle.counts(step))
             for head, choice in enumerate(expected):
                 attended = step.attended[head]
-                middle = attended[sink : sink + select]
+                middle = attended[sink : len(attended) - window]
                 selected = {page - sink for page in middle}
                 same = selected == choice.best
                 explained = attended == sorted(fixed + middle) and choice.explains(selected)
@@ -415,7 +432,7 @@ class RecordingWorker:
                 summary["corrected"] += corrected[head]
                 summary["near_ties"] += explained and not same
                 summary["differ"] += not explained
-                summary["pages"] += select
+                summary["pages"] += len(middle)
                 summary["agree"] += len(selected & choice.best)
                 error = (oracle.attention(step, head) - step.output[head]).abs().max()
                 error = float(error / step.values[head].abs().max())

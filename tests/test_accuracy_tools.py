@@ -39,8 +39,11 @@ from benchmarks.tasks.base import (
 )
 from benchmarks.tasks.forcing import FORCED_TOKENS, ForceTokens
 from benchmarks.tasks.metrics import Generated, Scored
-from vllm_kvretrieval.config import RequestOptions, RetrievalConfig
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.request_options import RequestOptions
 from vllm_kvretrieval.retrieval.pooling import Pooling
+
+VARIANT = {variant.name: variant for variant in catalogue.VARIANTS}
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +125,18 @@ def test_cache_share_counts_dense_layers_whole():
 def test_hybrid_models_count_their_full_layers_only(tmp_path):
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     (tmp_path / "config.json").write_text(json.dumps({"layer_types": kinds}))
-    assert scoring.attention_layers(tmp_path) == (2, 0)
+    own, fier = VARIANT["kvretrieval"], VARIANT["fier"]
+    assert scoring.attention_layers(own, tmp_path) == (2, 0)
+    assert scoring.attention_layers(fier, tmp_path) == (2, 1)
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 30}))
-    assert scoring.attention_layers(tmp_path) == (30, 1)
+    assert scoring.attention_layers(own, tmp_path) == (30, 1)
+    # Served by the same engine, whose dense layers are every method's.
+    assert scoring.attention_layers(VARIANT["quest"], tmp_path) == (30, 1)
+
+
+def test_filters_and_the_layers_after_them_count_as_dense():
+    smollm2 = common.MODELS / "SmolLM2-135M-Instruct"
+    assert scoring.attention_layers(VARIANT["omnikv"], smollm2) == (30, 7)
 
 
 def test_the_kv_cache_keeps_a_tasks_prompts_and_two_runs_beside_them(tmp_path):
@@ -395,6 +407,17 @@ def test_report_shows_every_cell(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
+def test_indexes_are_drawn_where_some_were_compared(tmp_path):
+    path, cells = tmp_path / "indexes.png", figures(PASSKEY) | figures(NOVEL)
+    assert not report.plot_indexes(path, [PASSKEY, NOVEL], [1024], cells)
+    assert not path.exists()
+    cells |= figures(PASSKEY, mean_1024=0.7) | figures(NOVEL, mean_1024=0.008)
+    for cell in cells.values():
+        cell.setdefault("index_share", 0.01)
+    assert report.plot_indexes(path, [PASSKEY, NOVEL], [1024], cells)
+    assert path.stat().st_size > 10_000
+
+
 def test_indexes_stand_between_the_control_and_the_oracle():
     extra = {"mean_std_1024": 0.8, "mean_1024": 0.7}
     cells = figures(PASSKEY, **extra) | figures(NOVEL, mean_std_1024=0.008)
@@ -476,6 +499,7 @@ QUICK = ["kvretrieval", "oracle", "freekv", "sink_window"]
             ["every_step", "threshold_0.8", "threshold_0.7", "reuse", "speculative", "summary_8"],
         ),
         (False, ["pages"], ["page_16", "kvretrieval_page_16"]),
+        (False, ["budgets"], ["pyramid", "pyramid_2"]),
     ],
 )
 def test_variants_run_where_asked_for(quick, also, added):
@@ -499,19 +523,21 @@ def test_cells_are_of_all_budgets_and_the_covering_one():
 def test_an_engine_serves_every_cell_that_it_runs():
     """All at once, and each cell's alone, as after an interruption."""
     cells = catalogue.cells_of(NOVEL, (256, 1024), 4224, catalogue.VARIANTS)
-    for engine_options in ({}, {"page_size": 16}):
+    engines = [variant.engine for variant in catalogue.VARIANTS]
+    assert {"method": "omnikv"} in engines
+    for engine_options in engines:
         run = [cell for cell in cells if cell.variant.engine == engine_options]
+        options = dict(engine_options)
+        own = options.pop("method", catalogue.OWN)
         for part in (run, *([cell] for cell in run)):
             also = catalogue.also_of(part)
-            config = RetrievalConfig.from_options(
-                catalogue.OWN, {"budget": 4224, "also": also, **engine_options}
-            )
+            config = RetrievalConfig.from_options(own, {"budget": 4224, "also": also, **options})
             for cell in part:
                 RequestOptions.parse({"kv_retrieval": cell.options}, config)
                 served = config.methods[cell.variant.method]
                 assert replace(served, name="") == replace(cell.variant.config.own, name="")
             named = {cell.variant.method for cell in part}
-            assert set(config.methods) == named | {"kvretrieval", "streamingllm"}
+            assert set(config.methods) == named | {own, "streamingllm"}
 
 
 def test_indexes_differ_in_nothing_but_the_index():

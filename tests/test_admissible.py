@@ -13,12 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.steps import Runner, metadata_builder, split
-from vllm_kvretrieval.config import RequestOptions, RetrievalConfig
+from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, cpu, reference
+from vllm_kvretrieval.request_options import RequestOptions
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 from vllm_kvretrieval.retrieval.pooling import Pooling
+from vllm_kvretrieval.retrieval.shares import allot
 
 HEADS, HEAD_SIZE, REQUESTS = 2, 64, 2
 PAGES = 128  # of the longest context
@@ -32,7 +34,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "large sink": {"budget": 4064, "sink": 3584},
     "raised": {"budget": 512, "max_budget": 3072},
     "streamingllm": {"budget": 1024, "method": "streamingllm"},
+    "uneven": {"budget": 1024, "budget_shares": [[0, 1], [3.7, 0.9], [1, 1]]},
+    "all to one": {"budget": 512, "budget_shares": [[0, 0], [0, 9], [0, 0]]},
+    "uneven and given": {"budget": 2048, "sink": 96, "budget_shares": [1, 2.5, 3]},
 }
+LAYERS, LAYER = 3, slice(2, 4)
+"""Of a model, and the KV heads of the one that is there."""
 
 
 class Engine:
@@ -41,7 +48,13 @@ class Engine:
     def __init__(self, method: str = "freekv", **options: Any) -> None:
         self.config = RetrievalConfig.from_options(method, options)
         self.runner = Runner()
-        self.table = RequestTable(self.config, REQUESTS, HEADS, self.runner)
+        allotments = {
+            name: allot(m.budget_shares, [HEADS] * LAYERS, PAGES)
+            for name, m in self.config.methods.items()
+            if not m.budget_shares.uniform
+        }
+        heads = HEADS * LAYERS
+        self.table = RequestTable(self.config, REQUESTS, heads, self.runner, allotments=allotments)
         self.builder = metadata_builder(self.table, HEADS)
         page_size = self.config.page_size
         # As in RetrievalCPUWorker._choosers.
@@ -53,8 +66,11 @@ class Engine:
             entry_tokens=self.config.own.entry_tokens,
             **shape,
         )
-        most = max(self.config.most_selected, 1)
-        selection = Selection.empty(seats=REQUESTS, group=1, most_selected=most, **shape)
+        most, counts = max(self.table.most_selected(LAYER), 1), self.table.selected
+        counts = None if counts is None else counts[:, LAYER]
+        selection = Selection.empty(
+            seats=REQUESTS, group=1, most_selected=most, counts=counts, **shape
+        )
         selection.query.zero_()  # what nobody has written is not compared
         self.chooser = Chooser(store, selection, Pooling.MEAN_SOFTMAX, 0.125)
         self.random = torch.Generator().manual_seed(0)
@@ -63,6 +79,7 @@ class Engine:
         bounds = bounds.sort(dim=2).values  # minimum, maximum
         store.records.copy_(bounds.flatten(2).view(torch.uint8))
         self.twin = copy.deepcopy(self.chooser)
+        self.twin.selection.counts = counts
 
     def step(self, lens: list[int]) -> None:
         """One decode step."""
@@ -91,11 +108,22 @@ class Engine:
             pages = -(-tokens // self.config.page_size)
             sink, window, select = (int(t[row]) for t in (rows.sink, rows.window, rows.select))
             assert (positions.diff() > 0).all(), "each page once, in order"
+            counts = self.chooser.selection.counts
+            if counts is not None and select > 0:
+                share = counts[rows.seats[row], head]
+                assert abs(int(share) - self.share(head) * select) < 1
+                select = min(int(share), pages - sink - window)
             count = pages if select < 0 else sink + select + window
             assert len(positions) == count
-            assert count * self.config.page_size <= max(self.config.budget_limit, tokens)
+            most = max(self.config.budget_limit, tokens)
+            assert count * self.config.page_size <= most or counts is not None
             assert positions[:sink].tolist() == list(range(sink))
             assert positions[count - window :].tolist() == list(range(pages - window, pages))
+
+    def share(self, head: int) -> float:
+        """What a KV head of the layer has been given, of 1 on average."""
+        given = [n if isinstance(n, list) else [n] * HEADS for n in self.config.budget_shares]
+        return given[1][head] * HEADS * LAYERS / sum(map(sum, given))
 
     def run(self, options: list[dict[str, Any]]) -> None:
         """Requests with these options, each beside the one before, over their budgets and not."""
@@ -138,7 +166,7 @@ def test_a_smaller_budget_may_select_more():
     """What made the sizes of state too small: the premise of the tests above."""
     config = RetrievalConfig.from_options("freekv", {})
     assert config.page_budget(2016).select == 57 > config.page_budget(2048).select == 56
-    assert config.most_selected == 57
+    assert config.most_selected["freekv"] == 57
 
 
 WORDS = ("budget", "correction_threshold", "exact", "method", "sink", "page_size")

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvretrieval.config import RequestOptions, RetrievalConfig
+from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.request_options import RequestOptions
 from vllm_kvretrieval.retrieval.filters import shipped
 from vllm_kvretrieval.retrieval.index import indexes
 from vllm_kvretrieval.retrieval.method import POOLINGS, make_method
@@ -294,20 +295,11 @@ def test_indexes_add_up_and_equal_ones_are_shared():
 # -------------------------------------------------------------------------------- a slow home
 
 
-@pytest.mark.parametrize("home", ["disk", "auto"])
-def test_single_tokens_are_not_recalled(home):
-    for method, options in (("fier", {}), ("freekv", {"also": ["fier"]})):
-        with pytest.raises(
-            RetrievalConfigError, match=f"home='{home}' is read in whole pages, and"
-        ):
-            config(method, home=home, **options)
-
-
 def test_a_budget_of_tokens():
     """Sink and window as others have them, of one page each; the rest is selected, by tokens."""
     made = config("fier", budget=1024, also={"freekv": {}}, max_budget=2048)
     assert made.page_budget() == (1, 1, 30)
-    assert made.most_selected == 2048 - 64
+    assert made.most_selected[made.method] == 2048 - 64
     assert config("freekv", also={"by tokens": {"index": "one_bit", "unit": "token"}}).rows
     assert not config("freekv").rows
     fine = config("fier", also={"fine": {"summary_size": 8}, "pages": {"unit": "page"}})
@@ -320,7 +312,8 @@ def test_a_budget_of_tokens():
     ("method", "options", "culprits"),
     [
         ("oracle", {}, "oracle"),
-        ("omnikv", {}, "omnikv"),
+        ("omnikv", {"also": ["oracle"]}, "oracle"),
+        ("fier", {"index": "exact"}, "fier"),
         ("freekv", {"rerank": 4}, "freekv"),
         ("freekv", {"also": ["quest", "oracle"]}, "oracle"),
         ("freekv", {"also": {"a": {"rerank": 2}, "b": {}, "c": {"index": "exact"}}}, "a, c"),
@@ -333,9 +326,25 @@ def test_what_reads_keys_needs_them_in_memory(home, method, options, culprits):
         config(method, home=home, **options)
 
 
+def test_tokens_of_a_slow_home_are_shared_evenly():
+    message = "home='disk' gives all KV heads as many slots .* and uneven divides the budget"
+    also = {"uneven": {"budget_shares": "pyramid"}}
+    with pytest.raises(RetrievalConfigError, match=message):
+        config("fier", home="disk", also=also)
+    assert config("fier", also=also).rows
+    assert config("freekv", home="disk", also=also).home == "disk"
+
+
+def test_encoded_pages_are_shared_evenly():
+    message = "codec='k8v4' reads contexts within the budget from slots, .* and uneven divides"
+    also = {"uneven": {"budget_shares": "pyramid"}}
+    with pytest.raises(RetrievalConfigError, match=message):
+        config("freekv", home="disk", codec="k8v4", also=also)
+
+
 def test_all_other_indexes_serve_a_slow_home():
     for preset in presets():
-        if preset not in ("oracle", "fier", *SHARING):
+        if preset != "oracle":
             assert config(preset, home="disk").home == "disk"
     also = {index: {"index": index} for index in BYTES if index != "exact"}
     assert len(config(home="disk", also=also).stores) == len(BYTES) - 1
@@ -385,6 +394,7 @@ def test_roles_by_list_file_and_model(tmp_path):
         ("omnikv", {"memory_fraction": 30}, "memory_fraction=30 must be a number between"),
         ("omnikv", {"memory_fraction": "30 %"}, "memory_fraction='30 %' must be a number"),
         ("omnikv", {"dense_layers": 2}, "dense_layers=2 has no effect with omnikv"),
+        ("omnikv", {"also": {"mine": {}}}, "also: mine: its layers would select as omnikv does"),
     ],
     ids=str,
 )

@@ -5,8 +5,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import common, decode, decode_bench, decode_report, slow_capacity, slow_steady
+from benchmarks import (
+    common,
+    decode,
+    decode_bench,
+    decode_report,
+    prefill,
+    recall,
+    slow_capacity,
+    slow_steady,
+)
 from benchmarks.tasks import thresholds
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -189,3 +199,44 @@ def test_decode_resumes_its_own_settings_alone(tmp_path):
     assert decode.earlier(path, settings) == {"cells": []}
     with pytest.raises(SystemExit, match="other settings"):
         decode.earlier(path, replace(settings, fill=True))
+
+
+def test_recall_is_of_the_tokens_with_the_most_attention():
+    """Keys of two values per channel are what an index of one bit holds."""
+    torch.manual_seed(0)
+    keys = torch.randint(0, 2, (2, 1536, 64)) * 2.0 - 1
+    queries, contexts = torch.randn(6, 2, 64), torch.tensor([1100, 1536])
+    found = recall.Recall()
+    found.observe(1, queries, keys, contexts, 0.125)
+    assert found.count == 0  # a layer that stays dense
+    found.observe(2, queries, keys, contexts, 0.125)
+    assert found.count == 4
+    shares = {case.name: share for case, share in zip(recall.CASES, found.found / 4, strict=True)}
+    assert (shares["one_bit, tokens"] > 0.99).all()
+    by_pages = shares["exact, pages of 16"]
+    assert by_pages[0] < 0.5
+    assert (by_pages.diff() > 0).all()
+    assert (shares["min_max, pages of 32"] < by_pages + 0.05).all()
+
+
+def test_indexes_are_compared_at_the_same_bytes():
+    bytes_of = {case.name: case.bytes_per_token(64) for case in recall.CASES}
+    assert bytes_of["one_bit, tokens"] == bytes_of["min_max, pages of 16"] == 16
+
+
+def test_prefill_table_compares_with_the_exact_one_of_the_context():
+    def cell(seconds, cpu, **scores):
+        return {"prefill_s": seconds, "cpu_s": cpu, "read_share": 0.25, **scores}
+
+    scores = {"novel": {"kl": 0.01}, "copy": {"kl": 0.5}}
+    figures = {
+        "8192/exact": cell([9.0, 10.0, 12.0], [40.0, 20.0, 20.0]),
+        "8192/1024:512": cell([5.0], [8.0], **scores),
+        "16384/1024:512": cell([7.0], [9.0], **scores),
+    }
+    rows = prefill.table(figures, [8192, 16384]).splitlines()[2:]
+    assert rows == [
+        "| 8,192 | exact | 25% | 10.0 |  |  |  |  |",
+        "| 8,192 | 1024, 512 | 25% | 5.0 | 2.00x | 2.50x | 0.0100 | 0.5000 |",
+        "| 16,384 | 1024, 512 | 25% | 7.0 |  |  | 0.0100 | 0.5000 |",
+    ]

@@ -12,8 +12,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvretrieval.cli import add_options
-from vllm_kvretrieval.config import HELP, RequestOptions, RetrievalConfig
+from vllm_kvretrieval.config import HELP, RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.request_options import RequestOptions
 from vllm_kvretrieval.retrieval.budget import PageBudget
 from vllm_kvretrieval.retrieval.presets import OWN
 
@@ -61,8 +62,9 @@ def test_streamingllm_gives_the_budget_to_the_window():
         (
             {"bugdet": 1024},
             r"no option 'bugdet' \(value 1024\)\. Known: budget, sink, window, page_size, "
-            "summary_size, index, pooling, schedule, rerank, unit, correction_threshold, also, "
-            "filters, observation, dense_layers",
+            "summary_size, index, pooling, schedule, rerank, unit, correction_threshold, "
+            "budget_shares, also, filters, observation, prefill_budget, prefill_chunk, "
+            "dense_layers",
         ),
         ({"method": "freekv"}, "method='freekv'.*use --attention-backend freekv"),
         ({"budget": "1024"}, r"kv_retrieval\.budget='1024' must be a whole number.*e\.g\. 1024"),

@@ -16,6 +16,11 @@ from tests.recorder import INDEXES, POOLINGS, Method
 STEPS = 40  # crosses a page boundary at least once
 LAYERS = (0, 14, 28)
 OWN = "freekv"
+RETRIEVING, HEADS = 29, 3  # layers, and KV heads of each
+# PyramidKV: from 2 - 1 / beta times the mean down to 1 / beta of it, linearly with depth.
+PYRAMID = tuple((1.95 - 1.9 * layer / (RETRIEVING - 1),) * HEADS for layer in range(RETRIEVING))
+BY_HEAD = [[1, 4, 0]] * 5 + [5 / 3] * (RETRIEVING - 5)
+"""As a user writes it; 5 / 3 on average."""
 
 
 def methods_of(summary_size: int) -> dict[str, Method]:
@@ -27,6 +32,9 @@ def methods_of(summary_size: int) -> dict[str, Method]:
     kinds |= {f"by {p}": Method(pooling=p) for p in POOLINGS if p != Method().pooling}
     kinds |= {"reranked": Method("mean", rerank=2), OWN: Method()}
     methods = {name: replace(kind, entry_tokens=summary_size) for name, kind in kinds.items()}
+    methods["pyramid"] = replace(methods[OWN], shares=PYRAMID)
+    by_head = tuple((0.6, 2.4, 0) if layer < 5 else (1,) * HEADS for layer in range(RETRIEVING))
+    methods["by head"] = replace(methods[OWN], shares=by_head)
     if summary_size < 16:  # the least that it takes
         methods["by low_rank"] = Method("low_rank", entry_tokens=16, rank=8)
     return methods
@@ -34,6 +42,8 @@ def methods_of(summary_size: int) -> dict[str, Method]:
 
 def options_of(method: Method) -> dict[str, Any]:
     """What makes it, as a user writes it."""
+    if method.shares:  # freekv's, with its schedule
+        return {"budget_shares": "pyramid" if method.shares == PYRAMID else BY_HEAD}
     index: Any = {"low_rank": {"rank": method.rank}} if method.index == "low_rank" else method.index
     options = {"index": index, "pooling": method.pooling, "rerank": method.rerank}
     return options | {"schedule": "every_step", "summary_size": method.entry_tokens}
@@ -141,7 +151,11 @@ def test_every_index_and_every_pooling(served):
         assert_equal_to_oracle(summary, 1, steps)
         agreement = 0.9 if name == "by low_rank" else 0.98
         assert summary["agree"] > agreement * summary["pages"], name
-        if name != OWN:
+        if not served.methods[name].shares and name != OWN:
             assert summary["corrected"] == summary["heads"], name
+    most = {name: summary["most"] for name, summary in summaries.items()}
+    select = most[OWN]
+    assert most["pyramid"] - round(1.95 * select) in (-1, 0, 1)
+    assert most["by head"] - round(2.4 * select) in (-1, 0, 1)
     moves = sum(summary["page_moves"] for summary in summaries.values())
     assert moves >= 2, "page boundaries were crossed"

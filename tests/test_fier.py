@@ -110,7 +110,10 @@ def test_a_crowd_of_different_requests(llm):
     ]
     expected = [alone(llm, request) for request in crowd]
     for answer, request in zip(drive(llm, crowd), expected, strict=True):
-        assert_same(answer, request, NEAR_TIES)
+        assert_same(answer, request, 5 * NEAR_TIES)
+        # With half the budget, one token more or less may change a step by more than that.
+        changed = [abs(a - b) for a, b in zip(answer.logprobs, request.logprobs, strict=True)]
+        assert sum(change > NEAR_TIES for change in changed) <= len(changed) // 20
     assert expected[7].steps[0] == 3, "the last chunk was a single token"
 
 
@@ -152,7 +155,7 @@ def test_preemption(llm, monkeypatch):
 
 def test_the_tokens_of_the_paper_are_chosen(llm):
     """One request of each method, all in one batch; those of pages keep to theirs."""
-    steps = 36
+    steps = 20
     llm.reset_prefix_cache()
     llm.collective_rpc("start_recording", args=(LAYERS,))
     lengths = dict(zip(METHODS, (1100, 500, 720, 400, 300), strict=True))

@@ -46,6 +46,7 @@ def make_rows(lens, selector, sink=20, window=30, select=100, kv_heads=None):
         fresh=torch.zeros(count, dtype=torch.uint8),
         corrected=torch.zeros(len(selector.chosen), dtype=torch.int64),
         lists=torch.full((count * heads, sink + window + select + 2), -1, dtype=torch.int32),
+        lengths=torch.full((count * heads,), -1, dtype=torch.int32),
         per_token=True,
     )
 
@@ -53,7 +54,7 @@ def make_rows(lens, selector, sink=20, window=30, select=100, kv_heads=None):
 def make_rows_like(rows, kv_heads):
     """The same rows, with lists for another number of KV heads."""
     lists = torch.full((len(rows) * kv_heads, rows.lists.shape[1]), -1, dtype=torch.int32)
-    return replace(rows, lists=lists, handle=None)
+    return replace(rows, lists=lists, lengths=torch.full((len(lists),), -1).int(), handle=None)
 
 
 def make_queries(rows, selector, count, dtype):
@@ -179,10 +180,13 @@ def test_lists_equal_reference(kv_heads):
     query = make_queries(rows, selector, 1, torch.float32)
     cpu.select_context(query, torch.ones(3, 1), make_rows_like(rows, 2), selector)
     cpu.list_context(rows, selector, kv_heads)
-    listed = rows.lists.clone()
+    listed, lengths = rows.lists.clone(), kv_heads * [150] + kv_heads * [50] + kv_heads * [150]
+    assert rows.lengths.tolist() == lengths
     rows.lists.fill_(-1)
+    rows.lengths.fill_(-1)
     reference.list_context(rows, selector, kv_heads)
     assert torch.equal(listed, rows.lists)
+    assert rows.lengths.tolist() == lengths
     assert (listed >= 0).sum() == kv_heads * (150 + 50 + 150)
     assert len(set(listed[0][listed[0] >= 0].tolist())) == 150
 

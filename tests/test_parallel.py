@@ -4,6 +4,8 @@ A small Llama with random weights, in float32: what is at stake is which head at
 the answers are to be those of a single worker to rounding.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ pytestmark = pytest.mark.engine
 
 BUDGET = 128
 LAYERS, KV_HEADS = 4, 4
+ALSO = {"uneven": {"budget_shares": [[2, 0.5, 1, 0.5], [1, 1, 1, 1], [0, 3, 0, 1]]}}
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +27,15 @@ def answers(model, workers, **retrieval):
     """Answers of an engine with so many workers, and the KV heads of each."""
     generator = torch.Generator().manual_seed(1)
     prompts = [
-        torch.randint(512, (length,), generator=generator).tolist() for length in (60, 500, 900)
+        torch.randint(512, (length,), generator=generator).tolist()
+        for length in (60, 500, 900, 700)
     ]
-    options = [{}, {}, {"correction_threshold": 0.9}]
+    options: list[dict[str, Any]] = [{}, {}, {"correction_threshold": 0.9}, {"method": "uneven"}]
     with engine(
         model,
         tensor_parallel_size=workers,
         attention_backend="freekv",
-        additional_config={"kv_retrieval": {"budget": BUDGET} | retrieval},
+        additional_config={"kv_retrieval": {"budget": BUDGET, "also": ALSO} | retrieval},
         dtype="float32",
         max_model_len=1024,
         max_num_seqs=4,

@@ -10,6 +10,8 @@ import torch
 
 from tests.test_kernels import make_chooser, make_rows
 from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.retrieval.codec import CODECS
+from vllm_kvretrieval.tiers.encoded import EncodedHome
 
 PAGES, HEADS, PAGE, HEAD_SIZE = 60, 2, 32, 16
 UNITS = PAGES * HEADS
@@ -32,6 +34,20 @@ class Home:
         self.place = self.file.fileno(), offset
 
 
+class OpenPages:
+    """Where the open pages of a layer lie whose home is encoded, and the file for the others."""
+
+    def __init__(self, codec):
+        shape = (UNITS, 1, 2 * PAGE, HEAD_SIZE)
+        encoded = codec.unit_bytes(PAGE, HEAD_SIZE, torch.float32)
+        self.codec = codec
+        self.home = EncodedHome(
+            tempfile.gettempdir(), 2, 4 * torch.Size(shape).numel(), UNITS * encoded
+        )
+        self.units = self.home.memory.chunk(2)[1].view(torch.float32).view(shape)
+        self.place = self.home.fd, self.home.begin(1)
+
+
 @pytest.fixture
 def home():
     return Home()
@@ -40,9 +56,10 @@ def home():
 def caches(home, slots):
     """The compiled cache and its specification, over the same home."""
     counts = [torch.zeros(REQUESTS, 3, dtype=torch.int64) for _ in range(2)]
+    codec = getattr(home, "codec", None)
     return [
-        cpu.RecallCache(home.units, slots, HEADS, counts[0], home.place),
-        reference.RecallCache(home.units, slots, HEADS, counts[1]),
+        cpu.RecallCache(home.units, slots, HEADS, counts[0], home.place, codec),
+        reference.RecallCache(home.units, slots, HEADS, counts[1], codec),
     ], counts
 
 
@@ -100,7 +117,11 @@ class Engine:
         return self.write(pages, tokens, tokens + 1)
 
     def rows(self, entries, chooser):
-        """The rows of a decode step, with page lists as ``plan_decode`` would write them."""
+        """The rows of a decode step, with page lists as ``plan_decode`` would write them.
+
+        Where the chooser has counts, as many pages as these say.
+        """
+        counts = chooser.selection.counts
         lens = [self.requests[e][1] for e in entries]
         exact = [r for r, length in enumerate(lens) if -(-length // PAGE) <= sum(BUDGET)]
         rows = make_rows(lens, chooser, BUDGET, exact=exact)
@@ -112,39 +133,69 @@ class Engine:
                 attended = torch.arange(len(pages))
                 if r not in exact:
                     middle = len(pages) - SINK - WINDOW
+                    select = SELECT if counts is None else min(int(counts[entry, head]), middle)
                     chosen, following = (
-                        torch.randperm(middle, generator=self.random)[:SELECT].sort().values + SINK
+                        torch.randperm(middle, generator=self.random)[:select].sort().values + SINK
                         for _ in range(2)
                     )
                     window = attended[-WINDOW:]
                     attended = torch.cat([attended[:SINK], chosen, window])
-                    chooser.selection.chosen[entry, head, :SELECT] = following.int()
+                    chooser.selection.chosen[entry, head, :select] = following.int()
                 units = torch.tensor(pages)[attended] * HEADS + head
                 rows.lists[r * HEADS + head, : len(units)] = units.int()
+                rows.lengths[r * HEADS + head] = len(units) * PAGE - (-lens[r] % PAGE)
         return rows
 
 
-@pytest.mark.parametrize("slots", [LEAST_SLOTS, LEAST_SLOTS + 7, UNITS])
-def test_random_life(home, slots):
+def full(written):
+    """The pages that these tokens fill."""
+    return written[written % PAGE == PAGE - 1] // PAGE
+
+
+@pytest.mark.parametrize(
+    ("slots", "codec", "counts"),
+    [
+        (LEAST_SLOTS, None, None),
+        (LEAST_SLOTS + 7, None, None),
+        (UNITS, None, None),
+        (LEAST_SLOTS, None, [[1, 5], [6, 0]]),
+        (LEAST_SLOTS, "k8v4", None),
+        (LEAST_SLOTS + 7, "raw", None),
+    ],
+)
+def test_random_life(slots, codec, counts):
     """Add, append, finish, share: both caches agree on every slot, and slots on home."""
+    home = Home() if codec is None else OpenPages(CODECS[codec])
+    given = None if counts is None else torch.tensor(counts * (REQUESTS // 2)).int()
     both, counts = caches(home, slots)
+    compiled, specified = both
     random = torch.Generator().manual_seed(slots)
     engine = Engine(home, random)
-    chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
+    most = SELECT if given is None else int(given.max())
+    chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, most)
+    chooser.selection.counts = given
     seen = dict.fromkeys(("add", "remove", "append", "copy"), 0)
-    for _ in range(2000):
+    for _ in range(600 if codec else 2000):
         action = engine.integer(0, 20)
         if action == 0 and len(engine.requests) < REQUESTS and engine.free():
             seen["add"] += 1
             written = engine.add()
             for cache in both:
                 cache.write(written)
+            if codec:
+                stage(both, [-1, *written.unique_consecutive().div(PAGE, rounding_mode="floor")])
+                specified.close(full(written))  # while what is open is there
+                compiled.close(full(written))
         elif action == 1 and engine.requests:
             seen["remove"] += 1
-            entry = engine.remove(sorted(engine.requests)[0])
+            entry = sorted(engine.requests)[0]
+            pages = engine.requests[entry][0]
+            engine.remove(entry)
             for cache in both:
                 cache.release(entry)
-        elif action == 2 and engine.free():
+                if codec:
+                    cache.abandon(pages)
+        elif action == 2 and engine.free() and not codec:
             seen["copy"] += 1
             page = engine.free()[0]
             home.units[page * HEADS : (page + 1) * HEADS].normal_(generator=random)
@@ -163,24 +214,49 @@ def test_random_life(home, slots):
             for cache in both:
                 for e in entries:
                     cache.write(written[e])
+            for cache in both:
                 own = replace(rows, lists=units.clone(), handle=None)
                 cache.resolve(own)
                 tables.append(own.lists)
                 assert cache.check() == ""
                 for slot, unit in zip(own.lists.flatten(), units.flatten(), strict=True):
-                    assert unit < 0 or cache.slots[slot].equal(home.units[unit])
+                    assert unit < 0 or cache.slots[slot].equal(specified.content(int(unit)))
                 cache.prefetch(own, chooser)
             assert tables[0].equal(tables[1])
+            if codec:
+                if engine.integer(0, 4) == 0:
+                    pages, length = engine.requests[entries[0]]
+                    stage(both, [*pages[: -(-length // PAGE)], -1])
+                filled = torch.cat([full(written[e]) for e in entries])
+                specified.close(filled)
+                compiled.close(filled)
         assert [cache.check() for cache in both] == ["", ""]
         assert both[0].resident() == both[1].resident()
         assert both[0].used == both[1].used == len(both[0].resident())
         assert counts[0].equal(counts[1])
-    assert min(seen.values()) > 20, seen
+    if codec:
+        assert seen.pop("copy") == 0
+    assert min(seen.values()) > (10 if codec else 20), seen
     assert counts[0].min() > 0
     for entry in list(engine.requests):
+        pages = engine.requests[entry][0]
         engine.remove(entry)
-        both[0].release(entry)
-    assert both[0].pinned == 0
+        compiled.release(entry)
+        if codec:
+            compiled.abandon(pages)
+    assert compiled.pinned == 0
+    if codec:
+        assert not home.units.any(), "memory has been given back"
+
+
+def stage(both, pages):
+    """Both lay out the same."""
+    pages = torch.tensor([int(page) for page in pages])
+    blocks = len(pages) // 2
+    found = [torch.full((blocks, HEADS, 2 * PAGE, 2 * HEAD_SIZE), 7.0) for _ in both]
+    for cache, target in zip(both, found, strict=True):
+        cache.stage(pages[: 2 * blocks], target)
+    assert found[0].equal(found[1])
 
 
 def step(cache, lens, budget=BUDGET):
@@ -195,6 +271,7 @@ def step(cache, lens, budget=BUDGET):
         pages += count
         for head in range(HEADS):
             rows.lists[r * HEADS + head, :count] = rows.block_table[r, :count] * HEADS + head
+            rows.lengths[r * HEADS + head] = length
     cache.resolve(rows)
     return rows
 
@@ -232,10 +309,21 @@ def test_rows_that_do_not_fit_are_refused(home):
         (as_rows(select=8), "are 11, 1 more than the 10 pages of the context"),
         (as_rows(seq_lens=PAGE * 10 + 1, select=-1), "are 11, 1 more than the 10 of block"),
         (replace(rows, handle=None, lists=rows.lists[:1]), "has 1 rows, .* need 2"),
+        (replace(rows, handle=None, lengths=rows.lengths[:1]), "1 lengths for 1 requests of 2 KV"),
     ):
         for call in (cache.resolve, lambda rows: cache.prefetch(rows, chooser)):
             with pytest.raises(ValueError, match=message):
                 call(wrong)
+    for wrong in (
+        -1,
+        PAGE * 2,
+        PAGE * 10 + 1,
+        2**31 - 1,
+        -(2**31),
+    ):  # less than sink and window, ...
+        own = replace(rows, handle=None, lengths=torch.tensor([PAGE * 10, wrong]).int())
+        with pytest.raises(ValueError, match=f"row 0: a list of {wrong} tokens, of which there is"):
+            cache.resolve(own)
     with pytest.raises(ValueError, match="select is 4, 1 more than the 3 that"):
         cache.prefetch(as_rows(select=SELECT + 1), chooser)
     few = make_chooser(PAGES, 1, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
@@ -279,3 +367,106 @@ def test_read_errors(home, ahead):
     step(cache, [PAGE * 10], (SINK, WINDOW, 7))
     assert cache.take_failed_pages() == []
     assert cache.check() == ""
+
+
+@pytest.fixture(params=["raw", "k8v4"])
+def open_pages(request):
+    return OpenPages(CODECS[request.param])
+
+
+def write(cache, home, tokens):
+    """The first tokens of the layer; what is full is encoded."""
+    home.units[: -(-tokens // PAGE) * HEADS].normal_()
+    cache.write(torch.arange(tokens))
+    cache.close(torch.arange(tokens // PAGE))
+
+
+def test_pages_that_are_not_open(open_pages):
+    both, _ = caches(open_pages, UNITS)
+    for cache in both:
+        write(cache, open_pages, 3 * PAGE + 5)
+        for tokens in ([2 * PAGE + 7], [5 * PAGE + 1]):
+            with pytest.raises(RuntimeError, match="is written to, but not open"):
+                cache.write(torch.tensor(tokens))
+        for page in (2, 5):
+            with pytest.raises(RuntimeError, match=f"page {page} is to be closed, but not open"):
+                cache.close(torch.tensor([page]))
+        cache.abandon([1, 3, 7])
+        with pytest.raises(RuntimeError, match="is written to, but not open"):
+            cache.write(torch.tensor([3 * PAGE + 5]))
+        assert cache.check() == ""
+
+
+def test_pages_and_buffers_that_do_not_fit_are_refused(home, open_pages):
+    (cache, _), _ = caches(open_pages, UNITS)
+    write(cache, open_pages, 3 * PAGE + 5)
+    target = torch.zeros(2, HEADS, 2 * PAGE, 2 * HEAD_SIZE)
+    for page in (PAGES, -1, 1 << 40):
+        pages = torch.tensor([0, page])
+        for call in (cache.close, lambda pages: cache.abandon(pages.tolist())):
+            with pytest.raises(ValueError, match=rf"pages\[1\] is {page}, the home has {PAGES}"):
+                call(pages)
+    for page in (PAGES, -2):
+        with pytest.raises(ValueError, match=rf"is {page}, the home has {PAGES}"):
+            cache.stage(torch.tensor([0, page]), target)
+    assert not target.any()
+    wrong = [target.bfloat16(), target[:, :1], target[:, :, ::2], target[:1], target[..., :16]]
+    for buffer in wrong:
+        with pytest.raises(ValueError, match="pages are staged in blocks"):
+            cache.stage(torch.arange(4), buffer)
+    assert cache.check() == ""
+    (raw, _), _ = caches(home, UNITS)
+    for call in (lambda: raw.close(torch.tensor([0])), lambda: raw.abandon([0])):
+        with pytest.raises(ValueError, match="the home is not encoded"):
+            call()
+
+
+def test_encoded_pages_that_cannot_be_written_or_read(open_pages):
+    """They are reported once; a page that could not be written stays lost until it is new."""
+    (cache, _), _ = caches(open_pages, UNITS)
+    write(cache, open_pages, 10 * PAGE)
+    nothing, kept = os.open(os.devnull, os.O_RDONLY), os.dup(open_pages.place[0])
+    os.dup2(nothing, open_pages.place[0])
+    rows = step(cache, [PAGE * sum(BUDGET)])
+    assert not cache.slots[rows.lists[0, 0]].any()
+    assert set(cache.take_failed_pages()) == set(range(sum(BUDGET)))
+    target = torch.ones(1, HEADS, 2 * PAGE, 2 * HEAD_SIZE)
+    cache.stage(torch.tensor([8, 9]), target)
+    assert not target.any()
+    assert set(cache.take_failed_pages()) == {8, 9}
+    cache.write(torch.arange(20 * PAGE, 21 * PAGE))
+    cache.close(torch.tensor([20]))
+    assert cache.take_failed_pages() == [20]
+    os.dup2(kept, open_pages.place[0])
+    assert cache.take_failed_pages() == []
+    step(cache, [PAGE * sum(BUDGET)])
+    cache.stage(torch.tensor([8, 9]), target)
+    assert cache.take_failed_pages() == []
+    assert target.any()
+    cache.stage(torch.tensor([20, 20]), target)
+    assert set(cache.take_failed_pages()) == {20}
+    assert cache.check() == ""
+
+
+def test_memory_is_taken_by_open_pages_only():
+    """Whatever lies beside them in the system's pages, each of which holds four of ours here."""
+    page, pages = 16, 60
+    home = EncodedHome(tempfile.gettempdir(), 1, pages * 1024, pages * 1024)
+    units = home.memory.view(torch.bfloat16).view(pages, 1, 2 * page, 16)
+    counts = torch.zeros(1, 3, dtype=torch.int64)
+    cache = cpu.RecallCache(units, 1, 1, counts, (home.fd, 0), CODECS["raw"])
+    random = torch.Generator().manual_seed(3)
+    opened: set[int] = set()
+    for _ in range(1000):
+        number = int(torch.randint(pages, (), generator=random))
+        if number in opened:
+            opened.remove(number)
+            cache.close(torch.tensor([number]))
+        else:
+            opened.add(number)
+            cache.write(torch.tensor([number * page]))
+            units[number] = number + 1
+        for kept in opened:
+            assert units[kept].eq(kept + 1).all()
+    cache.close(torch.tensor(sorted(opened)))
+    assert not units.any()

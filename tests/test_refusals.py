@@ -259,6 +259,15 @@ SHARING: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_transfer_config": TRANSFER},
         "omnikv keeps keys and values of its retrieval layers token by token, *",
     ),
+    "connector and sparse prefill": (
+        {
+            "kv_transfer_config": KVTransferConfig(
+                kv_connector="DecodeBenchConnector", kv_role="kv_both"
+            ),
+            "additional_config": {"kv_retrieval": {"filters": [0], "prefill_budget": 1024}},
+        },
+        "kv_retrieval.prefill_budget=1024 cannot be combined with a KV connector: *Leave one out.",
+    ),
     "unknown model": (
         {"additional_config": {}},
         "the filter layers of * are not known (known: *). Measure them by *calibrate MODEL TEXT*",

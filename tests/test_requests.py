@@ -66,14 +66,14 @@ def test_counts_outlive_their_requests(runner, table):
     table.corrected[a] += 5
     table.recalls[a] += torch.tensor([10, 2, 3])
     table.recalls[b] += torch.tensor([100, 20, 30])
-    assert table.take_counts() == (5, 110, 22, 33, 0, 0, 0, 0)
+    assert table.take_counts() == (5, 110, 22, 33, 0, 0, 0, 0, 0, 0)
     table.corrected[a] += 1
     assert table.release(["a"]) == [a]
     runner.batch("c", "b")
     assert table.seats(2)[0] == a
     table.recalls[a] += torch.tensor([7, 0, 0])
-    assert table.take_counts() == (1, 7, 0, 0, 0, 0, 0, 0)
-    assert table.take_counts() == (0,) * 8
+    assert table.take_counts() == (1, 7, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert table.take_counts() == (0,) * 10
 
 
 def test_a_preempted_request_goes_on_counting(runner, builder, table, caplog_vllm):
@@ -81,13 +81,13 @@ def test_a_preempted_request_goes_on_counting(runner, builder, table, caplog_vll
     runner.batch("a")
     split(builder, [300])
     table.corrected[table.seats(1)[0]] += 3
-    assert table.take_counts() == (3, 0, 0, 0, 1, 1, 10, 40)
+    assert table.take_counts() == (3, 0, 0, 0, 1, 1, 10, 40, 0, 0)
     assert len(table.release([], ["a"])) == 1
     assert "request_id" not in caplog_vllm.text
-    assert table.take_counts() == (0,) * 8
+    assert table.take_counts() == (0,) * 10
     runner.batch("b", "a")  # "b" has its slot now
     split(builder, [300, 301])
-    assert table.take_counts() == (0, 0, 0, 0, 2, 2, 20, 80)
+    assert table.take_counts() == (0, 0, 0, 0, 2, 2, 20, 80, 0, 0)
     table.release(["a"])
     assert (
         "request_id=a context=301 decode_steps=2 sparse_steps=2 pages_attended=4"
@@ -97,7 +97,7 @@ def test_a_preempted_request_goes_on_counting(runner, builder, table, caplog_vll
     table.release([], ["b"])
     table.release(["b"])  # aborted while it waits
     assert "request_id=b context=300 decode_steps=1" in caplog_vllm.text
-    assert table.take_counts() == (0,) * 8
+    assert table.take_counts() == (0,) * 10
     assert len(table) == 0
 
 
@@ -111,6 +111,29 @@ def test_a_session_may_bring_other_options(runner, builder, table):
     rows = split(builder, [302]).decode[0].rows
     assert rows.select.tolist() == [1]
     assert rows.fresh.tolist() == [1], "what another budget selected is of no use"
+
+
+def test_how_a_session_prefills_is_decided_once(runner):
+    """Its blocks are in the prefix cache as those of one kind."""
+    config = RetrievalConfig.from_options("omnikv", {"prefill_budget": 1024})
+    table = RequestTable(config, CAPACITY, 10, runner)
+
+    def ask(**options):
+        extra_args = {"kv_retrieval": options}
+        runner.requests["a"] = SimpleNamespace(
+            sampling_params=SamplingParams(extra_args=extra_args)
+        )
+        table.begin_step({"a": 5}, 5, {"a"})
+        return table.prefills_sparsely(table.seats(1)).tolist()
+
+    runner.batch("a", a={"exact": True})
+    assert not table.prefills_sparsely(table.seats(1)).any()
+    assert ask() == [False]
+    table.release([], ["a"])
+    assert ask() == [False]
+    table.release(["a"])
+    assert ask() == [True]
+    assert ask(exact=True) == [True]
 
 
 # ------------------------------------------------------------------------------------ the table
@@ -158,12 +181,11 @@ def test_nothing_to_split_within_the_budget(runner, builder):
     step = split(builder, [4 * PAGE + 1, 18])
     assert step.decode[0].index.tolist() == [0]
     assert step.decode[0].rows.select.tolist() == [2]
-    assert step.decode[0].lists.lengths.tolist() == [3 * PAGE + 1]
-    assert step.decode[0].schedule is not None, "vLLM's kernel, unless ours attends"
+    schedule = step.decode[0].schedule
+    assert schedule.seq_lens.tolist() == [3 * PAGE + 1], "vLLM's kernel, unless ours attends"
     assert step.whole.index.tolist() == [1], "the other row keeps its whole context"
     builder.attends = True
     step = split(builder, [4 * PAGE + 2, 19])
-    assert step.decode[0].lists.lengths.tolist() == [3 * PAGE + 2]
     assert step.decode[0].schedule is None
 
 
@@ -235,9 +257,7 @@ def test_single_tokens_in_a_cache_of_rows(runner):
     assert [t.tolist() for t in (tokens.rows.sink, tokens.rows.window, tokens.rows.select)] == [
         [32], [32], [64],
     ]  # fmt: skip
-    assert tokens.lists.lengths.tolist() == [128, 128]
     assert (pages.index.tolist(), pages.lists.run, pages.rows.per_token) == ([1], PAGE, False)
-    assert pages.lists.lengths.tolist() == [97, 97]
     assert step.whole.index.tolist() == [2]
     first = 2 * 128  # page of the third request
     assert step.whole.by.entries.tolist() == [

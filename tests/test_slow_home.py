@@ -12,6 +12,7 @@ import torch
 from vllm.config import CompilationMode
 
 from tests.engine import Answer, Request, assert_same, drive, engine, random_llama
+from tests.home_worker import LOSSLESS
 
 pytestmark = pytest.mark.engine
 
@@ -157,6 +158,7 @@ def run_scenarios(llm):
     settle(llm)
     llm.collective_rpc("record_plans")
     for name, requests in SCENARIOS.items():
+        llm.reset_prefix_cache()
         answers = drive(llm, requests())
         settle(llm)
         results[name] = [vars(answer) for answer in answers]
@@ -347,3 +349,109 @@ def test_compiled(model, expected):
         answers = drive(llm, crowd())
     for answer, eager in zip(answers, expected["crowd"], strict=True):
         assert_same(answer, Answer(**eager), tolerance=1e-3)
+
+
+# ------------------------------------------------------------------------- pages that are encoded
+
+WHOLE = 2e-3  # of log-probs, where another kernel attends to whole contexts
+
+
+@pytest.fixture(scope="module")
+def encoded(model, expected):
+    """The same with a home that is encoded, by a codec that gives back what it got."""
+    options = {"kv_retrieval": on_disk(LEAST_SLOTS, also=ALSO, codec=LOSSLESS)}
+    with engine(model, additional_config=options, disable_log_stats=False, **OPTIONS) as llm:
+        yield llm
+
+
+def test_same_answers_from_encoded_pages(encoded, expected):
+    """Whatever happens to requests happens to them as with raw pages, step by step."""
+    for name, requests in SCENARIOS.items():
+        encoded.reset_prefix_cache()
+        for answer, raw in zip(drive(encoded, requests()), expected[name], strict=True):
+            reference = Answer(**raw)
+            assert (answer.steps, answer.cached) == (reference.steps, reference.cached), name
+            assert_same(answer, reference, WHOLE)
+        settle(encoded)
+        # All memory has been given back but for the last page of who is not known to have gone.
+        (held,) = encoded.collective_rpc("open_bytes")
+        assert 0 < held <= (LAYERS - 1) * KV_HEADS * 2 * 32 * HEAD_SIZE * 4
+    answers = drive(encoded, life(REQUESTS // 4))
+    for answer, raw in zip(answers, expected["life"], strict=False):
+        if raw["steps"] == answer.steps:  # later ones meet others there
+            assert_same(answer, Answer(**raw), WHOLE)
+    settle(encoded)
+    assert encoded.collective_rpc("check_caches") == [([], 0)]
+
+
+def test_integrity_of_encoded_pages(encoded):
+    test_integrity_in_the_middle_of_things(encoded)
+
+
+def test_metrics_of_encoded_pages(encoded):
+    test_metrics(encoded)
+
+
+def test_encoded_home_holds_every_full_page(encoded):
+    encoded.reset_prefix_cache()
+    encoded.collective_rpc("record_writes")
+    requests = [Request(prompt(700, 50), 40, {}), Request(prompt(60, 51), 20, {}, arrives=4)]
+    drive(encoded, requests)
+    (compared,) = encoded.collective_rpc("compare_home")
+    written = [len(r.prompt) + r.tokens - 1 for r in requests]
+    assert compared == (LAYERS - 1) * sum(tokens // 32 * 32 for tokens in written)
+
+
+def test_an_encoded_page_that_cannot_be_read_or_written(encoded):
+    """It fails who needs it, and only them: at first the short request fills no page meanwhile."""
+    requests = {"long": Request(prompt(700, 60), 60, {}), "short": Request(prompt(34, 61), 60, {})}
+    alone = {name: drive(encoded, [request]) for name, request in requests.items()}
+    faults = {12: "break_reads", 20: "mend_reads"}
+    reasons = reasons_to_finish(encoded, requests, faults)
+    assert reasons == {"long": "error", "short": "length"}
+    # It fills a page a few steps later.
+    reasons = reasons_to_finish(encoded, {"short": requests["short"]}, {25: "break_reads"})
+    encoded.collective_rpc("mend_reads")
+    assert reasons == {"short": "error"}
+    settle(encoded)  # lost blocks are reported twice
+    for name, request in requests.items():
+        assert drive(encoded, [request]) == alone[name]
+    settle(encoded)
+    assert encoded.collective_rpc("check_caches") == [([], 0)]
+
+
+def test_temporal_tiers(model):
+    """ttkv: the window raw in memory, what leaves it in few bytes in the file."""
+    block, least = 128, SEQUENCES * KV_HEADS * 4
+    sizes = {"budget": 4 * block, "sink": block, "window": 2 * block}
+    slot = LAYERS * (2 * block * HEAD_SIZE * 4 + 24)
+    options = {"kv_retrieval": sizes | {"recall_cache_bytes": least * slot}}
+    ttkv = OPTIONS | {"attention_backend": "ttkv", "disable_log_stats": False}
+    with engine(model, additional_config=options, **ttkv) as llm:
+        (tiers,) = llm.collective_rpc(lambda worker: vars(worker.tiers))
+        unit = 2 * (64 + block) + block * 64 * 3 // 2
+        assert tiers["home"] == LAYERS * BLOCKS * KV_HEADS * unit
+        settle(llm)
+        before = metrics(llm)
+        llm.collective_rpc("record_writes")
+        requests = [Request(prompt(900, 40), 200, {}), Request(prompt(700, 41), 30, {}, arrives=9)]
+        core = llm.llm_engine
+        for i, request in enumerate(requests):
+            core.add_request(f"r{i}", {"prompt_token_ids": request.prompt}, request.params())
+        held = []
+        while core.has_unfinished_requests():
+            core.step()
+            assert llm.collective_rpc("check_caches")[0][0] == []
+            held.append(llm.collective_rpc("open_bytes")[0])
+        page = LAYERS * KV_HEADS * 2 * block * HEAD_SIZE * 4
+        assert max(held) <= 2 * 3 * page, "two full pages and one that is being filled, of each"
+        assert 2 * page <= held[-1] <= 3 * page
+        after = metrics(llm)
+        read = after["bytes_recalled"] - before["bytes_recalled"]
+        assert read % unit == 0
+        assert read >= (after["units_missed"] - before["units_missed"]) * unit > 0
+        settle(llm)
+        assert llm.collective_rpc("open_bytes")[0] < page, "of its last request"
+        (compared,) = llm.collective_rpc("compare_home")
+        written = [len(r.prompt) + r.tokens - 1 for r in requests]
+        assert compared == LAYERS * sum(tokens // block * block for tokens in written)

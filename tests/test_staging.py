@@ -1,12 +1,14 @@
 """Prefill from the staging buffer: the copy against its specification, and the plan of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, PrefillStaging
-from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.kernels import TokenLists, cpu, reference
 
 PAGE, HEADS, SIZE = 32, 2, 64
 STARTS = torch.tensor([0, 300, 900], dtype=torch.int32)
@@ -96,6 +98,86 @@ def test_rows_for_amx_equal_reference(page_size, size):
     cpu.stage_pages(source, pages, actual, "amx", rows=True)
     assert torch.equal(expected, actual)
     assert actual[:3].any()
+
+
+def lists_of(lengths, tokens, kv_heads=HEADS):
+    """Any tokens of a cache, of each head its own."""
+    units = tokens // PAGE // kv_heads
+    rows, width = len(lengths), max(lengths) + 3
+    entries = torch.empty(rows, kv_heads, width, dtype=torch.int32)
+    for head in range(kv_heads):
+        unit = torch.randint(units, (rows, width)) * kv_heads + head
+        entries[:, head] = unit * PAGE + torch.randint(PAGE, (rows, width))
+    lengths = torch.tensor(lengths, dtype=torch.int32).repeat_interleave(kv_heads)
+    return TokenLists(entries.flatten(0, 1), lengths, 1, kv_heads)
+
+
+@pytest.mark.parametrize("size", [32, 80])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [(torch.bfloat16, "vec"), (torch.bfloat16, "amx"), (torch.float32, "vec16")],
+)
+def test_tokens_equal_reference(dtype, layout, size):
+    torch.manual_seed(5)
+    source = torch.randn(60, HEADS, PAGE, 2 * size).to(dtype)
+    lists = lists_of([300, 1, 128, 31], 60 * HEADS * PAGE)
+    expected = torch.full((7, HEADS, BLOCK_SIZE, 2 * size), torch.nan, dtype=dtype)
+    actual = expected.clone()
+    reference.stage_tokens(source, lists, expected, layout)
+    cpu.stage_tokens(source, lists, actual, layout)
+    assert torch.equal(actual[:6], expected[:6])
+    assert actual[6].isnan().all()
+    assert not actual[:6].isnan().any()
+
+
+def test_tokens_in_order_are_pages():
+    """What whole pages give, listed token by token."""
+    torch.manual_seed(6)
+    source = pages_of(torch.float32, count=9)
+    pages = torch.randperm(9)[:8].int()
+    units = pages[None].long() * HEADS + torch.arange(HEADS)[:, None]
+    entries = (units[..., None] * PAGE + torch.arange(PAGE)).flatten(1).int()
+    lengths = torch.full((HEADS,), 2 * BLOCK_SIZE, dtype=torch.int32)
+    by_pages, by_tokens = torch.zeros(2, 2, HEADS, BLOCK_SIZE, 2 * SIZE)
+    cpu.stage_pages(source, pages, by_pages, rows=True)
+    cpu.stage_tokens(source, TokenLists(entries, lengths, 1, HEADS), by_tokens)
+    assert torch.equal(by_pages, by_tokens)
+
+
+def test_tokens_that_are_not_staged():
+    source = torch.randn(4, HEADS, PAGE, 2 * SIZE)
+    target = torch.full((2, HEADS, BLOCK_SIZE, 2 * SIZE), 7.0)
+
+    def lists(length=200, **changed):
+        whole = lists_of([length], 4 * HEADS * PAGE)
+        return replace(whole, **changed)
+
+    entries = lists().entries
+    beyond, before = entries.clone(), entries.clone()
+    beyond[1, 199], before[0, 0] = 4 * HEADS * PAGE, -1
+    for wrong, options, why in [
+        (lists(entries=beyond), {}, r"entries\[1\]\[199\] is 256, the cache has 256"),
+        (lists(entries=before), {}, r"entries\[0\]\[0\] is -1"),
+        (lists(lengths=torch.tensor([200, 199]).int()), {}, "row 0: its lists have 200 and 199"),
+        (lists(lengths=torch.zeros(2).int()), {}, "a list holds from 1 to 203"),
+        (lists(lengths=torch.full((2,), 204).int()), {}, "a list holds from 1 to 203"),
+        (lists(lengths=torch.full((4,), 9).int()), {}, "4 lengths for 2 lists"),
+        (lists(lengths=torch.full((3,), 9).int()), {}, "3 lists for 2 KV heads"),
+        (lists(257), {}, "the lists fill 3 blocks, there are 2"),
+        (lists(run=32), {}, "with run=32 are not the single tokens"),
+        (lists(kv_heads=1), {}, "for 1 KV heads"),
+        (lists(entries=entries.long()), {}, "entries must be torch.int32"),
+        (lists(), {"layout": "rows"}, "cannot be staged in the layout 'rows'"),
+        (lists(), {"layout": "amx"}, "no layout for keys in torch.float32"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            cpu.stage_tokens(source, wrong, target, **options)
+    for other in (target[..., :SIZE].contiguous(), target[:, :, :16].contiguous()):
+        with pytest.raises(ValueError, match="cannot be laid out as"):
+            cpu.stage_tokens(source, lists(20), other)
+    with pytest.raises(ValueError, match="of one dtype"):
+        cpu.stage_tokens(source.half(), lists(), target)
+    assert (target == 7).all()
 
 
 def test_layouts_that_are_not_staged():

@@ -67,6 +67,8 @@ def test_sizes_that_are_none(size):
         ({"home": "tape"}, "kv_retrieval.home='tape' is unknown; use one of ('auto', 'device',"),
         ({"home": "host"}, "home='host' is for GPUs; *Use home=device, or home=disk"),
         ({"home_bytes": "1GiB"}, "home_bytes='1GiB' has no effect with home=device; leave it"),
+        ({"codec": "zip"}, "codec='zip'"),
+        ({"codec": "k8v4"}, "codec='k8v4' is for pages in a file, *use home=disk, or codec=raw"),
         ({"home_path": "/"}, "home_path='/' has no effect with home=device"),
         ({"recall_cache_bytes": 5}, "recall_cache_bytes=5 has no effect with home=device"),
         ({"home": "disk", "home_path": "/not/there"}, "home_path='/not/there' is no directory"),
@@ -76,6 +78,18 @@ def test_sizes_that_are_none(size):
 def test_impossible_homes(options, message):
     with pytest.raises(RetrievalConfigError, match=re.escape(message).replace(r"\*", ".*")):
         RetrievalConfig.from_options("freekv", options)
+
+
+def test_ttkv_needs_no_option_but_its_name():
+    config = RetrievalConfig.from_options("ttkv", {})
+    assert (config.home, config.codec, config.open_pages) == ("disk", "k8v4", 4)
+    assert config.page_budget() == (1, 4, 11)
+    assert RetrievalConfig.from_options("ttkv", {"window": 1024}).open_pages == 8
+    assert RetrievalConfig.from_options("freekv", {"home": "disk", "codec": "k2v2"}).open_pages == 0
+    with pytest.raises(RetrievalConfigError, match=r"codec='k8v4' is for pages in a file"):
+        RetrievalConfig.from_options("ttkv", {"home": "device"})
+    in_memory = RetrievalConfig.from_options("ttkv", {"home": "device", "codec": "raw"})
+    assert in_memory.encoding is None
 
 
 # --------------------------------------------------------------------------------------- sizes
@@ -91,6 +105,7 @@ CACHE = Cache(
     dtype=torch.float32,
     max_num_seqs=2,
     max_model_len=12_800,
+    step_tokens=512,
 )
 BUDGET = 640  # 20 pages
 LEAST = 2 * 4 * 20  # slots per layer
@@ -117,29 +132,53 @@ def test_everything_has_its_place():
     assert got.staging == STAGING
     assert not got.streams_dense
     fixed = got.dense + got.index + got.books + STAGING
-    assert got.slots == (500 * MIB - fixed) // SLOT
-    assert got.recall_cache == got.slots * SLOT
+    assert got.slots == 9 * ((500 * MIB - fixed) // SLOT,)
+    assert got.recall_cache == got.slots[0] * SLOT
     assert 500 * MIB - SLOT < got.fast == fixed + got.recall_cache <= 500 * MIB
     finer = tiers(500 * MIB, summary_size=8)
     assert finer.index == got.index + got.home // 8 - got.home // 32
 
 
+def test_an_encoded_home():
+    """Of smaller pages, which are raw in fast memory until they are full."""
+    raw, got = tiers(500 * MIB), tiers(500 * MIB, codec="k4v4")
+    unit = 2 * (2 * 64 + 32) + 32 * 64
+    assert got.home == raw.blocks * 9 * 4 * 4 * unit
+    assert (got.blocks, got.index, got.dense, got.staging) == (
+        raw.blocks, raw.index, raw.dense, raw.staging,
+    )  # fmt: skip
+    assert got.books == raw.books - raw.home // mmap.PAGESIZE + 9 * 201 * 4
+    assert got.open_pages == 9 * 2 * (65536 + mmap.PAGESIZE) + 512 * 4 * 512
+    assert raw.open_pages == 0
+    fixed = got.dense + got.index + got.books + STAGING + got.open_pages
+    assert got.slots == 9 * ((500 * MIB - fixed) // SLOT,)
+    assert got.fast == fixed + got.recall_cache
+    # As much disk holds more, and a block is a block.
+    larger = tiers(900 * MIB, codec="k4v4", home_bytes=raw.home)
+    assert larger.blocks == raw.home // (9 * 4 * 4 * unit) > 6 * raw.blocks
+    # Nothing can be done without.
+    least = got.fast - got.recall_cache + LEAST * SLOT
+    assert tiers(least, codec="k4v4").slots == 9 * (LEAST,)
+    with pytest.raises(RetrievalConfigError, match=r"2 requests need .*open pages"):
+        tiers(least - 1, codec="k4v4")
+
+
 def test_no_more_slots_than_units():
-    assert tiers(1 << 40).slots == 201 * 4 * 4
+    assert tiers(1 << 40).slots == 9 * (201 * 4 * 4,)
 
 
 def test_given_sizes():
     got = tiers(500 * MIB, home_bytes=101 * 9 * CACHE.block_bytes + 5, recall_cache_bytes=50 * MIB)
     assert got.blocks == 101
-    assert got.slots == 50 * MIB // SLOT
+    assert got.slots == 9 * (50 * MIB // SLOT,)
     assert tiers(500 * MIB, home_bytes="1TiB", blocks=150).blocks == 150
 
 
 def test_the_least_that_is_accepted():
     plenty = tiers(500 * MIB)
     least = plenty.index + plenty.books + plenty.dense + STAGING + LEAST * SLOT
-    assert tiers(least) == replace(plenty, slots=LEAST, recall_cache=LEAST * SLOT)
-    assert tiers(500 * MIB, recall_cache_bytes=LEAST * SLOT).slots == LEAST
+    assert tiers(least) == replace(plenty, slots=9 * (LEAST,), recall_cache=LEAST * SLOT)
+    assert tiers(500 * MIB, recall_cache_bytes=LEAST * SLOT).slots == 9 * (LEAST,)
     with pytest.raises(RetrievalConfigError, match="max_num_seqs=2 requests need"):
         tiers(500 * MIB, recall_cache_bytes=9)
 
@@ -157,7 +196,7 @@ def test_what_can_be_done_without_goes_first():
     assert streamed.home == plenty.home // 9 * 10
     assert streamed.blocks == plenty.blocks
     least = streamed.index + streamed.books + LEAST * SLOT
-    assert tiers(least).slots == LEAST
+    assert tiers(least).slots == 9 * (LEAST,)
     assert tiers(least).staging == 0
     with pytest.raises(RetrievalConfigError, match="max_num_seqs=2 requests need"):
         tiers(least - 1)
@@ -166,11 +205,52 @@ def test_what_can_be_done_without_goes_first():
         tiers(least.fast - least.recall_cache, cache=replace(CACHE, dense_layers=0))
 
 
+@pytest.mark.parametrize("method", ["fier", "omnikv"])
+def test_slots_of_single_tokens(method):
+    """Every request has as many as it attends to, and four times as many where there is room."""
+    least, slot = LEAST * 32, 9 * (2 * 64 * 4 + 16)
+
+    def tiers_of(fast, **options):
+        config = RetrievalConfig.from_options(method, {"home": "disk", "budget": BUDGET} | options)
+        return Tiers.plan(config, CACHE, fast, STAGING)
+
+    plenty = tiers_of(1 << 40)
+    assert plenty.slots == 9 * (4 * least,)
+    assert tiers_of(1 << 40, budget=3200, max_budget=6400).slots == 9 * (2 * 4 * 12_800,)
+    assert plenty.books == 2 * plenty.home // mmap.PAGESIZE
+    assert plenty.index == (plenty.home * 3 // 64 if method == "fier" else 0)
+    fixed = plenty.dense + plenty.index + plenty.books + STAGING
+    got = tiers_of(fixed + least * slot)
+    assert got == replace(plenty, slots=9 * (least,), recall_cache=least * slot)
+    assert tiers_of(fixed + 2 * least * slot - 1).slots == 9 * (2 * least - 2 * 4 * 32,)
+    # Without staging there is no prefill.
+    streamed = tiers_of(fixed + least * slot - 1)
+    assert (streamed.streams_dense, streamed.staging) == (True, STAGING)
+    with pytest.raises(RetrievalConfigError, match="max_num_seqs=2 requests need"):
+        tiers_of(streamed.index + streamed.books + least * slot)
+
+
 def test_slots_for_the_largest_budget_that_a_request_may_have():
     cache = 2 * LEAST * SLOT
-    assert tiers(500 * MIB, max_budget=2 * BUDGET, recall_cache_bytes=cache).slots == 2 * LEAST
+    assert tiers(500 * MIB, max_budget=2 * BUDGET, recall_cache_bytes=cache).slots == 9 * (
+        2 * LEAST,
+    )
     with pytest.raises(RetrievalConfigError, match="max_num_seqs=2 requests need"):
         tiers(500 * MIB, max_budget=2 * BUDGET, recall_cache_bytes=cache - 1)
+
+
+def test_slots_follow_what_layers_attend_to():
+    """Twice as many where twice as much is attended to; what does not fit is still refused."""
+    cache = replace(CACHE, attended=(40,) + 8 * (80,))  # units
+    room = 2 * (40 + 8 * 80) * SLOT // 9
+    got = tiers(500 * MIB, cache=cache, recall_cache_bytes=3 * room)
+    assert got.slots == (3 * 80,) + 8 * (3 * 160,)
+    assert got.recall_cache == 3 * room
+    assert tiers(500 * MIB, cache=cache, recall_cache_bytes=room).slots == (80,) + 8 * (160,)
+    with pytest.raises(RetrievalConfigError, match="max_num_seqs=2 requests need"):
+        tiers(500 * MIB, cache=cache, recall_cache_bytes=room - 1)
+    even = replace(CACHE, attended=9 * (LEAST // 2,))
+    assert tiers(500 * MIB, cache=even) == tiers(500 * MIB)
 
 
 def test_what_does_not_fit():
@@ -204,10 +284,14 @@ def worker(specs, workers=1, **options):
     worker: Any = object.__new__(RetrievalCPUWorker)
     worker.retrieval_config = RetrievalConfig.from_options("freekv", {"budget": BUDGET} | options)
     worker.get_kv_cache_spec = lambda: {f"model.layers.{i}": s for i, s in enumerate(specs)}
-    worker.scheduler_config = SimpleNamespace(max_num_seqs=CACHE.max_num_seqs)
+    worker.scheduler_config = SimpleNamespace(
+        max_num_seqs=CACHE.max_num_seqs, max_num_batched_tokens=CACHE.step_tokens
+    )
     worker.model_config = SimpleNamespace(max_model_len=CACHE.max_model_len, model="somebody/model")
     worker.cache_config = SimpleNamespace(num_gpu_blocks_override=None)
-    worker.parallel_config = SimpleNamespace(local_world_size=workers)
+    worker.parallel_config = SimpleNamespace(local_world_size=workers, tensor_parallel_size=workers)
+    worker.model_config.get_total_num_kv_heads = lambda: 4 * workers
+    worker.rank = workers - 1
     return worker
 
 
@@ -275,6 +359,31 @@ def test_models_that_cannot_be_on_disk(specs, options):
     message = "home=disk serves models whose layers all .* somebody/model is none. Use home=device"
     with pytest.raises(RetrievalConfigError, match=message):
         plan(specs, home="disk", **options)
+
+
+@pytest.mark.parametrize("others", [[], [1, 1, 1, 1]])
+def test_workers_know_what_their_layers_attend_to(others):
+    """A head with twice the share of others has room for it; those with less, for whatever method.
+
+    With two workers this is the second one, whose KV heads come last.
+    """
+    first, last = [*others, 2, 1, 1, 1], [*others, 0, 1, 1, 1]
+    shares = [first, *[1] * 7, last]
+    own = worker([FULL] * 10, 1 + bool(others), home="disk", budget_shares=shares)
+    most = own.retrieval_config.most_selected["freekv"]
+    assert (BUDGET // 32, most) == (20, 17)
+    assert own._attended(4) == (4 * 20 + most, *[4 * 20] * 8)
+    assert [*own.retrieval_heads.values()][1] == slice(4, 8)
+    tiers = plan([FULL] * 10, home="disk", budget_shares=[[2, 1, 1, 1], *[1] * 7, [0, 1, 1, 1]])
+    assert tiers.slots[0] > tiers.slots[1] == tiers.slots[8]
+
+
+def test_lists_of_lengths_of_their_own_need_our_attention():
+    own = worker([FULL] * 10, budget_shares=[1] * 9)
+    own._check_reading({"vec", "vec16", "amx"}, foreign=False)
+    with pytest.raises(RetrievalConfigError, match=r"budget_shares cannot .*\(neon\).*one length"):
+        own._check_reading({"neon"}, foreign=False)
+    worker([FULL] * 10)._check_reading({"neon"}, foreign=False)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +463,24 @@ def test_what_cannot_be_read_is_zero_and_reported(tmp_path):
     os.ftruncate(home.fd, layer)
     assert home.memory[-1] == 0
     assert home.take_lost(small) == {510, 511}
+
+
+def test_single_tokens_are_read_by_a_mapping_of_their_own(tmp_path):
+    """The same bytes; what is lost there is zero and reported, too, and back when the file is."""
+    layer, page = 16 * mmap.PAGESIZE, 2 * mmap.PAGESIZE
+    home = DiskHome(str(tmp_path), 2, layer, MappingGuard)
+    first, second = home.scattered(0), home.scattered(1)
+    home.memory[layer + 5] = 7
+    assert (len(first), len(second), second[5]) == (layer, layer, 7)
+    home.note_written(1 << 40)
+    assert second[5] == 7
+    os.ftruncate(home.fd, layer)
+    assert second[3 * page] == 0
+    assert home.take_lost(page) == {3}
+    os.ftruncate(home.fd, 2 * layer)
+    home.memory[layer + 3 * page] = 8
+    assert second[3 * page] == 8
+    assert home.take_lost(page) == set()
 
 
 def test_other_bus_errors_end_the_process():

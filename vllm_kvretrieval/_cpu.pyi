@@ -14,21 +14,50 @@ class Chooser:
 class ContextSelector:
     def __init__(self, index: Index, *args: float) -> None: ...
 
+class EncodedHome:
+    def __init__(self, *args: int) -> None: ...
+
 class RecallCache:
     used: int
     pinned: int
     read_ahead_ns: int
     waited_ns: int
 
-    def __init__(self, *args: int) -> None: ...
+    def __init__(self, *args: int | EncodedHome | None) -> None: ...
     def write(self, slot_mapping: int, tokens: int) -> None: ...
     def resolve(self, rows: DecodeRows) -> None: ...
     def prefetch(self, rows: DecodeRows, chooser: Chooser) -> None: ...
     def drop_pages(self, pages: list[int]) -> None: ...
+    def close(self, pages: int, count: int) -> None: ...
+    def abandon(self, pages: list[int]) -> None: ...
+    def stage(self, pages: int, count: int, target: int, parts: int) -> None: ...
     def release(self, request: int) -> None: ...
     def take_failed_pages(self) -> list[int]: ...
     def read_in_pieces(self, bytes: int, /) -> None: ...
     def resident(self) -> list[int]: ...
+    def check(self) -> str: ...
+
+class TokenRecall:
+    used: int
+    read_ahead_ns: int
+    waited_ns: int
+
+    def __init__(
+        self,
+        requests: int,
+        kv_heads: int,
+        page_size: int,
+        capacity: int,
+        lists: int,
+        pages: int,
+        token_bytes: int,
+        counts: int,
+        memory: list[int],
+        homes: list[int],
+    ) -> None: ...
+    def recall(self, rows: DecodeRows) -> None: ...
+    def wait(self, layer: int, /) -> None: ...
+    def release(self, request: int, /) -> None: ...
     def check(self) -> str: ...
 
 class MappingGuard:
@@ -38,6 +67,16 @@ class MappingGuard:
 def isa() -> str: ...
 def isas() -> list[str]: ...
 def use_isa(isa: str) -> None: ...
+def code_units(
+    codec: int,
+    dtype: int,
+    page_size: int,
+    head_size: int,
+    units: int,
+    encoded: int,
+    count: int,
+    encodes: bool,
+) -> None: ...
 def update_index(
     keys: int,
     shape: tuple[int, ...],
@@ -60,6 +99,22 @@ def stage_pages(
     head_size: int,
     element_size: int,
     source_layout: int,
+    target_layout: int,
+) -> None: ...
+def stage_tokens(
+    source: int,
+    cache_tokens: int,
+    entries: int,
+    entries_width: int,
+    entries_stride: int,
+    lengths: int,
+    target: int,
+    blocks: int,
+    rows: int,
+    block_tokens: int,
+    kv_heads: int,
+    head_size: int,
+    element_size: int,
     target_layout: int,
 ) -> None: ...
 def write_rows(

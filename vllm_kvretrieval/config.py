@@ -17,6 +17,7 @@ from vllm_kvretrieval.parsing import (
     require_number,
 )
 from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET, PageBudget, default_parts
+from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
 from vllm_kvretrieval.retrieval.filters import (
     CALIBRATE,
     check_model,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
+    from vllm_kvretrieval.request_options import RequestOptions
+
 CONFIG_KEY = "kv_retrieval"
 """Key in vLLM's ``additional_config``, and in ``SamplingParams.extra_args``."""
 
@@ -49,9 +52,14 @@ PAGE_SIZES = (16, 32, 64, 128)
 HOMES = ("auto", "device", "host", "disk")
 
 
+DEFAULT_CHUNK = 512
+
 HELP = {
     "budget": "tokens of context that a KV head attends to in a decode step; a shorter context is "
     "attended to whole, exactly (default: 2048)",
+    "budget_shares": "how layers and KV heads share what is selected: uniform, pyramid (less with "
+    "depth), a number per layer that retrieves, or a list of them, one per KV head; or a JSON file "
+    "of these (default: uniform)",
     "sink": "tokens at the start of the context, always attended to (default: a page, or budget / "
     "16, as the method has it)",
     "window": "most recent tokens, always attended to (default: two pages, or budget / 16, as the "
@@ -83,6 +91,11 @@ HELP = {
     "model)",
     "observation": "the queries by whose attention filters select: "
     f"{', '.join(OBSERVATIONS)}; all but last take {WINDOW} (default: last)",
+    "prefill_budget": "tokens before a chunk of a prompt that it attends to in layers after a "
+    "filter: sink, window, and what the filter selects for it; prompts beyond are approximate then "
+    "(default: none; prefill is exact)",
+    "prefill_chunk": "with prefill_budget: tokens of a prompt for which a filter selects at once "
+    f"(default: {DEFAULT_CHUNK})",
     "dense_layers": "leading layers of the model that keep their own attention, of whatever kind "
     "it is (default: the method's, 1 for most)",
     "max_budget": "most that a request may ask for as its budget (default: budget: requests may "
@@ -93,13 +106,16 @@ HELP = {
     "allow_exact": "whether requests may ask for full attention (default: true)",
     "home": "where the whole KV cache of the retrieval layers lives: device (vLLM's own memory), "
     "disk (a file; fast memory then holds recalled pages only), host (on GPUs), or auto (device if "
-    "max_num_seqs requests of max_model_len fit there) (default: device)",
+    "max_num_seqs requests of max_model_len fit there) (default: the method's)",
     "home_bytes": "size of a slow home, per worker, e.g. 64GiB (default: room for max_num_seqs "
     "requests of max_model_len)",
     "home_path": "directory of the file of home=disk; one in memory (tmpfs) is taken only if it is "
     "named here (default: /var/tmp, or the directory for temporary files where there is none)",
-    "recall_cache_bytes": "fast memory for recalled pages, per worker, e.g. 2GiB (default: what "
-    "vLLM would give to the KV cache, less dense layers and page index)",
+    "codec": "how home=disk holds pages that are full: "
+    f"{', '.join(f'{name} ({codec.meaning})' for name, codec in CODECS.items())} (default: the "
+    "method's, raw for most)",
+    "recall_cache_bytes": "fast memory for recalled pages or tokens, per worker, e.g. 2GiB "
+    "(default: what vLLM would give to the KV cache, less dense layers and page index)",
 }
 """What each option of an engine is, by its name."""
 
@@ -124,21 +140,25 @@ class RetrievalConfig:
     rerank: int | None = None
     unit: str | None = None
     correction_threshold: float | None = None
+    budget_shares: Any = None
     also: Any = ()
     filters: Any = None
     observation: str | None = None
+    prefill_budget: int | None = None
+    prefill_chunk: int | None = None
     dense_layers: int = None  # type: ignore[assignment]  # the preset's
     max_budget: int | None = None
     memory_fraction: float | None = None
     allow_exact: bool = True
-    home: str = "device"
+    home: str = None  # type: ignore[assignment]  # the preset's
     home_bytes: int | None = None
     home_path: str | None = None
+    codec: str = None  # type: ignore[assignment]  # the preset's
     recall_cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
         preset = presets()[self.method]
-        for key in ("page_size", "dense_layers"):
+        for key in ("page_size", "dense_layers", "codec", "home"):
             if getattr(self, key) is None:
                 object.__setattr__(self, key, getattr(preset, key))
         for key in ("budget", "page_size", "dense_layers"):
@@ -179,6 +199,7 @@ class RetrievalConfig:
         share = self.memory_fraction
         if share is not None and require_number("memory_fraction", share) <= 0:
             raise RetrievalConfigError(f"memory_fraction={share} must be more than 0, such as 0.3.")
+        self._check_prefill()
         self._check_home()
 
     @functools.cached_property
@@ -205,7 +226,12 @@ class RetrievalConfig:
                 made[name] = make_method(name, base, own | changed, self.page_size)
             except RetrievalConfigError as e:
                 raise RetrievalConfigError(f"also: {name}: {e}") from None
-            if made[name].shares and not self.own.shares:
+            if made[name].shares and self.own.shares:
+                raise RetrievalConfigError(
+                    f"also: {name}: its layers would select as {self.method} does, of which there "
+                    "is nothing else to choose; leave it out."
+                )
+            if made[name].shares:
                 raise RetrievalConfigError(
                     f"also: {name}: which layers are dense is the server's affair, and {name} "
                     f"needs others than {self.method}. Use --attention-backend {base}."
@@ -261,6 +287,34 @@ class RetrievalConfig:
                 f"a file that {CALIBRATE} wrote."
             )
 
+    def _check_prefill(self) -> None:
+        if self.prefill_budget is None:
+            if self.prefill_chunk is not None:
+                raise RetrievalConfigError(
+                    f"prefill_chunk={self.prefill_chunk!r} has no effect without prefill_budget; "
+                    "leave it out."
+                )
+            return
+        if not self.own.shares:
+            raise RetrievalConfigError(
+                f"prefill_budget={self.prefill_budget!r} cannot be used with {self.method}: no "
+                "layer selects for the others, and its prefill is exact. Leave it out."
+            )
+        if self.home != "device":
+            raise RetrievalConfigError(
+                f"prefill_budget={self.prefill_budget!r} needs home=device: chunks gather single "
+                f"tokens, which home={self.home!r} does not serve. Leave one out."
+            )
+        budget = require_int("prefill_budget", self.prefill_budget)
+        self.page_budget(budget, key="prefill_budget")
+        if self.prefill_chunk is None:
+            object.__setattr__(self, "prefill_chunk", DEFAULT_CHUNK)
+        if require_int("prefill_chunk", self.prefill_chunk) < WINDOW:
+            raise RetrievalConfigError(
+                f"prefill_chunk={self.prefill_chunk} must be {WINDOW} or more: filters select by "
+                f"so many queries of a chunk. Try {DEFAULT_CHUNK}, or leave it out."
+            )
+
     def roles(self, model_config: Any, layers: Collection[int]) -> dict[int, Role]:
         """What each layer does; empty where every layer selects for itself.
 
@@ -285,20 +339,22 @@ class RetrievalConfig:
     def _check_home(self) -> None:
         if self.home not in HOMES:
             raise RetrievalConfigError(f"home={self.home!r} is unknown; use one of {HOMES}.")
-        reading = [m.name for m in self.methods.values() if m.reads_keys]
+        # Filters read keys, too, but of layers that stay in memory as long as they fit there.
+        reading = [m.name for m in self.methods.values() if m.reads_keys and not m.shares]
         if self.home != "device" and reading:
             raise RetrievalConfigError(
                 f"home={self.home!r} keeps keys where they are slow to read, and "
-                f"{', '.join(reading)} selects by them (index exact, rerank, or "
-                "filter layers); leave it out, or "
+                f"{', '.join(reading)} selects by them (index exact, or rerank); leave it out, or "
                 "use home=device."
             )
-        tokens = [m.name for m in self.methods.values() if m.per_token]
-        if self.home != "device" and tokens:
+        uneven = [m.name for m in self.methods.values() if not m.budget_shares.uniform]
+        if self.home != "device" and self.rows and uneven:
             raise RetrievalConfigError(
-                f"home={self.home!r} is read in whole pages, and {', '.join(tokens)} selects "
-                "single tokens (unit token); leave it out, or use home=device."
+                f"home={self.home!r} gives all KV heads as many slots for single tokens, and "
+                f"{', '.join(uneven)} divides the budget unevenly (budget_shares); leave it out, "
+                "or use home=device."
             )
+        self._check_codec()
         if self.home == "host":
             raise RetrievalConfigError(
                 "home='host' is for GPUs; on the CPU platform host memory is what device names. "
@@ -320,6 +376,41 @@ class RetrievalConfig:
                     )
             else:
                 object.__setattr__(self, key, parse_size(key, value))
+
+    def _check_codec(self) -> None:
+        if require_name("codec", self.codec, CODECS) == RAW:
+            return
+        tokens = [m.name for m in self.methods.values() if m.per_token]
+        if self.home == "device":
+            raise RetrievalConfigError(
+                f"codec={self.codec!r} is for pages in a file, and with home=device the KV cache "
+                "is read where it lies; use home=disk, or codec=raw."
+            )
+        if tokens:
+            raise RetrievalConfigError(
+                f"codec={self.codec!r} encodes whole pages, and {', '.join(tokens)} selects single "
+                "tokens (unit token); use codec=raw."
+            )
+        uneven = [m.name for m in self.methods.values() if not m.budget_shares.uniform]
+        if uneven:
+            raise RetrievalConfigError(
+                f"codec={self.codec!r} reads contexts within the budget from slots, of which every "
+                f"layer needs as many, and {', '.join(uneven)} divides the budget unevenly "
+                "(budget_shares); use codec=raw, or leave the shares out."
+            )
+
+    @property
+    def encoding(self) -> Codec | None:
+        """What the file of a slow home holds pages by; None: as the model made them."""
+        return None if self.codec == RAW else CODECS[self.codec]
+
+    @property
+    def open_pages(self) -> int:
+        """Full pages at the end of a context that are not encoded: the window's, if that is raw."""
+        if not presets()[self.method].raw_window:
+            return 0
+        budgets = range(self.page_size, self.budget_limit + 1, self.page_size)
+        return max(self.page_budget(b).window for b in budgets if b >= self._needed(b, self.own))
 
     @functools.cached_property
     def stores(self) -> tuple[tuple[Index, int], ...]:
@@ -346,22 +437,25 @@ class RetrievalConfig:
         return self.budget if self.max_budget is None else self.max_budget
 
     @functools.cached_property
-    def most_selected(self) -> int:
-        """Pages or tokens; most of them that any admissible request selects per KV head.
+    def most_selected(self) -> dict[str, int]:
+        """Pages or tokens; most of them that a request selects per KV head on average, by method.
 
-        Sink and window are rounded to pages, so a smaller budget may select more than a larger one.
+        Of all admissible budgets: sink and window are rounded to pages, so a smaller one may select
+        more than a larger one.
         """
         budgets = range(self.page_size, self.budget_limit + 1, self.page_size)
-        return max(
-            (
-                self.page_budget(budget, method.name).select
-                * (self.page_size if method.per_token else 1)
-                for method in self.methods.values()
-                for budget in budgets
-                if method.selects and budget >= self._needed(budget, method)
-            ),
-            default=0,
-        )
+        return {
+            name: max(
+                (
+                    self.page_budget(budget, name).select
+                    * (self.page_size if method.per_token else 1)
+                    for budget in budgets
+                    if method.selects and budget >= self._needed(budget, method)
+                ),
+                default=0,
+            )
+            for name, method in self.methods.items()
+        }
 
     def budget_of_share(self, prompt: int, dense_share: float, method: str) -> int:
         """Tokens of the budget that ``memory_fraction`` leaves to a prompt (OmniKV, section 5).
@@ -452,6 +546,11 @@ class RetrievalConfig:
     def _nearest(self, tokens: int) -> int:
         return max(1, round(tokens / self.page_size)) * self.page_size
 
+    def prefills_sparsely(self, options: "RequestOptions") -> bool:
+        """Whether chunks of the request's prompt attend to a part of what lies before them."""
+        shares = self.methods[options.method].shares
+        return self.prefill_budget is not None and shares and not options.exact
+
     @classmethod
     def from_options(cls, method: str, options: Any) -> "RetrievalConfig":
         """Validate the ``kv_retrieval`` mapping of ``additional_config`` for ``method``.
@@ -488,93 +587,6 @@ class RetrievalConfig:
         if method is None:
             return None
         return cls.from_options(method, options_of(vllm_config))
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """What one request asks for; the engine's own values where it says nothing.
-
-    Attributes:
-        method: Name in :attr:`RetrievalConfig.methods`.
-        budget: Pages to attend to.
-        correction_threshold: See :class:`RetrievalConfig`.
-        exact: Full attention at every step.
-        own_budget: Whether the request names its budget.
-    """
-
-    method: str
-    budget: PageBudget
-    correction_threshold: float
-    exact: bool = False
-    own_budget: bool = False
-
-    @classmethod
-    def parse(
-        cls, extra_args: Mapping[str, Any] | None, config: RetrievalConfig
-    ) -> "RequestOptions":
-        """Validate ``SamplingParams.extra_args`` of one request.
-
-        Options are given as ``{"kv_retrieval": {"budget": 512}}`` or, over HTTP, as flat
-        ``vllm_xargs`` such as ``{"kv_retrieval_budget": 512}``.
-
-        Raises:
-            RetrievalConfigError: An unknown key, a wrong type, something that the engine does not
-                serve or allow.
-        """
-        options = _request_options(extra_args or {})
-        reject_unknown(
-            options,
-            ["budget", "correction_threshold", "exact", "method"],
-            f"{CONFIG_KEY} of a request",
-        )
-        method = options.get("method", config.method)
-        served = config.methods.get(method) if isinstance(method, str) else None
-        if served is None:
-            raise RetrievalConfigError(
-                f"kv_retrieval.method={method!r} cannot be served by this engine, which runs "
-                f"{config.method}; use one of {', '.join(config.methods)}, or start the server "
-                "with --kv-retrieval.also."
-            )
-        budget = require_int("kv_retrieval.budget", options.get("budget", config.budget))
-        if budget > config.budget_limit:
-            raise RetrievalConfigError(
-                f"kv_retrieval.budget={budget} exceeds the server's limit of "
-                f"{config.budget_limit}. Ask for less, or start the server with "
-                f"--kv-retrieval.max_budget {budget}."
-            )
-        threshold = require_number(
-            "kv_retrieval.correction_threshold",
-            options.get("correction_threshold", served.correction_threshold),
-        )
-        if "correction_threshold" in options and not served.schedule.speculates:
-            why = "does so at every step" if served.selects else "selects nothing"
-            raise RetrievalConfigError(
-                f"kv_retrieval.correction_threshold={threshold} has no effect with {method}, which "
-                f"{why}; leave it out."
-            )
-        exact = require_bool("kv_retrieval.exact", options.get("exact", False))
-        if exact and not config.allow_exact:
-            raise RetrievalConfigError(
-                "kv_retrieval.exact=True is not allowed by this server (--kv-retrieval.allow_exact "
-                f"false); ask for a budget of up to {config.budget_limit} instead."
-            )
-        try:
-            pages = config.page_budget(budget, served.name)
-        except RetrievalConfigError as e:
-            raise RetrievalConfigError(f"kv_retrieval.{e}") from None
-        return cls(served.name, pages, threshold, exact, "budget" in options)
-
-
-def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
-    nested = extra_args.get(CONFIG_KEY, {})
-    if not isinstance(nested, Mapping):
-        raise RetrievalConfigError(
-            f"{CONFIG_KEY}={nested!r} must be a mapping of options; over HTTP use flat keys "
-            f'such as "{CONFIG_KEY}_budget".'
-        )
-    prefix = CONFIG_KEY + "_"
-    flat = {k.removeprefix(prefix): v for k, v in extra_args.items() if k.startswith(prefix)}
-    return {**nested, **flat}
 
 
 def options_of(vllm_config: "VllmConfig") -> Any:

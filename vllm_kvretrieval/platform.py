@@ -8,8 +8,9 @@ from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_kvretrieval.config import RequestOptions, RetrievalConfig, options_of, selected_method
+from vllm_kvretrieval.config import RetrievalConfig, options_of, selected_method
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.request_options import RequestOptions
 from vllm_kvretrieval.retrieval.presets import preset_names
 
 if TYPE_CHECKING:
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvretrieval.platform")
 
 WORKER = "vllm_kvretrieval.engine.cpu.worker.RetrievalCPUWorker"
+
+
+SPARSE_PREFILL = "|kv_retrieval.prefill_budget"
+"""Ends the cache salts of requests whose prompts are not prefilled exactly."""
 
 
 class RetrievalRequestError(RetrievalConfigError, VLLMClientError):
@@ -93,6 +98,25 @@ class CpuRetrievalPlatform(CpuPlatform):
         config = RetrievalConfig.from_vllm(vllm_config) if vllm_config is not None else None
         if config is not None:
             try:
-                RequestOptions.parse(getattr(params, "extra_args", None), config)
+                options = RequestOptions.parse(getattr(params, "extra_args", None), config)
             except RetrievalConfigError as e:
                 raise RetrievalRequestError(str(e)) from None
+            if config.prefill_budget is not None:
+                salt_prefix_cache(processed_inputs, config.prefills_sparsely(options))
+
+
+def salt_prefix_cache(processed_inputs: dict[str, Any], sparse: bool) -> None:
+    """Keep keys and values of sparse prefill apart from exact ones in the prefix cache.
+
+    Args:
+        processed_inputs: Of a request, as vLLM has rendered it; its ``cache_salt``, which vLLM
+            hashes with the first block, is changed.
+        sparse: Whether its prompt is prefilled sparsely.
+    """
+    salt = (processed_inputs.get("cache_salt") or "").removesuffix(SPARSE_PREFILL)
+    if sparse:
+        salt += SPARSE_PREFILL
+    if salt:
+        processed_inputs["cache_salt"] = salt
+    else:
+        processed_inputs.pop("cache_salt", None)

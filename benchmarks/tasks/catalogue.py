@@ -11,6 +11,7 @@ from benchmarks.common import MODELS
 from benchmarks.tasks import forced, needles
 from benchmarks.tasks.base import Task
 from vllm_kvretrieval.config import DEFAULT_METHOD, RetrievalConfig
+from vllm_kvretrieval.retrieval.codec import CODECS, RAW
 from vllm_kvretrieval.retrieval.method import DEFAULT_THRESHOLD
 from vllm_kvretrieval.retrieval.presets import preset_names
 
@@ -77,8 +78,8 @@ class Variant:
     """Further ``kv_retrieval`` options of a request."""
 
     engine: dict[str, Any] = field(default_factory=dict)
-    """The engine's, where they are others than the defaults. Such a variant needs an engine and a
-    prefill of its own."""
+    """The engine's, where they are others than the defaults: options, or ``method``, its own. Such
+    a variant needs an engine and a prefill of its own."""
 
     index: str = ""
     """What `benchmarks.planning` calls its index; empty: it is not in the comparison of indexes."""
@@ -87,14 +88,20 @@ class Variant:
     """Of its line in the plot, as matplotlib writes it; empty: it is not drawn."""
 
     @property
+    def engine_config(self) -> RetrievalConfig:
+        """That of the engine which serves it, as far as all its methods have it in common."""
+        return RetrievalConfig(**{"method": OWN, "page_size": PAGE, **self.engine})
+
+    @property
     def also(self) -> dict[str, Any]:
         """What the engine's option ``also`` has to hold for the method to be served."""
-        return {} if self.method == OWN else {self.method: self.served}
+        return {} if self.method == self.engine_config.method else {self.method: self.served}
 
     @property
     def config(self) -> RetrievalConfig:
         """An engine's whose own method is this one: what the method alone needs."""
         options = {"page_size": PAGE, **self.engine, **self.served}
+        options.pop("method", None)
         preset = options.pop("preset", self.method if self.method in preset_names() else OWN)
         return RetrievalConfig(method=preset, **options)
 
@@ -123,9 +130,26 @@ def _index(name: str, index: Any, meaning: str, planned: str = "", **options: An
     return Variant(name, meaning, name, ("indexes",), served, index=planned or name)
 
 
+def _own_engine(name: str, meaning: str) -> Variant:
+    """A preset that decides what the whole engine is like."""
+    return Variant(name, meaning, name, ("token_presets",), engine={"method": name})
+
+
+def _codec(name: str) -> Variant:
+    """Our own method, over pages that are encoded."""
+    meaning = f"kvretrieval, pages on disk by {name}: {CODECS[name].meaning}"
+    engine = {"home": "disk", "codec": name}
+    return Variant(f"codec_{name}", meaning, OWN, ("codecs",), engine=engine)
+
+
 def _pooling(name: str) -> Variant:
     label = f"pooling_{name}"
     return Variant(label, f"kvretrieval, pooling {name}", label, ("poolings",), {"pooling": name})
+
+
+def _shares(name: str, meaning: str, beta: float) -> Variant:
+    served = {"budget_shares": {"pyramid": {"beta": beta}}}
+    return Variant(name, meaning, name, ("budgets",), served)
 
 
 def _threshold(name: str, meaning: str, threshold: float, style: str = "") -> Variant:
@@ -194,6 +218,10 @@ VARIANTS = (
     Variant(
         "infllm", "InfLLM, at the engine's pages of 32 and one dense layer", "infllm", _PRESETS
     ),
+    _own_engine("fier", "FIER: single tokens by a bit per channel; two dense layers"),
+    _own_engine("omnikv", "OmniKV: filter layers, which are dense, select tokens for the others"),
+    _shares("pyramid", "kvretrieval, less with depth: 1.95 to 0.05 times the mean", 20),
+    _shares("pyramid_2", "kvretrieval, less with depth: 1.5 to 0.5 times the mean", 2),
     _threshold("threshold_0.8", "freekv, fewer heads select anew", 0.8),
     _threshold("threshold_0.7", "freekv, fewer still", 0.7),
     _threshold(
@@ -233,6 +261,7 @@ VARIANTS = (
         engine={"page_size": 16},
         style="^:",
     ),
+    *(_codec(name) for name in CODECS if name != RAW),
 )
 
 GROUPS = tuple(dict.fromkeys(group for variant in VARIANTS for group in variant.groups))

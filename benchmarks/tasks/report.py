@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,6 +188,24 @@ def verdicts(criteria: Sequence[Criterion]) -> str:
 
 def plot(path: Path, tasks: Sequence[Task], budgets: Sequence[int], cells: Figures) -> None:
     """Write a PNG: one panel per task, accuracy (or KL) against the share of the cache read."""
+    _plot(path, tasks, lambda panel, task: _panel(panel, task, sorted(budgets), cells))
+
+
+def plot_indexes(path: Path, tasks: Sequence[Task], budgets: Sequence[int], cells: Figures) -> bool:
+    """Write a PNG: one panel per task, accuracy (or KL) against what an index keeps.
+
+    Returns:
+        Whether there is anything to compare: some index beside those that always run.
+    """
+    ran = {cell["variant"] for cell in cells.values()}
+    compared = [v for v in VARIANTS if v.index and v.name in ran]
+    if all("core" in variant.groups for variant in compared):
+        return False
+    _plot(path, tasks, lambda panel, task: _index_panel(panel, task, budgets, compared, cells))
+    return True
+
+
+def _plot(path: Path, tasks: Sequence[Task], draw: Callable[[Any, Task], None]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -199,7 +217,8 @@ def plot(path: Path, tasks: Sequence[Task], budgets: Sequence[int], cells: Figur
         rows, columns, figsize=(4.2 * columns, 3.4 * rows), squeeze=False, layout="constrained"
     )
     for panel, task in zip(axes.flat, tasks, strict=False):
-        _panel(panel, task, sorted(budgets), cells)
+        draw(panel, task)
+        panel.grid(alpha=0.3)
     for panel in axes.flat[len(tasks) :]:
         panel.set_axis_off()
     axes.flat[0].legend(fontsize=8)
@@ -208,24 +227,54 @@ def plot(path: Path, tasks: Sequence[Task], budgets: Sequence[int], cells: Figur
     pyplot.close(figure)
 
 
-def _panel(panel: Any, task: Task, budgets: Sequence[int], cells: Figures) -> None:
+def _index_panel(
+    panel: Any,
+    task: Task,
+    budgets: Sequence[int],
+    compared: Sequence[Variant],
+    cells: Figures,
+) -> None:
+    """A point per index and budget, all budgets of an index above each other."""
     full = cells[f"{task.name}/full/all"]
-    needle = "accuracy" in full
-    for variant in filter(lambda variant: variant.style, VARIANTS):
-        names = [f"{task.name}/{variant.name}/{budget}" for budget in budgets]
-        points = [cells[name] for name in names if name in cells]
-        if not points:
-            continue
-        shares = [100 * point["share"] for point in points]
-        values = [100 * point["accuracy"] if needle else point["kl"] for point in points]
-        panel.plot(shares, values, variant.style, label=variant.name)
+    for number, budget in enumerate(sorted(budgets)):
+        shown = [(v, cells.get(f"{task.name}/{v.name}/{budget}")) for v in compared]
+        found = [(v, cell) for v, cell in shown if cell and cell.get("index_share") is not None]
+        shares = [100 * cell["index_share"] for _, cell in found]
+        values = [_height(cell) for _, cell in found]
+        panel.plot(shares, values, "osD^v"[number % 5], label=f"budget {budget}")
+        for (variant, _), share, value in zip(found, shares, values, strict=True):
+            panel.annotate(variant.name, (share, value), fontsize=5, rotation=30)
     panel.set_title(f"{task.name} ({full['samples']} samples)", fontsize=10)
-    panel.set_xlabel("KV cache read, %")
-    if needle:
+    panel.margins(x=0.15)
+    panel.set_xlabel("index, % of a 16-bit KV cache")
+    _scale(panel, full)
+
+
+def _height(cell: Mapping[str, Any]) -> float:
+    return float(100 * cell["accuracy"] if "accuracy" in cell else cell["kl"])
+
+
+def _scale(panel: Any, full: Mapping[str, Any]) -> None:
+    """What is drawn upwards: answers found, or KL."""
+    if "accuracy" in full:
         panel.axhline(100 * full["accuracy"], color="grey", linewidth=0.8, label=FULL.name)
         panel.set_ylim(-5, 105)
         panel.set_ylabel("answers found, %")
     else:
         panel.set_yscale("log")
         panel.set_ylabel("KL to full attention")
-    panel.grid(alpha=0.3)
+
+
+def _panel(panel: Any, task: Task, budgets: Sequence[int], cells: Figures) -> None:
+    full = cells[f"{task.name}/full/all"]
+    for variant in filter(lambda variant: variant.style, VARIANTS):
+        names = [f"{task.name}/{variant.name}/{budget}" for budget in budgets]
+        points = [cells[name] for name in names if name in cells]
+        if not points:
+            continue
+        shares = [100 * point["share"] for point in points]
+        values = [_height(point) for point in points]
+        panel.plot(shares, values, variant.style, label=variant.name)
+    panel.set_title(f"{task.name} ({full['samples']} samples)", fontsize=10)
+    panel.set_xlabel("KV cache read, %")
+    _scale(panel, full)

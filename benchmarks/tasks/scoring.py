@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from benchmarks.models import head_size, read_config
 from benchmarks.tasks import metrics
 from benchmarks.tasks.base import CACHE_BLOCK, Sample
 from benchmarks.tasks.catalogue import PAGE, Variant
 from benchmarks.tasks.metrics import Generated
-
-DENSE_LAYERS = 1
-"""Leading layers that retrieval leaves alone, as the plug-in has it by default."""
+from vllm_kvretrieval.retrieval.roles import Follows
 
 
 def score(
@@ -46,13 +45,13 @@ def covering_budget(samples: Sequence[Sample]) -> int:
     return -(-longest // PAGE) * PAGE
 
 
-def mean_share(samples: Sequence[Sample], budget: int, model: Path) -> float:
+def mean_share(samples: Sequence[Sample], budget: int, variant: Variant, model: Path) -> float:
     """Return the mean share of the KV cache that the samples' decode steps read.
 
     See `metrics.cache_share`. Every variant attends to its whole budget (the control spends on its
     window what the others spend on selected pages).
     """
-    full_layers, dense_layers = attention_layers(model)
+    full_layers, dense_layers = attention_layers(variant, model)
     shares = [
         metrics.cache_share(len(sample.prompt), sample.generated, budget, full_layers, dense_layers)
         for sample in samples
@@ -60,12 +59,18 @@ def mean_share(samples: Sequence[Sample], budget: int, model: Path) -> float:
     return sum(shares) / len(shares)
 
 
-def attention_layers(model: Path) -> tuple[int, int]:
+def attention_layers(variant: Variant, model: Path) -> tuple[int, int]:
     """Return how many layers have full attention, and how many of those retrieval leaves alone."""
     config = read_config(model)
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     full = [index for index, kind in enumerate(types) if kind == "full_attention"]
-    return len(full), sum(index < DENSE_LAYERS for index in full)
+    engine = variant.engine_config
+    if not engine.own.shares:
+        return len(full), sum(index < engine.dense_layers for index in full)
+    text_config = AutoConfig.from_pretrained(model).get_text_config()
+    served = SimpleNamespace(model=str(model), hf_text_config=text_config)
+    roles = engine.roles(served, full).values()
+    return len(full), sum(not isinstance(role, Follows) for role in roles)
 
 
 def index_bytes(variant: Variant, model: Path) -> dict[str, float]:

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "index/linear.h"
@@ -16,6 +17,8 @@ namespace KVR_ISA {
 
 constexpr int kTile = 32;            // tokens whose keys are read before their values
 constexpr int kTogether = 16;        // tokens of a page whose keys are read together, transposed
+constexpr int kVectors = kTogether / kWidth;
+constexpr int kGroups = kWidth == 16 ? 2 : 1;  // of these at a time: as many sums as hide their latency
 constexpr int kHeadBlock = 4;        // query heads together
 constexpr int kLeastTask = 128;      // tokens
 constexpr int kTasksPerThread = 4;
@@ -30,7 +33,7 @@ inline void fetch(const T* p, int count) {
 // Tokens in a cache of rows: each key before its value.
 template <class E>
 struct RowTile {
-  static constexpr bool kTransposed = false;
+  static constexpr KeyLayout kLayout = KeyLayout::kRows;
   const E* keys[kTile];
   int count;
 
@@ -44,15 +47,16 @@ struct RowTile {
   const E* value(int t, int d) const { return keys[t] + d; }
 };
 
-// Tokens of pages that hold their keys transposed, and then their values.
-template <class E>
+// Tokens of pages that hold their keys together, and then their values.
+template <class E, KeyLayout layout>
 struct PageTile {
-  static constexpr bool kTransposed = true;
-  const E* keys[kTile / kTogether];    // of channel 0
+  static constexpr KeyLayout kLayout = layout;
+  const E* keys[kTile / kTogether];    // of the first channels
   const E* values[kTile / kTogether];
   int count;
 
   PageTile(const Attention& a, const int32_t* list, int first, int tokens) : count(tokens) {
+    constexpr bool kWords = layout == KeyLayout::kAmx;
     const int shift = __builtin_ctz(a.run);
     const int64_t d = a.head_size, p = a.page_size;
     for (int i = 0; i < kTile / kTogether; ++i) {
@@ -60,12 +64,37 @@ struct PageTile {
       const int64_t token =
           tokens > 0 ? (int64_t(list[t >> shift]) << shift) + (t & (a.run - 1)) : 0;
       const E* unit = static_cast<const E*>(a.cache) + token / p * 2 * p * d;
-      keys[i] = unit + token % p;
-      values[i] = unit + p * d + token % p * d;
+      keys[i] = unit + token % p * (kWords ? d : 1);
+      values[i] = unit + p * d + token % p * (kWords ? kTogether : d);
     }
   }
   const E* value(int t, int d) const { return values[t / kTogether] + t % kTogether * d; }
 };
+
+template <class E>
+using TransposedTile = PageTile<E, KeyLayout::kTransposed>;
+// Keys are words of two channels, [16 tokens] by [head_size / 2]; values of two tokens, [16 channels]
+// by [8] by [head_size / 16], where the latter are as far apart as a page has room for.
+template <class E>
+using WordTile = PageTile<E, KeyLayout::kAmx>;
+
+// Words of two elements each, taken apart.
+template <class E>
+inline void take_apart(const E* p, Floats& low, Floats& high) {
+  const Words words = load_as<Words>(p);
+  const Halves halves[2] = {__builtin_convertvector(words & 0xffffu, Halves),
+                            __builtin_convertvector(words >> 16, Halves)};
+  E parts[2][kWidth];
+  std::memcpy(parts, halves, sizeof halves);
+  low = E::load(parts[0]);
+  high = E::load(parts[1]);
+}
+template <>
+inline void take_apart<BFloat16>(const BFloat16* p, Floats& low, Floats& high) {
+  const Words words = load_as<Words>(p);
+  low = (Floats)(words << 16);
+  high = (Floats)(words & 0xffff0000u);
+}
 
 // The queries of a unit, as scoring needs them.
 template <class E>
@@ -74,8 +103,9 @@ struct RowQueries : QueryParts<E, 1> {
 };
 template <class E>
 struct PageQueries {
+  const E* given;
   const float* all;
-  PageQueries(const E* q, int n) {
+  PageQueries(const E* q, int n) : given(q) {
     thread_local std::vector<float> buffer;
     buffer.resize(n);
     to_floats(q, n, buffer.data());
@@ -184,9 +214,10 @@ class Attending {
   void score(const Queries& q, int g, const Tile& tile, const Tile& next,
              float (&scores)[N][kTile]) const {
     const int d = a_.head_size;
-    if constexpr (Tile::kTransposed) {
-      constexpr int kGroups = kWidth == 16 ? 2 : 1;  // at a time: as many sums as hide their latency
-      constexpr int kVectors = kTogether / kWidth;
+    if constexpr (Tile::kLayout == KeyLayout::kAmx) {
+      for (int i = 0; i < kTile / kTogether; i += kGroups)
+        score_words<N>(q, g, tile, next, i, scores);
+    } else if constexpr (Tile::kLayout == KeyLayout::kTransposed) {
       const float* queries = q.all + g * d;
       for (int i = 0; i < kTile / kTogether; i += kGroups) {
         const E *keys[kGroups], *ahead[kGroups], *values_ahead[kGroups];
@@ -231,6 +262,48 @@ class Attending {
     }
   }
 
+  // Scores of kGroups stretches of tokens from the i-th on, whose keys are words.
+  template <int N>
+  void score_words(const Queries& q, int g, const Tile& tile, const Tile& next, int i,
+                   float (&scores)[N][kTile]) const {
+    const int d = a_.head_size;
+    constexpr int kWords = kTogether * 2;  // elements of all tokens' words of two channels
+    Floats acc[N][kGroups][kVectors] = {};
+    for (int c = 0; c < d / 2; ++c)
+      KVR_UNROLL for (int k = 0; k < kGroups; ++k) {
+        if (g == 0 && next.count > (i + k) * kTogether) {
+          __builtin_prefetch(next.keys[i + k] + c * kWords);
+          __builtin_prefetch(next.values[i + k] + (c / 8 * a_.page_size + c % 8 * 2) * kTogether);
+        }
+        KVR_UNROLL for (int v = 0; v < kVectors; ++v) {
+          const E* words = tile.keys[i + k] + c * kWords + v * 2 * kWidth;
+#if defined(__AVX512BF16__)
+          if constexpr (E::kLanes == 2 * kWidth) {
+            const auto keys = load_as<typename E::Lanes>(words);
+            KVR_UNROLL for (int h = 0; h < N; ++h) {
+              const auto both = load_as<int32_t>(q.given + (g + h) * d + 2 * c);
+              E::add_products(acc[h][k][v], (typename E::Lanes)_mm512_set1_epi32(both), keys);
+            }
+            continue;
+          }
+#endif
+          Floats low, high;
+          take_apart(words, low, high);
+          KVR_UNROLL for (int h = 0; h < N; ++h) {
+            const float* query = q.all + (g + h) * d + 2 * c;
+            acc[h][k][v] += low * query[0];
+            acc[h][k][v] += high * query[1];
+          }
+        }
+      }
+    KVR_UNROLL for (int h = 0; h < N; ++h)
+      KVR_UNROLL for (int k = 0; k < kGroups; ++k)
+        KVR_UNROLL for (int v = 0; v < kVectors; ++v) {
+          const Floats x = acc[h][k][v] * a_.scale;
+          std::memcpy(scores[h] + (i + k) * kTogether + v * kWidth, &x, sizeof x);
+        }
+  }
+
   // Scores -> weights, zero behind the last; returns what earlier weights are to be multiplied with.
   static float weigh(float* scores, int count, Partial& part) {
     const float lowest = -std::numeric_limits<float>::infinity();
@@ -258,11 +331,29 @@ class Attending {
     KVR_UNROLL for (int h = 0; h < N; ++h)
       KVR_UNROLL for (int v = 0; v < V; ++v)
         acc[h][v] = load_as<Floats>(values + h * d + c + v * kWidth);
-    for (int t = 0; t < tile.count; ++t)
-      KVR_UNROLL for (int v = 0; v < V; ++v) {
-        const Floats x = E::load(tile.value(t, d) + c + v * kWidth);
-        KVR_UNROLL for (int h = 0; h < N; ++h) acc[h][v] += x * weights[h][t];
-      }
+    if constexpr (Tile::kLayout == KeyLayout::kAmx) {
+      const auto add_two = [&](int t, auto second) {
+        const E* words = tile.values[t / kTogether] + t % kTogether * kTogether;
+        KVR_UNROLL for (int v = 0; v < V; ++v) {
+          const int channel = c + v * kWidth, block = channel / kTogether;
+          Floats low, high;
+          take_apart(words + block * a_.page_size * kTogether + channel % kTogether * 2, low, high);
+          KVR_UNROLL for (int h = 0; h < N; ++h) {
+            acc[h][v] += low * weights[h][t];
+            if constexpr (second) acc[h][v] += high * weights[h][t + 1];
+          }
+        }
+      };
+      int t = 0;
+      for (; t + 1 < tile.count; t += 2) add_two(t, std::true_type{});
+      if (t < tile.count) add_two(t, std::false_type{});
+    } else {
+      for (int t = 0; t < tile.count; ++t)
+        KVR_UNROLL for (int v = 0; v < V; ++v) {
+          const Floats x = E::load(tile.value(t, d) + c + v * kWidth);
+          KVR_UNROLL for (int h = 0; h < N; ++h) acc[h][v] += x * weights[h][t];
+        }
+    }
     KVR_UNROLL for (int h = 0; h < N; ++h)
       KVR_UNROLL for (int v = 0; v < V; ++v)
         std::memcpy(values + h * d + c + v * kWidth, &acc[h][v], sizeof(Floats));
@@ -300,10 +391,12 @@ class Attending {
 
 template <class E>
 static void attend_of(const Attention& a) {
-  if (a.layout == KeyLayout::kRows)
-    Attending<E, RowTile, RowQueries>(a).run();
-  else
-    Attending<E, PageTile, PageQueries>(a).run();
+  switch (a.layout) {
+    case KeyLayout::kRows: return Attending<E, RowTile, RowQueries>(a).run();
+    case KeyLayout::kTransposed: return Attending<E, TransposedTile, PageQueries>(a).run();
+    case KeyLayout::kAmx:  // of 2 bytes, as its caller has checked
+      if constexpr (sizeof(E) == 2) return Attending<E, WordTile, PageQueries>(a).run();
+  }
 }
 
 void attend(const Attention& a) {

@@ -13,6 +13,7 @@
 #include "kernels.h"
 #include "mapping_guard.h"
 #include "recall_cache.h"
+#include "token_recall.h"
 
 namespace nb = nanobind;
 
@@ -92,13 +93,14 @@ NB_MODULE(_cpu, m) {
               int64_t block_table_stride, uintptr_t seq_lens, uintptr_t seats,
               uintptr_t sink, uintptr_t window, uintptr_t select, uintptr_t threshold,
               uintptr_t fresh, uintptr_t corrected, int64_t corrected_seats, uintptr_t lists,
-              int64_t lists_rows, int64_t lists_width, int64_t lists_stride, bool per_token) {
+              int64_t lists_rows, int64_t lists_width, int64_t lists_stride, uintptr_t lengths,
+              int64_t lengths_size, bool per_token) {
              new (self) kvr::DecodeRows{
                  rows, at<int32_t>(block_table), block_table_width, block_table_stride,
                  at<int32_t>(seq_lens), at<int32_t>(seats), at<int32_t>(sink), at<int32_t>(window),
                  at<int32_t>(select), at<float>(threshold), at<uint8_t>(fresh),
                  at<int64_t>(corrected), corrected_seats, at<int32_t>(lists), lists_rows,
-                 lists_width, lists_stride, per_token};
+                 lists_width, lists_stride, at<int32_t>(lengths), lengths_size, per_token};
            });
 
   nb::class_<Index>(m, "Index")
@@ -116,9 +118,11 @@ NB_MODULE(_cpu, m) {
   nb::class_<Chooser>(m, "Chooser")
       .def("__init__",
            [](Chooser* self, const Index& index, int pooling, int group, float scale, int rerank,
-              uintptr_t prev_query, uintptr_t selected, int seats, int max_selected) {
+              uintptr_t prev_query, uintptr_t selected, int seats, int max_selected,
+              uintptr_t counts, int64_t count_stride) {
              new (self) Chooser{{index, static_cast<kvr::Pooling>(pooling), group, scale, rerank,
-                                 at<void>(prev_query), at<int32_t>(selected), seats, max_selected},
+                                 at<void>(prev_query), at<int32_t>(selected), seats, max_selected,
+                                 at<int32_t>(counts), count_stride},
                                 index.torch_dtype};
            });
 
@@ -167,6 +171,30 @@ NB_MODULE(_cpu, m) {
         kvr::stage_pages({at<void>(source), at<int32_t>(pages), num_pages, at<void>(target),
                           pages_per_block, kv_heads, page_size, head_size, element_size,
                           static_cast<kvr::KeyLayout>(from), static_cast<kvr::KeyLayout>(to)});
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "stage_tokens",
+      [](uintptr_t source, int64_t cache_tokens, uintptr_t entries, int64_t width, int64_t stride,
+         uintptr_t lengths, uintptr_t target, int64_t blocks, int rows, int block_tokens,
+         int kv_heads, int head_size, int element_size, int to) {
+        const kvr::TokenStaging staging{at<void>(source),
+                                        cache_tokens,
+                                        at<int32_t>(entries),
+                                        width,
+                                        stride,
+                                        at<int32_t>(lengths),
+                                        at<void>(target),
+                                        blocks,
+                                        rows,
+                                        block_tokens,
+                                        kv_heads,
+                                        head_size,
+                                        element_size,
+                                        static_cast<kvr::KeyLayout>(to)};
+        kvr::check_staging(staging);
+        kvr::stage_tokens(staging);
       },
       nb::call_guard<nb::gil_scoped_release>());
 
@@ -273,17 +301,40 @@ NB_MODULE(_cpu, m) {
       },
       nb::call_guard<nb::gil_scoped_release>());
 
+  m.def(
+      "code_units",
+      [](int codec, int dtype, int page_size, int head_size, uintptr_t units, uintptr_t encoded,
+         int64_t count, bool encodes) {
+        const kvr::UnitCoding coding{static_cast<kvr::Codec>(codec), static_cast<kvr::DType>(dtype),
+                                     page_size, head_size, at<void>(units), at<uint8_t>(encoded),
+                                     count};
+        kvr::check_coding(coding);
+        (encodes ? active->encode_units : active->decode_units)(coding);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<kvr::EncodedHome>(m, "EncodedHome")
+      .def("__init__",
+           [](kvr::EncodedHome* self, int codec, int dtype, int pages, int kv_heads, int page_size,
+              int head_size, uintptr_t raw, int fd, int64_t offset) {
+             new (self) kvr::EncodedHome({static_cast<kvr::Codec>(codec),
+                                          static_cast<kvr::DType>(dtype), pages, kv_heads, page_size,
+                                          head_size, at<char>(raw), fd, offset, active});
+           });
+
   using Cache = kvr::RecallCache;
   const auto release_gil = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Cache>(m, "RecallCache")
       .def("__init__",
            [](Cache* self, int units, int slots, int kv_heads, int page_size, int requests,
               int64_t unit_bytes, uintptr_t slot_memory, uintptr_t home, int fd, int64_t offset,
-              uintptr_t counts) {
+              uintptr_t counts, kvr::EncodedHome* encoded) {
              new (self) Cache({units, slots, kv_heads, page_size, requests, unit_bytes,
                                at<char>(slot_memory), at<const char>(home), fd, offset,
-                               at<int64_t>(counts)});
-           })
+                               at<int64_t>(counts), encoded});
+           },
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
       .def("write",
            [](Cache& self, uintptr_t slot_mapping, int64_t tokens) {
              self.write(at<int64_t>(slot_mapping), tokens);
@@ -299,6 +350,18 @@ NB_MODULE(_cpu, m) {
            [](Cache& self, const std::vector<int64_t>& pages) {
              self.drop_pages(pages.data(), static_cast<int64_t>(pages.size()));
            })
+      .def("close",
+           [](Cache& self, uintptr_t pages, int64_t count) { self.close(at<int64_t>(pages), count); },
+           release_gil)
+      .def("abandon",
+           [](Cache& self, const std::vector<int64_t>& pages) {
+             self.abandon(pages.data(), static_cast<int64_t>(pages.size()));
+           })
+      .def("stage",
+           [](Cache& self, uintptr_t pages, int64_t count, uintptr_t target, int parts) {
+             self.stage(at<int64_t>(pages), count, at<char>(target), parts);
+           },
+           release_gil)
       .def("release", &Cache::release)
       .def("take_failed_pages", &Cache::take_failed_pages)
       .def("read_in_pieces", &Cache::read_in_pieces)
@@ -308,6 +371,26 @@ NB_MODULE(_cpu, m) {
       .def_prop_ro("pinned", &Cache::pinned)
       .def_prop_ro("read_ahead_ns", &Cache::read_ahead_ns)
       .def_prop_ro("waited_ns", &Cache::waited_ns);
+
+  using Tokens = kvr::TokenRecall;
+  nb::class_<Tokens>(m, "TokenRecall")
+      .def("__init__",
+           [](Tokens* self, int requests, int kv_heads, int page_size, int capacity, int lists,
+              int pages, int64_t token_bytes, uintptr_t counts,
+              const std::vector<uintptr_t>& memory, const std::vector<uintptr_t>& homes) {
+             std::vector<kvr::TokenRecallConfig::Layer> layers;
+             for (size_t i = 0; i < memory.size(); ++i)
+               layers.push_back({at<char>(memory[i]), at<const char>(homes.at(i))});
+             new (self) Tokens({requests, kv_heads, page_size, capacity, lists, pages, token_bytes,
+                                at<int64_t>(counts), std::move(layers)});
+           })
+      .def("recall", &Tokens::recall, release_gil)
+      .def("wait", &Tokens::wait, release_gil)
+      .def("release", &Tokens::release)
+      .def("check", &Tokens::check)
+      .def_prop_ro("used", &Tokens::used)
+      .def_prop_ro("read_ahead_ns", &Tokens::read_ahead_ns)
+      .def_prop_ro("waited_ns", &Tokens::waited_ns);
 
   nb::class_<kvr::MappingGuard>(m, "MappingGuard")
       .def("__init__",

@@ -30,6 +30,10 @@ void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t
                                 " rows, " + std::to_string(rows.rows) + " requests of " +
                                 std::to_string(kv_heads) + " KV heads need " +
                                 std::to_string(int64_t(rows.rows) * kv_heads));
+  if (int64_t(rows.rows) * kv_heads > rows.lengths_size)
+    throw std::invalid_argument(std::to_string(rows.lengths_size) + " lengths for " +
+                                std::to_string(rows.rows) + " requests of " +
+                                std::to_string(kv_heads) + " KV heads");
   const std::string units = rows.per_token ? "tokens" : "pages";
   for (int r = 0; r < rows.rows; ++r) {
     const int64_t sink = rows.sink[r], window = rows.window[r];
@@ -54,10 +58,39 @@ void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t
   }
 }
 
-void check_selection(const DecodeRows& rows, const Chooser& chooser) {
+void check_lengths(const DecodeRows& rows, int32_t kv_heads, int32_t page_size) {
   for (int r = 0; r < rows.rows; ++r)
-    if (rows.select[r] > chooser.max_selected)
-      refuse_more(r, "select is", rows.select[r], chooser.max_selected, "that the selection holds");
+    for (int h = 0; h < kv_heads; ++h) {
+      const int64_t length = rows.lengths[int64_t(r) * kv_heads + h];
+      const int64_t count = length < 0 ? -1 : (length + page_size - 1) / page_size;
+      const int64_t least = rows.select[r] < 0 ? 0 : int64_t(rows.sink[r]) + rows.window[r];
+      if (count < least || count > rows.lists_width)
+        refuse(r, {"a list of", std::to_string(length), "tokens, of which there is room for",
+                   std::to_string(rows.lists_width), "pages, and sink and window are",
+                   std::to_string(least)});
+    }
+}
+
+void check_selection(const DecodeRows& rows, const Chooser& chooser) {
+  for (int r = 0; r < rows.rows; ++r) {
+    if (chooser.counts == nullptr || rows.select[r] <= 0) {
+      if (rows.select[r] > chooser.max_selected)
+        refuse_more(r, "select is", rows.select[r], chooser.max_selected, "that the selection holds");
+      continue;
+    }
+    for (int h = 0; h < chooser.index.kv_heads; ++h) {
+      const int64_t count = chooser.counts[rows.seats[r] * chooser.count_stride + h];
+      if (count < 0) refuse(r, {"a count of", std::to_string(count), "to select"});
+      const int64_t chosen = chooser.select(rows, r, h);
+      if (chosen > chooser.max_selected)
+        refuse_more(r, "the count to select is", chosen, chooser.max_selected,
+                    "that the selection holds");
+      const int64_t attended = int64_t(rows.sink[r]) + chosen + rows.window[r];
+      if (attended > rows.lists_width)
+        refuse_more(r, "the " + std::string(rows.per_token ? "tokens" : "pages") + " to attend to are",
+                    attended, rows.lists_width, "of lists");
+    }
+  }
   if (rows.per_token && chooser.rerank > 0)
     throw std::invalid_argument("candidates that are tokens are not scored again");
 }
@@ -131,6 +164,27 @@ void check_lists(const Attention& a) {
   }
 }
 
+void check_staging(const TokenStaging& s) {
+  Attention lists{};
+  lists.rows = s.rows, lists.kv_heads = s.kv_heads, lists.run = 1;
+  lists.cache_tokens = s.cache_tokens;
+  lists.entries = s.entries, lists.entries_width = s.width, lists.entries_stride = s.stride;
+  lists.lengths = s.lengths;
+  check_lists(lists);
+  int64_t blocks = 0;
+  for (int r = 0; r < s.rows; ++r) {
+    const int32_t* lengths = s.lengths + int64_t(r) * s.kv_heads;
+    for (int h = 1; h < s.kv_heads; ++h)
+      if (lengths[h] != lengths[0])
+        refuse(r, {"its lists have", std::to_string(lengths[0]), "and", std::to_string(lengths[h]),
+                   "tokens, and would be one sequence"});
+    blocks += s.blocks_of(r);
+  }
+  if (blocks > s.blocks)
+    throw std::invalid_argument("the lists fill " + std::to_string(blocks) + " blocks, there are " +
+                                std::to_string(s.blocks));
+}
+
 void check_slots(const int64_t* slot_mapping, int64_t count, int64_t tokens) {
   for (int64_t t = 0; t < count; ++t)
     if (slot_mapping[t] >= tokens) refuse_token(t, slot_mapping[t], tokens);
@@ -142,6 +196,17 @@ void check_entries(const KeyReading& r) {
       throw std::invalid_argument("entries[" + std::to_string(i) + "] is " +
                                   std::to_string(r.entries[i]) + ", the index has " +
                                   std::to_string(r.index.entries));
+}
+
+void check_coding(const UnitCoding& c) {
+  const auto fits = [](int32_t size) { return size > 0 && size <= kMostRows && size % 16 == 0; };
+  if (c.codec < Codec::kRaw || c.codec >= Codec::kCount || c.count < 0 || !fits(c.page_size) ||
+      !fits(c.head_size))
+    throw std::invalid_argument(
+        "codec " + std::to_string(static_cast<int>(c.codec)) + " cannot take " +
+        std::to_string(c.count) + " units of " + std::to_string(c.page_size) + " tokens of " +
+        std::to_string(c.head_size) + " channels: both are multiples of 16 up to " +
+        std::to_string(kMostRows));
 }
 
 void refuse_token(int64_t token, int64_t slot, int64_t tokens) {

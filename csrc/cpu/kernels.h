@@ -4,6 +4,7 @@
 // Nothing here knows PyTorch: pointers, strides and sizes only.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -27,15 +28,21 @@ struct DecodeRows {
   int64_t corrected_seats;
   int32_t* lists;                // out, [lists_rows >= rows * kv_heads, lists_width]
   int64_t lists_rows, lists_width, lists_stride;
+  int32_t* lengths;              // out, [lengths_size >= rows * kv_heads]; tokens of each list
+  int64_t lengths_size;
   bool per_token;                // whether units of selection are single tokens
 
   int32_t unit(int32_t page_size) const { return per_token ? 1 : page_size; }  // tokens
+  int32_t units(int row, int32_t page_size) const {  // of the context
+    return (seq_lens[row] + unit(page_size) - 1) / unit(page_size);
+  }
 };
 
 // How a (page, KV head) of vLLM's CPU cache holds its keys, in front of its values.
 enum class KeyLayout : int32_t {
   kTransposed = 0,               // [head_size, page_size]
-  kAmx = 1,                      // words of 4 bytes: [page_size / 16, words of a key, 16 tokens]
+  kAmx = 1,                      // words of 4 bytes: [page_size / 16, words of a key, 16 tokens];
+                                 // and values as PageStaging has them
   kRows = 2,                     // [page_size, 2 * head_size], each key before its value; ours
 };
 
@@ -95,6 +102,16 @@ struct Chooser {
   void* prev_query;              // [seats, kv_heads * group, head_size]
   int32_t* selected;             // [seats, kv_heads, max_selected]; positions of units in the context
   int32_t seats, max_selected;
+  const int32_t* counts;         // [seats, kv_heads]; units that a KV head selects, or null: the row's
+  int64_t count_stride;          // from one seat to the next
+
+  // Units that a KV head selects, as far as the context has them; negative: it attends to all.
+  int32_t select(const DecodeRows& rows, int row, int head) const {
+    if (counts == nullptr || rows.select[row] <= 0) return rows.select[row];
+    const int32_t between =
+        rows.units(row, index.page_size) - rows.sink[row] - rows.window[row];
+    return std::min(counts[rows.seats[row] * count_stride + head], between);
+  }
 };
 
 // How a filter layer selects tokens for the layers after it: one set for all their heads.
@@ -184,11 +201,29 @@ struct PageStaging {
 };
 void stage_pages(const PageStaging&);
 
+// Tokens of a cache of rows, to be laid out as blocks: row by row, each of which begins a block.
+struct TokenStaging {
+  const void* source;            // [cache_tokens, 2 * head_size]
+  int64_t cache_tokens;
+  const int32_t* entries;        // [rows * kv_heads, width]; numbers of tokens in source
+  int64_t width, stride;
+  const int32_t* lengths;        // [rows * kv_heads]; those of a row are equal
+  void* target;                  // [blocks, kv_heads, 2 * block_tokens * head_size]; out
+  int64_t blocks;
+  int32_t rows, block_tokens, kv_heads, head_size, element_size;
+  KeyLayout to;                  // kTransposed, or kAmx: of elements of 2 bytes
+
+  int64_t blocks_of(int64_t row) const {
+    return (lengths[row * kv_heads] + block_tokens - 1) / block_tokens;
+  }
+};
+void stage_tokens(const TokenStaging&);
+
 // What rows of one token each attend to. A (page, KV head) is a unit, and its tokens are numbered
 // unit * page_size + offset; an entry of a list is `run` tokens in a row.
 struct Attention {
   DType dtype;
-  KeyLayout layout;              // kTransposed or kRows
+  KeyLayout layout;              // kAmx: of elements of 2 bytes
   int32_t rows, kv_heads, group, head_size, page_size;
   const void* cache;             // [units, 2 * page_size * head_size]
   int64_t cache_tokens;
@@ -200,9 +235,11 @@ struct Attention {
   const int32_t* entries;        // [rows * kv_heads, entries_width]
   int64_t entries_width, entries_stride;
   const int32_t* lengths;        // [rows * kv_heads]; tokens, the last entry's may be fewer than run
-  int32_t run;                   // a power of two; kTransposed: 16 or more, in a page
+  int32_t run;                   // a power of two; but for kRows: 16 or more, in a page
   float scale;
 };
+
+struct UnitCoding;  // codec.h
 
 // The functions that one instruction set provides.
 struct KernelTable {
@@ -213,6 +250,9 @@ struct KernelTable {
   void (*read_keys)(const KeyReading&);
   void (*attend)(const Attention&);
   void (*select_context)(const ContextSelection&);
+  // By the calling thread alone.
+  void (*encode_units)(const UnitCoding&);
+  void (*decode_units)(const UnitCoding&);
 };
 
 // The fastest table that this machine runs.

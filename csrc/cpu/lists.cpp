@@ -22,6 +22,7 @@ void list_context(const TokenListing& listing) {
     for (int t = 0; t < rows.sink[r]; ++t) append(t);
     for (int i = 0; i < rows.select[r]; ++i) append(chosen[i]);
     for (int t = rows.seq_lens[r] - rows.window[r]; t < rows.seq_lens[r]; ++t) append(t);
+    std::fill_n(rows.lengths + int64_t(r) * heads, heads, at);
   }
 }
 

@@ -25,6 +25,8 @@ void index_pages(const PageIndexing&);
 void read_keys(const KeyReading&);
 void attend(const Attention&);      // attend.cpp
 void select_context(const ContextSelection&);  // filter.cpp
+void encode_units(const UnitCoding&);          // codec.cpp
+void decode_units(const UnitCoding&);
 
 constexpr int kChunk = 128;         // entries per scoring task
 constexpr int kTokenChunk = 32;     // the same where their tokens are scored
@@ -65,10 +67,7 @@ struct Planner {
         parts(rows.per_token ? 1 : index.parts()) {}
 
   int group_elements() const { return chooser.group * index.head_size; }
-  int units(int row) const {
-    const int size = rows.unit(index.page_size);
-    return (rows.seq_lens[row] + size - 1) / size;
-  }
+  int units(int row) const { return rows.units(row, index.page_size); }
   int entries(int row) const { return index.entries_of(rows.seq_lens[row]); }
   const int32_t* blocks(int row) const { return rows.block_table + row * rows.block_table_stride; }
   const E* query(int row, int head) const {
@@ -96,10 +95,15 @@ struct Planner {
 
   // Selects for the next step, decides whose selection this step attends to, writes the list.
   void select(int row, int head, float* scores, int64_t stride) const {
-    const int n = units(row), k = rows.select[row];
+    const int n = units(row), k = chooser.select(rows, row, head);
     const int sink = rows.sink[row], window = rows.window[row];
     const int32_t* block = blocks(row);
-    int32_t* list = rows.lists + (int64_t(row) * index.kv_heads + head) * rows.lists_stride;
+    const int64_t number = int64_t(row) * index.kv_heads + head;
+    int32_t* list = rows.lists + number * rows.lists_stride;
+    // Tokens of the list, less the rest of the tail page where it is in.
+    const int attended = k < 0 ? n : sink + k + window, size = rows.unit(index.page_size);
+    const bool tail = attended == n || (window > 0 && attended > 0);
+    rows.lengths[number] = attended * size - (tail ? n * size - rows.seq_lens[row] : 0);
     // Numbers of pages, where the cache is seen as [pages * kv_heads] single-head ones, or of tokens.
     const int shift = __builtin_ctz(index.page_size), last = index.page_size - 1;
     const auto append = [&](int32_t j) {
@@ -118,11 +122,13 @@ struct Planner {
       E* prev = static_cast<E*>(chooser.prev_query) + unit * group_elements();
       const E* q = query(row, head);
       const bool correct = must_correct(row, q, prev);
-      if (!correct)
+      const bool anew = correct || attended == n;  // all there is: the previous step may have had less
+      if (!anew)
         for (int i = 0; i < k; ++i) append(kept[i]);
-      select_best(row, head, scores, stride, kept);
+      select_best(row, head, k, scores, stride, kept);
+      if (anew)
+        for (int i = 0; i < k; ++i) append(kept[i]);
       if (correct) {
-        for (int i = 0; i < k; ++i) append(kept[i]);
 #pragma omp atomic
         rows.corrected[rows.seats[row]] += 1;
       }
@@ -131,9 +137,9 @@ struct Planner {
     for (int j = n - window; j < n; ++j) append(j);
   }
 
-  // The best units between sink and window, given the scores of all entries.
-  void select_best(int row, int head, float* scores, int64_t stride, int32_t* best) const {
-    const int n = entries(row) * per_entry, k = rows.select[row];
+  // The k best units between sink and window, given the scores of all entries.
+  void select_best(int row, int head, int k, float* scores, int64_t stride, int32_t* best) const {
+    const int n = entries(row) * per_entry;
     const int first = rows.sink[row], last = units(row) - rows.window[row];
     const int wanted = std::min(last - first, std::max(k, k * chooser.rerank));
     thread_local std::vector<int32_t> candidates;
@@ -248,6 +254,7 @@ extern const KernelTable KVR_CONCAT(table_, KVR_ISA);
 const KernelTable KVR_CONCAT(table_, KVR_ISA) = {KVR_STRING(KVR_ISA), KVR_ISA::update_index,
                                                  KVR_ISA::plan_decode, KVR_ISA::index_pages,
                                                  KVR_ISA::read_keys,
-                                                 KVR_ISA::attend, KVR_ISA::select_context};
+                                                 KVR_ISA::attend, KVR_ISA::select_context,
+                                                 KVR_ISA::encode_units, KVR_ISA::decode_units};
 
 }  // namespace kvr

@@ -1,15 +1,14 @@
 #include "recall_cache.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <stdexcept>
 
 #include "checks.h"
+#include "clock.h"
+#include "file.h"
 #include "readers.h"
+#include "staging.h"
 
 namespace kvr {
 
@@ -18,29 +17,18 @@ namespace {
 constexpr size_t kSerialReads = 4;  // fewer reads than this are not worth waking threads for
 constexpr size_t kReadsPerJob = 8;  // at least, when reading ahead
 
-int64_t now_ns() {
-  using namespace std::chrono;
-  return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
-}
-
-bool read_fully(int fd, char* to, size_t bytes, off_t offset) {
-  while (bytes > 0) {
-    const ssize_t got = pread(fd, to, bytes, offset);
-    if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) return false;  // an error, or a file that ends too early
-    to += got;
-    bytes -= got;
-    offset += got;
-  }
-  return true;
-}
-
 }  // namespace
 
 RecallCache::RecallCache(const RecallCacheConfig& config)
     : config_(config), piece_bytes_(config.unit_bytes), slot_of_(config.units, kNone),
       unit_of_(config.slots, kNone), pins_(config.slots, 0), stamp_(config.slots, 0),
       older_(config.slots + 1), newer_(config.slots + 1), pinned_by_(config.requests) {
+  const EncodedHome* encoded = config.encoded;
+  if (encoded != nullptr && (encoded->pages() * encoded->kv_heads() != config.units ||
+                             encoded->kv_heads() != config.kv_heads ||
+                             encoded->page_size() != config.page_size ||
+                             encoded->raw_bytes() != config.unit_bytes))
+    throw std::invalid_argument("the encoded home is not of the recall cache's units");
   older_[config.slots] = newer_[config.slots] = config.slots;
   free_.reserve(config.slots);
   for (int32_t slot = config.slots - 1; slot >= 0; --slot) free_.push_back(slot);
@@ -125,6 +113,12 @@ void RecallCache::write(const int64_t* slot_mapping, int64_t tokens) {
     bool starts = false;  // the page holds another text from now on
     for (; t < tokens && slot_mapping[t] >= 0 && slot_mapping[t] / config_.page_size == page; ++t)
       starts |= slot_mapping[t] % config_.page_size == 0;
+    if (config_.encoded != nullptr) {
+      if (starts)
+        config_.encoded->open(page);
+      else if (!config_.encoded->is_open(page))
+        throw std::logic_error("page " + std::to_string(page) + " is written to, but not open");
+    }
     for (int head = 0; head < config_.kv_heads; ++head) {
       const int32_t unit = static_cast<int32_t>(page * config_.kv_heads + head);
       const int32_t slot = slot_of_[unit];
@@ -140,22 +134,24 @@ void RecallCache::write(const int64_t* slot_mapping, int64_t tokens) {
 void RecallCache::resolve(const DecodeRows& rows) {
   check_rows(rows, config_.requests, config_.kv_heads, config_.page_size);
   if (rows.per_token) throw std::invalid_argument("a recall cache holds pages, not tokens");
+  check_lengths(rows, config_.kv_heads, config_.page_size);
   join();
   ++step_;
   for (int r = 0; r < rows.rows; ++r) release(rows.seats[r]);
-  const auto entries_of = [&](int r) {
-    const int pages = (rows.seq_lens[r] + config_.page_size - 1) / config_.page_size;
-    const int select = rows.select[r];
-    return select < 0 ? pages : rows.sink[r] + select + rows.window[r];
+  const auto entries_of = [&](int r, int head) {
+    const int32_t tokens = rows.lengths[int64_t(r) * config_.kv_heads + head];
+    return (tokens + config_.page_size - 1) / config_.page_size;
   };
   // Hits first: what a row is about to use is then safe from another row's misses.
   missing_.clear();
   for (int r = 0; r < rows.rows; ++r) {
-    const int entries = entries_of(r);
     const size_t before = missing_.size();
+    int64_t attended = 0;
     for (int head = 0; head < config_.kv_heads; ++head) {
       int32_t* entry =
           rows.lists + (int64_t(r) * config_.kv_heads + head) * rows.lists_stride;
+      const int entries = entries_of(r, head);
+      attended += entries;
       for (int32_t* end = entry + entries; entry != end; ++entry) {
         const int32_t slot = slot_of_[*entry];
         if (slot == kNone) {
@@ -167,7 +163,7 @@ void RecallCache::resolve(const DecodeRows& rows) {
       }
     }
     int64_t* counts = config_.counts + int64_t(rows.seats[r]) * kRecallCounts;
-    counts[kAttended] += int64_t(entries) * config_.kv_heads;
+    counts[kAttended] += attended;
     counts[kMissed] += missing_.size() - before;
   }
   misses_.clear();
@@ -196,7 +192,7 @@ void RecallCache::resolve(const DecodeRows& rows) {
     for (int head = 0; head < config_.kv_heads; ++head) {
       const int32_t* first =
           rows.lists + (int64_t(r) * config_.kv_heads + head) * rows.lists_stride;
-      const int32_t* end = first + entries_of(r);
+      const int32_t* end = first + entries_of(r, head);
       pinned.insert(pinned.end(), first, first + rows.sink[r]);
       pinned.insert(pinned.end(), end - rows.window[r], end);
     }
@@ -216,12 +212,13 @@ void RecallCache::prefetch(const DecodeRows& rows, const Chooser& chooser) {
   bool room = true;
   for (int r = 0; r < rows.rows; ++r) {
     const int32_t* block = rows.block_table + r * rows.block_table_stride;
-    const size_t before = ahead_.size();
+    int64_t recalled = 0;
     for (int head = 0; head < config_.kv_heads; ++head) {
       const int32_t* kept =
           chooser.selected +
           (int64_t(rows.seats[r]) * config_.kv_heads + head) * chooser.max_selected;
-      for (int i = 0; i < rows.select[r]; ++i) {
+      const int count = chooser.select(rows, r, head);
+      for (int i = 0; i < count; ++i) {
         const int32_t unit = block[kept[i]] * config_.kv_heads + head;
         int32_t slot = slot_of_[unit];
         if (slot != kNone) {
@@ -229,11 +226,16 @@ void RecallCache::prefetch(const DecodeRows& rows, const Chooser& chooser) {
         } else if (room) {
           slot = acquire(unit);
           room = slot != kNone;
-          if (room) ahead_.push_back({unit, slot});
+          if (!room) continue;
+          ++recalled;
+          if (config_.encoded != nullptr && config_.encoded->is_open(block[kept[i]]))
+            config_.encoded->read(unit, slot_at(slot));  // at once: it may be closed any time
+          else
+            ahead_.push_back({unit, slot});
         }
       }
     }
-    config_.counts[int64_t(rows.seats[r]) * kRecallCounts + kRecalled] += ahead_.size() - before;
+    config_.counts[int64_t(rows.seats[r]) * kRecallCounts + kRecalled] += recalled;
   }
   if (ahead_.empty()) return;
   const size_t jobs = std::clamp<size_t>(ahead_.size() / kReadsPerJob, 1, reader_threads());
@@ -266,16 +268,20 @@ void RecallCache::join() {
   waited_ns_ += now_ns() - start;
 }
 
+bool RecallCache::read_unit(int32_t unit, char* to) const {
+  if (config_.encoded != nullptr) return config_.encoded->read(unit, to);
+  const off_t offset = config_.offset + unit * config_.unit_bytes;
+  for (int64_t done = 0; done < config_.unit_bytes; done += piece_bytes_) {
+    const int64_t bytes = std::min(piece_bytes_, config_.unit_bytes - done);
+    if (!read_fully(config_.fd, to + done, bytes, offset + done)) return false;
+  }
+  return true;
+}
+
 void RecallCache::read(const std::vector<Read>& reads, size_t begin, size_t end) {
   for (size_t i = begin; i < end; ++i) {
     const auto [unit, slot] = reads[i];
-    const off_t offset = config_.offset + unit * config_.unit_bytes;
-    bool complete = true;
-    for (int64_t done = 0; complete && done < config_.unit_bytes; done += piece_bytes_) {
-      const int64_t bytes = std::min(piece_bytes_, config_.unit_bytes - done);
-      complete = read_fully(config_.fd, slot_at(slot) + done, bytes, offset + done);
-    }
-    if (complete) continue;
+    if (read_unit(unit, slot_at(slot))) continue;
     std::memset(slot_at(slot), 0, config_.unit_bytes);
     const std::lock_guard<std::mutex> lock(mutex_);
     failed_.push_back(unit);
@@ -294,25 +300,106 @@ void RecallCache::release(int request) {
   pinned_by_[request].clear();
 }
 
+bool RecallCache::give_up(int32_t unit) {
+  const int32_t slot = slot_of_[unit];
+  if (slot == kNone) return false;
+  for (size_t request = 0; request < pinned_by_.size(); ++request) {
+    const std::vector<int32_t>& pinned = pinned_by_[request];
+    if (std::find(pinned.begin(), pinned.end(), slot) != pinned.end())
+      release(static_cast<int>(request));
+  }
+  drop(unit);
+  return true;
+}
+
 std::vector<int64_t> RecallCache::take_failed_pages() {
   std::vector<int32_t> units;
+  std::vector<int64_t> pages;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     units.swap(failed_);
+    pages.swap(lost_);
   }
-  std::vector<int64_t> pages;
-  for (int32_t unit : units) {
-    const int32_t slot = slot_of_[unit];
-    if (slot == kNone) continue;  // evicted since, unread
-    for (size_t request = 0; request < pinned_by_.size(); ++request) {
-      const std::vector<int32_t>& pinned = pinned_by_[request];
-      if (std::find(pinned.begin(), pinned.end(), slot) != pinned.end())
-        release(static_cast<int>(request));
-    }
-    drop(unit);
-    pages.push_back(unit / config_.kv_heads);
-  }
+  for (int64_t page : pages)
+    for (int head = 0; head < config_.kv_heads; ++head)
+      give_up(static_cast<int32_t>(page * config_.kv_heads + head));
+  for (int32_t unit : units)
+    if (give_up(unit)) pages.push_back(unit / config_.kv_heads);  // else evicted since, unread
   return pages;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Over an encoded home
+// ---------------------------------------------------------------------------------------------
+
+EncodedHome& RecallCache::encoded(const int64_t* pages, int64_t count) {
+  if (config_.encoded == nullptr) throw std::invalid_argument("the home is not encoded");
+  for (int64_t i = 0; i < count; ++i)
+    if (pages[i] < 0 || pages[i] >= config_.encoded->pages())
+      throw std::invalid_argument("pages[" + std::to_string(i) + "] is " + std::to_string(pages[i]) +
+                                  ", the home has " + std::to_string(config_.encoded->pages()));
+  return *config_.encoded;
+}
+
+void RecallCache::note_lost(int64_t page) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  lost_.push_back(page);
+}
+
+void RecallCache::close(const int64_t* pages, int64_t count) {
+  EncodedHome& home = encoded(pages, count);
+  for (int64_t i = 0; i < count; ++i)
+    if (!home.is_open(pages[i]))
+      throw std::logic_error("page " + std::to_string(pages[i]) + " is to be closed, but not open");
+#pragma omp parallel for schedule(static) if (count > 1)
+  for (int64_t i = 0; i < count; ++i) {
+    thread_local std::vector<char*> slots;
+    slots.resize(config_.kv_heads);
+    for (int head = 0; head < config_.kv_heads; ++head) {
+      const int32_t slot = slot_of_[pages[i] * config_.kv_heads + head];
+      slots[head] = slot == kNone ? nullptr : slot_at(slot);
+    }
+    if (!home.close(pages[i], slots.data())) note_lost(pages[i]);
+  }
+  for (int64_t i = 0; i < count; ++i) home.let_go(pages[i]);
+}
+
+void RecallCache::abandon(const int64_t* pages, int64_t count) {
+  EncodedHome& home = encoded(pages, count);
+  join();
+  for (int64_t i = 0; i < count; ++i) {
+    if (!home.is_open(pages[i])) continue;
+    for (int head = 0; head < config_.kv_heads; ++head)
+      drop(static_cast<int32_t>(pages[i] * config_.kv_heads + head));
+    home.abandon(pages[i]);
+    home.let_go(pages[i]);
+  }
+}
+
+void RecallCache::stage(const int64_t* pages, int64_t count, char* target, int parts) {
+  const int heads = config_.kv_heads;
+  for (int64_t i = 0; i < count; ++i)
+    if (pages[i] != kNone) encoded(pages + i, 1);
+  EncodedHome& home = encoded(pages, 0);
+#pragma omp parallel for collapse(2) schedule(static)
+  for (int64_t i = 0; i < count; ++i) {
+    for (int head = 0; head < heads; ++head) {
+      thread_local std::vector<char> copy;
+      copy.resize(config_.unit_bytes);
+      const char* from = copy.data();
+      const int64_t unit = pages[i] * heads + head;
+      if (pages[i] == kNone) {
+        std::memset(copy.data(), 0, copy.size());
+      } else if (home.is_open(pages[i])) {
+        from = home.raw(unit);
+      } else if (!home.read(unit, copy.data())) {
+        std::memset(copy.data(), 0, copy.size());
+        note_lost(pages[i]);
+      }
+      lay_out_unit(from, target + (i / parts * heads + head) * parts * config_.unit_bytes, i % parts,
+                   parts, home.page_size(), home.head_size(), static_cast<int>(home.element_size()));
+    }
+  }
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -355,7 +442,15 @@ std::string RecallCache::check() {
     const int32_t unit = unit_of_[slot];
     if (unit == kNone) continue;
     if (slot_of_[unit] != slot) return name + " holds unit " + std::to_string(unit) + " unknown to it";
-    if (std::memcmp(slot_at(slot), config_.home + unit * config_.unit_bytes, config_.unit_bytes))
+    const char* home = config_.home + unit * config_.unit_bytes;
+    std::vector<char> copy;
+    if (config_.encoded != nullptr) {
+      copy.resize(config_.unit_bytes);
+      if (!config_.encoded->read(unit, copy.data()))
+        return name + " holds unit " + std::to_string(unit) + ", which home has not";
+      home = copy.data();
+    }
+    if (std::memcmp(slot_at(slot), home, config_.unit_bytes))
       return name + " differs from unit " + std::to_string(unit) + " in home";
   }
   const auto resident = config_.units - std::count(slot_of_.begin(), slot_of_.end(), kNone);

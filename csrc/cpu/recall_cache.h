@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "encoded_home.h"
 #include "kernels.h"
 
 namespace kvr {
@@ -21,10 +22,12 @@ struct RecallCacheConfig {
   int32_t units, slots, kv_heads, page_size, requests;
   int64_t unit_bytes;
   char* slot_memory;        // [slots, unit_bytes]
-  const char* home;         // the layer's part of the home file, mapped: [units, unit_bytes]
+  const char* home;         // the layer's part of the home file, mapped: [units, unit_bytes]; or
+                            // where open pages of an encoded home lie
   int fd;                   // the home file
   off_t offset;             // of the layer's part in it
   int64_t* counts;          // [requests, kRecallCounts]
+  EncodedHome* encoded;     // what the file holds, or null: units as they are in slots
 };
 
 // Per request, summed over the layers.
@@ -51,6 +54,13 @@ class RecallCache {
   // Pages found unreadable since the last call. Their slots are given up. Does not wait for what is
   // being read ahead: a failure there is known before anyone attends to the page.
   std::vector<int64_t> take_failed_pages();
+  // Over an encoded home. Its pages are opened by write(), and closed by this, when they are full:
+  // their slots then hold what the file gives back.
+  void close(const int64_t* pages, int64_t count);
+  // Open pages, of those named, that nobody will read.
+  void abandon(const int64_t* pages, int64_t count);
+  // Lays out pages as blocks of `parts` pages in vLLM's layout; a negative page becomes zeros.
+  void stage(const int64_t* pages, int64_t count, char* target, int parts);
   // Read a unit in pieces from now on, as a home would have to be in which it does not lie in one:
   // the cost of another layout, for benchmarks. Not to be called during a step.
   void read_in_pieces(int64_t bytes) { piece_bytes_ = bytes; }
@@ -78,10 +88,14 @@ class RecallCache {
   void touch(int32_t slot);
   int32_t acquire(int32_t unit);  // kNone where every slot is pinned or of this step
   void drop(int32_t unit);
+  bool give_up(int32_t unit);  // whether a slot held it
+  EncodedHome& encoded(const int64_t* pages, int64_t count);  // that these are of
+  void note_lost(int64_t page);
   void pin(int32_t slot);
   void unpin(int32_t slot);
   void link_newest(int32_t slot);
   void unlink(int32_t slot);
+  bool read_unit(int32_t unit, char* to) const;
   void read(const std::vector<Read>& reads, size_t begin, size_t end);
   void join();
 
@@ -105,6 +119,7 @@ class RecallCache {
   std::condition_variable done_;
   int pending_ = 0;                  // parts of `ahead_` still to be read
   std::vector<int32_t> failed_;      // units
+  std::vector<int64_t> lost_;        // pages, whether in slots or not
   int64_t read_ahead_ns_ = 0;
 };
 

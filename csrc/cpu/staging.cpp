@@ -1,7 +1,11 @@
 // Copies of tokens and pages. Pure data movement, so one build serves every instruction set.
+#include "staging.h"
+
 #include <omp.h>
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "kernels.h"
 
@@ -69,6 +73,33 @@ void spread_rows_amx(const char* page, int tokens, int d, char* keys, char* valu
     }
 }
 
+// Tokens that are gathered before they are laid out: a line of a channel of 2 bytes each.
+constexpr int kPiece = 32;
+
+// A block of a list's tokens from `first` on; what the list has no tokens for is zeros.
+void stage_block(const TokenStaging& s, int64_t list, int64_t first, char* to) {
+  const int64_t row = 2 * int64_t(s.head_size) * s.element_size;
+  const int64_t half = s.block_tokens * row / 2;
+  const auto* source = static_cast<const char*>(s.source);
+  const int32_t* entries = s.entries + list * s.stride;
+  thread_local std::vector<char> piece;
+  piece.resize(kPiece * row);
+  for (int t = 0; t < s.block_tokens; t += kPiece) {
+    const int64_t left = std::clamp<int64_t>(s.lengths[list] - first - t, 0, kPiece);
+    for (int64_t i = 0; i < left; ++i)
+      std::memcpy(piece.data() + i * row, source + entries[first + t + i] * row, row);
+    std::fill(piece.begin() + left * row, piece.end(), 0);
+    char* values = to + half + t * row / 2;
+    if (s.to == KeyLayout::kAmx) {
+      spread_rows_amx(piece.data(), kPiece, s.head_size, to + t * row / 2,
+                      to + half + t * 2 * int64_t(16), s.block_tokens);
+    } else {
+      const auto spread = s.element_size == 4 ? spread_rows<uint32_t> : spread_rows<uint16_t>;
+      spread(piece.data(), kPiece, s.head_size, to + t * s.element_size, s.block_tokens, values);
+    }
+  }
+}
+
 }  // namespace
 
 void write_rows(const RowWrite& w) {
@@ -89,10 +120,19 @@ void write_rows(const RowWrite& w) {
   }
 }
 
+void lay_out_unit(const char* unit, char* block, int64_t part, int64_t parts, int page_size,
+                  int head_size, int element_size) {
+  const int64_t row = int64_t(page_size) * element_size;  // of transposed keys
+  const int64_t half = row * head_size;                   // a page's keys, or its values
+  for (int c = 0; c < head_size; ++c)
+    std::memcpy(block + (c * parts + part) * row, unit + c * row, row);
+  std::memcpy(block + (parts + part) * half, unit + half, half);
+}
+
 void stage_pages(const PageStaging& s) {
   const int64_t row = int64_t(s.page_size) * s.element_size;     // of transposed keys
   const int64_t half = row * s.head_size;                        // a page's keys, or its values
-  const int64_t block_row = row * s.pages_per_block, block_half = half * s.pages_per_block;
+  const int64_t block_half = half * s.pages_per_block;
   const auto* source = static_cast<const char*>(s.source);
   auto* target = static_cast<char*>(s.target);
 #pragma omp parallel for collapse(2) schedule(static)
@@ -113,10 +153,21 @@ void stage_pages(const PageStaging& s) {
                block_tokens, to + block_half + part * half);
         continue;
       }
-      for (int c = 0; c < s.head_size; ++c)
-        std::memcpy(to + c * block_row + part * row, from + c * row, row);
-      std::memcpy(to + block_half + part * half, from + half, half);
+      lay_out_unit(from, to, part, s.pages_per_block, s.page_size, s.head_size, s.element_size);
     }
+  }
+}
+
+void stage_tokens(const TokenStaging& s) {
+  const int64_t size = 2 * int64_t(s.block_tokens) * s.head_size * s.element_size;  // a head's block
+  auto* target = static_cast<char*>(s.target);
+  for (int64_t r = 0; r < s.rows; ++r) {
+    const int64_t blocks = s.blocks_of(r);
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int64_t b = 0; b < blocks; ++b)
+      for (int64_t h = 0; h < s.kv_heads; ++h)
+        stage_block(s, r * s.kv_heads + h, b * s.block_tokens, target + (b * s.kv_heads + h) * size);
+    target += blocks * s.kv_heads * size;
   }
 }
 

@@ -6,6 +6,7 @@ import torch
 
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.roles import Follows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,6 +79,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"layers of {model.model}. Use less than {layers}."
         )
     check_sharing(vllm_config, config)
+    check_shares(vllm_config, config)
     if config.home_bytes is not None and cache.num_gpu_blocks_override is not None:
         raise RetrievalConfigError(
             f"kv_retrieval.home_bytes={config.home_bytes} and --num-gpu-blocks-override "
@@ -101,9 +103,35 @@ def check_sharing(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
                 f"--{option}-parallel-size {size}; leave it out."
             )
     model = vllm_config.model_config
+    config.roles(model, _full_attention(model))
+
+
+def check_shares(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse shares of a budget that are not of the model's shape."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    shares = [m.budget_shares for m in config.methods.values() if not m.budget_shares.uniform]
+    if shares and parallel.pipeline_parallel_size > 1:
+        raise RetrievalConfigError(
+            f"kv_retrieval.budget_shares={shares[0].given} divides a budget among all layers, and "
+            "cannot be served with --pipeline-parallel-size "
+            f"{parallel.pipeline_parallel_size}, where no worker has them all; leave one out."
+        )
+    layers = _full_attention(model)
+    roles = config.roles(model, layers)
+    retrieving = [
+        layer
+        for layer in layers
+        if (isinstance(roles[layer], Follows) if roles else layer >= config.dense_layers)
+    ]
+    for share in shares:
+        share.of([model.get_total_num_kv_heads()] * len(retrieving))
+
+
+def _full_attention(model: Any) -> list[int]:
+    """Numbers of the model's layers with full attention (vLLM's ``ModelConfig``)."""
     kinds = getattr(model.hf_text_config, "layer_types", None)
     kinds = kinds or ["full_attention"] * model.get_total_num_hidden_layers()
-    config.roles(model, [layer for layer, kind in enumerate(kinds) if kind == "full_attention"])
+    return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
 
 
 def _is_own(cache_dtype: str | None, dtype: torch.dtype) -> bool:
@@ -133,6 +161,12 @@ def check_connector(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         raise RetrievalConfigError(
             f"kv_retrieval.home={config.home} cannot be combined with {what}; leave {option} out, "
             "or use home=device."
+        )
+    if config.prefill_budget is not None:
+        raise RetrievalConfigError(
+            f"kv_retrieval.prefill_budget={config.prefill_budget} cannot be combined with a KV "
+            "connector: keys and values that sparse prefill computes are approximate, and others "
+            "would take them for exact. Leave one out."
         )
     transfer = vllm_config.kv_transfer_config
     if config.rows and transfer is not None and transfer.kv_connector not in OF_ONE_INSTANCE:

@@ -11,6 +11,7 @@ from vllm_kvretrieval import __version__
 from vllm_kvretrieval.calibration.abilities import (
     DENSE_SHARE,
     TOLERANCE,
+    FilterAbility,
     abilities,
     choose_filters,
 )
@@ -112,7 +113,8 @@ def calibrate(given: argparse.Namespace) -> None:
     tokens = measurement.tokens_of(text, given.tokens)
     # The last of equal stretches of the second half each.
     places = torch.arange(1, given.queries + 1) * (given.tokens - half) // given.queries
-    ability = measurement.run(tokens, half + places - 1, selected)
+    ability = FilterAbility(measurement.config.num_hidden_layers, selected)
+    measurement.run(tokens, half + places - 1, ability)
     settings = {
         "text": given.text.name,
         "tokens": given.tokens,

@@ -1,15 +1,13 @@
 """Running a model over a text in transformers, and showing its queries and keys."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-
-from vllm_kvretrieval.calibration.abilities import FilterAbility
 
 ATTENTION = "kv_retrieval_calibration"
 CHUNK = 512
@@ -20,8 +18,35 @@ class CalibrationError(ValueError):
     """The model or the text cannot be measured. Says why, and what to do."""
 
 
+class Observer(Protocol):
+    """Takes in the queries of some places in a text; what for, is its own affair."""
+
+    def begin(self) -> None:
+        """Others follow, of the first layer again."""
+        ...
+
+    def observe(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        context: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Take in one layer's queries.
+
+        Args:
+            layer: Its number; layers come in rising order.
+            query: [heads, n, head_size].
+            key: [kv_heads, most tokens of a context, head_size].
+            context: int64 [n]; tokens that each query attends to, its own included.
+            scale: Softmax scale.
+        """
+        ...
+
+
 class Measurement:
-    """Runs a model over a text, layer by layer, and measures its layers' filter ability.
+    """Runs a model over a text and shows its queries and keys, layer by layer, to an observer.
 
     The queries at a few places of the text, each over all tokens up to its own, are what decode
     steps there would have. No attention of more than a few of them is ever in memory.
@@ -71,26 +96,25 @@ class Measurement:
             )
         return tokens[:count]
 
-    def run(self, tokens: torch.Tensor, positions: torch.Tensor, selected: int) -> FilterAbility:
-        """Measure, showing progress.
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, observer: Observer) -> None:
+        """Read the text, showing progress.
 
         Args:
             tokens: int64 [n]; the text.
-            positions: int64 [m]; where queries are taken, rising, ``selected`` or more.
-            selected: Tokens that a layer selects.
+            positions: int64 [m]; where queries are taken, rising.
+            observer: Gets them.
 
         Raises:
             CalibrationError: No layer, or only one, with full attention has been seen.
         """
-        ability = FilterAbility(self.config.num_hidden_layers, selected)
         cache = None
         self.layers = []
-        with torch.inference_mode(), tqdm(total=len(tokens), unit="token", desc="calibrate") as bar:
+        with torch.inference_mode(), tqdm(total=len(tokens), unit="token", desc="reading") as bar:
             for start in range(0, len(tokens), CHUNK):
                 part = tokens[start : start + CHUNK]
                 inside = (positions >= start) & (positions < start + len(part))
-                ability.begin()
-                self._observe = self._observer(ability, positions[inside], start)
+                observer.begin()
+                self._observe = self._shown_to(observer, positions[inside], start)
                 outputs = self.model(
                     input_ids=part[None], past_key_values=cache, use_cache=True, return_dict=True
                 )
@@ -101,10 +125,9 @@ class Measurement:
                 f"{self.name} has {len(self.layers)} layers with full attention that transformers "
                 "shows: filters are of no use, or cannot be measured"
             )
-        return ability
 
-    def _observer(
-        self, ability: FilterAbility, positions: torch.Tensor, start: int
+    def _shown_to(
+        self, observer: Observer, positions: torch.Tensor, start: int
     ) -> Callable[..., None]:
         """Takes in a layer's queries at some positions of a chunk that begins at ``start``."""
 
@@ -116,7 +139,7 @@ class Measurement:
             if layer not in self.layers:
                 self.layers.append(layer)
             if len(positions):
-                ability.observe(layer, query[:, positions - start], key, positions + 1, scale)
+                observer.observe(layer, query[:, positions - start], key, positions + 1, scale)
 
         return observe
 

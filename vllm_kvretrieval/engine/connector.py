@@ -23,16 +23,16 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 COUNTERS = {
     "units_attended": "(page, KV head) units, sink and window included, that decode steps attended "
     "to where they attended to a part of the context",
-    "units_looked_up": "(page, KV head) units that were looked up in recall caches: those attended "
-    "to, and the whole contexts of requests within their budgets in the same steps",
-    "units_missed": "those of the units looked up that had to be read from home while the step "
-    "waited",
+    "units_looked_up": "(page, KV head) units, or tokens of KV heads where methods select these, "
+    "that were looked up in recall caches: those attended to, and the whole contexts of requests "
+    "within their budgets in the same steps",
+    "units_missed": "those looked up that had to be read from home in the step that needed them",
     "bytes_recalled": "bytes read from home into recall caches, ahead or not",
     "heads_corrected": "KV heads that selected pages anew before attention",
 }
 """Summed over layers and workers."""
 GAUGES = {
-    "slots_used": "slots of all recall caches that hold a unit",
+    "slots_used": "slots of all recall caches that hold a unit, or a token of a KV head",
     "slots": "slots of all recall caches",
 }
 """Summed over layers and workers; on their way they are named after the worker, ``slots/0``."""

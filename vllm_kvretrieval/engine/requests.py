@@ -1,14 +1,16 @@
 """The running requests as the retrieval layers see them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_kvretrieval.config import RequestOptions, RetrievalConfig
+from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.request_options import RequestOptions
+from vllm_kvretrieval.retrieval.shares import Allotment
 
 logger = init_logger("vllm.kvretrieval.requests")
 
@@ -31,7 +33,8 @@ class RowOptions(NamedTuple):
 class Counts(NamedTuple):
     """What is counted of a request, or of all; units are (page, KV head) pairs, per layer.
 
-    Methods that select single tokens attend to as many units as these would fill.
+    Methods that select single tokens attend to as many units as these would fill; looked up, missed
+    and recalled are then tokens of KV heads.
 
     Attributes:
         corrected: KV heads that selected anew before attention.
@@ -43,6 +46,9 @@ class Counts(NamedTuple):
         sparse_steps: Those that attended to a part of the context.
         pages: Pages of context, summed over these.
         attended: Units attended to in these, whether by way of a recall cache or not.
+        prompt: Pairs of tokens that exact prefill would have had to do with, the later one of the
+            prompt, in layers that prefill sparsely; 0 where the engine has none.
+        prompt_attended: Those of them that were attended to.
     """
 
     corrected: int
@@ -53,6 +59,8 @@ class Counts(NamedTuple):
     sparse_steps: int
     pages: int
     attended: int
+    prompt: int
+    prompt_attended: int
 
 
 class RequestTable:
@@ -71,8 +79,13 @@ class RequestTable:
         retrieval_heads: KV heads times retrieval layers, the denominator of the corrected share.
         runner: vLLM's model runner, which knows the order of the batch and the requests' options.
         dense_share: Of the layers with full attention, those that are dense.
+        allotments: Of methods whose layers or KV heads do not all select as much, by name.
 
     Attributes:
+        selected: int32 [capacity, retrieval_heads]; pages or tokens that each KV head, layer after
+            layer, selects for a seat's request, as far as the context has them. None: each head as
+            many as any other. A method that gives budgets by what it finds in a prompt writes them
+            here once that has been read.
         corrected: int64 [capacity]; see :class:`Counts`.
         recalls: int64 [capacity, 3]; units looked up, missed and recalled.
         arrived: Requests that got their first blocks in this step, perhaps with contents, and
@@ -87,15 +100,20 @@ class RequestTable:
         retrieval_heads: int,
         runner: Any,
         dense_share: float = 0.0,
+        allotments: Mapping[str, Allotment] | None = None,
     ) -> None:
         self.config = config
+        self.allotments = allotments or {}
+        self.selected: torch.Tensor | None = None
+        if self.allotments:
+            self.selected = torch.zeros(capacity, retrieval_heads, dtype=torch.int32)
         self.dense_share = dense_share
         self.capacity = capacity
         self.runner = runner
         self.retrieval_heads = retrieval_heads
         self.corrected = torch.zeros(capacity, dtype=torch.int64)
         self.recalls = torch.zeros(capacity, 3, dtype=torch.int64)
-        self._steps = torch.zeros(capacity, 4, dtype=torch.int64)  # the rest of the counts
+        self._steps = torch.zeros(capacity, 6, dtype=torch.int64)  # the rest of the counts
         self._past = torch.zeros(len(Counts._fields), dtype=torch.int64)  # of ended requests
         self._taken = torch.zeros_like(self._past)
         # Context and counts of preempted requests.
@@ -110,6 +128,10 @@ class RequestTable:
         self._threshold = np.zeros(capacity, dtype=np.float32)
         self._exact = np.zeros(capacity, dtype=bool)
         self._method = np.zeros(capacity, dtype=np.int32)
+        self._units = np.ones(capacity, dtype=np.int64)  # of selection, in a page
+        self._sparse_prefill = np.zeros(capacity, dtype=bool)
+        # Decided once: what a session has in the prefix cache stays of one kind.
+        self._prefill_of: dict[str, bool] = {}
         self._methods = {name: number for number, name in enumerate(config.methods)}
         self._context = np.zeros(capacity, dtype=np.int32)
         self.arrived: frozenset[str] = frozenset()
@@ -139,6 +161,7 @@ class RequestTable:
                 seats.append(seat)
         for req_id in finished:
             noted = self._preempted.pop(req_id, None)
+            self._prefill_of.pop(req_id, None)
             if (seat := self._seat_of.pop(req_id, None)) is not None:
                 noted = self._take_out(seat)
                 seats.append(seat)
@@ -164,7 +187,7 @@ class RequestTable:
         return sum(interrupted, self._past) + self._counts(range(self.capacity))
 
     def _counts(self, seats: Sequence[int]) -> torch.Tensor:
-        """int64 [8]; the fields of :class:`Counts`, summed over the seats' requests."""
+        """int64 [10]; the fields of :class:`Counts`, summed over the seats' requests."""
         index = torch.tensor(seats)
         counts = (self.corrected[:, None], self.recalls, self._steps)
         return torch.cat([count[index].sum(0) for count in counts])
@@ -245,6 +268,18 @@ class RequestTable:
             self._method[seats],
         )
 
+    def most_selected(self, heads: slice = slice(None)) -> int:
+        """Pages or tokens; most of them that any of these KV heads selects, whatever is asked.
+
+        Args:
+            heads: Some of the ``retrieval_heads``.
+        """
+        counts = [
+            int(self.allotments[name].most(most)[heads].max()) if name in self.allotments else most
+            for name, most in self.config.most_selected.items()
+        ]
+        return max(counts)
+
     def count_steps(
         self,
         seats: np.ndarray,
@@ -259,9 +294,37 @@ class RequestTable:
         """
         new = lens != self._context[seats]
         self._context[seats] = lens
-        attended = self._total[seats].astype(np.int64) * self.retrieval_heads
+        attended = self._attended(seats, pages)
         booked = np.stack((decodes, sparse, sparse * pages, sparse * attended), axis=1)
-        self._steps.numpy()[seats] += booked * new[:, None]
+        self._steps.numpy()[seats, :4] += booked * new[:, None]
+
+    def prefills_sparsely(self, seats: np.ndarray) -> np.ndarray:
+        """bool [n]; of the requests in ``seats``: see :meth:`RetrievalConfig.prefills_sparsely`."""
+        return self._sparse_prefill[seats]
+
+    def count_prefill(
+        self, seats: np.ndarray, lens: np.ndarray, before: np.ndarray, attended: np.ndarray
+    ) -> None:
+        """Book what tokens of prompts attend to, once per step, as :meth:`count_steps` does.
+
+        Args:
+            seats: Of their requests.
+            lens: Tokens of the contexts, the step's included.
+            before, attended: See ``prompt`` and ``prompt_attended`` of :class:`Counts`.
+        """
+        new = lens != self._context[seats]
+        self._context[seats] = lens
+        booked = np.stack((before, attended), axis=1)
+        self._steps.numpy()[seats, 4:] += booked * new[:, None]
+
+    def _attended(self, seats: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """int64 [rows]; units that a sparse step over so many pages attends to."""
+        if self.selected is None:
+            return self._total[seats].astype(np.int64) * self.retrieval_heads
+        always, units = self._sink[seats] + self._window[seats], self._units[seats]
+        between = (pages - always) * units
+        selected = np.minimum(self.selected.numpy()[seats], between[:, None]).sum(1, dtype=np.int64)
+        return always.astype(np.int64) * self.retrieval_heads + selected // units
 
     def _admit(self, req_id: str) -> int:
         seat = self._free.pop()
@@ -271,7 +334,7 @@ class RequestTable:
         if req_id in self._preempted:
             _, counts = self._preempted.pop(req_id)
             self.corrected[seat] = counts[0]
-            self.recalls[seat], self._steps[seat] = counts[1:].split((3, 4))
+            self.recalls[seat], self._steps[seat] = counts[1:].split((3, 6))
         return seat
 
     def _read_options(self, req_id: str, seat: int) -> None:
@@ -292,6 +355,15 @@ class RequestTable:
         self._select[seat], self._total[seat] = budget.select, budget.total
         self._threshold[seat], self._exact[seat] = options.correction_threshold, options.exact
         self._method[seat] = self._methods[options.method]
+        if self.selected is not None:
+            method = self.config.methods[options.method]
+            self._units[seat] = self.config.page_size if method.per_token else 1
+            select = budget.select * int(self._units[seat])
+            allotment = self.allotments.get(options.method)
+            counts = select if allotment is None else torch.from_numpy(allotment.counts(select))
+            self.selected[seat] = counts
+        sparse = self.config.prefills_sparsely(options)
+        self._sparse_prefill[seat] = self._prefill_of.setdefault(req_id, sparse)
         for entries in self._per_seat:
             entries[seat] = 0
 
@@ -302,7 +374,7 @@ class RequestTable:
         logger.debug(
             "kv_retrieval request_id=%s context=%d decode_steps=%d sparse_steps=%d "
             "pages_attended=%d pages_total=%d kv_read_share=%.4f corrected_share=%.4f "
-            "recall_hit_rate=%.4f units_recalled=%d",
+            "recall_hit_rate=%.4f units_recalled=%d prefill_read_share=%.4f",
             req_id,
             context,
             counts.steps,
@@ -313,4 +385,5 @@ class RequestTable:
             counts.corrected / sparse_heads,
             1 - counts.missed / counts.looked_up if counts.looked_up else 1.0,
             counts.recalled,
+            counts.prompt_attended / counts.prompt if counts.prompt else 1.0,
         )

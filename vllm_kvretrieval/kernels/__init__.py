@@ -3,9 +3,11 @@
 ``reference`` (plain torch) is the specification, ``cpu`` binds the compiled CPU kernels. Every
 implementation offers the functions of :class:`Ops`. The ops of a cache in two tiers are apart:
 :class:`~vllm_kvretrieval.kernels.slots.SlotOps` in ``slots``, their specification in
-``slots_reference``, the kernels in ``triton``.
+``slots_reference``, the kernels in ``triton``; and so is :class:`TokenRecall`, in ``tokens`` and
+``tokens_reference``.
 """
 
+from vllm_kvretrieval.kernels.tokens import TokenRecall
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
@@ -26,4 +28,5 @@ __all__ = [
     "RecallCache",
     "Selection",
     "TokenLists",
+    "TokenRecall",
 ]

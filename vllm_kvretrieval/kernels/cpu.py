@@ -21,6 +21,7 @@ from vllm_kvretrieval.kernels.types import (
     IndexStore,
     TokenLists,
 )
+from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.index import Index, pack, unpack
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
@@ -39,8 +40,8 @@ ROWS = "rows"
 """The layout of a cache of rows, each token's key before its value."""
 LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1, ROWS: 2}
 """How a cache lays out keys (KeyLayout in csrc/cpu/kernels.h): vLLM's by its own ``isa``."""
-ATTENDED = tuple(layout for layout in LAYOUTS if layout != "amx")
-"""Layouts that :func:`attend` reads."""
+CODINGS = {name: kind for kind, name in enumerate("raw k8v4 k4v4 k2v2".split())}
+"""Codecs by name (Codec in csrc/cpu/codec.h)."""
 
 
 def isa() -> str:
@@ -223,12 +224,7 @@ def stage_pages(
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.stage_pages`."""
     _, kv_heads, page_size, width = source.shape
     _check("pages", pages, torch.int32)
-    if not (source.is_contiguous() and target.is_contiguous()) or source.dtype != target.dtype:
-        raise ValueError("source and target must be contiguous and of one dtype")
-    if layout not in LAYOUTS or layout == ROWS or (layout == "amx" and not rows):
-        raise ValueError(f"pages cannot be staged in the layout {layout!r}, rows={rows}")
-    if layout == "amx" and source.element_size() != 2:
-        raise ValueError(f"AMX has no layout for keys in {source.dtype}")
+    _check_staging(source, target, layout, rows)
     _cpu.stage_pages(
         source.data_ptr(),
         pages.data_ptr(),
@@ -242,6 +238,54 @@ def stage_pages(
         LAYOUTS[ROWS if rows else layout],
         LAYOUTS[layout],
     )
+
+
+def stage_tokens(
+    source: torch.Tensor, lists: TokenLists, target: torch.Tensor, layout: str = "vec"
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.stage_tokens`."""
+    blocks, kv_heads, block_size, width = target.shape
+    _check_staging(source, target, layout, rows=True)
+    _check("entries", lists.entries, torch.int32)
+    _check("lengths", lists.lengths, torch.int32)
+    units = len(lists.lengths)
+    if lists.run != 1 or lists.kv_heads != kv_heads or units % kv_heads:
+        raise ValueError(
+            f"{units} lists for {lists.kv_heads} KV heads with run={lists.run} are not the single "
+            f"tokens of {kv_heads}"
+        )
+    if len(lists.entries) < units:
+        raise ValueError(f"{units} lengths for {len(lists.entries)} lists of entries")
+    if source.shape[1] != kv_heads or source.shape[3] != width or block_size % 32 or width % 32:
+        raise ValueError(
+            f"{tuple(source.shape)} cannot be laid out as {tuple(target.shape)}: heads have to be "
+            "the same, in multiples of 16, and blocks in multiples of 32 tokens"
+        )
+    _cpu.stage_tokens(
+        source.data_ptr(),
+        source.numel() // width,
+        lists.entries.data_ptr(),
+        lists.entries.shape[1],
+        lists.entries.stride(0),
+        lists.lengths.data_ptr(),
+        target.data_ptr(),
+        blocks,
+        units // kv_heads,
+        block_size,
+        kv_heads,
+        width // 2,
+        source.element_size(),
+        LAYOUTS[layout],
+    )
+
+
+def _check_staging(source: torch.Tensor, target: torch.Tensor, layout: str, rows: bool) -> None:
+    if not (source.is_contiguous() and target.is_contiguous()) or source.dtype != target.dtype:
+        raise ValueError("source and target must be contiguous and of one dtype")
+    if layout not in LAYOUTS or layout == ROWS or (layout == "amx" and not rows):
+        raise ValueError(f"pages cannot be staged in the layout {layout!r}, rows={rows}")
+    if layout == "amx" and source.element_size() != 2:
+        raise ValueError(f"AMX has no layout for keys in {source.dtype}")
 
 
 def write_rows(
@@ -285,10 +329,12 @@ def attend(
             f"{units} lengths and {len(lists.entries)} lists of entries for {heads} query heads do "
             f"not belong to {lists.kv_heads} KV heads"
         )
-    if layout not in ATTENDED or width % 32 or not cache.is_contiguous():
+    known = layout in LAYOUTS and (layout != "amx" or cache.element_size() == 2)
+    if not known or width % 32 or not cache.is_contiguous():
         raise ValueError(
             f"a contiguous cache of heads in multiples of 16 can be attended to, in the layouts "
-            f"{ATTENDED}; got {tuple(cache.shape)} with strides {cache.stride()} in {layout}"
+            f"{[*LAYOUTS]} (amx: of 16 bits); got {tuple(cache.shape)} in {cache.dtype} with "
+            f"strides {cache.stride()} in {layout}"
         )
     least = 1 if layout == ROWS else 16
     if lists.run < least or lists.run & (lists.run - 1) or page_size % lists.run:
@@ -322,6 +368,46 @@ def attend(
     )
 
 
+def encode_units(units: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.encode_units`."""
+    data = torch.empty(len(units), _unit_bytes(units, codec), dtype=torch.uint8)
+    _code_units(units, codec, data, encodes=True)
+    return data
+
+
+def decode_units(data: torch.Tensor, codec: Codec, units: torch.Tensor) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.decode_units`."""
+    _code_units(units, codec, data, encodes=False)
+
+
+def _unit_bytes(units: torch.Tensor, codec: Codec) -> int:
+    if units.dim() != 3 or units.shape[1] % 2 or units.dtype not in _DTYPES:
+        raise ValueError(
+            f"units must be [n, 2 * page_size, head_size] in {tuple(_DTYPES)}, got "
+            f"{tuple(units.shape)} in {units.dtype}"
+        )
+    return codec.unit_bytes(units.shape[1] // 2, units.shape[2], units.dtype)
+
+
+def _code_units(units: torch.Tensor, codec: Codec, data: torch.Tensor, encodes: bool) -> None:
+    shape = (len(units), _unit_bytes(units, codec))
+    _check("data", data, torch.uint8)
+    if data.shape != shape or not (data.is_contiguous() and units.is_contiguous()):
+        raise ValueError(
+            f"data must be {shape}, and contiguous as the units; got {tuple(data.shape)}"
+        )
+    _cpu.code_units(
+        CODINGS[codec.name],
+        _DTYPES[units.dtype],
+        units.shape[1] // 2,
+        units.shape[2],
+        units.data_ptr(),
+        data.data_ptr(),
+        len(units),
+        encodes,
+    )
+
+
 class RecallCache:
     """See :class:`vllm_kvretrieval.kernels.types.RecallCache`.
 
@@ -331,8 +417,11 @@ class RecallCache:
         kv_heads: KV heads of the layer.
         counts: int64 [S, 3]; per request, units attended to, missed, and read from home; added to.
         file: Descriptor of the home file, and where in it the layer's part begins (bytes).
+        codec: What the file holds units by; ``home`` is then where open pages lie, and home has
+            nothing yet. None: as slots hold them.
 
     Raises:
+        ValueError: The codec has no kernel, or does not take such units.
         RuntimeError: The threads that read ahead cannot be started.
     """
 
@@ -343,10 +432,13 @@ class RecallCache:
         kv_heads: int,
         counts: torch.Tensor,
         file: tuple[int, int],
+        codec: Codec | None = None,
     ) -> None:
         self.slots = torch.empty(slots, *home.shape[1:], dtype=home.dtype)
-        self._tensors = home, counts  # the addresses below stay valid as long as these
         _check("counts", counts, torch.int64)
+        self.kv_heads, self.codec = kv_heads, codec
+        encoded = None if codec is None else _bind_encoded(home, kv_heads, file, codec)
+        self._kept = home, counts, encoded  # the addresses below stay valid as long as these
         self._cache = _cpu.RecallCache(
             home.shape[0],
             slots,
@@ -358,7 +450,9 @@ class RecallCache:
             home.data_ptr(),
             *file,
             counts.data_ptr(),
+            encoded,
         )
+        self.abandon = self._cache.abandon
         self.drop_pages = self._cache.drop_pages
         self.release = self._cache.release
         self.take_failed_pages = self._cache.take_failed_pages
@@ -377,6 +471,14 @@ class RecallCache:
         return self._cache.pinned
 
     @property
+    def bytes_per_read(self) -> int:
+        """Of a unit in home."""
+        slot = self.slots[0, 0]
+        if self.codec is None:
+            return slot.nbytes
+        return self.codec.unit_bytes(slot.shape[0] // 2, slot.shape[1], slot.dtype)
+
+    @property
     def seconds(self) -> tuple[float, float]:
         """Time that reading ahead took in its threads, and time that steps waited for reads."""
         return self._cache.read_ahead_ns / 1e9, self._cache.waited_ns / 1e9
@@ -384,6 +486,29 @@ class RecallCache:
     def write(self, slot_mapping: torch.Tensor) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.write`."""
         self._cache.write(*_tokens(slot_mapping))
+
+    def close(self, pages: torch.Tensor) -> None:
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.close`."""
+        _check("pages", pages, torch.int64)
+        self._cache.close(pages.data_ptr(), len(pages))
+
+    def stage(self, pages: torch.Tensor, target: torch.Tensor) -> None:
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.stage`."""
+        _check("pages", pages, torch.int64)
+        page_size, size = self.slots.shape[2] // 2, self.slots.shape[3]
+        parts = target.shape[2] // page_size
+        shape = (self.kv_heads, parts * page_size, 2 * size)
+        if (
+            target.shape[1:] != shape
+            or target.dtype != self.slots.dtype
+            or not target.is_contiguous()
+            or len(pages) > len(target) * parts
+        ):
+            raise ValueError(
+                f"{len(pages)} pages are staged in blocks {shape} of {self.slots.dtype}, "
+                f"contiguous; got {tuple(target.shape)} of {target.dtype}"
+            )
+        self._cache.stage(pages.data_ptr(), len(pages), target.data_ptr(), parts)
 
     def resolve(self, rows: DecodeRows) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.resolve`."""
@@ -398,6 +523,98 @@ class RecallCache:
         if chooser.handle is None:
             chooser.handle = _bind_chooser(chooser)
         self._cache.prefetch(rows.handle, chooser.handle)
+
+
+class TokenRecall:
+    """See :class:`vllm_kvretrieval.kernels.tokens.TokenRecall`.
+
+    Args:
+        homes: Of each layer, [pages, kv_heads, page_size, 2 * head_size]; its KV cache, of rows.
+        memories: Of each layer, [S, kv_heads, capacity, 2 * head_size]; written.
+        counts: int64 [S, 3]; per request, tokens (times KV heads and layers) attended to, missed,
+            and read from home; added to. A step's own new tokens are no misses.
+        shared: Whether one list is for all heads.
+
+    Raises:
+        ValueError: Homes or memories differ in shape, or there are more tokens than 31 bits number.
+        RuntimeError: The threads that read ahead cannot be started.
+    """
+
+    def __init__(
+        self,
+        homes: list[torch.Tensor],
+        memories: list[torch.Tensor],
+        counts: torch.Tensor,
+        shared: bool,
+    ) -> None:
+        home, memory = homes[0], memories[0]
+        pages, kv_heads, page_size, width = home.shape
+        seats, _, capacity, _ = memory.shape
+        for like, others in ((home, homes), (memory, memories)):
+            for other in others:
+                if other.shape != like.shape or other.dtype != home.dtype:
+                    raise ValueError("the layers' homes and memories must be alike")
+                if not other.is_contiguous():
+                    raise ValueError(f"a layer must be contiguous, strides are {other.stride()}")
+        _check("counts", counts, torch.int64)
+        if memory.shape[1::2] != (kv_heads, width) or counts.shape != (seats, 3):
+            raise ValueError(
+                f"memory {tuple(memory.shape)} and counts {tuple(counts.shape)} do not fit a home "
+                f"of {kv_heads} KV heads and {width} elements per token"
+            )
+        self.layers, self.bytes_per_read = len(homes), width * home.element_size()
+        self._tensors = homes, memories, counts  # the addresses below stay valid as long as these
+        self._recall = _cpu.TokenRecall(
+            seats,
+            kv_heads,
+            page_size,
+            capacity,
+            1 if shared else kv_heads,
+            pages,
+            self.bytes_per_read,
+            counts.data_ptr(),
+            [memory.data_ptr() for memory in memories],
+            [home.data_ptr() for home in homes],
+        )
+        self.wait = self._recall.wait
+        self.release = self._recall.release
+        self.check = self._recall.check
+
+    @property
+    def used(self) -> int:
+        """See :meth:`vllm_kvretrieval.kernels.tokens.TokenRecall.used`."""
+        return self._recall.used
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """As of :class:`RecallCache`."""
+        return self._recall.read_ahead_ns / 1e9, self._recall.waited_ns / 1e9
+
+    def recall(self, rows: DecodeRows) -> None:
+        """See :meth:`vllm_kvretrieval.kernels.tokens.TokenRecall.recall`."""
+        if rows.handle is None:
+            rows.handle = _bind_rows(rows)
+        self._recall.recall(rows.handle)
+
+
+def _bind_encoded(
+    home: torch.Tensor, kv_heads: int, file: tuple[int, int], codec: Codec
+) -> "_cpu.EncodedHome":
+    if codec.name not in CODINGS or home.dtype not in _DTYPES or len(home) % kv_heads:
+        raise ValueError(
+            f"{len(home)} units of {kv_heads} KV heads in {home.dtype} cannot be encoded by "
+            f"{codec.name}: codecs are {', '.join(CODINGS)}"
+        )
+    return _cpu.EncodedHome(
+        CODINGS[codec.name],
+        _DTYPES[home.dtype],
+        len(home) // kv_heads,
+        kv_heads,
+        home.shape[2] // 2,
+        home.shape[3],
+        home.data_ptr(),
+        *file,
+    )
 
 
 class MappingGuard:
@@ -439,6 +656,9 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
             raise ValueError(f"{name} has {tensor.shape[0]} rows, seq_lens {count}")
     _check("corrected", rows.corrected, torch.int64)
     _check("lists", rows.lists, torch.int32)
+    _check("lengths", rows.lengths, torch.int32)
+    if rows.lengths.dim() != 1:
+        raise ValueError(f"lengths must have one dimension, got {tuple(rows.lengths.shape)}")
     return _cpu.DecodeRows(
         count,
         rows.block_table.data_ptr(),
@@ -456,6 +676,8 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
         rows.lists.data_ptr(),
         *rows.lists.shape,
         rows.lists.stride(0),
+        rows.lengths.data_ptr(),
+        len(rows.lengths),
         rows.per_token,
     )
 
@@ -529,6 +751,13 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
                 f"the selection's {name} must be {dtype} {shape} and contiguous, got "
                 f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
             )
+    counts = selection.counts
+    if counts is not None:
+        _check("the selection's counts", counts, torch.int32)
+        if counts.shape != (seats, heads):
+            raise ValueError(
+                f"the selection's counts must be {(seats, heads)}, got {tuple(counts.shape)}"
+            )
     if chooser.rerank and store.cache is None:
         raise ValueError("candidates are scored by the keys in the cache, and there is none")
     return _cpu.Chooser(
@@ -541,6 +770,8 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
         selection.chosen.data_ptr(),
         seats,
         selection.chosen.shape[2],
+        0 if counts is None else counts.data_ptr(),
+        0 if counts is None else counts.stride(0),
     )
 
 

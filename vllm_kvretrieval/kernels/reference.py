@@ -10,8 +10,10 @@ from vllm_kvretrieval.kernels.types import (
     ContextSelector,
     DecodeRows,
     IndexStore,
+    Selection,
     TokenLists,
 )
+from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.index import Field, Index, pack, unpack
 from vllm_kvretrieval.retrieval.index.exact import Exact
 
@@ -75,8 +77,11 @@ def tokens_of(units: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Ten
     size = units.shape[2] // 2
     if layout == "rows":
         return units[..., :size], units[..., size:]
-    values = units.flatten(1).chunk(2, dim=1)[1].unflatten(1, (-1, size))
-    return keys_of(units, layout), values
+    values = units.flatten(1).chunk(2, dim=1)[1]
+    if layout == "amx":  # [blocks of 16 channels, pairs of tokens, 16 channels, tokens of a pair]
+        words = values.unflatten(1, (size // 16, -1, 16, 2))
+        return keys_of(units, layout), words.permute(0, 2, 4, 1, 3).reshape(len(units), -1, size)
+    return keys_of(units, layout), values.unflatten(1, (-1, size))
 
 
 def keys_of(page: torch.Tensor, layout: str) -> torch.Tensor:
@@ -111,10 +116,11 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
         entries = (pages[:, None] * store.parts + torch.arange(store.parts)).flatten()
         entries = entries[: entry_count(length, store)]
         count = length if rows.per_token else len(pages)  # of units of selection
-        sink, window, select = (int(t[r]) for t in (rows.sink, rows.window, rows.select))
+        sink, window = int(rows.sink[r]), int(rows.window[r])
         grouped = query[r].view(store.kv_heads, chooser.group, store.head_size)
         previous = selection.query[seat].view_as(grouped)
         for head in range(store.kv_heads):
+            select = selected(rows, r, head, count, selection)
             if select < 0:
                 attended = torch.arange(count)
             else:
@@ -128,7 +134,8 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
                         grouped[head], previous[head], float(rows.threshold[r])
                     )
                     kept = selection.chosen[seat, head, :select]
-                    chosen = best if corrected else kept.long()
+                    everything = sink + select + window == count
+                    chosen = best if corrected or everything else kept.long()
                     rows.corrected[seat] += corrected
                     kept.copy_(best)
                 attended = torch.cat(
@@ -138,8 +145,21 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
             numbers = pages[page] * store.kv_heads + head
             listed = rows.lists[r * store.kv_heads + head]
             listed[: len(attended)] = numbers * size + offset if rows.per_token else numbers
-        if select > 0:
-            previous.copy_(grouped)
+            tokens = len(attended) if rows.per_token else len(attended) * size
+            if not rows.per_token and attended[-1:].eq(count - 1).any():
+                tokens -= len(pages) * size - length  # the tail page's rest
+            rows.lengths[r * store.kv_heads + head] = tokens
+            if select > 0:
+                previous[head] = grouped[head]
+
+
+def selected(rows: DecodeRows, r: int, head: int, units: int, selection: Selection) -> int:
+    """How many units a KV head selects of so many in the context; negative: it attends to all."""
+    select = int(rows.select[r])
+    if select <= 0 or selection.counts is None:
+        return select
+    between = units - int(rows.sink[r]) - int(rows.window[r])
+    return min(int(selection.counts[rows.seats[r], head]), between)
 
 
 def entry_count(seq_len: int, store: IndexStore) -> int:
@@ -264,6 +284,7 @@ def list_context(rows: DecodeRows, selector: ContextSelector, kv_heads: int) -> 
         for head in range(kv_heads):
             listed = rows.lists[r * kv_heads + head]
             listed[: len(attended)] = (pages * kv_heads + head) * size + attended % size
+            rows.lengths[r * kv_heads + head] = len(attended)
 
 
 def stage_pages(
@@ -293,6 +314,23 @@ def stage_pages(
         values = values.unflatten(2, (-1, 2)).unflatten(4, (-1, 16)).permute(0, 1, 4, 2, 5, 3)
     halves[:, :, 0] = keys.flatten(2)
     halves[:, :, 1] = values.flatten(2)
+
+
+def stage_tokens(
+    source: torch.Tensor, lists: TokenLists, target: torch.Tensor, layout: str = "vec"
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.stage_tokens`."""
+    heads, (block_size, width) = lists.kv_heads, target.shape[2:]
+    tokens, first = source.view(-1, width), 0
+    for row, length in enumerate(lists.lengths[::heads].tolist()):
+        entries = lists.entries[row * heads : (row + 1) * heads, :length].long()
+        blocks = -(-length // block_size)
+        padding = (0, 0, 0, blocks * block_size - length)
+        listed = torch.nn.functional.pad(tokens[entries], padding)
+        pages = listed.unflatten(1, (blocks, block_size)).transpose(0, 1).contiguous()
+        order = torch.arange(blocks, dtype=torch.int32)
+        stage_pages(pages, order, target[first : first + blocks], layout, rows=True)
+        first += blocks
 
 
 def write_rows(
@@ -342,6 +380,19 @@ def _turned(query: torch.Tensor, previous: torch.Tensor, threshold: float) -> bo
     return similarity.mean().item() < threshold
 
 
+def encode_units(units: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.encode_units`."""
+    size, head_size = units.shape[1] // 2, units.shape[2]
+    return codec.encode(*tokens_of(units.reshape(-1, size, 2 * head_size), "vec"))
+
+
+def decode_units(data: torch.Tensor, codec: Codec, units: torch.Tensor) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.decode_units`."""
+    size, head_size = units.shape[1] // 2, units.shape[2]
+    keys, values = codec.decode(data, size, head_size, units.dtype)
+    units.copy_(torch.cat([keys.transpose(1, 2).flatten(1), values.flatten(1)], 1).view_as(units))
+
+
 class RecallCache:
     """See :class:`vllm_kvretrieval.kernels.types.RecallCache`; reads home in place, at once.
 
@@ -350,12 +401,22 @@ class RecallCache:
         slots: How many units fast memory holds.
         kv_heads: KV heads of the layer.
         counts: int64 [S, 3]; per request, units attended to, missed, and read from home; added to.
+        codec: Home is encoded by it, and ``home`` is where open pages lie; None: it is not.
     """
 
-    def __init__(self, home: torch.Tensor, slots: int, kv_heads: int, counts: torch.Tensor) -> None:
+    def __init__(
+        self,
+        home: torch.Tensor,
+        slots: int,
+        kv_heads: int,
+        counts: torch.Tensor,
+        codec: Codec | None = None,
+    ) -> None:
         self.slots = torch.empty(slots, *home.shape[1:], dtype=home.dtype)
         self.home, self.kv_heads, self.counts = home, kv_heads, counts
-        self.page_size = home.shape[2] // 2
+        self.page_size, self.codec = home.shape[2] // 2, codec
+        self._open: set[int] = set()  # pages of an encoded home
+        self._closed: dict[int, torch.Tensor] = {}  # and what decoding gives back, by unit
         self._slot_of: dict[int, int] = {}
         self._last_step: dict[int, int] = {}
         self._unpinned: OrderedDict[int, None] = OrderedDict()  # units, least recently used first
@@ -371,20 +432,64 @@ class RecallCache:
     def write(self, slot_mapping: torch.Tensor) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.write`."""
         tokens = [slot for slot in slot_mapping.tolist() if slot >= 0]
-        self.drop_pages([t // self.page_size for t in tokens if t % self.page_size == 0])
+        started = [t // self.page_size for t in tokens if t % self.page_size == 0]
+        self.drop_pages(started)
+        if self.codec is not None:
+            self._open.update(started)
+            if not self._open.issuperset(t // self.page_size for t in tokens):
+                raise RuntimeError("a page is written to, but not open")
         for page in {t // self.page_size for t in tokens}:
             for unit in self._units(page):
                 if unit in self._slot_of:
-                    self.slots[self._slot_of[unit]] = self.home[unit]
+                    self.slots[self._slot_of[unit]] = self.content(unit)
+
+    def close(self, pages: torch.Tensor) -> None:
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.close`."""
+        assert self.codec is not None
+        for page in pages.tolist():
+            if page not in self._open:
+                raise RuntimeError(f"page {page} is to be closed, but not open")
+            self._open.remove(page)
+            units = self._units(page)
+            decoded = torch.empty_like(self.home[units, 0])
+            decode_units(encode_units(self.home[units, 0], self.codec), self.codec, decoded)
+            self._closed.update(zip(units, decoded[:, None], strict=True))
+            for unit in units:
+                if unit in self._slot_of:
+                    self.slots[self._slot_of[unit]] = self.content(unit)
+
+    def abandon(self, pages: list[int]) -> None:
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.abandon`."""
+        unfinished = [page for page in pages if page in self._open]
+        self.drop_pages(unfinished)
+        self._open.difference_update(unfinished)
+
+    def stage(self, pages: torch.Tensor, target: torch.Tensor) -> None:
+        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.stage`."""
+        nothing = torch.zeros_like(self.home[0])
+        units = [
+            self.content(page * self.kv_heads + head) if page >= 0 else nothing
+            for page in pages.tolist()
+            for head in range(self.kv_heads)
+        ]
+        source = torch.stack(units).view(len(pages), self.kv_heads, self.page_size, -1)
+        stage_pages(source, torch.arange(len(pages)), target)
+
+    def content(self, unit: int) -> torch.Tensor:
+        """What home holds."""
+        if self.codec is None or unit // self.kv_heads in self._open:
+            return self.home[unit]
+        return self._closed[unit]
 
     def resolve(self, rows: DecodeRows) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.resolve`."""
         self._step += 1
         for request in rows.seats.tolist():
             self.release(request)
-        lists = [self._entries(rows, r) for r in range(len(rows))]
+        lists = [self._lists(rows, r) for r in range(len(rows))]
         missing: list[tuple[int, int]] = []
-        for request, units in zip(rows.seats.tolist(), lists, strict=True):
+        for request, per_head in zip(rows.seats.tolist(), lists, strict=True):
+            units = [unit for listed in per_head for unit in listed]
             misses = [unit for unit in units if unit not in self._slot_of]
             missing += [(request, unit) for unit in misses]
             for unit in units:
@@ -396,16 +501,14 @@ class RecallCache:
                 if not self._fetch(unit):
                     raise RuntimeError("the recall cache has fewer slots than one step attends to")
                 self.counts[request, 2] += 1
-        for r, (request, units) in enumerate(zip(rows.seats.tolist(), lists, strict=True)):
-            per_head = len(units) // self.kv_heads
+        for r, (request, per_head) in enumerate(zip(rows.seats.tolist(), lists, strict=True)):
             sink, window = int(rows.sink[r]), int(rows.window[r])
             pinned = self._pinned_by.setdefault(request, [])
-            for head in range(self.kv_heads):
-                own = units[head * per_head : (head + 1) * per_head]
+            for head, units in enumerate(per_head):
                 entry = rows.lists[r * self.kv_heads + head]
-                entry[:per_head] = torch.tensor([self._slot_of[unit] for unit in own])
+                entry[: len(units)] = torch.tensor([self._slot_of[unit] for unit in units])
                 if rows.select[r] >= 0:
-                    pinned += own[:sink] + own[per_head - window :]
+                    pinned += units[:sink] + units[len(units) - window :]
             for unit in pinned:
                 self._unpinned.pop(unit, None)
 
@@ -413,8 +516,10 @@ class RecallCache:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.prefetch`."""
         room = True
         for r, request in enumerate(rows.seats.tolist()):
+            pages = -(-int(rows.seq_lens[r]) // self.page_size)
             for head in range(self.kv_heads):
-                chosen = chooser.selection.chosen[request, head, : max(0, int(rows.select[r]))]
+                count = max(0, selected(rows, r, head, pages, chooser.selection))
+                chosen = chooser.selection.chosen[request, head, :count]
                 for page in rows.block_table[r, chosen.long()].tolist():
                     unit = page * self.kv_heads + head
                     if unit in self._slot_of:
@@ -457,19 +562,19 @@ class RecallCache:
         pinned = {unit for units in self._pinned_by.values() for unit in units}
         if self._slot_of.keys() - self._unpinned.keys() != pinned:
             return "pinned by nobody, or held but not pinned"
-        differ = [u for u, s in self._slot_of.items() if not self.slots[s].equal(self.home[u])]
+        differ = [u for u, s in self._slot_of.items() if not self.slots[s].equal(self.content(u))]
         return f"units {differ} differ from home" if differ else ""
 
     def _units(self, page: int) -> range:
         return range(page * self.kv_heads, (page + 1) * self.kv_heads)
 
-    def _entries(self, rows: DecodeRows, r: int) -> list[int]:
-        """Units that a row attends to, KV head after KV head."""
-        sink, window, select = (int(t[r]) for t in (rows.sink, rows.window, rows.select))
-        pages = -(-int(rows.seq_lens[r]) // self.page_size)
-        count = pages if select < 0 else sink + select + window
-        table = rows.lists[r * self.kv_heads : (r + 1) * self.kv_heads, :count]
-        return [int(unit) for unit in table.flatten()]
+    def _lists(self, rows: DecodeRows, r: int) -> list[list[int]]:
+        """Units that a row attends to, by KV head."""
+        heads = slice(r * self.kv_heads, (r + 1) * self.kv_heads)
+        counts = (-(-rows.lengths[heads] // self.page_size)).tolist()
+        return [
+            units[:count].tolist() for units, count in zip(rows.lists[heads], counts, strict=True)
+        ]
 
     def _touch(self, unit: int) -> None:
         self._last_step[unit] = self._step
@@ -486,7 +591,7 @@ class RecallCache:
             del self._unpinned[victim]
             self._free.append(self._slot_of.pop(victim))
         self._slot_of[unit] = self._free.pop()
-        self.slots[self._slot_of[unit]] = self.home[unit]
+        self.slots[self._slot_of[unit]] = self.content(unit)
         self._unpinned[unit] = None
         self._touch(unit)
         return True

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
@@ -22,15 +23,17 @@ class DecodeRows:
         seats: int32 [R]; each request's entry in the per-request state.
         sink, window: int32 [R]; units of selection always attended to: pages, or tokens. Of pages,
             the window's last one is the tail page, which may be partly filled.
-        select: int32 [R]; units chosen by score. 0: none, sink and window only. Negative: attend
-            to the whole context. Where it is not negative, the context has at least as many units
-            as sink, window and selection together.
+        select: int32 [R]; units chosen by score, per KV head on average: where a layer's
+            :attr:`Selection.counts` say how many of them each head chooses, these count. 0: none,
+            sink and window only. Negative: attend to the whole context. Where it is not negative,
+            the context has at least as many units as sink, window and selection together.
         threshold: float32 [R]; correction threshold tau.
         fresh: uint8 [R]; 1 where the previous step was no sparse decode step of this request.
         corrected: int64 [S]; incremented for every KV head corrected.
         lists: int32 [R * kv_heads, width], written: per (row, KV head) what to attend to in context
             order, as :class:`TokenLists` numbers it: pages as ``page_id * kv_heads + kv_head``,
             tokens as that times ``page_size``, plus their place in the page.
+        lengths: int32 [R * kv_heads], written: how many tokens these are.
         per_token: Whether units of selection are single tokens; else they are pages.
         handle: The implementation's own view of these tensors, made on first use.
     """
@@ -45,6 +48,7 @@ class DecodeRows:
     fresh: torch.Tensor
     corrected: torch.Tensor
     lists: torch.Tensor
+    lengths: torch.Tensor
     per_token: bool = False
     handle: Any = None
 
@@ -144,10 +148,15 @@ class Selection:
         query: [S, kv_heads * group, head_size]; the step's query.
         chosen: int32 [S, kv_heads, most selected]; positions in the context of the pages or tokens
             that this query selected, in rising order.
+        counts: int32 [S, kv_heads], contiguous in its last dimension; how many units each KV head
+            selects for the request of a seat, as far as the context has them. Whoever gives a
+            request its budget writes them, when the seat is taken or once the prompt has been read.
+            None: each as many as the row says.
     """
 
     query: torch.Tensor
     chosen: torch.Tensor
+    counts: torch.Tensor | None = None
 
     @classmethod
     def empty(
@@ -159,11 +168,13 @@ class Selection:
         head_size: int,
         most_selected: int,
         dtype: torch.dtype,
+        counts: torch.Tensor | None = None,
     ) -> "Selection":
         """For ``seats`` requests; its contents are undefined."""
         return cls(
             torch.empty(seats, kv_heads * group, head_size, dtype=dtype),
             torch.zeros(seats, kv_heads, most_selected, dtype=torch.int32),
+            counts,
         )
 
 
@@ -266,18 +277,20 @@ class Ops(Protocol):
         scores over the group and each page's entries, and select the best ``select`` pages between
         sink and window; or score the tokens of complete entries, and select the best tokens. A head
         below the threshold, or fresh, attends to this new selection, any other to that of the
-        previous step; the new one is kept for the next. With ``rerank``, so many times
+        previous step; the new one is kept for the next. A head whose share is as large as what lies
+        between sink and window attends to all of that. With ``rerank``, so many times
         ``select`` are scored again by their keys, and the best of these selected. Ties go to the
         earlier unit; scores that underflow do not tie, but keep the order of their logarithms.
         Bytes moved: the records of the context.
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided.
-            rows: ``lists`` and ``corrected`` are written.
+            rows: ``lists``, ``lengths`` and ``corrected`` are written.
             chooser: Its selection is written, at the rows' seats.
 
         Raises:
-            ValueError: A row does not fit: more units to select than the selection holds, to attend
+            ValueError: A row does not fit: more units to select (or less than none, by the
+                selection's counts) than the selection holds, to attend
                 to than the context or ``lists`` has, or pages in the context than in
                 ``block_table``; a seat outside the selection or ``corrected``; a negative sink or
                 window; units to select by no index, tokens by one that scores entries only or with
@@ -321,8 +334,8 @@ class Ops(Protocol):
         """Make the lists of tokens of layers that follow a filter.
 
         Args:
-            rows: Those of :meth:`select_context`. Their lists are written: sink, selection and
-                window, numbered as in :class:`TokenLists`.
+            rows: Those of :meth:`select_context`. Their lists and lengths are written: sink,
+                selection and window, numbered as in :class:`TokenLists`.
             selector: The filter's.
             kv_heads: Of these layers.
 
@@ -359,6 +372,28 @@ class Ops(Protocol):
         """
         ...
 
+    def stage_tokens(
+        self, source: torch.Tensor, lists: TokenLists, target: torch.Tensor, layout: str = "vec"
+    ) -> None:
+        """Lay out tokens of a cache of rows as blocks, for vLLM's prefill kernel.
+
+        Each row's tokens, in the order of its lists, become a sequence of their own: it begins a
+        block, after those of the row before, and zeros fill its last one. Bytes moved: keys and
+        values of the tokens, read and written.
+
+        Args:
+            source: [P, kv_heads, page_size, 2 * head_size]; rows.
+            lists: Of single tokens (``run`` 1); as long for each KV head of a row.
+            target: [>= blocks, kv_heads, block_size, 2 * head_size], written.
+            layout: As in :meth:`stage_pages`.
+
+        Raises:
+            ValueError: As there; or a list is empty, longer than there is room for or than the
+                other heads', or names what ``source`` has not; or ``target`` is too small. Nothing
+                is written then.
+        """
+        ...
+
     def write_rows(
         self,
         key: torch.Tensor,
@@ -378,6 +413,37 @@ class Ops(Protocol):
         Raises:
             ValueError: ``key`` or ``value`` is not of the cache's shape and dtype, or a token lies
                 outside of it. Nothing is written then.
+        """
+        ...
+
+    def encode_units(self, units: torch.Tensor, codec: Codec) -> torch.Tensor:
+        """Encode (page, KV head) slices of vLLM's cache.
+
+        Bytes moved: the units, and what they become.
+
+        Args:
+            units: [n, 2 * page_size, head_size] in vLLM's layout ``vec``: keys transposed, then
+                values; contiguous. Both sizes are multiples of 16, up to 512.
+            codec: One of ours.
+
+        Returns:
+            uint8 [n, unit_bytes].
+
+        Raises:
+            ValueError: The units are not of such a shape, layout or dtype.
+        """
+        ...
+
+    def decode_units(self, data: torch.Tensor, codec: Codec, units: torch.Tensor) -> None:
+        """Decode what :meth:`encode_units` returned.
+
+        Args:
+            data: uint8 [n, unit_bytes], contiguous.
+            codec: The one that encoded it.
+            units: As there; written.
+
+        Raises:
+            ValueError: ``data`` or ``units`` is not of such a shape, layout or dtype.
         """
         ...
 
@@ -401,6 +467,7 @@ class Ops(Protocol):
             cache: [units, page_size, 2 * head_size], contiguous; leading dimensions may be more.
             output: [>= R, kv_heads * group, head_size], written; rows may be strided.
             layout: ``rows``, or how vLLM's attention lays out keys; ``run`` is 16 or more then.
+                With ``amx`` (:meth:`stage_pages` describes it) elements have 16 bits.
             scale: Softmax scale.
             lse: float32 [R, kv_heads * group], written: the logarithm of the sum of exponentials.
 
@@ -422,6 +489,10 @@ class RecallCache(Protocol):
     Life of a slot: free -> holds a unit -> free, when its page is written anew; or -> holds another
     unit, when it is the least recently used one that is neither pinned nor of the current step. The
     sink and window pages of a request stay pinned from one of its sparse decode steps to the next.
+
+    Home may be *encoded*: then a page is raw in memory, where vLLM writes it, as long as it is
+    *open*, from its first token until :meth:`close` encodes it. What home holds of a closed page is
+    what decoding gives back, and so do its slots.
     """
 
     slots: torch.Tensor
@@ -430,6 +501,11 @@ class RecallCache(Protocol):
     @property
     def used(self) -> int:
         """Slots that hold a unit."""
+        ...
+
+    @property
+    def bytes_per_read(self) -> int:
+        """Of a unit in home."""
         ...
 
     def write(self, slot_mapping: torch.Tensor) -> None:
@@ -451,11 +527,13 @@ class RecallCache(Protocol):
         Bytes moved: one unit per miss.
 
         Args:
-            rows: ``lists`` holds units, as ``plan_decode`` wrote it, and gets their slots.
-                Negative entries do not occur. A slot that could not be read holds zeros.
+            rows: ``lists`` holds units, as ``plan_decode`` wrote it, and gets their slots;
+                ``lengths`` says how many. Negative entries do not occur. A slot that could not be
+                read holds zeros.
 
         Raises:
-            ValueError: A row does not fit, as in ``plan_decode``; nothing has happened then.
+            ValueError: A row does not fit, as in ``plan_decode``, or a list is shorter than sink
+                and window or longer than there is room for; nothing has happened then.
             RuntimeError: There are fewer slots than the rows attend to.
         """
         ...
@@ -472,6 +550,44 @@ class RecallCache(Protocol):
 
         Raises:
             ValueError: A row does not fit, as in ``plan_decode``; nothing has happened then.
+        """
+        ...
+
+    def close(self, pages: torch.Tensor) -> None:
+        """Encode pages that are full.
+
+        Bytes moved: the pages, and what they become. A page that cannot be written is lost, and
+        reported as one that cannot be read.
+
+        Args:
+            pages: int64 [n]; each open, and named once.
+
+        Raises:
+            ValueError: The home is not encoded, or has no such page.
+            RuntimeError: A page is not open.
+        """
+        ...
+
+    def abandon(self, pages: list[int]) -> None:
+        """Forget what is open of these pages of an encoded home: nobody will read it.
+
+        Raises:
+            ValueError: The home is not encoded, or has no such page.
+            RuntimeError: A running request has one of them pinned.
+        """
+        ...
+
+    def stage(self, pages: torch.Tensor, target: torch.Tensor) -> None:
+        """Lay out pages of an encoded home as larger blocks, as :meth:`Ops.stage_pages` does.
+
+        Args:
+            pages: int64 [n]; in the order wanted, n a multiple of pages per block. Negative: zeros.
+            target: [>= n * page_size / block_size, kv_heads, block_size, 2 * head_size], written;
+                pages that cannot be read are zeros, too.
+
+        Raises:
+            ValueError: The home is not encoded, or has no such page, or ``target`` is of another
+                shape or dtype. Nothing is written then.
         """
         ...
 

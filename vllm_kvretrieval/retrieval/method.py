@@ -10,6 +10,7 @@ from vllm_kvretrieval.retrieval.index import Index, indexes, make_index
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.presets import presets
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES, Schedule
+from vllm_kvretrieval.retrieval.shares import UNIFORM, Shares, make_shares
 
 ENTRY_TOKENS = (8, 16, 32, 64, 128)
 MOST_RERANKED = 64
@@ -35,6 +36,7 @@ class Method:
             of the budget each.
         correction_threshold: A KV head whose query has a lower cosine similarity to the previous
             step's selects before attention. 1 where each step attends to its own selection.
+        budget_shares: How layers and KV heads share what is selected.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Method:
     sink_pages: int | None
     window_pages: int | None
     correction_threshold: float
+    budget_shares: Shares = UNIFORM
 
     @property
     def selects(self) -> bool:
@@ -65,7 +68,16 @@ class Method:
         return self.rerank > 0 or by_keys or self.shares
 
 
-OPTIONS = ("index", "pooling", "schedule", "rerank", "unit", "summary_size", "correction_threshold")
+OPTIONS = (
+    "index",
+    "pooling",
+    "schedule",
+    "rerank",
+    "unit",
+    "summary_size",
+    "correction_threshold",
+    "budget_shares",
+)
 """Those of a method; what else there is belongs to the engine."""
 
 
@@ -87,7 +99,11 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
             "that has it."
         )
     if not schedule.selects or schedule.shares:
-        why = "selects by all keys, in layers of its own" if schedule.shares else "selects nothing"
+        why = "selects nothing"
+        if schedule.shares:
+            why = (
+                "selects by all keys, in layers of its own, one set for all heads and layers after"
+            )
         for key in given:
             if key != "schedule" and (key, given[key]) != ("index", "none"):
                 raise RetrievalConfigError(
@@ -145,6 +161,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
         base.sink_pages,
         base.window_pages,
         threshold,
+        make_shares(given.get("budget_shares", "uniform")),
     )
 
 

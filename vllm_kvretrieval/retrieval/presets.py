@@ -25,6 +25,9 @@ class Preset:
         unit: What is selected, one of :data:`vllm_kvretrieval.retrieval.method.UNITS`.
         sink_pages, window_pages: Pages always attended to; None: a share of the budget each.
         dense_layers: Leading layers that keep full attention.
+        codec: Of pages in a slow home; name in :data:`vllm_kvretrieval.retrieval.codec.CODECS`.
+        raw_window: Whether the window is raw in fast memory where home is encoded.
+        home: One of :data:`vllm_kvretrieval.config.HOMES`.
     """
 
     summary: str
@@ -37,6 +40,9 @@ class Preset:
     sink_pages: int | None = None
     window_pages: int | None = None
     dense_layers: int = 1
+    codec: str = "raw"
+    raw_window: bool = False
+    home: str = "device"
 
 
 OWN = {
@@ -77,6 +83,17 @@ OWN = {
         schedule="shared_layers",
         unit="token",
         dense_layers=0,
+    ),
+    "ttkv": Preset(
+        "TTKV: recent tokens raw in memory, older ones in 8 and 4 bits on disk, in blocks of 128",
+        index="min_max",
+        page_size=128,
+        sink_pages=1,
+        window_pages=4,
+        dense_layers=0,
+        codec="k8v4",
+        raw_window=True,
+        home="disk",
     ),
     "streamingllm": Preset("StreamingLLM: sink and window only, a baseline", schedule="never"),
     "oracle": Preset("the best pages by all their keys, slowly: for evaluation", index="exact"),

@@ -47,7 +47,9 @@ class DiskHome:
     both go through the operating system's page cache, which writes to the disk when it sees fit,
     and grows and shrinks with the memory that nobody else needs. The mapping is let go of
     regularly, so that what the process keeps resident is bounded: by ``TRIM_BYTES`` of new tokens,
-    and by one layer's share of the contexts that a step reads in place.
+    and by one layer's share of the contexts that a step reads in place. A second mapping, by which
+    single tokens are read, goes with the former, and keeps until then what has been read, which the
+    system takes back when it needs the memory.
 
     What cannot be read counts as zeros where it is touched, and is told by :meth:`take_lost`.
 
@@ -83,7 +85,9 @@ class DiskHome:
         self._map = mmap.mmap(self.fd, size)
         self.memory = torch.frombuffer(self._map, dtype=torch.int8)
         self._mapped = 0
-        self._guard = guard(self.memory, self.fd)
+        self._guard_of = guard
+        self._guards = [guard(self.memory, self.fd)]
+        self._scattered: tuple[mmap.mmap, torch.Tensor] | None = None
 
     def begin(self, layer: int) -> int:
         """First byte of a layer, by its number."""
@@ -94,7 +98,26 @@ class DiskHome:
         self._mapped += size
         if self._mapped > TRIM_BYTES:
             self._map.madvise(mmap.MADV_DONTNEED)
+            if self._scattered is not None:
+                self._scattered[0].madvise(mmap.MADV_DONTNEED)
             self._mapped = 0
+
+    def scattered(self, layer: int) -> torch.Tensor:
+        """A layer as single tokens of it are read: what lies around them is not brought in.
+
+        Args:
+            layer: Its number.
+
+        Returns:
+            int8 [layer_bytes]; in a mapping of its own, which the first call makes.
+        """
+        if self._scattered is None:
+            mapping = mmap.mmap(self.fd, self.memory.numel())
+            mapping.madvise(mmap.MADV_RANDOM)
+            self._scattered = mapping, torch.frombuffer(mapping, dtype=torch.int8)
+            self._guards.append(self._guard_of(self._scattered[1], self.fd))
+        begin = self.begin(layer)
+        return self._scattered[1][begin : begin + self.layer_bytes]
 
     def stage(self, layer: int, runs: np.ndarray, following: np.ndarray | None) -> None:
         """Bring parts of a layer into the page cache and map them, and start on the next layer's.
@@ -135,6 +158,7 @@ class DiskHome:
         pages = self.layer_bytes // page_bytes
         return {
             page % pages
-            for start in self._guard.take()
+            for guard in self._guards
+            for start in guard.take()
             for page in range(start // page_bytes, -(-(start + mmap.PAGESIZE) // page_bytes))
         }

@@ -4,30 +4,40 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.kernels import RecallCache
+from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.tiers.tokens import TokenSlots
 
 
 class SlowLayer:
     """What a layer's attention needs to know about its slow home.
 
-    Decode reads pages through the recall cache. What has to see whole contexts (dense layers,
-    prompts, requests that asked for exact attention) reads home in place.
+    Decode reads pages, or single tokens, through what recalls them. What has to see whole contexts
+    (dense layers, prompts, requests that asked for exact attention) reads home in place.
 
     Args:
         home: Home of all layers that are in it.
         number: The layer's place in it.
-        cache: The layer's own; None for a dense layer.
+        cache: What decode attends to, the layer's own; None for a dense layer.
         dense_follows: Whether the next layer in home is a dense one.
 
     Attributes:
-        slots: [slots, 1, 2 * page_size, head_size]; the recall cache's, if there is one.
+        encoded: Whether home is; then only slots and what :meth:`RecallCache.stage` lays out are
+            read, and ``stage`` starts on what that reads.
+        slots: The cache's, if there is one: of pages, [slots, 1, 2 * page_size, head_size]; of
+            tokens, [S, kv_heads, capacity, 2 * head_size].
     """
 
     def __init__(
-        self, home: DiskHome, number: int, cache: RecallCache | None, dense_follows: bool
+        self,
+        home: DiskHome | EncodedHome,
+        number: int,
+        cache: RecallCache | TokenSlots | None,
+        dense_follows: bool,
     ) -> None:
         self.cache = cache
         self.slots = torch.empty(0) if cache is None else cache.slots
+        self.encoded = isinstance(home, EncodedHome)
         self.number = number
         self._home, self._dense_follows = home, dense_follows
 
@@ -45,6 +55,21 @@ class SlowLayer:
         if runs is not None:
             self._home.stage(self.number, runs, dense if self._dense_follows else sparse)
         return runs is not None
+
+    def lay_out(self, pages: torch.Tensor, target: torch.Tensor) -> None:
+        """Of an encoded home, see :meth:`RecallCache.stage`."""
+        self._pages.stage(pages, target)
+
+    def close(self, pages: torch.Tensor) -> None:
+        """The layer has read an encoded home: encode what is to be."""
+        if len(pages):
+            self._pages.close(pages)
+
+    @property
+    def _pages(self) -> RecallCache:
+        assert self.cache is not None, "dense layers are not encoded"
+        assert not isinstance(self.cache, TokenSlots), "nor are pages of rows"
+        return self.cache
 
     def unmap(self) -> None:
         """The layer has been read in place: let go of its mapped memory."""

@@ -14,6 +14,12 @@ BOOKS_PER_UNIT = 4
 """Bytes that the recall cache keeps per unit of home: the slot that holds it."""
 BOOKS_PER_SLOT = 24
 """And per slot: its unit, pins, last step, place in the order of use."""
+BOOKS_PER_TOKEN = 16
+"""Bytes that the recall of tokens keeps per slot: the token's position, its number in home, its
+place, last step."""
+MOST_TOKENS = 4
+"""Of single tokens no more are kept than so many times the largest budget: finding what is there
+takes the longer, and what was attended to long ago is seldom wanted again."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,9 @@ class Cache:
         block_bytes: Bytes of a block in one layer.
         head_size, dtype: Of keys and values.
         max_num_seqs, max_model_len: Requests at once, and tokens of each.
+        attended: Of each retrieval layer, (page, KV head) units that a request attends to at most;
+            None: for each KV head as many as the largest budget has.
+        step_tokens: Most that a step computes.
     """
 
     retrieval_layers: int
@@ -38,10 +47,17 @@ class Cache:
     dtype: torch.dtype
     max_num_seqs: int
     max_model_len: int
+    step_tokens: int
+    attended: tuple[int, ...] | None = None
 
     @property
     def blocks_per_request(self) -> int:
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's key and value of one KV head."""
+        return self.block_bytes // (self.block_size * self.kv_heads)
 
     @property
     def blocks_wanted(self) -> int:
@@ -52,6 +68,21 @@ class Cache:
         """Bytes of page index beside so many blocks."""
         kv_bytes = blocks * self.retrieval_layers * self.block_bytes
         return config.index_bytes(kv_bytes, self.head_size, self.dtype)
+
+    def bytes_in_home(self, config: RetrievalConfig) -> int:
+        """Of a block of a retrieval layer."""
+        if config.encoding is None:
+            return self.block_bytes
+        units = self.block_size // config.page_size * self.kv_heads
+        return units * config.encoding.unit_bytes(config.page_size, self.head_size, self.dtype)
+
+    def open_bytes(self, config: RetrievalConfig) -> int:
+        """Of pages that wait to be encoded: each request's last ones, and a layer's of a step."""
+        if config.encoding is None:
+            return 0
+        token = self.block_bytes // self.block_size
+        last = (1 + config.open_pages) * config.page_size * token + mmap.PAGESIZE
+        return self.retrieval_layers * self.max_num_seqs * last + self.step_tokens * token
 
     def fits_in(self, fast: int, config: RetrievalConfig) -> bool:
         """Whether ``blocks_wanted`` fit in so many bytes, page index included."""
@@ -66,30 +97,35 @@ class Tiers:
 
     Attributes:
         blocks: vLLM's blocks in home; what its scheduler deals in.
-        slots: Per retrieval layer, how many (page, KV head) units fast memory holds.
+        slots: Of each retrieval layer, how much fast memory holds: (page, KV head) units, or where
+            methods select single tokens, tokens of KV heads.
         home: The slow tier.
         streams_dense: Whether dense layers are in home, too, and read from there at every step.
         dense: Dense layers in fast memory.
         index: Page index, in fast memory.
-        books: What says which unit is in which slot, and which part of home could not be read.
+        books: What says which unit is in which slot, and which part of home could not be read, or
+            which page is encoded.
         staging: Where prefill lays out its context, see PrefillStaging; 0: it does without.
+        open_pages: What is not yet encoded, where home is.
         recall_cache: All slots.
     """
 
     blocks: int
-    slots: int
+    slots: tuple[int, ...]
     home: int
     streams_dense: bool
     dense: int
     index: int
     books: int
     staging: int
+    open_pages: int
     recall_cache: int
 
     @property
     def fast(self) -> int:
         """Fast memory that all of it takes."""
-        return self.dense + self.index + self.books + self.staging + self.recall_cache
+        parts = self.dense, self.index, self.books, self.staging, self.open_pages
+        return sum(parts) + self.recall_cache
 
     @classmethod
     def plan(
@@ -104,6 +140,7 @@ class Tiers:
 
         Fast memory must have room for index, books, and the slots that running requests need. If it
         has not, prefill first does without staging, and then dense layers are streamed from home.
+        What is encoded is read in slots and in staging only, so an encoded home needs all of that.
 
         Args:
             config: Options of the engine.
@@ -115,14 +152,16 @@ class Tiers:
         Raises:
             RetrievalConfigError: Something does not fit; says what, by how much, and the remedy.
         """
-        frugal = [(False, staging), (False, 0)]
-        if cache.dense_layers:
-            frugal += [(True, staging), (True, 0)]
-        for streams_dense, staged in frugal[:-1]:
+        # vLLM's kernel does not read rows, nor what is encoded: prefill cannot do without staging.
+        staged = [staging] if config.rows or config.encoding is not None else [staging, 0]
+        frugal = [(False, size) for size in staged]
+        if cache.dense_layers and config.encoding is None:
+            frugal += [(True, size) for size in staged]
+        for streams_dense, size in frugal[:-1]:
             with contextlib.suppress(RetrievalConfigError):
-                return cls._plan(config, cache, fast, staged, blocks, streams_dense)
-        streams_dense, staged = frugal[-1]
-        return cls._plan(config, cache, fast, staged, blocks, streams_dense)
+                return cls._plan(config, cache, fast, size, blocks, streams_dense)
+        streams_dense, size = frugal[-1]
+        return cls._plan(config, cache, fast, size, blocks, streams_dense)
 
     @classmethod
     def _plan(
@@ -134,8 +173,8 @@ class Tiers:
         blocks: int | None,
         streams_dense: bool,
     ) -> "Tiers":
-        in_home = cache.retrieval_layers + cache.dense_layers * streams_dense
-        block_bytes = in_home * cache.block_bytes
+        block_bytes = cache.retrieval_layers * cache.bytes_in_home(config)
+        block_bytes += cache.dense_layers * streams_dense * cache.block_bytes
         fixed = blocks is not None
         if blocks is None:
             wanted = cache.blocks_wanted * block_bytes
@@ -151,14 +190,18 @@ class Tiers:
                 f"{given}: one request of max_model_len={cache.max_model_len} needs "
                 f"{format_gib(need)} GiB. Raise {remedy} at least, or lower --max-model-len."
             )
-        units = blocks * (cache.block_size // config.page_size) * cache.kv_heads
-        unit_bytes = cache.block_bytes * blocks // units
-        home = blocks * block_bytes
+        each = 1 if config.rows else config.page_size  # tokens of a slot
+        units = 0 if config.rows else blocks * (cache.block_size // each) * cache.kv_heads
+        home, mappings = blocks * block_bytes, 2 if config.rows else 1
+        states = mappings * (home // mmap.PAGESIZE)  # of what could not be read; or of pages
+        if config.encoding is not None:
+            states = cache.retrieval_layers * units // cache.kv_heads
         parts = {
             "dense layers": 0 if streams_dense else blocks * cache.dense_layers * cache.block_bytes,
             "page index": cache.index_bytes(blocks, config),
-            "books": cache.retrieval_layers * units * BOOKS_PER_UNIT + home // mmap.PAGESIZE,
+            "books": cache.retrieval_layers * units * BOOKS_PER_UNIT + states,
             "staging": staging,
+            "open pages": cache.open_bytes(config),
         }
         left = fast - sum(parts.values())
         taken = ", ".join(f"{name} {format_gib(size)}" for name, size in parts.items() if size)
@@ -169,28 +212,42 @@ class Tiers:
                 f"kv_retrieval.recall_cache_bytes={config.recall_cache_bytes} is more than fast "
                 f"memory has: {taken}. Lower it, or {cls._remedy()}."
             )
-        per_slot = cache.retrieval_layers * (unit_bytes + BOOKS_PER_SLOT)
+        books = BOOKS_PER_TOKEN if config.rows else BOOKS_PER_SLOT
+        per_slot = each * cache.token_bytes + books
         recall_bytes = left if config.recall_cache_bytes is None else config.recall_cache_bytes
-        slots = min(units, recall_bytes // per_slot)
-        most = config.budget_limit // config.page_size
-        least = min(units, cache.max_num_seqs * cache.kv_heads * most)
-        if slots < least:
+        room = recall_bytes // per_slot
+        budget = config.budget_limit // config.page_size * config.page_size
+        lists = cache.max_num_seqs * cache.kv_heads
+        if config.rows:
+            # Every request has its own slots, in whole pages, so that their numbers are tokens'.
+            longest = cache.blocks_per_request * cache.block_size
+            own = min(room // cache.retrieval_layers // lists, MOST_TOKENS * budget, longest)
+            needs = [lists * min(budget, longest)] * cache.retrieval_layers
+            slots = [lists * (own // config.page_size) * config.page_size] * cache.retrieval_layers
+        else:
+            most = cache.kv_heads * (budget // config.page_size)
+            attended = cache.attended or (most,) * cache.retrieval_layers
+            needs = [min(units, cache.max_num_seqs * count) for count in attended]
+            # In proportion to what the layers attend to.
+            slots = [min(units, room * need // sum(needs)) for need in needs]
+        if any(slot < need for slot, need in zip(slots, needs, strict=True)):
             raise RetrievalConfigError(
                 f"kv_retrieval.recall_cache_bytes: sink, window and budget of max_num_seqs="
-                f"{cache.max_num_seqs} requests need {format_gib(least * per_slot)} GiB of slots; "
-                f"{taken}. Lower --max-num-seqs or kv_retrieval.budget (or max_budget), raise "
-                f"recall_cache_bytes if you have set it, or {cls._remedy()}."
+                f"{cache.max_num_seqs} requests need {format_gib(sum(needs) * per_slot)} GiB of "
+                f"slots; {taken}. Lower --max-num-seqs or kv_retrieval.budget (or max_budget), "
+                f"raise recall_cache_bytes if you have set it, or {cls._remedy()}."
             )
         return cls(
             blocks=blocks,
-            slots=slots,
+            slots=tuple(slots),
             home=home,
             streams_dense=streams_dense,
             dense=parts["dense layers"],
             index=parts["page index"],
             books=parts["books"],
             staging=staging,
-            recall_cache=slots * per_slot,
+            open_pages=parts["open pages"],
+            recall_cache=sum(slots) * per_slot,
         )
 
     @staticmethod

@@ -6,8 +6,10 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
+from vllm_kvretrieval.attention.cpu.chunks import Chunks
 from vllm_kvretrieval.attention.cpu.metadata import (
     DecodePlan,
+    Prefill,
     RetrievalMetadata,
     Schedule,
     Split,
@@ -16,9 +18,17 @@ from vllm_kvretrieval.attention.cpu.metadata import (
 from vllm_kvretrieval.attention.cpu.observation import LatestQueries
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import Chooser, ContextSelector, IndexStore, Ops, TokenLists
+from vllm_kvretrieval.kernels import (
+    Chooser,
+    ContextSelector,
+    IndexStore,
+    Ops,
+    TokenLists,
+    TokenRecall,
+)
 from vllm_kvretrieval.kernels.cpu import ROWS
 from vllm_kvretrieval.tiers.layer import SlowLayer
+from vllm_kvretrieval.tiers.tokens import TokenSlots
 
 
 class RetrievalAttentionImpl(CPUAttentionBackendImpl):
@@ -30,6 +40,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         stores: The page indexes that these have, each once.
         selector: What the layer selects with for others (a filter layer), or what has selected for
             it (one that follows); None: it selects for itself.
+        prefill_selector: The same for chunks of prompts; None: prefill is exact.
+        recall: Of a filter layer: what recalls for those that follow it, from a slow home.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,12 +61,14 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self.choosers: list[Chooser] = []
         self.stores: list[IndexStore] = []
         self.selector: ContextSelector | None = None
+        self.prefill_selector: ContextSelector | None = None
         self.latest: LatestQueries | None = None
+        self.recall: TokenRecall | None = None
         self.kernels: Ops
         self.staging: PrefillStaging | None = None
         self.slow: SlowLayer | None = None
         self.rows = False
-        self.pages = torch.empty(0)
+        self.pages = self.home_pages = torch.empty(0)
 
     def attach(
         self,
@@ -87,7 +101,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                     f"match a page index for {store.pages} of {store.kv_heads} and "
                     f"{store.page_size}"
                 )
-        # What decode attends to: units, [units, page_size, 2 * head_size].
+        # What decode attends to: units, [units, page_size, 2 * head_size]; and whole contexts.
+        self.home_pages = kv_cache.view(-1, page_size, 2 * self.head_size)
         units = kv_cache if slow is None else slow.slots
         self.pages = units.view(-1, page_size, 2 * self.head_size)
         self.kernels, self.choosers, self.staging, self.slow = kernels, choosers, staging, slow
@@ -95,15 +110,27 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         kept = (c.store for c in choosers if c.store.records.numel())
         self.stores = list({id(store): store for store in kept}.values())
 
-    def filter(self, kernels: Ops, selector: ContextSelector, latest: LatestQueries | None) -> None:
+    def filter(
+        self,
+        kernels: Ops,
+        selector: ContextSelector,
+        latest: LatestQueries | None,
+        prefill_selector: ContextSelector | None,
+    ) -> None:
         """Make this a filter layer, which selects for the layers after it.
 
         Args:
             kernels: Implementation of the ops.
             selector: What it selects with.
             latest: Where its latest queries are kept; None: it selects by the last one alone.
+            prefill_selector: What it selects with for chunks of prompts; None: it does not.
         """
         self.kernels, self.selector, self.latest = kernels, selector, latest
+        self.prefill_selector = prefill_selector
+
+    def follow(self, filter: "RetrievalAttentionImpl") -> None:
+        """Let another layer select for this one."""
+        self.selector, self.prefill_selector = filter.selector, filter.prefill_selector
 
     def do_kv_cache_update(
         self,
@@ -143,6 +170,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             for store in self.stores:
                 self.kernels.index_pages(pages.ids, pages.lengths, store)
         split = attn_metadata.split if ours else None
+        encoded = self.slow is not None and self.slow.encoded
+        assert split is not None or not (ours and encoded), "nobody reads what is encoded"
         if self.choosers and split is not None:
             self._attend_in_parts(layer, query, key, value, kv_cache, split, output)
         else:
@@ -161,6 +190,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             self._select_for_others(query, attn_metadata)
         if slow is not None:
             slow.unmap()
+        if ours and self.slow is not None and encoded:
+            self.slow.close(attn_metadata.leaving)
         return output
 
     def _select_for_others(self, query: torch.Tensor, metadata: RetrievalMetadata) -> None:
@@ -168,7 +199,9 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         assert self.selector is not None
         if self.latest is not None and metadata.observed is not None:
             self.latest.take(query, metadata.observed)
-        for plan in metadata.split.decode if metadata.split is not None else []:
+        if metadata.split is None:
+            return
+        for plan in metadata.split.decode:
             if plan.weights is None:
                 continue
             if self.latest is not None:
@@ -176,6 +209,15 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             else:
                 queries = query if plan.index is None else query[plan.index]
             self.kernels.select_context(queries, plan.weights, plan.rows, self.selector)
+            if self.recall is not None:
+                self._list_selected(plan)
+                self.recall.recall(plan.rows)
+        for chunks in (part.chunks for part in metadata.split.prefill):
+            if chunks is not None:
+                assert self.prefill_selector is not None
+                queries = query[chunks.queries]
+                selector = self.prefill_selector
+                self.kernels.select_context(queries, chunks.weights, chunks.rows, selector)
 
     def _attend_in_parts(
         self,
@@ -193,15 +235,26 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         if split.whole is not None:
             self._attend_to_all(layer, query, key, value, kv_cache, split.whole, output)
         for part in split.prefill:
-            context = kv_cache
-            if part.staged is not None:
-                assert self.staging is not None
-                context, isa = self.staging.buffer, self.staging.isa
-                self.kernels.stage_pages(kv_cache, part.staged, context, isa, self.rows)
+            context = self._stage(kv_cache, part)
             new = slice(part.start, part.start + part.metadata.num_actual_tokens)
             super().forward(
                 layer, query[new], key[new], value[new], context, part.metadata, output[new]
             )
+
+    def _stage(self, kv_cache: torch.Tensor, part: Prefill) -> torch.Tensor:
+        """Where vLLM's kernel is to read the context of prompts."""
+        if part.staged is None and part.chunks is None:
+            return kv_cache
+        assert self.staging is not None
+        buffer, isa = self.staging.buffer, self.staging.isa
+        if part.staged is not None and self.slow is not None and self.slow.encoded:
+            self.slow.lay_out(part.staged, buffer)
+        elif part.staged is not None:
+            self.kernels.stage_pages(kv_cache, part.staged, buffer, isa, self.rows)
+        if part.chunks is not None:
+            self._list_chunks(part.chunks)
+            self.kernels.stage_tokens(kv_cache, part.chunks.lists, buffer, isa)
+        return buffer
 
     def _attend_to_all(
         self,
@@ -218,7 +271,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         if isinstance(by, TokenLists):
             rows = slice(len(by.lengths) // by.kv_heads) if index is None else index
             asked, attended = query[rows], output[rows]
-            self.kernels.attend(asked, by, self.pages, attended, ROWS, self.scale)
+            self.kernels.attend(asked, by, self.home_pages, attended, ROWS, self.scale)
         elif index is None:
             super().forward(layer, query, key, value, kv_cache, by, output)
             return
@@ -236,14 +289,16 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         rows, index = len(plan.rows), plan.index
         query = query[:rows] if index is None else query[index]
         attended = output[:rows] if index is None else torch.empty_like(query)
-        if plan.weights is not None:
-            self._list_selected(plan)
-        else:
+        cache = None if self.slow is None else self.slow.cache
+        if plan.weights is None:
             self.kernels.plan_decode(query, plan.rows, chooser)
-        if self.slow is not None:
-            assert self.slow.cache is not None, "retrieval layers have one"
-            self.slow.cache.resolve(plan.rows)
-            self.slow.cache.prefetch(plan.rows, chooser)
+            if cache is not None:
+                cache.resolve(plan.rows)
+                cache.prefetch(plan.rows, chooser)
+        elif isinstance(cache, TokenSlots):
+            cache.wait()  # for what the filter has listed and recalled
+        else:
+            self._list_selected(plan)
         if plan.schedule is None:
             layout = chooser.store.layout
             self.kernels.attend(query, plan.lists, self.pages, attended, layout, self.scale)
@@ -253,26 +308,34 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             output[index] = attended
 
     def _list_selected(self, plan: DecodePlan) -> None:
-        """What a filter has selected is listed once, by the first of the layers that follow it."""
+        """What a filter has selected is listed once: by the first of the layers that follow it, or
+        by itself, where it recalls it for them."""
         assert self.selector is not None
         if plan.listed is not self.selector:
             self.kernels.list_context(plan.rows, self.selector, self.num_kv_heads)
             plan.listed = self.selector
 
+    def _list_chunks(self, chunks: Chunks) -> None:
+        """The same of chunks of prompts."""
+        assert self.prefill_selector is not None
+        if chunks.listed is not self.prefill_selector:
+            self.kernels.list_context(chunks.rows, self.prefill_selector, self.num_kv_heads)
+            chunks.listed = self.prefill_selector
+
     def _attend_by_vllm(
         self, query: torch.Tensor, plan: DecodePlan, schedule: Schedule, output: torch.Tensor
     ) -> None:
-        """Where keys lie as only vLLM's kernel knows."""
+        """Where keys lie as AMX has them, which vLLM's kernel has, or as only that one knows."""
         single_heads = self.pages.view(len(self.pages), 1, -1, self.head_size)
         keys, values = single_heads.chunk(2, dim=2)
-        shape = (len(plan.lists.lengths), -1, self.head_size)
+        shape = (len(schedule.seq_lens), -1, self.head_size)
         ops.cpu_attention_with_kv_cache(
             query=query.reshape(shape),
             key_cache=keys,
             value_cache=values,
             output=output.view(shape),
             query_start_loc=schedule.query_start_loc,
-            seq_lens=plan.lists.lengths,
+            seq_lens=schedule.seq_lens,
             scale=self.scale,
             causal=True,
             alibi_slopes=None,

@@ -1,6 +1,7 @@
 """What a step looks like to the layers: built once per step, shared by all layers of a group."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,12 +14,14 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from vllm_kvretrieval.attention.cpu.chunks import Chunks, SparsePrefill
 from vllm_kvretrieval.attention.cpu.observation import Observation, Observed
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, TokenLists
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
+from vllm_kvretrieval.tiers.fast import FastTier
 from vllm_kvretrieval.tiers.home import page_runs
 
 if TYPE_CHECKING:
@@ -46,7 +49,7 @@ class DecodePlan:
         rows: The requests, each of which decodes one token.
         index: int64 [rows]; their places in the batch, None where they are the first ones in it.
         lists: What each (row, KV head) attends to; its entries are the rows' ``lists``.
-        schedule: Where vLLM's kernel attends, how.
+        schedule: Where vLLM's kernel attends, how; None: ours does.
         weights: float32 [rows, n]; where filter layers select, those of their n latest queries.
         listed: Whose selection the lists hold, of filter layers.
     """
@@ -64,10 +67,12 @@ class Schedule(NamedTuple):
     """For vLLM's kernel, to which every (row, KV head) is a sequence of its own.
 
     Attributes:
+        seq_lens: int32 [rows * kv_heads]; tokens that each attends to, in every layer.
         query_start_loc: int32 [rows * kv_heads + 1]; 0, 1, 2, ...
         scheduler_metadata: vLLM's own.
     """
 
+    seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
     scheduler_metadata: torch.Tensor
 
@@ -96,13 +101,15 @@ class Prefill:
     Attributes:
         start: Their first token in the batch.
         metadata: vLLM's, for them alone; their tokens counted from there.
-        staged: int32 [n]; the pages to copy into the staging buffer, which is then read; None where
-            the cache itself is.
+        staged: The pages to copy into the staging buffer, which is then read, as
+            :class:`StagedContext` has them; None where the cache itself is.
+        chunks: Where prefill is sparse, what to copy there instead; ``metadata`` is of these.
     """
 
     start: int
     metadata: CPUAttentionMetadata
     staged: torch.Tensor | None
+    chunks: Chunks | None = None
 
 
 @dataclass
@@ -110,7 +117,8 @@ class Split:
     """A step whose requests do not all take vLLM's own path.
 
     Attributes:
-        rows: Requests with a single token; they lead the batch.
+        rows: Requests with a single token; they lead the batch. Over an encoded home, those of them
+            that neither choose nor fit in slots are prefill, too.
         decode: Those of them that attend to pages of their own choice, by method.
         whole: The others.
         prefill: The requests after them, in turns.
@@ -132,12 +140,14 @@ class RetrievalMetadata(CPUAttentionMetadata):
             one of these is longer than the budget: in a dense layer, and in a retrieval layer.
         loaded: Pages that a KV connector may have filled since the last step.
         observed: Queries that filter layers keep, where they select by more than the last.
+        leaving: int64 [n]; over an encoded home, pages to be encoded at the end of the step.
     """
 
     split: Split | None = None
     in_place: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
     loaded: Pages | None = None
     observed: Observed | None = None
+    leaving: torch.Tensor | None = None
 
 
 class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -151,8 +161,10 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.group = self.num_heads // self.num_kv_heads
         self.requests: RequestTable | None = None
         self.staging: PrefillStaging | None = None
+        self.sparse_prefill: SparsePrefill | None = None
         self.home_page_bytes = 0
         self.loads = self.streams_dense = self.attends = self.rows = False
+        self.fast: FastTier | None = None
 
     def attach(
         self,
@@ -164,6 +176,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         streams_dense: bool = False,
         attends: bool = False,
         rows: bool = False,
+        fast: FastTier | None = None,
     ) -> None:
         """Switch retrieval on, once the worker has allocated the layers' state.
 
@@ -174,8 +187,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             home_page_bytes: Bytes of a layer's page in a slow home; 0: the home is fast memory.
             loads: Whether a KV connector may fill pages.
             streams_dense: Whether dense layers are in the slow home, too.
-            attends: Whether our own kernel attends to pages; else vLLM's does.
+            attends: Whether our own kernel attends to pages; else vLLM's does, but for methods of
+                lists of different lengths, which no schedule of a step says.
             rows: Whether the KV cache of retrieval layers has rows; ``attends`` then, and staging.
+            fast: Which pages of a slow home are not encoded; ``attends`` then, and staging. None:
+                the home is not.
 
         Raises:
             ValueError: vLLM's block tables are not in pages of this size.
@@ -185,23 +201,31 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         seats, heads = requests.capacity, self.num_kv_heads
         self.requests, self.staging = requests, staging
         self.home_page_bytes, self.loads = home_page_bytes, loads
-        self.streams_dense, self.attends, self.rows = streams_dense, attends, rows
+        self.streams_dense, self.attends = streams_dense, attends
+        self.rows, self.fast = rows, fast
         methods = requests.config.methods.values()
         self.per_token = [method.per_token for method in methods]
         self.shares = [method.shares for method in methods]
+        self.uneven = [name in requests.allotments for name in requests.config.methods]
         # Of all admissible budgets; a context within it is in fast memory for its own sake.
         self.budget_pages = requests.config.budget_limit // page_size
         # Length of the context at a seat's last sparse decode step.
         self.last_len = requests.per_seat()
         most = self.budget_pages * (page_size if any(self.per_token) else 1)
+        if any(self.uneven):
+            most += requests.most_selected()
         self.lists = torch.empty(seats * heads, most, dtype=torch.int32)
+        self.lengths = torch.empty(seats * heads, dtype=torch.int32)
         self.observation: Observation | None = None
         if any(self.shares):
             # What one filter has selected, until the next one has: other methods' rows have theirs.
             self.shared_lists = torch.empty_like(self.lists)
+            self.shared_lengths = torch.empty_like(self.lengths)
             weights = OBSERVATIONS[requests.config.observation or "last"]
             self.observation = Observation(weights, requests.per_seat(), requests.per_seat())
         self.one_token_starts = torch.arange(seats * heads + 1, dtype=torch.int32)
+        sparse = requests.config.prefill_budget is not None
+        self.sparse_prefill = SparsePrefill(requests.config) if sparse else None
 
     def build(
         self,
@@ -221,6 +245,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
                     f"{self.requests.config.method} selects single tokens, and this model attends "
                     "to some of its input in both directions. Use a method that selects pages."
                 )
+            if self.fast is not None:
+                raise RetrievalConfigError(
+                    f"kv_retrieval.codec={self.requests.config.codec} is not supported for models "
+                    "that attend to some of their input in both directions, as this one; use raw."
+                )
             return metadata
         if self.observation is not None and self.observation.keeps:
             lens, starts = dense.seq_lens.numpy(), dense.query_start_loc.numpy()
@@ -231,7 +260,10 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         elif self.rows:
             everything = self._all_pages(dense.seq_lens, dense.block_table)
             metadata.split = Split(len(dense.seq_lens), [], Whole(None, everything), [])
-        if self.home_page_bytes:
+        if self.fast is not None:
+            metadata.leaving = self._leaving(self.requests, dense)
+            metadata.in_place = None, self._staged_runs(metadata.split)
+        elif self.home_page_bytes:
             metadata.in_place = self._in_place(dense, metadata.split)
         if self.loads and self.requests.arrived:
             metadata.loaded = self._loaded(self.requests, dense)
@@ -251,6 +283,24 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         ids, first = np.unique(table[row, place], return_index=True)
         lengths = np.minimum(lens[rows][row] - position[place], self.block_size)[first]
         return Pages(torch.from_numpy(ids), torch.from_numpy(lengths.astype(np.int32)))
+
+    def _leaving(self, requests: "RequestTable", dense: CPUAttentionMetadata) -> torch.Tensor:
+        """See :attr:`RetrievalMetadata.leaving`."""
+        assert self.fast is not None, "an encoded home has it"
+        lens = dense.seq_lens.numpy()
+        before = lens - np.diff(dense.query_start_loc.numpy())
+        ids = requests.runner.input_batch.req_ids[: len(lens)]
+        closing = self.fast.advance(ids, before, lens, dense.block_table.numpy())
+        return torch.tensor(closing, dtype=torch.int64)
+
+    def _staged_runs(self, split: Split | None) -> np.ndarray | None:
+        """Where what the step stages lies in an encoded home."""
+        parts = [] if split is None else split.prefill
+        staged = [part.staged for part in parts if part.staged is not None]
+        if not staged:
+            return None
+        pages = torch.cat(staged).numpy()
+        return page_runs(pages[pages >= 0], self.home_page_bytes)
 
     def _in_place(
         self, dense: CPUAttentionMetadata, split: Split | None
@@ -279,7 +329,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         rows = int(longer[0]) if len(longer) else common.num_reqs
         decode, others = self._plan(common, dense, rows)
         prefill = self._prefill(dense, rows) if rows < common.num_reqs else []
-        if not decode and not self.rows and all(part.staged is None for part in prefill):
+        if self.fast is not None:
+            alone = [self._staged_row(dense, row) for row in others.tolist()]
+            return Split(rows, decode, None, alone + prefill)
+        in_place = all(part.staged is None and part.chunks is None for part in prefill)
+        if not decode and not self.rows and in_place:
             return None
         whole = None
         if not decode and rows:
@@ -306,24 +360,83 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         lengths = seq_lens.repeat_interleave(heads)
         return TokenLists(units.flatten(0, 1), lengths, self.block_size, heads)
 
+    def _staged_row(self, dense: CPUAttentionMetadata, row: int) -> Prefill:
+        """A row of one token that attends to a whole context, read as prompts are."""
+        assert self.staging is not None, "an encoded home has it"
+        alone = slice(row, row + 1)
+        starts = dense.query_start_loc[row : row + 2]
+        (staged,) = self.staging.plan(dense.block_table[alone], dense.seq_lens[alone], starts)
+        return Prefill(row, self._part(dense, alone, staged.block_table), staged.pages)
+
     def _prefill(self, dense: CPUAttentionMetadata, rows: int) -> list[Prefill]:
         """The requests behind the rows."""
-        starts, table = dense.query_start_loc[rows:], dense.block_table[rows:]
-        staged = self.staging.plan(table, dense.seq_lens[rows:], starts) if self.staging else []
+        everything = slice(rows, len(dense.seq_lens))
+        if self.sparse_prefill is None:
+            return self._prefill_exactly(dense, everything)
+        assert self.requests is not None
+        seats = self.requests.seats(everything.stop)[rows:]
+        sparse = self.requests.prefills_sparsely(seats)
+        lens = dense.seq_lens.numpy()[rows:]
+        new = np.diff(dense.query_start_loc.numpy()[rows:])
+        pairs = new * (2 * lens.astype(np.int64) - new + 1) // 2
+        skipped = np.where(sparse, self.sparse_prefill.skipped(lens, new), 0)
+        self.requests.count_prefill(seats, lens, pairs, pairs - skipped)
+        sparse &= lens > self.sparse_prefill.exact
+        parts = list[Prefill]()
+        borders = np.flatnonzero(np.diff(sparse)) + 1
+        for begin, end in pairwise([0, *borders.tolist(), len(sparse)]):
+            requests = slice(rows + begin, rows + end)
+            if sparse[begin]:
+                parts += self._prefill_sparsely(dense, requests, self.sparse_prefill, parts)
+            else:
+                parts += self._prefill_exactly(dense, requests)
+        return parts
+
+    def _prefill_exactly(self, dense: CPUAttentionMetadata, requests: slice) -> list[Prefill]:
+        first, starts = requests.start, dense.query_start_loc[requests.start : requests.stop + 1]
+        lens, table = dense.seq_lens[requests], dense.block_table[requests]
+        staged = self.staging.plan(table, lens, starts) if self.staging else []
         if not staged:
-            return [Prefill(rows, self._part(dense, slice(rows, len(dense.seq_lens)), table), None)]
+            return [Prefill(int(starts[0]), self._part(dense, requests, table), None)]
         return [
             Prefill(
                 int(starts[part.requests.start]),
                 self._part(
                     dense,
-                    slice(rows + part.requests.start, rows + part.requests.stop),
+                    slice(first + part.requests.start, first + part.requests.stop),
                     part.block_table,
                 ),
                 part.pages,
             )
             for part in staged
         ]
+
+    def _prefill_sparsely(
+        self,
+        dense: CPUAttentionMetadata,
+        requests: slice,
+        by: SparsePrefill,
+        earlier: list[Prefill],
+    ) -> list[Prefill]:
+        """Requests whose prompts are divided into chunks, after those of this step before them."""
+        assert self.staging is not None, "a cache of rows has one"
+        starts = dense.query_start_loc[requests.start : requests.stop + 1].numpy()
+        division = by.divide(dense.seq_lens[requests].numpy(), np.diff(starts))
+        seat = sum(len(part.chunks.rows) for part in earlier if part.chunks is not None)
+        planned = by.plan(
+            division,
+            dense.block_table[requests],
+            int(starts[0]),
+            self.staging,
+            self.num_kv_heads,
+            seat,
+        )
+        parts = list[Prefill]()
+        for chunks in planned:
+            lens = chunks.lists.lengths[:: self.num_kv_heads].contiguous()
+            metadata = self._with_schedule(dense, chunks.query_start_loc, lens, chunks.block_table)
+            parts.append(Prefill(chunks.start, metadata, None, chunks))
+        return parts
 
     def _plan(
         self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata, count: int
@@ -343,7 +456,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         parts = split_rows(batch, pages, decodes)
         self.requests.count_steps(seats, lens, pages, parts.sparse, decodes)
         keeps = self.observation is not None and self.observation.keeps
-        if not parts.sparsely and count == common.num_reqs and decodes.all() and not keeps:
+        looks = keeps or self.fast is not None
+        if not parts.sparsely and count == common.num_reqs and decodes.all() and not looks:
             room = batch.total_pages * self.block_size - lens
             never = np.iinfo(np.int32).max
             self.requests.expect_calm(int(np.where(batch.exact, never, room).min()))
@@ -352,7 +466,37 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             index = slice(None) if rows is None else rows
             place = None if rows is None else torch.from_numpy(rows)
             plans.append(self._decode_plan(dense, method, seats[index], place))
-        return plans, parts.whole
+        whole = parts.whole
+        if self.fast is not None:
+            fits = pages[whole] <= self.budget_pages
+            if fits.any():
+                plans.append(self._whole_in_slots(dense, seats[whole[fits]], whole[fits]))
+            whole = whole[~fits]
+        return plans, whole
+
+    def _whole_in_slots(
+        self, dense: CPUAttentionMetadata, seats: np.ndarray, places: np.ndarray
+    ) -> DecodePlan:
+        """Rows that attend to whole contexts, of which slots hold as much as any budget allows."""
+        assert self.requests is not None
+        rows, heads, index = len(seats), self.num_kv_heads, torch.from_numpy(places)
+        seq_lens = dense.seq_lens[index]
+        nothing = torch.zeros(rows, dtype=torch.int32)
+        decode_rows = DecodeRows(
+            block_table=dense.block_table[index],
+            seq_lens=seq_lens,
+            seats=torch.from_numpy(seats),
+            sink=nothing,
+            window=nothing,
+            select=nothing - 1,
+            threshold=nothing.float(),
+            fresh=nothing.to(torch.uint8),
+            corrected=self.requests.corrected,
+            lists=self.lists[: rows * heads],
+            lengths=self.lengths[: rows * heads],
+        )
+        lists = TokenLists(decode_rows.lists, decode_rows.lengths, self.block_size, heads)
+        return DecodePlan(0, decode_rows, index, lists, None)
 
     def _decode_plan(
         self,
@@ -372,9 +516,6 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.last_len[seats] = lens
         per_token, shares = self.per_token[method], self.shares[method]
         units = self.block_size if per_token else 1  # of selection, in a page
-        attended = batch.total_pages * self.block_size
-        if not per_token:
-            attended -= self.block_size - ((lens - 1) % self.block_size + 1)  # the tail page's rest
         decode_rows = DecodeRows(
             block_table=block_table,
             seq_lens=seq_lens,
@@ -386,15 +527,19 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             fresh=torch.from_numpy(fresh.astype(np.uint8)),
             corrected=self.requests.corrected,
             lists=(self.shared_lists if shares else self.lists)[: rows * heads],
+            lengths=(self.shared_lengths if shares else self.lengths)[: rows * heads],
             per_token=per_token,
         )
-        attended_lens = torch.from_numpy(np.repeat(attended.astype(np.int32), heads))
-        run = self.block_size // units
-        lists = TokenLists(decode_rows.lists, attended_lens, run, heads)
+        # Recalled from a slow home are tokens one by one, whoever selects them.
+        run = 1 if self.rows and self.home_page_bytes else self.block_size // units
+        lists = TokenLists(decode_rows.lists, decode_rows.lengths, run, heads)
         schedule = None
-        if not self.attends:
+        if not self.attends and not self.uneven[method]:
+            # Pages, of which the last is the tail page, partly filled.
+            attended = batch.total_pages * self.block_size - (-lens % self.block_size)
+            lengths = torch.from_numpy(np.repeat(attended.astype(np.int32), heads))
             starts = self.one_token_starts[: rows * heads + 1]
-            schedule = Schedule(starts, self._schedule(attended_lens, starts, self.group, 1))
+            schedule = Schedule(lengths, starts, self._schedule(lengths, starts, self.group, 1))
         weights = self.observation.weights_of(seats) if self.observation and shares else None
         return DecodePlan(method, decode_rows, index, lists, schedule, weights)
 

@@ -24,7 +24,7 @@ class StagedContext(NamedTuple):
 
     Attributes:
         requests: Which of those that prefill.
-        pages: int32 [n]; the pages to copy, in order.
+        pages: int32 [n]; the pages to copy, in order. Of an encoded home int64, and -1 for none.
         block_table: int32 [requests, blocks]; where each request's context then lies.
     """
 
@@ -42,6 +42,7 @@ class PrefillStaging:
         max_tokens: Tokens of the longest context.
         isa: Variant of vLLM's kernel that reads it.
         rows: Whether the KV cache has rows, which that kernel does not read.
+        encoded: Whether its pages are encoded, which it does not read either.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class PrefillStaging:
         max_tokens: int,
         isa: str = "vec",
         rows: bool = False,
+        encoded: bool = False,
     ) -> None:
         blocks = -(-max_tokens // BLOCK_SIZE)
         self.pages_per_block = BLOCK_SIZE // page_size
-        self.isa, self.rows = isa, rows
+        self.page_size, self.isa = page_size, isa
+        self.rows, self.encoded = rows, encoded
         self.buffer = torch.empty(blocks, kv_heads, BLOCK_SIZE, 2 * head_size, dtype=dtype)
 
     def plan(
@@ -76,14 +79,14 @@ class PrefillStaging:
         lens = seq_lens.numpy().astype(np.int64)
         blocks = -(-lens // BLOCK_SIZE)
         table = block_table.numpy()
-        if self.rows:
-            return [self._lay_out(table, blocks, turn) for turn in self._turns(blocks)]
+        if self.rows or self.encoded:
+            return [self._lay_out(table, lens, blocks, turn) for turn in self.turns(blocks)]
         queries = np.diff(query_start_loc.numpy())
         if blocks.sum() > len(self.buffer) or lens @ queries < WORTHWHILE_QUERIES * lens.sum():
             return []
-        return [self._lay_out(table, blocks, slice(0, len(blocks)))]
+        return [self._lay_out(table, lens, blocks, slice(0, len(blocks)))]
 
-    def _turns(self, blocks: np.ndarray) -> list[slice]:
+    def turns(self, blocks: np.ndarray) -> list[slice]:
         """Adjacent requests, as many together as fit; one does."""
         firsts, room = list[int](), 0
         for request, count in enumerate(blocks.tolist()):
@@ -93,18 +96,25 @@ class PrefillStaging:
             room -= count
         return [slice(*pair) for pair in pairwise([*firsts, len(blocks)])]
 
-    def _lay_out(self, table: np.ndarray, blocks: np.ndarray, requests: slice) -> StagedContext:
-        table, blocks = table[requests], blocks[requests]
+    def _lay_out(
+        self, table: np.ndarray, lens: np.ndarray, blocks: np.ndarray, requests: slice
+    ) -> StagedContext:
+        table, lens, blocks = table[requests], lens[requests], blocks[requests]
         last = table.shape[1] - 1
         # A last block is filled up with whatever page comes next: nobody attends to it.
         pages = [
             table[request, np.minimum(np.arange(count * self.pages_per_block), last)]
             for request, count in enumerate(blocks)
         ]
+        if self.encoded:  # of which such a page cannot be read
+            for own, count in zip(pages, -(-lens // self.page_size), strict=True):
+                own[count:] = -1
         starts = np.cumsum(blocks) - blocks
         staged = starts[:, None] + np.arange(blocks.max())
         return StagedContext(
             requests,
-            torch.from_numpy(np.concatenate(pages)),
+            torch.from_numpy(np.concatenate(pages)).to(
+                torch.int64 if self.encoded else torch.int32
+            ),
             torch.from_numpy(np.minimum(staged, len(self.buffer) - 1).astype(np.int32)),
         )

@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, create_kv_cache_views
 from vllm.v1.worker.utils import bind_kv_cache, map_kv_caches_to_kernel_blocks
 
 from vllm_kvretrieval.kernels.cpu import MappingGuard
+from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
 
 
@@ -18,7 +19,8 @@ def allocate_kv_cache(
     kernel_block_sizes: list[int],
     in_home: list[str],
     directory: str,
-) -> tuple[dict[str, torch.Tensor], DiskHome]:
+    encoded_bytes: int | None = None,
+) -> tuple[dict[str, torch.Tensor], DiskHome | EncodedHome]:
     """Allocate the KV cache and bind it to the layers, as the model runner does with one medium.
 
     To vLLM a block is a block: it allots, shares, hashes and frees them by number, and writes to
@@ -30,12 +32,17 @@ def allocate_kv_cache(
         kernel_block_sizes: Tokens per page, per group.
         in_home: Names of the layers in the slow home, in the order of the model.
         directory: Where the home's file is to lie.
+        encoded_bytes: Bytes of a layer there, where its pages are encoded.
 
     Returns:
         The layers' caches by name, and the home, whose layers are numbered as in ``in_home``.
     """
     (tensor,), (group,) = kv_cache_config.kv_cache_tensors, kv_cache_config.kv_cache_groups
-    home = DiskHome(directory, len(in_home), tensor.layer_stride, MappingGuard)
+    home: DiskHome | EncodedHome
+    if encoded_bytes is None:
+        home = DiskHome(directory, len(in_home), tensor.layer_stride, MappingGuard)
+    else:
+        home = EncodedHome(directory, len(in_home), tensor.layer_stride, encoded_bytes)
     dense = [name for name in tensor.layers if name not in in_home]
     memory = torch.zeros(len(dense) * tensor.layer_stride, dtype=torch.int8)
     kv_caches: dict[str, torch.Tensor] = {}

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 from vllm.utils.mem_utils import format_gib
@@ -14,6 +15,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.roles import Follows, Role
+from vllm_kvretrieval.retrieval.shares import Allotment, allot
 from vllm_kvretrieval.tiers.place import check_room, directory_for
 from vllm_kvretrieval.tiers.sizes import Cache, Tiers
 
@@ -38,7 +40,7 @@ class PlanningWorker(CPUWorker):
 
         Without a slow home, a KV cache size that the user fixed is left as it is, and the others
         come on top. With one, all of them share that size, and these are the bytes of all blocks
-        that home holds, wherever their layers are kept.
+        that home holds, wherever their layers are kept and however they are encoded.
 
         Raises:
             RetrievalConfigError: Nothing would be retrieved, or memory does not suffice.
@@ -56,7 +58,7 @@ class PlanningWorker(CPUWorker):
         staging = self._staging_bytes()
         self.tiers = self._plan_tiers(available, staging)
         if self.tiers is not None:
-            return self.tiers.home + self.tiers.dense
+            return self.tiers.blocks * sum(spec.page_size_bytes for spec in specs.values())
         if not specs:
             return available  # a stage of a pipeline without attention
         block, index = self._bytes_per_block(specs)
@@ -123,6 +125,8 @@ class PlanningWorker(CPUWorker):
             dtype=spec.dtype,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_model_len=self.model_config.max_model_len,
+            attended=self._attended(spec.num_kv_heads) if self.allotments else None,
+            step_tokens=self.scheduler_config.max_num_batched_tokens,
         )
         if config.home == "auto" and cache.fits_in(fast - staging, config):
             return None
@@ -132,6 +136,55 @@ class PlanningWorker(CPUWorker):
         workers = self.parallel_config.local_world_size
         check_room(directory_for(config.home_path), tiers.home, workers)
         return tiers
+
+    @functools.cached_property
+    def retrieval_heads(self) -> dict[str, slice]:
+        """Which of all KV heads of retrieval layers, counted layer after layer, are a layer's."""
+        specs = self.get_kv_cache_spec()
+        plain = [name for name, spec in specs.items() if type(spec) is FullAttentionSpec]
+        names = sorted(self.retrieving(plain), key=extract_layer_index)
+        heads, first = dict[str, slice](), 0
+        for name in names:
+            heads[name] = slice(first, first + specs[name].num_kv_heads)
+            first = heads[name].stop
+        return heads
+
+    @functools.cached_property
+    def allotments(self) -> dict[str, Allotment]:
+        """Of methods whose layers or KV heads do not all select as much, by name."""
+        config = self.retrieval_config
+        uneven = {n: m for n, m in config.methods.items() if not m.budget_shares.uniform}
+        if not uneven:
+            return {}
+        size = self.parallel_config.tensor_parallel_size
+        copies = max(1, size // self.model_config.get_total_num_kv_heads())  # of each KV head
+        part = self.rank % size // copies, size // copies
+        own = [heads.stop - heads.start for heads in self.retrieval_heads.values()]
+        heads = [count * part[1] for count in own]
+        longest = self.model_config.max_model_len
+        return {
+            name: allot(
+                method.budget_shares,
+                heads,
+                longest if method.per_token else -(-longest // config.page_size),
+                part,
+            )
+            for name, method in uneven.items()
+        }
+
+    def _attended(self, kv_heads: int) -> tuple[int, ...]:
+        """Of each retrieval layer, the (page, KV head) units that a request attends to at most."""
+        config = self.retrieval_config
+        budget = config.budget_limit // config.page_size
+        beyond = [
+            self.allotments[name].most(most) - most
+            for name, most in config.most_selected.items()
+            if name in self.allotments
+        ]
+        most = budget + np.max(beyond, axis=0).clip(min=0)
+        longest = -(-self.model_config.max_model_len // config.page_size)
+        most = np.minimum(most, max(longest, budget))
+        return tuple(most.reshape(-1, kv_heads).sum(1).tolist())
 
     @functools.cached_property
     def roles(self) -> dict[int, Role]:

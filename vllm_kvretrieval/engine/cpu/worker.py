@@ -1,6 +1,8 @@
 """The CPU worker with retrieval."""
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cpu.observation import LatestQueries
@@ -27,16 +30,25 @@ from vllm_kvretrieval.kernels import (
     IndexStore,
     RecallCache,
     Selection,
+    TokenRecall,
     cpu,
 )
+from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.index.check import check_outside
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, Filters, Follows
+from vllm_kvretrieval.tiers.encoded import EncodedHome
+from vllm_kvretrieval.tiers.fast import FastTier
 from vllm_kvretrieval.tiers.home import DiskHome
 from vllm_kvretrieval.tiers.layer import SlowLayer
 from vllm_kvretrieval.tiers.place import directory_for
+from vllm_kvretrieval.tiers.tokens import TokenSlots
 
 logger = init_logger("vllm.kvretrieval.worker")
+
+ATTENDED = ("vec", "vec16")
+"""Layouts of vLLM's that our kernel attends to in its place. That of AMX it reads for lists of
+different lengths only: how it then compares with vLLM's kernel, which uses AMX, is not known."""
 
 
 class RetrievalCPUWorker(PlanningWorker):
@@ -51,9 +63,13 @@ class RetrievalCPUWorker(PlanningWorker):
         super().__init__(*args, **kwargs)
         self.requests: RequestTable | None = None
         self.retrieval_layers: dict[str, RetrievalAttentionImpl] = {}
-        self.home: DiskHome | None = None
+        self.home: DiskHome | EncodedHome | None = None
+        self.fast: FastTier | None = None  # of a home that is encoded
         self.in_home: list[str] = []  # names of the layers in home, in its order
-        self.recall_caches: list[RecallCache] = []  # those of the retrieval layers among them
+        # Those of the retrieval layers among them, where pages are recalled, or single tokens.
+        self.recall_caches: list[RecallCache] = []
+        self.token_slots: dict[str, TokenSlots] = {}
+        self.token_recalls: list[TokenRecall] = []  # of layers, and of filters
         # What the current step copied on write (source, target), and what the last one lost.
         self._copied: list[tuple[int, int]] = []
         self._lost: set[int] = set()
@@ -71,8 +87,14 @@ class RetrievalCPUWorker(PlanningWorker):
             kernel_block_sizes,
             self.in_home,
             directory_for(self.retrieval_config.home_path),
+            None if self.encoding is None else self.tiers.home // len(self.in_home),
         )
         return kv_caches
+
+    @property
+    def encoding(self) -> Codec | None:
+        """What home holds pages by, where there is one that is encoded."""
+        return None if self.tiers is None else self.retrieval_config.encoding
 
     def _zero_blocks(self, block_ids: list[int]) -> None:
         """What the model runner calls in place of its own method, which takes pages for blocks."""
@@ -110,16 +132,26 @@ class RetrievalCPUWorker(PlanningWorker):
         dense_share = 1 - sum(len(names) for *_, names in groups) / full if full else 0.0
         if config.memory_fraction is not None:
             config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
-        self.requests = RequestTable(config, capacity, heads, self.model_runner, dense_share)
+        if self.encoding is not None:
+            self.fast = FastTier(config.page_size, config.open_pages)
+        retrieving = {name for *_, names in groups for name in names}
+        if self.allotments and retrieving != {*self.retrieval_heads}:
+            raise RetrievalConfigError(
+                f"kv_retrieval.budget_shares: not all layers of {self.model_config.model} with "
+                "full attention take pages of their own choice; leave it out."
+            )
+        self.requests = RequestTable(
+            config, capacity, heads, self.model_runner, dense_share, self.allotments
+        )
         streams_dense = self.tiers is not None and self.tiers.streams_dense
-        selectors = self._attach_filters(layers)
+        filters = self._attach_filters(layers)
         for builder, staging, names in groups:
             for name in names:
                 layout = cpu.ROWS if config.rows else builder.isa
                 self._attach(name, layers[name], layout, staging)
                 role = self.roles.get(extract_layer_index(name))
                 if isinstance(role, Follows):
-                    layers[name].impl.selector = selectors[role.filter]
+                    layers[name].impl.follow(filters[role.filter])
             page_bytes = self._home_bytes_per_page()
             builder.attach(
                 self.requests,
@@ -128,11 +160,14 @@ class RetrievalCPUWorker(PlanningWorker):
                 page_bytes,
                 foreign,
                 streams_dense,
-                config.rows or builder.isa in cpu.ATTENDED,
+                config.rows or builder.isa in ATTENDED,
                 config.rows and bool(names),
+                self.fast,
             )
         if streams_dense:
             self._attach_streamed(layers)
+        if self.home is not None:
+            self._share_recalls(layers)
         if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
             get_kv_transfer_group().report(self._take_failed_blocks, self._take_stats)
         self._log_start(len(layers))
@@ -156,6 +191,11 @@ class RetrievalCPUWorker(PlanningWorker):
                 f"{config.method} cannot be combined with a KV connector for "
                 f"{self.model_config.model}, {why}. Leave --kv-transfer-config and "
                 "--kv-offloading-size out."
+            )
+        if others and self.allotments:
+            raise RetrievalConfigError(
+                f"kv_retrieval.budget_shares cannot be served with {self.model_config.model}, "
+                f"{why}: vLLM's own attention reads lists of one length. Leave it out."
             )
         if others and config.rows:
             raise RetrievalConfigError(
@@ -201,26 +241,78 @@ class RetrievalCPUWorker(PlanningWorker):
                 f"cache has {tokens} (times KV heads), more than 31 bits number. Lower "
                 "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)."
             )
-        choosers = self._choosers(impl, kv_cache, layout)
+        choosers = self._choosers(name, impl, kv_cache, layout)
         slow = None
         if self.home is not None:
             assert self.tiers is not None
             assert self.requests is not None
-            units = kv_cache.view(-1, 1, 2 * page_size, impl.head_size)
-            file = self.home.fd, self.home.begin(self.in_home.index(name))
-            cache = cpu.RecallCache(
-                units, self.tiers.slots, impl.num_kv_heads, self.requests.recalls, file
-            )
-            slow = self._slow_layer(name, cache)
-            self.recall_caches.append(cache)
+            if layout == cpu.ROWS:
+                self.token_slots[name] = self._token_slots(name, kv_cache)
+                slow = self._slow_layer(name, self.token_slots[name])
+            else:
+                units = kv_cache.view(-1, 1, 2 * page_size, impl.head_size)
+                cache = cpu.RecallCache(
+                    units,
+                    self._slots_of(name),
+                    impl.num_kv_heads,
+                    self.requests.recalls,
+                    (self.home.fd, self.home.begin(self.in_home.index(name))),
+                    self.encoding,
+                )
+                slow = self._slow_layer(name, cache)
+                self.recall_caches.append(cache)
         impl.attach(cpu, choosers, kv_cache, staging, slow, layout == cpu.ROWS)
         self.retrieval_layers[name] = impl
 
-    def _attach_filters(self, layers: dict[str, Any]) -> dict[int, ContextSelector]:
-        """Make the filter layers such; what they select with, by the layer's number."""
+    def _slots_of(self, name: str) -> int:
+        """How many the layer has."""
+        assert self.tiers is not None
+        return self.tiers.slots[[*self.retrieval_heads].index(name)]
+
+    def _scattered(self, name: str, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The layer's KV cache as single tokens of it are read."""
+        assert isinstance(self.home, DiskHome), "rows are not encoded"
+        memory = self.home.scattered(self.in_home.index(name))
+        return memory[: kv_cache.nbytes].view(kv_cache.dtype).view(kv_cache.shape)
+
+    def _token_slots(self, name: str, kv_cache: torch.Tensor) -> TokenSlots:
+        """Slots for single tokens of a layer in home."""
+        assert self.requests is not None
+        seats, (_, kv_heads, _, width) = self.requests.capacity, kv_cache.shape
+        capacity = self._slots_of(name) // (seats * kv_heads)
+        slots = torch.empty(seats, kv_heads, capacity, width, dtype=kv_cache.dtype)
+        homes = [self._scattered(name, kv_cache)]
+        own = cpu.TokenRecall(homes, [slots], self.requests.recalls, shared=False)
+        self.token_recalls.append(own)
+        return TokenSlots(slots, own)
+
+    def _share_recalls(self, layers: dict[str, Any]) -> None:
+        """Let each filter recall what it selects for all layers that follow it, at once."""
+        assert self.requests is not None
+        followers: dict[int, list[str]] = {}
+        for name in self.in_home:
+            role = self.roles.get(extract_layer_index(name))
+            if isinstance(role, Follows):
+                followers.setdefault(role.filter, []).append(name)
+        impls = {extract_layer_index(n): layers[n].impl for n in self.get_kv_cache_spec()}
+        for number, names in followers.items():
+            slots = [self.token_slots[name] for name in names]
+            recall = cpu.TokenRecall(
+                [self._scattered(name, layers[name].kv_cache) for name in names],
+                [of_layer.slots for of_layer in slots],
+                self.requests.recalls,
+                shared=True,
+            )
+            for place, of_layer in enumerate(slots):
+                of_layer.share(recall, place)
+            impls[number].recall = recall
+            self.token_recalls.append(recall)
+
+    def _attach_filters(self, layers: dict[str, Any]) -> dict[int, RetrievalAttentionImpl]:
+        """Make the filter layers such; by their numbers."""
         config, seats = self.retrieval_config, self.scheduler_config.max_num_seqs
         window = len(OBSERVATIONS[config.observation or "last"])
-        selectors = {}
+        filters = {}
         for group in itertools.chain.from_iterable(self.model_runner.attn_groups):
             for name in group.layer_names:
                 number = extract_layer_index(name)
@@ -237,27 +329,39 @@ class RetrievalCPUWorker(PlanningWorker):
                     cache=kv_cache,
                     layout=group.get_metadata_builder().isa,
                 )
-                chosen = torch.zeros(seats, max(config.most_selected, 1), dtype=torch.int32)
+                most = config.most_selected[config.method]
+                chosen = torch.zeros(seats, max(most, 1), dtype=torch.int32)
                 selector = ContextSelector(store, chosen, impl.num_queries_per_kv, impl.scale)
                 latest = None
                 if window > 1:
                     heads = impl.num_kv_heads * impl.num_queries_per_kv
                     latest = LatestQueries(seats, window, heads, impl.head_size, kv_cache.dtype)
-                impl.filter(cpu, selector, latest)
-                selectors[number] = selector
-        return selectors
+                impl.filter(cpu, selector, latest, self._chunk_selector(selector))
+                filters[number] = impl
+        return filters
 
-    def _choosers(self, impl: Any, kv_cache: torch.Tensor, layout: str) -> list[Chooser]:
+    def _chunk_selector(self, selector: ContextSelector) -> ContextSelector | None:
+        """What a filter selects with for chunks of prompts; None where prefill is exact."""
+        if self.retrieval_config.prefill_budget is None:
+            return None
+        by, scheduler = SparsePrefill(self.retrieval_config), self.scheduler_config
+        most = by.most_chunks(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        chosen = torch.zeros(most, by.select, dtype=torch.int32)
+        return replace(selector, chosen=chosen, handle=None)
+
+    def _choosers(self, name: str, impl: Any, kv_cache: torch.Tensor, layout: str) -> list[Chooser]:
         """How a layer selects, by the number of the method."""
-        config = self.retrieval_config
+        assert self.requests is not None
+        config, requests, heads = self.retrieval_config, self.requests, self.retrieval_heads[name]
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
         by_each = any(m.selects and not m.shares for m in config.methods.values())
         check_outside(config.stores, impl.head_size, kv_cache.dtype)
         selection = Selection.empty(
             seats=self.scheduler_config.max_num_seqs,
             group=impl.num_queries_per_kv,
-            most_selected=max(config.most_selected, 1) if by_each else 1,
+            most_selected=max(requests.most_selected(heads), 1) if by_each else 1,
             dtype=kv_cache.dtype,
+            counts=None if requests.selected is None else requests.selected[:, heads],
             **shape,
         )
         stores = {
@@ -281,7 +385,7 @@ class RetrievalCPUWorker(PlanningWorker):
             for m in config.methods.values()
         ]
 
-    def _slow_layer(self, name: str, cache: RecallCache | None) -> SlowLayer:
+    def _slow_layer(self, name: str, cache: RecallCache | TokenSlots | None) -> SlowLayer:
         assert self.home is not None
         number = self.in_home.index(name)
         dense_follows = bool(self.in_home[number + 1 :]) and not self.retrieving(
@@ -294,9 +398,16 @@ class RetrievalCPUWorker(PlanningWorker):
         page_size, rows = self.retrieval_config.page_size, self.retrieval_config.rows
         if self.tiers is not None and not self.tiers.staging:
             return None
+        encoded = self.encoding is not None
         if builder.isa not in (ISAS_OF_ROWS if rows else ISAS):
+            if encoded:
+                raise RetrievalConfigError(
+                    f"kv_retrieval.codec={self.retrieval_config.codec} cannot encode pages of "
+                    f"{self.model_config.model}, whose keys vLLM lays out for {builder.isa}; use "
+                    "codec=raw."
+                )
             return None
-        if BLOCK_SIZE % page_size or (page_size == BLOCK_SIZE and not rows):
+        if BLOCK_SIZE % page_size or (page_size == BLOCK_SIZE and not (rows or encoded)):
             return None
         return PrefillStaging(
             page_size,
@@ -306,6 +417,7 @@ class RetrievalCPUWorker(PlanningWorker):
             self.model_config.max_model_len,
             builder.isa,
             rows,
+            encoded,
         )
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -313,8 +425,13 @@ class RetrievalCPUWorker(PlanningWorker):
         finished, preempted = scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids
         if finished or preempted:
             for slot in self.requests.release(finished, preempted or ()):
-                for cache in self.recall_caches:
+                for cache in self._recalls:
                     cache.release(slot)
+            if self.fast is not None:
+                full, unfinished = self.fast.end(itertools.chain(finished, preempted or ()))
+                for cache in self.recall_caches:
+                    cache.close(torch.tensor(full, dtype=torch.int64))
+                    cache.abandon(unfinished)
         arrived = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         arrived |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
         self.requests.begin_step(
@@ -323,6 +440,8 @@ class RetrievalCPUWorker(PlanningWorker):
             arrived,
         )
         self._copied = list(scheduler_output.kv_cache_block_copies or ())
+        if self._copied and self.encoding is not None:
+            raise RuntimeError("vLLM copies blocks of a KV cache that is encoded elsewhere")
         self._copy_index(self._copied)
         output = super().execute_model(scheduler_output)
         if self.home is not None:
@@ -352,20 +471,25 @@ class RetrievalCPUWorker(PlanningWorker):
         failed, self._lost = lost | self._lost, lost
         return failed
 
+    @property
+    def _recalls(self) -> Sequence[RecallCache | TokenRecall]:
+        return self.recall_caches or self.token_recalls
+
     def _take_stats(self) -> dict[str, int]:
         """What the connector reports."""
         assert self.requests is not None
-        caches = self.recall_caches
-        unit_bytes = caches[0].slots[0].nbytes if caches else 0
+        recalls = self._recalls
+        bytes_per_read = recalls[0].bytes_per_read if recalls else 0
+        slots = sum(self.tiers.slots) if self.tiers is not None else 0
         counts = self.requests.take_counts()
         return {
             "units_attended": counts.attended,
             "units_looked_up": counts.looked_up,
             "units_missed": counts.missed,
-            "bytes_recalled": counts.recalled * unit_bytes,
+            "bytes_recalled": counts.recalled * bytes_per_read,
             "heads_corrected": counts.corrected,
-            f"slots_used/{self.rank}": sum(cache.used for cache in caches),
-            f"slots/{self.rank}": sum(len(cache.slots) for cache in caches),
+            f"slots_used/{self.rank}": sum(recall.used for recall in recalls),
+            f"slots/{self.rank}": slots,
         }
 
     def _copy_index(self, copies: Any) -> None:
@@ -383,6 +507,14 @@ class RetrievalCPUWorker(PlanningWorker):
                 [block * len(pages) + page for block in target.tolist() for page in pages]
             )
 
+    def _described_shares(self) -> str:
+        """How far KV heads differ in what they select, by the engine's own method."""
+        allotment = self.allotments.get(self.retrieval_config.method)
+        if allotment is None:
+            return ""
+        own = allotment.shares[allotment.own]
+        return f" on average, {own.min():.2f} to {own.max():.2f} times what is selected"
+
     def _log_start(self, num_layers: int) -> None:
         config = self.retrieval_config
         budget = config.page_budget()
@@ -395,10 +527,11 @@ class RetrievalCPUWorker(PlanningWorker):
             name = f"{store.index.name} per {store.entry_tokens} tokens"
             size[name] = size.get(name, 0) + store.records.numel()
         logger.info(
-            "%s: decode attends to at most %d tokens per KV head (sink %d, window %d, selected %d, "
-            "in %s) in %d of %d layers; page index %s; %s kernels.",
+            "%s: decode attends to at most %d tokens per KV head%s (sink %d, window %d, selected "
+            "%d, in %s) in %d of %d layers; page index %s; %s kernels.",
             config.method,
             budget.total * config.page_size,
+            self._described_shares(),
             budget.sink * config.page_size,
             budget.window * config.page_size,
             budget.select * config.page_size,
@@ -408,16 +541,26 @@ class RetrievalCPUWorker(PlanningWorker):
             ", ".join(f"{format_gib(b)} GiB ({name})" for name, b in size.items()) or "none",
             cpu.isa(),
         )
+        if config.prefill_budget is not None:
+            parts = config.page_budget(config.prefill_budget)
+            logger.info(
+                "Prefill is sparse in these layers: chunks of %d tokens attend to %d before them "
+                "(sink %d, window %d, selected %d).",
+                config.prefill_chunk,
+                config.prefill_budget,
+                *(pages * config.page_size for pages in (parts.sink, parts.window, parts.select)),
+            )
         if others := [name for name in config.methods if name != config.method]:
             logger.info("Requests may also name these methods: %s.", ", ".join(others))
         if self.tiers is not None:
             tiers = self.tiers
             logger.info(
-                "home=disk in %s: %s GiB for %d tokens. Of fast memory, page index and books take "
-                "%s GiB, dense layers %s, staging for prefill %s, and the recall cache's %s GiB "
-                "hold %d slots per layer for what %d requests attend to.",
+                "home=disk in %s: %s GiB (%s) for %d tokens. Of fast memory, page index and books "
+                "take %s GiB, dense layers %s, staging for prefill %s, and the recall cache's %s "
+                "GiB hold %d %s per layer for what %d requests attend to.",
                 directory_for(config.home_path),
                 format_gib(tiers.home),
+                config.codec,
                 (tiers.blocks - 1) * self.cache_config.block_size,
                 format_gib(tiers.index + tiers.books),
                 "none (they are read from home at every step)"
@@ -427,13 +570,15 @@ class RetrievalCPUWorker(PlanningWorker):
                 if tiers.staging
                 else "none (there is no room for it)",
                 format_gib(tiers.recall_cache),
-                tiers.slots,
+                sum(tiers.slots) // len(tiers.slots),
+                "tokens of KV heads" if config.rows else "slots",
                 self.scheduler_config.max_num_seqs,
             )
         elif config.home == "auto":
             given = [
                 k for k in ("home_bytes", "home_path", "recall_cache_bytes") if getattr(config, k)
             ]
+            given += [] if config.encoding is None else ["codec"]
             logger.info(
                 "home=auto: the KV cache fits in memory%s.",
                 f"; {', '.join(given)} are not used" if given else "",

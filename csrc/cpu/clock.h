@@ -1,0 +1,14 @@
+// What time it is, to measure waiting.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+namespace kvr {
+
+inline int64_t now_ns() {
+  using namespace std::chrono;
+  return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace kvr

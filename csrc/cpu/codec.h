@@ -1,0 +1,39 @@
+// Units in few bytes: keys by channel within the page, values by token. The specification is
+// vllm_kvretrieval/retrieval/codec.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace kvr {
+
+// Python has the same numbers in kernels/cpu.py.
+enum class Codec : int32_t { kRaw = 0, kK8V4 = 1, kK4V4 = 2, kK2V2 = 3, kCount = 4 };
+
+constexpr int32_t kMostRows = 512;  // of a unit's keys, and of its values
+
+// Units of kTransposed layout, and what they are encoded as.
+struct UnitCoding {
+  Codec codec;
+  DType dtype;
+  int32_t page_size, head_size;  // multiples of 16, up to kMostRows
+  void* units;                   // [count, 2 * page_size * head_size]
+  uint8_t* encoded;              // [count, encoded_bytes]
+  int64_t count;
+};
+
+inline int64_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Of one unit.
+inline int64_t encoded_bytes(Codec codec, DType dtype, int64_t page_size, int64_t head_size) {
+  const int64_t elements = page_size * head_size;
+  switch (codec) {
+    case Codec::kK8V4: return 2 * (head_size + page_size) + elements + elements / 2;
+    case Codec::kK4V4: return 2 * (2 * head_size + page_size) + elements;
+    case Codec::kK2V2: return 2 * (2 * head_size + page_size) + elements / 2;
+    default: return 2 * elements * element_bytes(dtype);
+  }
+}
+
+}  // namespace kvr

@@ -1,0 +1,66 @@
+// The home of one layer whose pages are encoded in a file.
+//
+// A page is open from its first token on: it then lies raw in memory, where vLLM writes it. Once it
+// is closed, the file has it, encoded, and its memory is given back. What lies raw is addressed as if
+// the whole cache were there, but takes memory for open pages only.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "codec.h"
+
+namespace kvr {
+
+struct EncodedHomeConfig {
+  Codec codec;
+  DType dtype;
+  int32_t pages, kv_heads, page_size, head_size;
+  char* raw;                 // [pages, kv_heads, raw bytes of a unit]
+  int fd;                    // the file
+  off_t offset;              // of the layer's part in it: [pages, kv_heads, encoded bytes]
+  const KernelTable* kernels;
+};
+
+class EncodedHome {
+ public:
+  explicit EncodedHome(const EncodedHomeConfig& config);
+
+  int64_t pages() const { return config_.pages; }
+  int kv_heads() const { return config_.kv_heads; }
+  int page_size() const { return config_.page_size; }
+  int head_size() const { return config_.head_size; }
+  int64_t element_size() const { return element_bytes(config_.dtype); }
+  int64_t raw_bytes() const { return raw_bytes_; }  // of a unit
+
+  // The page's first token is written; what it held is void.
+  void open(int64_t page) { state_[page] = State::kOpen; }
+  bool is_open(int64_t page) const { return state_[page] == State::kOpen; }
+  // Where an open page's unit lies.
+  const char* raw(int64_t unit) const { return config_.raw + unit * raw_bytes_; }
+  // Brings a unit there, raw. False where it cannot be read, or where there is nothing. May run beside
+  // calls for other pages.
+  bool read(int64_t unit, char* to) const;
+  // Encodes an open page into the file. decoded has an address per KV head, or null: what reading
+  // brings there from now on. False where the page could not be written; then it is lost. May run
+  // beside calls for other pages.
+  bool close(int64_t page, char* const* decoded);
+  // An open page that nobody will read.
+  void abandon(int64_t page) { state_[page] = State::kNothing; }
+  // Gives back the memory of a page that is not open any more.
+  void let_go(int64_t page) const;
+
+ private:
+  enum class State : uint8_t { kNothing, kOpen, kClosed };
+
+  void decode(const uint8_t* encoded, char* to) const;
+  off_t place(int64_t unit) const { return config_.offset + unit * encoded_bytes_; }
+
+  EncodedHomeConfig config_;
+  int64_t raw_bytes_, encoded_bytes_;
+  std::vector<State> state_;
+};
+
+}  // namespace kvr

@@ -1,0 +1,107 @@
+// Tokens in fast memory for layers whose KV cache lies in a file, for methods that select single
+// tokens: which tokens of each request are there, and the reading of what misses.
+//
+// Every request has places for `capacity` tokens of each KV head, in every layer alike. Its lists say
+// which token is where: one per KV head, or one for all heads of several layers that attend to the
+// same tokens. Tokens are numbered as in Attention (kernels.h). The specification is TokenRecall in
+// vllm_kvretrieval/kernels/tokens_reference.py.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace kvr {
+
+struct TokenRecallConfig {
+  struct Layer {
+    char* memory;           // [requests, kv_heads, capacity, token_bytes]
+    const char* home;       // mapped: [pages, kv_heads, page_size, token_bytes]
+  };
+  int32_t requests, kv_heads, page_size, capacity;
+  int32_t lists;            // per request: kv_heads, or 1
+  int32_t pages;            // of home
+  int64_t token_bytes;      // a key and a value
+  int64_t* counts;          // [requests, kRecallCounts]
+  std::vector<Layer> layers;
+};
+
+class TokenRecall {
+ public:
+  // Starts the reader threads where there are several layers; throws std::system_error where the
+  // process can have none.
+  explicit TokenRecall(TokenRecallConfig config);
+  ~TokenRecall() { join(); }
+  TokenRecall(const TokenRecall&) = delete;
+  TokenRecall& operator=(const TokenRecall&) = delete;
+
+  // Replaces the tokens, or pages, in the rows' lists by the places where their tokens will be, and
+  // with several layers starts to read what is not there yet, layer after layer.
+  void recall(const DecodeRows& rows);
+  // Waits until one of the layers has it all, and helps to read it. Home has the rows' new tokens in
+  // this layer by then.
+  void wait(int layer);
+  // Forgets what a request had; it has finished, or was aborted or preempted.
+  void release(int request);
+  // What is wrong with the books, or with a place's contents; empty if nothing.
+  std::string check();
+
+  int64_t used() const;  // places, of all layers and heads
+  // Nanoseconds that reader threads read, and that steps waited for reads of any kind.
+  int64_t read_ahead_ns() const { return read_ahead_ns_; }
+  int64_t waited_ns() const { return waited_ns_; }
+
+ private:
+  struct Held {
+    int32_t position;       // in the context
+    int32_t token;          // in home; of the first KV head where the list is for all heads
+    int32_t place;
+    uint32_t step;          // that last attended to it
+  };
+  struct Read {
+    int32_t request, list, token, place, count;  // of tokens and places side by side
+  };
+  // What one list attends to in this step.
+  struct Work {
+    std::vector<int32_t> positions, tokens, places;
+    std::vector<Held> merged;
+    std::vector<Read> reads, newest;
+    int64_t misses;
+    std::string error;
+  };
+  struct Progress {
+    std::atomic<int> next{0};  // part of the layer's reads that nobody has taken yet
+    std::atomic<int> left{0};  // parts that are not done
+  };
+
+  int heads_per_list() const { return config_.kv_heads / config_.lists; }
+  std::string locate(const DecodeRows& rows, int row, int list, Work& work) const;
+  void place(const DecodeRows& rows, int row, int list, uint32_t now, Work& work);
+  void read(const Read& read, int layer) const;
+  void read_parts(int layer);
+  void start_reading();
+  void join();
+
+  TokenRecallConfig config_;
+  std::vector<std::vector<Held>> held_;   // [requests, lists]; by position
+  std::vector<uint8_t> seen_;             // per request
+  std::vector<Read> reads_;
+  std::vector<Read> newest_;              // tokens that home has only when their layer has run
+  uint32_t step_ = 0;
+  int parts_ = 0;                         // of reads_
+  std::unique_ptr<Progress[]> progress_;  // per layer
+  int64_t waited_ns_ = 0;
+
+  std::mutex mutex_;
+  std::condition_variable done_;
+  int readers_ = 0;                       // jobs submitted that have not ended
+  std::atomic<int64_t> read_ahead_ns_{0};
+};
+
+}  // namespace kvr

@@ -1,0 +1,143 @@
+"""How prompts are divided for sparse prefill, and what each chunk attends to; no engine."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
+from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.platform import SPARSE_PREFILL, salt_prefix_cache
+from vllm_kvretrieval.request_options import RequestOptions
+
+BUDGET, CHUNK = 256, 100
+EXACT = 300  # the first multiple of the chunk beyond the budget
+
+
+def config(**options):
+    sparse = {"prefill_budget": BUDGET, "prefill_chunk": CHUNK}
+    return RetrievalConfig.from_options("omnikv", {"filters": [1, 9], **sparse, **options})
+
+
+def divided(*contexts):
+    """(request, end, new, sparse) of each chunk, given (tokens before, tokens of the step)."""
+    before, new = np.array(contexts).T
+    return list(zip(*SparsePrefill(config()).divide(before + new, new), strict=True))
+
+
+def test_chunks_begin_at_multiples_of_their_length():
+    assert divided((0, 512)) == [
+        (0, 300, 300, False),
+        (0, 400, 100, True),
+        (0, 500, 100, True),
+        (0, 512, 12, True),
+    ]
+
+
+@pytest.mark.parametrize("step", [1, 7, 64, 130, 299, 1000])
+def test_a_division_depends_on_the_step_only_where_it_ends(step):
+    """Whoever shares the steps of a prompt: borders are where they are, and besides at its ends."""
+    ends = set()
+    for before in range(0, 1000, step):
+        new = min(step, 1000 - before)
+        chunks = divided((before, new))
+        assert sum(count for _, _, count, _ in chunks) == new
+        for _, end, count, sparse in chunks:
+            assert sparse == (end - count >= EXACT)
+            assert count <= (CHUNK if sparse else EXACT)
+            ends.add(int(end))
+    assert ends == {*range(EXACT, 1001, CHUNK), *range(step, 1001, step), 1000}
+
+
+def test_prompts_within_the_budget_are_one_exact_chunk_each():
+    assert divided((0, 40), (250, 30), (40, 200)) == [
+        (0, 40, 40, False),
+        (1, 280, 30, False),
+        (2, 240, 200, False),
+    ]
+
+
+def test_what_is_skipped_is_counted():
+    lens, new = np.array([512, 280]), np.array([512, 30])
+    # Before each of the sparse chunks lies more than the budget.
+    skipped = 100 * (300 - 256) + 100 * (400 - 256) + 12 * (500 - 256)
+    assert SparsePrefill(config()).skipped(lens, new).tolist() == [skipped, 0]
+
+
+def test_rows_have_their_chunk_as_window():
+    by, staging = SparsePrefill(config()), PrefillStaging(32, 2, 32, torch.float32, 1024, rows=True)
+    division = by.divide(np.array([512, 460]), np.array([512, 110]))
+    table = torch.arange(2 * 16, dtype=torch.int32).view(2, 16)
+    made = by.plan(division, table, 5, staging, 2, 3)
+    assert [len(chunks.rows) for chunks in made] == [2, 2, 2]  # 3 + 3, 3 + 1 of 8 blocks, ...
+    assert [chunks.start for chunks in made] == [5, 405, 517]
+    first, second, third = made
+    assert first.rows.seats.tolist() == [3, 4]
+    assert third.rows.seats.tolist() == [7, 8]
+    assert first.rows.block_table[:, 0].tolist() == [0, 0]
+    assert third.rows.block_table[:, 0].tolist() == [16, 16]
+    assert first.rows.seq_lens.tolist() == [300, 400]
+    assert first.rows.select.tolist() == [0, by.select]
+    assert first.rows.sink.tolist() == [0, by.sink]
+    assert first.rows.window.tolist() == [300, by.window + 100]
+    assert by.sink + by.window + by.select == BUDGET
+    assert first.lists.lengths.tolist() == [300, 300, 356, 356]
+    assert first.query_start_loc.tolist() == [0, 300, 400]
+    assert second.query_start_loc.tolist() == [0, 100, 112]
+    assert first.block_table.tolist() == [[0, 1, 2], [3, 4, 5]]
+    queries = second.queries.view(2, 16)
+    assert queries[0].tolist() == list(range(405 + 84, 405 + 100))
+    assert queries[1, 4:].tolist() == list(range(505, 517))
+    assert second.weights[1].tolist() == [0] * 4 + [1] * 12
+
+
+def test_salts_keep_sparse_prefill_apart():
+    for salt in ({}, {"cache_salt": "tenant"}):
+        inputs = {"prompt_token_ids": [1], **salt}
+        salt_prefix_cache(inputs, True)
+        salt_prefix_cache(inputs, True)  # a prompt that is handed in twice
+        assert inputs["cache_salt"] == salt.get("cache_salt", "") + SPARSE_PREFILL
+        salt_prefix_cache(inputs, False)
+        assert inputs == {"prompt_token_ids": [1], **salt}
+
+
+def test_who_prefills_sparsely():
+    served = config(also=["freekv"])
+    exactly = config(also=["freekv"], prefill_budget=None, prefill_chunk=None)
+    assert served.prefill_chunk == CHUNK
+    for options, sparse in [
+        ({}, True),
+        ({"budget": 512}, True),
+        ({"exact": True}, False),
+        ({"method": "freekv"}, False),
+        ({"method": "streamingllm"}, False),
+    ]:
+        parsed = RequestOptions.parse({"kv_retrieval": options}, served)
+        assert served.prefills_sparsely(parsed) == sparse
+        assert not exactly.prefills_sparsely(parsed)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "why"),
+    [
+        ("omnikv", {"prefill_chunk": 64}, "prefill_chunk=64 has no effect without prefill_budget"),
+        ("fier", {"prefill_budget": 1024}, "prefill_budget=1024 cannot be used with fier"),
+        ("omnikv", {"prefill_budget": "1k"}, "prefill_budget='1k' must be a whole number"),
+        ("omnikv", {"prefill_budget": 1000}, "prefill_budget=1000 must be a positive multiple"),
+        ("omnikv", {"prefill_budget": 64}, "prefill_budget=64 is too small"),
+        (
+            "omnikv",
+            {"prefill_budget": 1024, "prefill_chunk": 8},
+            "prefill_chunk=8 must be 16 or more",
+        ),
+        (
+            "omnikv",
+            {"prefill_budget": 1024, "prefill_chunk": 0.5},
+            "prefill_chunk=0.5 must be a whole number",
+        ),
+    ],
+)
+def test_refused(method, options, why):
+    with pytest.raises(RetrievalConfigError, match=f"kv_retrieval.{why}"):
+        RetrievalConfig.from_options(method, options)

@@ -1,0 +1,55 @@
+"""Which pages are encoded when."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_kvretrieval.tiers.fast import FastTier
+
+SIZE = 4
+
+
+@pytest.mark.parametrize("keeps", [0, 1, 3])
+def test_every_page_is_encoded_once_when_it_leaves(keeps):
+    """Against the definition, over requests that start behind a prefix, in chunks, and end."""
+    random = torch.Generator().manual_seed(keeps)
+    integer = lambda low, high: int(torch.randint(low, high, (), generator=random))  # noqa: E731
+    tier = FastTier(SIZE, keeps)
+    contexts: dict[str, tuple[int, int, list[int]]] = {}  # shared, tokens, pages
+    fresh = iter(range(10**6))
+    encoded: set[int] = set()
+    ended = 0
+    for step in range(400):
+        if len(contexts) < 3:
+            shared = integer(0, 3)
+            contexts[str(step)] = shared, shared * SIZE, [next(fresh) for _ in range(shared)]
+            encoded.update(contexts[str(step)][2])
+        ids = [name for name in contexts if integer(0, 3)]
+        before = [contexts[name][1] for name in ids]
+        for name in ids:
+            shared, tokens, pages = contexts[name]
+            tokens += integer(1, 3 * SIZE) if integer(0, 4) == 0 else 1
+            pages += [next(fresh) for _ in range(-(-tokens // SIZE) - len(pages))]
+            contexts[name] = shared, tokens, pages
+        table = np.full((len(ids), 400), -1)
+        for row, name in enumerate(ids):
+            table[row, : len(contexts[name][2])] = contexts[name][2]
+        after = [contexts[name][1] for name in ids]
+        closing = tier.advance(ids, np.array(before), np.array(after), table)
+        assert not encoded.intersection(closing)
+        assert len(set(closing)) == len(closing)
+        encoded.update(closing)
+        for name in ids:
+            shared, tokens, pages = contexts[name]
+            first_open = max(shared, tokens // SIZE - keeps)
+            assert encoded.issuperset(pages[:first_open])
+            assert encoded.isdisjoint(pages[first_open:])
+        if integer(0, 12) == 0 and ids:
+            shared, tokens, pages = contexts.pop(ids[0])
+            full, unfinished = tier.end([ids[0], "unknown"])
+            assert full == pages[max(shared, tokens // SIZE - keeps) : tokens // SIZE]
+            assert unfinished == pages[tokens // SIZE :]
+            encoded.update(full)
+            ended += 1
+    assert ended > 10
+    assert tier.end(["unknown"]) == ([], [])

@@ -1,0 +1,147 @@
+"""Sparse prefill served: an independent replay of chunks, and the prefix cache.
+
+One engine. Its model runs in float32, so that rounding leaves next to nothing open. Its steps end
+in the middle of chunks.
+"""
+
+import pytest
+
+from tests.engine import Request, alone, assert_same, checkpoint, drive, engine, novel, preemptions
+from vllm_kvretrieval.retrieval.filters import filters_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.model]
+
+BUDGET = 256
+PARTS = 32, 64, 160  # sink, window and selection of it
+CHUNK = 96
+EXACT = 288  # the first multiple of the chunk beyond the budget
+STEP = 350
+BLOCK = 128
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with engine(
+        checkpoint("SmolLM2-135M-Instruct"),
+        attention_backend="omnikv",
+        additional_config={
+            "kv_retrieval": {
+                "budget": 256,
+                "max_budget": 2048,
+                "prefill_budget": BUDGET,
+                "prefill_chunk": CHUNK,
+            }
+        },
+        worker_extension_cls="tests.chunk_recorder.ChunkRecorder",
+        dtype="float32",
+        max_model_len=2048,
+        max_num_seqs=4,
+        max_num_batched_tokens=STEP,
+        num_gpu_blocks_override=26,
+        enforce_eager=True,
+    ) as llm:
+        yield llm
+
+
+def recorded(llm, requests):
+    config = llm.llm_engine.vllm_config.model_config
+    filters = list(filters_for(config.model, config.hf_text_config).filters)
+    replayed = [layer for f in filters for layer in (f + 2, f + 7)]
+    llm.collective_rpc("start_recording_chunks", args=(filters, replayed, PARTS, CHUNK))
+    answers = drive(llm, requests)
+    (summary,) = llm.collective_rpc("recording_of_chunks")
+    assert summary["differ"] == summary["left"] == 0
+    assert summary["near_ties"] < 1e-3 * summary["selected"]
+    assert summary["worst_error"] < 1e-4
+    assert summary["sparse"] > 0
+    return answers, summary
+
+
+def worst(answer, expected):
+    pairs = zip(answer.logprobs, expected.logprobs, strict=True)
+    return max(abs(a - b) for a, b in pairs)
+
+
+def test_a_replay_of_the_paper_gives_the_same(llm):
+    """Prompts of different lengths, of which some are exact, that come while others decode."""
+    requests = [
+        Request(novel(llm, 500, 50), 6, {}),
+        Request(novel(llm, 800, 100), 6, {"budget": 512}, arrives=1),
+        Request(novel(llm, 450, 150), 6, {"exact": True}, arrives=2),
+        Request(novel(llm, 230, 10), 6, {}, arrives=3),
+        Request(novel(llm, 500, 10), 6, {"method": "streamingllm"}, arrives=9),
+    ]
+    answers, summary = recorded(llm, requests)
+    assert summary["exact"] > 0
+    exact = alone(llm, requests[2])
+    assert_same(answers[2], exact, TOLERANCE)
+
+
+def test_prompts_within_the_budget_are_exact(llm):
+    """Decoding is, too: requests may raise their budgets."""
+    for length, same in ((EXACT, True), (EXACT + 100, False)):
+        prompt = novel(llm, length, 50)
+        exact = alone(llm, Request(prompt, 4, {"exact": True}))
+        sparse = alone(llm, Request(prompt, 4, {"budget": 1024}))
+        if same:
+            assert_same(sparse, exact, TOLERANCE)
+        else:
+            assert worst(sparse, exact) > TOLERANCE
+
+
+def test_exact_requests_do_not_read_what_sparse_ones_cached(llm):
+    prompt = novel(llm, 700, 200)
+
+    def ask(options):
+        return drive(llm, [Request(prompt, 8, options, cache=True)])[0]
+
+    llm.reset_prefix_cache()
+    exact = alone(llm, Request(prompt, 8, {"exact": True}))
+    llm.reset_prefix_cache()
+    full = 700 // BLOCK * BLOCK
+    sparse = ask({"budget": 1024})
+    assert worst(sparse, exact) > TOLERANCE
+    for hit in (0, full):  # at first nothing, then its own
+        answer = ask({"exact": True})
+        assert answer.cached == hit
+        assert_same(answer, exact, TOLERANCE)
+    assert ask({"method": "streamingllm"}).cached == full  # what exact prefill has written
+    again = ask({"budget": 1024})
+    assert again.cached == full
+    assert worst(again, exact) > TOLERANCE
+
+
+def test_prefix_hits_are_replayed(llm):
+    """Chunks begin where the hit ends, in the middle of one."""
+    prompt = novel(llm, 700, 250)
+    requests = [Request(prompt + novel(llm, n, 400), 4, {}, cache=True) for n in (0, 300)]
+    llm.reset_prefix_cache()
+    answers, _ = recorded(llm, requests[:1])
+    answers += recorded(llm, requests[1:])[0]
+    assert [answer.cached for answer in answers] == [0, 700 // BLOCK * BLOCK]
+
+
+def test_preempted_prompts_are_replayed(llm, monkeypatch):
+    """The cache holds three prompts, and not what they decode: requests start anew."""
+    preempted = preemptions(llm, monkeypatch)
+    requests = [Request(novel(llm, 1020, 100 * i), 12, {}) for i in range(3)]
+    answers, _ = recorded(llm, requests)
+    assert preempted
+    assert all(len(answer.tokens) == 12 for answer in answers)
+
+
+def test_what_prefill_attended_to_is_counted(llm):
+    def counts():
+        return llm.collective_rpc(lambda worker: worker.requests.counts())[0]
+
+    shares = []
+    for options in ({"exact": True}, {}):
+        before = counts()
+        alone(llm, Request(novel(llm, 1500, 300), 2, options))
+        new = [b - a for a, b in zip(before, counts(), strict=True)]
+        assert new[-2] == 1500 * 1501 // 2
+        shares.append(new[-1] / new[-2])
+    assert shares[0] == 1
+    # At position t a token attends to the budget and half of its chunk.
+    assert shares[1] == pytest.approx((288 * 144 + 1212 * (BUDGET + 48)) / (1500 * 750), rel=0.05)

@@ -1,0 +1,184 @@
+"""Sparse prefill: chunks of a prompt attend to a part of what lies before them (OmniKV, D.10)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, PrefillStaging
+from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, TokenLists
+from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
+
+if TYPE_CHECKING:
+    from vllm_kvretrieval.config import RetrievalConfig
+
+WEIGHTS = OBSERVATIONS["uniform"]
+"""Of a chunk's last queries, by which filters select for it."""
+
+
+class Division(NamedTuple):
+    """Prompts of a step, divided into chunks; int64 [C] each, in the order of the step's tokens.
+
+    Attributes:
+        request: Which one of the prompts.
+        ends: Tokens of its context up to the chunk's end.
+        new: Tokens of the chunk.
+        sparse: bool; whether it attends to a part of what lies before it.
+    """
+
+    request: np.ndarray
+    ends: np.ndarray
+    new: np.ndarray
+    sparse: np.ndarray
+
+
+@dataclass
+class Chunks:
+    """Adjacent chunks of a step that are staged together; each is a row.
+
+    Attributes:
+        rows: What filters select for, and what that is; the window is the chunk itself and what
+            lies right before it. They have seats of their own, their numbers in the step.
+        queries: int64 [R * n]; places of their last queries among the step's tokens.
+        weights: float32 [R, n]; of these.
+        lists: What they attend to, their own tokens at the end; its entries are the rows' lists.
+        block_table: int32 [R, blocks]; where that lies in the staging buffer.
+        start: Their first token in the step.
+        query_start_loc: int32 [R + 1]; the first token of each, counted from there.
+        listed: Whose selection the lists hold, of filter layers.
+    """
+
+    rows: DecodeRows
+    queries: torch.Tensor
+    weights: torch.Tensor
+    lists: TokenLists
+    block_table: torch.Tensor
+    start: int
+    query_start_loc: torch.Tensor
+    listed: ContextSelector | None = None
+
+
+class SparsePrefill:
+    """Divides prompts into chunks, and says what each attends to.
+
+    Chunks begin at multiples of their length, wherever a step begins, so that the same tokens
+    mostly are one in any company. Those that begin within the budget are one chunk, which is exact.
+
+    Args:
+        config: With a ``prefill_budget``.
+    """
+
+    def __init__(self, config: "RetrievalConfig") -> None:
+        assert config.prefill_budget is not None
+        assert config.prefill_chunk is not None
+        self.budget, self.chunk = config.prefill_budget, config.prefill_chunk
+        parts = config.page_budget(config.prefill_budget)
+        self.sink, self.window, self.select = (
+            pages * config.page_size for pages in (parts.sink, parts.window, parts.select)
+        )
+        self.exact = (self.budget // self.chunk + 1) * self.chunk
+        """Tokens at the start of a prompt that attend to everything before them."""
+
+    def most_chunks(self, tokens: int, requests: int) -> int:
+        """Of a step of so many tokens and requests."""
+        return tokens // self.chunk + 2 * requests
+
+    def divide(self, lens: np.ndarray, new: np.ndarray) -> Division:
+        """Divide prompts.
+
+        Args:
+            lens: int [n]; tokens of each context, those of the step included.
+            new: int [n]; tokens of the step.
+        """
+        request, ends, begins = list[int](), list[int](), list[int]()
+        for r, (end, count) in enumerate(zip(lens.tolist(), new.tolist(), strict=True)):
+            begin = end - count
+            while begin < end:
+                border = max((begin // self.chunk + 1) * self.chunk, self.exact)
+                request.append(r)
+                begins.append(begin)
+                ends.append(min(border, end))
+                begin = border
+        to, first = np.array(ends, dtype=np.int64), np.array(begins, dtype=np.int64)
+        return Division(np.array(request, dtype=np.int64), to, to - first, first >= self.exact)
+
+    def attended(self, division: Division) -> np.ndarray:
+        """int64 [C]; tokens that each chunk attends to, its own included."""
+        return np.where(division.sparse, self.budget + division.new, division.ends)
+
+    def skipped(self, lens: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """int64 [n]; pairs of tokens that these prompts' divisions leave out."""
+        division = self.divide(lens, new)
+        left = division.ends - self.attended(division)
+        return np.bincount(division.request, left * division.new, len(lens)).astype(np.int64)
+
+    def plan(
+        self,
+        division: Division,
+        block_table: torch.Tensor,
+        start: int,
+        staging: PrefillStaging,
+        kv_heads: int,
+        first_seat: int,
+    ) -> list[Chunks]:
+        """How chunks are staged: all at once, or in turns, as they fit.
+
+        Args:
+            division: Of adjacent requests.
+            block_table: int32 [requests, >= pages]; theirs.
+            start: Their first token in the step.
+            staging: Where they are to be staged.
+            kv_heads: Of the layers that follow.
+            first_seat: Of the first chunk.
+        """
+        lens = self.attended(division)
+        blocks = -(-lens // BLOCK_SIZE)
+        starts = start + np.concatenate([[0], division.new.cumsum()])
+        made = []
+        for turn in staging.turns(blocks):
+            chunks = Division(*(of_each[turn] for of_each in division))
+            begins = starts[turn.start : turn.stop + 1]
+            rows = self._rows(chunks, block_table, lens[turn], kv_heads, first_seat + turn.start)
+            lists = TokenLists(rows.lists, rows.lengths, 1, kv_heads)
+            last = blocks[turn].cumsum()
+            first = (last - blocks[turn])[:, None]
+            table = np.minimum(first + np.arange(blocks[turn].max()), last[-1] - 1)
+            queries, weights = _last_queries(begins[1:], chunks.new)
+            starts_of = _int32(begins - begins[0])
+            where = int(begins[0])
+            made.append(Chunks(rows, queries, weights, lists, _int32(table), where, starts_of))
+        return made
+
+    def _rows(
+        self, chunks: Division, table: torch.Tensor, lens: np.ndarray, kv_heads: int, seat: int
+    ) -> DecodeRows:
+        count, sparse = len(lens), chunks.sparse
+        sink, select = sparse * self.sink, sparse * self.select
+        return DecodeRows(
+            block_table=table[torch.from_numpy(chunks.request)],
+            seq_lens=_int32(chunks.ends),
+            seats=torch.arange(seat, seat + count, dtype=torch.int32),
+            sink=_int32(sink),
+            window=_int32(lens - sink - select),
+            select=_int32(select),
+            threshold=torch.ones(count),
+            fresh=torch.ones(count, dtype=torch.uint8),
+            corrected=torch.zeros(seat + count, dtype=torch.int64),
+            lists=torch.empty(count * kv_heads, int(lens.max()), dtype=torch.int32),
+            lengths=_int32(lens.repeat(kv_heads)),
+            per_token=True,
+        )
+
+
+def _last_queries(ends: np.ndarray, new: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of chunks, given where they end among the step's tokens: queries and weights."""
+    window = len(WEIGHTS)
+    back = np.arange(window, 0, -1)
+    queries = ends[:, None] - np.minimum(back, new[:, None])
+    weights = np.where(back <= new[:, None], WEIGHTS, 0.0)
+    return torch.from_numpy(queries.flatten()), torch.from_numpy(weights).float()
+
+
+def _int32(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32))

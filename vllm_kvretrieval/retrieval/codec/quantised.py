@@ -1,0 +1,56 @@
+"""Units in few bits: keys by channel within the page, values by token, as KIVI has it."""
+
+from typing import ClassVar
+
+import torch
+
+from vllm_kvretrieval.retrieval.codec.base import Codec
+from vllm_kvretrieval.retrieval.codec.rows import Rows
+
+
+class Quantised(Codec):
+    """Keys are rows of channels, ``[head_size, page_size]``; values of tokens.
+
+    An encoded unit is the words of its key rows, those of its value rows, the codes of its keys,
+    and those of its values.
+
+    Attributes:
+        keys, values: How a row of each is encoded.
+    """
+
+    keys: ClassVar[Rows]
+    values: ClassVar[Rows]
+
+    def _parts(self, page_size: int, head_size: int) -> list[int]:
+        elements = page_size * head_size
+        return [
+            2 * self.keys.words * head_size,
+            2 * self.values.words * page_size,
+            elements * self.keys.bits // 8,
+            elements * self.values.bits // 8,
+        ]
+
+    def unit_bytes(self, page_size: int, head_size: int, dtype: torch.dtype) -> int:
+        return sum(self._parts(page_size, head_size))
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        words, codes = zip(
+            self.keys.encode(keys.transpose(1, 2).float()),
+            self.values.encode(values.float()),
+            strict=True,
+        )
+        return torch.cat([*words, *codes], 1)
+
+    def decode(
+        self, data: torch.Tensor, page_size: int, head_size: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = data.split(self._parts(page_size, head_size), 1)
+        keys = self.keys.decode(parts[0], parts[2], page_size)
+        values = self.values.decode(parts[1], parts[3], head_size)
+        return keys.transpose(1, 2).to(dtype), values.to(dtype)
+
+    def error_bounds(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        by_channel = self.keys.error_bound(keys.transpose(1, 2).float())
+        return by_channel.transpose(1, 2), self.values.error_bound(values.float())

@@ -1,0 +1,211 @@
+"""Shares: how the selected part of a budget is divided among layers and KV heads."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+PYRAMID_BETA = 20
+"""As in the paper's experiments."""
+EXAMPLES = (
+    "uniform, pyramid, {'pyramid': {'beta': 20}}, a list with a number per retrieval layer (or a "
+    "list of numbers, one per KV head), or a file of such a list in JSON"
+)
+
+
+def pyramid(layers: int, beta: float = PYRAMID_BETA) -> np.ndarray:
+    """float64 [layers]; falls linearly with depth (PyramidKV, arXiv 2406.02069, section 4.2).
+
+    The last layer has ``1 / beta`` of the mean, the first one the rest of twice the mean.
+    """
+    return np.linspace(2 - 1 / beta, 1 / beta, layers) if layers > 1 else np.ones(layers)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A rule by which (layer, KV head) pairs share what is selected.
+
+    Attributes:
+        given: What the user wrote, for messages.
+        beta: Of ``pyramid``; None: it is another rule.
+        numbers: In proportion to which they share, per retrieval layer one, or one per KV head;
+            None: by a rule.
+    """
+
+    given: str = "uniform"
+    beta: float | None = None
+    numbers: tuple[float | tuple[float, ...], ...] | None = None
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all have the same, whatever the model."""
+        return self.beta is None and self.numbers is None
+
+    def of(self, kv_heads: Sequence[int]) -> np.ndarray:
+        """float64 [all KV heads], layer after layer; their mean is 1.
+
+        Args:
+            kv_heads: Of each retrieval layer, in the model's order.
+
+        Raises:
+            RetrievalConfigError: The numbers are not of this shape; says why.
+        """
+        per_layer: Any = self.numbers
+        if per_layer is None:
+            count = len(kv_heads)
+            per_layer = np.ones(count) if self.beta is None else pyramid(count, self.beta)
+        if len(per_layer) != len(kv_heads):
+            raise RetrievalConfigError(
+                f"kv_retrieval.budget_shares={self.given}: {len(per_layer)} layers, but "
+                f"{len(kv_heads)} retrieve (dense ones have no share); give as many."
+            )
+        rows = []
+        for layer, (share, heads) in enumerate(zip(per_layer, kv_heads, strict=True)):
+            row = np.atleast_1d(np.asarray(share, dtype=np.float64))
+            if isinstance(share, tuple) and len(row) != heads:
+                raise RetrievalConfigError(
+                    f"kv_retrieval.budget_shares={self.given}: {len(row)} numbers for layer "
+                    f"{layer} of those that retrieve, which has {heads} KV heads; give as many, or "
+                    "one for all."
+                )
+            rows.append(np.broadcast_to(row, heads))
+        shares = np.concatenate(rows) if rows else np.ones(0)
+        shares = shares / shares.max(initial=0.0)  # so that the sum is finite
+        return shares * (len(shares) / shares.sum())
+
+
+UNIFORM = Shares()
+
+
+def make_shares(value: Any) -> Shares:
+    """The shares that the option ``budget_shares`` describes.
+
+    Raises:
+        RetrievalConfigError: It is none of ``EXAMPLES``; says why.
+    """
+    given = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:76]}..."
+    if value == "uniform":
+        return UNIFORM
+    if value == "pyramid":
+        return Shares(given, beta=PYRAMID_BETA)
+    if isinstance(value, dict):
+        return Shares(given, beta=_beta(value, given))
+    if isinstance(value, str):
+        value = _read(value, given)
+    return Shares(given, numbers=_numbers(value, given))
+
+
+def _beta(value: dict[Any, Any], given: str) -> float:
+    parameters = value.get("pyramid")
+    if value.keys() != {"pyramid"} or not isinstance(parameters, dict):
+        raise RetrievalConfigError(f"budget_shares={given} is unknown; use one of {EXAMPLES}.")
+    beta = parameters.get("beta", PYRAMID_BETA)
+    if parameters.keys() - {"beta"} or not _is_number(beta) or not 1 <= beta < math.inf:
+        raise RetrievalConfigError(
+            f"budget_shares={given}: pyramid has beta, a number from 1 (all layers alike) on, such "
+            f"as {PYRAMID_BETA}."
+        )
+    return float(beta)
+
+
+def _read(path: str, given: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:  # of text that is no UTF-8 or no JSON, too
+        raise RetrievalConfigError(
+            f"budget_shares={given} cannot be read as a file of JSON ({error}); use one of "
+            f"{EXAMPLES}."
+        ) from None
+
+
+def _numbers(value: Any, given: str) -> tuple[float | tuple[float, ...], ...]:
+    if not isinstance(value, list | tuple) or not value:
+        raise RetrievalConfigError(f"budget_shares={given} must be one of {EXAMPLES}.")
+    numbers = tuple(tuple(row) if isinstance(row, list | tuple) else row for row in value)
+    flat = [n for row in numbers for n in (row if isinstance(row, tuple) else (row,))]
+    if not flat or not all(_is_number(n) and 0 <= n < math.inf for n in flat) or not any(flat):
+        raise RetrievalConfigError(
+            f"budget_shares={given} must hold numbers of 0 or more, and one above 0 at least."
+        )
+    return tuple(
+        tuple(float(n) for n in row) if isinstance(row, tuple) else float(row) for row in numbers
+    )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a float can be."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, float) or abs(value) <= 2**1000
+
+
+def distribute(shares: np.ndarray, select: int) -> np.ndarray:
+    """Divide what is selected: ``select`` for each of the shares on average.
+
+    Each gets ``share * select``, rounded down or up so that all of it is given away: up where most
+    would be lost by rounding down, and of equal ones first the earlier.
+
+    Args:
+        shares: float64 [n]; 0 or more, 1 on average.
+        select: Pages or tokens.
+
+    Returns:
+        int64 [n].
+    """
+    exact = shares * select
+    counts = np.floor(exact).astype(np.int64)
+    left = select * len(shares) - int(counts.sum())
+    counts[np.argsort(counts - exact, kind="stable")[: max(left, 0)]] += 1
+    return counts
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """What a method gives to the KV heads of one worker.
+
+    Attributes:
+        shares: float64 [n]; of all KV heads of all retrieval layers of the model.
+        own: int64 [m]; those of them that are this worker's.
+        longest: Pages or tokens of the longest context; nobody selects more.
+    """
+
+    shares: np.ndarray
+    own: np.ndarray
+    longest: int
+
+    def counts(self, select: int) -> np.ndarray:
+        """int64 [m]; pages or tokens, of a request with so many on average."""
+        return np.minimum(distribute(self.shares, select)[self.own], self.longest)
+
+    def most(self, select: int) -> np.ndarray:
+        """int64 [m]; no request with at most so many on average gets more."""
+        exact = np.ceil(self.shares[self.own] * select)
+        return np.minimum(exact, self.longest).astype(np.int64)
+
+
+def allot(
+    shares: Shares, kv_heads: Sequence[int], longest: int, part: tuple[int, int] = (0, 1)
+) -> Allotment:
+    """The allotment of a worker.
+
+    Args:
+        shares: The method's.
+        kv_heads: Of each retrieval layer of the model, all workers' together.
+        longest: Pages or tokens of the longest context.
+        part: Which of how many equal parts of each layer's KV heads are this worker's.
+    """
+    number, parts = part
+    ends = np.cumsum(kv_heads)
+    own = [
+        np.arange(
+            end - count + number * count // parts, end - count + (number + 1) * count // parts
+        )
+        for end, count in zip(ends, kv_heads, strict=True)
+    ]
+    return Allotment(shares.of(kv_heads), np.concatenate(own), longest)

@@ -1,0 +1,80 @@
+"""The home of a KV cache whose pages are encoded: a file, and memory for those not yet full."""
+
+import mmap
+import os
+import tempfile
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.tiers.place import check_room, reserve
+
+MAP_NORESERVE = 0x4000  # not named by Python 3.11
+
+
+class EncodedHome:
+    """KV cache of some layers: full pages encoded in a file, the others raw in ``memory``.
+
+    To vLLM ``memory`` is the cache, and it writes there. It has addresses for all of it, but takes
+    memory for what has been written since it was let go of last: a page is, when it is full and
+    the recall cache has encoded it. What is then read there is zeros, so nobody may: attention
+    reads slots, or the staging buffer.
+
+    The file is read and written by calls only, through the operating system's page cache. It has
+    no name, and its space is reserved when it is made, as :class:`DiskHome`'s.
+
+    Args:
+        directory: Where the file is to lie.
+        layers: How many layers.
+        raw_bytes: Bytes of each in vLLM's cache.
+        layer_bytes: Bytes of each in the file.
+
+    Raises:
+        RetrievalConfigError: There is not enough space.
+        OSError: The file cannot be made.
+    """
+
+    def __init__(self, directory: str, layers: int, raw_bytes: int, layer_bytes: int) -> None:
+        self.layers, self.layer_bytes = layers, layer_bytes
+        size = layers * layer_bytes
+        check_room(directory, size)
+        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        self.fd = self._file.fileno()
+        reserve(self.fd, size, directory)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        try:
+            self._map = mmap.mmap(-1, layers * raw_bytes, flags=flags)
+        except OSError as error:
+            raise RetrievalConfigError(
+                "kv_retrieval.codec: the system gives no addresses for the KV cache as it would be "
+                f"without it ({error}): vm.overcommit_memory=2 and limits of address space prevent "
+                "that. Lower home_bytes, or use codec=raw."
+            ) from None
+        with suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_NOHUGEPAGE)
+        self.memory = torch.frombuffer(self._map, dtype=torch.int8)
+
+    def begin(self, layer: int) -> int:
+        """First byte of a layer in the file, by its number."""
+        return layer * self.layer_bytes
+
+    def note_written(self, size: int) -> None:
+        """Nothing is mapped that would have to be let go of."""
+
+    def stage(self, layer: int, runs: np.ndarray, following: np.ndarray | None) -> None:
+        """Start on the next layer's parts while this one computes; see :meth:`DiskHome.stage`."""
+        if following is None or layer + 1 >= self.layers:
+            return
+        start = self.begin(layer + 1)
+        with suppress(OSError):  # no more than a hint
+            for first, size in following.tolist():
+                os.posix_fadvise(self.fd, start + first, size, os.POSIX_FADV_WILLNEED)
+
+    def unmap(self, layer: int) -> None:
+        """See :meth:`note_written`."""
+
+    def take_lost(self, page_bytes: int) -> set[int]:
+        """None: recall caches tell of what cannot be read or written."""
+        return set()
