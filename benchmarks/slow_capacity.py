@@ -2,9 +2,9 @@
 
 Everything that the plug-in keeps in fast memory for its KV cache counts: slots of the recall caches
 and their books, dense layers, page index and its books, prefill staging, the map that guards the
-file's mapping. How much context fits is found by the plug-in's own arithmetic, and then served:
-stock vLLM is started with that much KV memory and that context, and retrieval from disk with the
-same; pass keys in a novel have to be found.
+file's mapping, and where pages are encoded, those that are not yet. How much context fits is found
+by the plug-in's own arithmetic, and then served: stock vLLM is started with that much KV memory and
+that context, and retrieval from disk with the same; pass keys in a novel have to be found.
 
 What does not count is told apart: the file's pages in the system's page cache, memory that the
 system lends and takes back, and the state of requests, which is in proportion to them.
@@ -42,7 +42,10 @@ BLOCK = 128
 GOALS = {64 * MIB: 8.0}
 """By fast memory: how many times the tokens of stock vLLM have to be held."""
 
-PARTS = ("dense", "index", "books", "staging", "recall_cache")
+STEP_TOKENS = 4096
+"""Most that a step of ``LLM()`` computes on the CPU, by vLLM's default."""
+
+PARTS = ("dense", "index", "books", "staging", "open_pages", "recall_cache")
 """What takes fast memory, as `Tiers` names it."""
 
 
@@ -87,7 +90,7 @@ def plan(config: RetrievalConfig, model: Any, memory: int, requests: int, contex
         dtype=torch.bfloat16,
         max_num_seqs=requests,
         max_model_len=context,
-        step_tokens=0,  # nothing is encoded
+        step_tokens=STEP_TOKENS,
     )
     return Tiers.plan(config, cache, memory, context * per_layer)
 
@@ -116,6 +119,11 @@ def largest(config: RetrievalConfig, model: Any, memory: int) -> Capacity | None
         if fits < limit:
             break
     return best
+
+
+def codec_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The option that names the codec, where it is not the method's own."""
+    return {} if args.codec is None else {"codec": args.codec}
 
 
 def stock_room(args: argparse.Namespace, memory: int, context: int) -> tuple[str, int]:
@@ -166,6 +174,7 @@ def serve(args: argparse.Namespace, memory: int, capacity: Capacity) -> dict[str
         dtype="bfloat16",
         method=args.method,
         home="disk",
+        **codec_of(args),
     ) as llm:
         label = f"{capacity.context:,} tokens on disk"
         results = run_samples(llm, samples, {}, label)
@@ -204,6 +213,8 @@ def report(row: Mapping[str, Any]) -> str:
     planned, allocated = {name: row["planned"][name] for name in PARTS}, row.get("allocated", {})
     lines.append(f"  {'part':<14} {'planned, MiB':>13} {'share':>6} {'allocated, MiB':>15}")
     lines += [_part(name, planned[name], allocated.get(name), memory) for name in PARTS]
+    home = row["planned"]["home"]
+    lines.append(f"  home: {home / MIB:,.0f} MiB, {home / row['tokens']:,.0f} bytes per token")
     if row["planned"]["streams_dense"]:
         lines.append("  dense layers are read from the file at every step")
     total = sum(allocated.values()) if allocated else None
@@ -235,7 +246,7 @@ def _part(name: str, planned: int, allocated: int | None, memory: int) -> str:
 def capacity(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens of context in the same fast memory: stock vLLM's and from disk."""
     model = AutoConfig.from_pretrained(args.model)
-    config = RetrievalConfig(args.method, budget=args.budget, home="disk")
+    config = RetrievalConfig(args.method, budget=args.budget, home="disk", **codec_of(args))
     rows = []
     for mib in args.fast_memory:
         memory = mib * MIB

@@ -85,6 +85,7 @@ def main() -> None:
         command.set_defaults(run=run)
         if run is capacity:
             add("--method", default=DEFAULT_METHOD, choices=preset_names(), help="retrieval method")
+            add("--codec", choices=CODECS, help="how home holds pages (default: the method's)")
             add("--fast-memory", type=int, nargs="+", default=[8, 64, 256], metavar="MIB",
                 help="fast memory for the KV cache and all that belongs to it")  # fmt: skip
             add("--samples", type=int, default=2, help="contexts to serve; prefilling one of 32K "
@@ -109,8 +110,8 @@ def main() -> None:
             add("--repeats", type=int, default=3, help="runs of each variant")
     args = parser.parse_args()
     if args.output is None:
-        of_method = f"-{args.method}" if args.run is steady and args.method != "freekv" else ""
-        args.output = RESULTS / f"slow-home-{args.command}{of_method}.json"
+        of = "-codecs" if args.codecs else f"-{args.method}" if args.method != "freekv" else ""
+        args.output = RESULTS / f"slow-home-{args.command}{of if args.run is steady else ''}.json"
     store = result_header(MODULE)
     try:
         store["settings"] = {k: v for k, v in vars(args).items() if k not in NO_SETTINGS}

@@ -6,6 +6,8 @@ reported by itself; "ms/step" is the mean of the others.
 
 With `--codecs` the same documents are decoded from homes that are encoded, instead of the ablation;
 once with the file in the page cache, and once "cold": it is dropped from there before every step.
+`--method ttkv` compares that preset, warm and cold, with freekv and with full attention, both over
+raw pages on disk.
 
 The waiting is what steps wait for reads into recall caches. It leaves out what the kernel does for
 the mapped file when new tokens are written to it: such page faults are counted, not timed. Nothing
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import AutoConfig
 
 from benchmarks import slow_worker
@@ -88,46 +91,67 @@ VARIANTS_OF = {
     "fier": tuple(v for v in TOKEN_VARIANTS if v.read_ahead),  # selects and attends at once
     "omnikv": TOKEN_VARIANTS,
 }
+TIERED, SPECULATIVE = "ttkv", "ttkv_speculative"
+TIERED_VARIANTS = (
+    Variant("freekv, raw on disk", DISK),
+    Variant("full attention, on disk", DISK, options={"exact": True}),
+    Variant("ttkv", TIERED),
+    Variant("ttkv, speculative", TIERED, options={"method": SPECULATIVE}),
+    Variant("ttkv, spec., no ahead", TIERED, read_ahead=False, options={"method": SPECULATIVE}),
+)
 
 
 def variants(method: str, codecs: Sequence[str]) -> tuple[Variant, ...]:
-    """The method's ablation; or what to compare these codecs with, and they."""
-    if not codecs:
+    """The method's ablation; or what to compare these codecs, or this preset, with, and they.
+
+    The first is what the others' step times are set against.
+    """
+    if method == TIERED:
+        first, warm = [], list(TIERED_VARIANTS)
+    elif codecs:
+        first = [Variant(DEVICE, DEVICE)]
+        warm = [Variant(DISK, DISK), *(Variant(f"disk, {codec}", codec) for codec in codecs)]
+    else:
         return VARIANTS_OF[method]
-    warm = [Variant(DISK, DISK), *(Variant(f"disk, {codec}", codec) for codec in codecs)]
-    cold = [replace(variant, name=f"{variant.name}, cold", cold=True) for variant in warm]
-    return Variant(DEVICE, DEVICE), *warm, *cold
+    cold = [replace(v, name=f"{v.name}, cold", cold=True) for v in warm if v.read_ahead]
+    return *first, *warm, *cold
 
 
 def engine_specs(args: argparse.Namespace, overrides: dict[str, Any]) -> list[EngineSpec]:
-    """The same engine with its cache in memory, on disk, and there by each codec."""
+    """An engine for each place that variants decode from: memory, disk, and there by each codec."""
     longest, batch = max(args.contexts), max(args.batches)
     config = AutoConfig.from_pretrained(args.model)
     size = (batch * longest + SLACK) * kv_bytes_per_token(config)
-    common: dict[str, Any] = {
-        "model": args.model,
-        "hf_overrides": overrides,
-        "max_model_len": longest,
-        "max_num_seqs": batch,
-        "attention_backend": args.method.upper(),
-        "enforce_eager": args.enforce_eager,
-        "worker_extension_cls": slow_worker.EXTENSION,
-    }
     retrieval = {"budget": args.budget}
     cache = args.recall_cache or 2 * batch * args.budget * kv_bytes_per_token(config)
     slow = retrieval | {"home": "disk", "home_bytes": size, "recall_cache_bytes": cache}
-    encoded = [(name, size + cache, slow | {"codec": name}) for name in args.codecs]
+    tiered = slow | {"also": {SPECULATIVE: {"preset": TIERED, "schedule": "speculative"}}}
+    untiered = "freekv" if args.method == TIERED else args.method
+    engines = {
+        DEVICE: (untiered, size, retrieval),
+        DISK: (untiered, size + cache, slow),
+        TIERED: (TIERED, size + cache, tiered),
+        **{name: (untiered, size + cache, slow | {"codec": name}) for name in args.codecs},
+    }
+    used = {variant.engine for variant in variants(args.method, args.codecs)}
     return [
         EngineSpec(
             name,
-            common | {"kv_cache_memory_bytes": fast, "additional_config": {"kv_retrieval": option}},
+            {
+                "model": args.model,
+                "hf_overrides": overrides,
+                "max_model_len": longest,
+                "max_num_seqs": batch,
+                "attention_backend": method.upper(),
+                "enforce_eager": args.enforce_eager,
+                "worker_extension_cls": slow_worker.EXTENSION,
+                "kv_cache_memory_bytes": fast,
+                "additional_config": {"kv_retrieval": options},
+            },
             LONG_STEPS,
         )
-        for name, fast, option in (
-            (DEVICE, size, retrieval),
-            (DISK, size + cache, slow),
-            *encoded,
-        )
+        for name, (method, fast, options) in engines.items()
+        if name in used
     ]
 
 
@@ -140,7 +164,8 @@ def summarise(steps_s: Sequence[float], noted: Sequence[Mapping[str, float]]) ->
 
     Returns:
         ``first_*``: of the first decode step; ``rest_*`` and ``step_ms``: means of the others;
-        means of all, the first included, without a prefix.
+        ``tail_ms``: what 95 % of these do not exceed; means of all, the first included, without a
+        prefix.
     """
     before, after_first, end = noted[-len(steps_s) - 1], noted[-len(steps_s)], noted[-1]
     steps = len(steps_s)
@@ -149,6 +174,7 @@ def summarise(steps_s: Sequence[float], noted: Sequence[Mapping[str, float]]) ->
         "first_units": after_first["recalled"] - before["recalled"],
         **{f"first_{key}": value for key, value in _means(before, after_first, 1).items()},
         "step_ms": 1e3 * statistics.mean(steps_s[1:]),
+        "tail_ms": 1e3 * float(np.percentile(steps_s[1:], 95)),
         **{f"rest_{key}": value for key, value in _means(after_first, end, steps - 1).items()},
         **_means(before, end, steps),
         "corrected_share": corrected_share(before, end) or 0.0,
@@ -168,10 +194,10 @@ def _means(before: Mapping[str, float], after: Mapping[str, float], steps: int) 
 
 
 HEADER = (
-    f"{'':>40} |{'first decode step':^22} | {'the others':>16} | all steps\n"
+    f"{'':>40} |{'first decode step':^22} | {'the others':>24} | all steps\n"
     f"{'context':>8} {'batch':>5}  {'variant':<24} |{'ms':>7} {'MiB':>6} {'waited':>7} |"
-    f" {'ms/step':>8} {'ratio':>7} | {'corr':>5} {'hits':>6} {'MiB/step':>8} {'ms waited':>9}"
-    f" {'hidden':>6} {'faults':>6}"
+    f" {'ms/step':>8} {'ratio':>7} {'95 %':>7} | {'corr':>5} {'hits':>6} {'MiB/step':>8}"
+    f" {'ms waited':>9} {'hidden':>6} {'faults':>6}"
 )
 LEGEND = (
     "corr: KV heads that selected anew; hits: what was in slots when a step needed it; hidden: of "
@@ -184,12 +210,13 @@ def line(row: Mapping[str, Any], by_name: Mapping[str, Mapping[str, Any]]) -> st
     hidden = ""
     if row["variant"] == DISK and by_name.get(UNAIDED, {}).get("waited_ms"):
         hidden = f"{1 - row['waited_ms'] / by_name[UNAIDED]['waited_ms']:.0%}"
-    ratio = row["step_ms"] / by_name[DEVICE]["step_ms"]
+    ratio = row["step_ms"] / next(iter(by_name.values()))["step_ms"]
     faults = row["minor_faults"] + row["major_faults"]
     return (
         f"{row['context']:>8,} {row['batch']:>5}  {row['variant']:<24} |{row['first_ms']:>7.1f} "
         f"{row['first_recalled_mib']:>6.1f} {row['first_waited_ms']:>7.2f} | "
-        f"{row['step_ms']:>8.2f} {ratio:>6.2f}x | {row['corrected_share']:>5.0%} "
+        f"{row['step_ms']:>8.2f} {ratio:>6.2f}x {row['tail_ms']:>7.2f} | "
+        f"{row['corrected_share']:>5.0%} "
         f"{row['hit_rate']:>6.1%} {row['recalled_mib']:>8.2f} {row['waited_ms']:>9.2f} "
         f"{hidden:>6} {faults:>6.1f}"
     )
@@ -204,6 +231,7 @@ class Steady:
         self._engines = {engine.name: engine for engine in engines}
         self._tokens = args.steps + 2  # the prompt gives the first, a cold step the second
         longest = max(args.contexts) - self._tokens
+        self._bytes_per_token = kv_bytes_per_token(AutoConfig.from_pretrained(args.model))
         documents = Documents(args.model)
         (self._short,) = documents.take(1, WARM_PROMPT)
         # Shorter contexts are their beginnings, and small batches the first of them: vLLM's prefix
@@ -252,7 +280,11 @@ class Steady:
                 f"{len(prompts)} requests: the prefix cache no longer holds the documents. Ask for "
                 "fewer --contexts or --batches at once."
             )
-        return summarise(timing.steps, noted)
+        found = summarise(timing.steps, noted)
+        if variant.options.get("exact"):  # which reads all that there is, in place
+            whole = sum(len(prompt) + self._tokens for prompt in prompts) * self._bytes_per_token
+            found |= {"recalled_mib": whole / MIB, "rest_recalled_mib": whole / MIB}
+        return found
 
 
 def steady(args: argparse.Namespace) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
+import torch
 
 from benchmarks.worker_counts import CountsExtension
 from vllm_kvretrieval.tiers import sizes
+from vllm_kvretrieval.tiers.encoded import EncodedHome
 
 EXTENSION = "benchmarks.slow_worker.SlowHomeExtension"
 """To be given to an engine as `worker_extension_cls`."""
@@ -124,7 +126,8 @@ class SlowHomeExtension(CountsExtension):
         """Bytes of fast memory that the KV cache takes, by the names of `Tiers`' parts.
 
         Read off the tensors, but for the books of the recall caches, which are C++'s own: these are
-        as many per unit and slot as `tiers.sizes` says.
+        as many per unit and slot as `tiers.sizes` says; and for pages that are not yet encoded, of
+        which those count that are in memory now.
         """
         layers = list(self.retrieval_layers.values())
         units = sum(impl.choosers[0].store.pages * impl.num_kv_heads for impl in layers)
@@ -136,30 +139,34 @@ class SlowHomeExtension(CountsExtension):
             per_slot, per_unit, mappings = sizes.BOOKS_PER_TOKEN, 0, 2
         staging = {id(impl.staging): impl.staging for impl in layers if impl.staging is not None}
         home = self.home.memory
-        file = range(home.data_ptr(), home.data_ptr() + home.nbytes)
-        in_memory = [t for t in self.model_runner.kv_caches if t.data_ptr() not in file]
+        in_home = range(home.data_ptr(), home.data_ptr() + home.nbytes)
+        in_memory = [t for t in self.model_runner.kv_caches if t.data_ptr() not in in_home]
+        states, waiting = mappings * (home.nbytes // mmap.PAGESIZE), 0
+        if isinstance(self.home, EncodedHome):
+            states, waiting = units // layers[0].num_kv_heads, _present(in_home)
         return {
             "dense": sum(cache.nbytes for cache in in_memory),
             "index": sum(store.records.nbytes for impl in layers for store in impl.stores),
-            "books": units * per_unit + mappings * (home.nbytes // mmap.PAGESIZE),
+            "books": units * per_unit + states,
             "staging": sum(staging.buffer.nbytes for staging in staging.values()),
+            "open_pages": waiting,
             "recall_cache": sum(s.nbytes + s.nbytes // each * per_slot for s in slots),
         }
 
     def home_memory(self) -> dict[str, int]:
         """Bytes of the home's file, of it in the page cache, and mapped; and of requests' state."""
+        size = self.home.layers * self.home.layer_bytes
+        with mmap.mmap(self.home.fd, size) as mapped:  # which an encoded home does not do
+            file = torch.frombuffer(mapped, dtype=torch.int8)
+            present = _present(range(file.data_ptr(), file.data_ptr() + size))
+            del file
         home = self.home.memory
-        start, size = home.data_ptr(), home.nbytes
-        present = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), present):
-            raise OSError(ctypes.get_errno(), "mincore")
         layers = self.retrieval_layers.values()
         selections = [impl.choosers[0].selection for impl in layers]
         return {
             "file": size,
-            "page_cache": mmap.PAGESIZE * sum(page & 1 for page in present),
-            "mapped": _resident(start, start + size),
+            "page_cache": present,
+            "mapped": _resident(home.data_ptr(), home.data_ptr() + home.nbytes),
             "request_state": sum(s.query.nbytes + s.chosen.nbytes for s in selections),
         }
 
@@ -172,6 +179,16 @@ class SlowHomeExtension(CountsExtension):
             "mapped": info.shared,
             "threads": process.num_threads(),
         }
+
+
+def _present(addresses: range) -> int:
+    """Bytes of these addresses that are in memory, or of a file, in the page cache."""
+    pages = (ctypes.c_ubyte * -(-len(addresses) // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = ctypes.c_size_t(len(addresses))
+    if libc.mincore(ctypes.c_void_p(addresses.start), size, pages):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return mmap.PAGESIZE * sum(page & 1 for page in pages)
 
 
 def _resident(start: int, end: int) -> int:

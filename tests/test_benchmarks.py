@@ -115,7 +115,7 @@ def capacity_row(**changes: Any) -> dict[str, Any]:
         "requests": 2,
         "context": 32768,
         "ratio": 12.0,
-        "planned": {**parts, "streams_dense": True},
+        "planned": {**parts, "home": 800 << 20, "streams_dense": True},
         "allocated": parts,
         "stock_says": "To serve at least one request ...",
         "stock_blocks_tokens": 5376,
@@ -149,6 +149,7 @@ def test_capacity_verdict(changes, passed):
     shown = slow_capacity.report(row)
     assert ("PASS" in shown, "FAIL" in shown) == (passed is True, passed is False)
     assert "700 MiB of page cache" in shown
+    assert "12,800 bytes per token" in shown
 
 
 def decode_cell(context: int, prefill: list[float], **changes: Any) -> dict[str, Any]:

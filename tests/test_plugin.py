@@ -16,6 +16,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine import checkpoint
 from vllm_kvretrieval import __version__, plugin
+from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.platform import CpuRetrievalPlatform
 from vllm_kvretrieval.retrieval.presets import OWN
 
@@ -127,6 +128,33 @@ def test_a_backend_brings_its_worker(backend):
 def test_options_without_a_backend_are_an_error():
     with pytest.raises(ValueError, match="has no effect without a retrieval backend: add --att"):
         engine_config(additional_config={"kv_retrieval": {"budget": 1024}})
+
+
+@pytest.mark.model
+def test_a_fast_tier_may_be_sized_in_bytes():
+    def window(size, backend="ttkv", **options):
+        options |= {"window": size}
+        config = engine_config(
+            attention_backend=backend,
+            dtype="bfloat16",
+            additional_config={"kv_retrieval": options},
+        )
+        served = RetrievalConfig.from_vllm(config)
+        assert served is not None
+        return served.window, served.open_pages
+
+    # 30 layers, 3 KV heads of 64 channels in 16 bits
+    assert window("8MiB") == (256, 2)
+    assert window("8MiB", dense_layers=6) == (384, 3)
+    assert window(f"{640 * 30 * 3 * 256}", page_size=64) == (640, 10)
+    with pytest.raises(ValueError, match=r"window='2MiB' has no room for a page of 128 .* 2949120"):
+        window("2MiB")
+    with pytest.raises(ValueError, match=r"window='8MiB' must be a number of tokens: with freekv"):
+        window("8MiB", "freekv")
+    with pytest.raises(ValueError, match=r"window='much' must be a size such as"):
+        window("much")
+    with pytest.raises(ValueError, match=r"budget=2048 is too small: sink=128 \+ window=46592"):
+        window("1GiB")
 
 
 @pytest.mark.model

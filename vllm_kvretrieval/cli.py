@@ -4,7 +4,8 @@ import argparse
 import json
 from typing import Any
 
-from vllm_kvretrieval.config import CONFIG_KEY, HELP
+from vllm_kvretrieval.config import CONFIG_KEY
+from vllm_kvretrieval.option_help import HELP
 from vllm_kvretrieval.retrieval.presets import presets
 
 OPTION = "--kv-retrieval"

@@ -24,13 +24,9 @@ from vllm_kvretrieval.retrieval.filters import (
     filters_for,
     read_filters,
 )
-from vllm_kvretrieval.retrieval.index import OWN as OWN_INDEXES
 from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.method import (
-    DEFAULT_THRESHOLD,
-    ENTRY_TOKENS,
     OPTIONS,
-    POOLINGS,
     Method,
     make_method,
 )
@@ -53,71 +49,6 @@ HOMES = ("auto", "device", "host", "disk")
 
 
 DEFAULT_CHUNK = 512
-
-HELP = {
-    "budget": "tokens of context that a KV head attends to in a decode step; a shorter context is "
-    "attended to whole, exactly (default: 2048)",
-    "budget_shares": "how layers and KV heads share what is selected: uniform, pyramid (less with "
-    "depth), a number per layer that retrieves, or a list of them, one per KV head; or a JSON file "
-    "of these (default: uniform)",
-    "sink": "tokens at the start of the context, always attended to (default: a page, or budget / "
-    "16, as the method has it)",
-    "window": "most recent tokens, always attended to (default: two pages, or budget / 16, as the "
-    "method has it)",
-    "page_size": "tokens per page, the unit of retrieval; smaller ones hold less that is unwanted, "
-    f"and there are more to choose from, one of {PAGE_SIZES} (default: the method's, 32 for most)",
-    "unit": "what is selected: page, or token (single tokens, by an index that scores them; the "
-    "KV cache of retrieval layers is then laid out token by token) (default: the method's, page "
-    "for most)",
-    "summary_size": "tokens per entry of the page index, page_size or less; smaller ones tell "
-    f"pages apart better, and cost memory and time in proportion, one of {ENTRY_TOKENS} (default: "
-    "the page size)",
-    "correction_threshold": "a KV head whose query has a lower cosine similarity to the previous "
-    "step's selects anew before attention; 1 selects at every step, -1 never corrects "
-    f"(default: {DEFAULT_THRESHOLD})",
-    "index": "what is kept of a page's keys to select pages by, a name or {name: parameters}: "
-    f"{', '.join(index.name for index in OWN_INDEXES)} (default: the method's)",
-    "pooling": "how the scores of the query heads that share a KV head become one: "
-    f"{', '.join(POOLINGS)} (default: the method's)",
-    "schedule": "when pages are selected: "
-    f"{', '.join(f'{name} ({s.meaning})' for name, s in SCHEDULES.items())} (default: the "
-    "method's)",
-    "rerank": "score so many candidates per page selected once more, by their keys; 0: none "
-    "(default: the method's)",
-    "also": "further methods that requests may name: presets, or names with options of a method "
-    f"({', '.join(OPTIONS)}; preset: what they change); each index takes memory (default: none)",
-    "filters": "layers that select tokens for the layers after them, as a list, or a file that "
-    "vllm-kvretrieval calibrate wrote; for schedule shared_layers (default: what is known of the "
-    "model)",
-    "observation": "the queries by whose attention filters select: "
-    f"{', '.join(OBSERVATIONS)}; all but last take {WINDOW} (default: last)",
-    "prefill_budget": "tokens before a chunk of a prompt that it attends to in layers after a "
-    "filter: sink, window, and what the filter selects for it; prompts beyond are approximate then "
-    "(default: none; prefill is exact)",
-    "prefill_chunk": "with prefill_budget: tokens of a prompt for which a filter selects at once "
-    f"(default: {DEFAULT_CHUNK})",
-    "dense_layers": "leading layers of the model that keep their own attention, of whatever kind "
-    "it is (default: the method's, 1 for most)",
-    "max_budget": "most that a request may ask for as its budget (default: budget: requests may "
-    "only lower it)",
-    "memory_fraction": "share of the KV cache that a request reads, dense layers included: its "
-    "budget then follows from its prompt's length, up to max_budget (default: none; the budget is "
-    "fixed)",
-    "allow_exact": "whether requests may ask for full attention (default: true)",
-    "home": "where the whole KV cache of the retrieval layers lives: device (vLLM's own memory), "
-    "disk (a file; fast memory then holds recalled pages only), host (on GPUs), or auto (device if "
-    "max_num_seqs requests of max_model_len fit there) (default: the method's)",
-    "home_bytes": "size of a slow home, per worker, e.g. 64GiB (default: room for max_num_seqs "
-    "requests of max_model_len)",
-    "home_path": "directory of the file of home=disk; one in memory (tmpfs) is taken only if it is "
-    "named here (default: /var/tmp, or the directory for temporary files where there is none)",
-    "codec": "how home=disk holds pages that are full: "
-    f"{', '.join(f'{name} ({codec.meaning})' for name, codec in CODECS.items())} (default: the "
-    "method's, raw for most)",
-    "recall_cache_bytes": "fast memory for recalled pages or tokens, per worker, e.g. 2GiB "
-    "(default: what vLLM would give to the KV cache, less dense layers and page index)",
-}
-"""What each option of an engine is, by its name."""
 
 
 @dataclass(frozen=True)
@@ -586,7 +517,36 @@ class RetrievalConfig:
         method = selected_method(vllm_config)
         if method is None:
             return None
-        return cls.from_options(method, options_of(vllm_config))
+        options = options_of(vllm_config)
+        if isinstance(options, Mapping) and isinstance(size := options.get("window"), str):
+            shape = {key: options[key] for key in ("page_size", "dense_layers") if key in options}
+            tokens = cls.from_options(method, shape)._tokens_of(size, vllm_config)
+            options = {**options, "window": tokens}
+        return cls.from_options(method, options)
+
+    def _tokens_of(self, size: str, vllm_config: "VllmConfig") -> int:
+        """A window that is given as a size: the tokens of as many whole pages as fit.
+
+        Raises:
+            RetrievalConfigError: None does, or the method's window takes no memory of its own.
+        """
+        given = f"kv_retrieval.window={size!r}"
+        if not presets()[self.method].raw_window:
+            raise RetrievalConfigError(
+                f"{given} must be a number of tokens: with {self.method} the window takes no "
+                "memory of its own."
+            )
+        model = vllm_config.model_config
+        layers = max(1, model.get_total_num_hidden_layers() - self.dense_layers)
+        width = 2 * model.get_head_size() * model.dtype.itemsize
+        page = layers * model.get_num_kv_heads(vllm_config.parallel_config) * width * self.page_size
+        pages = parse_size("kv_retrieval.window", size) // page
+        if not pages:
+            raise RetrievalConfigError(
+                f"{given} has no room for a page of {self.page_size} tokens, which takes {page} "
+                f"bytes in {layers} layers. Raise it."
+            )
+        return pages * self.page_size
 
 
 def options_of(vllm_config: "VllmConfig") -> Any:

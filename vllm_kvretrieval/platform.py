@@ -65,7 +65,8 @@ class CpuRetrievalPlatform(CpuPlatform):
                     f"backend: add --attention-backend with one of {', '.join(preset_names())}."
                 )
             return
-        config = RetrievalConfig.from_options(method, options_of(vllm_config))
+        config = RetrievalConfig.from_vllm(vllm_config)
+        assert config is not None, "a method is named"
         from vllm_kvretrieval.attention.cpu.support import check_engine
         from vllm_kvretrieval.attention.support import has_foreign_connector
 

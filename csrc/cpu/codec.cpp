@@ -16,22 +16,10 @@ using Bytes = uint8_t __attribute__((vector_size(kWidth)));
 constexpr float kMost = 0x1p120f;
 constexpr float kLeastStep = 0x1p-100f;
 
-static uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-static float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
 // The magnitude rounded up to so many bits of mantissa.
 static float keep_bits(float x, int mantissa) {
   const int drop = 23 - mantissa;
-  return float_of((bits_of(x) + ((1u << drop) - 1)) >> drop << drop);
+  return bits_as<float>((bits_as<uint32_t>(x) + ((1u << drop) - 1)) >> drop << drop);
 }
 
 struct Scale {
@@ -48,24 +36,24 @@ struct Centred8 {
   static Scale fit(float low, float high) {
     return of(keep_bits(at_least((-low > high ? -low : high) / 127), 7));
   }
-  static void pack(Scale s, uint16_t* words) { words[0] = bits_of(s.step) >> 16; }
-  static Scale unpack(const uint16_t* words) { return of(float_of(uint32_t(words[0]) << 16)); }
+  static void pack(Scale s, uint16_t* words) { words[0] = bits_as<uint32_t>(s.step) >> 16; }
+  static Scale unpack(const uint16_t* words) { return of(bits_as<float>(uint32_t(words[0]) << 16)); }
 };
 
 template <int bits>
 struct FromLowest {
   static constexpr int kBits = bits, kLevels = (1 << bits) - 1, kWords = 2;
   static Scale fit(float low, float high) {
-    const float nearer = float_of(bits_of(low) & 0xffff0000u);
+    const float nearer = bits_as<float>(bits_as<uint32_t>(low) & 0xffff0000u);
     const float base = nearer <= low ? nearer : keep_bits(low, 7);
     return {keep_bits(at_least((high - base) / kLevels), 7), base};
   }
   static void pack(Scale s, uint16_t* words) {
-    words[0] = bits_of(s.step) >> 16;
-    words[1] = bits_of(s.base) >> 16;
+    words[0] = bits_as<uint32_t>(s.step) >> 16;
+    words[1] = bits_as<uint32_t>(s.base) >> 16;
   }
   static Scale unpack(const uint16_t* words) {
-    return {float_of(uint32_t(words[0]) << 16), float_of(uint32_t(words[1]) << 16)};
+    return {bits_as<float>(uint32_t(words[0]) << 16), bits_as<float>(uint32_t(words[1]) << 16)};
   }
 };
 
@@ -80,10 +68,10 @@ struct AroundZero {
   }
   static void pack(Scale s, uint16_t* words) {
     const float zero = -s.base / s.step;
-    words[0] = bits_of(s.step) >> 19 << 4 | (zero == zero ? static_cast<uint32_t>(zero) : 0);
+    words[0] = bits_as<uint32_t>(s.step) >> 19 << 4 | (zero == zero ? static_cast<uint32_t>(zero) : 0);
   }
   static Scale unpack(const uint16_t* words) {
-    const float step = float_of(uint32_t(words[0]) >> 4 << 19);
+    const float step = bits_as<float>(uint32_t(words[0]) >> 4 << 19);
     return {step, -static_cast<float>(words[0] & 15) * step};
   }
 };

@@ -102,10 +102,7 @@ struct Filter {
     thread_local std::vector<float> q;
     q.resize(all * d);
     const E* from = static_cast<const E*>(s.query) + (int64_t(row) * queries + j) * s.query_stride;
-    for (int i = 0; i < all * d; i += kWidth) {
-      const Floats x = E::load(from + i) * selector.scale;
-      std::memcpy(q.data() + i, &x, sizeof x);
-    }
+    scaled_to(q.data(), from, all * d, selector.scale);
     const int32_t* blocks = rows.block_table + row * rows.block_table_stride;
     for (int t = begin; t < end; t += size)
       for (int h = 0; h < heads; ++h) {

@@ -178,11 +178,7 @@ struct Planner {
     queries.resize(group_elements());
     scores.resize(group * parts);
     values.resize(count);
-    const E* q = query(row, head);
-    for (int i = 0; i < group_elements(); i += kWidth) {
-      const Floats x = E::load(q + i) * chooser.scale;
-      std::memcpy(queries.data() + i, &x, sizeof x);
-    }
+    scaled_to(queries.data(), query(row, head), group_elements(), chooser.scale);
     const Records records(index, blocks(row));
     for (int i = 0; i < count; ++i) {
       for (int part = 0; part < parts; ++part)

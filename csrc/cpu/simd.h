@@ -35,6 +35,12 @@ inline V load_as(const void* p) {
   return v;
 }
 
+template <class To, class From>
+inline To bits_as(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  return load_as<To>(&x);
+}
+
 inline Floats splat(float x) { return Floats{} + x; }
 #if defined(__AVX2__) && !defined(__AVX512F__)  // one instruction for what GCC makes two of
 inline Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
@@ -165,27 +171,19 @@ struct Float16 : FloatLanes<Float16> {
   static float to_float(uint16_t h) {
     const uint32_t sign = uint32_t(h & 0x8000) << 16;
     const uint32_t rest = uint32_t(h & 0x7fff);
-    if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+    if (rest >= 0x7c00) return bits_as<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
     // Scaling by 2^112 moves the exponent's bias and handles subnormals at once.
-    const float magnitude = bits_to_float(rest << 13) * 0x1p112f;
+    const float magnitude = bits_as<float>(rest << 13) * 0x1p112f;
     return sign ? -magnitude : magnitude;
   }
   static uint16_t from_float(float f) {  // rounds to nearest
-    uint32_t u;
-    std::memcpy(&u, &f, 4);
+    uint32_t u = bits_as<uint32_t>(f);
     const uint16_t sign = u >> 16 & 0x8000;
     u &= 0x7fffffff;
     if (u > 0x7f800000) return sign | 0x7e00;
     if (u >= 0x477ff000) return sign | 0x7c00;  // 65520 and above
-    std::memcpy(&f, &u, 4);
-    f *= 0x1p-112f;
-    std::memcpy(&u, &f, 4);
+    u = bits_as<uint32_t>(bits_as<float>(u) * 0x1p-112f);
     return sign | (u + 0xfff + (u >> 13 & 1)) >> 13;
-  }
-  static float bits_to_float(uint32_t u) {
-    float f;
-    std::memcpy(&f, &u, 4);
-    return f;
   }
 #endif
 };
@@ -217,6 +215,15 @@ inline Floats exp_nonpositive(Floats x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   return p * (Floats)((n + 127) << 23);
+}
+
+// So many elements, a multiple of kWidth, in floats, times a factor.
+template <class E>
+inline void scaled_to(float* to, const E* from, int n, float factor) {
+  for (int i = 0; i < n; i += kWidth) {
+    const Floats x = E::load(from + i) * factor;
+    std::memcpy(to + i, &x, sizeof x);
+  }
 }
 
 }  // namespace KVR_ISA

@@ -40,12 +40,6 @@ inline void for_blocks(int rank, const Use& use) {
   }
 }
 
-template <class To, class From>
-inline To bits_as(From x) {
-  static_assert(sizeof(To) == sizeof(From));
-  return load_as<To>(&x);
-}
-
 inline float mean_scale_of(const uint8_t* record) {
   return bits_as<float>(uint32_t(load_as<uint16_t>(record)) << 16);
 }

@@ -31,10 +31,7 @@ inline const float* float_queries(const ScoreTask<E>& t, float factor) {
   thread_local std::vector<float> buffer;
   const int n = t.heads * t.group * t.index.head_size;
   buffer.resize(n);
-  for (int i = 0; i < n; i += kWidth) {
-    const Floats x = E::load(t.query + i) * factor;
-    std::memcpy(buffer.data() + i, &x, sizeof x);
-  }
+  scaled_to(buffer.data(), t.query, n, factor);
   return buffer.data();
 }
 

@@ -7,7 +7,8 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from vllm_kvretrieval.attention.cpu.chunks import Chunks
-from vllm_kvretrieval.attention.cpu.metadata import (
+from vllm_kvretrieval.attention.cpu.observation import LatestQueries
+from vllm_kvretrieval.attention.cpu.plans import (
     DecodePlan,
     Prefill,
     RetrievalMetadata,
@@ -15,7 +16,6 @@ from vllm_kvretrieval.attention.cpu.metadata import (
     Split,
     Whole,
 )
-from vllm_kvretrieval.attention.cpu.observation import LatestQueries
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import (

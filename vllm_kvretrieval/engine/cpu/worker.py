@@ -9,7 +9,6 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
@@ -19,9 +18,9 @@ from vllm_kvretrieval.attention.cpu.observation import LatestQueries
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, ISAS, ISAS_OF_ROWS, PrefillStaging
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
-from vllm_kvretrieval.engine.cpu.advice import startup_advice
 from vllm_kvretrieval.engine.cpu.allocation import allocate_kv_cache
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
+from vllm_kvretrieval.engine.cpu.report import log_start
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import (
@@ -170,7 +169,7 @@ class RetrievalCPUWorker(PlanningWorker):
             self._share_recalls(layers)
         if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
             get_kv_transfer_group().report(self._take_failed_blocks, self._take_stats)
-        self._log_start(len(layers))
+        log_start(self, len(layers))
 
     def _check_reading(self, isas: set[str], foreign: bool) -> None:
         """Refuse what reads keys in the cache where that cannot be done.
@@ -505,81 +504,4 @@ class RetrievalCPUWorker(PlanningWorker):
         for cache in self.recall_caches:
             cache.drop_pages(
                 [block * len(pages) + page for block in target.tolist() for page in pages]
-            )
-
-    def _described_shares(self) -> str:
-        """How far KV heads differ in what they select, by the engine's own method."""
-        allotment = self.allotments.get(self.retrieval_config.method)
-        if allotment is None:
-            return ""
-        own = allotment.shares[allotment.own]
-        return f" on average, {own.min():.2f} to {own.max():.2f} times what is selected"
-
-    def _log_start(self, num_layers: int) -> None:
-        config = self.retrieval_config
-        budget = config.page_budget()
-        advice = startup_advice(self.model_config.dtype, self.parallel_config.local_world_size)
-        if advice is not None and self.rank == 0:
-            logger.warning(advice)
-        size: dict[str, int] = {}
-        for store in (s for impl in self.retrieval_layers.values() for s in impl.stores):
-            assert store.index is not None
-            name = f"{store.index.name} per {store.entry_tokens} tokens"
-            size[name] = size.get(name, 0) + store.records.numel()
-        logger.info(
-            "%s: decode attends to at most %d tokens per KV head%s (sink %d, window %d, selected "
-            "%d, in %s) in %d of %d layers; page index %s; %s kernels.",
-            config.method,
-            budget.total * config.page_size,
-            self._described_shares(),
-            budget.sink * config.page_size,
-            budget.window * config.page_size,
-            budget.select * config.page_size,
-            "single tokens" if config.own.per_token else f"pages of {config.page_size}",
-            len(self.retrieval_layers),
-            num_layers,
-            ", ".join(f"{format_gib(b)} GiB ({name})" for name, b in size.items()) or "none",
-            cpu.isa(),
-        )
-        if config.prefill_budget is not None:
-            parts = config.page_budget(config.prefill_budget)
-            logger.info(
-                "Prefill is sparse in these layers: chunks of %d tokens attend to %d before them "
-                "(sink %d, window %d, selected %d).",
-                config.prefill_chunk,
-                config.prefill_budget,
-                *(pages * config.page_size for pages in (parts.sink, parts.window, parts.select)),
-            )
-        if others := [name for name in config.methods if name != config.method]:
-            logger.info("Requests may also name these methods: %s.", ", ".join(others))
-        if self.tiers is not None:
-            tiers = self.tiers
-            logger.info(
-                "home=disk in %s: %s GiB (%s) for %d tokens. Of fast memory, page index and books "
-                "take %s GiB, dense layers %s, staging for prefill %s, and the recall cache's %s "
-                "GiB hold %d %s per layer for what %d requests attend to.",
-                directory_for(config.home_path),
-                format_gib(tiers.home),
-                config.codec,
-                (tiers.blocks - 1) * self.cache_config.block_size,
-                format_gib(tiers.index + tiers.books),
-                "none (they are read from home at every step)"
-                if tiers.streams_dense
-                else f"{format_gib(tiers.dense)} GiB",
-                f"{format_gib(tiers.staging)} GiB"
-                if tiers.staging
-                else "none (there is no room for it)",
-                format_gib(tiers.recall_cache),
-                sum(tiers.slots) // len(tiers.slots),
-                "tokens of KV heads" if config.rows else "slots",
-                self.scheduler_config.max_num_seqs,
-            )
-        elif config.home == "auto":
-            given = [
-                k for k in ("home_bytes", "home_path", "recall_cache_bytes") if getattr(config, k)
-            ]
-            given += [] if config.encoding is None else ["codec"]
-            logger.info(
-                "home=auto: the KV cache fits in memory%s.",
-                f"; {', '.join(given)} are not used" if given else "",
             )

@@ -1,0 +1,134 @@
+"""How the layers of a group attend in one step; built by `metadata`."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+from vllm_kvretrieval.attention.cpu.chunks import Chunks
+from vllm_kvretrieval.attention.cpu.observation import Observed
+from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, TokenLists
+
+
+class Pages(NamedTuple):
+    """Pages of some requests' contexts.
+
+    Attributes:
+        ids: int32 [n]; each page once.
+        lengths: int32 [n]; tokens in each.
+    """
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
+
+
+@dataclass
+class DecodePlan:
+    """How rows of one method decode whose contexts exceed their budgets.
+
+    Attributes:
+        method: Its number among the engine's methods.
+        rows: The requests, each of which decodes one token.
+        index: int64 [rows]; their places in the batch, None where they are the first ones in it.
+        lists: What each (row, KV head) attends to; its entries are the rows' ``lists``.
+        schedule: Where vLLM's kernel attends, how; None: ours does.
+        weights: float32 [rows, n]; where filter layers select, those of their n latest queries.
+        listed: Whose selection the lists hold, of filter layers.
+    """
+
+    method: int
+    rows: DecodeRows
+    index: torch.Tensor | None
+    lists: TokenLists
+    schedule: "Schedule | None"
+    weights: torch.Tensor | None = None
+    listed: ContextSelector | None = None
+
+
+class Schedule(NamedTuple):
+    """For vLLM's kernel, to which every (row, KV head) is a sequence of its own.
+
+    Attributes:
+        seq_lens: int32 [rows * kv_heads]; tokens that each attends to, in every layer.
+        query_start_loc: int32 [rows * kv_heads + 1]; 0, 1, 2, ...
+        scheduler_metadata: vLLM's own.
+    """
+
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    scheduler_metadata: torch.Tensor
+
+
+@dataclass
+class Whole:
+    """Rows of one token that attend to whole contexts, as vLLM has it.
+
+    Requests that ask for exact attention, contexts within the budget, and prompts whose last chunk
+    is a single token.
+
+    Attributes:
+        index: int64 [rows]; their places in the batch, None where they are the first ones in it.
+        by: vLLM's metadata for them alone; in a cache of rows, which vLLM's kernel does not read,
+            all pages of their contexts.
+    """
+
+    index: torch.Tensor | None
+    by: CPUAttentionMetadata | TokenLists
+
+
+@dataclass
+class Prefill:
+    """Requests that read their prompts.
+
+    Attributes:
+        start: Their first token in the batch.
+        metadata: vLLM's, for them alone; their tokens counted from there.
+        staged: The pages to copy into the staging buffer, which is then read, as
+            :class:`StagedContext` has them; None where the cache itself is.
+        chunks: Where prefill is sparse, what to copy there instead; ``metadata`` is of these.
+    """
+
+    start: int
+    metadata: CPUAttentionMetadata
+    staged: torch.Tensor | None
+    chunks: Chunks | None = None
+
+
+@dataclass
+class Split:
+    """A step whose requests do not all take vLLM's own path.
+
+    Attributes:
+        rows: Requests with a single token; they lead the batch. Over an encoded home, those of them
+            that neither choose nor fit in slots are prefill, too.
+        decode: Those of them that attend to pages of their own choice, by method.
+        whole: The others.
+        prefill: The requests after them, in turns.
+    """
+
+    rows: int
+    decode: list[DecodePlan]
+    whole: Whole | None
+    prefill: list[Prefill]
+
+
+@dataclass
+class RetrievalMetadata(CPUAttentionMetadata):
+    """vLLM's metadata of the whole batch, for dense layers and contexts within budget.
+
+    Attributes:
+        split: How retrieval layers attend; None where they take vLLM's own path too.
+        in_place: With a slow home, the :func:`page_runs` of the requests that read it in place, if
+            one of these is longer than the budget: in a dense layer, and in a retrieval layer.
+        loaded: Pages that a KV connector may have filled since the last step.
+        observed: Queries that filter layers keep, where they select by more than the last.
+        leaving: int64 [n]; over an encoded home, pages to be encoded at the end of the step.
+    """
+
+    split: Split | None = None
+    in_place: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    loaded: Pages | None = None
+    observed: Observed | None = None
+    leaving: torch.Tensor | None = None

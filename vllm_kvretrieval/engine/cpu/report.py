@@ -1,0 +1,98 @@
+"""What a worker says when it starts."""
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.utils.mem_utils import format_gib
+
+from vllm_kvretrieval.engine.cpu.advice import startup_advice
+from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.tiers.place import directory_for
+
+if TYPE_CHECKING:
+    from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
+
+logger = init_logger("vllm.kvretrieval.worker")
+
+
+def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
+    """Log options and sizes once the worker has its KV cache.
+
+    Args:
+        worker: Whose.
+        num_layers: Layers of its model with attention.
+    """
+    config = worker.retrieval_config
+    budget = config.page_budget()
+    advice = startup_advice(worker.model_config.dtype, worker.parallel_config.local_world_size)
+    if advice is not None and worker.rank == 0:
+        logger.warning(advice)
+    size: dict[str, int] = {}
+    for store in (s for impl in worker.retrieval_layers.values() for s in impl.stores):
+        assert store.index is not None
+        name = f"{store.index.name} per {store.entry_tokens} tokens"
+        size[name] = size.get(name, 0) + store.records.numel()
+    logger.info(
+        "%s: decode attends to at most %d tokens per KV head%s (sink %d, window %d, selected "
+        "%d, in %s) in %d of %d layers; page index %s; %s kernels.",
+        config.method,
+        budget.total * config.page_size,
+        _described_shares(worker),
+        budget.sink * config.page_size,
+        budget.window * config.page_size,
+        budget.select * config.page_size,
+        "single tokens" if config.own.per_token else f"pages of {config.page_size}",
+        len(worker.retrieval_layers),
+        num_layers,
+        ", ".join(f"{format_gib(b)} GiB ({name})" for name, b in size.items()) or "none",
+        cpu.isa(),
+    )
+    if config.prefill_budget is not None:
+        parts = config.page_budget(config.prefill_budget)
+        logger.info(
+            "Prefill is sparse in these layers: chunks of %d tokens attend to %d before them "
+            "(sink %d, window %d, selected %d).",
+            config.prefill_chunk,
+            config.prefill_budget,
+            *(pages * config.page_size for pages in (parts.sink, parts.window, parts.select)),
+        )
+    if others := [name for name in config.methods if name != config.method]:
+        logger.info("Requests may also name these methods: %s.", ", ".join(others))
+    if worker.tiers is not None:
+        tiers = worker.tiers
+        logger.info(
+            "home=disk in %s: %s GiB (%s) for %d tokens. Of fast memory, page index and books "
+            "take %s GiB, dense layers %s, staging for prefill %s, and the recall cache's %s "
+            "GiB hold %d %s per layer for what %d requests attend to.",
+            directory_for(config.home_path),
+            format_gib(tiers.home),
+            config.codec,
+            (tiers.blocks - 1) * worker.cache_config.block_size,
+            format_gib(tiers.index + tiers.books),
+            "none (they are read from home at every step)"
+            if tiers.streams_dense
+            else f"{format_gib(tiers.dense)} GiB",
+            f"{format_gib(tiers.staging)} GiB"
+            if tiers.staging
+            else "none (there is no room for it)",
+            format_gib(tiers.recall_cache),
+            sum(tiers.slots) // len(tiers.slots),
+            "tokens of KV heads" if config.rows else "slots",
+            worker.scheduler_config.max_num_seqs,
+        )
+    elif config.home == "auto":
+        given = [k for k in ("home_bytes", "home_path", "recall_cache_bytes") if getattr(config, k)]
+        given += [] if config.encoding is None else ["codec"]
+        logger.info(
+            "home=auto: the KV cache fits in memory%s.",
+            f"; {', '.join(given)} are not used" if given else "",
+        )
+
+
+def _described_shares(worker: "RetrievalCPUWorker") -> str:
+    """How far KV heads differ in what they select, by the engine's own method."""
+    allotment = worker.allotments.get(worker.retrieval_config.method)
+    if allotment is None:
+        return ""
+    own = allotment.shares[allotment.own]
+    return f" on average, {own.min():.2f} to {own.max():.2f} times what is selected"

@@ -1,0 +1,62 @@
+"""The ops on the CPU: bindings of the compiled kernels in csrc/cpu.
+
+The extension takes addresses, not tensors, so a call costs about a microsecond. Shapes and dtypes
+of rows and layers are checked once, when they are bound; the extension checks at every call that
+they fit one another.
+"""
+
+try:
+    from vllm_kvretrieval import _cpu  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "vllm-kvretrieval was installed without its CPU kernels, as it is where torch is a CUDA "
+        "build. To have them compiled: pip install -C wheel.cmake=true . in a checkout"
+    ) from error
+from vllm_kvretrieval.kernels.cpu.binding import CODINGS, KINDS, LAYOUTS, ROWS
+from vllm_kvretrieval.kernels.cpu.ops import (
+    attend,
+    index_pages,
+    isa,
+    isas,
+    list_context,
+    plan_decode,
+    read_keys,
+    select_context,
+    stage_pages,
+    stage_tokens,
+    update_index,
+    use_isa,
+    write_rows,
+)
+from vllm_kvretrieval.kernels.cpu.recall import (
+    MappingGuard,
+    RecallCache,
+    TokenRecall,
+    decode_units,
+    encode_units,
+)
+
+__all__ = [
+    "CODINGS",
+    "KINDS",
+    "LAYOUTS",
+    "ROWS",
+    "MappingGuard",
+    "RecallCache",
+    "TokenRecall",
+    "attend",
+    "decode_units",
+    "encode_units",
+    "index_pages",
+    "isa",
+    "isas",
+    "list_context",
+    "plan_decode",
+    "read_keys",
+    "select_context",
+    "stage_pages",
+    "stage_tokens",
+    "update_index",
+    "use_isa",
+    "write_rows",
+]

@@ -1,0 +1,209 @@
+"""Tensors as the extension takes them: addresses and sizes, checked when they are bound."""
+
+import torch
+
+from vllm_kvretrieval import _cpu
+from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, DecodeRows, IndexStore
+from vllm_kvretrieval.retrieval.index.low_rank import LowRank
+from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
+
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+INT64 = torch.int64
+KINDS = {
+    name: kind
+    for kind, name in enumerate(
+        "min_max mean mean_std bounding representative one_bit low_rank exact".split()
+    )
+}
+"""Indexes with kernels (IndexKind in csrc/cpu/kernels.h); others serve by their own methods."""
+OUTSIDE, NONE = len(KINDS), len(KINDS) + 1
+ROWS = "rows"
+"""The layout of a cache of rows, each token's key before its value."""
+LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1, ROWS: 2}
+"""How a cache lays out keys (KeyLayout in csrc/cpu/kernels.h): vLLM's by its own ``isa``."""
+CODINGS = {name: kind for kind, name in enumerate("raw k8v4 k4v4 k2v2".split())}
+"""Codecs by name (Codec in csrc/cpu/codec.h)."""
+
+
+PER_ROW = {
+    "block_table": torch.int32,
+    "seq_lens": torch.int32,
+    "seats": torch.int32,
+    "sink": torch.int32,
+    "window": torch.int32,
+    "select": torch.int32,
+    "threshold": torch.float32,
+    "fresh": torch.uint8,
+}
+
+
+def bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
+    """Raises ValueError where a tensor is not what the extension reads."""
+    count = len(rows)
+    for name, dtype in PER_ROW.items():
+        tensor = getattr(rows, name)
+        check(name, tensor, dtype)
+        if tensor.shape[0] < count:
+            raise ValueError(f"{name} has {tensor.shape[0]} rows, seq_lens {count}")
+    check("corrected", rows.corrected, torch.int64)
+    check("lists", rows.lists, torch.int32)
+    check("lengths", rows.lengths, torch.int32)
+    if rows.lengths.dim() != 1:
+        raise ValueError(f"lengths must have one dimension, got {tuple(rows.lengths.shape)}")
+    return _cpu.DecodeRows(
+        count,
+        rows.block_table.data_ptr(),
+        rows.block_table.shape[1],
+        rows.block_table.stride(0),
+        rows.seq_lens.data_ptr(),
+        rows.seats.data_ptr(),
+        rows.sink.data_ptr(),
+        rows.window.data_ptr(),
+        rows.select.data_ptr(),
+        rows.threshold.data_ptr(),
+        rows.fresh.data_ptr(),
+        rows.corrected.data_ptr(),
+        rows.corrected.shape[0],
+        rows.lists.data_ptr(),
+        *rows.lists.shape,
+        rows.lists.stride(0),
+        rows.lengths.data_ptr(),
+        len(rows.lengths),
+        rows.per_token,
+    )
+
+
+def bind_index(store: IndexStore) -> "_cpu.Index":
+    """Raises ValueError where records or cache are not what the index needs."""
+    size, parts = store.head_size, store.page_size // store.entry_tokens
+    if size % 16:
+        raise ValueError(f"head size {size} is no multiple of 16")
+    if parts * store.entry_tokens != store.page_size or parts & (parts - 1):
+        raise ValueError(
+            f"entries of {store.entry_tokens} tokens are no power of two in a page of "
+            f"{store.page_size}"
+        )
+    index, cache = store.index, store.cache
+    if index is not None and (why := index.check(store.entry_tokens)):
+        raise ValueError(f"index {index.name}: {why}")
+    if cache is not None:
+        if store.layout not in LAYOUTS:
+            raise ValueError(
+                f"how vLLM's attention {store.layout!r} lays out keys is not known, only "
+                f"{[*LAYOUTS]} are"
+            )
+        shape = (store.pages, store.kv_heads, store.page_size, 2 * size)
+        if cache.dtype != store.dtype or cache.shape != shape or not cache.is_contiguous():
+            raise ValueError(
+                f"cache must be {store.dtype} {shape} and contiguous, got {cache.dtype} "
+                f"{tuple(cache.shape)} with strides {cache.stride()}"
+            )
+    elif index is not None and not index.grows:
+        raise ValueError(f"an index of {index.name} reads the keys in the cache, and has none")
+    width = 0 if index is None else index.record_bytes(size, store.entry_tokens, store.dtype)
+    records = (len(store.records), store.kv_heads, width)
+    if store.records.dtype != torch.uint8 or store.records.shape != records:
+        raise ValueError(
+            f"records must be torch.uint8 {records}, got {store.records.dtype} "
+            f"{tuple(store.records.shape)}"
+        )
+    if not store.records.is_contiguous():
+        raise ValueError(f"records must be contiguous, their strides are {store.records.stride()}")
+    return _cpu.Index(
+        NONE if index is None else KINDS.get(index.name, OUTSIDE),
+        DTYPES[store.dtype],
+        store.dtype,
+        store.kv_heads,
+        size,
+        store.page_size,
+        store.entry_tokens,
+        index.directions(size) if isinstance(index, LowRank) else 0,
+        index.spread if isinstance(index, MeanStd) else 0.0,
+        store.records.data_ptr(),
+        len(store.records),
+        width,
+        0 if cache is None else cache.data_ptr(),
+        LAYOUTS.get(store.layout, 0),
+    )
+
+
+def bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
+    """Raises ValueError where the selection does not fit the index."""
+    store, selection = chooser.store, chooser.selection
+    if store.handle is None:
+        store.handle = bind_index(store)
+    seats, heads = len(selection.query), store.kv_heads
+    expected = {
+        "query": (store.dtype, (seats, heads * chooser.group, store.head_size)),
+        "chosen": (torch.int32, (seats, heads, selection.chosen.shape[-1])),
+    }
+    for name, (dtype, shape) in expected.items():
+        tensor = getattr(selection, name)
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"the selection's {name} must be {dtype} {shape} and contiguous, got "
+                f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
+            )
+    counts = selection.counts
+    if counts is not None:
+        check("the selection's counts", counts, torch.int32)
+        if counts.shape != (seats, heads):
+            raise ValueError(
+                f"the selection's counts must be {(seats, heads)}, got {tuple(counts.shape)}"
+            )
+    if chooser.rerank and store.cache is None:
+        raise ValueError("candidates are scored by the keys in the cache, and there is none")
+    return _cpu.Chooser(
+        store.handle,
+        int(chooser.pooling),
+        chooser.group,
+        chooser.scale,
+        chooser.rerank,
+        selection.query.data_ptr(),
+        selection.chosen.data_ptr(),
+        seats,
+        selection.chosen.shape[2],
+        0 if counts is None else counts.data_ptr(),
+        0 if counts is None else counts.stride(0),
+    )
+
+
+def selector_handle(selector: ContextSelector) -> "_cpu.ContextSelector":
+    """The selector, bound at the first call; raises ValueError where it cannot be."""
+    if selector.handle is not None:
+        return selector.handle
+    store, chosen = selector.store, selector.chosen
+    if store.cache is None or store.layout not in LAYOUTS or store.page_size % 16:
+        raise ValueError(
+            f"a filter reads keys in pages of multiples of 16, in the layouts {tuple(LAYOUTS)}; "
+            f"there are pages of {store.page_size} in {store.layout}"
+        )
+    if chosen.dtype != torch.int32 or chosen.dim() != 2 or not chosen.is_contiguous():
+        raise ValueError(f"chosen must be int32 [seats, tokens], contiguous; got {chosen.dtype}")
+    if store.handle is None:
+        store.handle = bind_index(store)
+    selector.handle = _cpu.ContextSelector(
+        store.handle, selector.group, selector.scale, chosen.data_ptr(), *chosen.shape
+    )
+    return selector.handle
+
+
+def vectors(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
+    """Of queries, keys, values: what the extension checks itself."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def tokens(slot_mapping: torch.Tensor) -> tuple[int, int]:
+    """Address and number of the slots that new tokens go to."""
+    if slot_mapping.dtype is not INT64 or not slot_mapping.is_contiguous():
+        check("slot_mapping", slot_mapping, INT64)
+    return slot_mapping.data_ptr(), slot_mapping.shape[0]
+
+
+def check(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError unless the tensor is of this dtype, and dense in its last dimension."""
+    if tensor.dtype != dtype or tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must be {dtype} and contiguous in its last dimension, got {tensor.dtype} with "
+            f"strides {tensor.stride()}"
+        )

@@ -1,0 +1,350 @@
+"""What a step does to tensors; see :class:`vllm_kvretrieval.kernels.types.Ops`."""
+
+import torch
+
+from vllm_kvretrieval import _cpu
+from vllm_kvretrieval.kernels.cpu.binding import (
+    DTYPES,
+    KINDS,
+    LAYOUTS,
+    ROWS,
+    bind_chooser,
+    bind_index,
+    bind_rows,
+    check,
+    selector_handle,
+    tokens,
+    vectors,
+)
+from vllm_kvretrieval.kernels.types import (
+    Chooser,
+    ContextSelector,
+    DecodeRows,
+    IndexStore,
+    TokenLists,
+)
+from vllm_kvretrieval.retrieval.index import Index, pack, unpack
+
+
+def isa() -> str:
+    """Instruction set in use: ``avx512_bf16``, ``avx512``, ``avx2`` or ``portable``."""
+    return _cpu.isa()
+
+
+def isas() -> list[str]:
+    """Instruction sets that are compiled in, fastest first, whether they run here or not."""
+    return _cpu.isas()
+
+
+def use_isa(name: str) -> None:
+    """Choose another instruction set, for tests and benchmarks.
+
+    Raises:
+        ValueError: It is not compiled in, or this machine lacks it.
+    """
+    _cpu.use_isa(name)
+
+
+def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStore) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.update_index`."""
+    if store.handle is None:
+        store.handle = bind_index(store)
+    _cpu.update_index(
+        key.data_ptr(),
+        key.shape,
+        key.stride(),
+        key.dtype,
+        *tokens(slot_mapping),
+        store.handle,
+    )
+    if store.index is not None and store.index.name not in KINDS:
+        slots = slot_mapping[slot_mapping % store.entry_tokens == store.entry_tokens - 1]
+        _build(store, slots[slots >= 0] // store.entry_tokens)
+
+
+def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.plan_decode`."""
+    if rows.handle is None:
+        rows.handle = bind_rows(rows)
+    if chooser.handle is None:
+        chooser.handle = bind_chooser(chooser)
+    index, scores = chooser.store.index, None
+    arguments = (
+        query.data_ptr(),
+        query.shape,
+        query.stride(),
+        query.dtype,
+        rows.handle,
+        chooser.handle,
+    )
+    if index is not None and index.name not in KINDS:
+        _cpu.check_plan(*arguments)
+        scores = _scores(index, query, rows, chooser)
+    _cpu.plan_decode(
+        *arguments,
+        0 if scores is None else scores.data_ptr(),
+        0 if scores is None else scores.shape[-1],
+    )
+
+
+def select_context(
+    query: torch.Tensor, weights: torch.Tensor, rows: DecodeRows, selector: ContextSelector
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.select_context`."""
+    if rows.handle is None:
+        rows.handle = bind_rows(rows)
+    check("weights", weights, torch.float32)
+    if weights.dim() != 2 or len(weights) != len(rows) or not weights.is_contiguous():
+        raise ValueError(
+            f"weights must be contiguous, a row for each of {len(rows)}, got {tuple(weights.shape)}"
+        )
+    _cpu.select_context(
+        *vectors(query),
+        weights.data_ptr(),
+        weights.shape[1],
+        rows.handle,
+        selector_handle(selector),
+    )
+
+
+def list_context(rows: DecodeRows, selector: ContextSelector, kv_heads: int) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.list_context`."""
+    if rows.handle is None:
+        rows.handle = bind_rows(rows)
+    _cpu.list_context(rows.handle, selector_handle(selector), kv_heads)
+
+
+def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.index_pages`."""
+    if store.cache is None:
+        raise ValueError("the store has no cache to read keys from")
+    if not 8 <= store.entry_tokens <= 128 or store.page_size % 16:
+        raise ValueError(
+            f"entries of {store.entry_tokens} tokens in pages of {store.page_size} are not "
+            "supported, only 8 to 128 in multiples of 16"
+        )
+    check("pages", pages, torch.int32)
+    check("lengths", lengths, torch.int32)
+    if pages.shape != lengths.shape or pages.dim() != 1:
+        raise ValueError(f"{tuple(lengths.shape)} lengths for {tuple(pages.shape)} pages")
+    if store.handle is None:
+        store.handle = bind_index(store)
+    _cpu.index_pages(pages.data_ptr(), lengths.data_ptr(), len(pages), store.handle)
+    if store.index is not None and store.index.name not in KINDS:
+        part = torch.arange(store.parts)
+        entries = pages[:, None].long() * store.parts + part
+        _build(store, entries[part < lengths[:, None] // store.entry_tokens])
+
+
+def read_keys(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
+    """Keys of some entries as the cache has them.
+
+    Args:
+        entries: int64 [n].
+        store: Over a cache whose layout is known.
+
+    Returns:
+        float32 [n, entry_tokens, kv_heads, head_size].
+
+    Raises:
+        ValueError: There is no such entry, or no cache.
+    """
+    if store.cache is None:
+        raise ValueError("the store has no cache to read keys from")
+    check("entries", entries, torch.int64)
+    if store.handle is None:
+        store.handle = bind_index(store)
+    keys = torch.empty(len(entries), store.entry_tokens, store.kv_heads, store.head_size)
+    _cpu.read_keys(entries.data_ptr(), len(entries), store.handle, keys.data_ptr())
+    return keys
+
+
+def _build(store: IndexStore, entries: torch.Tensor) -> None:
+    """Records of an index without kernels."""
+    if not len(entries) or not store.records.shape[-1]:
+        return
+    assert store.index is not None
+    keys = read_keys(entries, store).transpose(1, 2).flatten(0, 1)
+    fields = store.index.fields(store.head_size, store.entry_tokens)
+    records = pack(fields, store.index.build(keys), store.dtype)
+    store.records[entries] = records.view(len(entries), store.kv_heads, -1)
+
+
+def _scores(index: Index, query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> torch.Tensor:
+    """float32 [R, kv_heads, group, entries or tokens]; by an index without kernels."""
+    store = chooser.store
+    counts = (rows.seq_lens // store.entry_tokens).tolist()
+    each = store.entry_tokens if rows.per_token else 1
+    scores = torch.zeros(len(rows), store.kv_heads, chooser.group, max(counts) * each)
+    fields = index.fields(store.head_size, store.entry_tokens)
+    selecting = (rows.select > 0).tolist()
+    for r in range(len(rows)):
+        if not selecting[r]:
+            continue
+        count = counts[r]
+        pages = rows.block_table[r, : -(-count // store.parts)].long()
+        entries = (pages[:, None] * store.parts + torch.arange(store.parts)).flatten()[:count]
+        grouped = query[r].float().view(store.kv_heads, chooser.group, store.head_size)
+        keys = read_keys(entries, store) if index.reads_keys else None
+        for head in range(store.kv_heads):
+            record = unpack(fields, store.records[entries, head], store.dtype)
+            if keys is not None:
+                record["keys"] = keys[:, :, head]
+            score = index.score_tokens if rows.per_token else index.score
+            found = score(grouped[head], record, chooser.scale)
+            scores[r, head, :, : count * each] = found.flatten(1)
+    return scores
+
+
+def stage_pages(
+    source: torch.Tensor,
+    pages: torch.Tensor,
+    target: torch.Tensor,
+    layout: str = "vec",
+    rows: bool = False,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.stage_pages`."""
+    _, kv_heads, page_size, width = source.shape
+    check("pages", pages, torch.int32)
+    _check_staging(source, target, layout, rows)
+    _cpu.stage_pages(
+        source.data_ptr(),
+        pages.data_ptr(),
+        len(pages),
+        target.data_ptr(),
+        target.shape[2] // page_size,
+        kv_heads,
+        page_size,
+        width // 2,
+        source.element_size(),
+        LAYOUTS[ROWS if rows else layout],
+        LAYOUTS[layout],
+    )
+
+
+def stage_tokens(
+    source: torch.Tensor, lists: TokenLists, target: torch.Tensor, layout: str = "vec"
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.stage_tokens`."""
+    blocks, kv_heads, block_size, width = target.shape
+    _check_staging(source, target, layout, rows=True)
+    check("entries", lists.entries, torch.int32)
+    check("lengths", lists.lengths, torch.int32)
+    units = len(lists.lengths)
+    if lists.run != 1 or lists.kv_heads != kv_heads or units % kv_heads:
+        raise ValueError(
+            f"{units} lists for {lists.kv_heads} KV heads with run={lists.run} are not the single "
+            f"tokens of {kv_heads}"
+        )
+    if len(lists.entries) < units:
+        raise ValueError(f"{units} lengths for {len(lists.entries)} lists of entries")
+    if source.shape[1] != kv_heads or source.shape[3] != width or block_size % 32 or width % 32:
+        raise ValueError(
+            f"{tuple(source.shape)} cannot be laid out as {tuple(target.shape)}: heads have to be "
+            "the same, in multiples of 16, and blocks in multiples of 32 tokens"
+        )
+    _cpu.stage_tokens(
+        source.data_ptr(),
+        source.numel() // width,
+        lists.entries.data_ptr(),
+        lists.entries.shape[1],
+        lists.entries.stride(0),
+        lists.lengths.data_ptr(),
+        target.data_ptr(),
+        blocks,
+        units // kv_heads,
+        block_size,
+        kv_heads,
+        width // 2,
+        source.element_size(),
+        LAYOUTS[layout],
+    )
+
+
+def _check_staging(source: torch.Tensor, target: torch.Tensor, layout: str, rows: bool) -> None:
+    if not (source.is_contiguous() and target.is_contiguous()) or source.dtype != target.dtype:
+        raise ValueError("source and target must be contiguous and of one dtype")
+    if layout not in LAYOUTS or layout == ROWS or (layout == "amx" and not rows):
+        raise ValueError(f"pages cannot be staged in the layout {layout!r}, rows={rows}")
+    if layout == "amx" and source.element_size() != 2:
+        raise ValueError(f"AMX has no layout for keys in {source.dtype}")
+
+
+def write_rows(
+    key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.write_rows`."""
+    pages, kv_heads, page_size, width = cache.shape
+    if not cache.is_contiguous():
+        raise ValueError(f"cache must be contiguous, its strides are {cache.stride()}")
+    _cpu.write_rows(
+        *vectors(key),
+        *vectors(value),
+        *tokens(slot_mapping),
+        cache.data_ptr(),
+        pages,
+        kv_heads,
+        page_size,
+        width // 2,
+        cache.element_size(),
+        cache.dtype,
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    lists: TokenLists,
+    cache: torch.Tensor,
+    output: torch.Tensor,
+    layout: str,
+    scale: float,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.attend`."""
+    page_size, width = cache.shape[-2:]
+    check("entries", lists.entries, torch.int32)
+    check("lengths", lists.lengths, torch.int32)
+    units, heads = len(lists.lengths), query.shape[1]
+    rows = units // lists.kv_heads
+    if units % lists.kv_heads or len(lists.entries) < units or heads % lists.kv_heads:
+        raise ValueError(
+            f"{units} lengths and {len(lists.entries)} lists of entries for {heads} query heads do "
+            f"not belong to {lists.kv_heads} KV heads"
+        )
+    known = layout in LAYOUTS and (layout != "amx" or cache.element_size() == 2)
+    if not known or width % 32 or not cache.is_contiguous():
+        raise ValueError(
+            f"a contiguous cache of heads in multiples of 16 can be attended to, in the layouts "
+            f"{[*LAYOUTS]} (amx: of 16 bits); got {tuple(cache.shape)} in {cache.dtype} with "
+            f"strides {cache.stride()} in {layout}"
+        )
+    least = 1 if layout == ROWS else 16
+    if lists.run < least or lists.run & (lists.run - 1) or page_size % lists.run:
+        raise ValueError(
+            f"run={lists.run} is no power of two from {least} on in pages of {page_size}"
+        )
+    if lse is not None:
+        check("lse", lse, torch.float32)
+        if lse.shape != (rows, heads) or not lse.is_contiguous():
+            raise ValueError(f"lse must be {(rows, heads)} and contiguous, got {tuple(lse.shape)}")
+    _cpu.attend(
+        *vectors(query),
+        *vectors(output),
+        0 if lse is None else lse.data_ptr(),
+        lists.entries.data_ptr(),
+        lists.entries.shape[1],
+        lists.entries.stride(0),
+        lists.lengths.data_ptr(),
+        rows,
+        lists.run,
+        cache.data_ptr(),
+        cache.numel() // width,
+        LAYOUTS[layout],
+        lists.kv_heads,
+        heads // lists.kv_heads,
+        width // 2,
+        page_size,
+        DTYPES[cache.dtype],
+        cache.dtype,
+        scale,
+    )
