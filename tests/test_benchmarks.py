@@ -107,7 +107,7 @@ def test_capacity_without_room_for_a_block():
 
 def capacity_row(**changes: Any) -> dict[str, Any]:
     """What `capacity` stores of a run that meets the goal."""
-    parts = dict.fromkeys(slow_capacity.PARTS, 12 * slow_capacity.MIB)
+    parts = dict.fromkeys(slow_capacity.PARTS, 10 * slow_capacity.MIB)
     return {
         "fast_memory": 64 * slow_capacity.MIB,
         "stock_tokens": 5461,
@@ -139,7 +139,7 @@ def capacity_row(**changes: Any) -> dict[str, Any]:
         ({}, True),
         ({"ratio": 7.9}, False),
         ({"found": 1}, False),
-        ({"allocated": dict.fromkeys(slow_capacity.PARTS, 13 * slow_capacity.MIB)}, False),
+        ({"allocated": dict.fromkeys(slow_capacity.PARTS, 11 * slow_capacity.MIB)}, False),
         ({"fast_memory": 8 * slow_capacity.MIB}, None),
     ],
 )

@@ -155,7 +155,7 @@ def test_preemption(llm, monkeypatch):
 
 def test_the_tokens_of_the_paper_are_chosen(llm):
     """One request of each method, all in one batch; those of pages keep to theirs."""
-    steps = 20
+    steps = 12
     llm.reset_prefix_cache()
     llm.collective_rpc("start_recording", args=(LAYERS,))
     lengths = dict(zip(METHODS, (1100, 500, 720, 400, 300), strict=True))

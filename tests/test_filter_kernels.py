@@ -67,7 +67,8 @@ def make_queries(rows, selector, count, dtype):
 def scores_of(query, weights, rows, selector, row):
     queries = query[: weights.numel()].unflatten(0, weights.shape)[row]
     length = int(rows.seq_lens[row])
-    return reference.context_scores(queries, weights[row], rows.block_table[row], length, selector)
+    ratings = reference.context_ratings(queries, rows.block_table[row], length, selector)
+    return reference.context_scores(ratings, weights[row])
 
 
 def assert_selects_the_best(query, weights, rows, selector, tolerance=1e-4):
@@ -113,6 +114,44 @@ def test_selection_equals_reference(isa, dtype, kv_heads, group, head_size, page
         query = make_queries(rows, selector, queries, dtype)
         weights = weights_of(len(rows), queries)
         assert_selects_the_best(query, weights, rows, selector)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_workers_select_together(isa, dtype, queries):
+    assert_workers_agree(cpu, dtype, queries)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_workers_select_together_by_the_reference(queries):
+    assert_workers_agree(reference, torch.float32, queries)
+
+
+def assert_workers_agree(ops, dtype, queries):
+    """What each selects by its heads and the highest of the others' is what one with all would."""
+    torch.manual_seed(queries)
+    every = make_selector(4, 3, 64, 32, dtype, "rows")
+    rows = make_rows([152, 600, 151, 577], every)
+    rows.select[3] = 0
+    query, weights = make_queries(rows, every, queries, dtype), weights_of(len(rows), queries)
+    ops.select_context(query, weights, rows, every)
+    parts = []
+    for kv_heads in (slice(0, 3), slice(3, 4)):
+        store = every.store
+        cache, records = (t[:, kv_heads].contiguous() for t in (store.cache, store.records))
+        part = replace(store, cache=cache, records=records, handle=None)
+        heads = slice(3 * kv_heads.start, 3 * kv_heads.stop)
+        chosen = torch.full_like(every.chosen, -1)
+        parts.append((query[:, heads], ContextSelector(part, chosen, 3, every.scale)))
+
+    known: list[torch.Tensor] = []
+    for own, selector in parts:
+        ops.select_context(own, weights, rows, selector, known.append)
+    highest = torch.maximum(*(ratings.clone() for ratings in known))
+    for own, selector in parts:
+        assert not selector.chosen.equal(every.chosen)
+        ops.select_context(own, weights, rows, selector, lambda ratings: ratings.copy_(highest))
+        assert selector.chosen.equal(every.chosen)
 
 
 def test_heads_count_alike(isa):

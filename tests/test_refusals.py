@@ -245,14 +245,9 @@ DEMO_MODELS = (
     "gemma-3-270m",
 )
 SHARING: dict[str, tuple[dict[str, Any], str]] = {
-    "tensor parallel": (
-        {"tensor_parallel_size": 2},
-        "omnikv selects by the attention of all heads of a layer, and cannot be served with "
-        "--tensor-parallel-size 2; leave it out.",
-    ),
     "pipeline parallel": (
         {"pipeline_parallel_size": 2},
-        "omnikv selects by layers that may be on another worker, and cannot be served with "
+        "omnikv selects for layers that may be on another worker, and cannot be served with "
         "--pipeline-parallel-size 2; leave it out.",
     ),
     "connector": (

@@ -190,5 +190,8 @@ def select_context(
     queries_per_row: int,
     rows: DecodeRows,
     selector: ContextSelector,
+    ratings: int,
+    rating_stride: int,
+    rated: bool,
 ) -> None: ...
 def list_context(rows: DecodeRows, selector: ContextSelector, kv_heads: int) -> None: ...

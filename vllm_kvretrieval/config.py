@@ -315,7 +315,8 @@ class RetrievalConfig:
         if self.home == "device":
             raise RetrievalConfigError(
                 f"codec={self.codec!r} is for pages in a file, and with home=device the KV cache "
-                "is read where it lies; use home=disk, or codec=raw."
+                "is read where it lies; use home=disk (whose home_path may be in memory, such as "
+                "/dev/shm), or codec=raw."
             )
         if tokens:
             raise RetrievalConfigError(

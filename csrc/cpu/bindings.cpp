@@ -280,13 +280,14 @@ NB_MODULE(_cpu, m) {
   m.def("select_context",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,
            uintptr_t weights, int queries_per_row, const kvr::DecodeRows& rows,
-           const ContextSelector& selector) {
+           const ContextSelector& selector, uintptr_t ratings, int64_t rating_stride, bool rated) {
           const Vectors query{queries, shape, strides, torch_dtype};
           const kvr::Index& index = selector.index;
           query.check("query", int64_t(rows.rows) * queries_per_row, index.kv_heads * selector.group,
                       index.head_size, selector.torch_dtype);
           const kvr::ContextSelection selection{rows,           selector,        at<void>(queries),
-                                                query.stride(), queries_per_row, at<float>(weights)};
+                                                query.stride(), queries_per_row, at<float>(weights),
+                                                at<float>(ratings), rating_stride, rated};
           kvr::check_context(rows, selector, index.kv_heads);
           kvr::check_queries(selection);
           const nb::gil_scoped_release release;

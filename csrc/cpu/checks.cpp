@@ -134,6 +134,10 @@ void check_queries(const ContextSelection& s) {
   for (int r = 0; r < s.rows.rows; ++r)
     if (!(s.weights[r * s.queries + s.queries - 1] > 0))
       refuse(r, {"the latest query has no weight"});
+  if (s.ratings == nullptr) return;
+  for (int r = 0; r < s.rows.rows; ++r)
+    if (s.rows.seq_lens[r] > s.rating_stride)
+      refuse_more(r, "seq_lens is", s.rows.seq_lens[r], s.rating_stride, "that ratings hold");
 }
 
 void check_pages(const PageIndexing& p) {

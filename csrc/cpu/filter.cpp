@@ -121,20 +121,38 @@ struct Filter {
     }
   }
 
-  // The highest part of a head's attention that each token gets; several queries' add up.
+  float* rating(int row, int j) const {
+    return s.ratings + (int64_t(row) * queries + j) * s.rating_stride;
+  }
+
+  // The highest part of a head's attention that each token gets.
   void pool(int row, int j, int begin, const float* scores, int64_t stride, const float* norms,
             float* pooled) const {
     const int end = std::min(begin + kTokens, context(row, j)), all = heads * group;
-    const float weight = s.weights[row * queries + j];
     for (int t = begin; t < end; t += kWidth) {
       Floats top = splat(kNothing);
       for (int head = 0; head < all; ++head)
         top = max(top, load_as<Floats>(scores + head * stride + t) - norms[head]);
-      // Of a single query their logarithms, which do not underflow.
-      if (queries > 1) {
-        top = load_as<Floats>(pooled + t) + weight * exp_nonpositive(min(top, splat(0)));
-      }
-      std::memcpy(pooled + t, &top, sizeof top);
+      if (s.ratings == nullptr)
+        add(row, j, top, pooled + t);
+      else
+        std::memcpy(rating(row, j) + t, &top, sizeof(float) * std::min(kWidth, end - t));
+    }
+  }
+
+  // Several queries' parts add up. Of a single one it is their logarithms, which do not underflow.
+  void add(int row, int j, Floats top, float* pooled) const {
+    if (queries > 1)
+      top = load_as<Floats>(pooled) + s.weights[row * queries + j] * exp_nonpositive(min(top, splat(0)));
+    std::memcpy(pooled, &top, sizeof top);
+  }
+
+  void add_rated(int row, int j, float* pooled) const {
+    const int end = context(row, j);
+    for (int t = 0; t < end; t += kWidth) {
+      Floats top = splat(kNothing);
+      std::memcpy(&top, rating(row, j) + t, sizeof(float) * std::min(kWidth, end - t));
+      add(row, j, top, pooled + t);
     }
   }
 
@@ -174,7 +192,13 @@ void select_context_of(const ContextSelection& s) {
 #pragma omp for
       for (int i = 0; i < count; ++i) std::fill_n(pooled + i * stride, stride, 0.0f);
     }
-    for (int j = 0; j < s.queries; ++j) {
+    if (s.rated) {
+#pragma omp for schedule(dynamic, 1)
+      for (int i = 0; i < count; ++i)
+        for (int j = 0; j < s.queries; ++j)
+          if (filter.counts(first + i, j)) filter.add_rated(first + i, j, pooled + i * stride);
+    }
+    for (int j = 0; j < (s.rated ? 0 : s.queries); ++j) {
       const auto each_chunk = [&](int task, const auto& act) {
         const int i = task / chunks, begin = task % chunks * kTokens;
         if (filter.counts(first + i, j) && begin < filter.context(first + i, j)) act(i, begin);
@@ -203,6 +227,7 @@ void select_context_of(const ContextSelection& s) {
                       pooled + i * stride);
         });
     }
+    if (s.ratings != nullptr && !s.rated) continue;  // the heads of other workers are to count, too
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < count; ++i)
       if (rows.select[first + i] > 0) filter.choose(first + i, pooled + i * stride);

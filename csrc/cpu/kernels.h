@@ -132,6 +132,12 @@ struct ContextSelection {
   int64_t query_stride;          // elements from one query to the next
   int32_t queries;               // per row
   const float* weights;          // [rows, queries]; 0: there is no such query
+  // [rows, queries, rating_stride]; the logarithm of the highest attention that any head here gives a
+  // token. Where other workers have the rest of the heads: written, and nothing is chosen; or the
+  // highest of all workers, by which to choose. Null: both at once.
+  float* ratings;
+  int64_t rating_stride;
+  bool rated;
 };
 
 // The lists of tokens of layers that follow a filter.

@@ -92,16 +92,12 @@ def check_sharing(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     """Refuse what layers that share a selection cannot serve, and models of unknown filters."""
     if not config.own.shares:
         return
-    parallel = vllm_config.parallel_config
-    for option, size, why in (
-        ("tensor", parallel.tensor_parallel_size, "the attention of all heads of a layer"),
-        ("pipeline", parallel.pipeline_parallel_size, "layers that may be on another worker"),
-    ):
-        if size > 1:
-            raise RetrievalConfigError(
-                f"{config.method} selects by {why}, and cannot be served with "
-                f"--{option}-parallel-size {size}; leave it out."
-            )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        raise RetrievalConfigError(
+            f"{config.method} selects for layers that may be on another worker, and cannot be "
+            f"served with --pipeline-parallel-size {stages}; leave it out."
+        )
     model = vllm_config.model_config
     config.roles(model, _full_attention(model))
 

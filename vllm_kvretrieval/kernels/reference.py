@@ -10,6 +10,7 @@ from vllm_kvretrieval.kernels.types import (
     ContextSelector,
     DecodeRows,
     IndexStore,
+    Merge,
     Selection,
     TokenLists,
 )
@@ -226,30 +227,35 @@ def score_entries(
 
 
 def select_context(
-    query: torch.Tensor, weights: torch.Tensor, rows: DecodeRows, selector: ContextSelector
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    rows: DecodeRows,
+    selector: ContextSelector,
+    merge: Merge | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.select_context`."""
-    for r in range(len(rows)):
-        length = int(rows.seq_lens[r])
-        sink, window, select = (int(t[r]) for t in (rows.sink, rows.window, rows.select))
+    lengths = rows.seq_lens.tolist()
+    ratings = torch.full((*weights.shape, max(lengths)), -torch.inf, dtype=torch.float64)
+    for r, length in enumerate(lengths):
         queries = query[: len(rows) * weights.shape[1]].unflatten(0, weights.shape)[r]
-        scores = context_scores(queries, weights[r], rows.block_table[r], length, selector)
+        ratings[r, :, :length] = context_ratings(queries, rows.block_table[r], length, selector)
+    if merge is not None:
+        merge(ratings)
+    for r, length in enumerate(lengths):
+        sink, window, select = (int(t[r]) for t in (rows.sink, rows.window, rows.select))
+        scores = context_scores(ratings[r, :, :length], weights[r])
         best = sink + top_pages(scores[sink : length - window], select)
         selector.chosen[int(rows.seats[r]), :select] = best
 
 
-def context_scores(
-    queries: torch.Tensor,
-    weights: torch.Tensor,
-    blocks: torch.Tensor,
-    length: int,
-    selector: ContextSelector,
+def context_ratings(
+    queries: torch.Tensor, blocks: torch.Tensor, length: int, selector: ContextSelector
 ) -> torch.Tensor:
-    """float64 [length]; of one request's tokens, or logarithms of these where one query counts.
+    """float64 [n, length]; the logarithm of the highest attention that any head gives a token.
 
     Args:
-        queries: [n, kv_heads * group, head_size]; the latest last.
-        weights: float32 [n].
+        queries: [n, kv_heads * group, head_size]; the latest last. Each attends to one token more
+            than the one before it; what it does not attend to has minus infinity.
         blocks: int32 [>= pages]; ids of the context's pages.
         length: Tokens of the context.
         selector: Of the layer.
@@ -259,17 +265,26 @@ def context_scores(
     pages = store.cache[blocks[: -(-length // store.page_size)].long()]
     keys = torch.cat([keys_of(page, store.layout) for page in pages], 1)[:, :length].double()
     keys = keys.repeat_interleave(selector.group, 0)
-    total = torch.zeros(length, dtype=torch.float64)
-    for number, (query, weight) in enumerate(zip(queries.double(), weights.double(), strict=True)):
+    ratings = torch.full((len(queries), length), -torch.inf, dtype=torch.float64)
+    for number, query in enumerate(queries.double()):
         context = length - (len(queries) - 1 - number)
-        if weight <= 0 or context < 1:
-            continue
-        scores = torch.einsum("hd,htd->ht", query, keys[:, :context]) * selector.scale
-        best = (scores - scores.logsumexp(-1, keepdim=True)).amax(0)
-        if len(queries) == 1:
-            return best
-        total[:context] += weight * best.exp()
-    return total
+        if context >= 1:
+            scores = torch.einsum("hd,htd->ht", query, keys[:, :context]) * selector.scale
+            best = (scores - scores.logsumexp(-1, keepdim=True)).amax(0)
+            ratings[number, :context] = best
+    return ratings
+
+
+def context_scores(ratings: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """float64 [length]; of a request's tokens: :func:`context_ratings`, where one query counts.
+
+    Args:
+        ratings: float64 [n, length].
+        weights: float32 [n].
+    """
+    if len(ratings) == 1:
+        return ratings[0]
+    return (ratings.exp() * weights.double()[:, None]).sum(0)
 
 
 def list_context(rows: DecodeRows, selector: ContextSelector, kv_heads: int) -> None:

@@ -1,5 +1,6 @@
 """What the ops take: the rows of a decode step, what a layer keeps, and the ops' signatures."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -225,6 +226,10 @@ class ContextSelector:
     handle: Any = field(default=None, repr=False)
 
 
+Merge = Callable[[torch.Tensor], object]
+"""Makes every number of a tensor the highest of all workers', in place."""
+
+
 class Ops(Protocol):
     """One implementation of the ops."""
 
@@ -306,6 +311,7 @@ class Ops(Protocol):
         weights: torch.Tensor,
         rows: DecodeRows,
         selector: ContextSelector,
+        merge: Merge | None = None,
     ) -> None:
         """Select the tokens that the layers after a filter attend to.
 
@@ -321,6 +327,9 @@ class Ops(Protocol):
             weights: float32 [R, n]; zero: the row has no such query.
             rows: Sink, window and selection are counted in tokens.
             selector: ``chosen`` is written, at the rows' seats.
+            merge: Where workers have the layer's heads between them: is called once, in all of
+                them, with float32 [R, n, longest context], the logarithms of the highest attention
+                that heads here give. All then select the same.
 
         Raises:
             ValueError: A row does not fit: more to select than there is room for, or to attend to

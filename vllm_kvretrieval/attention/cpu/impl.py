@@ -22,6 +22,7 @@ from vllm_kvretrieval.kernels import (
     Chooser,
     ContextSelector,
     IndexStore,
+    Merge,
     Ops,
     TokenLists,
     TokenRecall,
@@ -63,6 +64,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self.selector: ContextSelector | None = None
         self.prefill_selector: ContextSelector | None = None
         self.latest: LatestQueries | None = None
+        self.merge: Merge | None = None
         self.recall: TokenRecall | None = None
         self.kernels: Ops
         self.staging: PrefillStaging | None = None
@@ -116,6 +118,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         selector: ContextSelector,
         latest: LatestQueries | None,
         prefill_selector: ContextSelector | None,
+        merge: Merge | None = None,
     ) -> None:
         """Make this a filter layer, which selects for the layers after it.
 
@@ -124,7 +127,9 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             selector: What it selects with.
             latest: Where its latest queries are kept; None: it selects by the last one alone.
             prefill_selector: What it selects with for chunks of prompts; None: it does not.
+            merge: Where other workers have heads of this layer, too; see ``Ops.select_context``.
         """
+        self.merge = merge
         self.kernels, self.selector, self.latest = kernels, selector, latest
         self.prefill_selector = prefill_selector
 
@@ -208,7 +213,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 queries = self.latest.of(plan.rows)
             else:
                 queries = query if plan.index is None else query[plan.index]
-            self.kernels.select_context(queries, plan.weights, plan.rows, self.selector)
+            self.kernels.select_context(queries, plan.weights, plan.rows, self.selector, self.merge)
             if self.recall is not None:
                 self._list_selected(plan)
                 self.recall.recall(plan.rows)
@@ -216,8 +221,9 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             if chunks is not None:
                 assert self.prefill_selector is not None
                 queries = query[chunks.queries]
-                selector = self.prefill_selector
-                self.kernels.select_context(queries, chunks.weights, chunks.rows, selector)
+                self.kernels.select_context(
+                    queries, chunks.weights, chunks.rows, self.prefill_selector, self.merge
+                )
 
     def _attend_in_parts(
         self,

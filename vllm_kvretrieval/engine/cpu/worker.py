@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
@@ -27,6 +28,7 @@ from vllm_kvretrieval.kernels import (
     Chooser,
     ContextSelector,
     IndexStore,
+    Merge,
     RecallCache,
     Selection,
     TokenRecall,
@@ -335,9 +337,19 @@ class RetrievalCPUWorker(PlanningWorker):
                 if window > 1:
                     heads = impl.num_kv_heads * impl.num_queries_per_kv
                     latest = LatestQueries(seats, window, heads, impl.head_size, kv_cache.dtype)
-                impl.filter(cpu, selector, latest, self._chunk_selector(selector))
+                chunk_selector = self._chunk_selector(selector)
+                impl.filter(cpu, selector, latest, chunk_selector, self._merge)
                 filters[number] = impl
         return filters
+
+    @property
+    def _merge(self) -> Merge | None:
+        """How filters take the heads of other workers into account; None where there are none."""
+        workers = get_tp_group()
+        if workers.world_size == 1:
+            return None
+        highest = torch.distributed.ReduceOp.MAX
+        return lambda ratings: torch.distributed.all_reduce(ratings, highest, workers.cpu_group)
 
     def _chunk_selector(self, selector: ContextSelector) -> ContextSelector | None:
         """What a filter selects with for chunks of prompts; None where prefill is exact."""

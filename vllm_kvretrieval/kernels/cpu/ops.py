@@ -21,6 +21,7 @@ from vllm_kvretrieval.kernels.types import (
     ContextSelector,
     DecodeRows,
     IndexStore,
+    Merge,
     TokenLists,
 )
 from vllm_kvretrieval.retrieval.index import Index, pack, unpack
@@ -88,9 +89,30 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
 
 
 def select_context(
-    query: torch.Tensor, weights: torch.Tensor, rows: DecodeRows, selector: ContextSelector
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    rows: DecodeRows,
+    selector: ContextSelector,
+    merge: Merge | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.select_context`."""
+    if merge is None:
+        _select_context(query, weights, rows, selector, None)
+        return
+    ratings = torch.full((*weights.shape, int(rows.seq_lens.max())), float("-inf"))
+    _select_context(query, weights, rows, selector, ratings)
+    merge(ratings)
+    _select_context(query, weights, rows, selector, ratings, rated=True)
+
+
+def _select_context(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    rows: DecodeRows,
+    selector: ContextSelector,
+    ratings: torch.Tensor | None,
+    rated: bool = False,
+) -> None:
     if rows.handle is None:
         rows.handle = bind_rows(rows)
     check("weights", weights, torch.float32)
@@ -104,6 +126,9 @@ def select_context(
         weights.shape[1],
         rows.handle,
         selector_handle(selector),
+        0 if ratings is None else ratings.data_ptr(),
+        0 if ratings is None else ratings.shape[2],
+        rated,
     )
 
 
