@@ -29,7 +29,7 @@ from benchmarks.common import MODELS, RESULTS, result_header, write_json
 from benchmarks.engines import EngineError, EngineProcess
 from benchmarks.models import Documents, yarn_overrides
 from benchmarks.slow_capacity import capacity
-from benchmarks.slow_steady import VARIANTS_OF, engine_specs, steady
+from benchmarks.slow_steady import TIERED, VARIANTS_OF, engine_specs, steady
 from vllm_kvretrieval.config import DEFAULT_METHOD
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
 from vllm_kvretrieval.retrieval.presets import preset_names
@@ -104,7 +104,7 @@ def main() -> None:
         add("--enforce-eager", action="store_true", help="without torch.compile")
         command.set_defaults(method="freekv", codecs=[])
         if not long:
-            add("--method", choices=VARIANTS_OF, help="retrieval method")
+            add("--method", choices=[*VARIANTS_OF, TIERED], help="retrieval method")
             add("--codecs", nargs="+", default=[], choices=[c for c in CODECS if c != RAW],
                 help="compare these, with freekv, instead of the ablation")  # fmt: skip
             add("--repeats", type=int, default=3, help="runs of each variant")
