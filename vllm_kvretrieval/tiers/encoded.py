@@ -2,14 +2,13 @@
 
 import mmap
 import os
-import tempfile
 from contextlib import suppress
 
 import numpy as np
 import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.tiers.place import check_room, reserve
+from vllm_kvretrieval.tiers.place import make_file
 
 MAP_NORESERVE = 0x4000  # not named by Python 3.11
 
@@ -39,10 +38,8 @@ class EncodedHome:
     def __init__(self, directory: str, layers: int, raw_bytes: int, layer_bytes: int) -> None:
         self.layers, self.layer_bytes = layers, layer_bytes
         size = layers * layer_bytes
-        check_room(directory, size)
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        self._file = make_file(directory, size)
         self.fd = self._file.fileno()
-        reserve(self.fd, size, directory)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         try:
             self._map = mmap.mmap(-1, layers * raw_bytes, flags=flags)

@@ -3,14 +3,13 @@
 import contextlib
 import mmap
 import os
-import tempfile
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from vllm_kvretrieval.tiers.place import check_room, reserve
+from vllm_kvretrieval.tiers.place import make_file
 
 TRIM_BYTES = 64 << 20
 MADV_POPULATE_READ = 22  # Linux 5.14; not named by Python 3.11
@@ -78,10 +77,8 @@ class DiskHome:
     ) -> None:
         self.layers, self.layer_bytes = layers, layer_bytes
         size = layers * layer_bytes
-        check_room(directory, size)
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        self._file = make_file(directory, size)
         self.fd = self._file.fileno()
-        reserve(self.fd, size, directory)
         self._map = mmap.mmap(self.fd, size)
         self.memory = torch.frombuffer(self._map, dtype=torch.int8)
         self._mapped = 0

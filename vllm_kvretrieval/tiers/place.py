@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import io
 import os
 import tempfile
 import time
@@ -72,6 +73,14 @@ def check_room(directory: str, size: int, workers: int = 1) -> None:
     free = disk.f_bavail * disk.f_frsize
     if workers * size > free:
         raise _too_small(directory, size, workers, free)
+
+
+def make_file(directory: str, size: int) -> io.FileIO:
+    """A file without a name, its space reserved; raises as :func:`check_room`, :func:`reserve`."""
+    check_room(directory, size)
+    file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+    reserve(file.fileno(), size, directory)
+    return file
 
 
 def reserve(fd: int, size: int, directory: str) -> None:
