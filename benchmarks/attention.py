@@ -1,10 +1,11 @@
-"""Decode attention over selected pages: vLLM's kernel and ours, in turn.
+"""Decode attention over selected pages: vLLM's kernel and ours, in turn; and over single tokens.
 
     python -m benchmarks.attention [--context 32768] [--budget 1024 256] [--batch 1 4]
 
 The ops alone, over random keys and values, with as many layers as a model has, so that pages come
 from memory and not from a cache. Times are medians of rounds, per decode step of all layers; the
-bytes are those of the keys and values attended to.
+bytes are those of the keys and values attended to. Single tokens lie anywhere in a cache of rows.
+What the machine reads at most is taken to be the sum of all numbers of these caches, by torch.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ class Case:
         entries = (chosen * shape.kv_heads + heads).int()
         lengths = torch.full((units,), budget, dtype=torch.int32)
         self.lists = TokenLists(entries, lengths, PAGE, shape.kv_heads)
+        among = torch.stack(
+            [torch.randperm(pages * PAGE)[:budget].sort().values for _ in range(units)]
+        )
+        tokens = (among // PAGE * shape.kv_heads + heads) * PAGE + among % PAGE
+        self.tokens = TokenLists(tokens.int(), lengths, 1, shape.kv_heads)
         self.starts = torch.arange(units + 1, dtype=torch.int32)
         self.bytes = shape.layers * units * budget * 2 * shape.head_size * dtype.itemsize
 
@@ -51,6 +57,16 @@ class Case:
         """All layers by our kernel."""
         for cache in self.caches:
             cpu.attend(self.query, self.lists, cache, self.output, "vec", 0.125)
+
+    def single_tokens(self) -> None:
+        """All layers by our kernel, over as many tokens, each of them for itself."""
+        for cache in self.caches:
+            cpu.attend(self.query, self.tokens, cache, self.output, cpu.ROWS, 0.125)
+
+    def everything(self) -> None:
+        """Read all of the caches."""
+        for cache in self.caches:
+            cache.view(torch.float32).sum()
 
     def vllms(self) -> None:
         """All layers by vLLM's, scheduled once per step, as an engine does."""
@@ -97,15 +113,18 @@ def seconds_of(run: Callable[[], None]) -> float:
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """Milliseconds of both, and what ours reads per second."""
-    kernels = (case.vllms, case.ours)
+    """Milliseconds of each, and what is read per second."""
+    kernels = (case.vllms, case.ours, case.single_tokens, case.everything)
     times = [[seconds_of(kernel) for kernel in kernels] for _ in range(rounds + 2)][2:]
-    vllms, ours = (statistics.median(column) for column in zip(*times, strict=True))
+    vllms, ours, tokens, whole = (statistics.median(column) for column in zip(*times, strict=True))
     return {
         "vllm_ms": round(1e3 * vllms, 3),
         "ours_ms": round(1e3 * ours, 3),
         "ratio": round(ours / vllms, 3),
         "gb_per_s": round(case.bytes / ours / 1e9, 2),
+        "tokens_ms": round(1e3 * tokens, 3),
+        "tokens_gb_per_s": round(case.bytes / tokens / 1e9, 2),
+        "most_gb_per_s": round(sum(cache.nbytes for cache in case.caches) / whole / 1e9, 2),
     }
 
 
@@ -121,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row = {"batch": batch, "budget": budget, **measure(case, args.rounds)}
             print(
                 f"[{clock}] batch {batch}, budget {budget}: vLLM's {row['vllm_ms']} ms, ours "
-                f"{row['ours_ms']} ms ({row['ratio']}x, {row['gb_per_s']} GB/s)",
+                f"{row['ours_ms']} ms ({row['ratio']}x, {row['gb_per_s']} GB/s), single tokens "
+                f"{row['tokens_ms']} ms ({row['tokens_gb_per_s']} of {row['most_gb_per_s']} GB/s)",
                 flush=True,
             )
             found.append(row)
