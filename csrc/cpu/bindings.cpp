@@ -1,5 +1,5 @@
 // Python's view of the kernels. Tensors arrive as addresses: the extension does not depend on any
-// PyTorch version, and a call costs about a microsecond. vllm_kvretrieval/kernels/cpu.py is the only
+// PyTorch version, and a call costs about a microsecond. vllm_kvretrieval/kernels/cpu is the only
 // caller; it guarantees lifetimes and, where it binds rows and layers, shapes and dtypes. What
 // differs from call to call is checked here.
 #include <nanobind/nanobind.h>

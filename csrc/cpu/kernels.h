@@ -47,7 +47,7 @@ enum class KeyLayout : int32_t {
 };
 
 // What is kept of the keys of an entry's tokens; index/ has one file per kind. Python has the same
-// numbers in kernels/cpu.py.
+// numbers in kernels/cpu/binding.py.
 enum class IndexKind : int32_t {
   kMinMax = 0,
   kMean = 1,

@@ -37,8 +37,14 @@ PER_ROW = {
 }
 
 
-def bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
-    """Raises ValueError where a tensor is not what the extension reads."""
+def rows_handle(rows: DecodeRows) -> "_cpu.DecodeRows":
+    """The rows, bound at the first call; raises ValueError where that cannot be."""
+    if rows.handle is None:
+        rows.handle = _bind_rows(rows)
+    return rows.handle
+
+
+def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
     count = len(rows)
     for name, dtype in PER_ROW.items():
         tensor = getattr(rows, name)
@@ -73,8 +79,14 @@ def bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
     )
 
 
-def bind_index(store: IndexStore) -> "_cpu.Index":
-    """Raises ValueError where records or cache are not what the index needs."""
+def store_handle(store: IndexStore) -> "_cpu.Index":
+    """The store, bound at the first call; raises ValueError where that cannot be."""
+    if store.handle is None:
+        store.handle = _bind_index(store)
+    return store.handle
+
+
+def _bind_index(store: IndexStore) -> "_cpu.Index":
     size, parts = store.head_size, store.page_size // store.entry_tokens
     if size % 16:
         raise ValueError(f"head size {size} is no multiple of 16")
@@ -127,11 +139,16 @@ def bind_index(store: IndexStore) -> "_cpu.Index":
     )
 
 
-def bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
-    """Raises ValueError where the selection does not fit the index."""
+def chooser_handle(chooser: Chooser) -> "_cpu.Chooser":
+    """The chooser, bound at the first call; raises ValueError where that cannot be."""
+    if chooser.handle is None:
+        chooser.handle = _bind_chooser(chooser)
+    return chooser.handle
+
+
+def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
     store, selection = chooser.store, chooser.selection
-    if store.handle is None:
-        store.handle = bind_index(store)
+    index = store_handle(store)
     seats, heads = len(selection.query), store.kv_heads
     expected = {
         "query": (store.dtype, (seats, heads * chooser.group, store.head_size)),
@@ -154,7 +171,7 @@ def bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
     if chooser.rerank and store.cache is None:
         raise ValueError("candidates are scored by the keys in the cache, and there is none")
     return _cpu.Chooser(
-        store.handle,
+        index,
         int(chooser.pooling),
         chooser.group,
         chooser.scale,
@@ -180,10 +197,8 @@ def selector_handle(selector: ContextSelector) -> "_cpu.ContextSelector":
         )
     if chosen.dtype != torch.int32 or chosen.dim() != 2 or not chosen.is_contiguous():
         raise ValueError(f"chosen must be int32 [seats, tokens], contiguous; got {chosen.dtype}")
-    if store.handle is None:
-        store.handle = bind_index(store)
     selector.handle = _cpu.ContextSelector(
-        store.handle, selector.group, selector.scale, chosen.data_ptr(), *chosen.shape
+        store_handle(store), selector.group, selector.scale, chosen.data_ptr(), *chosen.shape
     )
     return selector.handle
 

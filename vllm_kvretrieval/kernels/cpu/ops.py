@@ -8,11 +8,11 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     KINDS,
     LAYOUTS,
     ROWS,
-    bind_chooser,
-    bind_index,
-    bind_rows,
     check,
+    chooser_handle,
+    rows_handle,
     selector_handle,
+    store_handle,
     tokens,
     vectors,
 )
@@ -48,15 +48,13 @@ def use_isa(name: str) -> None:
 
 def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStore) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.update_index`."""
-    if store.handle is None:
-        store.handle = bind_index(store)
     _cpu.update_index(
         key.data_ptr(),
         key.shape,
         key.stride(),
         key.dtype,
         *tokens(slot_mapping),
-        store.handle,
+        store_handle(store),
     )
     if store.index is not None and store.index.name not in KINDS:
         slots = slot_mapping[slot_mapping % store.entry_tokens == store.entry_tokens - 1]
@@ -65,18 +63,14 @@ def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStor
 
 def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.plan_decode`."""
-    if rows.handle is None:
-        rows.handle = bind_rows(rows)
-    if chooser.handle is None:
-        chooser.handle = bind_chooser(chooser)
     index, scores = chooser.store.index, None
     arguments = (
         query.data_ptr(),
         query.shape,
         query.stride(),
         query.dtype,
-        rows.handle,
-        chooser.handle,
+        rows_handle(rows),
+        chooser_handle(chooser),
     )
     if index is not None and index.name not in KINDS:
         _cpu.check_plan(*arguments)
@@ -113,8 +107,6 @@ def _select_context(
     ratings: torch.Tensor | None,
     rated: bool = False,
 ) -> None:
-    if rows.handle is None:
-        rows.handle = bind_rows(rows)
     check("weights", weights, torch.float32)
     if weights.dim() != 2 or len(weights) != len(rows) or not weights.is_contiguous():
         raise ValueError(
@@ -124,7 +116,7 @@ def _select_context(
         *vectors(query),
         weights.data_ptr(),
         weights.shape[1],
-        rows.handle,
+        rows_handle(rows),
         selector_handle(selector),
         0 if ratings is None else ratings.data_ptr(),
         0 if ratings is None else ratings.shape[2],
@@ -134,9 +126,7 @@ def _select_context(
 
 def list_context(rows: DecodeRows, selector: ContextSelector, kv_heads: int) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.list_context`."""
-    if rows.handle is None:
-        rows.handle = bind_rows(rows)
-    _cpu.list_context(rows.handle, selector_handle(selector), kv_heads)
+    _cpu.list_context(rows_handle(rows), selector_handle(selector), kv_heads)
 
 
 def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -> None:
@@ -152,9 +142,7 @@ def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -
     check("lengths", lengths, torch.int32)
     if pages.shape != lengths.shape or pages.dim() != 1:
         raise ValueError(f"{tuple(lengths.shape)} lengths for {tuple(pages.shape)} pages")
-    if store.handle is None:
-        store.handle = bind_index(store)
-    _cpu.index_pages(pages.data_ptr(), lengths.data_ptr(), len(pages), store.handle)
+    _cpu.index_pages(pages.data_ptr(), lengths.data_ptr(), len(pages), store_handle(store))
     if store.index is not None and store.index.name not in KINDS:
         part = torch.arange(store.parts)
         entries = pages[:, None].long() * store.parts + part
@@ -177,10 +165,8 @@ def read_keys(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
     if store.cache is None:
         raise ValueError("the store has no cache to read keys from")
     check("entries", entries, torch.int64)
-    if store.handle is None:
-        store.handle = bind_index(store)
     keys = torch.empty(len(entries), store.entry_tokens, store.kv_heads, store.head_size)
-    _cpu.read_keys(entries.data_ptr(), len(entries), store.handle, keys.data_ptr())
+    _cpu.read_keys(entries.data_ptr(), len(entries), store_handle(store), keys.data_ptr())
     return keys
 
 

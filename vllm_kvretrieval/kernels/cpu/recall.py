@@ -6,9 +6,9 @@ from vllm_kvretrieval import _cpu
 from vllm_kvretrieval.kernels.cpu.binding import (
     CODINGS,
     DTYPES,
-    bind_chooser,
-    bind_rows,
     check,
+    chooser_handle,
+    rows_handle,
     tokens,
 )
 from vllm_kvretrieval.kernels.types import Chooser, DecodeRows
@@ -159,17 +159,11 @@ class RecallCache:
 
     def resolve(self, rows: DecodeRows) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.resolve`."""
-        if rows.handle is None:
-            rows.handle = bind_rows(rows)
-        self._cache.resolve(rows.handle)
+        self._cache.resolve(rows_handle(rows))
 
     def prefetch(self, rows: DecodeRows, chooser: Chooser) -> None:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.prefetch`."""
-        if rows.handle is None:
-            rows.handle = bind_rows(rows)
-        if chooser.handle is None:
-            chooser.handle = bind_chooser(chooser)
-        self._cache.prefetch(rows.handle, chooser.handle)
+        self._cache.prefetch(rows_handle(rows), chooser_handle(chooser))
 
 
 class TokenRecall:
@@ -239,9 +233,7 @@ class TokenRecall:
 
     def recall(self, rows: DecodeRows) -> None:
         """See :meth:`vllm_kvretrieval.kernels.tokens.TokenRecall.recall`."""
-        if rows.handle is None:
-            rows.handle = bind_rows(rows)
-        self._recall.recall(rows.handle)
+        self._recall.recall(rows_handle(rows))
 
 
 def _bind_encoded(
