@@ -18,9 +18,11 @@ from vllm_kvretrieval.retrieval.presets import OWN, presets
 from vllm_kvretrieval.retrieval.roles import roles_of
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
-SELECTING = [name for name, s in SCHEDULES.items() if s.selects and not s.shares]
+SELECTING = [n for n, s in SCHEDULES.items() if s.selects and not s.shares and not s.keeps]
+KEEPING = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].keeps]
 SHARING = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].shares]
-BY_LAYER = [name for name in OWN if name not in SHARING]  # whose layers select for themselves
+# Whose layers select for themselves.
+BY_LAYER = [name for name in OWN if name not in SHARING + KEEPING]
 # Of a head of 64 channels in bfloat16 and an entry of 32 tokens, as the papers and docs have it.
 BYTES = {
     "min_max": 2 * 64 * 2,
@@ -51,6 +53,7 @@ def test_the_axes_are_all_here():
     assert POOLINGS == ("mean_softmax", "relative", "max", "sum")
     assert SELECTING == ["speculative", "every_step"]
     assert SHARING == ["omnikv"]
+    assert KEEPING == ["entropykv", "snapkv", "h2o", "tova"]
 
 
 @pytest.mark.parametrize("preset", BY_LAYER)
@@ -92,10 +95,12 @@ def test_presets(name):
     index = "none" if own.index is None else own.index.name
     assert (index, own.rerank) == (preset.index, preset.rerank)
     assert own.schedule is SCHEDULES[preset.schedule]
-    assert own.pooling.name.lower() == preset.pooling
+    if name not in KEEPING:
+        assert own.pooling.name.lower() == preset.pooling
+    assert own.keeping == preset.keeping
     assert config(name).page_size == preset.page_size
     assert config(name).dense_layers == preset.dense_layers
-    assert own.per_token == config(name).rows == (name in ("fier", "omnikv"))
+    assert own.per_token == config(name).rows == (name in ("fier", "omnikv", *KEEPING))
     assert own.shares == (name in SHARING)
 
 
@@ -344,7 +349,7 @@ def test_encoded_pages_are_shared_evenly():
 
 def test_all_other_indexes_serve_a_slow_home():
     for preset in presets():
-        if preset != "oracle":
+        if preset not in ("oracle", *KEEPING):
             assert config(preset, home="disk").home == "disk"
     also = {index: {"index": index} for index in BYTES if index != "exact"}
     assert len(config(home="disk", also=also).stores) == len(BYTES) - 1

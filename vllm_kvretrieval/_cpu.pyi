@@ -146,6 +146,8 @@ def attend(
     output_strides: tuple[int, ...],
     output_dtype: torch.dtype,
     lse: int,
+    weights: int,
+    weight_stride: int,
     entries: int,
     entries_width: int,
     entries_stride: int,

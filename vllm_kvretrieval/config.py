@@ -31,7 +31,7 @@ from vllm_kvretrieval.retrieval.method import (
     make_method,
 )
 from vllm_kvretrieval.retrieval.presets import OWN, preset_names, presets
-from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, WINDOW, Role, roles_of
+from vllm_kvretrieval.retrieval.roles import WINDOW, Role, roles_of
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class RetrievalConfig:
     budget_shares: Any = None
     also: Any = ()
     filters: Any = None
-    observation: str | None = None
+    observation: Any = None
     prefill_budget: int | None = None
     prefill_chunk: int | None = None
     dense_layers: int = None  # type: ignore[assignment]  # the preset's
@@ -191,9 +191,9 @@ class RetrievalConfig:
         return given
 
     def _check_filters(self) -> None:
-        if self.filters is None and self.observation is None and not self.own.shares:
+        if self.filters is None and not self.own.shares:
             return
-        for key in ("filters", "observation", "dense_layers"):
+        for key in ("filters", "dense_layers"):
             value = getattr(self, key)
             if key == "dense_layers" and value:
                 raise RetrievalConfigError(
@@ -205,8 +205,6 @@ class RetrievalConfig:
                     f"{key}={value!r} has no effect with {self.method}, whose layers select for "
                     "themselves; leave it out."
                 )
-        if self.observation is not None:
-            require_name("observation", self.observation, OBSERVATIONS)
         filters = self.filters
         if isinstance(filters, list | tuple) and all(type(layer) is int for layer in filters):
             object.__setattr__(self, "filters", tuple(filters))
@@ -284,6 +282,12 @@ class RetrievalConfig:
                 f"home={self.home!r} gives all KV heads as many slots for single tokens, and "
                 f"{', '.join(uneven)} divides the budget unevenly (budget_shares); leave it out, "
                 "or use home=device."
+            )
+        keeping = [m.name for m in self.methods.values() if m.keeping is not None]
+        if self.home != "device" and keeping:
+            raise RetrievalConfigError(
+                f"home={self.home!r} holds what may come back, and {', '.join(keeping)} drops "
+                "tokens for good; leave it out, or use home=device."
             )
         self._check_codec()
         if self.home == "host":
@@ -482,6 +486,11 @@ class RetrievalConfig:
         """Whether chunks of the request's prompt attend to a part of what lies before them."""
         shares = self.methods[options.method].shares
         return self.prefill_budget is not None and shares and not options.exact
+
+    def observes_all(self, options: "RequestOptions") -> bool:
+        """Whether all queries of the prompt count, those of a prefix in the cache, too."""
+        keeping = self.methods[options.method].keeping
+        return keeping is not None and keeping.observation is None and not options.exact
 
     @classmethod
     def from_options(cls, method: str, options: Any) -> "RetrievalConfig":

@@ -102,6 +102,8 @@ class CpuRetrievalPlatform(CpuPlatform):
                 options = RequestOptions.parse(getattr(params, "extra_args", None), config)
             except RetrievalConfigError as e:
                 raise RetrievalRequestError(str(e)) from None
+            if config.observes_all(options):
+                params.skip_reading_prefix_cache = True
             if config.prefill_budget is not None:
                 salt_prefix_cache(processed_inputs, config.prefills_sparsely(options))
 

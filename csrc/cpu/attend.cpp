@@ -150,7 +150,7 @@ class Attending {
     {
 #pragma omp for schedule(dynamic, 1)
       for (int task = 0; task < tasks; ++task)
-        attend(task, values + int64_t(task) * group * d, parts + int64_t(task) * group);
+        attend_to(task, values + int64_t(task) * group * d, parts + int64_t(task) * group);
 #pragma omp for schedule(static)
       for (int head = 0; head < units_ * group; ++head)
         merge(head / group, head % group, values, parts);
@@ -163,7 +163,7 @@ class Attending {
            int64_t(unit % a_.kv_heads) * a_.group * a_.head_size;
   }
 
-  void attend(int task, float* values, Partial* parts) const {
+  void attend_to(int task, float* values, Partial* parts) const {
     using Fn = decltype(&Attending::attend_heads<1>);
     static constexpr Fn kFns[kHeadBlock] = {&Attending::attend_heads<1>, &Attending::attend_heads<2>,
                                             &Attending::attend_heads<3>, &Attending::attend_heads<4>};
@@ -180,19 +180,28 @@ class Attending {
     for (int at = first; at < last; at += kTile) {
       const Tile next(a_, list, at + kTile, std::clamp(last - at - kTile, 0, kTile));
       for (int g = 0; g < group; g += kHeadBlock)
-        (this->*kFns[std::min(kHeadBlock, group - g) - 1])(q, g, tile, next, values + g * d,
-                                                           parts + g);
+        (this->*kFns[std::min(kHeadBlock, group - g) - 1])(
+            q, g, tile, next, values + g * d, parts + g,
+            a_.weights == nullptr ? nullptr : weights_of(unit, g) + at);
       tile = next;
     }
   }
 
+  float* weights_of(int unit, int g) const {
+    return a_.weights + (int64_t(unit) * a_.group + g) * a_.weight_stride;
+  }
+
   // Adds a tile's tokens to the parts of N heads from the g-th on; the first ones fetch the next tile.
+  // Writes the tokens' scores, where they are wanted.
   template <int N>
   void attend_heads(const Queries& q, int g, const Tile& tile, const Tile& next, float* values,
-                    Partial* parts) const {
+                    Partial* parts, float* wanted) const {
     const int d = a_.head_size;
     alignas(64) float weights[N][kTile];
     score<N>(q, g, tile, next, weights);
+    if (wanted != nullptr)
+      for (int h = 0; h < N; ++h)
+        std::copy_n(weights[h], tile.count, wanted + h * a_.weight_stride);
     KVR_UNROLL for (int h = 0; h < N; ++h) {
       const float correction = weigh(weights[h], tile.count, parts[h]);
       if (correction == 1) continue;
@@ -359,6 +368,17 @@ class Attending {
         std::memcpy(values + h * d + c + v * kWidth, &acc[h][v], sizeof(Floats));
   }
 
+  // Scores -> weights.
+  static void exponentiate(float* scores, int count, float lse) {
+    for (int t = 0; t < count; t += kWidth) {
+      const int some = std::min(kWidth, count - t);
+      Floats x = {};
+      std::memcpy(&x, scores + t, some * sizeof(float));
+      x = exp_nonpositive(min(x - lse, splat(0)));
+      std::memcpy(scores + t, &x, some * sizeof(float));
+    }
+  }
+
   // The parts of a query head.
   void merge(int unit, int g, const float* values, const Partial* parts) const {
     const int d = a_.head_size, group = a_.group;
@@ -379,7 +399,9 @@ class Attending {
                (std::exp(parts[task * group + g].top - top) / total);
       store_rounded<E>(out + c, all);
     }
-    if (a_.lse != nullptr) a_.lse[row * a_.kv_heads * group + head] = top + std::log(total);
+    const float lse = top + std::log(total);
+    if (a_.lse != nullptr) a_.lse[row * a_.kv_heads * group + head] = lse;
+    if (a_.weights != nullptr) exponentiate(weights_of(unit, g), a_.lengths[unit], lse);
   }
 
   const Attention& a_;

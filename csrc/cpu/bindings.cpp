@@ -94,13 +94,14 @@ NB_MODULE(_cpu, m) {
               uintptr_t sink, uintptr_t window, uintptr_t select, uintptr_t threshold,
               uintptr_t fresh, uintptr_t corrected, int64_t corrected_seats, uintptr_t lists,
               int64_t lists_rows, int64_t lists_width, int64_t lists_stride, uintptr_t lengths,
-              int64_t lengths_size, bool per_token) {
+              int64_t lengths_size, bool per_token, bool kept) {
              new (self) kvr::DecodeRows{
                  rows, at<int32_t>(block_table), block_table_width, block_table_stride,
                  at<int32_t>(seq_lens), at<int32_t>(seats), at<int32_t>(sink), at<int32_t>(window),
                  at<int32_t>(select), at<float>(threshold), at<uint8_t>(fresh),
                  at<int64_t>(corrected), corrected_seats, at<int32_t>(lists), lists_rows,
-                 lists_width, lists_stride, at<int32_t>(lengths), lengths_size, per_token};
+                 lists_width, lists_stride, at<int32_t>(lengths), lengths_size, per_token,
+                 kept};
            });
 
   nb::class_<Index>(m, "Index")
@@ -226,8 +227,8 @@ NB_MODULE(_cpu, m) {
   m.def("attend",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
            uintptr_t out, nb::tuple out_shape, nb::tuple out_strides, nb::handle out_dtype,
-           uintptr_t lse, uintptr_t entries, int64_t width, int64_t stride, uintptr_t lengths,
-           int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
+           uintptr_t lse, uintptr_t weights, int64_t weight_stride, uintptr_t entries, int64_t width,
+           int64_t stride, uintptr_t lengths, int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
            int group, int head_size, int page_size, int dtype, nb::handle torch_dtype, float scale) {
           const Vectors query{queries, shape, strides, query_dtype};
           const Vectors output{out, out_shape, out_strides, out_dtype};
@@ -247,6 +248,8 @@ NB_MODULE(_cpu, m) {
                                          at<void>(out),
                                          output.stride(),
                                          at<float>(lse),
+                                         at<float>(weights),
+                                         weight_stride,
                                          at<int32_t>(entries),
                                          width,
                                          stride,

@@ -71,6 +71,22 @@ void check_lengths(const DecodeRows& rows, int32_t kv_heads, int32_t page_size) 
     }
 }
 
+// What has been selected earlier is in the context.
+static void check_kept(const DecodeRows& rows, const Chooser& chooser) {
+  const Index& index = chooser.index;
+  for (int r = 0; r < rows.rows; ++r) {
+    const int32_t units = rows.units(r, index.page_size);
+    for (int h = 0; h < index.kv_heads; ++h) {
+      const int64_t unit = int64_t(rows.seats[r]) * index.kv_heads + h;
+      const int32_t* chosen = chooser.selected + unit * chooser.max_selected;
+      for (int i = 0; i < chooser.select(rows, r, h); ++i)
+        if (chosen[i] < 0 || chosen[i] >= units)
+          refuse(r, {"the selection holds", std::to_string(chosen[i]) + ", outside a context of",
+                     std::to_string(units)});
+    }
+  }
+}
+
 void check_selection(const DecodeRows& rows, const Chooser& chooser) {
   for (int r = 0; r < rows.rows; ++r) {
     if (chooser.counts == nullptr || rows.select[r] <= 0) {
@@ -91,13 +107,14 @@ void check_selection(const DecodeRows& rows, const Chooser& chooser) {
                     attended, rows.lists_width, "of lists");
     }
   }
+  if (rows.kept) check_kept(rows, chooser);
   if (rows.per_token && chooser.rerank > 0)
     throw std::invalid_argument("candidates that are tokens are not scored again");
 }
 
 void check_scoring(const DecodeRows& rows, const Index& index) {
   for (int r = 0; r < rows.rows; ++r) {
-    if (rows.select[r] <= 0) continue;
+    if (rows.select[r] <= 0 || rows.kept) continue;
     const std::string units = std::to_string(rows.select[r]) +
                               (rows.per_token ? " tokens" : " pages") + " are to be selected";
     if (index.kind == IndexKind::kNone) refuse(r, {units, "by no index"});
@@ -112,7 +129,7 @@ void check_scoring(const DecodeRows& rows, const Index& index) {
   if (tokens > std::numeric_limits<int32_t>::max() || (index.page_size & (index.page_size - 1)))
     throw std::invalid_argument(std::to_string(tokens) + " tokens in pages of " +
                                 std::to_string(index.page_size) + " cannot be numbered");
-  if (index.kind != IndexKind::kOneBit && index.kind != IndexKind::kExact &&
+  if (!rows.kept && index.kind != IndexKind::kOneBit && index.kind != IndexKind::kExact &&
       index.kind != IndexKind::kOutside && index.kind != IndexKind::kNone)
     throw std::invalid_argument("the index scores entries, not tokens");
 }
@@ -159,6 +176,10 @@ void check_lists(const Attention& a) {
       throw std::invalid_argument("lengths[" + std::to_string(unit) + "] is " +
                                   std::to_string(length) + ", a list holds from 1 to " +
                                   std::to_string(a.entries_width * a.run) + " tokens");
+    if (a.weights != nullptr && length > a.weight_stride)
+      throw std::invalid_argument("lengths[" + std::to_string(unit) + "] is " +
+                                  std::to_string(length) + ", weights hold " +
+                                  std::to_string(a.weight_stride));
     const int32_t* list = a.entries + unit * a.entries_stride;
     for (int64_t i = 0; i < count; ++i)
       if (list[i] < 0 || list[i] >= entries)

@@ -31,6 +31,7 @@ struct DecodeRows {
   int32_t* lengths;              // out, [lengths_size >= rows * kv_heads]; tokens of each list
   int64_t lengths_size;
   bool per_token;                // whether units of selection are single tokens
+  bool kept;                     // whether the selection is what it was: nothing is scored
 
   int32_t unit(int32_t page_size) const { return per_token ? 1 : page_size; }  // tokens
   int32_t units(int row, int32_t page_size) const {  // of the context
@@ -238,6 +239,8 @@ struct Attention {
   void* out;                     // [rows, kv_heads * group, head_size]
   int64_t out_stride;
   float* lse;                    // out, [rows, kv_heads * group], or null
+  float* weights;                // out, [rows, kv_heads * group, weight_stride], or null
+  int64_t weight_stride;
   const int32_t* entries;        // [rows * kv_heads, entries_width]
   int64_t entries_width, entries_stride;
   const int32_t* lengths;        // [rows * kv_heads]; tokens, the last entry's may be fewer than run

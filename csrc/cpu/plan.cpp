@@ -119,22 +119,35 @@ struct Planner {
     if (k > 0) {
       const int64_t unit = int64_t(rows.seats[row]) * index.kv_heads + head;
       int32_t* kept = chooser.selected + unit * chooser.max_selected;
-      E* prev = static_cast<E*>(chooser.prev_query) + unit * group_elements();
-      const E* q = query(row, head);
-      const bool correct = must_correct(row, q, prev);
-      const bool anew = correct || attended == n;  // all there is: the previous step may have had less
-      if (!anew)
+      if (rows.kept) {
         for (int i = 0; i < k; ++i) append(kept[i]);
-      select_best(row, head, k, scores, stride, kept);
-      if (anew)
-        for (int i = 0; i < k; ++i) append(kept[i]);
-      if (correct) {
-#pragma omp atomic
-        rows.corrected[rows.seats[row]] += 1;
+      } else {
+        select_anew(row, head, k, attended == n, scores, stride, kept, append);
       }
-      std::memcpy(prev, q, group_elements() * sizeof(E));
     }
     for (int j = n - window; j < n; ++j) append(j);
+  }
+
+  // The same of what a query selects; a step that attends to everything takes it at once, since the
+  // previous one may have had less.
+  template <class Append>
+  void select_anew(int row, int head, int k, bool everything, float* scores, int64_t stride,
+                   int32_t* kept, const Append& append) const {
+    const int64_t unit = int64_t(rows.seats[row]) * index.kv_heads + head;
+    E* prev = static_cast<E*>(chooser.prev_query) + unit * group_elements();
+    const E* q = query(row, head);
+    const bool correct = must_correct(row, q, prev);
+    const bool anew = correct || everything;
+    if (!anew)
+      for (int i = 0; i < k; ++i) append(kept[i]);
+    select_best(row, head, k, scores, stride, kept);
+    if (anew)
+      for (int i = 0; i < k; ++i) append(kept[i]);
+    if (correct) {
+#pragma omp atomic
+      rows.corrected[rows.seats[row]] += 1;
+    }
+    std::memcpy(prev, q, group_elements() * sizeof(E));
   }
 
   // The k best units between sink and window, given the scores of all entries.
@@ -206,7 +219,7 @@ static void plan_decode_of(const DecodePlan& p) {
   const int heads = p.chooser.index.kv_heads;
   int most = 0;  // entries of a row
   for (int r = 0; r < rows.rows; ++r)
-    if (rows.select[r] > 0) most = std::max(most, planner.entries(r));
+    if (rows.select[r] > 0 && !rows.kept) most = std::max(most, planner.entries(r));
   // Scores of a wave of rows at a time: the scratch stays bounded however large the batch, and all
   // threads share the scoring of a single long request. A task scores a stretch of the index for all
   // KV heads, whose entries lie side by side.

@@ -8,6 +8,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.prompts import Heads, kept_prompts
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.request_options import RequestOptions
 from vllm_kvretrieval.retrieval.shares import Allotment
@@ -80,12 +81,13 @@ class RequestTable:
         runner: vLLM's model runner, which knows the order of the batch and the requests' options.
         dense_share: Of the layers with full attention, those that are dense.
         allotments: Of methods whose layers or KV heads do not all select as much, by name.
+        heads: Of this worker, for methods that drop tokens.
 
     Attributes:
         selected: int32 [capacity, retrieval_heads]; pages or tokens that each KV head, layer after
             layer, selects for a seat's request, as far as the context has them. None: each head as
-            many as any other. A method that gives budgets by what it finds in a prompt writes them
-            here once that has been read.
+            many as any other. Of a method that keeps tokens of a prompt, how many these are.
+        kept: Prompts of requests whose methods drop tokens; None: no method does.
         corrected: int64 [capacity]; see :class:`Counts`.
         recalls: int64 [capacity, 3]; units looked up, missed and recalled.
         arrived: Requests that got their first blocks in this step, perhaps with contents, and
@@ -101,16 +103,21 @@ class RequestTable:
         runner: Any,
         dense_share: float = 0.0,
         allotments: Mapping[str, Allotment] | None = None,
+        heads: Heads | None = None,
     ) -> None:
         self.config = config
         self.allotments = allotments or {}
         self.selected: torch.Tensor | None = None
-        if self.allotments:
+        methods = config.methods.values()
+        if self.allotments or any(method.keeping is not None for method in methods):
             self.selected = torch.zeros(capacity, retrieval_heads, dtype=torch.int32)
+        self.kept = None
+        if self.selected is not None and heads is not None:
+            self.kept = kept_prompts(methods, heads, self.selected, self.allotments)
+        self.retrieval_heads = retrieval_heads
         self.dense_share = dense_share
         self.capacity = capacity
         self.runner = runner
-        self.retrieval_heads = retrieval_heads
         self.corrected = torch.zeros(capacity, dtype=torch.int64)
         self.recalls = torch.zeros(capacity, 3, dtype=torch.int64)
         self._steps = torch.zeros(capacity, 6, dtype=torch.int64)  # the rest of the counts
@@ -194,6 +201,8 @@ class RequestTable:
 
     def _take_out(self, seat: int) -> tuple[int, torch.Tensor]:
         """Context and counts of the seat's request; the seat then counts from zero."""
+        if self.kept is not None:
+            self.kept.leave(seat)
         counts = self._counts([seat])
         for count in (self.corrected, self.recalls, self._steps):
             count[seat] = 0
@@ -321,6 +330,14 @@ class RequestTable:
         """int64 [rows]; units that a sparse step over so many pages attends to."""
         if self.selected is None:
             return self._total[seats].astype(np.int64) * self.retrieval_heads
+        attended = self._attended_beside(seats, pages)
+        if self.kept is None or not (keeps := self.kept.keeps[seats]).any():
+            return attended
+        tokens = self.kept.attended(seats, self._context[seats], self._method[seats])
+        return np.where(keeps, tokens // self.config.page_size, attended)
+
+    def _attended_beside(self, seats: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        assert self.selected is not None
         always, units = self._sink[seats] + self._window[seats], self._units[seats]
         between = (pages - always) * units
         selected = np.minimum(self.selected.numpy()[seats], between[:, None]).sum(1, dtype=np.int64)
@@ -362,6 +379,11 @@ class RequestTable:
             allotment = self.allotments.get(options.method)
             counts = select if allotment is None else torch.from_numpy(allotment.counts(select))
             self.selected[seat] = counts
+        if self.kept is not None:
+            tokens, known = budget.total * self.config.page_size, self.runner.requests[req_id]
+            number = self._methods[options.method]
+            least = self.kept.admit(seat, number, known.num_tokens, tokens, options.exact)
+            self._total[seat] = budget.total if least is None else least
         sparse = self.config.prefills_sparsely(options)
         self._sparse_prefill[seat] = self._prefill_of.setdefault(req_id, sparse)
         for entries in self._per_seat:

@@ -126,7 +126,9 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
                 attended = torch.arange(count)
             else:
                 chosen = torch.empty(0, dtype=torch.int64)
-                if select > 0:
+                if select > 0 and rows.kept:
+                    chosen = selection.chosen[seat, head, :select].long()
+                elif select > 0:
                     best = select_units(
                         grouped[head].float(), entries, head, chooser, (sink, count - window),
                         select, rows.per_token,
@@ -150,7 +152,7 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
             if not rows.per_token and attended[-1:].eq(count - 1).any():
                 tokens -= len(pages) * size - length  # the tail page's rest
             rows.lengths[r * store.kv_heads + head] = tokens
-            if select > 0:
+            if select > 0 and not rows.kept:
                 previous[head] = grouped[head]
 
 
@@ -366,6 +368,7 @@ def attend(
     layout: str,
     scale: float,
     lse: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.attend`."""
     units = cache.flatten(0, -3)
@@ -380,6 +383,8 @@ def attend(
         output[row, heads] = (scores.softmax(-1) @ values[chosen]).to(output.dtype)
         if lse is not None:
             lse[row, heads] = scores.logsumexp(-1).float()
+        if weights is not None:
+            weights[row, heads, :length] = scores.softmax(-1).float()
 
 
 def top_pages(scores: torch.Tensor, count: int) -> torch.Tensor:

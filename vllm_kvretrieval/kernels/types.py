@@ -36,6 +36,7 @@ class DecodeRows:
             tokens as that times ``page_size``, plus their place in the page.
         lengths: int32 [R * kv_heads], written: how many tokens these are.
         per_token: Whether units of selection are single tokens; else they are pages.
+        kept: Whether :attr:`Selection.chosen` already holds what is selected, which stays as it is.
         handle: The implementation's own view of these tensors, made on first use.
     """
 
@@ -51,6 +52,7 @@ class DecodeRows:
     lists: torch.Tensor
     lengths: torch.Tensor
     per_token: bool = False
+    kept: bool = False
     handle: Any = None
 
     def __len__(self) -> int:
@@ -286,7 +288,8 @@ class Ops(Protocol):
         between sink and window attends to all of that. With ``rerank``, so many times
         ``select`` are scored again by their keys, and the best of these selected. Ties go to the
         earlier unit; scores that underflow do not tie, but keep the order of their logarithms.
-        Bytes moved: the records of the context.
+        Of rows that are ``kept`` nothing is scored, compared or remembered: each head attends to
+        what the selection holds. Bytes moved: the records of the context.
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided.
@@ -295,8 +298,9 @@ class Ops(Protocol):
 
         Raises:
             ValueError: A row does not fit: more units to select (or less than none, by the
-                selection's counts) than the selection holds, to attend
-                to than the context or ``lists`` has, or pages in the context than in
+                selection's counts) than the selection holds, or, where it is ``kept``, others than
+                the context has; more to attend to than the context or ``lists`` has, or pages in
+                the context than in
                 ``block_table``; a seat outside the selection or ``corrected``; a negative sink or
                 window; units to select by no index, tokens by one that scores entries only or with
                 ``rerank``, or beside a window without the tail page or all of an unfinished entry;
@@ -465,6 +469,7 @@ class Ops(Protocol):
         layout: str,
         scale: float,
         lse: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
     ) -> None:
         """Softmax attention of single tokens over lists of tokens or pages.
 
@@ -479,6 +484,8 @@ class Ops(Protocol):
                 With ``amx`` (:meth:`stage_pages` describes it) elements have 16 bits.
             scale: Softmax scale.
             lse: float32 [R, kv_heads * group], written: the logarithm of the sum of exponentials.
+            weights: float32 [R, kv_heads * group, >= the longest list's tokens], written: what each
+                token of a list weighs; what lies behind is left as it is.
 
         Raises:
             ValueError: ``query`` or ``output`` is not of the cache's shape and dtype, a list is

@@ -1,14 +1,16 @@
 """A retrieval method: one point on the axes, made of a preset and what a user says otherwise."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.parsing import reject_unknown, require_int, require_name, require_number
 from vllm_kvretrieval.retrieval.index import Index, indexes, make_index
+from vllm_kvretrieval.retrieval.keeping import Keeping, observation_of
 from vllm_kvretrieval.retrieval.pooling import Pooling
-from vllm_kvretrieval.retrieval.presets import presets
+from vllm_kvretrieval.retrieval.presets import Preset, presets
+from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES, Schedule
 from vllm_kvretrieval.retrieval.shares import UNIFORM, Shares, make_shares
 
@@ -37,6 +39,7 @@ class Method:
         correction_threshold: A KV head whose query has a lower cosine similarity to the previous
             step's selects before attention. 1 where each step attends to its own selection.
         budget_shares: How layers and KV heads share what is selected.
+        keeping: Which tokens of a prompt are kept, where the others are dropped; None: none is.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Method:
     window_pages: int | None
     correction_threshold: float
     budget_shares: Shares = UNIFORM
+    keeping: Keeping | None = None
 
     @property
     def selects(self) -> bool:
@@ -77,6 +81,7 @@ OPTIONS = (
     "summary_size",
     "correction_threshold",
     "budget_shares",
+    "observation",
 )
 """Those of a method; what else there is belongs to the engine."""
 
@@ -92,28 +97,24 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
     given = {key: value for key, value in options.items() if value is not None}
     schedule_name = require_name("schedule", given.get("schedule", base.schedule), SCHEDULES)
     schedule = SCHEDULES[schedule_name]
-    if schedule.shares != SCHEDULES[base.schedule].shares:
+    own = SCHEDULES[base.schedule]
+    if (schedule.shares, schedule.keeps) != (own.shares, own.keeps):
+        why = "layers that share a selection"
+        if schedule.keeps or own.keeps:
+            why = "methods that drop tokens"
         raise RetrievalConfigError(
-            f"schedule={schedule_name!r} cannot be combined with {preset}: layers that share a "
-            f"selection take other options. Leave it out, or use --attention-backend with a method "
-            "that has it."
+            f"schedule={schedule_name!r} cannot be combined with {preset}: {why} take other "
+            "options. Leave it out, or use --attention-backend with a method that has it."
+        )
+    if schedule.keeps:
+        return _keeping_method(name, base, schedule, given, page_size)
+    if "observation" in given and not schedule.shares:
+        raise RetrievalConfigError(
+            f"observation={given['observation']!r} has no effect with {name}, whose layers select "
+            "for themselves; leave it out."
         )
     if not schedule.selects or schedule.shares:
-        why = "selects nothing"
-        if schedule.shares:
-            why = (
-                "selects by all keys, in layers of its own, one set for all heads and layers after"
-            )
-        for key in given:
-            if key != "schedule" and (key, given[key]) != ("index", "none"):
-                raise RetrievalConfigError(
-                    f"{key}={given[key]!r} has no effect with {name}, which {why}; leave it out."
-                )
-        pooling = Pooling.MEAN_SOFTMAX
-        threshold = 1.0 if schedule.selects else DEFAULT_THRESHOLD
-        return Method(
-            name, None, page_size, pooling, schedule, 0, schedule.shares, None, None, threshold
-        )
+        return _without_index(name, schedule, given, page_size)
     index = make_index(given.get("index", base.index))
     if index is None:
         raise RetrievalConfigError(
@@ -161,7 +162,73 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
         base.sink_pages,
         base.window_pages,
         threshold,
-        make_shares(given.get("budget_shares", "uniform")),
+        _shares(name, given.get("budget_shares", base.budget_shares)),
+    )
+
+
+def _shares(name: str, value: Any) -> Shares:
+    """Of a method that observes no prompts."""
+    shares = make_shares(value)
+    if shares.entropy is not None:
+        raise RetrievalConfigError(
+            f"budget_shares={shares.given} follows the attention of a prompt's queries, which "
+            f"{name} does not look at; use another, or a method that keeps by it, such as "
+            "entropykv."
+        )
+    return shares
+
+
+def _without_index(
+    name: str, schedule: Schedule, given: Mapping[str, Any], page_size: int
+) -> Method:
+    """A method that selects nothing, or whose filters select for other layers."""
+    why = "selects nothing"
+    if schedule.shares:
+        why = "selects by all keys, in layers of its own, one set for all heads and layers after"
+    for key in given:
+        own = key == "schedule" or (key == "observation" and schedule.shares)
+        if not own and (key, given[key]) != ("index", "none"):
+            raise RetrievalConfigError(
+                f"{key}={given[key]!r} has no effect with {name}, which {why}; leave it out."
+            )
+    if "observation" in given:
+        require_name("observation", given["observation"], OBSERVATIONS)
+    pooling = Pooling.MEAN_SOFTMAX
+    threshold = 1.0 if schedule.selects else DEFAULT_THRESHOLD
+    return Method(
+        name, None, page_size, pooling, schedule, 0, schedule.shares, None, None, threshold
+    )
+
+
+def _keeping_method(
+    name: str, base: Preset, schedule: Schedule, given: Mapping[str, Any], page_size: int
+) -> Method:
+    """A method that drops tokens."""
+    for key in given:
+        if key not in ("schedule", "observation", "budget_shares"):
+            raise RetrievalConfigError(
+                f"{key}={given[key]!r} has no effect with {name}, which keeps tokens by the "
+                "attention that they receive; leave it out."
+            )
+    assert base.keeping is not None
+    keeping = base.keeping
+    keeping = replace(
+        keeping, observation=observation_of(given.get("observation"), keeping.observation)
+    )
+    shares = make_shares(given.get("budget_shares", base.budget_shares))
+    return Method(
+        name,
+        None,
+        page_size,
+        Pooling.SUM,
+        schedule,
+        0,
+        True,
+        base.sink_pages,
+        base.window_pages,
+        1.0,
+        shares,
+        keeping,
     )
 
 

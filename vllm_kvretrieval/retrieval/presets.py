@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.keeping import Keeping
 from vllm_kvretrieval.retrieval.outside import entry_points, names
 
 ENTRY_POINTS = "vllm_kvretrieval.presets"
@@ -28,6 +29,8 @@ class Preset:
         codec: Of pages in a slow home; name in :data:`vllm_kvretrieval.retrieval.codec.CODECS`.
         raw_window: Whether the window is raw in fast memory where home is encoded.
         home: One of :data:`vllm_kvretrieval.config.HOMES`.
+        keeping: Where the schedule keeps some tokens and drops the others, which.
+        budget_shares: See :func:`vllm_kvretrieval.retrieval.shares.make_shares`.
     """
 
     summary: str
@@ -43,6 +46,23 @@ class Preset:
     codec: str = "raw"
     raw_window: bool = False
     home: str = "device"
+    keeping: Keeping | None = None
+    budget_shares: Any = "uniform"
+
+
+def _keeps(
+    summary: str, keeping: Keeping, schedule: str = "once", budget_shares: Any = "uniform"
+) -> Preset:
+    return Preset(
+        summary,
+        schedule=schedule,
+        unit="token",
+        sink_pages=0,
+        window_pages=0,
+        dense_layers=0,
+        keeping=keeping,
+        budget_shares=budget_shares,
+    )
 
 
 OWN = {
@@ -94,6 +114,25 @@ OWN = {
         codec="k8v4",
         raw_window=True,
         home="disk",
+    ),
+    "entropykv": _keeps(
+        "entropy-guided KV caching: most attended tokens, more in layers that look wider",
+        Keeping(per_layer=True, sink=1, recent_share=0.5),
+        budget_shares="entropy",
+    ),
+    "snapkv": _keeps(
+        "SnapKV: what a prompt's last 32 queries attend to, and these",
+        Keeping(observation=32, recent=32, smoothing=7),
+    ),
+    "h2o": _keeps(
+        "H2O: the tokens most attended to so far, and recent ones",
+        Keeping(recent_share=0.5),
+        "running",
+    ),
+    "tova": _keeps(
+        "TOVA: at each step the least attended token goes",
+        Keeping(observation=1, per_layer=True, adds_up=False),
+        "running",
     ),
     "streamingllm": Preset("StreamingLLM: sink and window only, a baseline", schedule="never"),
     "oracle": Preset("the best pages by all their keys, slowly: for evaluation", index="exact"),

@@ -15,17 +15,26 @@ class Schedule:
         meaning: One line.
         shares: Whether some layers, the *filters*, select tokens for the layers after them
             (:mod:`vllm_kvretrieval.retrieval.roles`). Otherwise each layer selects for itself.
+        keeps: Whether tokens are selected when a prompt has been read, and the others dropped
+            (:mod:`vllm_kvretrieval.retrieval.keeping`): none comes back.
+        drops: Whether each step then drops a token for the one that it adds.
     """
 
     selects: bool
     speculates: bool
     meaning: str
     shares: bool = False
+    keeps: bool = False
+    drops: bool = False
 
 
 SCHEDULES = {
     "speculative": Schedule(True, True, "the previous step's selection, corrected per KV head"),
     "every_step": Schedule(True, False, "each step's own selection"),
     "shared_layers": Schedule(True, False, "filter layers select for others", shares=True),
+    "once": Schedule(True, False, "once a prompt has been read, by its attention", keeps=True),
+    "running": Schedule(
+        True, False, "the same, then each step drops a token", keeps=True, drops=True
+    ),
     "never": Schedule(False, False, "no selection: sink and window only"),
 }

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 
 PYRAMID_BETA = 20
 """As in the paper's experiments."""
+ENTROPY_BOUNDS = (0.125, 2.0)
+"""Least and most that a layer gets, as a part of the mean. The paper's are 8 and 128 tokens."""
 EXAMPLES = (
-    "uniform, pyramid, {'pyramid': {'beta': 20}}, a list with a number per retrieval layer (or a "
-    "list of numbers, one per KV head), or a file of such a list in JSON"
+    "uniform, pyramid, {'pyramid': {'beta': 20}}, entropy (with methods that go by a prompt's "
+    "attention), a list with a number per retrieval layer (or a list of numbers, one per KV head), "
+    "or a file of such a list in JSON"
 )
 
 
@@ -34,6 +37,8 @@ class Shares:
     Attributes:
         given: What the user wrote, for messages.
         beta: Of ``pyramid``; None: it is another rule.
+        entropy: Least and most share of a layer, which gets it by the entropy of its attention once
+            a prompt has been read; None: it is another rule.
         numbers: In proportion to which they share, per retrieval layer one, or one per KV head;
             None: by a rule.
     """
@@ -41,14 +46,15 @@ class Shares:
     given: str = "uniform"
     beta: float | None = None
     numbers: tuple[float | tuple[float, ...], ...] | None = None
+    entropy: tuple[float, float] | None = None
 
     @property
     def uniform(self) -> bool:
         """Whether all have the same, whatever the model."""
-        return self.beta is None and self.numbers is None
+        return self.beta is None and self.numbers is None and self.entropy is None
 
     def of(self, kv_heads: Sequence[int]) -> np.ndarray:
-        """float64 [all KV heads], layer after layer; their mean is 1.
+        """float64 [all KV heads], layer after layer; their mean is 1. By entropy, all alike.
 
         Args:
             kv_heads: Of each retrieval layer, in the model's order.
@@ -94,6 +100,10 @@ def make_shares(value: Any) -> Shares:
         return UNIFORM
     if value == "pyramid":
         return Shares(given, beta=PYRAMID_BETA)
+    if value == "entropy":
+        return Shares(given, entropy=ENTROPY_BOUNDS)
+    if isinstance(value, dict) and "entropy" in value:
+        return Shares(given, entropy=_bounds(value, given))
     if isinstance(value, dict):
         return Shares(given, beta=_beta(value, given))
     if isinstance(value, str):
@@ -112,6 +122,20 @@ def _beta(value: dict[Any, Any], given: str) -> float:
             f"as {PYRAMID_BETA}."
         )
     return float(beta)
+
+
+def _bounds(value: dict[Any, Any], given: str) -> tuple[float, float]:
+    parameters = value["entropy"]
+    names = ("least", "most")
+    known = isinstance(parameters, dict) and not parameters.keys() - {*names}
+    numbers = dict(zip(names, ENTROPY_BOUNDS, strict=True)) | (parameters if known else {})
+    valid = known and value.keys() == {"entropy"} and all(map(_is_number, numbers.values()))
+    if not valid or not 0 <= numbers["least"] <= 1 <= numbers["most"] < math.inf:
+        raise RetrievalConfigError(
+            f"budget_shares={given}: entropy has least (0 to 1) and most (1 or more), parts of the "
+            f"mean that a layer gets at least and at most, such as {ENTROPY_BOUNDS}."
+        )
+    return float(numbers["least"]), float(numbers["most"])
 
 
 def _read(path: str, given: str) -> Any:
@@ -173,19 +197,32 @@ class Allotment:
         shares: float64 [n]; of all KV heads of all retrieval layers of the model.
         own: int64 [m]; those of them that are this worker's.
         longest: Pages or tokens of the longest context; nobody selects more.
+        highest: Share that any may get, where they are found once a prompt has been read.
+        kv_heads: Of each retrieval layer of the model.
     """
 
     shares: np.ndarray
     own: np.ndarray
     longest: int
+    highest: float | None = None
+    kv_heads: tuple[int, ...] = ()
+
+    def of_layers(self, shares: np.ndarray) -> "Allotment":
+        """The same with a share for each retrieval layer, float64 [layers], 1 on average."""
+        by_head = np.repeat(shares, self.kv_heads)
+        return replace(self, shares=by_head * (len(by_head) / by_head.sum()))
 
     def counts(self, select: int) -> np.ndarray:
         """int64 [m]; pages or tokens, of a request with so many on average."""
-        return np.minimum(distribute(self.shares, select)[self.own], self.longest)
+        counts = distribute(self.shares, select)[self.own]
+        return np.minimum(counts, self.most(select))
 
     def most(self, select: int) -> np.ndarray:
         """int64 [m]; no request with at most so many on average gets more."""
-        exact = np.ceil(self.shares[self.own] * select)
+        shares = self.shares[self.own]
+        if self.highest is not None:
+            shares = np.full_like(shares, self.highest)
+        exact = np.ceil(shares * select)
         return np.minimum(exact, self.longest).astype(np.int64)
 
 
@@ -208,4 +245,6 @@ def allot(
         )
         for end, count in zip(ends, kv_heads, strict=True)
     ]
-    return Allotment(shares.of(kv_heads), np.concatenate(own), longest)
+    highest = None if shares.entropy is None else shares.entropy[1]
+    parts_of = shares.of(kv_heads), np.concatenate(own)
+    return Allotment(*parts_of, longest, highest, tuple(kv_heads))

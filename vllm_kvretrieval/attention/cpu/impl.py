@@ -7,6 +7,7 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from vllm_kvretrieval.attention.cpu.chunks import Chunks
+from vllm_kvretrieval.attention.cpu.keeping import Keeper
 from vllm_kvretrieval.attention.cpu.observation import LatestQueries
 from vllm_kvretrieval.attention.cpu.plans import (
     DecodePlan,
@@ -42,6 +43,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         selector: What the layer selects with for others (a filter layer), or what has selected for
             it (one that follows); None: it selects for itself.
         prefill_selector: The same for chunks of prompts; None: prefill is exact.
+        keeper: What keeps tokens for methods that drop the others; None: no method does.
         recall: Of a filter layer: what recalls for those that follow it, from a slow home.
     """
 
@@ -66,6 +68,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self.latest: LatestQueries | None = None
         self.merge: Merge | None = None
         self.recall: TokenRecall | None = None
+        self.keeper: Keeper | None = None
         self.kernels: Ops
         self.staging: PrefillStaging | None = None
         self.slow: SlowLayer | None = None
@@ -191,6 +194,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 output_scale,
                 output_block_scale,
             )
+        if ours and self.keeper is not None and attn_metadata.watches:
+            self.keeper.observe(query, kv_cache, attn_metadata.watches)
         if ours and self.selector is not None and not self.choosers:
             self._select_for_others(query, attn_metadata)
         if slow is not None:
@@ -296,6 +301,11 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         query = query[:rows] if index is None else query[index]
         attended = output[:rows] if index is None else torch.empty_like(query)
         cache = None if self.slow is None else self.slow.cache
+        if plan.kept is not None:
+            self._attend_to_kept(query, attended, plan, chooser)
+            if index is not None:
+                output[index] = attended
+            return
         if plan.weights is None:
             self.kernels.plan_decode(query, plan.rows, chooser)
             if cache is not None:
@@ -312,6 +322,22 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             self._attend_by_vllm(query, plan, plan.schedule, attended)
         if index is not None:
             output[index] = attended
+
+    def _attend_to_kept(
+        self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, chooser: Chooser
+    ) -> None:
+        """What their prompts' attention has left to rows."""
+        kept, keeper = plan.kept, self.keeper
+        assert kept is not None
+        assert keeper is not None
+        keeper.settle(kept, plan.method)
+        self.kernels.plan_decode(query, plan.rows, chooser)
+        weights = keeper.weights(query) if kept.drops else None
+        self.kernels.attend(
+            query, plan.lists, self.pages, output, ROWS, self.scale, weights=weights
+        )
+        if weights is not None:
+            keeper.drop(kept, plan.rows, weights)
 
     def _list_selected(self, plan: DecodePlan) -> None:
         """What a filter has selected is listed once: by the first of the layers that follow it, or

@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
+from vllm_kvretrieval.attention.cpu.keeping import KeptRows, Watch
 from vllm_kvretrieval.attention.cpu.observation import Observation
 from vllm_kvretrieval.attention.cpu.plans import (
     DecodePlan,
@@ -34,6 +35,7 @@ from vllm_kvretrieval.tiers.fast import FastTier
 from vllm_kvretrieval.tiers.home import page_runs
 
 if TYPE_CHECKING:
+    from vllm_kvretrieval.engine.prompts import KeptPrompts
     from vllm_kvretrieval.engine.requests import RequestTable
 
 
@@ -94,6 +96,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.per_token = [method.per_token for method in methods]
         self.shares = [method.shares for method in methods]
         self.uneven = [name in requests.allotments for name in requests.config.methods]
+        self.drops = [method.schedule.drops for method in methods]
         # Of all admissible budgets; a context within it is in fast memory for its own sake.
         self.budget_pages = requests.config.budget_limit // page_size
         # Length of the context at a seat's last sparse decode step.
@@ -142,6 +145,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             lens, starts = dense.seq_lens.numpy(), dense.query_start_loc.numpy()
             seats = self.requests.seats(len(lens))
             metadata.observed = self.observation.observe(seats, lens, starts)
+        if self.requests.kept is not None and not self.requests.calm:
+            metadata.watches = self._watches(self.requests, self.requests.kept, dense)
         if not self.requests.calm:
             metadata.split = self._split(common_attn_metadata, dense)
         elif self.rows:
@@ -169,6 +174,27 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         ids, first = np.unique(table[row, place], return_index=True)
         lengths = np.minimum(lens[rows][row] - position[place], self.block_size)[first]
         return Pages(torch.from_numpy(ids), torch.from_numpy(lengths.astype(np.int32)))
+
+    def _watches(
+        self, requests: "RequestTable", kept: "KeptPrompts", dense: CPUAttentionMetadata
+    ) -> list[Watch]:
+        """Queries of this step that decide what is kept of their prompts."""
+        lens, before = _lengths(dense)
+        seats = requests.seats(len(lens))
+        starts, methods = dense.query_start_loc.numpy(), requests.select(seats).method
+        watches = []
+        for row in np.flatnonzero(kept.keeps[seats] & (before < kept.ends[seats])).tolist():
+            seat, method, length = int(seats[row]), int(methods[row]), int(lens[row])
+            rule = kept.rule(method)
+            first = max(int(before[row]), rule.first_observed(int(kept.ends[seat])))
+            if first >= length:
+                continue
+            tokens = slice(int(starts[row]) + first - int(before[row]), int(starts[row + 1]))
+            pages = dense.block_table[row, : -(-length // self.block_size)].long()
+            entropies = kept.methods[method].budget_shares.entropy is not None
+            watched = kept.watched(seat, method)
+            watches.append(Watch(tokens, first, pages, rule, entropies, watched))
+        return watches
 
     def _leaving(self, requests: "RequestTable", dense: CPUAttentionMetadata) -> torch.Tensor:
         """See :attr:`RetrievalMetadata.leaving`."""
@@ -337,6 +363,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         decodes = ~common.is_prefilling.numpy()[:count]
         seats = self.requests.seats(count)
         batch = self.requests.select(seats)
+        if self.requests.kept is not None:  # the last chunk of a prompt is perhaps a single token
+            decodes &= ~(self.requests.kept.keeps[seats] & (lens <= self.requests.kept.ends[seats]))
         pages = -(-lens // self.block_size)
         parts = split_rows(batch, pages, decodes)
         self.requests.count_steps(seats, lens, pages, parts.sparse, decodes)
@@ -401,6 +429,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.last_len[seats] = lens
         per_token, shares = self.per_token[method], self.shares[method]
         units = self.block_size if per_token else 1  # of selection, in a page
+        if self.requests.kept is not None and method in self.requests.kept.methods:
+            return self._kept_plan(dense, method, seats, index, fresh)
         decode_rows = DecodeRows(
             block_table=block_table,
             seq_lens=seq_lens,
@@ -427,6 +457,52 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             schedule = Schedule(lengths, starts, self._schedule(lengths, starts, self.group, 1))
         weights = self.observation.weights_of(seats) if self.observation and shares else None
         return DecodePlan(method, decode_rows, index, lists, schedule, weights)
+
+    def _kept_plan(
+        self,
+        dense: CPUAttentionMetadata,
+        method: int,
+        seats: np.ndarray,
+        index: torch.Tensor | None,
+        fresh: np.ndarray,
+    ) -> DecodePlan:
+        """Rows that attend to what they keep of their prompts, and to what came after."""
+        assert self.requests is not None
+        kept, rows, heads = self.requests.kept, len(seats), self.num_kv_heads
+        assert kept is not None
+        seq_lens, block_table = (
+            tensor[:rows] if index is None else tensor[index]
+            for tensor in (dense.seq_lens, dense.block_table)
+        )
+        batch = self.requests.select(seats)
+        budget = (batch.sink_pages + batch.window_pages + batch.select_pages) * self.block_size
+        new = seats[fresh].tolist()
+        for seat, tokens in zip(new, budget[fresh].tolist(), strict=True):
+            kept.settle(seat, method, tokens)
+        lens = seq_lens.numpy()
+        window = kept.step(seats, method, lens)
+        most = self.requests.most_selected() + int(window.max())
+        lengths = torch.empty(rows * heads, dtype=torch.int32)
+        nothing = torch.zeros(rows, dtype=torch.int32)
+        decode_rows = DecodeRows(
+            block_table=block_table,
+            seq_lens=seq_lens,
+            seats=torch.from_numpy(seats),
+            sink=nothing,
+            window=torch.from_numpy(window.astype(np.int32)),
+            select=torch.from_numpy(np.minimum(budget, lens - window).astype(np.int32)),
+            threshold=nothing.float(),
+            fresh=nothing.to(torch.uint8),
+            corrected=self.requests.corrected,
+            lists=torch.empty(rows * heads, most, dtype=torch.int32),
+            lengths=lengths,
+            per_token=True,
+            kept=True,
+        )
+        lists = TokenLists(decode_rows.lists, lengths, 1, heads)
+        index_of_seats = torch.from_numpy(seats).long()
+        keeps = KeptRows(kept.rule(method), self.drops[method], index_of_seats, new)
+        return DecodePlan(method, decode_rows, index, lists, None, kept=keeps)
 
     def _part(
         self, dense: CPUAttentionMetadata, requests: slice, block_table: torch.Tensor

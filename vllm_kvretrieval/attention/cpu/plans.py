@@ -1,6 +1,6 @@
 """How the layers of a group attend in one step; built by `metadata`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +8,7 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from vllm_kvretrieval.attention.cpu.chunks import Chunks
+from vllm_kvretrieval.attention.cpu.keeping import KeptRows, Watch
 from vllm_kvretrieval.attention.cpu.observation import Observed
 from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, TokenLists
 
@@ -36,6 +37,7 @@ class DecodePlan:
         schedule: Where vLLM's kernel attends, how; None: ours does.
         weights: float32 [rows, n]; where filter layers select, those of their n latest queries.
         listed: Whose selection the lists hold, of filter layers.
+        kept: Of a method that drops tokens, what these rows keep.
     """
 
     method: int
@@ -45,6 +47,7 @@ class DecodePlan:
     schedule: "Schedule | None"
     weights: torch.Tensor | None = None
     listed: ContextSelector | None = None
+    kept: KeptRows | None = None
 
 
 class Schedule(NamedTuple):
@@ -125,6 +128,7 @@ class RetrievalMetadata(CPUAttentionMetadata):
         loaded: Pages that a KV connector may have filled since the last step.
         observed: Queries that filter layers keep, where they select by more than the last.
         leaving: int64 [n]; over an encoded home, pages to be encoded at the end of the step.
+        watches: Queries by whose attention tokens are kept.
     """
 
     split: Split | None = None
@@ -132,3 +136,4 @@ class RetrievalMetadata(CPUAttentionMetadata):
     loaded: Pages | None = None
     observed: Observed | None = None
     leaving: torch.Tensor | None = None
+    watches: list[Watch] = field(default_factory=list)

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.attention.cpu.keeping import Keeper
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cpu.observation import LatestQueries
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, ISAS, ISAS_OF_ROWS, PrefillStaging
@@ -22,6 +23,7 @@ from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.allocation import allocate_kv_cache
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.cpu.report import log_start
+from vllm_kvretrieval.engine.prompts import AddUp, Heads
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import (
@@ -136,13 +138,16 @@ class RetrievalCPUWorker(PlanningWorker):
         if self.encoding is not None:
             self.fast = FastTier(config.page_size, config.open_pages)
         retrieving = {name for *_, names in groups for name in names}
-        if self.allotments and retrieving != {*self.retrieval_heads}:
+        keeping = any(method.keeping is not None for method in config.methods.values())
+        if (self.allotments or keeping) and retrieving != {*self.retrieval_heads}:
+            what = f"{config.method} cannot serve" if keeping else "kv_retrieval.budget_shares:"
             raise RetrievalConfigError(
-                f"kv_retrieval.budget_shares: not all layers of {self.model_config.model} with "
-                "full attention take pages of their own choice; leave it out."
+                f"{what} {self.model_config.model}, not all of whose layers with full attention "
+                "take pages of their own choice; use a method of pages, without shares."
             )
+        kept = Heads([*self.retrieval_heads.values()], self._add_up)
         self.requests = RequestTable(
-            config, capacity, heads, self.model_runner, dense_share, self.allotments
+            config, capacity, heads, self.model_runner, dense_share, self.allotments, kept
         )
         streams_dense = self.tiers is not None and self.tiers.streams_dense
         filters = self._attach_filters(layers)
@@ -263,7 +268,20 @@ class RetrievalCPUWorker(PlanningWorker):
                 slow = self._slow_layer(name, cache)
                 self.recall_caches.append(cache)
         impl.attach(cpu, choosers, kv_cache, staging, slow, layout == cpu.ROWS)
+        impl.keeper = self._keeper(name, impl, choosers)
         self.retrieval_layers[name] = impl
+
+    def _keeper(
+        self, name: str, impl: RetrievalAttentionImpl, choosers: list[Chooser]
+    ) -> Keeper | None:
+        """What keeps tokens in a layer; None where no method drops any."""
+        assert self.requests is not None
+        if self.requests.kept is None:
+            return None
+        selection, number = choosers[0].selection, [*self.retrieval_heads].index(name)
+        drops = any(m.schedule.drops for m in self.retrieval_config.methods.values())
+        most = selection.chosen.shape[2] if drops else 0
+        return Keeper(self.requests.kept, number, selection, impl.scale, most)
 
     def _slots_of(self, name: str) -> int:
         """How many the layer has."""
@@ -312,7 +330,7 @@ class RetrievalCPUWorker(PlanningWorker):
     def _attach_filters(self, layers: dict[str, Any]) -> dict[int, RetrievalAttentionImpl]:
         """Make the filter layers such; by their numbers."""
         config, seats = self.retrieval_config, self.scheduler_config.max_num_seqs
-        window = len(OBSERVATIONS[config.observation or "last"])
+        window = len(OBSERVATIONS[config.observation or "last"]) if self.roles else 0
         filters = {}
         for group in itertools.chain.from_iterable(self.model_runner.attn_groups):
             for name in group.layer_names:
@@ -350,6 +368,14 @@ class RetrievalCPUWorker(PlanningWorker):
             return None
         highest = torch.distributed.ReduceOp.MAX
         return lambda ratings: torch.distributed.all_reduce(ratings, highest, workers.cpu_group)
+
+    @property
+    def _add_up(self) -> AddUp | None:
+        """How the attention of other workers' heads is taken into account."""
+        workers = get_tp_group()
+        if workers.world_size == 1:
+            return None
+        return lambda sums: torch.distributed.all_reduce(sums, group=workers.cpu_group)
 
     def _chunk_selector(self, selector: ContextSelector) -> ContextSelector | None:
         """What a filter selects with for chunks of prompts; None where prefill is exact."""
@@ -455,6 +481,8 @@ class RetrievalCPUWorker(PlanningWorker):
             raise RuntimeError("vLLM copies blocks of a KV cache that is encoded elsewhere")
         self._copy_index(self._copied)
         output = super().execute_model(scheduler_output)
+        if self.requests.kept is not None:
+            self.requests.kept.end_step()
         if self.home is not None:
             tokens = scheduler_output.total_num_scheduled_tokens
             capacity = self.cache_config.num_gpu_blocks * self.cache_config.block_size

@@ -76,6 +76,7 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
         rows.lengths.data_ptr(),
         len(rows.lengths),
         rows.per_token,
+        rows.kept,
     )
 
 

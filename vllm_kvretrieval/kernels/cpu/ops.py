@@ -310,6 +310,7 @@ def attend(
     layout: str,
     scale: float,
     lse: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.attend`."""
     page_size, width = cache.shape[-2:]
@@ -338,10 +339,19 @@ def attend(
         check("lse", lse, torch.float32)
         if lse.shape != (rows, heads) or not lse.is_contiguous():
             raise ValueError(f"lse must be {(rows, heads)} and contiguous, got {tuple(lse.shape)}")
+    if weights is not None:
+        check("weights", weights, torch.float32)
+        if weights.shape[:-1] != (rows, heads) or not weights.is_contiguous():
+            raise ValueError(
+                f"weights must be {(rows, heads)} by tokens and contiguous, got "
+                f"{tuple(weights.shape)}"
+            )
     _cpu.attend(
         *vectors(query),
         *vectors(output),
         0 if lse is None else lse.data_ptr(),
+        0 if weights is None else weights.data_ptr(),
+        0 if weights is None else weights.shape[2],
         lists.entries.data_ptr(),
         lists.entries.shape[1],
         lists.entries.stride(0),

@@ -1,0 +1,127 @@
+"""What is kept of a prompt: the papers' rules, on numbers that can be read."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.keeping import Keeping, entropy_shares
+from vllm_kvretrieval.retrieval.method import make_method
+from vllm_kvretrieval.retrieval.presets import OWN
+
+
+def rule(preset):
+    return OWN[preset].keeping
+
+
+def kept(keeping, mass, *counts):
+    return [
+        positions.tolist() for positions in keeping.keep(torch.tensor(mass), torch.tensor(counts))
+    ]
+
+
+MASS = [9.0, 0, 0, 0, 5, 0, 0, 7, 0, 0, 0, 0]  # 12 tokens
+
+
+def test_entropykv_keeps_sink_top_half_and_recent_half():
+    """Section 3.3: half of the budget by score, half the most recent, and the first token."""
+    assert kept(rule("entropykv"), [MASS], 6) == [[0, 4, 7, 9, 10, 11]]
+    assert kept(rule("entropykv"), [[0.0, *MASS[1:]]], 4, 4) == [[0, 7, 10, 11]] * 2
+    assert kept(rule("entropykv"), [MASS], 1) == [[0]]
+
+
+def test_heads_differ_in_what_and_how_much_they_keep():
+    other = [0.0, 0, 8, 0, 0, 0, 6, 0, 0, 0, 0, 0]
+    assert kept(rule("h2o"), [MASS, other], 4, 6) == [[0, 7, 10, 11], [0, 2, 6, 9, 10, 11]]
+
+
+def test_equal_ones_are_kept_from_the_start_on():
+    assert kept(Keeping(), [[1.0] * 8], 3) == [[0, 1, 2]]
+
+
+def test_snapkv_keeps_its_window_and_what_lies_around_the_best():
+    """Each token counts as the best of 7 around it, those of the window not among them."""
+    mass = [0.0] * 100
+    mass[50], mass[99], mass[69] = 9, 100, 1
+    assert kept(rule("snapkv"), [mass], 32 + 7) == [[*range(47, 54), *range(68, 100)]]
+
+
+def test_a_window_larger_than_the_count():
+    assert kept(rule("snapkv"), [[1.0] * 100], 8) == [list(range(92, 100))]
+
+
+def test_everything_is_kept_where_there_is_room():
+    for preset in ("entropykv", "snapkv", "h2o", "tova"):
+        assert kept(rule(preset), [MASS], 12) == [list(range(12))]
+
+
+@pytest.mark.parametrize(("end", "first"), [(10, 0), (32, 0), (33, 1), (1000, 968)])
+def test_the_last_queries_count(end, first):
+    assert Keeping(observation=32).first_observed(end) == first
+    assert Keeping().first_observed(end) == 0
+
+
+def test_budgets_in_proportion_to_entropy():
+    """Section 3.3, clipped on both sides; what is left over goes to the others."""
+    entropies = np.array([1.0, 2.0, 3.0, 2.0])
+    np.testing.assert_allclose(entropy_shares(entropies, 0.0, 9.0), entropies / 2)
+    shares = entropy_shares(np.array([0.0, 1, 1, 10]), 0.25, 2.0)
+    np.testing.assert_allclose(shares, [0.25, 0.875, 0.875, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(entropy_shares(np.zeros(3), 0.125, 2.0), np.ones(3))
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        drawn = rng.exponential(size=rng.integers(1, 40)) * 10.0 ** rng.integers(-8, 8)
+        shares = entropy_shares(drawn, 0.125, 2.0)
+        assert shares.mean() == pytest.approx(1)
+        assert shares.min() > 0.125 - 1e-9
+        assert shares.max() < 2 + 1e-9
+        order = drawn.argsort()
+        assert (np.diff(shares[order]) > -1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "observation"),
+    [
+        ("entropykv", {}, None),
+        ("entropykv", {"observation": 64}, 64),
+        ("snapkv", {}, 32),
+        ("snapkv", {"observation": "all"}, None),
+        ("tova", {}, 1),
+    ],
+)
+def test_observation(preset, options, observation):
+    method = make_method(preset, preset, options, 32)
+    assert method.keeping is not None
+    assert method.keeping.observation == observation
+    assert method.per_token
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "message"),
+    [
+        ("snapkv", {"observation": 0}, "observation=0 must be all, or how many"),
+        ("snapkv", {"observation": "last"}, "observation='last' must be all"),
+        ("snapkv", {"observation": True}, "observation"),
+        ("snapkv", {"index": "min_max"}, "index='min_max' has no effect with snapkv"),
+        ("h2o", {"correction_threshold": 0.5}, "correction_threshold=0.5 has no effect with h2o"),
+        ("h2o", {"schedule": "every_step"}, "cannot be combined with h2o: methods that drop"),
+        ("freekv", {"schedule": "once"}, "cannot be combined with freekv: methods that drop"),
+        ("fier", {"budget_shares": "entropy"}, "which fier does not look at"),
+        ("snapkv", {"budget_shares": {"entropy": {"least": 2}}}, "entropy has least"),
+        ("snapkv", {"budget_shares": {"entropy": {"most": 0.5}}}, "entropy has least"),
+        ("snapkv", {"budget_shares": {"entropy": [1, 2]}}, "entropy has least"),
+    ],
+)
+def test_refusals(preset, options, message):
+    with pytest.raises(RetrievalConfigError, match=message.replace("(", r"\(")):
+        make_method(preset, preset, options, 32)
+
+
+def test_what_can_be_combined():
+    assert make_method("h2o", "h2o", {"schedule": "once"}, 32).schedule.drops is False
+    assert make_method("s", "snapkv", {"schedule": "running"}, 32).schedule.drops
+    assert make_method("p", "snapkv", {"budget_shares": "pyramid"}, 32).budget_shares.beta == 20
+    shares = make_method(
+        "e", "snapkv", {"budget_shares": {"entropy": {"most": 4}}}, 32
+    ).budget_shares
+    assert shares.entropy == (0.125, 4.0)

@@ -1,0 +1,149 @@
+"""How a layer watches the attention of prompts, and keeps tokens by it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from vllm_kvretrieval.engine.prompts import AddUp, KeptPrompts, Watched
+from vllm_kvretrieval.kernels import DecodeRows, Selection
+from vllm_kvretrieval.kernels.observe import context_keys, observe
+from vllm_kvretrieval.retrieval.keeping import Keeping
+
+
+class Watch(NamedTuple):
+    """Queries of a step, of one prompt, whose attention counts.
+
+    Attributes:
+        tokens: Theirs, among the step's.
+        first: Position of the first of them in the context.
+        pages: int64 [n]; of the context up to the last of them.
+        rule: Of the request's method.
+        entropies: Whether the method goes by them, too.
+        watched: What to add to.
+    """
+
+    tokens: slice
+    first: int
+    pages: torch.Tensor
+    rule: Keeping
+    entropies: bool
+    watched: Watched
+
+
+@dataclass
+class KeptRows:
+    """What rows of one method, which decode a token each, keep.
+
+    Attributes:
+        rule: The method's.
+        drops: Whether each drops a token in this step.
+        seats: int64 [R].
+        new: Of those whose prompts have just been read, the seats.
+    """
+
+    rule: Keeping
+    drops: bool
+    seats: torch.Tensor
+    new: list[int]
+
+
+class Keeper:
+    """Of one layer.
+
+    Args:
+        prompts: Of the worker.
+        number: Of the layer, among retrieval layers.
+        selection: The layer's.
+        scale: Softmax scale.
+        most: Tokens; most that a KV head keeps, where some method drops one at each step; else 0.
+    """
+
+    def __init__(
+        self, prompts: KeptPrompts, number: int, selection: Selection, scale: float, most: int
+    ) -> None:
+        self._prompts, self._number = prompts, number
+        self._heads = prompts.heads.slices[number]
+        self._selection, self._scale = selection, scale
+        seats, heads, _ = selection.chosen.shape
+        # What each kept token has received so far.
+        self._mass = torch.zeros(seats, heads, most)
+
+    def _row(self, rule: Keeping) -> slice:
+        """Of this layer in a :class:`Watched`."""
+        return slice(self._number, self._number + 1) if rule.per_layer else self._heads
+
+    def observe(self, query: torch.Tensor, cache: torch.Tensor, watches: list[Watch]) -> None:
+        """Watch the queries of a step.
+
+        Args:
+            query: [tokens, heads, head_size]; the step's.
+            cache: [P, kv_heads, page_size, 2 * head_size]; the layer's, with the step's keys.
+            watches: Which of them.
+        """
+        for watch in watches:
+            asked, watched = query[watch.tokens], watch.watched
+            tokens = watch.first + len(asked)
+            keys = context_keys(cache, watch.pages, tokens)
+            mass = watched.mass[self._row(watch.rule), :tokens]
+            entropy = observe(asked, watch.first, keys, self._scale, mass, watch.entropies)
+            watched.entropies[self._number] += entropy / query.shape[1]
+
+    def settle(self, kept: KeptRows, method: int) -> None:
+        """Choose what is kept of prompts that have been read."""
+        add_up = self._prompts.heads.add_up
+        for seat in kept.new:
+            mass = self._prompts.watched(seat, method).mass[self._row(kept.rule)]
+            _all_workers(mass, kept.rule, add_up)
+            counts = self._prompts.selected[seat, self._heads]
+            for head, positions in enumerate(kept.rule.keep(mass, counts)):
+                self._selection.chosen[seat, head, : len(positions)] = positions
+                if kept.drops:
+                    row = min(head, len(mass) - 1)
+                    self._mass[seat, head, : len(positions)] = mass[row, positions]
+
+    def weights(self, query: torch.Tensor) -> torch.Tensor:
+        """Room for what the tokens of lists weigh, float32 [R, heads, most of them and one]."""
+        return torch.empty(*query.shape[:2], self._mass.shape[2] + 1)
+
+    def drop(self, kept: KeptRows, rows: DecodeRows, weights: torch.Tensor) -> None:
+        """Take each row's new token in, and drop the least attended one where there is no room.
+
+        Args:
+            kept: Of the rows.
+            rows: They.
+            weights: As :meth:`weights` made it; what the tokens of each head's list weigh; of
+                each list the last is the new token.
+        """
+        rule, seats = kept.rule, kept.seats
+        chosen, most = self._selection.chosen, self._mass.shape[2]
+        count = self._prompts.selected[seats, self._heads, None]
+        kv_heads = chosen.shape[1]
+        mass = weights.unflatten(1, (kv_heads, -1)).sum(2)
+        if rule.per_layer:
+            mass = mass.sum(1, keepdim=True)
+            _all_workers(mass, rule, self._prompts.heads.add_up)
+            mass = mass.expand(-1, kv_heads, -1).clone()
+        width = most + 1
+        place = torch.arange(width)
+        last = (rows.seq_lens - 1)[:, None, None]
+        position = torch.nn.functional.pad(chosen[seats], (0, 1))
+        position = torch.where(place == count, last, position)
+        if rule.adds_up:
+            before = torch.nn.functional.pad(self._mass[seats], (0, 1))
+            mass += torch.where(place < count, before, 0)
+        budget = self._prompts.budgets[seats, self._heads, None].long()
+        recent = rule.most_recent(budget)
+        spared = (position < rule.sink) | (position > last - recent) | (place > count)
+        rated = mass.masked_fill(spared, torch.inf)
+        victim = rated.argmin(-1, keepdim=True)
+        victim = torch.where(count + 1 < budget, width, victim)  # there is room
+        source = place[:most] + (place[:most] >= victim)
+        chosen[seats] = position.gather(2, source)
+        self._mass[seats] = mass.gather(2, source)
+
+
+def _all_workers(mass: torch.Tensor, rule: Keeping, add_up: AddUp | None) -> None:
+    """What a whole layer keeps depends on heads of other workers, too."""
+    if rule.per_layer and add_up is not None:
+        add_up(mass)

@@ -1,0 +1,191 @@
+"""Prompts of requests whose methods keep some tokens and drop the others."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vllm_kvretrieval.retrieval.keeping import Keeping, entropy_shares
+from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval.shares import Allotment
+
+NEVER = 1 << 20
+"""Pages of context that a request which attends to everything never exceeds."""
+
+AddUp = Callable[[torch.Tensor], object]
+"""Makes every number of a tensor the sum of all workers', in place."""
+
+
+@dataclass
+class Watched:
+    """What attention gave to the tokens of one prompt, until the first token after it.
+
+    Attributes:
+        mass: float32 [KV heads of all retrieval layers, tokens]; or [retrieval layers, tokens], of
+            methods by which a layer's heads keep the same.
+        entropies: float64 [retrieval layers]; of the layer's heads here, added up over queries.
+        settled: Whether it is known how many tokens each KV head keeps.
+    """
+
+    mass: torch.Tensor
+    entropies: torch.Tensor
+    settled: bool = False
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Those of the retrieval layers of a worker.
+
+    Attributes:
+        slices: Of each layer, its KV heads among all of them.
+        add_up: Where other workers have heads of these layers, too.
+    """
+
+    slices: Sequence[slice]
+    add_up: AddUp | None = None
+
+    @property
+    def count(self) -> int:
+        return self.slices[-1].stop if self.slices else 0
+
+
+@dataclass
+class KeptPrompts:
+    """Of each seat, what its request keeps.
+
+    Attributes:
+        methods: Those that keep, by their numbers among the engine's.
+        heads: Of this worker.
+        selected: int32 [seats, KV heads]; see ``RequestTable``.
+        allotments: By method's name; None: all heads keep as much.
+        keeps: bool [seats]; whether the request drops tokens, now or later. It does not where its
+            prompt fits in its budget and nothing is dropped afterwards.
+        ends: int32 [seats]; tokens of the prompt; of a request that was interrupted, what it had
+            generated included.
+        budgets: int32 [seats, KV heads]; tokens that each KV head may keep.
+    """
+
+    methods: Mapping[int, Method]
+    heads: Heads
+    selected: torch.Tensor
+    allotments: Mapping[str, Allotment]
+    keeps: np.ndarray = field(init=False)
+    ends: np.ndarray = field(init=False)
+    budgets: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        seats = len(self.selected)
+        self.keeps, self.ends = np.zeros(seats, dtype=bool), np.zeros(seats, dtype=np.int32)
+        self.budgets = torch.zeros_like(self.selected)
+        self._watched: dict[int, Watched] = {}
+
+    def admit(self, seat: int, method: int, prompt: int, budget: int, exact: bool) -> int | None:
+        """Take note of a request, and of one whose options or prompt are others from now on.
+
+        Args:
+            seat: Its own.
+            method: The number of its method.
+            prompt: Tokens.
+            budget: Tokens, per KV head on average.
+            exact: Whether it attends to everything.
+
+        Returns:
+            Pages of context from which on it decodes sparsely; None: as other methods do.
+        """
+        self._watched.pop(seat, None)
+        self.keeps[seat] = False
+        rule = self.methods.get(method)
+        if rule is None or exact:
+            return None
+        self.ends[seat] = prompt
+        allotment = self.allotments.get(rule.name)
+        counts = budget if allotment is None else torch.from_numpy(allotment.counts(budget))
+        self.budgets[seat] = counts
+        self.keeps[seat] = rule.schedule.drops or prompt > budget
+        self.selected[seat] = self.budgets[seat].clamp(max=prompt)
+        if not self.keeps[seat]:
+            return NEVER
+        return 0 if rule.schedule.drops else None
+
+    def leave(self, seat: int) -> None:
+        """The seat's request has ended, or is interrupted."""
+        self._watched.pop(seat, None)
+        self.keeps[seat] = False
+
+    def watched(self, seat: int, method: int) -> Watched:
+        """What there is to be added to while the seat's prompt is read."""
+        if seat not in self._watched:
+            assert self.methods[method].keeping is not None
+            layers = len(self.heads.slices)
+            per_layer = self.rule(method).per_layer
+            shape = (layers if per_layer else self.heads.count, int(self.ends[seat]))
+            entropies = torch.zeros(layers, dtype=torch.float64)
+            self._watched[seat] = Watched(torch.zeros(shape), entropies)
+        return self._watched[seat]
+
+    def rule(self, method: int) -> Keeping:
+        """The method's."""
+        keeping = self.methods[method].keeping
+        assert keeping is not None
+        return keeping
+
+    def settle(self, seat: int, method: int, budget: int) -> None:
+        """The prompt has been read: find out how many tokens of it each KV head keeps.
+
+        Args:
+            seat: Of the request.
+            method: Of the request.
+            budget: Tokens, per KV head on average.
+        """
+        watched = self.watched(seat, method)
+        if watched.settled:
+            return
+        watched.settled = True
+        rule = self.methods[method]
+        if (bounds := rule.budget_shares.entropy) is not None:
+            if self.heads.add_up is not None:
+                self.heads.add_up(watched.entropies)
+            shares = entropy_shares(watched.entropies.numpy(), *bounds)
+            counts = self.allotments[rule.name].of_layers(shares).counts(budget)
+            self.budgets[seat] = torch.from_numpy(counts)
+        self.selected[seat] = self.budgets[seat].clamp(max=int(self.ends[seat]))
+
+    def step(self, seats: np.ndarray, method: int, lens: np.ndarray) -> np.ndarray:
+        """int32 [n]; tokens at the end of each context that are attended to beside what is kept.
+
+        Args:
+            seats: Of requests of one method that decode a token.
+            method: Its number.
+            lens: Tokens of their contexts, the new one included.
+        """
+        if not self.methods[method].schedule.drops:
+            return lens - self.ends[seats]
+        index = torch.from_numpy(seats).long()
+        before = torch.from_numpy(lens.astype(np.int32) - 1)[:, None]
+        self.selected[index] = torch.minimum((self.budgets[index] - 1).clamp(min=0), before)
+        return np.ones(len(seats), dtype=np.int32)
+
+    def attended(self, seats: np.ndarray, lens: np.ndarray, method: np.ndarray) -> np.ndarray:
+        """int64 [n]; tokens that all KV heads of these requests attend to in a step."""
+        kept = self.selected.numpy()[seats].sum(1, dtype=np.int64)
+        drops = np.array([m in self.methods and self.methods[m].schedule.drops for m in method])
+        beside = np.where(drops, 1, lens - self.ends[seats])
+        return kept + beside.astype(np.int64) * self.heads.count
+
+    def end_step(self) -> None:
+        """What has been settled is chosen by now."""
+        done = [seat for seat, watched in self._watched.items() if watched.settled]
+        for seat in done:
+            del self._watched[seat]
+
+
+def kept_prompts(
+    methods: Iterable[Method],
+    heads: Heads,
+    selected: torch.Tensor,
+    allotments: Mapping[str, Allotment],
+) -> KeptPrompts | None:
+    """Of an engine with these methods; None where none of them drops tokens."""
+    keeping = {n: method for n, method in enumerate(methods) if method.keeping is not None}
+    return KeptPrompts(keeping, heads, selected, allotments) if keeping else None

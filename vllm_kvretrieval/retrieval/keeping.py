@@ -1,0 +1,121 @@
+"""What methods keep of a prompt that drop the rest, by the attention its tokens received."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.parsing import require_int
+
+ALL = "all"
+"""As ``observation``: every query of a prompt counts."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How a prompt's tokens are rated, and which of them are kept whatever their rating.
+
+    A token's *mass* is the attention that it receives: softmax weights, summed over queries and
+    over the query heads of a KV head, or of the layer.
+
+    Attributes:
+        observation: Queries at the end of a prompt whose attention counts; None: all.
+        per_layer: Whether all KV heads of a layer keep the same tokens; else each its own.
+        sink: First tokens, always kept.
+        recent_share: Of what is kept, the part that is the most recent.
+        recent: Tokens that are, where that is more.
+        smoothing: A token is rated as the best of so many around it.
+        adds_up: With a running schedule, whether mass is what all steps gave; else the last one.
+    """
+
+    observation: int | None = None
+    per_layer: bool = False
+    sink: int = 0
+    recent_share: float = 0.0
+    recent: int = 0
+    smoothing: int = 1
+    adds_up: bool = True
+
+    def first_observed(self, end: int) -> int:
+        """Position of the first query that counts, of a prompt of ``end`` tokens."""
+        return 0 if self.observation is None else max(end - self.observation, 0)
+
+    def most_recent(self, counts: torch.Tensor) -> torch.Tensor:
+        """int64 [n]; of so many kept tokens, those kept since they are the most recent."""
+        share = (counts.double() * self.recent_share).long()
+        return torch.minimum(share.clamp(min=self.recent), (counts - self.sink).clamp(min=0))
+
+    def keep(self, mass: torch.Tensor, counts: torch.Tensor) -> list[torch.Tensor]:
+        """Positions that each KV head keeps.
+
+        Args:
+            mass: float32 [n, tokens]; of a prompt, n being KV heads, or 1: the same for all.
+            counts: int [heads]; tokens to keep, no more than there are.
+
+        Returns:
+            Per head int64 [its count], rising. Of equal ones the earlier are kept.
+        """
+        end = mass.shape[1]
+        kept = []
+        recents = self.most_recent(counts.long()).tolist()
+        made: dict[tuple[int, int], torch.Tensor] = {}  # where heads share what they keep
+        for head, (count, recent) in enumerate(zip(counts.tolist(), recents, strict=True)):
+            row = min(head, len(mass) - 1)
+            if (row, count) not in made:
+                rated = self._smooth(mass[row, : end - recent])
+                rated[: self.sink] = math.inf
+                best = rated.sort(descending=True, stable=True).indices[: count - recent]
+                recently = torch.arange(end - recent, end)
+                made[row, count] = torch.cat([best.sort().values, recently])
+            kept.append(made[row, count])
+        return kept
+
+    def _smooth(self, mass: torch.Tensor) -> torch.Tensor:
+        if self.smoothing == 1 or not len(mass):
+            return mass.clone()
+        size = self.smoothing
+        return torch.nn.functional.max_pool1d(mass[None], size, 1, size // 2)[0]
+
+
+def observation_of(value: Any, default: int | None) -> int | None:
+    """The option ``observation`` of a method that keeps by mass.
+
+    Raises:
+        RetrievalConfigError: It is neither ``all`` nor a number of queries.
+    """
+    if value is None:
+        return default
+    if value == ALL:
+        return None
+    if isinstance(value, str) or require_int("observation", value) < 1:
+        raise RetrievalConfigError(
+            f"observation={value!r} must be {ALL}, or how many of a prompt's last queries count, "
+            "such as 32."
+        )
+    return int(value)
+
+
+def entropy_shares(entropies: np.ndarray, least: float, most: float) -> np.ndarray:
+    """Shares in proportion to entropies, within bounds (Entropy-guided KV caching, section 3.3).
+
+    Args:
+        entropies: float64 [n]; 0 or more.
+        least, most: Of each share; 1 lies between them.
+
+    Returns:
+        float64 [n]; 1 on average.
+    """
+    if not entropies.sum() > 0:
+        return np.ones(len(entropies))
+    low, high = 0.0, most / entropies[entropies > 0].min()
+    for _ in range(100):  # what entropies are multiplied by, so that the clipped shares add up
+        factor = (low + high) / 2
+        if np.clip(entropies * factor, least, most).mean() < 1:
+            low = factor
+        else:
+            high = factor
+    shares = np.clip(entropies * high, least, most)
+    return shares / shares.mean()
