@@ -53,7 +53,7 @@ def test_the_axes_are_all_here():
     assert POOLINGS == ("mean_softmax", "relative", "max", "sum")
     assert SELECTING == ["speculative", "every_step"]
     assert SHARING == ["omnikv"]
-    assert KEEPING == ["entropykv", "snapkv", "h2o", "tova"]
+    assert KEEPING == ["entropykv", "snapkv", "h2o", "tova", "raas"]
 
 
 @pytest.mark.parametrize("preset", BY_LAYER)

@@ -125,3 +125,31 @@ def test_what_can_be_combined():
         "e", "snapkv", {"budget_shares": {"entropy": {"most": 4}}}, 32
     ).budget_shares
     assert shares.entropy == (0.125, 4.0)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_how_many_are_kept(page):
+    """As many as fit, in whole pages and the last one; a page goes where there is no more room."""
+    keeping = Keeping(page=page)
+    rng = np.random.default_rng(page)
+    for _ in range(200):
+        room, prompt = int(rng.integers(15, 100)), int(rng.integers(1, 200))
+        kept = prompt if prompt <= room else prompt % page + (room - prompt % page) // page * page
+        counts = []
+        for _ in range(60):
+            counts.append(kept)
+            kept += 1
+            if kept > room:
+                kept -= page
+        added = torch.arange(60)
+        assert keeping.kept(torch.tensor(room), torch.tensor(prompt), added).tolist() == counts
+
+
+def test_raas_keeps_pages_by_their_latest_stamp():
+    """Of equal ones the latest; the last page, which is not full, always."""
+    stamps = torch.zeros(16 * 5 + 3)
+    stamps[[5, 20, 40]] = torch.tensor([80.0, 79, 80])
+    (kept,) = rule("raas").keep(stamps[None], torch.tensor([3 + 3 * 16]))
+    assert kept.tolist() == [*range(16), *range(32, 48), *range(64, 83)]
+    (kept,) = rule("raas").keep(stamps[None], torch.tensor([3 + 4 * 16]))
+    assert kept.tolist() == [*range(48), *range(64, 83)]

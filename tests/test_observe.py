@@ -1,5 +1,7 @@
 """The attention that tokens receive, against the whole matrix of it in float64."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -55,7 +57,7 @@ def test_chunks_add_up_to_the_prompt():
     borders = (0, 100, 101, 256, 300)
     parts = [
         observe(query[a:b], a, keys[:, :b], 0.3, in_chunks[:, :b], entropies=True)
-        for a, b in zip(borders, borders[1:], strict=False)
+        for a, b in pairwise(borders)
     ]
     torch.testing.assert_close(in_chunks, at_once)
     assert sum(parts) == pytest.approx(entropy)
@@ -70,3 +72,19 @@ def test_keys_of_a_context(dtype):
     assert keys.dtype == torch.float32
     for position, (page, offset) in {0: (7, 0), 40: (0, 8), 69: (3, 5)}.items():
         assert torch.equal(keys[:, position], cache[page, :, offset, :64].float())
+
+
+@pytest.mark.parametrize("scratch", [1, observation.SCRATCH])
+def test_stamps(monkeypatch, scratch):
+    """The position of the latest query of which a head gives a token much."""
+    monkeypatch.setattr(observation, "SCRATCH", scratch)
+    torch.manual_seed(5)
+    query, keys = torch.randn(90, 4, 64), 2 * torch.randn(2, 290, 64)
+    stamps = torch.zeros(2, 290)
+    stamps[:, :5] = 1000.0  # later than any of these
+    observe(query, 200, keys, 0.3, stamps, stamped=0.02)
+    high = (whole(query, 200, keys, 0.3).unflatten(0, (2, 2)) > 0.02).any(1)
+    expected = (high * torch.arange(200, 290)[:, None]).amax(1).float()
+    expected[:, :5] = 1000.0
+    assert torch.equal(stamps, expected)
+    assert 20 < (stamps > 0).sum() < 560

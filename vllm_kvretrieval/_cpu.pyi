@@ -136,6 +136,7 @@ def write_rows(
     element_size: int,
     torch_dtype: torch.dtype,
 ) -> None: ...
+def drop_tokens(rows: DecodeRows, *args: float) -> None: ...
 def attend(
     query: int,
     shape: tuple[int, ...],

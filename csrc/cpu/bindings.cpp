@@ -10,6 +10,7 @@
 #include <string>
 
 #include "checks.h"
+#include "dropping.h"
 #include "kernels.h"
 #include "mapping_guard.h"
 #include "recall_cache.h"
@@ -302,6 +303,23 @@ NB_MODULE(_cpu, m) {
       [](const kvr::DecodeRows& rows, const ContextSelector& selector, int kv_heads) {
         kvr::check_context(rows, selector, kv_heads);
         kvr::list_context({rows, selector, kv_heads});
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "drop_tokens",
+      [](const kvr::DecodeRows& rows, int kv_heads, uintptr_t weights, int sets, int heads_per_set,
+         int64_t weight_stride, uintptr_t chosen, uintptr_t ratings, int seats, int most,
+         uintptr_t counts, int64_t count_stride, uintptr_t budgets, int64_t budget_stride, int sink,
+         int recent, double recent_share, int page, int rating, float stamped) {
+        const kvr::TokenDropping dropping{rows.rows, kv_heads, rows.seq_lens, rows.seats, sets,
+                                          heads_per_set, at<float>(weights), weight_stride,
+                                          at<int32_t>(chosen), at<float>(ratings), seats, most,
+                                          at<int32_t>(counts), count_stride, at<int32_t>(budgets),
+                                          budget_stride, sink, recent, recent_share, page,
+                                          static_cast<kvr::Rating>(rating), stamped};
+        kvr::check_dropping(dropping);
+        kvr::drop_tokens(dropping);
       },
       nb::call_guard<nb::gil_scoped_release>());
 

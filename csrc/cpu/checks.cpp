@@ -1,5 +1,7 @@
 #include "checks.h"
 
+#include "dropping.h"
+
 #include <initializer_list>
 #include <limits>
 #include <stdexcept>
@@ -208,6 +210,28 @@ void check_staging(const TokenStaging& s) {
   if (blocks > s.blocks)
     throw std::invalid_argument("the lists fill " + std::to_string(blocks) + " blocks, there are " +
                                 std::to_string(s.blocks));
+}
+
+void check_dropping(const TokenDropping& d) {
+  if (d.page < 1 || d.sink < 0 || d.recent < 0 || (d.sets != 1 && d.sets != d.kv_heads))
+    throw std::invalid_argument("pages of " + std::to_string(d.page) + " tokens, or " +
+                                std::to_string(d.sets) + " sets of weights for " +
+                                std::to_string(d.kv_heads) + " KV heads");
+  for (int r = 0; r < d.rows; ++r) {
+    const int64_t seat = d.seats[r];
+    if (seat < 0 || seat >= d.all_seats)
+      refuse(r, {"seat", std::to_string(seat), "is outside the", std::to_string(d.all_seats)});
+    for (int h = 0; h < d.kv_heads; ++h) {
+      const int64_t count = d.counts[seat * d.count_stride + h];
+      const int64_t budget = d.budgets[seat * d.budget_stride + h];
+      if (count < 0 || count >= d.seq_lens[r] || count >= d.weight_stride || budget > d.most)
+        refuse(r, {std::to_string(count), "tokens kept of", std::to_string(d.seq_lens[r]),
+                   "with weights of", std::to_string(d.weight_stride), "and a budget of",
+                   std::to_string(budget) + "; there is room for", std::to_string(d.most)});
+      if (count > d.most)
+        refuse_more(r, "the tokens kept are", count, d.most, "that there is room for");
+    }
+  }
 }
 
 void check_slots(const int64_t* slot_mapping, int64_t count, int64_t tokens) {

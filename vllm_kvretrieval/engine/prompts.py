@@ -1,11 +1,12 @@
 """Prompts of requests whose methods keep some tokens and drop the others."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
+from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.retrieval.keeping import Keeping, entropy_shares
 from vllm_kvretrieval.retrieval.method import Method
 from vllm_kvretrieval.retrieval.shares import Allotment
@@ -56,6 +57,7 @@ class KeptPrompts:
 
     Attributes:
         methods: Those that keep, by their numbers among the engine's.
+        rules: What they keep.
         heads: Of this worker.
         selected: int32 [seats, KV heads]; see ``RequestTable``.
         allotments: By method's name; None: all heads keep as much.
@@ -67,6 +69,7 @@ class KeptPrompts:
     """
 
     methods: Mapping[int, Method]
+    rules: Mapping[int, Keeping]
     heads: Heads
     selected: torch.Tensor
     allotments: Mapping[str, Allotment]
@@ -116,19 +119,12 @@ class KeptPrompts:
     def watched(self, seat: int, method: int) -> Watched:
         """What there is to be added to while the seat's prompt is read."""
         if seat not in self._watched:
-            assert self.methods[method].keeping is not None
             layers = len(self.heads.slices)
-            per_layer = self.rule(method).per_layer
+            per_layer = self.rules[method].per_layer
             shape = (layers if per_layer else self.heads.count, int(self.ends[seat]))
             entropies = torch.zeros(layers, dtype=torch.float64)
             self._watched[seat] = Watched(torch.zeros(shape), entropies)
         return self._watched[seat]
-
-    def rule(self, method: int) -> Keeping:
-        """The method's."""
-        keeping = self.methods[method].keeping
-        assert keeping is not None
-        return keeping
 
     def settle(self, seat: int, method: int, budget: int) -> None:
         """The prompt has been read: find out how many tokens of it each KV head keeps.
@@ -149,7 +145,10 @@ class KeptPrompts:
             shares = entropy_shares(watched.entropies.numpy(), *bounds)
             counts = self.allotments[rule.name].of_layers(shares).counts(budget)
             self.budgets[seat] = torch.from_numpy(counts)
-        self.selected[seat] = self.budgets[seat].clamp(max=int(self.ends[seat]))
+        if not rule.schedule.drops:
+            end = torch.tensor(int(self.ends[seat]))
+            kept = self.rules[method].kept(self.budgets[seat].long(), end, torch.tensor(0))
+            self.selected[seat] = kept
 
     def step(self, seats: np.ndarray, method: int, lens: np.ndarray) -> np.ndarray:
         """int32 [n]; tokens at the end of each context that are attended to beside what is kept.
@@ -162,8 +161,10 @@ class KeptPrompts:
         if not self.methods[method].schedule.drops:
             return lens - self.ends[seats]
         index = torch.from_numpy(seats).long()
-        before = torch.from_numpy(lens.astype(np.int32) - 1)[:, None]
-        self.selected[index] = torch.minimum((self.budgets[index] - 1).clamp(min=0), before)
+        ends = torch.from_numpy(self.ends[seats].astype(np.int64))[:, None]
+        added = torch.from_numpy(lens.astype(np.int64) - 1)[:, None] - ends
+        room = (self.budgets[index].long() - 1).clamp(min=0)  # beside the new token
+        self.selected[index] = self.rules[method].kept(room, ends, added).int()
         return np.ones(len(seats), dtype=np.int32)
 
     def attended(self, seats: np.ndarray, lens: np.ndarray, method: np.ndarray) -> np.ndarray:
@@ -181,11 +182,18 @@ class KeptPrompts:
 
 
 def kept_prompts(
-    methods: Iterable[Method],
+    config: RetrievalConfig,
     heads: Heads,
     selected: torch.Tensor,
     allotments: Mapping[str, Allotment],
 ) -> KeptPrompts | None:
-    """Of an engine with these methods; None where none of them drops tokens."""
-    keeping = {n: method for n, method in enumerate(methods) if method.keeping is not None}
-    return KeptPrompts(keeping, heads, selected, allotments) if keeping else None
+    """Of an engine; None where no method drops tokens."""
+    methods, rules = dict[int, Method](), dict[int, Keeping]()
+    for number, method in enumerate(config.methods.values()):
+        if (rule := method.keeping) is None:
+            continue
+        if config.window is not None:
+            rule = replace(rule, recent=config.window, recent_share=0.0)
+        methods[number] = method
+        rules[number] = replace(rule, sink=max(rule.sink, config.sink or 0))
+    return KeptPrompts(methods, rules, heads, selected, allotments) if methods else None

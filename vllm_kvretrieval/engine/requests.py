@@ -113,7 +113,7 @@ class RequestTable:
             self.selected = torch.zeros(capacity, retrieval_heads, dtype=torch.int32)
         self.kept = None
         if self.selected is not None and heads is not None:
-            self.kept = kept_prompts(methods, heads, self.selected, self.allotments)
+            self.kept = kept_prompts(config, heads, self.selected, self.allotments)
         self.retrieval_heads = retrieval_heads
         self.dense_share = dense_share
         self.capacity = capacity

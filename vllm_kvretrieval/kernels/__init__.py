@@ -7,6 +7,7 @@ implementation offers the functions of :class:`Ops`. The ops of a cache in two t
 ``tokens_reference``.
 """
 
+from vllm_kvretrieval.kernels.kept import KeptTokens
 from vllm_kvretrieval.kernels.tokens import TokenRecall
 from vllm_kvretrieval.kernels.types import (
     Chooser,
@@ -25,6 +26,7 @@ __all__ = [
     "ContextSelector",
     "DecodeRows",
     "IndexStore",
+    "KeptTokens",
     "Merge",
     "Ops",
     "RecallCache",

@@ -13,6 +13,7 @@ def observe(
     scale: float,
     mass: torch.Tensor,
     entropies: bool = False,
+    stamped: float | None = None,
 ) -> float:
     """Add up the softmax weights that queries give to the tokens of their context.
 
@@ -26,6 +27,8 @@ def observe(
         scale: Softmax scale.
         mass: float32 [kv_heads, tokens], or [1, tokens] for all heads together; added to.
         entropies: Whether these are wanted; they take a third more.
+        stamped: Write, in place of sums, the position of the latest query of which a head gives a
+            token more than this.
 
     Returns:
         The Shannon entropies of the queries' attention in nats, summed over heads and queries; 0
@@ -52,8 +55,14 @@ def observe(
             total += float((lse.double() - products.double()).sum())
         else:
             weights = scores.softmax(-1)
-        received = weights.sum(1)
-        mass[:, :tokens] += received if len(mass) == kv_heads else received.sum(0, keepdim=True)
+        if stamped is None:
+            received = weights.sum(1)
+            mass[:, :tokens] += received if len(mass) == kv_heads else received.sum(0, keepdim=True)
+        else:
+            position = torch.arange(first + begin, first + end, device=scores.device).float()
+            high = (weights > stamped).view_as(by_query).any(1) * position[:, None]
+            latest = high.amax(1) if len(mass) == kv_heads else high.amax((0, 1))[None]
+            mass[:, :tokens] = torch.maximum(mass[:, :tokens], latest)
         begin = end
     return total
 

@@ -5,6 +5,7 @@ from collections import Counter, OrderedDict
 
 import torch
 
+from vllm_kvretrieval.kernels.kept import KeptTokens
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
@@ -17,6 +18,7 @@ from vllm_kvretrieval.kernels.types import (
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.index import Field, Index, pack, unpack
 from vllm_kvretrieval.retrieval.index.exact import Exact
+from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
 
 
 def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStore) -> None:
@@ -302,6 +304,35 @@ def list_context(rows: DecodeRows, selector: ContextSelector, kv_heads: int) -> 
             listed = rows.lists[r * kv_heads + head]
             listed[: len(attended)] = (pages * kv_heads + head) * size + attended % size
             rows.lengths[r * kv_heads + head] = len(attended)
+
+
+def drop_tokens(weights: torch.Tensor, rows: DecodeRows, kept: KeptTokens, rule: Keeping) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.drop_tokens`."""
+    for r in range(len(rows)):
+        seat, last = int(rows.seats[r]), int(rows.seq_lens[r]) - 1
+        for head in range(kept.chosen.shape[1]):
+            count = int(kept.counts[seat, head])
+            of_head = weights[r, min(head, weights.shape[1] - 1), :, : count + 1]
+            chosen, ratings = kept.chosen[seat, head], kept.ratings[seat, head]
+            positions = torch.cat([chosen[:count], torch.tensor([last], dtype=torch.int32)])
+            rated = torch.cat([ratings[:count], torch.zeros(1)])
+            if rule.rating == "stamp":
+                rated[(of_head > STAMPED).any(0)] = last
+            else:
+                received = of_head.sum(0)
+                rated = rated + received if rule.rating == "sum" else received
+            budget = kept.budgets[seat, head].long()
+            if count + 1 >= budget:
+                spared = positions > last - rule.most_recent(budget)
+                open_ = rated.masked_fill(spared | (positions < rule.sink), math.inf)
+                pages = positions // rule.page
+                best = {int(p): float(open_[pages == p].max()) for p in pages.unique()}
+                goes = min(best, key=lambda page: best[page])
+                if math.isinf(best[goes]):
+                    goes = int(pages[0])
+                left = pages != goes
+                positions, rated = positions[left], rated[left]
+            chosen[: len(positions)], ratings[: len(rated)] = positions, rated
 
 
 def stage_pages(

@@ -6,8 +6,10 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm_kvretrieval.kernels.kept import KeptTokens
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.index import Index
+from vllm_kvretrieval.retrieval.keeping import Keeping
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
 
@@ -491,6 +493,30 @@ class Ops(Protocol):
             ValueError: ``query`` or ``output`` is not of the cache's shape and dtype, a list is
                 empty or longer than there is room for, or names what the cache has not; or the
                 layout is not known, or not in stretches of ``run``. Nothing is written then.
+        """
+        ...
+
+    def drop_tokens(
+        self, weights: torch.Tensor, rows: DecodeRows, kept: KeptTokens, rule: Keeping
+    ) -> None:
+        """Take each row's new token into what is kept, and drop what there is no more room for.
+
+        What attention has given to tokens changes their ratings. Where a head then keeps as many as
+        its budget, so that a next one would be too many, the lowest rated page of tokens goes; of
+        equal ones the earliest, and none of those that ``rule`` spares. Bytes moved: weights,
+        positions and ratings.
+
+        Args:
+            weights: float32 [R, sets, heads, > tokens kept], contiguous; what the kept tokens of a
+                row weigh, in their order, and then its new token, the last one of the context. Of
+                as many sets of query heads as there are KV heads, or of one for all of these.
+            rows: Their ``seats`` and ``seq_lens`` count.
+            kept: ``chosen`` and ``ratings`` are written, at the rows' seats.
+            rule: How tokens are rated, and which are spared.
+
+        Raises:
+            ValueError: A tensor is of another shape or dtype, or a row does not fit: a seat outside
+                of what is kept, or more tokens than there is room for. Nothing is written then.
         """
         ...
 

@@ -13,13 +13,20 @@ from vllm_kvretrieval.parsing import require_int
 ALL = "all"
 """As ``observation``: every query of a prompt counts."""
 
+RATINGS = ("sum", "latest", "stamp")
+"""What a token has received in all; from the latest query alone; or the position of the latest
+query of which a head gave it more than ``STAMPED``."""
+
+STAMPED = 1e-4
+"""RaaS's threshold of a high attention."""
+
 
 @dataclass(frozen=True)
 class Keeping:
     """How a prompt's tokens are rated, and which of them are kept whatever their rating.
 
-    A token's *mass* is the attention that it receives: softmax weights, summed over queries and
-    over the query heads of a KV head, or of the layer.
+    A token's rating follows from the attention that it receives: softmax weights of the query heads
+    of a KV head, or of the layer, summed.
 
     Attributes:
         observation: Queries at the end of a prompt whose attention counts; None: all.
@@ -28,7 +35,8 @@ class Keeping:
         recent_share: Of what is kept, the part that is the most recent.
         recent: Tokens that are, where that is more.
         smoothing: A token is rated as the best of so many around it.
-        adds_up: With a running schedule, whether mass is what all steps gave; else the last one.
+        rating: One of ``RATINGS``.
+        page: Tokens that are kept or dropped together, rated as the best of them.
     """
 
     observation: int | None = None
@@ -37,7 +45,8 @@ class Keeping:
     recent_share: float = 0.0
     recent: int = 0
     smoothing: int = 1
-    adds_up: bool = True
+    rating: str = "sum"
+    page: int = 1
 
     def first_observed(self, end: int) -> int:
         """Position of the first query that counts, of a prompt of ``end`` tokens."""
@@ -47,6 +56,20 @@ class Keeping:
         """int64 [n]; of so many kept tokens, those kept since they are the most recent."""
         share = (counts.double() * self.recent_share).long()
         return torch.minimum(share.clamp(min=self.recent), (counts - self.sink).clamp(min=0))
+
+    def kept(self, room: torch.Tensor, prompt: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """int64; how many tokens are kept, by any head.
+
+        Args:
+            room: int64; most tokens that may be.
+            prompt: int64; tokens of the prompt, of which so many are kept as fit.
+            added: int64; tokens since then, for which others have been dropped where need be.
+        """
+        tail = prompt % self.page
+        whole = tail + (room - tail).clamp(min=0) // self.page * self.page
+        first = torch.where(prompt <= room, prompt, torch.minimum(whole, room))
+        beyond = (first + added - room).clamp(min=0)
+        return first + added - -(-beyond // self.page) * self.page
 
     def keep(self, mass: torch.Tensor, counts: torch.Tensor) -> list[torch.Tensor]:
         """Positions that each KV head keeps.
@@ -58,20 +81,36 @@ class Keeping:
         Returns:
             Per head int64 [its count], rising. Of equal ones the earlier are kept.
         """
-        end = mass.shape[1]
         kept = []
         recents = self.most_recent(counts.long()).tolist()
         made: dict[tuple[int, int], torch.Tensor] = {}  # where heads share what they keep
         for head, (count, recent) in enumerate(zip(counts.tolist(), recents, strict=True)):
             row = min(head, len(mass) - 1)
             if (row, count) not in made:
-                rated = self._smooth(mass[row, : end - recent])
-                rated[: self.sink] = math.inf
-                best = rated.sort(descending=True, stable=True).indices[: count - recent]
-                recently = torch.arange(end - recent, end)
-                made[row, count] = torch.cat([best.sort().values, recently])
+                made[row, count] = self._best(mass[row], count, recent)
             kept.append(made[row, count])
         return kept
+
+    def _best(self, mass: torch.Tensor, count: int, recent: int) -> torch.Tensor:
+        end = len(mass)
+        if self.page > 1:
+            return self._best_pages(mass, count)
+        rated = self._smooth(mass[: end - recent])
+        rated[: self.sink] = math.inf
+        best = rated.sort(descending=True, stable=True).indices[: count - recent]
+        return torch.cat([best.sort().values, torch.arange(end - recent, end)])
+
+    def _best_pages(self, mass: torch.Tensor, count: int) -> torch.Tensor:
+        """The last one, perhaps unfinished, and the best others; of equal ones the latest."""
+        end, size = len(mass), self.page
+        tail = min(end % size, count)
+        rated = mass[: end // size * size].unflatten(0, (-1, size)).amax(1)
+        rated[: -(-self.sink // size)] = math.inf
+        rated[len(rated) - self.recent // size :] = math.inf
+        order = rated.flip(0).sort(descending=True, stable=True).indices
+        pages = (len(rated) - 1 - order[: (count - tail) // size]).sort().values
+        tokens = (pages[:, None] * size + torch.arange(size)).flatten()
+        return torch.cat([tokens, torch.arange(end - tail, end)])
 
     def _smooth(self, mass: torch.Tensor) -> torch.Tensor:
         if self.smoothing == 1 or not len(mass):

@@ -216,6 +216,11 @@ def _keeping_method(
         keeping, observation=observation_of(given.get("observation"), keeping.observation)
     )
     shares = make_shares(given.get("budget_shares", base.budget_shares))
+    if keeping.page > 1 and not shares.uniform:
+        raise RetrievalConfigError(
+            f"budget_shares={shares.given} cannot be used with {name}, which keeps pages of "
+            f"{keeping.page} tokens; leave it out."
+        )
     return Method(
         name,
         None,

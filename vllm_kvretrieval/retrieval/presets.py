@@ -131,7 +131,12 @@ OWN = {
     ),
     "tova": _keeps(
         "TOVA: at each step the least attended token goes",
-        Keeping(observation=1, per_layer=True, adds_up=False),
+        Keeping(observation=1, per_layer=True, rating="latest"),
+        "running",
+    ),
+    "raas": _keeps(
+        "RaaS: pages of 16 by when they were last attended to",
+        Keeping(observation=32, recent=16, rating="stamp", page=16),
         "running",
     ),
     "streamingllm": Preset("StreamingLLM: sink and window only, a baseline", schedule="never"),

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 
 from vllm_kvretrieval.engine.prompts import AddUp, KeptPrompts, Watched
-from vllm_kvretrieval.kernels import DecodeRows, Selection
+from vllm_kvretrieval.kernels import DecodeRows, KeptTokens, Ops, Selection
 from vllm_kvretrieval.kernels.observe import context_keys, observe
-from vllm_kvretrieval.retrieval.keeping import Keeping
+from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
 
 
 class Watch(NamedTuple):
@@ -52,6 +52,7 @@ class Keeper:
     """Of one layer.
 
     Args:
+        kernels: Implementation of the ops.
         prompts: Of the worker.
         number: Of the layer, among retrieval layers.
         selection: The layer's.
@@ -60,14 +61,24 @@ class Keeper:
     """
 
     def __init__(
-        self, prompts: KeptPrompts, number: int, selection: Selection, scale: float, most: int
+        self,
+        kernels: Ops,
+        prompts: KeptPrompts,
+        number: int,
+        selection: Selection,
+        scale: float,
+        most: int,
     ) -> None:
         self._prompts, self._number = prompts, number
         self._heads = prompts.heads.slices[number]
-        self._selection, self._scale = selection, scale
+        self._kernels, self._scale = kernels, scale
         seats, heads, _ = selection.chosen.shape
-        # What each kept token has received so far.
-        self._mass = torch.zeros(seats, heads, most)
+        self._kept = KeptTokens(
+            selection.chosen,
+            torch.zeros(seats, heads, most),
+            prompts.selected[:, self._heads],
+            prompts.budgets[:, self._heads],
+        )
 
     def _row(self, rule: Keeping) -> slice:
         """Of this layer in a :class:`Watched`."""
@@ -86,7 +97,8 @@ class Keeper:
             tokens = watch.first + len(asked)
             keys = context_keys(cache, watch.pages, tokens)
             mass = watched.mass[self._row(watch.rule), :tokens]
-            entropy = observe(asked, watch.first, keys, self._scale, mass, watch.entropies)
+            stamped = STAMPED if watch.rule.rating == "stamp" else None
+            entropy = observe(asked, watch.first, keys, self._scale, mass, watch.entropies, stamped)
             watched.entropies[self._number] += entropy / query.shape[1]
 
     def settle(self, kept: KeptRows, method: int) -> None:
@@ -97,14 +109,14 @@ class Keeper:
             _all_workers(mass, kept.rule, add_up)
             counts = self._prompts.selected[seat, self._heads]
             for head, positions in enumerate(kept.rule.keep(mass, counts)):
-                self._selection.chosen[seat, head, : len(positions)] = positions
+                self._kept.chosen[seat, head, : len(positions)] = positions
                 if kept.drops:
                     row = min(head, len(mass) - 1)
-                    self._mass[seat, head, : len(positions)] = mass[row, positions]
+                    self._kept.ratings[seat, head, : len(positions)] = mass[row, positions]
 
     def weights(self, query: torch.Tensor) -> torch.Tensor:
         """Room for what the tokens of lists weigh, float32 [R, heads, most of them and one]."""
-        return torch.empty(*query.shape[:2], self._mass.shape[2] + 1)
+        return torch.empty(*query.shape[:2], self._kept.ratings.shape[2] + 1)
 
     def drop(self, kept: KeptRows, rows: DecodeRows, weights: torch.Tensor) -> None:
         """Take each row's new token in, and drop the least attended one where there is no room.
@@ -115,32 +127,11 @@ class Keeper:
             weights: As :meth:`weights` made it; what the tokens of each head's list weigh; of
                 each list the last is the new token.
         """
-        rule, seats = kept.rule, kept.seats
-        chosen, most = self._selection.chosen, self._mass.shape[2]
-        count = self._prompts.selected[seats, self._heads, None]
-        kv_heads = chosen.shape[1]
-        mass = weights.unflatten(1, (kv_heads, -1)).sum(2)
-        if rule.per_layer:
-            mass = mass.sum(1, keepdim=True)
-            _all_workers(mass, rule, self._prompts.heads.add_up)
-            mass = mass.expand(-1, kv_heads, -1).clone()
-        width = most + 1
-        place = torch.arange(width)
-        last = (rows.seq_lens - 1)[:, None, None]
-        position = torch.nn.functional.pad(chosen[seats], (0, 1))
-        position = torch.where(place == count, last, position)
-        if rule.adds_up:
-            before = torch.nn.functional.pad(self._mass[seats], (0, 1))
-            mass += torch.where(place < count, before, 0)
-        budget = self._prompts.budgets[seats, self._heads, None].long()
-        recent = rule.most_recent(budget)
-        spared = (position < rule.sink) | (position > last - recent) | (place > count)
-        rated = mass.masked_fill(spared, torch.inf)
-        victim = rated.argmin(-1, keepdim=True)
-        victim = torch.where(count + 1 < budget, width, victim)  # there is room
-        source = place[:most] + (place[:most] >= victim)
-        chosen[seats] = position.gather(2, source)
-        self._mass[seats] = mass.gather(2, source)
+        by_set = weights.unflatten(1, (self._kept.chosen.shape[1], -1))
+        if kept.rule.per_layer:
+            by_set = weights.sum(1)[:, None, None]
+            _all_workers(by_set, kept.rule, self._prompts.heads.add_up)
+        self._kernels.drop_tokens(by_set, rows, self._kept, kept.rule)
 
 
 def _all_workers(mass: torch.Tensor, rule: Keeping, add_up: AddUp | None) -> None:

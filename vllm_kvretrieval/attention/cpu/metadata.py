@@ -185,7 +185,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         watches = []
         for row in np.flatnonzero(kept.keeps[seats] & (before < kept.ends[seats])).tolist():
             seat, method, length = int(seats[row]), int(methods[row]), int(lens[row])
-            rule = kept.rule(method)
+            rule = kept.rules[method]
             first = max(int(before[row]), rule.first_observed(int(kept.ends[seat])))
             if first >= length:
                 continue
@@ -501,7 +501,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         lists = TokenLists(decode_rows.lists, lengths, 1, heads)
         index_of_seats = torch.from_numpy(seats).long()
-        keeps = KeptRows(kept.rule(method), self.drops[method], index_of_seats, new)
+        keeps = KeptRows(kept.rules[method], self.drops[method], index_of_seats, new)
         return DecodePlan(method, decode_rows, index, lists, None, kept=keeps)
 
     def _part(

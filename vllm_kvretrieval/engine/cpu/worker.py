@@ -281,7 +281,7 @@ class RetrievalCPUWorker(PlanningWorker):
         selection, number = choosers[0].selection, [*self.retrieval_heads].index(name)
         drops = any(m.schedule.drops for m in self.retrieval_config.methods.values())
         most = selection.chosen.shape[2] if drops else 0
-        return Keeper(self.requests.kept, number, selection, impl.scale, most)
+        return Keeper(cpu, self.requests.kept, number, selection, impl.scale, most)
 
     def _slots_of(self, name: str) -> int:
         """How many the layer has."""

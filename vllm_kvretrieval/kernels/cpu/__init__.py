@@ -15,6 +15,7 @@ except ImportError as error:
 from vllm_kvretrieval.kernels.cpu.binding import CODINGS, KINDS, LAYOUTS, ROWS
 from vllm_kvretrieval.kernels.cpu.ops import (
     attend,
+    drop_tokens,
     index_pages,
     isa,
     isas,
@@ -46,6 +47,7 @@ __all__ = [
     "TokenRecall",
     "attend",
     "decode_units",
+    "drop_tokens",
     "encode_units",
     "index_pages",
     "isa",

@@ -16,6 +16,7 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     tokens,
     vectors,
 )
+from vllm_kvretrieval.kernels.kept import KeptTokens
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
@@ -25,6 +26,7 @@ from vllm_kvretrieval.kernels.types import (
     TokenLists,
 )
 from vllm_kvretrieval.retrieval.index import Index, pack, unpack
+from vllm_kvretrieval.retrieval.keeping import RATINGS, STAMPED, Keeping
 
 
 def isa() -> str:
@@ -368,4 +370,48 @@ def attend(
         DTYPES[cache.dtype],
         cache.dtype,
         scale,
+    )
+
+
+def drop_tokens(weights: torch.Tensor, rows: DecodeRows, kept: KeptTokens, rule: Keeping) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.drop_tokens`."""
+    seats, kv_heads, most = kept.chosen.shape
+    check("weights", weights, torch.float32)
+    expected = {"chosen": torch.int32, "ratings": torch.float32}
+    for name, dtype in expected.items():
+        tensor = getattr(kept, name)
+        if tensor.dtype != dtype or tensor.shape != kept.chosen.shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be {dtype} {tuple(kept.chosen.shape)} and contiguous, got "
+                f"{tensor.dtype} {tuple(tensor.shape)}"
+            )
+    for name in ("counts", "budgets"):
+        tensor = getattr(kept, name)
+        check(name, tensor, torch.int32)
+        if tensor.shape != (seats, kv_heads):
+            raise ValueError(f"{name} must be {(seats, kv_heads)}, got {tuple(tensor.shape)}")
+    if weights.dim() != 4 or len(weights) != len(rows) or not weights.is_contiguous():
+        raise ValueError(
+            f"weights must be contiguous, sets of heads for each of {len(rows)} rows, got "
+            f"{tuple(weights.shape)}"
+        )
+    _cpu.drop_tokens(
+        rows_handle(rows),
+        kv_heads,
+        weights.data_ptr(),
+        *weights.shape[1:],
+        kept.chosen.data_ptr(),
+        kept.ratings.data_ptr(),
+        seats,
+        most,
+        kept.counts.data_ptr(),
+        kept.counts.stride(0),
+        kept.budgets.data_ptr(),
+        kept.budgets.stride(0),
+        rule.sink,
+        rule.recent,
+        rule.recent_share,
+        rule.page,
+        RATINGS.index(rule.rating),
+        STAMPED,
     )

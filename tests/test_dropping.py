@@ -1,0 +1,186 @@
+"""Methods that drop tokens, in an engine: what they keep is what their papers say.
+
+Held against a replay of recorded queries and keys (``tests/keeping_recorder.py``); what requests
+are answered, against stock vLLM and the same requests by themselves.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.engine import Request, alone, assert_same, checkpoint, drive, engine, novel, preemptions
+from tests.keeping_recorder import Rule
+
+pytestmark = [pytest.mark.engine, pytest.mark.model]
+
+MODEL = "SmolLM2-135M-Instruct"
+BUDGET = 256
+CHUNK = 256  # tokens per step
+BLOCK = 128
+STOCK: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": CHUNK,
+    "num_gpu_blocks_override": 26,  # one of them vLLM's own
+    "enforce_eager": True,
+}
+TOLERANCE = 1e-3
+WINDOW = 32
+RULES = {
+    "entropykv": Rule(per_layer=True, sink=1, recent=0.5, by_entropy=True),
+    "cheap": Rule(WINDOW, per_layer=True, sink=1, recent=0.5, by_entropy=True),
+    "even": Rule(WINDOW, per_layer=True, sink=1, recent=0.5),
+    "snapkv": Rule(WINDOW, recent=32, smooth=7),
+    "h2o": Rule(recent=0.5, evicts=True),
+    "tova": Rule(1, per_layer=True, evicts=True, latest=True),
+    "raas": Rule(32, recent=16, evicts=True, stamps=True),
+}
+ALSO = {
+    "cheap": {"observation": WINDOW},
+    "even": {"observation": WINDOW, "budget_shares": "uniform"},
+    **{name: {} for name in ("snapkv", "h2o", "tova", "raas", "freekv")},
+}
+LAYERS = 30
+REPLAYED = (0, 3, 14, 29)
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """What vLLM without retrieval answers; its engine is gone before ours starts."""
+    with engine(checkpoint(MODEL), **STOCK) as llm:
+        short = Request(novel(llm, 200, 0), 30)
+        long = Request(novel(llm, 700, 50), 16)
+        return {"short": drive(llm, [short])[0], "long": drive(llm, [long])[0]}
+
+
+@pytest.fixture(scope="module")
+def llm(stock):
+    with engine(
+        checkpoint(MODEL),
+        attention_backend="entropykv",
+        additional_config={"kv_retrieval": {"budget": BUDGET, "also": ALSO}},
+        worker_extension_cls="tests.keeping_recorder.KeepingRecorder",
+        **STOCK,
+    ) as llm:
+        yield llm
+
+
+def by(method, **options):
+    return {"method": method, **options}
+
+
+def difference(one, other):
+    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+
+
+def test_prompts_within_the_budget_are_answered_as_by_stock_vllm(llm, stock):
+    """All that is read and generated fits, and nothing is dropped."""
+    answers = drive(llm, [Request(novel(llm, 200, 0), 30, by(m)) for m in RULES])
+    for answer in answers:
+        assert_same(answer, stock["short"], TOLERANCE)
+
+
+def test_longer_ones_are_not(llm, stock):
+    """The first token comes of exact prefill; exact requests are exact to the end."""
+    prompt = novel(llm, 700, 50)
+    exact, *dropping = drive(
+        llm, [Request(prompt, 16, o) for o in (by("h2o", exact=True), *map(by, RULES))]
+    )
+    assert_same(exact, stock["long"], TOLERANCE)
+    for answer in dropping:
+        assert answer.logprobs[0] == pytest.approx(exact.logprobs[0], abs=TOLERANCE)
+        assert difference(answer, exact) > 10 * TOLERANCE
+
+
+def test_the_tokens_of_the_papers_are_kept(llm):
+    """Prompts that end within a chunk, at its end, and one token after; and one that fits at first.
+
+    A window of queries may lie in two chunks, and several prompts are read and decoded at once.
+    """
+    llm.collective_rpc("start_recording")
+    lengths = dict(zip(RULES, (3 * CHUNK + 1, 600, 500, 2 * CHUNK + 8, 410, 530, 640), strict=True))
+    requests = [Request(novel(llm, n, n), 24, by(m)) for m, n in lengths.items()]
+    requests += [Request(novel(llm, 240, 9), 40, by(m)) for m in ("h2o", "tova", "raas")]
+    drive(llm, requests)
+    (found,) = llm.collective_rpc("check_recording", args=(RULES, BUDGET, REPLAYED))
+    assert found.keys() == RULES.keys()
+    for name, summary in found.items():
+        short = 39 if name in ("h2o", "tova", "raas") else 0
+        assert summary["steps"] == (23 + short) * len(REPLAYED), name
+        assert summary["differ"] == 0, (name, summary)
+        assert summary["came_back"] == 0, name
+        assert summary["near_ties"] < 0.002 * summary["kept"], name
+        assert summary["worst_error"] < 1e-4, name
+    assert found["entropykv"]["least"] < 0.8 * BUDGET < 1.2 * BUDGET < found["entropykv"]["most"]
+    assert found["even"]["least"] == found["even"]["most"] == BUDGET
+
+
+def test_a_crowd_of_different_requests(llm):
+    """More requests than run at once; long prompts are read in chunks beside decoding ones."""
+    crowd = [
+        Request(novel(llm, 600, 0), 40, {}),
+        Request(novel(llm, 60, 100), 50, by("h2o")),
+        Request(novel(llm, 1100, 200), 24, by("snapkv", budget=128), arrives=3),
+        Request(novel(llm, 500, 300), 12, by("streamingllm"), arrives=5),
+        Request(novel(llm, 700, 400), 30, by("freekv"), arrives=14),
+        Request(novel(llm, 500, 500), 20, by("tova", exact=True), arrives=20),
+        Request(novel(llm, 250, 600), 30, by("raas"), arrives=21),
+        Request(novel(llm, 3 * CHUNK + 1, 60), 4, by("tova"), arrives=22),
+        Request(novel(llm, 300, 700), 9, by("cheap"), arrives=30),
+    ]
+    expected = [alone(llm, request) for request in crowd]
+    for answer, request in zip(drive(llm, crowd), expected, strict=True):
+        assert_same(answer, request, TOLERANCE)
+
+
+def test_prefix_hits(llm):
+    """A window is observed as far as it is computed; who observes all reads no cached prefix."""
+    document, question = novel(llm, 600, 80), novel(llm, 60, 180)
+    requests = [
+        Request(document + question, 12, by(m), cache=True) for m in ("snapkv", "cheap", "h2o")
+    ]
+    expected = [alone(llm, request) for request in requests]
+    llm.reset_prefix_cache()
+    drive(llm, [Request(document, 1, {}, cache=True)])
+    answers = drive(llm, requests)
+    cached = len(document) // BLOCK * BLOCK
+    assert [answer.cached for answer in answers] == [cached, cached, 0]
+    for answer, request in zip(answers, expected, strict=True):
+        assert_same(answer, request, TOLERANCE)
+
+
+@pytest.mark.parametrize("method", ["entropykv", "h2o", "raas"])
+def test_preemption(llm, monkeypatch, method):
+    """A request that is resumed has another prompt: all that it had. It is observed again."""
+    preempted = preemptions(llm, monkeypatch)
+    crowd = [Request(novel(llm, n, n), 40, by(method)) for n in (1011, 1010, 950)]
+    expected = [alone(llm, request) for request in crowd]
+    answers = drive(llm, crowd)
+    assert [request_id.split("-")[0] for request_id in preempted] == ["2"]
+    for answer, request in zip(answers[:2], expected[:2], strict=True):
+        assert_same(answer, request, TOLERANCE)
+    pauses = [b - a for a, b in zip(answers[2].steps, answers[2].steps[1:], strict=False)]
+    done = pauses.index(max(pauses)) + 1
+    assert answers[2].tokens[:done] == expected[2].tokens[:done]
+    resumed = Request(crowd[2].prompt + answers[2].tokens[:done], 40 - done, by(method))
+    again = alone(llm, resumed)
+    assert answers[2].tokens[done:] == again.tokens
+    assert answers[2].logprobs[done:] == pytest.approx(again.logprobs, abs=TOLERANCE)
+
+
+def test_counts_and_state(llm):
+    """What a step attends to, in pages' worth of tokens; and nothing is left of requests."""
+    drive(llm, [Request(novel(llm, 40, 0), 1, {})])
+    llm.collective_rpc(lambda worker: tuple(worker.requests.take_counts()))
+    for method in ("even", "h2o"):
+        drive(llm, [Request(novel(llm, 700, 0), 12, by(method))])
+        drive(llm, [Request(novel(llm, 40, 0), 1, {})])
+        (counts,) = llm.collective_rpc(lambda worker: worker.requests.take_counts()._asdict())
+        assert counts["sparse_steps"] == 11
+        tokens = [BUDGET + i for i in range(1, 12)] if method == "even" else [BUDGET] * 11
+        heads = LAYERS * 3
+        assert counts["attended"] == sum(n * heads // 32 for n in tokens)
+        assert counts["corrected"] == 0
+    (left,) = llm.collective_rpc(lambda worker: len(worker.requests.kept._watched))
+    assert left == 0

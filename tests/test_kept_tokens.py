@@ -1,0 +1,221 @@
+"""The ops of methods that drop tokens, against plain torch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.test_attend import cache_of, token_lists
+from vllm_kvretrieval.kernels import (
+    Chooser,
+    DecodeRows,
+    IndexStore,
+    KeptTokens,
+    Selection,
+    cpu,
+    reference,
+)
+from vllm_kvretrieval.retrieval.keeping import Keeping
+from vllm_kvretrieval.retrieval.pooling import Pooling
+
+SEATS, HEADS, GROUP, MOST = 5, 3, 2, 40
+LENGTH = 300
+
+
+def rows_of(lens, seats, kept=False, window=1, width=64, select=1):
+    rows, each = len(lens), torch.zeros(len(lens), dtype=torch.int32)
+    return DecodeRows(
+        block_table=torch.stack([torch.randperm(64, dtype=torch.int32)[:20] for _ in lens]),
+        seq_lens=torch.tensor(lens, dtype=torch.int32),
+        seats=torch.tensor(seats, dtype=torch.int32),
+        sink=each,
+        window=each + window,
+        select=each + select,
+        threshold=each.float(),
+        fresh=each.to(torch.uint8),
+        corrected=torch.zeros(SEATS, dtype=torch.int64),
+        lists=torch.full((rows * HEADS, width), -1, dtype=torch.int32),
+        lengths=torch.zeros(rows * HEADS, dtype=torch.int32),
+        per_token=True,
+        kept=kept,
+    )
+
+
+# ---------------------------------------------------------------------------- weights of attention
+
+
+@pytest.mark.parametrize(
+    ("layout", "run"), [("rows", 1), ("rows", 32), ("vec", 32), ("vec", 16), ("amx", 32)]
+)
+def test_weights(isa, layout, run):
+    """They add up to 1, of lists of any length; what lies behind them stays as it is."""
+    torch.manual_seed(run)
+    dtype = torch.bfloat16 if layout == "amx" else torch.float32
+    cache = cache_of(60, HEADS, 32, 64, dtype)
+    lengths = (1, 700, 31, 32, 33, 640)
+    lists = token_lists(lengths, cache, run)
+    query = torch.randn(2, HEADS * GROUP, 64).to(dtype)
+    expected, actual = (torch.full((2, HEADS * GROUP, 710), -1.0) for _ in range(2))
+    out, plain = torch.empty_like(query), torch.empty_like(query)
+    reference.attend(query, lists, cache, out, layout, 0.3, weights=expected)
+    cpu.attend(query, lists, cache, out, layout, 0.3, weights=actual)
+    cpu.attend(query, lists, cache, plain, layout, 0.3)
+    assert torch.equal(out, plain)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    for unit, length in enumerate(lengths):
+        heads = actual[unit // HEADS].unflatten(0, (HEADS, GROUP))[unit % HEADS]
+        torch.testing.assert_close(heads[:, :length].sum(-1), torch.ones(GROUP))
+        assert heads[:, length:].eq(-1).all()
+
+
+def test_weights_that_do_not_fit():
+    cache = cache_of(60, HEADS, 32, 64, torch.float32)
+    lists = token_lists((5, 9, 7), cache, 1)
+    query = torch.randn(1, HEADS * GROUP, 64)
+    out = torch.empty_like(query)
+    with pytest.raises(ValueError, match=r"lengths\[1\] is 9, weights hold 8"):
+        cpu.attend(query, lists, cache, out, "rows", 0.3, weights=torch.empty(1, HEADS * GROUP, 8))
+    with pytest.raises(ValueError, match="weights must be"):
+        cpu.attend(query, lists, cache, out, "rows", 0.3, weights=torch.empty(2, HEADS * GROUP, 9))
+    wrong = torch.empty(1, HEADS * GROUP, 9, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"weights must be torch.float32"):
+        cpu.attend(query, lists, cache, out, "rows", 0.3, weights=wrong)
+
+
+# ------------------------------------------------------------------------------- what has been kept
+
+
+def chooser_of(counts):
+    selection = Selection.empty(
+        seats=SEATS, kv_heads=HEADS, group=GROUP, head_size=64, most_selected=MOST,
+        dtype=torch.float32, counts=counts,
+    )  # fmt: skip
+    selection.query.fill_(7)
+    store = IndexStore.empty(
+        None, pages=64, kv_heads=HEADS, head_size=64, page_size=32, dtype=torch.float32
+    )
+    return Chooser(store, selection, Pooling.SUM, 0.1)
+
+
+def kept_rows(window):
+    torch.manual_seed(window)
+    counts = torch.randint(1, MOST + 1, (SEATS, HEADS), dtype=torch.int32)
+    counts[1, 2] = 0
+    chooser = chooser_of(counts)
+    for seat in range(SEATS):
+        for head in range(HEADS):
+            chosen = torch.randperm(LENGTH)[:MOST].sort().values
+            chooser.selection.chosen[seat, head] = chosen
+    return rows_of((400, 333, 310), (3, 1, 4), True, window), chooser
+
+
+@pytest.mark.parametrize("window", [1, 10])
+def test_lists_of_what_has_been_kept(isa, window):
+    """Nothing is scored, compared or remembered."""
+    listed = []
+    for ops in (reference, cpu):
+        rows, chooser = kept_rows(window)
+        before = chooser.selection.chosen.clone()
+        ops.plan_decode(torch.randn(3, HEADS * GROUP, 64), rows, chooser)
+        assert torch.equal(chooser.selection.chosen, before)
+        assert chooser.selection.query.eq(7).all()
+        assert rows.corrected.eq(0).all()
+        listed.append((rows.lists, rows.lengths))
+    for actual, expected in zip(*listed, strict=True):
+        assert torch.equal(actual, expected)
+    _, chooser = kept_rows(window)
+    counts = chooser.selection.counts
+    assert counts is not None
+    expected = counts[[3, 1, 4]].flatten() + window
+    assert torch.equal(listed[0][1], expected)
+
+
+@pytest.mark.parametrize("position", [-1, 310])
+def test_what_is_not_in_the_context_is_refused(position):
+    rows, chooser = kept_rows(1)
+    chooser.selection.chosen[4, 0, 0] = position
+    with pytest.raises(ValueError, match=f"row 2: the selection holds {position}, outside"):
+        cpu.plan_decode(torch.randn(3, HEADS * GROUP, 64), rows, chooser)
+    assert rows.lengths.eq(0).all()
+
+
+# ---------------------------------------------------------------------------------- what is dropped
+
+RULES = {
+    "sum": Keeping(recent_share=0.5),
+    "latest": Keeping(rating="latest", sink=2),
+    "recent": Keeping(recent=9, recent_share=0.1),
+    "all spared": Keeping(recent=100),
+    "stamp": Keeping(rating="stamp", page=16, recent=16),
+    "pages": Keeping(page=8, sink=8),
+}
+
+
+def state(rule, budget):
+    """Of seats that keep as many as they may, fewer, and none; heads differ."""
+    counts = torch.full((SEATS, HEADS), budget - 1, dtype=torch.int32)
+    counts[2], counts[0, 1] = budget - 3, budget - 2
+    if rule.page == 1:
+        counts[4] = 0
+    budgets = torch.full_like(counts, budget)
+    chosen = torch.zeros(SEATS, HEADS, MOST, dtype=torch.int32)
+    for seat in range(SEATS):
+        for head in range(HEADS):
+            count = int(counts[seat, head])
+            whole = torch.randperm(LENGTH // rule.page)[: -(-count // rule.page)].sort().values
+            tokens = (whole[:, None] * rule.page + torch.arange(rule.page)).flatten()
+            chosen[seat, head, :count] = tokens[:count]
+    ratings = torch.rand(SEATS, HEADS, MOST)
+    if rule.rating == "stamp":
+        ratings = torch.randint(0, 300, ratings.shape).float()
+    return KeptTokens(chosen, ratings, counts, budgets)
+
+
+def copy(kept):
+    return KeptTokens(kept.chosen.clone(), kept.ratings.clone(), kept.counts, kept.budgets)
+
+
+@pytest.mark.parametrize("sets", [1, HEADS])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_drops_the_least(rule, sets):
+    torch.manual_seed(sets)
+    for budget in (MOST, 20):
+        kept = state(rule, budget)
+        weights = torch.rand(4, sets, GROUP, MOST + 1) ** 12
+        rows = rows_of((LENGTH + 1, LENGTH + 9, 301, 310), (0, 1, 2, 4))
+        ours, expected = copy(kept), copy(kept)
+        cpu.drop_tokens(weights, rows, ours, rule)
+        reference.drop_tokens(weights, rows, expected, rule)
+        for seat in (0, 1, 2, 4):
+            for head in range(HEADS):
+                added = int(kept.counts[seat, head]) + 1
+                left = added - rule.page if added >= budget else added
+                here = (seat, head, slice(max(left, 0)))
+                assert torch.equal(ours.chosen[here], expected.chosen[here])
+                torch.testing.assert_close(ours.ratings[here], expected.ratings[here])
+                assert (ours.chosen[here].diff() > 0).all()
+        assert torch.equal(ours.chosen[3], kept.chosen[3])
+
+
+def test_what_does_not_fit_is_refused():
+    rule = RULES["sum"]
+    kept, rows = state(rule, MOST), rows_of((301,), (0,))
+    weights = torch.rand(1, HEADS, GROUP, MOST + 1)
+    cases: list[tuple[str, Any, Any, Any]] = [
+        ("is outside the", weights, rows_of((301,), (SEATS,)), kept),
+        ("tokens kept of 39", weights, rows_of((39,), (0,)), kept),
+        ("with weights of 39", torch.rand(1, HEADS, GROUP, 39), rows, kept),
+        ("2 sets of weights for 3", torch.rand(1, 2, GROUP, MOST + 1), rows, kept),
+        ("weights must be contiguous", weights.transpose(1, 2), rows, kept),
+        ("weights must be torch.float32", weights.double(), rows, kept),
+        ("a budget of 41", weights, rows, copy(kept)),
+        ("ratings must be", weights, rows, copy(kept)),
+    ]
+    cases[6][3].budgets = kept.budgets + 1
+    cases[7][3].ratings = kept.ratings[:, :, :-1]
+    for message, given, of, what in cases:
+        before = what.chosen.clone()
+        with pytest.raises(ValueError, match=message):
+            cpu.drop_tokens(given, of, what, rule)
+        assert torch.equal(what.chosen, before)
