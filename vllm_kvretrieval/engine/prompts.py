@@ -158,21 +158,33 @@ class KeptPrompts:
             method: Its number.
             lens: Tokens of their contexts, the new one included.
         """
-        if not self.methods[method].schedule.drops:
-            return lens - self.ends[seats]
-        index = torch.from_numpy(seats).long()
+        drops = self.methods[method].schedule.drops
+        if drops:
+            self.selected[torch.from_numpy(seats).long()] = self._kept(seats, method, lens).int()
+        return np.ones_like(lens) if drops else lens - self.ends[seats]
+
+    def _kept(self, seats: np.ndarray, method: int, lens: np.ndarray) -> torch.Tensor:
+        """int64 [n, KV heads]; tokens kept before a step, beside which the new one has room."""
         ends = torch.from_numpy(self.ends[seats].astype(np.int64))[:, None]
         added = torch.from_numpy(lens.astype(np.int64) - 1)[:, None] - ends
-        room = (self.budgets[index].long() - 1).clamp(min=0)  # beside the new token
-        self.selected[index] = self.rules[method].kept(room, ends, added).int()
-        return np.ones(len(seats), dtype=np.int32)
+        room = (self.budgets[torch.from_numpy(seats).long()].long() - 1).clamp(min=0)
+        return self.rules[method].kept(room, ends, added)
 
-    def attended(self, seats: np.ndarray, lens: np.ndarray, method: np.ndarray) -> np.ndarray:
-        """int64 [n]; tokens that all KV heads of these requests attend to in a step."""
-        kept = self.selected.numpy()[seats].sum(1, dtype=np.int64)
-        drops = np.array([m in self.methods and self.methods[m].schedule.drops for m in method])
-        beside = np.where(drops, 1, lens - self.ends[seats])
-        return kept + beside.astype(np.int64) * self.heads.count
+    def attended(self, seats: np.ndarray, lens: np.ndarray, methods: np.ndarray) -> np.ndarray:
+        """int64 [n]; tokens that all KV heads of requests attend to in a step.
+
+        Args:
+            seats: Theirs.
+            lens: Tokens of their contexts, the new one included.
+            methods: Theirs, by number.
+        """
+        beside = (lens - self.ends[seats]).astype(np.int64) * self.heads.count
+        tokens = self.selected.numpy()[seats].sum(1, dtype=np.int64) + beside
+        for number, method in self.methods.items():
+            if method.schedule.drops and (rows := np.flatnonzero(methods == number)).size:
+                kept = self._kept(seats[rows], number, lens[rows])
+                tokens[rows] = kept.sum(1).numpy() + self.heads.count
+        return tokens
 
     def end_step(self) -> None:
         """What has been settled is chosen by now."""
