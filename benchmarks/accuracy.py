@@ -148,7 +148,7 @@ class Benchmark:
                 label = f"{job.task.name} {cell.variant.name} {cell.budget}"
                 self._say(f"{label}: {len(job.samples)} samples (cell {number} of {len(todo)})")
                 before = retrieval_counts(llm)
-                results = run_samples(llm, job.samples, cell.options, label)
+                results = run_samples(llm, job.samples, cell.options, label, cell.variant.watches)
                 share = corrected_share(before, retrieval_counts(llm))
                 figures = {
                     **_label(job, cell.variant.name, cell.budget),

@@ -35,6 +35,9 @@ def answers(model, workers, method="freekv", **retrieval):
     if method == "freekv":
         options[2:] = {"correction_threshold": 0.9}, {"method": "uneven"}
         retrieval["also"] = ALSO
+    if method == "entropykv":
+        options[2:] = {"method": "tova"}, {"method": "h2o"}
+        retrieval["also"] = ["tova", "h2o"]
     with engine(
         model,
         tensor_parallel_size=workers,
@@ -74,6 +77,15 @@ def test_two_workers_answer_as_one(model):
         assert heads == [[KV_HEADS // 2] * (LAYERS - 1)] * 2
         for answer, single in zip(ours, expected, strict=True):
             assert_same(answer, single, tolerance=1e-3)
+    assert_parts_count(expected, exact)
+
+
+def test_workers_keep_together(model):
+    """Heads of a layer keep the same, by the attention of all of them; so do budgets of layers."""
+    expected, exact, _ = answers(model, 1, "entropykv")
+    ours, _, _ = answers(model, 2, "entropykv")
+    for answer, single in zip(ours, expected, strict=True):
+        assert_same(answer, single, tolerance=1e-3)
     assert_parts_count(expected, exact)
 
 

@@ -116,6 +116,11 @@ class Variant:
         return self.config.own.schedule.speculates
 
     @property
+    def watches(self) -> bool:
+        """Whether the attention of a prompt's queries decides, so that none may be left out."""
+        return self.config.own.keeping is not None
+
+    @property
     def threshold(self) -> float | None:
         """freekv's: below this similarity a KV head selects anew; None for other methods, and where
         more than the threshold differs from the default."""
@@ -133,6 +138,11 @@ def _index(name: str, index: Any, meaning: str, planned: str = "", **options: An
 def _own_engine(name: str, meaning: str) -> Variant:
     """A preset that decides what the whole engine is like."""
     return Variant(name, meaning, name, ("token_presets",), engine={"method": name})
+
+
+def _dropping(name: str, meaning: str, **served: Any) -> Variant:
+    """A preset that drops tokens, or what is changed of it; beside others in one engine."""
+    return Variant(name, meaning, name, ("dropping",), served)
 
 
 def _codec(name: str) -> Variant:
@@ -220,6 +230,30 @@ VARIANTS = (
     ),
     _own_engine("fier", "FIER: single tokens by a bit per channel; two dense layers"),
     _own_engine("omnikv", "OmniKV: filter layers, which are dense, select tokens for the others"),
+    _dropping("entropykv", "entropy-guided budgets of layers; one dense layer, as all of these"),
+    _dropping(
+        "entropykv_uniform",
+        "the same tokens, all layers alike",
+        preset="entropykv",
+        budget_shares="uniform",
+    ),
+    _dropping(
+        "entropykv_32",
+        "entropykv by a prompt's last 32 queries",
+        preset="entropykv",
+        observation=32,
+    ),
+    _dropping(
+        "entropykv_32_uniform",
+        "the same, all layers alike",
+        preset="entropykv",
+        observation=32,
+        budget_shares="uniform",
+    ),
+    _dropping("snapkv", "SnapKV"),
+    _dropping("h2o", "H2O"),
+    _dropping("tova", "TOVA"),
+    _dropping("raas", "RaaS"),
     _shares("pyramid", "kvretrieval, less with depth: 1.95 to 0.05 times the mean", 20),
     _shares("pyramid_2", "kvretrieval, less with depth: 1.5 to 0.5 times the mean", 2),
     _threshold("threshold_0.8", "freekv, fewer heads select anew", 0.8),

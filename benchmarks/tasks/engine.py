@@ -104,7 +104,11 @@ def open_engine(
 
 
 def run_samples(
-    llm: LLM, samples: Sequence[Sample], options: dict[str, Any] | None, label: str
+    llm: LLM,
+    samples: Sequence[Sample],
+    options: dict[str, Any] | None,
+    label: str,
+    anew: bool = False,
 ) -> list[Generated]:
     """Generate for all samples, `BATCH` at a time, greedily.
 
@@ -113,6 +117,7 @@ def run_samples(
         samples: the requests.
         options: the request's ``kv_retrieval`` options; None for stock vLLM.
         label: what the progress bar is called.
+        anew: whether all of each prompt is computed, however much of it the prefix cache holds.
 
     Raises:
         RuntimeError: a request did not generate the tokens that were forced upon it.
@@ -124,7 +129,7 @@ def run_samples(
 
     outputs = llm.generate(
         [TokensPrompt(prompt_token_ids=list(sample.prompt)) for sample in samples],
-        [_sampling(sample, options) for sample in samples],
+        [_sampling(sample, options, anew) for sample in samples],
         use_tqdm=progress,
     )
     results = []
@@ -145,7 +150,7 @@ def retrieval_counts(llm: LLM) -> dict[str, int]:
     return llm.collective_rpc("retrieval_counts")[0]
 
 
-def _sampling(sample: Sample, options: dict[str, Any] | None) -> SamplingParams:
+def _sampling(sample: Sample, options: dict[str, Any] | None, anew: bool) -> SamplingParams:
     extra: dict[str, Any] = {FORCED_TOKENS: list(sample.forced)}
     if options is not None:
         extra["kv_retrieval"] = options
@@ -156,6 +161,7 @@ def _sampling(sample: Sample, options: dict[str, Any] | None) -> SamplingParams:
         detokenize=False,
         logprobs=None if sample.answer else TOP_LOGPROBS,
         flat_logprobs=True,
+        skip_reading_prefix_cache=anew or None,
         extra_args=extra,
     )
 

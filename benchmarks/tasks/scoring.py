@@ -49,11 +49,20 @@ def mean_share(samples: Sequence[Sample], budget: int, variant: Variant, model: 
     """Return the mean share of the KV cache that the samples' decode steps read.
 
     See `metrics.cache_share`. Every variant attends to its whole budget (the control spends on its
-    window what the others spend on selected pages).
+    window what the others spend on selected pages); those that keep tokens of a prompt once attend
+    to what they generate besides.
     """
+    schedule = variant.config.own.schedule
+    grows = schedule.keeps and not schedule.drops
     full_layers, dense_layers = attention_layers(variant, model)
     shares = [
-        metrics.cache_share(len(sample.prompt), sample.generated, budget, full_layers, dense_layers)
+        metrics.cache_share(
+            len(sample.prompt),
+            sample.generated,
+            budget + (sample.generated // 2 if grows else 0),
+            full_layers,
+            dense_layers,
+        )
         for sample in samples
     ]
     return sum(shares) / len(shares)
