@@ -79,10 +79,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(CODE)
 
-# pytest comes last: it ends with what ran and which instruction sets this machine has for it.
+# An engine keeps about one core busy, so the tests share the cores out; then come those that want
+# all cores. It ends with the instruction sets that this machine has for the kernels.
 test: lint build models
 	$(BIN)/python -m benchmarks.accuracy --quick --out build/accuracy-quick.json
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not cores" -n auto --dist loadfile
+	$(BIN)/python -m pytest -m cores
 
 bench: build models
 	$(BIN)/python -m benchmarks.decode

@@ -1,4 +1,11 @@
-"""Which instruction sets of the kernels a run has tested: the fixture, and a line at its end."""
+"""A run as a whole: the instruction sets that its kernels were tested on, and its workers' cores.
+
+With pytest-xdist every worker keeps to cores of its own, and so does what it starts: engines whose
+OpenMP threads are bound to the same cores crawl.
+"""
+
+import os
+from pathlib import Path
 
 import pytest
 
@@ -6,6 +13,11 @@ ISAS = ("avx512_bf16", "avx512", "avx2", "portable")
 tested: set[str] = set()
 absent: set[str] = set()  # compiled in, but this machine does not run it
 missing: set[str] = set()  # not compiled in
+
+SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+MOST_WORKERS = 4
+WORKER_BYTES = 5 << 30
+"""What a worker and its engine may take; most of them take less."""
 
 
 @pytest.fixture(params=ISAS)
@@ -38,3 +50,41 @@ def pytest_terminal_summary(terminalreporter):
 
 def _listed(names):
     return ", ".join(name for name in ISAS if name in names) or "none"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """For ``-n auto``: one per core, as far as memory goes."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(_cores()), MOST_WORKERS, memory // WORKER_BYTES))
+
+
+def pytest_configure(config):
+    """In a worker: before torch is imported, since OpenMP counts its CPUs then."""
+    if worker := getattr(config, "workerinput", None):
+        cores = _cores()
+        first = int(worker["workerid"].removeprefix("gw")) % min(worker["workercount"], len(cores))
+        os.sched_setaffinity(0, set().union(*cores[first :: worker["workercount"]]))
+
+
+def pytest_sessionfinish(session):
+    """In a worker: tell the main process what was tested."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["isas"] = (tested, absent, missing)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """In the main process; a worker that crashed leaves nothing."""
+    told = getattr(node, "workeroutput", {}).get("isas", ())
+    for ours, theirs in zip((tested, absent, missing), told, strict=False):
+        ours |= theirs
+
+
+def _cores():
+    """The CPUs that this process may run on, by core: hyper-threads stay together."""
+    cores: dict[str, set[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        siblings = Path(SIBLINGS.format(cpu))
+        cores.setdefault(siblings.read_text() if siblings.exists() else str(cpu), set()).add(cpu)
+    return list(cores.values())

@@ -72,6 +72,8 @@ def test_workers_share_all_cores(machine):
     machine(cores=4)
     assert advice.all_cores()["VLLM_CPU_OMP_THREADS_BIND"] == "0,1,2,3"
     assert advice.all_cores(2)["VLLM_CPU_OMP_THREADS_BIND"] == "0,2|1,3"
+    machine(cores=2)
+    assert advice.all_cores(3)["VLLM_CPU_OMP_THREADS_BIND"] == "0|1|0"
 
 
 def test_one_thread_per_core(machine, monkeypatch, tmp_path):

@@ -8,6 +8,8 @@ from benchmarks.planning import Shape
 from tests.test_kernels import DTYPES, specified
 from vllm_kvretrieval.kernels import TokenLists, cpu, reference
 
+pytestmark = pytest.mark.cores
+
 TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 2e-3, torch.float32: 2e-5}
 
 

@@ -11,6 +11,8 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.platform import SPARSE_PREFILL, salt_prefix_cache
 from vllm_kvretrieval.request_options import RequestOptions
 
+pytestmark = pytest.mark.cores
+
 BUDGET, CHUNK = 256, 100
 EXACT = 300  # the first multiple of the chunk beyond the budget
 

@@ -6,6 +6,8 @@ import torch
 from vllm_kvretrieval.kernels import cpu, reference
 from vllm_kvretrieval.retrieval.codec import CODECS
 
+pytestmark = pytest.mark.cores
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((16, 32), (32, 64), (32, 80), (64, 112), (128, 256))
 SHIPPED = [CODECS[name] for name in ("raw", "k8v4", "k4v4", "k2v2")]  # tests may have added theirs

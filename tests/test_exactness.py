@@ -13,6 +13,8 @@ from benchmarks.texts import emma
 from tests.engine import checkpoint, engine
 from tests.recorder import INDEXES, POOLINGS, Method
 
+pytestmark = [pytest.mark.engine, pytest.mark.model]
+
 STEPS = 40  # crosses a page boundary at least once
 LAYERS = (0, 14, 28)
 OWN = "freekv"

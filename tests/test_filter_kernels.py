@@ -9,6 +9,8 @@ from tests.test_kernels import DTYPES, specified
 from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, IndexStore, cpu, reference
 from vllm_kvretrieval.retrieval.index.exact import Exact
 
+pytestmark = pytest.mark.cores
+
 GROUPS = [(3, 3, 64, 32), (2, 7, 64, 32), (1, 4, 256, 16), (2, 1, 96, 64), (1, 11, 80, 128)]
 
 

@@ -20,6 +20,8 @@ from tests.test_kernels import (
 from vllm_kvretrieval.kernels import IndexStore, cpu, reference
 from vllm_kvretrieval.retrieval.index import make_index
 
+pytestmark = pytest.mark.cores
+
 current_platform.import_kernels()
 PAGES, HEADS, LISTED = 12, 2, 9
 SHAPES = [  # layout, head size, page size, tokens of an entry

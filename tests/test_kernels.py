@@ -12,6 +12,8 @@ from vllm_kvretrieval.retrieval.index import Field, Index, make_index, pack, unp
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
+pytestmark = pytest.mark.cores
+
 PAGE = 32
 MIN_MAX = make_index("min_max")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -19,6 +19,8 @@ from vllm_kvretrieval.retrieval.index import unpack
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank, channels_of, scales_of, tokens_of
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
+pytestmark = pytest.mark.cores
+
 
 def keys_of(store, entries):
     """Of all KV heads, [n, tokens, head_size]."""

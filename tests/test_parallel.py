@@ -12,7 +12,7 @@ import torch
 
 from tests.engine import Request, assert_same, drive, engine, random_llama
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.cores]
 
 BUDGET = 128
 LAYERS, KV_HEADS = 4, 4

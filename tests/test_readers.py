@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.common import ROOT
 
+pytestmark = pytest.mark.cores
+
 START = """
 import ctypes, os, resource, sys, torch
 from pathlib import Path

@@ -13,6 +13,8 @@ from vllm_kvretrieval.kernels import cpu, reference
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 
+pytestmark = pytest.mark.cores
+
 PAGES, HEADS, PAGE, HEAD_SIZE = 60, 2, 32, 16
 UNITS = PAGES * HEADS
 REQUESTS = 4

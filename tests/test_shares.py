@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -135,8 +136,9 @@ def test_what_no_shares_are(shares, why):
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2", "{", "3", '{"pyramid": {}}', "[NaN]", "\xff"])
-def test_files_of_none(tmp_path, text):
-    file = tmp_path / "shares.json"
+def test_files_of_none(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)  # messages cut long paths
+    file = Path("shares.json")
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(RetrievalConfigError, match=r"kv_retrieval.budget_shares=.*shares\.json"):
         config(str(file))

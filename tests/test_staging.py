@@ -10,6 +10,8 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, PrefillStaging
 from vllm_kvretrieval.kernels import TokenLists, cpu, reference
 
+pytestmark = pytest.mark.cores
+
 PAGE, HEADS, SIZE = 32, 2, 64
 STARTS = torch.tensor([0, 300, 900], dtype=torch.int32)
 LENS = torch.tensor([5 * BLOCK_SIZE - 3, 700], dtype=torch.int32)

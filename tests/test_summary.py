@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks.common import ROOT
 
 POORER_MACHINE = """
@@ -34,8 +36,9 @@ def summary(selected, *options, **env):
     return line
 
 
-def test_what_was_not_asked_for_is_not_tested():
-    assert summary("threshold_limits and portable") == (
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_what_was_not_asked_for_is_not_tested(workers):
+    assert summary("threshold_limits and portable", "-n", workers) == (
         "kernels tested: portable; not on this machine: none; "
         "not in this run: avx512_bf16, avx512, avx2"
     )

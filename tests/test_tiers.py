@@ -26,6 +26,8 @@ from vllm_kvretrieval.tiers import home as home_module
 from vllm_kvretrieval.tiers.home import DiskHome, page_runs
 from vllm_kvretrieval.tiers.sizes import Cache, Tiers
 
+pytestmark = pytest.mark.cores
+
 MIB = 1 << 20
 
 # ------------------------------------------------------------------------------------- options

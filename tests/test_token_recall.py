@@ -9,6 +9,8 @@ from tests.test_kernels import make_chooser, make_rows
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.kernels.tokens_reference import TokenRecall as Reference
 
+pytestmark = pytest.mark.cores
+
 PAGES, HEADS, PAGE, WIDTH = 40, 3, 32, 32
 REQUESTS, MOST_PAGES = 3, 12
 SINK, WINDOW, SELECT = BUDGET = 4, 8, 20  # tokens

@@ -36,7 +36,7 @@ def all_cores(workers: int = 1) -> dict[str, str]:
     make vLLM's other processes wait for the scheduler's next tick, so they are told to sleep soon.
 
     Args:
-        workers: how many the cores are dealt out to.
+        workers: how many the cores are dealt out to; more of them than cores share.
     """
     return _bound(_cores(os.getpid()), workers)
 
@@ -77,5 +77,6 @@ def _cores(process: int) -> list[int]:
 
 
 def _bound(cores: list[int], workers: int) -> dict[str, str]:
-    lists = [",".join(str(core) for core in cores[i::workers]) for i in range(workers)]
+    parts = [cores[i % len(cores) :: workers] for i in range(workers)]
+    lists = [",".join(str(core) for core in part) for part in parts]
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(lists), "GOMP_SPINCOUNT": "20000"}
