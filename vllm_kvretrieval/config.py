@@ -276,18 +276,17 @@ class RetrievalConfig:
                 f"{', '.join(reading)} selects by them (index exact, or rerank); leave it out, or "
                 "use home=device."
             )
-        uneven = [m.name for m in self.methods.values() if not m.budget_shares.uniform]
+        # By entropy all KV heads of a layer keep as many: enough where nothing is dropped later.
+        uneven = [
+            m.name
+            for m in self.methods.values()
+            if not m.budget_shares.uniform and (m.budget_shares.entropy is None or m.schedule.drops)
+        ]
         if self.home != "device" and self.rows and uneven:
             raise RetrievalConfigError(
                 f"home={self.home!r} gives all KV heads as many slots for single tokens, and "
                 f"{', '.join(uneven)} divides the budget unevenly (budget_shares); leave it out, "
                 "or use home=device."
-            )
-        keeping = [m.name for m in self.methods.values() if m.keeping is not None]
-        if self.home != "device" and keeping:
-            raise RetrievalConfigError(
-                f"home={self.home!r} holds what may come back, and {', '.join(keeping)} drops "
-                "tokens for good; leave it out, or use home=device."
             )
         self._check_codec()
         if self.home == "host":

@@ -3,6 +3,7 @@
 from vllm_kvretrieval.config import DEFAULT_CHUNK, PAGE_SIZES
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.retrieval.index import OWN as OWN_INDEXES
+from vllm_kvretrieval.retrieval.keeping import ALL
 from vllm_kvretrieval.retrieval.method import DEFAULT_THRESHOLD, ENTRY_TOKENS, OPTIONS, POOLINGS
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, WINDOW
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
@@ -11,8 +12,8 @@ HELP = {
     "budget": "tokens of context that a KV head attends to in a decode step; a shorter context is "
     "attended to whole, exactly (default: 2048)",
     "budget_shares": "how layers and KV heads share what is selected: uniform, pyramid (less with "
-    "depth), a number per layer that retrieves, or a list of them, one per KV head; or a JSON file "
-    "of these (default: uniform)",
+    "depth), entropy (of methods that drop tokens), a number per layer that retrieves, or a list "
+    "of them, one per KV head; or a JSON file of these (default: the method's, mostly uniform)",
     "sink": "tokens at the start of the context, always attended to (default: a page, or budget / "
     "16, as the method has it)",
     "window": "most recent tokens, always attended to; where these are raw in fast memory and the "
@@ -44,7 +45,8 @@ HELP = {
     "vllm-kvretrieval calibrate wrote; for schedule shared_layers (default: what is known of the "
     "model)",
     "observation": "the queries by whose attention filters select: "
-    f"{', '.join(OBSERVATIONS)}; all but last take {WINDOW} (default: last)",
+    f"{', '.join(OBSERVATIONS)}; all but last take {WINDOW} (default: last). Of methods that drop "
+    f"tokens: how many of a prompt's last queries count, or {ALL} (default: the method's)",
     "prefill_budget": "tokens before a chunk of a prompt that it attends to in layers after a "
     "filter: sink, window, and what the filter selects for it; prompts beyond are approximate then "
     "(default: none; prefill is exact)",

@@ -105,6 +105,7 @@ class KeptPrompts:
         allotment = self.allotments.get(rule.name)
         counts = budget if allotment is None else torch.from_numpy(allotment.counts(budget))
         self.budgets[seat] = counts
+        self.budgets[seat].clamp_(min=1)
         self.keeps[seat] = rule.schedule.drops or prompt > budget
         self.selected[seat] = self.budgets[seat].clamp(max=prompt)
         if not self.keeps[seat]:
@@ -144,7 +145,7 @@ class KeptPrompts:
                 self.heads.add_up(watched.entropies)
             shares = entropy_shares(watched.entropies.numpy(), *bounds)
             counts = self.allotments[rule.name].of_layers(shares).counts(budget)
-            self.budgets[seat] = torch.from_numpy(counts)
+            self.budgets[seat] = torch.from_numpy(counts).clamp(min=1)
         if not rule.schedule.drops:
             end = torch.tensor(int(self.ends[seat]))
             kept = self.rules[method].kept(self.budgets[seat].long(), end, torch.tensor(0))
@@ -185,6 +186,10 @@ class KeptPrompts:
                 kept = self._kept(seats[rows], number, lens[rows])
                 tokens[rows] = kept.sum(1).numpy() + self.heads.count
         return tokens
+
+    def kept_by_first(self, seats: np.ndarray) -> np.ndarray:
+        """int32 [n]; tokens kept by the first KV head of each request, one at least."""
+        return self.selected.numpy()[seats, 0].clip(min=1)
 
     def end_step(self) -> None:
         """What has been settled is chosen by now."""

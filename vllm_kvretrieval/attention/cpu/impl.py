@@ -330,14 +330,39 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         kept, keeper = plan.kept, self.keeper
         assert kept is not None
         assert keeper is not None
-        keeper.settle(kept, plan.method)
+        keeper.settle(kept, plan.method, plan.rows)
+        if kept.tail is not None:
+            self._attend_to_packed(query, output, plan, chooser)
+            return
         self.kernels.plan_decode(query, plan.rows, chooser)
+        if self.slow is not None and self.slow.cache is not None:
+            self.slow.cache.resolve(plan.rows)
         weights = keeper.weights(query) if kept.drops else None
         self.kernels.attend(
             query, plan.lists, self.pages, output, ROWS, self.scale, weights=weights
         )
         if weights is not None:
             keeper.drop(kept, plan.rows, weights)
+
+    def _attend_to_packed(
+        self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, chooser: Chooser
+    ) -> None:
+        """What is kept lies in slots, and in home what came after: two parts of one softmax."""
+        assert self.keeper is not None
+        assert plan.kept is not None
+        assert plan.kept.tail is not None
+        tail = plan.kept.tail
+        self.kernels.plan_decode(query, tail, chooser)
+        later = TokenLists(tail.lists, tail.lengths, 1, plan.lists.kv_heads)
+        parts = (self.keeper.packed(plan.kept), self.pages), (later, self.home_pages)
+        attended, sums = list[torch.Tensor](), list[torch.Tensor]()
+        for lists, cache in parts:
+            part, lse = torch.empty_like(query), torch.empty(query.shape[:2])
+            self.kernels.attend(query, lists, cache, part, ROWS, self.scale, lse)
+            attended.append(part.float())
+            sums.append(lse)
+        share = torch.sigmoid(sums[0] - sums[1])[..., None]
+        output[: len(query)] = (attended[1] + share * (attended[0] - attended[1])).to(output.dtype)
 
     def _list_selected(self, plan: DecodePlan) -> None:
         """What a filter has selected is listed once: by the first of the layers that follow it, or

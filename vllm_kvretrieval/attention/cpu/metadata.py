@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from vllm_kvretrieval.engine.requests import RequestTable
 
 
+_WRITTEN = ("lists", "lengths")
+"""Of rows, what planning them writes."""
+
+
 class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
     """Builds :class:`RetrievalMetadata` from the batch and the table of running requests."""
 
@@ -476,9 +480,9 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         batch = self.requests.select(seats)
         budget = (batch.sink_pages + batch.window_pages + batch.select_pages) * self.block_size
-        new = seats[fresh].tolist()
-        for seat, tokens in zip(new, budget[fresh].tolist(), strict=True):
-            kept.settle(seat, method, tokens)
+        new = np.flatnonzero(fresh).tolist()
+        for row in new:
+            kept.settle(int(seats[row]), method, int(budget[row]))
         lens = seq_lens.numpy()
         window = kept.step(seats, method, lens)
         most = self.requests.most_selected() + int(window.max())
@@ -490,9 +494,10 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             seats=torch.from_numpy(seats),
             sink=nothing,
             window=torch.from_numpy(window.astype(np.int32)),
-            select=torch.from_numpy(np.minimum(budget, lens - window).astype(np.int32)),
+            # Where slots are looked up for them, that is what each head keeps.
+            select=torch.from_numpy(kept.kept_by_first(seats)),
             threshold=nothing.float(),
-            fresh=nothing.to(torch.uint8),
+            fresh=torch.from_numpy(fresh.astype(np.uint8)),
             corrected=self.requests.corrected,
             lists=torch.empty(rows * heads, most, dtype=torch.int32),
             lengths=lengths,
@@ -501,7 +506,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         lists = TokenLists(decode_rows.lists, lengths, 1, heads)
         index_of_seats = torch.from_numpy(seats).long()
-        keeps = KeptRows(kept.rules[method], self.drops[method], index_of_seats, new)
+        tail = None
+        if self.home_page_bytes and not self.drops[method]:
+            apart = {name: torch.empty_like(getattr(decode_rows, name)) for name in _WRITTEN}
+            tail = replace(decode_rows, select=nothing, handle=None, **apart)
+        keeps = KeptRows(kept.rules[method], self.drops[method], index_of_seats, new, tail)
         return DecodePlan(method, decode_rows, index, lists, None, kept=keeps)
 
     def _part(

@@ -268,11 +268,15 @@ class RetrievalCPUWorker(PlanningWorker):
                 slow = self._slow_layer(name, cache)
                 self.recall_caches.append(cache)
         impl.attach(cpu, choosers, kv_cache, staging, slow, layout == cpu.ROWS)
-        impl.keeper = self._keeper(name, impl, choosers)
+        impl.keeper = self._keeper(name, impl, choosers, kv_cache)
         self.retrieval_layers[name] = impl
 
     def _keeper(
-        self, name: str, impl: RetrievalAttentionImpl, choosers: list[Chooser]
+        self,
+        name: str,
+        impl: RetrievalAttentionImpl,
+        choosers: list[Chooser],
+        kv_cache: torch.Tensor,
     ) -> Keeper | None:
         """What keeps tokens in a layer; None where no method drops any."""
         assert self.requests is not None
@@ -281,7 +285,10 @@ class RetrievalCPUWorker(PlanningWorker):
         selection, number = choosers[0].selection, [*self.retrieval_heads].index(name)
         drops = any(m.schedule.drops for m in self.retrieval_config.methods.values())
         most = selection.chosen.shape[2] if drops else 0
-        return Keeper(cpu, self.requests.kept, number, selection, impl.scale, most)
+        slots = home = None
+        if name in self.token_slots:
+            slots, home = self.token_slots[name].slots, self._scattered(name, kv_cache)
+        return Keeper(cpu, self.requests.kept, number, selection, impl.scale, most, slots, home)
 
     def _slots_of(self, name: str) -> int:
         """How many the layer has."""
