@@ -10,6 +10,7 @@ from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
@@ -43,6 +44,7 @@ from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, Filters, Follows
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.fast import FastTier
 from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
 from vllm_kvretrieval.tiers.layer import SlowLayer
 from vllm_kvretrieval.tiers.place import directory_for
 from vllm_kvretrieval.tiers.tokens import TokenSlots
@@ -113,6 +115,7 @@ class RetrievalCPUWorker(PlanningWorker):
             self.model_runner.initialize_kv_cache_tensors = self._allocate_kv_cache
         self.model_runner._zero_block_ids = self._zero_blocks
         super().initialize_from_config(kv_cache_config)
+        self._use_huge_pages()
         config = self.retrieval_config
         layers = self.vllm_config.compilation_config.static_forward_context
         stagings: dict[Any, PrefillStaging | None] = {}
@@ -177,6 +180,14 @@ class RetrievalCPUWorker(PlanningWorker):
         if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
             get_kv_transfer_group().report(self._take_failed_blocks, self._take_stats)
         log_start(self, len(layers))
+
+    def _use_huge_pages(self) -> None:
+        """For the KV cache in memory, of which a step reads scattered pages or tokens."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        specs = self.get_kv_cache_spec().items()
+        full = [name for name, spec in specs if isinstance(spec, FullAttentionSpec)]
+        done = use_huge_pages(layers[n].kv_cache for n in full if n not in self.in_home)
+        logger.info("%s GiB of the KV cache are in huge pages.", format_gib(done))
 
     def _check_reading(self, isas: set[str], foreign: bool) -> None:
         """Refuse what reads keys in the cache where that cannot be done.

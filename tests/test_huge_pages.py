@@ -1,0 +1,41 @@
+"""Memory in huge pages, as the system counts them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_kvretrieval.tiers.huge_pages import HUGE_PAGE, use_huge_pages
+
+MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def in_huge_pages(tensor):
+    """Bytes, of the mapping that holds the tensor's memory."""
+    address = tensor.data_ptr() + tensor.nbytes // 2
+    found = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(span[1], 16) <= address < int(span[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+def test_memory_that_is_in_use():
+    """What it holds stays; views of one piece of memory count once."""
+    if not MODE.exists() or "[never]" in MODE.read_text():
+        pytest.skip("the system has no huge pages")
+    memory = torch.arange(12 * HUGE_PAGE // 8)
+    before = in_huge_pages(memory)
+    done = use_huge_pages([memory, memory[5:]])
+    assert done % HUGE_PAGE == 0
+    assert done <= memory.nbytes
+    if done:  # kernels before 6.1 do so by and by
+        assert in_huge_pages(memory) >= max(before, done)
+    assert torch.equal(memory, torch.arange(12 * HUGE_PAGE // 8))
+
+
+def test_too_little_for_one():
+    assert use_huge_pages([torch.zeros(100), torch.zeros(0)]) == 0
