@@ -2,6 +2,7 @@
 
 import inspect
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
@@ -95,8 +96,7 @@ class CpuRetrievalPlatform(CpuPlatform):
         super().validate_request(processed_inputs, params)
         frame = inspect.currentframe()
         caller = frame.f_back.f_locals.get("self") if frame and frame.f_back else None
-        vllm_config = getattr(caller, "vllm_config", None)
-        config = RetrievalConfig.from_vllm(vllm_config) if vllm_config is not None else None
+        config = _config_of(caller)
         if config is not None:
             try:
                 options = RequestOptions.parse(getattr(params, "extra_args", None), config)
@@ -106,6 +106,18 @@ class CpuRetrievalPlatform(CpuPlatform):
                 params.skip_reading_prefix_cache = True
             if config.prefill_budget is not None:
                 salt_prefix_cache(processed_inputs, config.prefills_sparsely(options))
+
+
+_configs: WeakKeyDictionary[Any, RetrievalConfig | None] = WeakKeyDictionary()
+
+
+def _config_of(caller: Any) -> RetrievalConfig | None:
+    """Options of the engine that an ``InputProcessor`` belongs to; read once, with their files."""
+    if not hasattr(caller, "vllm_config"):
+        return None
+    if caller not in _configs:
+        _configs[caller] = RetrievalConfig.from_vllm(caller.vllm_config)
+    return _configs[caller]
 
 
 def salt_prefix_cache(processed_inputs: dict[str, Any], sparse: bool) -> None:
