@@ -5,6 +5,7 @@
 The ops alone, over random keys and values, with as many layers as a model has, so that pages come
 from memory and not from a cache. Times are medians of rounds, per decode step of all layers; the
 bytes are those of the keys and values attended to. Single tokens lie anywhere in a cache of rows.
+Each case is measured in ordinary pages of memory, and then in huge ones.
 What the machine reads at most is taken to be the sum of all numbers of these caches, by torch.
 """
 
@@ -22,6 +23,7 @@ from vllm import _custom_ops as ops
 from benchmarks.common import Stopwatch
 from benchmarks.planning import DTYPES, PAGE, Shape, parser_of, store
 from vllm_kvretrieval.kernels import TokenLists, cpu
+from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
 
 MODULE = "benchmarks.attention"
 
@@ -137,14 +139,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for batch in args.batch:
         for budget in args.budget:
             case = Case(shape, args.context, budget, batch, DTYPES[args.dtype])
-            row = {"batch": batch, "budget": budget, **measure(case, args.rounds)}
-            print(
-                f"[{clock}] batch {batch}, budget {budget}: vLLM's {row['vllm_ms']} ms, ours "
-                f"{row['ours_ms']} ms ({row['ratio']}x, {row['gb_per_s']} GB/s), single tokens "
-                f"{row['tokens_ms']} ms ({row['tokens_gb_per_s']} of {row['most_gb_per_s']} GB/s)",
-                flush=True,
-            )
-            found.append(row)
+            for huge in (False, True):
+                pages = use_huge_pages(case.caches) if huge else 0
+                row = {"batch": batch, "budget": budget, "huge_pages": pages}
+                row |= measure(case, args.rounds)
+                print(f"[{clock}] {row}", flush=True)
+                found.append(row)
     print(f"{store(MODULE, args, shape, found)}  time: {clock}")
     return 0
 
