@@ -1,7 +1,6 @@
 """``vllm-kvretrieval calibrate``: find the layers of a model that select for others."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from vllm_kvretrieval.calibration.abilities import (
 )
 from vllm_kvretrieval.calibration.inputs import (
     add_inputs,
+    as_json,
     count,
     read_text,
     require_plot,
@@ -127,7 +127,7 @@ def calibrate(given: argparse.Namespace) -> None:
         given.model, measurement.config, measurement.layers, ability.similarity(), settings
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(_written(result))
+    out.write_text(as_json(result, ("kept",)))
     print(_summary(result))
     print(f"filters: {out} (--kv-retrieval.filters {out})")
     if picture is not None:
@@ -165,17 +165,6 @@ def report(
         "settings": settings,
         "versions": versions(),
     }
-
-
-def _written(result: dict[str, Any]) -> str:
-    """As JSON, a line per field and per row of the matrix."""
-    fields = []
-    for key, value in result.items():
-        text = json.dumps(value)
-        if key == "kept":
-            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
-        fields.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
 def _summary(result: dict[str, Any]) -> str:

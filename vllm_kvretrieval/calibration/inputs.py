@@ -1,9 +1,12 @@
-"""What subcommands take that run a model over a text, and what they say of it."""
+"""What subcommands take that run a model over a text, and what they write."""
 
 import argparse
+import json
 import platform
+from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from vllm_kvretrieval import __version__
 from vllm_kvretrieval.calibration.plot import can_plot
@@ -60,3 +63,14 @@ def versions() -> dict[str, str]:
         "vllm-kvretrieval": __version__,
         **{package: metadata.version(package) for package in ("torch", "transformers")},
     }
+
+
+def as_json(result: dict[str, Any], long: Collection[str]) -> str:
+    """A line per field, and per item of those fields that are long lists."""
+    fields = []
+    for key, value in result.items():
+        text = json.dumps(value)
+        if key in long:
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        fields.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
