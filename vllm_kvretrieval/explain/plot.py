@@ -45,7 +45,7 @@ def plot(path: Path, result: dict[str, Any], heads: Sequence[HeadAttention]) -> 
 
 
 def _draw_layers(axes: Any, result: dict[str, Any]) -> None:
-    """Budgets as bars, entropies and what is kept of attention as lines."""
+    """Budgets as bars, tokens kept or selected as marks, entropies as a line."""
     layers = [row["layer"] for row in result["layers"]]
 
     def mean(key: str) -> list[float]:
@@ -79,12 +79,12 @@ def _draw_head(upper: Any, lower: Any, head: HeadAttention, result: dict[str, An
     upper.set_ylabel("attention per token")
     upper.set_xlim(0, ends[-1])
     upper.set_xticks([])
+    verb, left = ("kept", "dropped") if result["drops"] else ("selected", "left out")
     upper.set_title(
         f"layer {head.layer}, KV head {head.head}: the last {result['latest']} queries; "
-        f"{100 * head.share:.1f} % of the last one's attention is on what is left",
+        f"{100 * head.share:.1f} % of the last one's attention is on what is {verb}",
         fontsize=9,
     )
-    verb, left = ("kept", "dropped") if result["drops"] else ("selected", "left out")
     always = per_token(head.always)
     attended = per_token(head.tokens)
     lower.stairs([1.0] * len(sizes), ends, fill=True, color="0.92", label=left)
