@@ -1,13 +1,9 @@
 """``vllm-kvretrieval calibrate``: find the layers of a model that select for others."""
 
 import argparse
-import json
-import platform
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvretrieval import __version__
 from vllm_kvretrieval.calibration.abilities import (
     DENSE_SHARE,
     TOLERANCE,
@@ -15,14 +11,21 @@ from vllm_kvretrieval.calibration.abilities import (
     abilities,
     choose_filters,
 )
-from vllm_kvretrieval.calibration.plot import can_plot, plot
+from vllm_kvretrieval.calibration.inputs import (
+    add_inputs,
+    as_json,
+    count,
+    read_text,
+    require_plot,
+    versions,
+)
+from vllm_kvretrieval.calibration.plot import plot
 from vllm_kvretrieval.retrieval.filters import FORMAT, name_of, shape_of
 from vllm_kvretrieval.retrieval.roles import MOST_FILTERS, roles_of
 
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_TOKENS = 8192
 DEFAULT_QUERIES = 64
 SELECTED_SHARE = 16
@@ -38,23 +41,22 @@ def add_calibrate(commands: Any) -> None:
         "attention of later layers falls on the tokens that it gives most attention to. Writes a "
         "file for --kv-retrieval.filters, and draws a plot.",
     )
-    parser.add_argument("model", metavar="MODEL", help="path, or name on a hub")
-    parser.add_argument("text", metavar="TEXT", type=Path, help="a plain text file (UTF-8)")
+    add_inputs(parser)
     parser.add_argument("--out", type=Path, help="file to write (default: MODEL's name.json)")
     parser.add_argument("--plot", type=Path, help="PNG to draw (default: as --out, but .png)")
     parser.add_argument("--no-plot", action="store_true", help="draw none")
     parser.add_argument(
-        "--tokens", type=_count, default=DEFAULT_TOKENS, help="of the text (default: %(default)s)"
+        "--tokens", type=count, default=DEFAULT_TOKENS, help="of the text (default: %(default)s)"
     )
     parser.add_argument(
         "--queries",
-        type=_count,
+        type=count,
         default=DEFAULT_QUERIES,
         help="taken from the second half of the text (default: %(default)s)",
     )
     parser.add_argument(
         "--selected",
-        type=_count,
+        type=count,
         help=f"tokens that a layer selects (default: one in {SELECTED_SHARE})",
     )
     parser.add_argument(
@@ -70,9 +72,6 @@ def add_calibrate(commands: Any) -> None:
         default=DENSE_SHARE,
         help="most of the layers that may keep reading whole contexts (default: %(default)s)",
     )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default=DTYPES[0], help="to compute in (default: %(default)s)"
-    )
     parser.set_defaults(run=calibrate)
 
 
@@ -82,11 +81,8 @@ def calibrate(given: argparse.Namespace) -> None:
     Raises:
         ValueError: The model or the text cannot be measured, or options contradict each other.
     """
-    if not given.no_plot and not can_plot():
-        raise ValueError(
-            "drawing the plot needs matplotlib: pip install 'vllm-kvretrieval[plot]', or leave "
-            "the plot out by --no-plot"
-        )
+    if not given.no_plot:
+        require_plot()
     selected = given.selected or max(given.tokens // SELECTED_SHARE, 1)
     half = given.tokens // 2
     if selected > half:
@@ -98,10 +94,7 @@ def calibrate(given: argparse.Namespace) -> None:
         raise ValueError(
             f"--queries {given.queries} must be at most half of --tokens {given.tokens}"
         )
-    try:
-        text = given.text.read_text()
-    except UnicodeDecodeError:
-        raise ValueError(f"{given.text} is not UTF-8 text") from None
+    text = read_text(given.text)
     out = given.out or Path(f"{name_of(given.model)}.json")
     picture = None if given.no_plot else given.plot or out.with_suffix(".png")
 
@@ -115,6 +108,11 @@ def calibrate(given: argparse.Namespace) -> None:
     places = torch.arange(1, given.queries + 1) * (given.tokens - half) // given.queries
     ability = FilterAbility(measurement.config.num_hidden_layers, selected)
     measurement.run(tokens, half + places - 1, ability)
+    if (seen := len(measurement.layers)) < 2:
+        raise ValueError(
+            f"{given.model} has {seen} layer with full attention that transformers shows: filters "
+            "are of no use"
+        )
     settings = {
         "text": given.text.name,
         "tokens": given.tokens,
@@ -129,7 +127,7 @@ def calibrate(given: argparse.Namespace) -> None:
         given.model, measurement.config, measurement.layers, ability.similarity(), settings
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(_written(result))
+    out.write_text(as_json(result, ("kept",)))
     print(_summary(result))
     print(f"filters: {out} (--kv-retrieval.filters {out})")
     if picture is not None:
@@ -169,26 +167,6 @@ def report(
     }
 
 
-def versions() -> dict[str, str]:
-    """Of what decides the result."""
-    return {
-        "python": platform.python_version(),
-        "vllm-kvretrieval": __version__,
-        **{package: metadata.version(package) for package in ("torch", "transformers")},
-    }
-
-
-def _written(result: dict[str, Any]) -> str:
-    """As JSON, a line per field and per row of the matrix."""
-    fields = []
-    for key, value in result.items():
-        text = json.dumps(value)
-        if key == "kept":
-            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
-        fields.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(fields) + "\n}\n"
-
-
 def _summary(result: dict[str, Any]) -> str:
     lines = [f"Filter ability of {result['model']}, % of later layers' attention:"]
     lines += [
@@ -202,12 +180,6 @@ def _summary(result: dict[str, Any]) -> str:
         f"{100 * result['kept_by_filters']:.1f} % of their attention on average."
     )
     return "\n".join(lines)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
 
 
 def _share(text: str) -> float:

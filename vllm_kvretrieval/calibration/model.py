@@ -77,24 +77,30 @@ class Measurement:
         self.layers: list[int] = []
         self._observe: Callable[..., None] = lambda *args: None
 
-    def tokens_of(self, text: str, count: int) -> torch.Tensor:
-        """int64 [count]; the text's first tokens.
+    def tokens_of(self, text: str, count: int | None = None) -> torch.Tensor:
+        """int64 [count]; the text's first tokens, or all of them.
 
         Raises:
             CalibrationError: The text is shorter, or the model takes no such contexts.
         """
-        limit = getattr(self.config, "max_position_embeddings", count)
-        if count > limit:
-            raise CalibrationError(
-                f"{self.name} takes contexts of up to {limit} tokens: use --tokens {limit} or less"
-            )
         tokens = self.tokenizer(text, verbose=False, return_tensors="pt")["input_ids"][0]
-        if len(tokens) < count:
+        wanted = len(tokens) if count is None else count
+        if wanted > (limit := self.longest(wanted)):
+            whole = "" if count is not None else f", and the text has {wanted}"
+            raise CalibrationError(
+                f"{self.name} takes contexts of up to {limit} tokens{whole}: use --tokens {limit} "
+                "or less"
+            )
+        if len(tokens) < wanted:
             raise CalibrationError(
                 f"the text has {len(tokens)} tokens, and {count} are to be read: give a longer "
                 "one, or use --tokens"
             )
-        return tokens[:count]
+        return tokens[:wanted]
+
+    def longest(self, otherwise: int) -> int:
+        """Tokens of the longest context that the model says it takes."""
+        return int(getattr(self.config, "max_position_embeddings", otherwise))
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, observer: Observer) -> None:
         """Read the text, showing progress.
@@ -105,7 +111,7 @@ class Measurement:
             observer: Gets them.
 
         Raises:
-            CalibrationError: No layer, or only one, with full attention has been seen.
+            CalibrationError: No layer with full attention has been seen.
         """
         cache = None
         self.layers = []
@@ -120,10 +126,9 @@ class Measurement:
                 )
                 cache = outputs.past_key_values
                 bar.update(len(part))
-        if len(self.layers) < 2:
+        if not self.layers:
             raise CalibrationError(
-                f"{self.name} has {len(self.layers)} layers with full attention that transformers "
-                "shows: filters are of no use, or cannot be measured"
+                f"{self.name} has no layer with full attention that transformers shows"
             )
 
     def _shown_to(

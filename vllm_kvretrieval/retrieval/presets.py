@@ -143,6 +143,9 @@ OWN = {
     "oracle": Preset("the best pages by all their keys, slowly: for evaluation", index="exact"),
 }
 
+EXPLAINED = "entropykv"
+"""What ``vllm-kvretrieval explain`` shows where the user names no method."""
+
 
 def preset_names() -> tuple[str, ...]:
     """Of all presets, those of other packages included; nothing is imported."""

@@ -1,0 +1,418 @@
+"""Explanations of prompts beside whole matrices of attention from transformers, the command."""
+
+import functools
+import importlib.util
+import json
+import types
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from benchmarks.texts import excerpt
+from tests.engine import checkpoint, random_llama
+from vllm_kvretrieval.command import main
+from vllm_kvretrieval.explain.attention import LATEST, PromptAttention
+from vllm_kvretrieval.explain.report import borders, runs
+from vllm_kvretrieval.retrieval.index.one_bit import OneBit
+
+TOKENS, BUDGET = 427, 128
+LAYERS, KV_HEADS, GROUP = 4, 2, 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small Llama, a text, and what transformers says of them in float64.
+
+    Weights are random; of layers, the later look the wider.
+    """
+    folder = tmp_path_factory.mktemp("llama")
+    random_llama(folder, LAYERS, KV_HEADS)
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for number, layer in enumerate(network.model.layers):
+            layer.self_attn.q_proj.weight *= 5 - number
+    network.save_pretrained(folder)
+    save_tokenizer(folder)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 512, (TOKENS,), generator=generator)
+    text = folder / "text.txt"
+    text.write_text(" ".join(f"w{i}" for i in ids.tolist()))
+    attentions, queries, keys = whole(folder, ids)
+    return types.SimpleNamespace(
+        folder=folder, text=text, attentions=attentions, queries=queries, keys=keys
+    )
+
+
+def save_tokenizer(folder):
+    """One word is one token."""
+    words = {f"w{i}": i for i in range(512)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def whole(folder, ids):
+    """Attention [layers, heads, n, n] of a prompt; last queries and all keys after RoPE."""
+    network = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    )
+    queries: list[torch.Tensor] = []
+    for layer in network.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda *args: queries.append(args[2]))
+    with torch.inference_mode():
+        outputs = network(ids[None], output_attentions=True, use_cache=True)
+        rotation = network.model.rotary_emb(queries[0], torch.arange(len(ids))[None])
+        turned = []
+        for projected in queries:
+            query = projected.unflatten(2, (KV_HEADS * GROUP, -1)).transpose(1, 2)
+            turned.append(apply_rotary_pos_emb(query, query, *rotation)[0][0, :, -1])
+    keys = [layer.keys[0] for layer in outputs.past_key_values.layers]
+    return torch.stack(outputs.attentions)[:, 0].double(), turned, keys
+
+
+@functools.cache
+def _explained(folder, text, *more):
+    out = folder / f"{len(list(folder.iterdir()))}.json"
+    command = ["explain", str(folder), str(text), "--no-plot", f"--json={out}"]
+    assert main([*command, *more]) == 0
+    return json.loads(out.read_text())
+
+
+def explained(model, *more, budget=BUDGET):
+    return _explained(model.folder, model.text, f"--budget={budget}", *more)
+
+
+def all_heads(model, method, *more):
+    """By layer and KV head, the positions that are attended to; and the whole result."""
+    result = explained(
+        model,
+        f"--method={method}",
+        "--layer", *map(str, range(LAYERS)), "--head", *map(str, range(KV_HEADS)), *more,
+    )  # fmt: skip
+    found = {(head["layer"], head["head"]): positions(head["attended"]) for head in result["heads"]}
+    assert len(found) == LAYERS * KV_HEADS
+    return found, result
+
+
+def positions(spans):
+    return {position for begin, end in spans for position in range(begin, end)}
+
+
+def plain_entropies(attentions, queries):
+    some = attentions[:, :, -queries:]
+    return -torch.special.xlogy(some, some).sum(-1).mean((1, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "queries"),
+    [
+        ([], "entropykv", TOKENS),
+        ([], "snapkv", 32),
+        ([], "quest", 32),
+        (["--observation=7"], "entropykv", 7),
+        (["--observation=600"], "quest", TOKENS),
+        (["--observation=all"], "quest", TOKENS),
+    ],
+)
+def test_entropies_and_budgets(model, given, method, queries):
+    result = explained(model, f"--method={method}", *given)
+    entropies = plain_entropies(model.attentions, queries)
+    said = [row["entropy"] for row in result["layers"]]
+    assert said == pytest.approx(entropies.tolist(), abs=1e-4)
+    assert max(said) > 1.01 * min(said), "else the budgets would be the same whatever was measured"
+    shares = (entropies / entropies.mean()).tolist()
+    assert all(0.125 < share < 2 for share in shares), "else they would be clipped"
+    assert [row["entropy_share"] for row in result["layers"]] == pytest.approx(shares, abs=1e-4)
+    budgets = np.array([row["entropy_budgets"] for row in result["layers"]])
+    assert budgets.sum() == BUDGET * budgets.size
+    assert np.abs(budgets - BUDGET * np.array(shares)[:, None]).max() < 1.1
+
+
+def best(mass, count):
+    return set(mass.argsort(descending=True, stable=True)[:count].tolist())
+
+
+def smoothed(mass):
+    return torch.stack([mass[max(i - 3, 0) : i + 4].max() for i in range(len(mass))])
+
+
+def plain_kept(method, attention, budget):
+    """What each KV head of a layer keeps, of attention [heads, n, n]; the papers' rules."""
+    n, kept = attention.shape[-1], []
+    groups = attention.unflatten(0, (KV_HEADS, GROUP)).sum(1)
+    for of_group, each in zip(groups, attention.unflatten(0, (KV_HEADS, GROUP)), strict=True):
+        if method == "entropykv":
+            mass, recent = attention.sum((0, 1))[: n - budget // 2], budget // 2
+            mass[0] = torch.inf
+            found = best(mass, budget - recent)
+        elif method == "snapkv":
+            recent = 32
+            found = best(smoothed(of_group[-32:].sum(0)[: n - 32]), budget - 32)
+        elif method == "h2o":  # one token less, for the next one
+            recent = (budget - 1) // 2
+            found = best(of_group.sum(0)[: n - recent], budget - 1 - recent)
+        elif method == "tova":
+            found, recent = best(attention[:, -1].sum(0), budget - 1), 0
+        else:  # raas: pages of 16, and the unfinished one
+            recent = n % 16
+            high = (each[:, -32:] > 1e-4).any(0)
+            stamps = (high * torch.arange(n - 32, n)[:, None]).amax(0)
+            pages = stamps[: n - recent].unflatten(0, (-1, 16)).amax(1)
+            pages[-1] = n
+            order = sorted(range(len(pages)), key=lambda page: (-int(pages[page]), -page))
+            found = {
+                16 * page + i for page in order[: (budget - 1 - recent) // 16] for i in range(16)
+            }
+        kept.append(found | set(range(n - recent, n)))
+    return kept
+
+
+@pytest.mark.parametrize("method", ["entropykv", "snapkv", "h2o", "tova", "raas"])
+def test_what_is_kept_is_what_whole_matrices_say(model, method):
+    found, result = all_heads(model, method)
+    assert result["drops"]
+    for row, attention in zip(result["layers"], model.attentions, strict=True):
+        budgets = row["entropy_budgets"] if method == "entropykv" else [BUDGET] * KV_HEADS
+        for head, budget in enumerate(budgets):
+            kept = plain_kept(method, attention, budget)[head]
+            assert found[row["layer"], head] == kept
+            assert row["attended"][head] == len(kept)
+            last = attention[head * GROUP : (head + 1) * GROUP, -1].mean(0)
+            share = float(last[list(kept)].sum())
+            assert row["attention"][head] == pytest.approx(share, abs=1e-4)
+    sets = {frozenset(kept) for kept in found.values()}
+    assert len(sets) > 1, "else the layers would be told apart by nothing"
+
+
+def always_and_best(pooled, select, sink, window):
+    """Units: the first, the last, and the best between them."""
+    units = -(-TOKENS // 32)
+    between = pooled[sink : units - window]
+    return {*range(sink), *range(units - window, units), *(sink + i for i in best(between, select))}
+
+
+def test_an_oracle_selects_the_pages_with_the_most_attention(model):
+    """Of pages of 32, as full softmax has it; an unfinished one lies in the window."""
+    found, result = all_heads(model, "oracle")
+    assert not result["drops"]
+    for layer in range(LAYERS):
+        for head in range(KV_HEADS):
+            last = model.attentions[
+                layer, head * GROUP : (head + 1) * GROUP, -1, : TOKENS // 32 * 32
+            ]
+            pages = (last / last.sum(-1, keepdim=True)).mean(0).unflatten(0, (-1, 32)).sum(1)
+            chosen = always_and_best(pages, 1, 1, 2)
+            selected = {32 * page + i for page in chosen for i in range(32)} & set(range(TOKENS))
+            everything = set(range(TOKENS))
+            assert found[layer, head] == (selected if layer else everything), "layer 0 is dense"
+    assert {row["attention"][0] for row in result["layers"][:1]} == {1.0}
+
+
+def test_quest_selects_by_bounds_of_pages(model):
+    """The queries and keys of a prompt are those after RoPE."""
+    found, _ = all_heads(model, "quest", "--tokens=427")
+    for layer in (2, 3):
+        for head, keys in enumerate(model.keys[layer]):
+            pages = keys.split(16)
+            low = torch.stack([page.amin(0) for page in pages])[:, None]
+            high = torch.stack([page.amax(0) for page in pages])[:, None]
+            query = model.queries[layer][head * GROUP : (head + 1) * GROUP]
+            bounds = torch.maximum(query * low, query * high).sum(-1).amax(1)
+            between = bounds[1:-2]  # one page of sink, two of window; 5 are left of 8
+            chosen = {0, *(1 + i for i in best(between, 5)), len(pages) - 2, len(pages) - 1}
+            selected = {16 * page + i for page in chosen for i in range(16)}
+            assert found[layer, head] == selected & set(range(TOKENS))
+
+
+def test_fier_selects_tokens(model):
+    found, result = all_heads(model, "fier")
+    index = OneBit()
+    for layer in (2, 3):
+        for head, keys in enumerate(model.keys[layer]):
+            entries = keys[: TOKENS // 32 * 32].float().unflatten(0, (-1, 32))
+            query = model.queries[layer][head * GROUP : (head + 1) * GROUP].float()
+            scores = index.score_tokens(query, index.build(entries), 64**-0.5).flatten(1)
+            pooled = scores.double().softmax(-1).mean(0)[32 : TOKENS - 32]
+            chosen = {32 + i for i in best(pooled, BUDGET - 64)}
+            assert found[layer, head] == chosen | {*range(32), *range(TOKENS - 32, TOKENS)}
+    assert result["layers"][2]["attended"] == [BUDGET] * KV_HEADS
+
+
+def test_a_head_is_shown_along_the_prompt(model):
+    _, result = all_heads(model, "h2o")
+    for head in result["heads"]:
+        rows = model.attentions[head["layer"], head["head"] * GROUP : (head["head"] + 1) * GROUP]
+        mean = rows[:, -LATEST:].mean((0, 1))
+        kept, ends = positions(head["attended"]), [*head["stretches"]["begin"], TOKENS]
+        assert len(ends) == 101
+        for (begin, end), share, count in zip(
+            pairwise(ends),
+            head["stretches"]["attention"],
+            head["stretches"]["attended"],
+            strict=True,
+        ):
+            assert share == pytest.approx(float(mean[begin:end].sum()), abs=1e-4)
+            assert count == len(kept & set(range(begin, end)))
+        assert positions(head["always"]) == set(range(TOKENS - 63, TOKENS))
+        words = model.text.read_text().split()
+        first = head["most_attended"][0]
+        assert first["text"] == " ".join(words[first["begin"] : first["end"]])
+        parts = head["stretches"]["attention"]
+        assert parts[head["stretches"]["begin"].index(first["begin"])] == max(parts)
+
+
+def test_by_default_the_widest_layer_and_its_poorest_head_are_shown(model):
+    for method, dense in (("entropykv", 0), ("quest", 2)):
+        result = explained(model, f"--method={method}")
+        (head,) = result["heads"]
+        rows = result["layers"][dense:]
+        widest = max(rows, key=lambda row: row["entropy"])
+        assert head["layer"] == widest["layer"]
+        assert head["attention"] == min(widest["attention"])
+
+
+@pytest.mark.parametrize("chunks", [[TOKENS], [100, 1, 299, 27]])
+@pytest.mark.parametrize("observed", [None, 5, 50])
+def test_chunks_do_not_matter(observed, chunks):
+    torch.manual_seed(0)
+    query, key = torch.randn(4, TOKENS, 16), 2 * torch.randn(2, TOKENS, 16)
+    seen = PromptAttention(TOKENS, observed)
+    start = 0
+    for size in chunks:
+        context = torch.arange(start, start + size) + 1
+        shown = context[torch.isin(context - 1, seen.positions)]
+        if len(shown):
+            seen.observe(3, query[:, shown - 1], key[:, : start + size], shown, 0.5)
+        start += size
+    (layer,) = seen.layers.values()
+    assert torch.equal(layer.queries, query[:, -LATEST:])
+    assert torch.equal(layer.keys, key)
+    scores = torch.einsum("hnd,htd->hnt", query, key.repeat_interleave(2, 0)).double() * 0.5
+    future = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+    some = weights[:, 0 if observed is None else -observed :]
+    torch.testing.assert_close(layer.mass[0].double(), some.sum((0, 1)), atol=1e-3, rtol=1e-4)
+    assert layer.entropy == pytest.approx(float(plain_entropies(some[None], TOKENS)), abs=1e-4)
+    latest = weights[:, -LATEST:].unflatten(0, (2, 2)).mean((1, 2))
+    torch.testing.assert_close(layer.latest().double(), latest, atol=1e-5, rtol=1e-4)
+
+
+def test_stretches_and_runs():
+    assert borders(10, 3) == [0, 3, 6, 10]
+    assert borders(2, 100) == [0, 1, 2]
+    assert runs(torch.tensor([1, 1, 0, 1, 0, 0, 1], dtype=torch.bool)) == [[0, 2], [3, 4], [6, 7]]
+    assert runs(torch.zeros(3, dtype=torch.bool)) == []
+
+
+def test_the_command(model, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = "--plot=new/drawn.png", "--json=new/numbers.json"
+    command = ["explain", str(model.folder), str(model.text), f"--budget={BUDGET}"]
+    assert main([*command, *files, "--layer", "1", "3", "--head", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{TOKENS} tokens; entropykv at a budget of {BUDGET}" in printed
+    assert "attention of all queries" in printed
+    assert "Layer 1, KV head 0: " in printed
+    assert "Layer 3, KV head 0: " in printed
+    assert "plot:    new/drawn.png" in printed
+    assert (tmp_path / "new/drawn.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads((tmp_path / "new/numbers.json").read_text())
+    for row in result["layers"]:
+        line = next(x for x in printed.splitlines() if x.startswith(f"  {row['layer']:>5}  "))
+        assert f"{row['entropy']:.3f}" in line
+        assert f"{100 * sum(row['attention']) / KV_HEADS:.1f} %" in line
+    strips = [line for line in printed.splitlines() if line.startswith("  |")]
+    assert [len(strip) for strip in strips] == [2 + 102] * 4
+    assert main([*command, "--method=quest"]) == 0
+    assert "attention of the last 32 queries" in capsys.readouterr().out
+    picture = tmp_path / f"{model.folder.name}-explain.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--budget=448"], "427 tokens fit in --budget 448"),
+        (["--budget=100"], "budget=100 must be a positive multiple of page_size=32"),
+        (["--budget=64", "--method=freekv"], "budget=64 is too small"),
+        (["--tokens=500"], "the text has 427 tokens"),
+        (["--method=omnikv"], "its filters select for the layers after them"),
+        (["--layer=4"], "--layer 4 does not exist"),
+        (["--head", "0", "2"], "has KV heads 0 to 1"),
+        (["--layer", *["1"] * 9, "--head", "0", "1"], "name 18 KV heads; at most 16"),
+    ],
+)
+def test_what_cannot_be_explained(model, capfd, more, why):
+    command = ["explain", str(model.folder), str(model.text), "--no-plot", f"--budget={BUDGET}"]
+    assert main([*command, *more]) == 1
+    assert why in capfd.readouterr().err
+
+
+def test_other_mistakes(model, capfd, tmp_path, monkeypatch):
+    assert main(["explain", str(tmp_path), str(model.text), "--no-plot"]) == 1
+    assert f"{tmp_path} cannot be loaded" in capfd.readouterr().err
+    long = tmp_path / "long.txt"
+    long.write_text("w1 " * 3000)
+    assert main(["explain", str(model.folder), str(long), "--no-plot"]) == 1
+    assert "up to 2048 tokens, and the text has 3000: use --tokens 2048" in capfd.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["explain", str(model.folder), str(model.text)]) == 1
+    assert "leave the plot out by --no-plot" in capfd.readouterr().err
+    wrongs = "--method=none", "--observation=0", "--observation=last", "--layer=-1", "--budget=0"
+    for wrong in wrongs:
+        with pytest.raises(SystemExit):
+            main(["explain", "model", "text", wrong])
+        assert wrong.split("=")[0] in capfd.readouterr().err
+
+
+def test_a_hybrid_model(model, tmp_path, capfd):
+    """Layers with a sliding window are none of ours, and the others keep their numbers."""
+    torch.manual_seed(2)
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=3, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=1, layer_types=kinds, sliding_window=64,
+    )  # fmt: skip
+    network = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    network.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    result = _explained(tmp_path, model.text, "--budget=128", "--method=kvretrieval")
+    ids = torch.tensor([[int(word[1:]) for word in model.text.read_text().split()]])
+    with torch.inference_mode():
+        attentions = network(ids, output_attentions=True).attentions
+    entropies = plain_entropies(torch.stack([attentions[0], attentions[2]])[:, 0].double(), 32)
+    assert [row["layer"] for row in result["layers"]] == [0, 2]
+    said = [row["entropy"] for row in result["layers"]]
+    assert said == pytest.approx(entropies.tolist(), abs=1e-3)
+    assert [row["attended"] for row in result["layers"]] == [[TOKENS], [128 - 21]]
+    command = ["explain", str(tmp_path), str(model.text), "--no-plot", "--budget=128"]
+    assert main([*command, "--layer=1"]) == 1
+    assert "--layer 1 has no full attention" in capfd.readouterr().err
+
+
+@pytest.mark.model
+def test_a_real_model(tmp_path):
+    """Each layer of SmolLM2 looks as widely as transformers' own attention says."""
+    folder, text, out = checkpoint("SmolLM2-135M-Instruct"), tmp_path / "text", tmp_path / "out"
+    text.write_text(excerpt(3000, 100))
+    more = "--tokens=320", "--budget=128", "--method=snapkv", "--layer=12", "--head=1"
+    assert main(["explain", folder, str(text), "--no-plot", f"--json={out}", *more]) == 0
+    result = json.loads(out.read_text())
+    network = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = tokenizer(text.read_text(), return_tensors="pt")["input_ids"][:, :320]
+    with torch.inference_mode():
+        attentions = torch.stack(network(ids, output_attentions=True).attentions)[:, 0].double()
+    entropies = plain_entropies(attentions, 32)
+    said = [row["entropy"] for row in result["layers"]]
+    assert said == pytest.approx(entropies.tolist(), abs=1e-3)
+    mass = attentions[12, 3:6, -32:].sum((0, 1))[:-32]
+    kept = best(smoothed(mass), 96) | set(range(288, 320))
+    assert len(positions(result["heads"][0]["attended"]) ^ kept) <= 2, "but for rounding"

@@ -1,0 +1,76 @@
+"""What subcommands take that run a model over a text, and what they write."""
+
+import argparse
+import json
+import platform
+from collections.abc import Collection
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from vllm_kvretrieval import __version__
+from vllm_kvretrieval.calibration.plot import can_plot
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Add the model, the text, and what the former computes in."""
+    parser.add_argument("model", metavar="MODEL", help="path, or name on a hub")
+    parser.add_argument("text", metavar="TEXT", type=Path, help="a plain text file (UTF-8)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default=DTYPES[0], help="to compute in (default: %(default)s)"
+    )
+
+
+def count(text: str) -> int:
+    """An argument that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def require_plot() -> None:
+    """To be called before anything takes time.
+
+    Raises:
+        ValueError: There is nothing to draw with.
+    """
+    if not can_plot():
+        raise ValueError(
+            "drawing the plot needs matplotlib: pip install 'vllm-kvretrieval[plot]', or leave "
+            "the plot out by --no-plot"
+        )
+
+
+def read_text(path: Path) -> str:
+    """What a file says.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the result."""
+    return {
+        "python": platform.python_version(),
+        "vllm-kvretrieval": __version__,
+        **{package: metadata.version(package) for package in ("torch", "transformers")},
+    }
+
+
+def as_json(result: dict[str, Any], long: Collection[str]) -> str:
+    """A line per field, and per item of those fields that are long lists."""
+    fields = []
+    for key, value in result.items():
+        text = json.dumps(value)
+        if key in long:
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        fields.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"

@@ -1,0 +1,227 @@
+"""What a method leaves a prompt's next query to attend to."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.prompts import Heads, kept_prompts
+from vllm_kvretrieval.explain.attention import LayerAttention
+from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, reference
+from vllm_kvretrieval.retrieval.keeping import Keeping, entropy_shares
+from vllm_kvretrieval.retrieval.shares import ENTROPY_BOUNDS, Allotment, Shares, allot
+
+
+class Attended(NamedTuple):
+    """What the KV heads of a layer attend to of a prompt.
+
+    Attributes:
+        tokens: bool [kv_heads, tokens]; what they do.
+        always: bool, the same shape; of it what they do whatever its attention: the sink, the
+            window or the most recent tokens; of a dense layer everything.
+    """
+
+    tokens: torch.Tensor
+    always: torch.Tensor
+
+
+class EntropyBudgets(NamedTuple):
+    """How layers share a budget by the entropies of their attention.
+
+    Attributes:
+        shares: float64 [layers]; 1 on average.
+        tokens: Per layer int64 [kv_heads].
+    """
+
+    shares: np.ndarray
+    tokens: list[np.ndarray]
+
+
+def entropy_budgets(layers: Sequence[LayerAttention], budget: int, longest: int) -> EntropyBudgets:
+    """By the rule of entropy-guided KV caching, within its bounds.
+
+    Args:
+        layers: They.
+        budget: Tokens per KV head on average.
+        longest: Tokens of the longest context of the model.
+    """
+    entropies = np.array([layer.entropy for layer in layers])
+    allotment = _allotment(Shares(entropy=ENTROPY_BOUNDS), layers, longest)
+    shares = entropy_shares(entropies, *ENTROPY_BOUNDS)
+    counts = allotment.of_layers(shares).counts(budget)
+    return EntropyBudgets(shares, np.split(counts, np.cumsum(allotment.kv_heads)[:-1]))
+
+
+def attended(
+    config: RetrievalConfig, layers: Mapping[int, LayerAttention], longest: int
+) -> dict[int, Attended]:
+    """By the method of an engine, with its options. The prompt does not fit in the budget.
+
+    Of a method that retrieves: what the prompt's last query selects, and not an earlier one's
+    selection, where a step may attend to that. Of one that drops tokens: what is left of the
+    prompt when it has been read.
+
+    Args:
+        config: The engine's.
+        layers: The model's with plain full attention, by number, rising.
+        longest: Tokens of the longest context of the model.
+    """
+    dense = [layer for number, layer in layers.items() if number < config.dense_layers]
+    retrieval = [layer for number, layer in layers.items() if number >= config.dense_layers]
+    everything = [torch.ones_like(layer.keys[..., 0], dtype=torch.bool) for layer in dense]
+    found = [Attended(mask, mask) for mask in everything]
+    if retrieval and config.own.keeping is not None:
+        found += _kept(config, retrieval, longest)
+    elif retrieval:
+        found += _selected(config, retrieval, longest)
+    return dict(zip(layers, found, strict=True))
+
+
+def _allotment(shares: Shares, layers: Sequence[LayerAttention], longest: int) -> Allotment:
+    return allot(shares, [layer.kv_heads for layer in layers], longest)
+
+
+def _kept(
+    config: RetrievalConfig, layers: Sequence[LayerAttention], longest: int
+) -> list[Attended]:
+    """As an engine has it, when the first token after the prompt is decoded."""
+    method, tokens = config.own, layers[0].keys.shape[1]
+    ends = np.cumsum([layer.kv_heads for layer in layers]).tolist()
+    heads = Heads(
+        [slice(end - layer.kv_heads, end) for end, layer in zip(ends, layers, strict=True)]
+    )
+    uneven = not method.budget_shares.uniform
+    allotments = {method.name: _allotment(method.budget_shares, layers, longest)} if uneven else {}
+    selected = torch.zeros(1, heads.count, dtype=torch.int32)
+    prompts = kept_prompts(config, heads, selected, allotments)
+    assert prompts is not None
+    prompts.admit(0, 0, tokens, config.budget, exact=False)
+    entropies = torch.tensor([layer.entropy for layer in layers], dtype=torch.float64)
+    prompts.watched(0, 0).entropies.copy_(entropies)
+    prompts.settle(0, 0, config.budget)
+    if method.schedule.drops:
+        prompts.step(np.zeros(1, dtype=np.int64), 0, np.array([tokens + 1]))
+    rule, found = prompts.rules[0], []
+    for layer, own in zip(layers, heads.slices, strict=True):
+        counts = selected[0, own]
+        parts = zip(rule.keep(layer.mass, counts), _first_recent(rule, counts, tokens), strict=True)
+        found.append(_masks(tokens, [(kept, rule.sink, recent) for kept, recent in parts]))
+    return found
+
+
+def _first_recent(rule: Keeping, counts: torch.Tensor, tokens: int) -> list[int]:
+    """Of each KV head, the first of the tokens that are kept since they are the most recent."""
+    recents = rule.most_recent(counts.long()).tolist()
+    return [tokens // rule.page * rule.page - recent // rule.page * rule.page for recent in recents]
+
+
+def _masks(tokens: int, heads: Sequence[tuple[torch.Tensor, int, int]]) -> Attended:
+    """Of KV heads: positions, where the sink ends, and where the window begins."""
+    mask = torch.zeros(len(heads), tokens, dtype=torch.bool)
+    always = mask.clone()
+    for head, (positions, sink, window) in enumerate(heads):
+        mask[head, positions] = True
+        always[head, :sink] = always[head, window:] = True
+    return Attended(mask, mask & always)
+
+
+def _selected(
+    config: RetrievalConfig, layers: Sequence[LayerAttention], longest: int
+) -> list[Attended]:
+    """What the last query does, as the specification of the ops has it."""
+    method, units = config.own, config.page_size if config.own.per_token else 1
+    budget = config.page_budget()
+    select = budget.select * units
+    counts = np.full(sum(layer.kv_heads for layer in layers), select)
+    if not method.budget_shares.uniform:
+        most = longest if method.per_token else -(-longest // config.page_size)
+        counts = _allotment(method.budget_shares, layers, most).counts(select)
+    ends = np.cumsum([layer.kv_heads for layer in layers])[:-1]
+    by_layer = [torch.from_numpy(part).int() for part in np.split(counts, ends)]
+    return [
+        _plan(config, layer, (budget.sink * units, select, budget.window * units), per_head)
+        for layer, per_head in zip(layers, by_layer, strict=True)
+    ]
+
+
+def _plan(
+    config: RetrievalConfig,
+    layer: LayerAttention,
+    parts: tuple[int, int, int],
+    counts: torch.Tensor,
+) -> Attended:
+    """Of one layer.
+
+    Args:
+        config: The engine's.
+        layer: It.
+        parts: Units of selection: of the sink, selected on average, of the window.
+        counts: int32 [kv_heads]; units that each KV head selects.
+    """
+    method, size, tokens = config.own, config.page_size, layer.keys.shape[1]
+    (sink, select, window), most = parts, int(counts.max())
+    chooser = _chooser(config, layer, counts)
+    pages, width = chooser.store.pages, sink + most + window
+    rows = DecodeRows(
+        block_table=torch.arange(pages, dtype=torch.int32)[None],
+        seq_lens=torch.tensor([tokens], dtype=torch.int32),
+        seats=torch.zeros(1, dtype=torch.int32),
+        sink=torch.tensor([sink], dtype=torch.int32),
+        window=torch.tensor([window], dtype=torch.int32),
+        select=torch.tensor([select], dtype=torch.int32),
+        threshold=torch.ones(1),
+        fresh=torch.ones(1, dtype=torch.uint8),
+        corrected=torch.zeros(1, dtype=torch.int64),
+        lists=torch.zeros(layer.kv_heads, width, dtype=torch.int32),
+        lengths=torch.zeros(layer.kv_heads, dtype=torch.int32),
+        per_token=method.per_token,
+    )
+    reference.plan_decode(layer.queries[:, -1][None], rows, chooser)
+    unit = 1 if method.per_token else size
+    last = tokens if method.per_token else pages
+    heads = []
+    for listed, length in zip(rows.lists.long(), rows.lengths.tolist(), strict=True):
+        numbers = listed[: -(-length // unit)]
+        if method.per_token:
+            positions = numbers // size // layer.kv_heads * size + numbers % size
+        else:
+            positions = (numbers // layer.kv_heads)[:, None] * size + torch.arange(size)
+        heads.append((positions[positions < tokens], sink * unit, (last - window) * unit))
+    return _masks(tokens, heads)
+
+
+def _chooser(config: RetrievalConfig, layer: LayerAttention, counts: torch.Tensor) -> Chooser:
+    """The method's, over a cache in rows that holds the prompt's keys and an index of them."""
+    method, size = config.own, config.page_size
+    kv_heads, tokens, head_size = layer.keys.shape
+    pages = -(-tokens // size)
+    padded = torch.nn.functional.pad(layer.keys, (0, head_size, 0, pages * size - tokens))
+    store = IndexStore.empty(
+        method.index,
+        pages=pages,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        page_size=size,
+        dtype=layer.keys.dtype,
+        entry_tokens=method.entry_tokens,
+        cache=padded.unflatten(1, (pages, size)).transpose(0, 1).contiguous(),
+        layout="rows",
+    )
+    if store.records.shape[-1]:
+        whole = torch.arange(tokens // store.entry_tokens)
+        store.records[whole] = reference.build(reference.keys_of_entries(whole, store), store)
+        if rest := tokens % size:  # an unfinished entry, too
+            last = torch.tensor([pages - 1])
+            reference.index_pages(last, torch.tensor([rest]), store)
+    selection = Selection.empty(
+        seats=1,
+        kv_heads=kv_heads,
+        group=len(layer.queries) // kv_heads,
+        head_size=head_size,
+        most_selected=int(counts.max()),
+        dtype=layer.keys.dtype,
+        counts=counts[None].contiguous(),
+    )
+    return Chooser(store, selection, method.pooling, layer.scale, method.rerank)

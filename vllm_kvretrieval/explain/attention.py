@@ -1,0 +1,109 @@
+"""The attention of a prompt's queries, layer by layer, taken in while a model reads it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvretrieval.calibration.abilities import attend
+from vllm_kvretrieval.kernels.observe import observe
+from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
+
+LATEST = 32
+"""Queries at the end of a prompt whose attention is shown."""
+
+
+@dataclass
+class LayerAttention:
+    """Of one layer.
+
+    Attributes:
+        mass: float32 [kv_heads, tokens], or [1, tokens] for all heads together; what tokens have
+            received from the observed queries, as :func:`vllm_kvretrieval.kernels.observe.observe`
+            adds it up.
+        entropy: Nats; Shannon entropy of the observed queries' attention, a mean over these and
+            over heads.
+        queries: [heads, n, head_size]; of the prompt's last ``n`` tokens.
+        keys: [kv_heads, tokens, head_size]; as a KV cache has them.
+        scale: Softmax scale.
+    """
+
+    mass: torch.Tensor
+    entropy: float
+    queries: torch.Tensor
+    keys: torch.Tensor
+    scale: float
+
+    @property
+    def kv_heads(self) -> int:
+        """Of the layer."""
+        return len(self.keys)
+
+    def latest(self, queries: int = LATEST) -> torch.Tensor:
+        """float32 [kv_heads, tokens]; attention of the last queries, at most those at hand.
+
+        A mean over these and over the query heads of each KV head, so that a row's sum is 1.
+        """
+        some = self.queries[:, -queries:]
+        tokens = self.keys.shape[1]
+        lengths = torch.arange(tokens - some.shape[1] + 1, tokens + 1)
+        attention = attend(some, self.keys, lengths, self.scale)
+        return attention.unflatten(0, (self.kv_heads, -1)).mean((1, 2))
+
+
+class PromptAttention:
+    """Watches a prompt: an :class:`vllm_kvretrieval.calibration.model.Observer`.
+
+    Args:
+        tokens: Of the prompt.
+        observed: Queries at its end whose attention counts; None: all.
+        rule: How attention is taken in, of methods that keep tokens by it.
+
+    Attributes:
+        layers: What has been seen, by number of the layer.
+    """
+
+    def __init__(self, tokens: int, observed: int | None, rule: Keeping | None = None) -> None:
+        self._tokens = tokens
+        self._rule = rule or Keeping(per_layer=True)
+        self._first = 0 if observed is None else max(tokens - observed, 0)
+        self.layers: dict[int, LayerAttention] = {}
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [n]; of the queries that are to be shown."""
+        return torch.arange(max(min(self._first, self._tokens - LATEST), 0), self._tokens)
+
+    def begin(self) -> None:
+        """See :class:`vllm_kvretrieval.calibration.model.Observer`."""
+
+    def observe(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        context: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """See :class:`vllm_kvretrieval.calibration.model.Observer`; queries are adjacent."""
+        if layer not in self.layers:
+            rows = 1 if self._rule.per_layer else len(key)
+            mass, nothing = torch.zeros(rows, self._tokens), query[:, :0]
+            self.layers[layer] = LayerAttention(mass, 0.0, nothing, key[:, :0], scale)
+        seen = self.layers[layer]
+        seen.queries = torch.cat([seen.queries, query], 1)[:, -LATEST:].clone()
+        end = int(context[-1])
+        if end == self._tokens:
+            seen.keys = key
+        first = max(int(context[0]) - 1, self._first)
+        if first < end:
+            asked = query[:, first - end :].transpose(0, 1)
+            entropy = observe(
+                asked,
+                first,
+                key.float(),
+                scale,
+                seen.mass[:, :end],
+                entropies=True,
+                stamped=STAMPED if self._rule.rating == "stamp" else None,
+            )
+            seen.entropy += entropy / (len(query) * (self._tokens - self._first))

@@ -1,0 +1,160 @@
+"""``vllm-kvretrieval explain``: what a prompt's attention looks like, and what a method leaves."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from vllm_kvretrieval.calibration.inputs import (
+    add_inputs,
+    as_json,
+    count,
+    read_text,
+    require_plot,
+    versions,
+)
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.retrieval.filters import name_of
+from vllm_kvretrieval.retrieval.keeping import ALL
+from vllm_kvretrieval.retrieval.presets import EXPLAINED, preset_names
+
+FORMAT = "vllm-kvretrieval explanation, version 1"
+DEFAULT_BUDGET = 1024
+DEFAULT_OBSERVATION = 32
+
+
+def add_explain(commands: Any) -> None:
+    """Add the subcommand to a parser's."""
+    parser = commands.add_parser(
+        "explain",
+        help="show what a model attends to in a prompt, and what a method leaves of it",
+        description="Reads a text as a prompt. Shows how widely each layer looks (the entropy of "
+        "its attention) and the budgets that follow, and for some KV heads where they look, and "
+        "which tokens a method keeps or selects.",
+    )
+    add_inputs(parser)
+    parser.add_argument(
+        "--method",
+        choices=preset_names(),
+        default=EXPLAINED,
+        metavar="METHOD",
+        help="as --attention-backend calls it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--budget",
+        type=count,
+        default=DEFAULT_BUDGET,
+        help="tokens per KV head on average (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--observation",
+        type=_observation,
+        help=f"queries at the prompt's end whose attention counts, or {ALL} (default: the "
+        f"method's; {DEFAULT_OBSERVATION} where it has none)",
+    )
+    parser.add_argument(
+        "--layer",
+        type=_number,
+        nargs="+",
+        metavar="N",
+        help="to be shown (default: the one that looks widest)",
+    )
+    parser.add_argument(
+        "--head",
+        type=_number,
+        nargs="+",
+        metavar="N",
+        help="KV heads of these to be shown (default: of each layer the one whose last query "
+        "misses most)",
+    )
+    parser.add_argument("--tokens", type=count, help="of the text (default: all)")
+    parser.add_argument("--plot", type=Path, help="PNG to draw (default: MODEL's name-explain.png)")
+    parser.add_argument("--no-plot", action="store_true", help="draw none")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="to write the numbers to")
+    parser.set_defaults(run=explain)
+
+
+def explain(given: argparse.Namespace) -> None:
+    """Read, measure, print, write and draw.
+
+    Raises:
+        ValueError: The model or the text cannot be measured, or options contradict each other.
+    """
+    if not given.no_plot:
+        require_plot()
+    options = {"budget": given.budget}
+    config = RetrievalConfig.from_options(given.method, options)
+    if config.own.shares:
+        raise ValueError(
+            f"--method {given.method}: its filters select for the layers after them, which is not "
+            "shown here; vllm-kvretrieval calibrate measures them. Use another method"
+        )
+    keeping = config.own.keeping
+    if keeping is not None and given.observation is not None:
+        options["observation"] = given.observation
+        config = RetrievalConfig.from_options(given.method, options)
+        keeping = config.own.keeping
+    observed = _observed(given.observation) if keeping is None else keeping.observation
+    text = read_text(given.text)
+
+    import torch
+
+    from vllm_kvretrieval.calibration.model import Measurement
+    from vllm_kvretrieval.explain.attention import LATEST
+    from vllm_kvretrieval.explain.explanation import check_heads, explain_prompt
+    from vllm_kvretrieval.explain.plot import plot
+    from vllm_kvretrieval.explain.report import head_row, table
+
+    measurement = Measurement(given.model, getattr(torch, given.dtype))
+    tokens = measurement.tokens_of(text, given.tokens)
+    if len(tokens) <= given.budget:
+        raise ValueError(
+            f"{len(tokens)} tokens fit in --budget {given.budget}: everything is attended to. "
+            "Give a longer text, or a smaller budget"
+        )
+    check_heads(measurement, given.layer, given.head)
+    rows, shown = explain_prompt(measurement, tokens, config, observed, given.layer, given.head)
+
+    def text_of(begin: int, end: int) -> str:
+        return str(measurement.tokenizer.decode(tokens[begin:end]))
+
+    result = {
+        "format": FORMAT,
+        "model": name_of(given.model),
+        "text": given.text.name,
+        "tokens": len(tokens),
+        "method": given.method,
+        "drops": keeping is not None,
+        "budget": given.budget,
+        "observation": ALL if observed is None else observed,
+        "latest": min(LATEST, len(tokens)),
+        "dtype": given.dtype,
+        "layers": rows,
+        "heads": [head_row(head, text_of) for head in shown],
+        "versions": versions(),
+    }
+    print(table(result))
+    if given.json is not None:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(as_json(result, ("layers", "heads")), encoding="utf-8")
+        print(f"numbers: {given.json}")
+    if not given.no_plot:
+        picture = given.plot or Path(f"{name_of(given.model)}-explain.png")
+        plot(picture, result, shown)
+        print(f"plot:    {picture}")
+
+
+def _observed(observation: int | str | None) -> int | None:
+    """Of a method that has no say in it; None: all queries."""
+    if observation is None:
+        return DEFAULT_OBSERVATION
+    return None if observation == ALL else int(observation)
+
+
+def _observation(text: str) -> int | str:
+    return text if text == ALL else count(text)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, from 0 on")
+    return int(text)

@@ -1,0 +1,104 @@
+"""A prompt read by a model, and what a method leaves of it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_kvretrieval.calibration.model import Measurement
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.explain.attended import Attended, attended, entropy_budgets
+from vllm_kvretrieval.explain.attention import LayerAttention, PromptAttention
+from vllm_kvretrieval.explain.report import HeadAttention, layer_rows, shares_of
+
+MOST_SHOWN = 16
+"""KV heads that are shown one by one."""
+
+
+def check_heads(
+    measurement: Measurement, layers: Sequence[int] | None, heads: Sequence[int] | None
+) -> None:
+    """What can be said before anything is read.
+
+    Raises:
+        ValueError: The model has no such layer or KV head, or there are too many to be shown.
+    """
+    config = measurement.config
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    _check("--layer", layers, config.num_hidden_layers, f"{measurement.name} has layers")
+    _check("--head", heads, kv_heads, f"{measurement.name} has KV heads")
+    if (count := len(layers or [0]) * len(heads or [0])) > MOST_SHOWN:
+        raise ValueError(
+            f"--layer and --head name {count} KV heads; at most {MOST_SHOWN} are shown at once"
+        )
+
+
+def explain_prompt(
+    measurement: Measurement,
+    tokens: torch.Tensor,
+    config: RetrievalConfig,
+    observed: int | None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> tuple[list[dict[str, Any]], list[HeadAttention]]:
+    """Read a prompt that does not fit in the budget.
+
+    Args:
+        measurement: The model.
+        tokens: int64 [n]; the prompt.
+        config: Of an engine with the method.
+        observed: Queries at the prompt's end whose attention counts; None: all.
+        layers: To be shown; None: of those that are not dense, the one with the highest entropy.
+        heads: KV heads of each of these to be shown; None: the one whose last query has the least
+            of its attention on what is left.
+
+    Returns:
+        A row per layer with full attention, and the heads that are shown.
+
+    Raises:
+        ValueError: A layer has no full attention, or not such a head.
+    """
+    seen = PromptAttention(len(tokens), observed, config.own.keeping)
+    measurement.run(tokens, seen.positions, seen)
+    longest = measurement.longest(len(tokens))
+    with torch.inference_mode():
+        found = attended(config, seen.layers, longest)
+        by_entropy = entropy_budgets(list(seen.layers.values()), config.budget, longest)
+        shown = []
+        for number in [_widest(seen.layers, config.dense_layers)] if layers is None else layers:
+            if number not in seen.layers:
+                raise ValueError(
+                    f"--layer {number} has no full attention that transformers shows; those that "
+                    f"have are {', '.join(map(str, seen.layers))}"
+                )
+            shown += _heads(number, seen.layers[number], found[number], heads)
+        rows = layer_rows(seen.layers, by_entropy, found)
+    return rows, shown
+
+
+def _widest(layers: Mapping[int, LayerAttention], dense: int) -> int:
+    candidates = [number for number in layers if number >= dense] or list(layers)
+    return max(candidates, key=lambda number: layers[number].entropy)
+
+
+def _heads(
+    number: int, layer: LayerAttention, found: Attended, heads: Sequence[int] | None
+) -> list[HeadAttention]:
+    _check("--head", heads, layer.kv_heads, f"layer {number} has KV heads")
+    shares, attention = shares_of(layer, found), layer.latest()
+    return [
+        HeadAttention(
+            number,
+            head,
+            attention[head],
+            found.tokens[head],
+            found.always[head],
+            float(shares[head]),
+        )
+        for head in ([int(shares.argmin())] if heads is None else heads)
+    ]
+
+
+def _check(option: str, numbers: Sequence[int] | None, end: int | None, what: str) -> None:
+    if numbers and end is not None and max(numbers) >= end:
+        raise ValueError(f"{option} {max(numbers)} does not exist: {what} 0 to {end - 1}")
