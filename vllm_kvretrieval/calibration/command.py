@@ -1,13 +1,9 @@
 """``vllm-kvretrieval calibrate``: find the layers of a model that select for others."""
 
 import argparse
-import json
-import platform
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvretrieval import __version__
 from vllm_kvretrieval.calibration.abilities import (
     DENSE_SHARE,
     TOLERANCE,
@@ -15,14 +11,15 @@ from vllm_kvretrieval.calibration.abilities import (
     abilities,
     choose_filters,
 )
+from vllm_kvretrieval.calibration.common import DTYPES, count, share, versions, write
 from vllm_kvretrieval.calibration.plot import can_plot, plot
-from vllm_kvretrieval.retrieval.filters import FORMAT, name_of, shape_of
+from vllm_kvretrieval.retrieval.filters import FORMAT
+from vllm_kvretrieval.retrieval.model_files import name_of, shape_of
 from vllm_kvretrieval.retrieval.roles import MOST_FILTERS, roles_of
 
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_TOKENS = 8192
 DEFAULT_QUERIES = 64
 SELECTED_SHARE = 16
@@ -44,17 +41,17 @@ def add_calibrate(commands: Any) -> None:
     parser.add_argument("--plot", type=Path, help="PNG to draw (default: as --out, but .png)")
     parser.add_argument("--no-plot", action="store_true", help="draw none")
     parser.add_argument(
-        "--tokens", type=_count, default=DEFAULT_TOKENS, help="of the text (default: %(default)s)"
+        "--tokens", type=count, default=DEFAULT_TOKENS, help="of the text (default: %(default)s)"
     )
     parser.add_argument(
         "--queries",
-        type=_count,
+        type=count,
         default=DEFAULT_QUERIES,
         help="taken from the second half of the text (default: %(default)s)",
     )
     parser.add_argument(
         "--selected",
-        type=_count,
+        type=count,
         help=f"tokens that a layer selects (default: one in {SELECTED_SHARE})",
     )
     parser.add_argument(
@@ -66,7 +63,7 @@ def add_calibrate(commands: Any) -> None:
     )
     parser.add_argument(
         "--dense-share",
-        type=_share,
+        type=share,
         default=DENSE_SHARE,
         help="most of the layers that may keep reading whole contexts (default: %(default)s)",
     )
@@ -115,6 +112,11 @@ def calibrate(given: argparse.Namespace) -> None:
     places = torch.arange(1, given.queries + 1) * (given.tokens - half) // given.queries
     ability = FilterAbility(measurement.config.num_hidden_layers, selected)
     measurement.run(tokens, half + places - 1, ability)
+    if len(measurement.layers) < 2:
+        raise ValueError(
+            f"{given.model} has one layer with full attention that transformers shows: filters are "
+            "of no use"
+        )
     settings = {
         "text": given.text.name,
         "tokens": given.tokens,
@@ -128,8 +130,7 @@ def calibrate(given: argparse.Namespace) -> None:
     result = report(
         given.model, measurement.config, measurement.layers, ability.similarity(), settings
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(_written(result))
+    write(out, result)
     print(_summary(result))
     print(f"filters: {out} (--kv-retrieval.filters {out})")
     if picture is not None:
@@ -169,26 +170,6 @@ def report(
     }
 
 
-def versions() -> dict[str, str]:
-    """Of what decides the result."""
-    return {
-        "python": platform.python_version(),
-        "vllm-kvretrieval": __version__,
-        **{package: metadata.version(package) for package in ("torch", "transformers")},
-    }
-
-
-def _written(result: dict[str, Any]) -> str:
-    """As JSON, a line per field and per row of the matrix."""
-    fields = []
-    for key, value in result.items():
-        text = json.dumps(value)
-        if key == "kept":
-            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
-        fields.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(fields) + "\n}\n"
-
-
 def _summary(result: dict[str, Any]) -> str:
     lines = [f"Filter ability of {result['model']}, % of later layers' attention:"]
     lines += [
@@ -202,19 +183,3 @@ def _summary(result: dict[str, Any]) -> str:
         f"{100 * result['kept_by_filters']:.1f} % of their attention on average."
     )
     return "\n".join(lines)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1, such as 0.25")
-    return share

@@ -77,14 +77,17 @@ class Measurement:
         self.layers: list[int] = []
         self._observe: Callable[..., None] = lambda *args: None
 
+    def limit(self, otherwise: int) -> int:
+        """Tokens of the longest context that the model takes, where it says so."""
+        return int(getattr(self.config, "max_position_embeddings", otherwise))
+
     def tokens_of(self, text: str, count: int) -> torch.Tensor:
         """int64 [count]; the text's first tokens.
 
         Raises:
             CalibrationError: The text is shorter, or the model takes no such contexts.
         """
-        limit = getattr(self.config, "max_position_embeddings", count)
-        if count > limit:
+        if count > (limit := self.limit(count)):
             raise CalibrationError(
                 f"{self.name} takes contexts of up to {limit} tokens: use --tokens {limit} or less"
             )
@@ -105,7 +108,7 @@ class Measurement:
             observer: Gets them.
 
         Raises:
-            CalibrationError: No layer, or only one, with full attention has been seen.
+            CalibrationError: No layer with full attention has been seen.
         """
         cache = None
         self.layers = []
@@ -120,10 +123,10 @@ class Measurement:
                 )
                 cache = outputs.past_key_values
                 bar.update(len(part))
-        if len(self.layers) < 2:
+        if not self.layers:
             raise CalibrationError(
-                f"{self.name} has {len(self.layers)} layers with full attention that transformers "
-                "shows: filters are of no use, or cannot be measured"
+                f"{self.name} has no layers with full attention that transformers shows: there is "
+                "nothing to measure"
             )
 
     def _shown_to(
