@@ -58,9 +58,11 @@ def scored(path: Path, share: float) -> list[list[bool]]:
     """The heads of the best scores in a file, counted out by hand."""
     data = json.loads(path.read_text())
     induction, echo = torch.tensor(data["induction"]), torch.tensor(data["echo"])
-    count, by_echo = round(share * induction.numel()), round(share * induction.numel() / 15)
-    chosen = torch.zeros(induction.numel(), dtype=torch.bool)
-    chosen[induction.flatten().topk(count - by_echo).indices] = True
-    rest = echo.flatten().masked_fill(chosen, -1)
-    chosen[rest.topk(by_echo).indices] = True
+    heads = induction.numel()
+    count, by_echo = max(round(share * heads), 1), round(share * heads / 15)
+    chosen = torch.zeros(heads, dtype=torch.bool)
+    best = induction.flatten().sort(descending=True, stable=True).indices
+    chosen[best[: count - by_echo]] = True
+    rest = echo.flatten().masked_fill(chosen, -1).sort(descending=True, stable=True).indices
+    chosen[rest[:by_echo]] = True
     return chosen.view_as(induction).tolist()
