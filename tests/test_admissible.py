@@ -18,6 +18,7 @@ from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, cpu, reference
 from vllm_kvretrieval.request_options import RequestOptions
+from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.shares import allot
@@ -36,6 +37,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "streamingllm": {"budget": 1024, "method": "streamingllm"},
     "uneven": {"budget": 1024, "budget_shares": [[0, 1], [3.7, 0.9], [1, 1]]},
     "all to one": {"budget": 512, "budget_shares": [[0, 0], [0, 9], [0, 0]]},
+    "by head": {"budget": 512, "method": "razor", "heads": [[0, 0], [0, 1], [1, 0]]},
     "uneven and given": {"budget": 2048, "sink": 96, "budget_shares": [1, 2.5, 3]},
 }
 LAYERS, LAYER = 3, slice(2, 4)
@@ -53,8 +55,14 @@ class Engine:
             for name, m in self.config.methods.items()
             if not m.budget_shares.uniform
         }
-        heads = HEADS * LAYERS
-        self.table = RequestTable(self.config, REQUESTS, heads, self.runner, allotments=allotments)
+        fixed = {
+            name: EVERYTHING * torch.tensor(m.heads.flags, dtype=torch.int32).flatten()
+            for name, m in self.config.methods.items()
+            if m.heads is not None
+        }
+        self.table = RequestTable(
+            self.config, REQUESTS, HEADS * LAYERS, self.runner, allotments=allotments, fixed=fixed
+        )
         self.builder = metadata_builder(self.table, HEADS)
         page_size = self.config.page_size
         # As in RetrievalCPUWorker._choosers.
@@ -122,6 +130,8 @@ class Engine:
 
     def share(self, head: int) -> float:
         """What a KV head of the layer has been given, of 1 on average."""
+        if self.config.heads:
+            return self.config.heads[1][head] * EVERYTHING
         given = [n if isinstance(n, list) else [n] * HEADS for n in self.config.budget_shares]
         return given[1][head] * HEADS * LAYERS / sum(map(sum, given))
 

@@ -21,8 +21,9 @@ from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 SELECTING = [n for n, s in SCHEDULES.items() if s.selects and not s.shares and not s.keeps]
 KEEPING = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].keeps]
 SHARING = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].shares]
+BY_HEAD = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].by_head]
 # Whose layers select for themselves.
-BY_LAYER = [name for name in OWN if name not in SHARING + KEEPING]
+BY_LAYER = [name for name in OWN if name not in SHARING + KEEPING + BY_HEAD]
 # Of a head of 64 channels in bfloat16 and an entry of 32 tokens, as the papers and docs have it.
 BYTES = {
     "min_max": 2 * 64 * 2,
@@ -53,6 +54,7 @@ def test_the_axes_are_all_here():
     assert POOLINGS == ("mean_softmax", "relative", "max", "sum")
     assert SELECTING == ["speculative", "every_step"]
     assert SHARING == ["omnikv"]
+    assert BY_HEAD == ["razor"]
     assert KEEPING == ["entropykv", "snapkv", "h2o", "tova", "raas"]
 
 
@@ -102,6 +104,7 @@ def test_presets(name):
     assert config(name).dense_layers == preset.dense_layers
     assert own.per_token == config(name).rows == (name in ("fier", "omnikv", *KEEPING))
     assert own.shares == (name in SHARING)
+    assert (own.heads is not None) == (name in BY_HEAD)
 
 
 def test_parameters():
@@ -157,6 +160,10 @@ def test_parameters():
             {"schedule": "every_step"},
             "'every_step' cannot be combined with omnikv",
         ),
+        ("razor", {"schedule": "never"}, "'never' cannot be combined with razor: methods by which"),
+        ("freekv", {"schedule": "by_head"}, "'by_head' cannot be combined with freekv: methods by"),
+        ("razor", {"index": "mean"}, "index='mean' has no effect with mine, which selects nothing"),
+        ("freekv", {"heads": [[1]]}, r"heads=\[\[1\]\] has no effect with mine, by which all KV"),
         ("omnikv", {"index": "mean"}, "index='mean' has no effect with mine, which selects by all"),
         ("omnikv", {"unit": "page"}, "unit='page' has no effect with mine, which selects by all"),
         ("omnikv", {"rerank": 2}, "rerank=2 has no effect with mine"),
@@ -349,7 +356,7 @@ def test_encoded_pages_are_shared_evenly():
 
 def test_all_other_indexes_serve_a_slow_home():
     for preset in presets():
-        if preset not in ("oracle", *KEEPING):
+        if preset not in ("oracle", *KEEPING, *BY_HEAD):
             assert config(preset, home="disk").home == "disk"
     also = {index: {"index": index} for index in BYTES if index != "exact"}
     assert len(config(home="disk", also=also).stores) == len(BYTES) - 1

@@ -19,14 +19,8 @@ from transformers import (
 from vllm_kvretrieval.calibration.abilities import FilterAbility, choose_filters
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.filters import (
-    SHAPE,
-    check_model,
-    filters_for,
-    read_filters,
-    shape_of,
-    shipped,
-)
+from vllm_kvretrieval.retrieval.filters import check_model, filters_for, read_filters, shipped
+from vllm_kvretrieval.retrieval.model_files import SHAPE, shape_of
 from vllm_kvretrieval.retrieval.roles import Dense, Filters, Follows, roles_of
 
 TOKENS, QUERIES, SELECTED = 700, 10, 40

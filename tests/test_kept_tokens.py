@@ -1,5 +1,6 @@
 """The ops of methods that drop tokens, against plain torch."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,6 +131,38 @@ def test_lists_of_what_has_been_kept(isa, window):
     assert counts is not None
     expected = counts[[3, 1, 4]].flatten() + window
     assert torch.equal(listed[0][1], expected)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_heads_that_leave_nothing_out(isa, per_token):
+    """They attend to whole contexts, and the selection has no room for it."""
+    counts = torch.full((SEATS, HEADS), 1 << 20, dtype=torch.int32)
+    counts[:, 1] = 0
+    window = 3
+    for ops in (reference, cpu):
+        rows, chooser = rows_of((400, 333, 65), (3, 1, 4), True, window, 512), chooser_of(counts)
+        rows.per_token, rows.sink = per_token, torch.zeros(3, dtype=torch.int32) + 1
+        rows.select[:] = 1 if per_token else torch.tensor([1, 1, -1])
+        ops.plan_decode(torch.randn(3, HEADS * GROUP, 64), rows, chooser)
+        for unit, listed in enumerate(rows.lists):
+            row, head = divmod(unit, HEADS)
+            units = int(rows.seq_lens[row]) if per_token else -(-int(rows.seq_lens[row]) // 32)
+            positions = list(range(units))
+            if head == 1 and rows.select[row] > 0:
+                positions = [0, *positions[-window:]]
+            page, offset = torch.tensor(positions), torch.zeros(len(positions), dtype=torch.int64)
+            if per_token:
+                page, offset = page // 32, page % 32
+            numbers = rows.block_table[row, page].long() * HEADS + head
+            expected = numbers * 32 + offset if per_token else numbers
+            assert listed[listed >= 0].tolist() == expected.tolist()
+            tokens = len(positions) * (1 if per_token else 32)
+            tokens -= 0 if per_token else units * 32 - int(rows.seq_lens[row])
+            assert rows.lengths[unit] == tokens
+    counts[3, 0] = 50
+    rows = replace(rows, per_token=True, handle=None)
+    with pytest.raises(ValueError, match="the count to select is 50, 10 more than the 40 that the"):
+        cpu.plan_decode(torch.randn(3, HEADS * GROUP, 64), rows, chooser)
 
 
 @pytest.mark.parametrize("position", [-1, 310])

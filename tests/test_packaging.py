@@ -63,6 +63,7 @@ def test_installed_without_cpu_kernels(site):
     assert (package / "kernels" / "triton" / "decode.py").exists()
     assert (package / "py.typed").exists()
     assert (package / "retrieval" / "filters" / "llama-3-8b-262k.json").exists()
+    assert (package / "retrieval" / "heads" / "SmolLM2-135M-Instruct.json").exists()
     assert not list(package.rglob("*.so"))
     entry_points = next(site.glob("vllm_kvretrieval-*.dist-info")) / "entry_points.txt"
     assert "vllm_kvretrieval.plugin:register" in entry_points.read_text()

@@ -97,3 +97,15 @@ def test_workers_select_together(model):
     for answer, single in zip(ours, expected, strict=True):
         assert_same(answer, single, tolerance=1e-3)
     assert_parts_count(expected, exact)
+
+
+def test_workers_have_retrieval_heads_of_their_own(model):
+    """One worker has most of them; which heads attend to everything does not depend on that."""
+    options = {"heads": [[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]]}
+    expected, exact, heads = answers(model, 1, "razor", **options)
+    assert heads == [[KV_HEADS] * LAYERS]
+    ours, _, heads = answers(model, 2, "razor", **options)
+    assert heads == [[KV_HEADS // 2] * LAYERS] * 2
+    for answer, single in zip(ours, expected, strict=True):
+        assert_same(answer, single, tolerance=1e-3)
+    assert_parts_count(expected, exact)

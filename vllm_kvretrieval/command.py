@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from vllm_kvretrieval import __version__
 from vllm_kvretrieval.calibration.command import add_calibrate
+from vllm_kvretrieval.calibration.heads_command import add_heads
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.explain.command import add_explain
 
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_calibrate(commands)
     add_explain(commands)
+    add_heads(commands)
     given = parser.parse_args(arguments)
     try:
         given.run(given)

@@ -75,6 +75,7 @@ class RetrievalConfig:
     also: Any = ()
     filters: Any = None
     observation: Any = None
+    heads: Any = None
     prefill_budget: int | None = None
     prefill_chunk: int | None = None
     dense_layers: int = None  # type: ignore[assignment]  # the preset's
@@ -127,7 +128,13 @@ class RetrievalConfig:
                     "may raise theirs up to it. Raise it, or leave it out."
                 )
             self.page_budget(self.max_budget, key="max_budget")
+        by_head = [method.name for method in self.methods.values() if method.heads is not None]
         share = self.memory_fraction
+        if share is not None and by_head:
+            raise RetrievalConfigError(
+                f"memory_fraction={share!r} makes budgets of what a request may read, and with "
+                f"{', '.join(by_head)} some heads read everything; leave one out."
+            )
         if share is not None and require_number("memory_fraction", share) <= 0:
             raise RetrievalConfigError(f"memory_fraction={share} must be more than 0, such as 0.3.")
         self._check_prefill()
@@ -168,7 +175,8 @@ class RetrievalConfig:
                     f"needs others than {self.method}. Use --attention-backend {base}."
                 )
         for name, preset in presets().items():
-            if not SCHEDULES[preset.schedule].selects and name not in made:
+            schedule = SCHEDULES[preset.schedule]
+            if not schedule.selects and not schedule.by_head and name not in made:
                 made[name] = make_method(name, name, {}, self.page_size)
         return made
 
@@ -287,6 +295,13 @@ class RetrievalConfig:
                 f"home={self.home!r} gives all KV heads as many slots for single tokens, and "
                 f"{', '.join(uneven)} divides the budget unevenly (budget_shares); leave it out, "
                 "or use home=device."
+            )
+        by_head = [m.name for m in self.methods.values() if m.heads is not None]
+        if self.home != "device" and by_head:
+            raise RetrievalConfigError(
+                f"home={self.home!r} is for contexts of which little is read at a step, and with "
+                f"{', '.join(by_head)} some heads read everything; leave it out, or use "
+                "home=device."
             )
         self._check_codec()
         if self.home == "host":

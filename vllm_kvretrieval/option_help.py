@@ -2,6 +2,7 @@
 
 from vllm_kvretrieval.config import DEFAULT_CHUNK, PAGE_SIZES
 from vllm_kvretrieval.retrieval.codec import CODECS
+from vllm_kvretrieval.retrieval.heads import SHARE as RETRIEVAL_HEADS
 from vllm_kvretrieval.retrieval.index import OWN as OWN_INDEXES
 from vllm_kvretrieval.retrieval.keeping import ALL
 from vllm_kvretrieval.retrieval.method import DEFAULT_THRESHOLD, ENTRY_TOKENS, OPTIONS, POOLINGS
@@ -47,6 +48,10 @@ HELP = {
     "observation": "the queries by whose attention filters select: "
     f"{', '.join(OBSERVATIONS)}; all but last take {WINDOW} (default: last). Of methods that drop "
     f"tokens: how many of a prompt's last queries count, or {ALL} (default: the method's)",
+    "heads": "which KV heads attend to whole contexts, for schedule by_head: a file that "
+    "vllm-kvretrieval heads wrote, {file: path, share: of the KV heads}, or a list per layer that "
+    "retrieves of 1 or 0 per KV head (default: what is known of the model, a share of "
+    f"{RETRIEVAL_HEADS})",
     "prefill_budget": "tokens before a chunk of a prompt that it attends to in layers after a "
     "filter: sink, window, and what the filter selects for it; prompts beyond are approximate then "
     "(default: none; prefill is exact)",

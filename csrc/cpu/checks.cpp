@@ -73,12 +73,19 @@ void check_lengths(const DecodeRows& rows, int32_t kv_heads, int32_t page_size) 
     }
 }
 
+// Whether a head whose selection stays as it is attends to the whole context, wherever its units are.
+static bool keeps_all(const DecodeRows& rows, const Chooser& chooser, int row, int head) {
+  const int32_t attended = rows.sink[row] + chooser.select(rows, row, head) + rows.window[row];
+  return rows.kept && attended == rows.units(row, chooser.index.page_size);
+}
+
 // What has been selected earlier is in the context.
 static void check_kept(const DecodeRows& rows, const Chooser& chooser) {
   const Index& index = chooser.index;
   for (int r = 0; r < rows.rows; ++r) {
     const int32_t units = rows.units(r, index.page_size);
     for (int h = 0; h < index.kv_heads; ++h) {
+      if (keeps_all(rows, chooser, r, h)) continue;
       const int64_t unit = int64_t(rows.seats[r]) * index.kv_heads + h;
       const int32_t* chosen = chooser.selected + unit * chooser.max_selected;
       for (int i = 0; i < chooser.select(rows, r, h); ++i)
@@ -100,7 +107,7 @@ void check_selection(const DecodeRows& rows, const Chooser& chooser) {
       const int64_t count = chooser.counts[rows.seats[r] * chooser.count_stride + h];
       if (count < 0) refuse(r, {"a count of", std::to_string(count), "to select"});
       const int64_t chosen = chooser.select(rows, r, h);
-      if (chosen > chooser.max_selected)
+      if (chosen > chooser.max_selected && !keeps_all(rows, chooser, r, h))
         refuse_more(r, "the count to select is", chosen, chooser.max_selected,
                     "that the selection holds");
       const int64_t attended = int64_t(rows.sink[r]) + chosen + rows.window[r];

@@ -111,7 +111,7 @@ struct Planner {
                     ? (block[j >> shift] * index.kv_heads + head) << shift | (j & last)
                     : block[j] * index.kv_heads + head;
     };
-    if (k < 0) {
+    if (attended == n && (k < 0 || rows.kept)) {
       for (int j = 0; j < n; ++j) append(j);
       return;
     }

@@ -80,6 +80,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         )
     check_sharing(vllm_config, config)
     check_shares(vllm_config, config)
+    check_heads(vllm_config, config)
     if config.home_bytes is not None and cache.num_gpu_blocks_override is not None:
         raise RetrievalConfigError(
             f"kv_retrieval.home_bytes={config.home_bytes} and --num-gpu-blocks-override "
@@ -112,15 +113,30 @@ def check_shares(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             "cannot be served with --pipeline-parallel-size "
             f"{parallel.pipeline_parallel_size}, where no worker has them all; leave one out."
         )
-    layers = _full_attention(model)
-    roles = config.roles(model, layers)
-    retrieving = [
-        layer
-        for layer in layers
-        if (isinstance(roles[layer], Follows) if roles else layer >= config.dense_layers)
-    ]
     for share in shares:
-        share.of([model.get_total_num_kv_heads()] * len(retrieving))
+        share.of([model.get_total_num_kv_heads()] * len(_retrieving(model, config)))
+
+
+def check_heads(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse models whose retrieval heads are not known, and heads of another shape."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    for method in config.methods.values():
+        if method.heads is None:
+            continue
+        if parallel.pipeline_parallel_size > 1:
+            raise RetrievalConfigError(
+                f"{method.name} takes its retrieval heads from all layers, and cannot be served "
+                f"with --pipeline-parallel-size {parallel.pipeline_parallel_size}; leave it out."
+            )
+        method.heads.of(model, _retrieving(model, config))
+
+
+def _retrieving(model: Any, config: RetrievalConfig) -> list[int]:
+    """Numbers of the layers that attend to parts of long contexts."""
+    layers = _full_attention(model)
+    if roles := config.roles(model, layers):
+        return [layer for layer in layers if isinstance(roles[layer], Follows)]
+    return [layer for layer in layers if layer >= config.dense_layers]
 
 
 def _full_attention(model: Any) -> list[int]:

@@ -17,10 +17,12 @@ from vllm_kvretrieval.calibration.inputs import (
     count,
     read_text,
     require_plot,
+    share,
     versions,
 )
 from vllm_kvretrieval.calibration.plot import plot
-from vllm_kvretrieval.retrieval.filters import FORMAT, name_of, shape_of
+from vllm_kvretrieval.retrieval.filters import FORMAT
+from vllm_kvretrieval.retrieval.model_files import name_of, shape_of
 from vllm_kvretrieval.retrieval.roles import MOST_FILTERS, roles_of
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ def add_calibrate(commands: Any) -> None:
     )
     parser.add_argument(
         "--dense-share",
-        type=_share,
+        type=share,
         default=DENSE_SHARE,
         help="most of the layers that may keep reading whole contexts (default: %(default)s)",
     )
@@ -180,13 +182,3 @@ def _summary(result: dict[str, Any]) -> str:
         f"{100 * result['kept_by_filters']:.1f} % of their attention on average."
     )
     return "\n".join(lines)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1, such as 0.25")
-    return share

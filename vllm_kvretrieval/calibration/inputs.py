@@ -30,6 +30,17 @@ def count(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """An argument that is a part of a whole."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1, such as 0.25")
+    return number
+
+
 def require_plot() -> None:
     """To be called before anything takes time.
 

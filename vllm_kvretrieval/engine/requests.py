@@ -82,6 +82,8 @@ class RequestTable:
         dense_share: Of the layers with full attention, those that are dense.
         allotments: Of methods whose layers or KV heads do not all select as much, by name.
         heads: Of this worker, for methods that drop tokens.
+        fixed: Of methods by which some KV heads attend to everything, by name: int32
+            [retrieval_heads]; pages that each selects, whatever the budget.
 
     Attributes:
         selected: int32 [capacity, retrieval_heads]; pages or tokens that each KV head, layer after
@@ -104,12 +106,13 @@ class RequestTable:
         dense_share: float = 0.0,
         allotments: Mapping[str, Allotment] | None = None,
         heads: Heads | None = None,
+        fixed: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.config = config
-        self.allotments = allotments or {}
+        self.allotments, self.fixed = allotments or {}, fixed or {}
         self.selected: torch.Tensor | None = None
         methods = config.methods.values()
-        if self.allotments or any(method.keeping is not None for method in methods):
+        if self.allotments or self.fixed or any(method.keeping is not None for method in methods):
             self.selected = torch.zeros(capacity, retrieval_heads, dtype=torch.int32)
         self.kept = None
         if self.selected is not None and heads is not None:
@@ -376,8 +379,9 @@ class RequestTable:
             method = self.config.methods[options.method]
             self._units[seat] = self.config.page_size if method.per_token else 1
             select = budget.select * int(self._units[seat])
-            allotment = self.allotments.get(options.method)
-            counts = select if allotment is None else torch.from_numpy(allotment.counts(select))
+            counts = self.fixed.get(options.method, select)
+            if (allotment := self.allotments.get(options.method)) is not None:
+                counts = torch.from_numpy(allotment.counts(select))
             self.selected[seat] = counts
         if self.kept is not None:
             tokens, known = budget.total * self.config.page_size, self.runner.requests[req_id]

@@ -13,8 +13,8 @@ from vllm_kvretrieval.calibration.inputs import (
     versions,
 )
 from vllm_kvretrieval.config import RetrievalConfig
-from vllm_kvretrieval.retrieval.filters import name_of
 from vllm_kvretrieval.retrieval.keeping import ALL
+from vllm_kvretrieval.retrieval.model_files import name_of
 from vllm_kvretrieval.retrieval.presets import EXPLAINED, preset_names
 
 FORMAT = "vllm-kvretrieval explanation, version 1"

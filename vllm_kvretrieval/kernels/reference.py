@@ -128,7 +128,9 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
                 attended = torch.arange(count)
             else:
                 chosen = torch.empty(0, dtype=torch.int64)
-                if select > 0 and rows.kept:
+                if rows.kept and sink + select + window == count:
+                    chosen = torch.arange(sink, sink + select)
+                elif select > 0 and rows.kept:
                     chosen = selection.chosen[seat, head, :select].long()
                 elif select > 0:
                     best = select_units(

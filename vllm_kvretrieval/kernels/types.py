@@ -38,7 +38,8 @@ class DecodeRows:
             tokens as that times ``page_size``, plus their place in the page.
         lengths: int32 [R * kv_heads], written: how many tokens these are.
         per_token: Whether units of selection are single tokens; else they are pages.
-        kept: Whether :attr:`Selection.chosen` already holds what is selected, which stays as it is.
+        kept: Whether :attr:`Selection.chosen` already holds what is selected, which stays as it is;
+            not of heads that select all there is between sink and window, and need no room there.
         handle: The implementation's own view of these tensors, made on first use.
     """
 
@@ -291,7 +292,8 @@ class Ops(Protocol):
         ``select`` are scored again by their keys, and the best of these selected. Ties go to the
         earlier unit; scores that underflow do not tie, but keep the order of their logarithms.
         Of rows that are ``kept`` nothing is scored, compared or remembered: each head attends to
-        what the selection holds. Bytes moved: the records of the context.
+        what the selection holds, or to everything where its count leaves nothing out. Bytes moved:
+        the records of the context.
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided.

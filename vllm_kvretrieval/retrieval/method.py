@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.parsing import reject_unknown, require_int, require_name, require_number
+from vllm_kvretrieval.retrieval.heads import RetrievalHeads, make_heads
 from vllm_kvretrieval.retrieval.index import Index, indexes, make_index
 from vllm_kvretrieval.retrieval.keeping import Keeping, observation_of
 from vllm_kvretrieval.retrieval.pooling import Pooling
@@ -40,6 +41,7 @@ class Method:
             step's selects before attention. 1 where each step attends to its own selection.
         budget_shares: How layers and KV heads share what is selected.
         keeping: Which tokens of a prompt are kept, where the others are dropped; None: none is.
+        heads: Which KV heads attend to whole contexts; None: all attend alike.
     """
 
     name: str
@@ -54,10 +56,11 @@ class Method:
     correction_threshold: float
     budget_shares: Shares = UNIFORM
     keeping: Keeping | None = None
+    heads: RetrievalHeads | None = None
 
     @property
     def selects(self) -> bool:
-        """Whether tokens beyond sink and window are ever attended to."""
+        """Whether queries select anything beyond sink and window."""
         return self.schedule.selects
 
     @property
@@ -82,6 +85,7 @@ OPTIONS = (
     "correction_threshold",
     "budget_shares",
     "observation",
+    "heads",
 )
 """Those of a method; what else there is belongs to the engine."""
 
@@ -98,13 +102,21 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
     schedule_name = require_name("schedule", given.get("schedule", base.schedule), SCHEDULES)
     schedule = SCHEDULES[schedule_name]
     own = SCHEDULES[base.schedule]
-    if (schedule.shares, schedule.keeps) != (own.shares, own.keeps):
+    kinds = [(s.shares, s.keeps, s.by_head) for s in (schedule, own)]
+    if kinds[0] != kinds[1]:
         why = "layers that share a selection"
         if schedule.keeps or own.keeps:
             why = "methods that drop tokens"
+        elif schedule.by_head or own.by_head:
+            why = "methods by which some heads attend to everything"
         raise RetrievalConfigError(
             f"schedule={schedule_name!r} cannot be combined with {preset}: {why} take other "
             "options. Leave it out, or use --attention-backend with a method that has it."
+        )
+    if "heads" in given and not schedule.by_head:
+        raise RetrievalConfigError(
+            f"heads={given['heads']!r} has no effect with {name}, by which all KV heads attend "
+            "alike; leave it out."
         )
     if schedule.keeps:
         return _keeping_method(name, base, schedule, given, page_size)
@@ -114,7 +126,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
             "for themselves; leave it out."
         )
     if not schedule.selects or schedule.shares:
-        return _without_index(name, schedule, given, page_size)
+        return _without_index(name, base, schedule, given, page_size)
     index = make_index(given.get("index", base.index))
     if index is None:
         raise RetrievalConfigError(
@@ -179,14 +191,14 @@ def _shares(name: str, value: Any) -> Shares:
 
 
 def _without_index(
-    name: str, schedule: Schedule, given: Mapping[str, Any], page_size: int
+    name: str, base: Preset, schedule: Schedule, given: Mapping[str, Any], page_size: int
 ) -> Method:
     """A method that selects nothing, or whose filters select for other layers."""
     why = "selects nothing"
     if schedule.shares:
         why = "selects by all keys, in layers of its own, one set for all heads and layers after"
     for key in given:
-        own = key == "schedule" or (key == "observation" and schedule.shares)
+        own = key in ("schedule", "heads") or (key == "observation" and schedule.shares)
         if not own and (key, given[key]) != ("index", "none"):
             raise RetrievalConfigError(
                 f"{key}={given[key]!r} has no effect with {name}, which {why}; leave it out."
@@ -195,9 +207,12 @@ def _without_index(
         require_name("observation", given["observation"], OBSERVATIONS)
     pooling = Pooling.MEAN_SOFTMAX
     threshold = 1.0 if schedule.selects else DEFAULT_THRESHOLD
-    return Method(
+    made = Method(
         name, None, page_size, pooling, schedule, 0, schedule.shares, None, None, threshold
     )
+    if not schedule.by_head:
+        return made
+    return replace(made, sink_pages=base.sink_pages, heads=make_heads(given.get("heads")))
 
 
 def _keeping_method(

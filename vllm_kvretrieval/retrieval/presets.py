@@ -139,6 +139,12 @@ OWN = {
         Keeping(observation=32, recent=16, rating="stamp", page=16),
         "running",
     ),
+    "razor": Preset(
+        "RazorAttention: retrieval heads attend to everything, others to sink and window",
+        schedule="by_head",
+        sink_pages=1,
+        dense_layers=0,
+    ),
     "streamingllm": Preset("StreamingLLM: sink and window only, a baseline", schedule="never"),
     "oracle": Preset("the best pages by all their keys, slowly: for evaluation", index="exact"),
 }

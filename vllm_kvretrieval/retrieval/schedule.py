@@ -8,7 +8,7 @@ class Schedule:
     """One schedule. Dense are the layers that ``dense_layers`` names, or the filters say.
 
     Attributes:
-        selects: Whether pages beyond sink and window are ever attended to.
+        selects: Whether queries select pages beyond sink and window.
         speculates: Whether a step attends to what the previous step's query selected, except for KV
             heads whose query has turned too far since (FreeKV, sections 3.3 and 3.4). Otherwise it
             attends to what its own query selects.
@@ -18,6 +18,8 @@ class Schedule:
         keeps: Whether tokens are selected when a prompt has been read, and the others dropped
             (:mod:`vllm_kvretrieval.retrieval.keeping`): none comes back.
         drops: Whether each step then drops a token for the one that it adds.
+        by_head: Whether the model's *retrieval heads* (:mod:`vllm_kvretrieval.retrieval.heads`)
+            attend to whole contexts, and its other KV heads to sink and window.
     """
 
     selects: bool
@@ -26,6 +28,7 @@ class Schedule:
     shares: bool = False
     keeps: bool = False
     drops: bool = False
+    by_head: bool = False
 
 
 SCHEDULES = {
@@ -35,6 +38,12 @@ SCHEDULES = {
     "once": Schedule(True, False, "once a prompt has been read, by its attention", keeps=True),
     "running": Schedule(
         True, False, "the same, then each step drops a token", keeps=True, drops=True
+    ),
+    "by_head": Schedule(
+        False,
+        False,
+        "retrieval heads attend to everything, others to sink and window",
+        by_head=True,
     ),
     "never": Schedule(False, False, "no selection: sink and window only"),
 }

@@ -237,6 +237,13 @@ def allot(
         longest: Pages or tokens of the longest context.
         part: Which of how many equal parts of each layer's KV heads are this worker's.
     """
+    highest = None if shares.entropy is None else shares.entropy[1]
+    own = own_heads(kv_heads, part)
+    return Allotment(shares.of(kv_heads), own, longest, highest, tuple(kv_heads))
+
+
+def own_heads(kv_heads: Sequence[int], part: tuple[int, int]) -> np.ndarray:
+    """int64; a worker's among all KV heads, counted layer after layer; see :func:`allot`."""
     number, parts = part
     ends = np.cumsum(kv_heads)
     own = [
@@ -245,6 +252,4 @@ def allot(
         )
         for end, count in zip(ends, kv_heads, strict=True)
     ]
-    highest = None if shares.entropy is None else shares.entropy[1]
-    parts_of = shares.of(kv_heads), np.concatenate(own)
-    return Allotment(*parts_of, longest, highest, tuple(kv_heads))
+    return np.concatenate(own)

@@ -99,6 +99,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         methods = requests.config.methods.values()
         self.per_token = [method.per_token for method in methods]
         self.shares = [method.shares for method in methods]
+        self.by_head = [method.schedule.by_head for method in methods]
         self.uneven = [name in requests.allotments for name in requests.config.methods]
         self.drops = [method.schedule.drops for method in methods]
         # Of all admissible budgets; a context within it is in fast memory for its own sake.
@@ -449,11 +450,17 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             lengths=(self.shared_lengths if shares else self.lengths)[: rows * heads],
             per_token=per_token,
         )
+        if self.by_head[method]:
+            # What heads attend to is known: it is no selection, and may be everything.
+            pages = -(-int(lens.max()) // self.block_size)
+            decode_rows.lists = torch.empty(rows * heads, pages, dtype=torch.int32)
+            decode_rows.select = torch.ones(rows, dtype=torch.int32)
+            decode_rows.kept = True
         # Recalled from a slow home are tokens one by one, whoever selects them.
         run = 1 if self.rows and self.home_page_bytes else self.block_size // units
         lists = TokenLists(decode_rows.lists, decode_rows.lengths, run, heads)
         schedule = None
-        if not self.attends and not self.uneven[method]:
+        if not self.attends and not (self.uneven[method] or self.by_head[method]):
             # Pages, of which the last is the tail page, partly filled.
             attended = batch.total_pages * self.block_size - (-lens % self.block_size)
             lengths = torch.from_numpy(np.repeat(attended.astype(np.int32), heads))

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 from vllm.utils.mem_utils import format_gib
@@ -14,8 +15,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.roles import Follows, Role
-from vllm_kvretrieval.retrieval.shares import Allotment, allot
+from vllm_kvretrieval.retrieval.shares import Allotment, allot, own_heads
 from vllm_kvretrieval.tiers.place import check_room, directory_for
 from vllm_kvretrieval.tiers.sizes import Cache, Tiers
 
@@ -156,11 +158,7 @@ class PlanningWorker(CPUWorker):
         uneven = {n: m for n, m in config.methods.items() if not m.budget_shares.uniform}
         if not uneven:
             return {}
-        size = self.parallel_config.tensor_parallel_size
-        copies = max(1, size // self.model_config.get_total_num_kv_heads())  # of each KV head
-        part = self.rank % size // copies, size // copies
-        own = [heads.stop - heads.start for heads in self.retrieval_heads.values()]
-        heads = [count * part[1] for count in own]
+        heads, part = self._all_heads
         longest = self.model_config.max_model_len
         return {
             name: allot(
@@ -171,6 +169,27 @@ class PlanningWorker(CPUWorker):
             )
             for name, method in uneven.items()
         }
+
+    @functools.cached_property
+    def whole_contexts(self) -> dict[str, torch.Tensor]:
+        """Of methods by which some KV heads attend to everything; see ``RequestTable.fixed``."""
+        heads, part = self._all_heads
+        layers = [extract_layer_index(name) for name in self.retrieval_heads]
+        fixed = {}
+        for name, method in self.retrieval_config.methods.items():
+            if method.heads is not None:
+                flags = torch.from_numpy(method.heads.of(self.model_config, layers)).flatten()
+                fixed[name] = flags[own_heads(heads, part)].int() * EVERYTHING
+        return fixed
+
+    @property
+    def _all_heads(self) -> tuple[list[int], tuple[int, int]]:
+        """KV heads of each retrieval layer, and which part of how many this worker has of them."""
+        size = self.parallel_config.tensor_parallel_size
+        copies = max(1, size // self.model_config.get_total_num_kv_heads())  # of each KV head
+        part = self.rank % size // copies, size // copies
+        own = [heads.stop - heads.start for heads in self.retrieval_heads.values()]
+        return [count * part[1] for count in own], part
 
     def _attended(self, kv_heads: int) -> tuple[int, ...]:
         """Of each retrieval layer, the (page, KV head) units that a request attends to at most."""

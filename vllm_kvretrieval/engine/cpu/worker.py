@@ -142,15 +142,24 @@ class RetrievalCPUWorker(PlanningWorker):
             self.fast = FastTier(config.page_size, config.open_pages)
         retrieving = {name for *_, names in groups for name in names}
         keeping = any(method.keeping is not None for method in config.methods.values())
-        if (self.allotments or keeping) and retrieving != {*self.retrieval_heads}:
-            what = f"{config.method} cannot serve" if keeping else "kv_retrieval.budget_shares:"
+        uneven = self.allotments or self.whole_contexts
+        if (uneven or keeping) and retrieving != {*self.retrieval_heads}:
+            shares = self.allotments and not keeping
+            what = "kv_retrieval.budget_shares:" if shares else f"{config.method} cannot serve"
             raise RetrievalConfigError(
                 f"{what} {self.model_config.model}, not all of whose layers with full attention "
                 "take pages of their own choice; use a method of pages, without shares."
             )
         kept = Heads([*self.retrieval_heads.values()], self._add_up)
         self.requests = RequestTable(
-            config, capacity, heads, self.model_runner, dense_share, self.allotments, kept
+            config,
+            capacity,
+            heads,
+            self.model_runner,
+            dense_share,
+            self.allotments,
+            kept,
+            self.whole_contexts,
         )
         streams_dense = self.tiers is not None and self.tiers.streams_dense
         filters = self._attach_filters(layers)
@@ -209,10 +218,11 @@ class RetrievalCPUWorker(PlanningWorker):
                 f"{self.model_config.model}, {why}. Leave --kv-transfer-config and "
                 "--kv-offloading-size out."
             )
-        if others and self.allotments:
+        if others and (uneven := self.allotments | self.whole_contexts):
             raise RetrievalConfigError(
-                f"kv_retrieval.budget_shares cannot be served with {self.model_config.model}, "
-                f"{why}: vLLM's own attention reads lists of one length. Leave it out."
+                f"{', '.join(uneven)} cannot be served with {self.model_config.model}, {why}: "
+                "vLLM's own attention reads lists of one length. Use methods without budget_shares "
+                "by which all KV heads attend alike."
             )
         if others and config.rows:
             raise RetrievalConfigError(

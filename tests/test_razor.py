@@ -1,0 +1,205 @@
+"""RazorAttention in an engine: which KV heads attend to everything, and which to sink and window.
+
+Every list of recorded steps is held against what the file of scores says; what requests are
+answered, against stock vLLM and the same requests by themselves.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.engine import Request, alone, assert_same, checkpoint, drive, engine, novel, preemptions
+from tests.heads_recorder import scored
+from vllm_kvretrieval.retrieval.heads import SHIPPED
+
+pytestmark = [pytest.mark.engine, pytest.mark.model]
+
+MODEL = "SmolLM2-135M-Instruct"
+FILE = SHIPPED / f"{MODEL}.json"
+LAYERS, KV_HEADS = 30, 3
+BUDGET = 256
+PAGE = 32
+CHUNK = 256  # tokens per step
+BLOCK = 128
+STOCK: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": CHUNK,
+    "num_gpu_blocks_override": 26,  # one of them vLLM's own
+    "enforce_eager": True,
+}
+TOLERANCE = 1e-3
+
+
+def by_hand():
+    """Of every layer another head, of some none, and of one all."""
+    flags = [[int(head == layer % 4) for head in range(KV_HEADS)] for layer in range(LAYERS)]
+    flags[5] = [1, 1, 1]
+    return flags
+
+
+ALSO = {
+    "by_hand": {"heads": by_hand()},
+    "many": {"heads": {"file": str(FILE), "share": 0.5}},
+    "all": {"heads": [[1] * KV_HEADS] * LAYERS},
+    "none": {"heads": [[0] * KV_HEADS] * LAYERS},
+    "freekv": {},
+}
+RECORDED = (0, 3, 5, 7, 18, 29)
+
+
+def by(method, **options):
+    return {"method": method, **options}
+
+
+def difference(one, other):
+    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """What vLLM without retrieval answers; its engine is gone before ours starts."""
+    with engine(checkpoint(MODEL), **STOCK) as llm:
+        short = Request(novel(llm, 200, 0), 30)
+        long = Request(novel(llm, 700, 50), 16)
+        return {"short": drive(llm, [short])[0], "long": drive(llm, [long])[0]}
+
+
+@pytest.fixture(scope="module")
+def llm(stock):
+    with engine(
+        checkpoint(MODEL),
+        attention_backend="razor",
+        additional_config={"kv_retrieval": {"budget": BUDGET, "also": ALSO}},
+        worker_extension_cls="tests.heads_recorder.HeadsRecorder",
+        **STOCK,
+    ) as llm:
+        yield llm
+
+
+def test_within_the_budget_and_exact_requests_are_stock_vllms(llm, stock):
+    for method in ("razor", "by_hand", "none"):
+        short = alone(llm, Request(novel(llm, 200, 0), 30, by(method)))
+        assert short.tokens == stock["short"].tokens
+        assert short.logprobs == stock["short"].logprobs
+    exact = alone(llm, Request(novel(llm, 700, 50), 16, by("razor", exact=True)))
+    assert_same(exact, stock["long"], TOLERANCE)
+
+
+def test_what_each_head_attends_to(llm):
+    """At every step, of prompts that are read and decoded at once, and with other budgets."""
+    crowd = [
+        (Request(novel(llm, 700, 0), 40, {}), 8),
+        (Request(novel(llm, 3 * CHUNK + 1, 60), 20, by("by_hand")), 8),
+        (Request(novel(llm, 420, 120), 30, by("razor", budget=96), arrives=2), 3),
+        (Request(novel(llm, 1000, 200), 12, by("many", budget=192), arrives=5), 6),
+        (Request(novel(llm, 240, 300), 45, by("by_hand", budget=128), arrives=9), 4),
+        (Request(novel(llm, 250, 9), 40, {}, arrives=12), 8),
+        (Request(novel(llm, 500, 80), 10, by("none"), arrives=13), 8),
+    ]
+    llm.collective_rpc("start_recording", args=(RECORDED,))
+    drive(llm, [request for request, _ in crowd])
+    flags = {
+        "razor": scored(FILE, 0.15),
+        "many": scored(FILE, 0.5),
+        **{name: ALSO[name]["heads"] for name in ("by_hand", "none")},
+    }
+    budgets = [budget for _, budget in crowd]
+    (found,) = llm.collective_rpc("check_heads", args=(flags, budgets, RECORDED))
+    layers = len(RECORDED)
+    steps = {"razor": 39 + 29 + 33, "by_hand": 19 + 44, "many": 11, "none": 9}
+    assert found.keys() == steps.keys()
+    for name, summary in found.items():
+        whole = sum(sum(flags[name][layer]) for layer in RECORDED)
+        assert summary["steps"] == steps[name] * layers
+        assert summary.get("whole", 0) == steps[name] * whole
+        assert summary.get("part", 0) == steps[name] * (layers * KV_HEADS - whole)
+        assert summary["differ"] == 0, name
+        assert summary["worst_error"] < 1e-4, name
+    assert sum(map(sum, flags["razor"])) == 14
+    assert found["razor"]["whole"] > 0
+    assert found["razor"]["page_moves"] == 3
+    llm.collective_rpc("start_recording", args=(RECORDED,))
+
+
+def test_all_heads_or_none(llm, stock):
+    """With all of them requests are exact; with none there are sink and window alone."""
+    prompt = novel(llm, 700, 50)
+    everything, nothing, window, some = drive(
+        llm, [Request(prompt, 16, by(m)) for m in ("all", "none", "streamingllm", "razor")]
+    )
+    assert_same(everything, stock["long"], TOLERANCE)
+    assert_same(nothing, window, TOLERANCE)
+    for answer in (nothing, some):
+        assert difference(answer, everything) > 10 * TOLERANCE
+    assert difference(nothing, some) > 10 * TOLERANCE
+
+
+def test_a_crowd_of_different_requests(llm):
+    """More requests than run at once; long prompts are read in chunks beside decoding ones."""
+    crowd = [
+        Request(novel(llm, 600, 0), 40, {}),
+        Request(novel(llm, 60, 100), 50, {}),
+        Request(novel(llm, 1100, 200), 24, by("by_hand", budget=128), arrives=3),
+        Request(novel(llm, 500, 300), 12, by("streamingllm"), arrives=5),
+        Request(novel(llm, 700, 400), 30, by("freekv"), arrives=14),
+        Request(novel(llm, 500, 500), 20, by("razor", exact=True), arrives=20),
+        Request(novel(llm, 250, 600), 30, by("many"), arrives=21),
+        Request(novel(llm, 3 * CHUNK + 1, 60), 4, {}, arrives=22),
+        Request(novel(llm, 300, 700), 9, by("razor", budget=64), arrives=30),
+    ]
+    expected = [alone(llm, request) for request in crowd]
+    for answer, request in zip(drive(llm, crowd), expected, strict=True):
+        assert_same(answer, request, TOLERANCE)
+
+
+def test_prefix_hits(llm):
+    """There is nothing to observe: whoever hits the cache is answered as without it."""
+    document = novel(llm, 600, 80)
+    requests = [
+        Request(document + novel(llm, 60, question), 12, by(m), cache=True)
+        for question, m in enumerate(("razor", "by_hand"), 180)
+    ]
+    expected = [alone(llm, request) for request in requests]
+    llm.reset_prefix_cache()
+    drive(llm, [Request(document, 1, {}, cache=True)])
+    for request, once in zip(requests, expected, strict=True):
+        answer = drive(llm, [request])[0]
+        assert answer.cached == len(document) // BLOCK * BLOCK
+        assert_same(answer, once, TOLERANCE)
+
+
+def test_preemption(llm, monkeypatch):
+    """Who is resumed reads all that it had as its prompt, exactly, and goes on as before."""
+    preempted = preemptions(llm, monkeypatch)
+    lengths = {1011: "freekv", 1010: "by_hand", 950: "razor"}
+    crowd = [Request(novel(llm, n, n), 40, by(m)) for n, m in lengths.items()]
+    expected = [alone(llm, request) for request in crowd]
+    answers = drive(llm, crowd)
+    assert [request_id.split("-")[0] for request_id in preempted] == ["2"]
+    for answer, request in zip(answers[:2], expected[:2], strict=True):
+        assert_same(answer, request, TOLERANCE)
+    pauses = [b - a for a, b in zip(answers[2].steps, answers[2].steps[1:], strict=False)]
+    done = pauses.index(max(pauses)) + 1
+    assert answers[2].tokens[:done] == expected[2].tokens[:done]
+    resumed = Request(crowd[2].prompt + answers[2].tokens[:done], 40 - done, by("razor"))
+    again = alone(llm, resumed)
+    assert answers[2].tokens[done:] == again.tokens
+    assert answers[2].logprobs[done:] == pytest.approx(again.logprobs, abs=TOLERANCE)
+
+
+def test_counts(llm):
+    """What is attended to is counted head by head."""
+    drive(llm, [Request(novel(llm, 40, 0), 1, {})])
+    llm.collective_rpc(lambda worker: tuple(worker.requests.take_counts()))
+    whole = {"razor": 14, "by_hand": sum(map(sum, by_hand())), "all": 90, "none": 0}
+    for method, heads in whole.items():
+        drive(llm, [Request(novel(llm, 700, 0), 12, by(method))])
+        drive(llm, [Request(novel(llm, 40, 0), 1, {})])
+        (counts,) = llm.collective_rpc(lambda worker: worker.requests.take_counts()._asdict())
+        pages = [-(-length // PAGE) for length in range(701, 712)]
+        others = LAYERS * KV_HEADS - heads
+        assert counts["sparse_steps"] == 11
+        assert counts["attended"] == sum(n * heads + BUDGET // PAGE * others for n in pages)
+        assert counts["corrected"] == 0

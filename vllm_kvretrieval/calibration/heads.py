@@ -1,0 +1,85 @@
+"""How much KV heads look back for what they need (RazorAttention, section 3.2)."""
+
+import torch
+
+from vllm_kvretrieval.calibration.abilities import POSITIONS_AT_ONCE, attend
+
+REPEATS = 4
+"""As in the paper."""
+
+
+def repeated_tokens(vocabulary: int, excluded: list[int], count: int, seed: int) -> torch.Tensor:
+    """int64 [REPEATS * count]; so many different random tokens, over and over.
+
+    Args:
+        vocabulary: Tokens that there are.
+        excluded: Those that mean something else.
+        count: Of one repetition.
+        seed: Of the choice.
+
+    Raises:
+        ValueError: There are not so many.
+    """
+    usable = torch.ones(vocabulary, dtype=torch.bool)
+    usable[[token for token in excluded if token < vocabulary]] = False
+    tokens = usable.nonzero()[:, 0]
+    if count > len(tokens):
+        raise ValueError(f"the model has {len(tokens)} tokens: use --tokens {len(tokens)} or less")
+    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))
+    return tokens[order[:count]].repeat(REPEATS)
+
+
+class HeadScores:
+    """Adds up what a text's repetitions get of attention, over queries.
+
+    A token's *echo* is the attention that it gives to its earlier occurrences, its *induction* what
+    it gives to the tokens right after these.
+
+    Args:
+        period: Tokens of a repetition, all different.
+    """
+
+    def __init__(self, period: int) -> None:
+        self.period = period
+        self._echo: dict[int, torch.Tensor] = {}
+        self._induction: dict[int, torch.Tensor] = {}
+        self._queries: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """See ``Observer``."""
+
+    def observe(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        context: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """See ``Observer``."""
+        grouped = torch.zeros(len(key), len(query) // len(key), dtype=torch.float64)
+        if layer not in self._queries:
+            self._echo[layer], self._induction[layer] = grouped, grouped.clone()
+        for start in range(0, len(context), POSITIONS_AT_ONCE):
+            lengths = context[start : start + POSITIONS_AT_ONCE]
+            part = query[:, start : start + len(lengths)]
+            attention = attend(part, key[:, : int(lengths.max())], lengths, scale)
+            back = self.period * torch.arange(1, REPEATS)
+            earlier = lengths[:, None] - 1 - back
+            for scores, places in ((self._echo, earlier), (self._induction, earlier + 1)):
+                given = attention.gather(2, places.clamp(min=0).expand(len(attention), -1, -1))
+                given = given.masked_fill(earlier < 0, 0)
+                scores[layer] += given.sum((1, 2), dtype=torch.float64).view_as(grouped)
+        self._queries[layer] = self._queries.get(layer, 0) + len(context)
+
+    def _of(self, scores: dict[int, torch.Tensor], layer: int) -> list[float]:
+        best = (scores[layer] / self._queries[layer]).amax(1).clamp(max=1)
+        return [round(score, 4) for score in best.tolist()]
+
+    def echo(self, layer: int) -> list[float]:
+        """Per KV head, of its best query head, the mean over the queries."""
+        return self._of(self._echo, layer)
+
+    def induction(self, layer: int) -> list[float]:
+        """Likewise."""
+        return self._of(self._induction, layer)
