@@ -34,11 +34,12 @@ STOCK: dict[str, Any] = {
 PARTS = {"budget": BUDGET, "sink": 32, "window": 32}  # in pages: 1, 1, and 3 selected
 ALSO: dict[str, dict[str, Any]] = {
     # Not those of single tokens, which change the layout of the cache (test_fier, test_dropping,
-    # test_omnikv), nor ttkv, which is more than a method: test_slow_home.
+    # test_omnikv), nor ttkv, which is more than a method (test_slow_home), nor razor, whose heads
+    # are a model's (test_razor).
     **{
         name: {}
         for name, preset in OWN.items()
-        if preset.unit == "page" and name not in ("kvretrieval", "ttkv")
+        if preset.unit == "page" and name not in ("kvretrieval", "ttkv", "razor")
     },
     "reranked": {"index": "mean", "rerank": 2},
     "fine": {"summary_size": 16, "schedule": "speculative"},
