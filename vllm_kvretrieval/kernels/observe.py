@@ -2,7 +2,7 @@
 
 import torch
 
-SCRATCH = 1 << 23
+SCRATCH = 1 << 20
 """Scores that are held at once, float32; one query of a KV head's group at least."""
 
 
