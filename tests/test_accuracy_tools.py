@@ -622,7 +622,10 @@ class FakeEngine:
         self.options = options
         yield "engine"
 
-    def run(self, llm: Any, samples: list[Sample], options: Any, label: str) -> list[Generated]:
+    def run(
+        self, llm: Any, samples: list[Sample], options: Any, label: str, anew: bool = False
+    ) -> list[Generated]:
+        assert not anew, "no variant here watches prompts"
         if self.breaks_at and self.breaks_at in label:
             raise KeyboardInterrupt
         self.ran.append(label)

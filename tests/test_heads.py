@@ -1,6 +1,7 @@
 """Retrieval heads: their files, which are taken of scores, and what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_impossible_options(method, options, message):
         config(method, **options)
 
 
-def test_models_that_are_refused(configure, tmp_path):  # noqa: F811
+def test_models_that_are_refused(configure, tmp_path, monkeypatch):  # noqa: F811
     def razor(heads=None, **options):
         retrieval = {} if heads is None else {"heads": heads}
         retrieval |= {"dense_layers": options.pop("dense_layers", 0)}
@@ -92,9 +93,10 @@ def test_models_that_are_refused(configure, tmp_path):  # noqa: F811
     scores = json.loads(FILE.read_text())
     shape = {key: LLAMA.get(key) for key in scores["shape"]}
     few = scores | {"shape": shape, "layers": [0], "induction": [[0.5]], "echo": [[0.5]]}
-    (tmp_path / "few.json").write_text(json.dumps(few))
+    monkeypatch.chdir(tmp_path)
+    Path("few.json").write_text(json.dumps(few))
     with pytest.raises(ValueError, match=r"few.json' has no scores of layer 1, which retrieves"):
-        razor(str(tmp_path / "few.json"))
+        razor("few.json")
 
 
 # --------------------------------------------------------------------------------------- files
