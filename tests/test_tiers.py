@@ -383,7 +383,10 @@ def test_workers_know_what_their_layers_attend_to(others):
 def test_lists_of_lengths_of_their_own_need_our_attention():
     own = worker([FULL] * 10, budget_shares=[1] * 9)
     own._check_reading({"vec", "vec16", "amx"}, foreign=False)
-    with pytest.raises(RetrievalConfigError, match=r"freekv cannot be served .*\(neon\).*one length.*without budget_shares"):
+    with pytest.raises(
+        RetrievalConfigError,
+        match=r"freekv cannot be served .*\(neon\).*one length.*without budget_shares",
+    ):
         own._check_reading({"neon"}, foreign=False)
     worker([FULL] * 10)._check_reading({"neon"}, foreign=False)
 
