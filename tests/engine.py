@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,38 @@ def preemptions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(scheduler, "_preempt_request", record)
     return preempted
+
+
+def by(method: str, **options: Any) -> dict[str, Any]:
+    """A request's options, by which a method answers it."""
+    return {"method": method, **options}
+
+
+def difference(one: Answer, other: Answer) -> float:
+    """The largest one between the log-probs of two answers."""
+    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+
+
+def assert_resumed(
+    llm: LLM, request: Request, answer: Answer, expected: Answer, tolerance: float
+) -> None:
+    """An interrupted request goes on as one whose prompt is all that it had by then.
+
+    Args:
+        llm: The engine, with nothing to do.
+        request: Which was preempted once, and had to wait.
+        answer: What it got.
+        expected: What it gets by itself.
+        tolerance: Of log-probs.
+    """
+    pauses = [b - a for a, b in pairwise(answer.steps)]
+    assert max(pauses) > 5
+    done = pauses.index(max(pauses)) + 1
+    assert answer.tokens[:done] == expected.tokens[:done]
+    prompt = request.prompt + answer.tokens[:done]
+    again = alone(llm, Request(prompt, request.tokens - done, request.options))
+    assert answer.tokens[done:] == again.tokens
+    assert answer.logprobs[done:] == pytest.approx(again.logprobs, abs=tolerance)
 
 
 def assert_same(answer: Answer, expected: Answer, tolerance: float) -> None:

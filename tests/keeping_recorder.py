@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.omnikv_recorder import number_of
+from tests.omnikv_recorder import attended_tokens, number_of
 
 ROUNDING = 2e-4
 """How far a rating may be off that is computed in float32, as a share of the highest."""
@@ -111,13 +111,7 @@ class KeepingRecorder:
         for r, place in enumerate(places):
             length = int(rows.seq_lens[r])
             pages = rows.block_table[r, : -(-length // size)].tolist()
-            position = {page: j for j, page in enumerate(pages)}
-            attended = []
-            for head in range(heads):
-                count = int(plan.lists.lengths[r * heads + head])
-                tokens = plan.lists.entries[r * heads + head, :count].tolist()
-                assert all(t // size % heads == head for t in tokens), "tokens of another head"
-                attended.append([position[t // size // heads] * size + t % size for t in tokens])
+            attended = attended_tokens(plan.lists, r, pages, size)
             shape = (heads, impl.num_queries_per_kv, impl.head_size)
             request = self.model_runner.input_batch.req_ids[place]
             yield method, request, number, length, attended, output[r].double().reshape(shape)

@@ -41,6 +41,18 @@ def number_of(layer_name):
     return int(re.findall(r"\.(\d+)\.", layer_name)[0])
 
 
+def attended_tokens(lists, row, pages, size):
+    """Per KV head, positions in the context of what a row's lists of tokens name."""
+    position, heads = {page: j for j, page in enumerate(pages)}, lists.kv_heads
+    attended = []
+    for head in range(heads):
+        count = int(lists.lengths[row * heads + head])
+        tokens = lists.entries[row * heads + head, :count].tolist()
+        assert all(t // size % heads == head for t in tokens), "tokens of another head"
+        attended.append([position[t // size // heads] * size + t % size for t in tokens])
+    return attended
+
+
 class OmniKVRecorder:
     """Mixed into the worker by vLLM (``worker_extension_cls``)."""
 
@@ -106,13 +118,7 @@ class OmniKVRecorder:
         for r, place in enumerate(places):
             length = int(rows.seq_lens[r])
             pages = rows.block_table[r, : -(-length // size)].tolist()
-            position = {page: j for j, page in enumerate(pages)}
-            attended = []
-            for head in range(heads):
-                count = int(plan.lists.lengths[r * heads + head])
-                tokens = plan.lists.entries[r * heads + head, :count].tolist()
-                assert all(t // size % heads == head for t in tokens), "tokens of another head"
-                attended.append([position[t // size // heads] * size + t % size for t in tokens])
+            attended = attended_tokens(plan.lists, r, pages, size)
             slots = [pages[t // size] * size + t % size for t in range(length)]
             shape = (heads, impl.num_queries_per_kv, impl.head_size)
             yield Step(

@@ -13,7 +13,16 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine import Request, alone, assert_same, checkpoint, drive, engine, novel
+from tests.engine import (
+    Request,
+    alone,
+    assert_resumed,
+    assert_same,
+    checkpoint,
+    drive,
+    engine,
+    novel,
+)
 from vllm_kvretrieval.errors import RetrievalConfigError
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
@@ -207,13 +216,7 @@ def test_preemption(llm, monkeypatch):
     assert scheduler(llm).kv_cache_manager.usage == 0
     assert_same(neighbour, one, TOLERANCE)
 
-    pauses = [b - a for a, b in zip(answer.steps, answer.steps[1:], strict=False)]
-    assert max(pauses) > 5
-    done = pauses.index(max(pauses)) + 1
-    assert answer.tokens[:done] == expected.tokens[:done]
-    again = alone(llm, Request(crowd[2].prompt + answer.tokens[:done], 40 - done, {}))
-    assert answer.tokens[done:] == again.tokens
-    assert answer.logprobs[done:] == pytest.approx(again.logprobs, abs=TOLERANCE)
+    assert_resumed(llm, crowd[2], answer, expected, TOLERANCE)
 
 
 def test_abortion(llm):

@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 
-from tests.engine import Request, alone, assert_same, checkpoint, drive, engine, novel, preemptions
+from tests.engine import (
+    Request,
+    alone,
+    assert_resumed,
+    assert_same,
+    by,
+    checkpoint,
+    difference,
+    drive,
+    engine,
+    novel,
+    preemptions,
+)
 from tests.recorder import Method
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
@@ -66,14 +78,6 @@ def llm(stock):
         **STOCK,
     ) as llm:
         yield llm
-
-
-def by(method, **options):
-    return {"method": method, **options}
-
-
-def difference(one, other):
-    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
 
 
 def test_contexts_within_the_budget_are_answered_as_by_stock_vllm(llm, stock):
@@ -144,13 +148,7 @@ def test_preemption(llm, monkeypatch):
     assert [request_id.split("-")[0] for request_id in preempted] == ["2"]
     for answer, request in zip(answers[:2], expected[:2], strict=True):
         assert_same(answer, request, NEAR_TIES)
-    pauses = [b - a for a, b in zip(answers[2].steps, answers[2].steps[1:], strict=False)]
-    done = pauses.index(max(pauses)) + 1
-    assert answers[2].tokens[:done] == expected[2].tokens[:done]
-    resumed = Request(crowd[2].prompt + answers[2].tokens[:done], 40 - done, {})
-    again = alone(llm, resumed)
-    assert answers[2].tokens[done:] == again.tokens
-    assert answers[2].logprobs[done:] == pytest.approx(again.logprobs, abs=NEAR_TIES)
+    assert_resumed(llm, crowd[2], answers[2], expected[2], NEAR_TIES)
 
 
 def test_the_tokens_of_the_paper_are_chosen(llm):

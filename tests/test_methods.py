@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine import Request, alone, assert_same, drive, engine, preemptions, random_llama
+from tests.engine import (
+    Request,
+    alone,
+    assert_resumed,
+    assert_same,
+    by,
+    difference,
+    drive,
+    engine,
+    preemptions,
+    random_llama,
+)
 from tests.outside import MEDIAN, POINTS, install, installed
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.presets import OWN
@@ -91,18 +102,10 @@ def llm(model, package, stock):
         yield llm
 
 
-def by(method, **options):
-    return {"method": method, **options}
-
-
 @pytest.fixture(scope="module")
 def computed(llm):
     """What each method makes of the document, by itself."""
     return {name: alone(llm, Request(DOCUMENT, 12, by(name))) for name in METHODS}
-
-
-def difference(one, other):
-    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
 
 
 def test_each_method_attends_to_something_else(computed):
@@ -162,14 +165,7 @@ def test_preemption(llm, monkeypatch):
     assert [request_id.split("-")[0] for request_id in preempted] == ["2"]
     for answer, request in zip(answers[:2], expected[:2], strict=True):
         assert_same(answer, request, TOLERANCE)
-    answer = answers[2]
-    pauses = [b - a for a, b in zip(answer.steps, answer.steps[1:], strict=False)]
-    done = pauses.index(max(pauses)) + 1
-    assert answer.tokens[:done] == expected[2].tokens[:done]
-    resumed = Request(crowd[2].prompt + answer.tokens[:done], 40 - done, crowd[2].options)
-    again = alone(llm, resumed)
-    assert answer.tokens[done:] == again.tokens
-    assert answer.logprobs[done:] == pytest.approx(again.logprobs, abs=TOLERANCE)
+    assert_resumed(llm, crowd[2], answers[2], expected[2], TOLERANCE)
 
 
 def test_exact_and_short_requests_are_stock_vllms(llm, stock, computed):

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 
-from tests.engine import Request, alone, assert_same, checkpoint, drive, engine, novel, preemptions
+from tests.engine import (
+    Request,
+    alone,
+    assert_resumed,
+    assert_same,
+    by,
+    checkpoint,
+    difference,
+    drive,
+    engine,
+    novel,
+    preemptions,
+)
 from tests.heads_recorder import scored
 from vllm_kvretrieval.retrieval.heads import SHIPPED
 
@@ -47,14 +59,6 @@ ALSO = {
     "freekv": {},
 }
 RECORDED = (0, 3, 5, 7, 18, 29)
-
-
-def by(method, **options):
-    return {"method": method, **options}
-
-
-def difference(one, other):
-    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -180,13 +184,7 @@ def test_preemption(llm, monkeypatch):
     assert [request_id.split("-")[0] for request_id in preempted] == ["2"]
     for answer, request in zip(answers[:2], expected[:2], strict=True):
         assert_same(answer, request, TOLERANCE)
-    pauses = [b - a for a, b in zip(answers[2].steps, answers[2].steps[1:], strict=False)]
-    done = pauses.index(max(pauses)) + 1
-    assert answers[2].tokens[:done] == expected[2].tokens[:done]
-    resumed = Request(crowd[2].prompt + answers[2].tokens[:done], 40 - done, by("razor"))
-    again = alone(llm, resumed)
-    assert answers[2].tokens[done:] == again.tokens
-    assert answers[2].logprobs[done:] == pytest.approx(again.logprobs, abs=TOLERANCE)
+    assert_resumed(llm, crowd[2], answers[2], expected[2], TOLERANCE)
 
 
 def test_counts(llm):

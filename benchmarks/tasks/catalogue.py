@@ -254,6 +254,7 @@ VARIANTS = (
     _dropping("h2o", "H2O"),
     _dropping("tova", "TOVA"),
     _dropping("raas", "RaaS"),
+    _dropping("razor", "RazorAttention: retrieval heads read everything, whatever the budget"),
     _shares("pyramid", "kvretrieval, less with depth: 1.95 to 0.05 times the mean", 20),
     _shares("pyramid_2", "kvretrieval, less with depth: 1.5 to 0.5 times the mean", 2),
     _threshold("threshold_0.8", "freekv, fewer heads select anew", 0.8),

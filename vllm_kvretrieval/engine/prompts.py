@@ -81,6 +81,7 @@ class KeptPrompts:
         seats = len(self.selected)
         self.keeps, self.ends = np.zeros(seats, dtype=bool), np.zeros(seats, dtype=np.int32)
         self.budgets = torch.zeros_like(self.selected)
+        self._budget = np.zeros(seats, dtype=np.int32)  # per KV head on average
         self._watched: dict[int, Watched] = {}
 
     def admit(self, seat: int, method: int, prompt: int, budget: int, exact: bool) -> int | None:
@@ -101,7 +102,7 @@ class KeptPrompts:
         rule = self.methods.get(method)
         if rule is None or exact:
             return None
-        self.ends[seat] = prompt
+        self.ends[seat], self._budget[seat] = prompt, budget
         allotment = self.allotments.get(rule.name)
         counts = budget if allotment is None else torch.from_numpy(allotment.counts(budget))
         self.budgets[seat] = counts
@@ -127,13 +128,12 @@ class KeptPrompts:
             self._watched[seat] = Watched(torch.zeros(shape), entropies)
         return self._watched[seat]
 
-    def settle(self, seat: int, method: int, budget: int) -> None:
+    def settle(self, seat: int, method: int) -> None:
         """The prompt has been read: find out how many tokens of it each KV head keeps.
 
         Args:
             seat: Of the request.
             method: Of the request.
-            budget: Tokens, per KV head on average.
         """
         watched = self.watched(seat, method)
         if watched.settled:
@@ -144,7 +144,7 @@ class KeptPrompts:
             if self.heads.add_up is not None:
                 self.heads.add_up(watched.entropies)
             shares = entropy_shares(watched.entropies.numpy(), *bounds)
-            counts = self.allotments[rule.name].of_layers(shares).counts(budget)
+            counts = self.allotments[rule.name].of_layers(shares).counts(int(self._budget[seat]))
             self.budgets[seat] = torch.from_numpy(counts).clamp(min=1)
         if not rule.schedule.drops:
             end = torch.tensor(int(self.ends[seat]))

@@ -100,7 +100,7 @@ def _kept(
     prompts.admit(0, 0, tokens, config.budget, exact=False)
     entropies = torch.tensor([layer.entropy for layer in layers], dtype=torch.float64)
     prompts.watched(0, 0).entropies.copy_(entropies)
-    prompts.settle(0, 0, config.budget)
+    prompts.settle(0, 0)
     if method.schedule.drops:
         prompts.step(np.zeros(1, dtype=np.int64), 0, np.array([tokens + 1]))
     rule, found = prompts.rules[0], []

@@ -65,7 +65,7 @@ class PromptAttention:
     def __init__(self, tokens: int, observed: int | None, rule: Keeping | None = None) -> None:
         self._tokens = tokens
         self._rule = rule or Keeping(per_layer=True)
-        self._first = 0 if observed is None else max(tokens - observed, 0)
+        self._first = Keeping(observation=observed).first_observed(tokens)
         self.layers: dict[int, LayerAttention] = {}
 
     @property

@@ -300,12 +300,18 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         rows, index = len(plan.rows), plan.index
         query = query[:rows] if index is None else query[index]
         attended = output[:rows] if index is None else torch.empty_like(query)
-        cache = None if self.slow is None else self.slow.cache
         if plan.kept is not None:
             self._attend_to_kept(query, attended, plan, chooser)
-            if index is not None:
-                output[index] = attended
-            return
+        else:
+            self._attend_to_selected(query, attended, plan, chooser)
+        if index is not None:
+            output[index] = attended
+
+    def _attend_to_selected(
+        self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, chooser: Chooser
+    ) -> None:
+        """What queries select, or filters for them."""
+        cache = None if self.slow is None else self.slow.cache
         if plan.weights is None:
             self.kernels.plan_decode(query, plan.rows, chooser)
             if cache is not None:
@@ -317,11 +323,9 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             self._list_selected(plan)
         if plan.schedule is None:
             layout = chooser.store.layout
-            self.kernels.attend(query, plan.lists, self.pages, attended, layout, self.scale)
+            self.kernels.attend(query, plan.lists, self.pages, output, layout, self.scale)
         else:
-            self._attend_by_vllm(query, plan, plan.schedule, attended)
-        if index is not None:
-            output[index] = attended
+            self._attend_by_vllm(query, plan, plan.schedule, output)
 
     def _attend_to_kept(
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, chooser: Chooser

@@ -101,7 +101,6 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.shares = [method.shares for method in methods]
         self.by_head = [method.schedule.by_head for method in methods]
         self.uneven = [name in requests.allotments for name in requests.config.methods]
-        self.drops = [method.schedule.drops for method in methods]
         # Of all admissible budgets; a context within it is in fast memory for its own sake.
         self.budget_pages = requests.config.budget_limit // page_size
         # Length of the context at a seat's last sparse decode step.
@@ -429,13 +428,15 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             tensor[:rows] if index is None else tensor[index]
             for tensor in (dense.seq_lens, dense.block_table)
         )
-        lens, batch = seq_lens.numpy(), self.requests.select(seats)
+        lens = seq_lens.numpy()
         fresh = self.last_len[seats] != lens - 1
         self.last_len[seats] = lens
+        kept = self.requests.kept
+        if kept is not None and method in kept.methods:
+            return self._kept_plan(kept, method, seq_lens, block_table, seats, index, fresh)
+        batch = self.requests.select(seats)
         per_token, shares = self.per_token[method], self.shares[method]
         units = self.block_size if per_token else 1  # of selection, in a page
-        if self.requests.kept is not None and method in self.requests.kept.methods:
-            return self._kept_plan(dense, method, seats, index, fresh)
         decode_rows = DecodeRows(
             block_table=block_table,
             seq_lens=seq_lens,
@@ -471,27 +472,21 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def _kept_plan(
         self,
-        dense: CPUAttentionMetadata,
+        kept: "KeptPrompts",
         method: int,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
         seats: np.ndarray,
         index: torch.Tensor | None,
         fresh: np.ndarray,
     ) -> DecodePlan:
         """Rows that attend to what they keep of their prompts, and to what came after."""
         assert self.requests is not None
-        kept, rows, heads = self.requests.kept, len(seats), self.num_kv_heads
-        assert kept is not None
-        seq_lens, block_table = (
-            tensor[:rows] if index is None else tensor[index]
-            for tensor in (dense.seq_lens, dense.block_table)
-        )
-        batch = self.requests.select(seats)
-        budget = (batch.sink_pages + batch.window_pages + batch.select_pages) * self.block_size
+        rows, heads = len(seats), self.num_kv_heads
         new = np.flatnonzero(fresh).tolist()
         for row in new:
-            kept.settle(int(seats[row]), method, int(budget[row]))
-        lens = seq_lens.numpy()
-        window = kept.step(seats, method, lens)
+            kept.settle(int(seats[row]), method)
+        window = kept.step(seats, method, seq_lens.numpy())
         most = self.requests.most_selected() + int(window.max())
         lengths = torch.empty(rows * heads, dtype=torch.int32)
         nothing = torch.zeros(rows, dtype=torch.int32)
@@ -513,11 +508,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         lists = TokenLists(decode_rows.lists, lengths, 1, heads)
         index_of_seats = torch.from_numpy(seats).long()
-        tail = None
-        if self.home_page_bytes and not self.drops[method]:
+        drops, tail = kept.methods[method].schedule.drops, None
+        if self.home_page_bytes and not drops:
             apart = {name: torch.empty_like(getattr(decode_rows, name)) for name in _WRITTEN}
             tail = replace(decode_rows, select=nothing, handle=None, **apart)
-        keeps = KeptRows(kept.rules[method], self.drops[method], index_of_seats, new, tail)
+        keeps = KeptRows(kept.rules[method], drops, index_of_seats, new, tail)
         return DecodePlan(method, decode_rows, index, lists, None, kept=keeps)
 
     def _part(

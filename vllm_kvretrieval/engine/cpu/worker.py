@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed import ReduceOp
 from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
@@ -150,7 +151,7 @@ class RetrievalCPUWorker(PlanningWorker):
                 f"{what} {self.model_config.model}, not all of whose layers with full attention "
                 "take pages of their own choice; use a method of pages, without shares."
             )
-        kept = Heads([*self.retrieval_heads.values()], self._add_up)
+        kept = Heads([*self.retrieval_heads.values()], self._over_workers(ReduceOp.SUM))
         self.requests = RequestTable(
             config,
             capacity,
@@ -359,7 +360,7 @@ class RetrievalCPUWorker(PlanningWorker):
         """Make the filter layers such; by their numbers."""
         config, seats = self.retrieval_config, self.scheduler_config.max_num_seqs
         window = len(OBSERVATIONS[config.observation or "last"]) if self.roles else 0
-        filters = {}
+        filters, highest = {}, self._over_workers(ReduceOp.MAX)
         for group in itertools.chain.from_iterable(self.model_runner.attn_groups):
             for name in group.layer_names:
                 number = extract_layer_index(name)
@@ -384,26 +385,21 @@ class RetrievalCPUWorker(PlanningWorker):
                     heads = impl.num_kv_heads * impl.num_queries_per_kv
                     latest = LatestQueries(seats, window, heads, impl.head_size, kv_cache.dtype)
                 chunk_selector = self._chunk_selector(selector)
-                impl.filter(cpu, selector, latest, chunk_selector, self._merge)
+                impl.filter(cpu, selector, latest, chunk_selector, highest)
                 filters[number] = impl
         return filters
 
-    @property
-    def _merge(self) -> Merge | None:
-        """How filters take the heads of other workers into account; None where there are none."""
-        workers = get_tp_group()
-        if workers.world_size == 1:
-            return None
-        highest = torch.distributed.ReduceOp.MAX
-        return lambda ratings: torch.distributed.all_reduce(ratings, highest, workers.cpu_group)
+    @staticmethod
+    def _over_workers(by: ReduceOp.RedOpType) -> Merge | AddUp | None:
+        """How the heads of other workers are taken into account; None where there are none.
 
-    @property
-    def _add_up(self) -> AddUp | None:
-        """How the attention of other workers' heads is taken into account."""
+        Args:
+            by: What becomes of each number of theirs.
+        """
         workers = get_tp_group()
         if workers.world_size == 1:
             return None
-        return lambda sums: torch.distributed.all_reduce(sums, group=workers.cpu_group)
+        return lambda numbers: torch.distributed.all_reduce(numbers, by, workers.cpu_group)
 
     def _chunk_selector(self, selector: ContextSelector) -> ContextSelector | None:
         """What a filter selects with for chunks of prompts; None where prefill is exact."""
