@@ -36,7 +36,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 from transformers import AutoConfig
 
-from benchmarks import decode_report
+from benchmarks import decode_report, worker_timing
 from benchmarks.common import MODELS, RESULTS, Stopwatch, read_json, result_header, write_json
 from benchmarks.decode_bench import WARM_STEPS, Bench, Settings
 from benchmarks.decode_report import Cell
@@ -77,7 +77,7 @@ def engine_specs(
         "max_model_len": longest,
         "kv_cache_memory_bytes": cache,
         "enforce_eager": settings.enforce_eager,
-        "worker_extension_cls": "benchmarks.worker_timing.TimingExtension",
+        "worker_extension_cls": worker_timing.EXTENSION,
     }
     if settings.fill:
         common["kv_transfer_config"] = FILL

@@ -1,10 +1,11 @@
-"""What it takes to watch a prompt's attention: time to its second token, beside exact prefill.
+"""What it takes to watch a prompt's attention, beside the rest of its prefill.
 
     python -m benchmarks.observation [--contexts N ...] [--repeats N]
 
-One engine. Each method, and full attention, reads the same prompts in turns, the prefix cache
-emptied in between; what it keeps is chosen before the second token. Reported are medians of the
-times of generating two tokens, and of ratios within a turn.
+One engine. Each method reads the same prompts in turns, the prefix cache emptied in between, and
+generates two tokens: what it keeps is chosen before the second one. Its worker times what is done
+for watching and choosing within its steps. Reported are medians of these times, and of their ratios
+to the rest of the same steps: what else is busy on the machine then slows both.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
@@ -26,71 +26,83 @@ from benchmarks.models import kv_bytes_per_token, read_config
 from benchmarks.tasks.base import TokenText
 from benchmarks.tasks.engine import DTYPE, open_engine
 from benchmarks.tasks.forced import novel
+from benchmarks.worker_timing import EXTENSION, OBSERVATION, RUNNER
 
 MODULE = "benchmarks.observation"
 CONTEXTS = (2048, 8192, 16384)
 BUDGET = 1024
 METHODS: dict[str, dict[str, Any]] = {
-    "exact": {"method": "snapkv", "exact": True},
-    "snapkv": {"method": "snapkv"},
-    "entropykv_32": {"method": "entropykv_32"},
-    "entropykv": {"method": "entropykv"},
-    "tova": {"method": "tova"},
-}
-"""Options of a request; ``exact`` is what the others are compared with."""
-ENGINE = "snapkv"
-ALSO: dict[str, dict[str, Any]] = {
+    "snapkv": {},
     "tova": {},
-    "entropykv": {},
+    "raas": {},
     "entropykv_32": {"preset": "entropykv", "observation": 32},
+    "entropykv": {},
 }
+"""What is watched by, and the options of ``also``."""
+ENGINE = "snapkv"
 SLOW = ("entropykv",)
 """Those that watch every query: once per context is enough."""
 
 
-def seconds(llm: LLM, prompt: Sequence[int], options: dict[str, Any]) -> float:
-    """Time of a prompt and two tokens."""
+class Times(NamedTuple):
+    """Of a prompt and two tokens, in seconds.
+
+    Attributes:
+        watching: What is done for watching, and for choosing what is kept.
+        rest: Of the model runner's time, both steps.
+    """
+
+    watching: float
+    rest: float
+
+
+def times(llm: LLM, prompt: Sequence[int], method: str) -> Times:
+    """Those of a prompt that the prefix cache does not hold."""
     params = SamplingParams(
         temperature=0.0,
         max_tokens=2,
         ignore_eos=True,
         detokenize=False,
-        extra_args={"kv_retrieval": options},
+        extra_args={"kv_retrieval": {"method": method}},
     )
     llm.reset_prefix_cache()
-    start = time.perf_counter()
+    llm.collective_rpc("start_timing")
     llm.generate([TokensPrompt(prompt_token_ids=list(prompt))], params, use_tqdm=False)
-    return time.perf_counter() - start
+    ((steps, _),) = llm.collective_rpc("stop_timing")
+    watching, runner = (sum(step.get(k, 0.0) for step in steps) for k in (OBSERVATION, RUNNER))
+    return Times(watching, runner - watching)
 
 
 def measure(llm: LLM, prompt: Sequence[int], repeats: int) -> dict[str, Any]:
-    """Times of one context, by method; and ratios to those of full attention beside them."""
-    times: dict[str, list[float]] = {name: [] for name in METHODS}
+    """What watching takes at one context, by method."""
+    found: dict[str, list[Times]] = {name: [] for name in METHODS}
     for turn in range(repeats):
-        order = [*METHODS] if turn % 2 == 0 else [*METHODS][::-1]
-        for name in order:
+        for name in METHODS:
             if turn == 0 or name not in SLOW:
-                times[name].append(round(seconds(llm, prompt, METHODS[name]), 3))
+                found[name].append(times(llm, prompt, name))
     return {
         name: {
-            "seconds": found,
-            "ratio": statistics.median(
-                s / e for s, e in zip(found, times["exact"][: len(found)], strict=True)
-            ),
+            "watching_seconds": [round(each.watching, 4) for each in of_method],
+            "rest_seconds": [round(each.rest, 4) for each in of_method],
+            "ratio": statistics.median(each.watching / each.rest for each in of_method),
         }
-        for name, found in times.items()
+        for name, of_method in found.items()
     }
 
 
 def table(cells: dict[int, dict[str, Any]]) -> str:
     """The figures as a table in Markdown."""
-    lines = [f"| context | {' | '.join(METHODS)} |", "| --- |" + " --- |" * len(METHODS)]
+    lines = [
+        f"| context | rest | {' | '.join(METHODS)} |",
+        "| --- |" + " --- |" * (len(METHODS) + 1),
+    ]
     for context, methods in cells.items():
-        row = []
-        for name, cell in methods.items():
-            text = f"{statistics.median(cell['seconds']):.2f} s"
-            row.append(text if name == "exact" else f"{text}, {100 * (cell['ratio'] - 1):+.1f} %")
-        lines.append(f"| {context} | {' | '.join(row)} |")
+        rest = statistics.median(s for cell in methods.values() for s in cell["rest_seconds"])
+        row = [
+            f"{1e3 * statistics.median(cell['watching_seconds']):.0f} ms, {cell['ratio']:.1%}"
+            for cell in methods.values()
+        ]
+        lines.append(f"| {context} | {rest:.1f} s | {' | '.join(row)} |")
     return "\n".join(lines)
 
 
@@ -99,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("--model", type=Path, default=MODELS / "SmolLM2-135M-Instruct-32K")
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS, metavar="N")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N")
     parser.add_argument("--out", type=Path, default=RESULTS / "observation.json", metavar="FILE")
     options = parser.parse_args(arguments)
     clock = Stopwatch()
@@ -109,8 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells: dict[int, dict[str, Any]] = {}
     width = kv_bytes_per_token(read_config(options.model)) * (2 if DTYPE == "float32" else 1)
     sizes = longest + 128, BUDGET, 2 * (longest + 256) * width
-    with open_engine(options.model, *sizes, method=ENGINE, also=ALSO) as llm:
-        seconds(llm, words[:2048], METHODS["snapkv"])  # warm up
+    also = {name: served for name, served in METHODS.items() if name != ENGINE}
+    with open_engine(options.model, *sizes, extension=EXTENSION, method=ENGINE, also=also) as llm:
+        times(llm, words[:2048], ENGINE)  # warm up
         for context in sorted(options.contexts):
             cells[context] = measure(llm, words[:context], options.repeats)
             print(f"[{clock}] {context}: {cells[context]}", flush=True)

@@ -15,6 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+EXTENSION = "benchmarks.worker_timing.TimingExtension"
+"""To be given to an engine as `worker_extension_cls`."""
+
 RUNNER = "runner"
 FORWARD = "forward"
 ATTENTION_LAYER = "attention_layer"
@@ -22,7 +25,9 @@ KV_WRITE = "kv_write"
 ATTENTION_KERNEL = "attention_kernel"
 PLANNING = "planning"
 INDEX_UPDATE = "index_update"
+OBSERVATION = "observation"
 
+KEEPER = "vllm_kvretrieval.attention.cpu.keeping"
 FUNCTIONS = (
     (ATTENTION_KERNEL, "vllm._custom_ops", "cpu_attention_with_kv_cache"),
     (ATTENTION_KERNEL, "vllm_kvretrieval.kernels.cpu", "attend"),
@@ -69,6 +74,10 @@ class TimingExtension:
         for implementation in {type(layer.impl) for layer in layers if hasattr(layer, "impl")}:
             self._wrap(implementation, "forward", ATTENTION_LAYER)
             self._wrap(implementation, "do_kv_cache_update", KV_WRITE)
+        if KEEPER in sys.modules:
+            keeper = importlib.import_module(KEEPER).Keeper
+            for name in ("observe", "settle"):
+                self._wrap(keeper, name, OBSERVATION)
         for label, module, function in FUNCTIONS:
             if module in sys.modules:
                 self._wrap_everywhere(importlib.import_module(module), function, label)
