@@ -38,16 +38,6 @@ def test_recall(interpreted, head_size, page):
     )
 
 
-@pytest.mark.parametrize("tail", [False, True])
-@pytest.mark.parametrize(
-    ("kv_heads", "head_size", "tokens"), [(8, 128, 40), (3, 64, 1), (1, 256, 7), (11, 96, 20)]
-)
-def test_write_through(interpreted, kv_heads, head_size, tokens, tail):
-    interpreted(
-        triton_checks.write, head_size=head_size, kv_heads=kv_heads, tokens=tokens, tail=tail
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("group", "head_size", "splits"), [(1, 64, 1), (4, 128, 4), (7, 96, 2), (16, 256, 8)]
@@ -114,7 +104,10 @@ def test_compiled_without_spills(tmp_path):
         assert set(by_arch) == {"sm_80", "sm_90", "sm_100"}
         for arch, used in by_arch.items():
             assert used["spilled_bytes"] == 0, f"{name} on {arch}"
-            assert used["registers"] <= 65536 // (32 * used["warps"] * 2), "two programs fit"
+            # Of selection there are no more programs than a GPU has multiprocessors.
+            programs = 1 if name.startswith("select") else 2
+            most = 65536 // (32 * used["warps"] * programs)
+            assert used["registers"] <= most, f"{programs} of {name} fit on {arch}"
             assert used["shared_bytes"] <= 80 * 1024, "two programs fit"
     recorded = json.loads((RESULTS / "gpu_compiled.json").read_text())["results"]
     assert set(recorded) == set(results), "run python -m benchmarks.gpu.compiled"

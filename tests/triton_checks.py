@@ -31,29 +31,6 @@ def recall(device, *, head_size, page, kv_heads, counts, programs, dtype=torch.b
         assert torch.equal(expected, actual), f"{count} units"
 
 
-def write(device, *, head_size, kv_heads, tokens, tail, page=32, dtype=torch.bfloat16):
-    """New tokens arrive in the home and in the slots, padding nowhere; all else stays."""
-    torch.manual_seed(head_size + kv_heads + tokens)
-    home = torch.randn(9, kv_heads, page, 2 * head_size, device=device).to(dtype)
-    slots = torch.randn(11 * kv_heads, page, 2 * head_size, device=device).to(dtype)
-    # As in a model: keys and values are strided views of the fused projection's output.
-    fused = torch.randn(tokens + 2, kv_heads * 2 + 3, head_size, device=device).to(dtype)
-    key, value = fused[:, 3:].chunk(2, dim=1)
-    slot_mapping = torch.randperm(9 * page, device=device)[:tokens]
-    slot_mapping[::5] = -1
-    tail_slots = None
-    if tail:
-        pages = slot_mapping.clamp(min=0) // page
-        order = torch.randperm(11 * kv_heads, device=device)[: 9 * kv_heads].int()
-        tail_slots = order.view(9, kv_heads)[pages]
-        tail_slots[torch.rand(tokens, kv_heads, device=device) < 0.3] = -1
-    expected, actual = (home.clone(), slots.clone()), (home.clone(), slots.clone())
-    reference.write_kv(key, value, slot_mapping, *expected, tail_slots)
-    kernels.write_kv(key, value, slot_mapping, *actual, tail_slots)
-    assert torch.equal(expected[0], actual[0]), "home"
-    assert torch.equal(expected[1], actual[1]), "slots"
-
-
 def decode(
     device,
     *,

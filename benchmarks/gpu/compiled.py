@@ -29,12 +29,32 @@ from triton.runtime import JITFunction
 from benchmarks.common import result_header, write_json
 from benchmarks.gpu.common import parser
 from vllm_kvretrieval.kernels import triton as kernels
-from vllm_kvretrieval.kernels.slots import DecodeWorkspace
+from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.triton.index import build_entries, grows
+from vllm_kvretrieval.kernels.triton.scores import score_entries
+from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.retrieval.index.base import Index
+from vllm_kvretrieval.retrieval.index.low_rank import LowRank
+from vllm_kvretrieval.retrieval.index.mean import Mean
+from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
+from vllm_kvretrieval.retrieval.index.min_max import MinMax
+from vllm_kvretrieval.retrieval.pooling import Pooling
 
 MODULE = "benchmarks.gpu.compiled"
 ARCHITECTURES = (80, 90, 100)
 HEAD_SIZES = (64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
+CAPACITIES = (128, 256)
+CONTEXTS = (1024, 4096)
+"""Of a context; 4096 are 128K tokens."""
+INDEXES = (
+    ("min_max", MinMax(), 128),
+    ("mean", Mean(), 128),
+    ("mean_std", MeanStd(), 128),
+    ("low_rank", LowRank(), 64),
+    ("low_rank", LowRank(), 128),
+)
 PAGE = 32
 KV_HEADS = 8
 
@@ -79,7 +99,20 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
             name = f"d{head_size} {str(dtype).removeprefix('torch.')}"
             yield f"sparse_decode {name}", partial(_decode, head_size, dtype)
         yield f"recall_units d{head_size}", partial(_recall, head_size)
-        yield f"write_kv d{head_size}", partial(_write, head_size)
+        yield f"stage_context d{head_size}", partial(_stage, head_size)
+        yield f"write_tail d{head_size}", partial(_tail, head_size)
+    for capacity in CAPACITIES:
+        yield f"resolve C{capacity}", partial(_resolve, capacity, False)
+        yield f"resolve_ahead C{capacity}", partial(_resolve, capacity, True)
+    yield "prepare_rows", lambda: kernels.prepare_rows(_rows(), _requests(), PAGE)
+    for name, index, head_size in INDEXES:
+        step = Step(index, head_size)
+        yield f"write_kv {name} d{head_size}", step.write
+        if not index.grows:
+            yield f"index {name} d{head_size}", step.build
+        yield f"scores {name} d{head_size}", step.score
+    for pages in CONTEXTS:
+        yield f"select {pages} pages", partial(Step(MinMax(), 128).select, pages)
 
 
 def _slots(head_size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -107,16 +140,92 @@ def _recall(head_size: int) -> None:
     kernels.recall_units(_slots(head_size)[None], _slots(head_size), units, units, count)
 
 
-def _write(head_size: int) -> None:
+def _stage(head_size: int) -> None:
+    home, numbers = _slots(head_size)[None], torch.empty(1, dtype=torch.int32)
+    kernels.stage_context(home, home, numbers[:, None], numbers, numbers)
+
+
+def _rows(pages: int = 1) -> DeviceRows:
+    """A row of a context of so many pages."""
+    one = torch.empty(1, dtype=torch.int32)
+    table = torch.empty(1, pages, dtype=torch.int32)
+    starts, slots = torch.empty(2, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
+    return DeviceRows(one, one, starts, one, slots, table, one, one, one)
+
+
+def _requests() -> DeviceRequests:
+    return DeviceRequests.empty(1, "cpu")
+
+
+def _residency(capacity: int) -> Residency:
+    step = torch.empty(1, dtype=torch.int32)
+    traffic = torch.empty(1, len(Traffic), dtype=torch.int64)
+    return Residency.empty(kv_heads=KV_HEADS, slots=capacity, step=step, traffic=traffic)
+
+
+def _tail(head_size: int) -> None:
     tokens = torch.empty(1, KV_HEADS, head_size, dtype=torch.bfloat16)
-    kernels.write_kv(
-        tokens,
-        tokens,
-        torch.empty(1, dtype=torch.int64),
-        _slots(head_size)[None],
-        _slots(head_size),
-        torch.empty(1, KV_HEADS, dtype=torch.int32),
-    )
+    kernels.write_tail(tokens, tokens, _rows(), _residency(1), _slots(head_size))
+
+
+def _resolve(capacity: int, ahead: bool) -> None:
+    width = capacity // 2
+    step = Step(MinMax(), 128, width)
+    recalls = Recalls.empty(KV_HEADS * width, "cpu")
+    lists = torch.empty(KV_HEADS, width, dtype=torch.int32)
+    state = _residency(capacity), recalls, lists, PAGE
+    if ahead:
+        kernels.resolve_ahead(step.chooser.selection, _rows(), _requests(), *state)
+    else:
+        kernels.resolve(step.plan(1, positions=True), _rows(), *state)
+
+
+class Step:
+    """A layer of one method, and calls of the ops of its decode step."""
+
+    def __init__(self, index: Index, head_size: int, width: int = 64, group: int = 4) -> None:
+        cache = torch.empty(1, KV_HEADS, PAGE, 2 * head_size, dtype=torch.bfloat16)
+        shape = {"kv_heads": KV_HEADS, "head_size": head_size, "dtype": torch.bfloat16}
+        store = IndexStore.empty(
+            index, pages=1, page_size=PAGE, cache=cache, layout="rows", **shape
+        )
+        selection = Selection.empty(seats=1, group=group, most_selected=width, **shape)
+        self.chooser = Chooser(store, selection, Pooling.MEAN_SOFTMAX, 1.0)
+        self._cache, self._store, self._group, self._width = cache, store, group, width
+        self._query = selection.query
+
+    def plan(self, pages: int, positions: bool = False) -> DevicePlan:
+        """For a row of so many pages."""
+        return DevicePlan.empty(
+            rows=1,
+            kv_heads=KV_HEADS,
+            group=self._group,
+            entries=pages,
+            width=self._width,
+            programs=16,
+            device="cpu",
+            positions=positions,
+        )
+
+    def write(self) -> None:
+        """The cache, and an index that grows."""
+        tokens = self._query[:, :KV_HEADS]
+        stores = [self._store] if grows(self._store) else []
+        kernels.write_kv(tokens, tokens, _rows().slot_mapping, self._cache, stores)
+
+    def build(self) -> None:
+        """Records of entries that are complete."""
+        build_entries(_rows().slot_mapping, self._store)
+
+    def score(self) -> None:
+        """One launch of the two of `plan_decode`."""
+        score_entries(self._query, _rows(), _requests(), 0, self.chooser, self.plan(4096))
+
+    def select(self, pages: int) -> None:
+        """The other one is compiled last."""
+        kernels.plan_decode(
+            self._query, _rows(pages), _requests(), [self.chooser], self.plan(pages)
+        )
 
 
 def resources(kernel: Any) -> dict[str, int]:

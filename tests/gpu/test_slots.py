@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 
-from tests import triton_checks
+from tests import slot_checks, triton_checks
+from vllm_kvretrieval.kernels import device_reference
 from vllm_kvretrieval.kernels import slots_reference as reference
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
@@ -33,11 +34,29 @@ def test_recall(head_size, page, programs):
     )
 
 
-@pytest.mark.parametrize("tail", [False, True])
-@pytest.mark.parametrize("kv_heads", [1, 8, 11])
+@pytest.mark.parametrize(
+    ("capacity", "select", "uneven"),
+    [(18, 6, False), (20, 7, True), (64, 12, False), (200, 50, False)],
+)
+def test_resolve(capacity, select, uneven):
+    slot_checks.resolve("cuda", capacity=capacity, select=select, uneven=uneven, steps=30)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
-def test_write_through(head_size, kv_heads, tail):
-    triton_checks.write("cuda", head_size=head_size, kv_heads=kv_heads, tokens=200, tail=tail)
+def test_write_tail(kv_heads, head_size):
+    slot_checks.tail("cuda", kv_heads=kv_heads, head_size=head_size, capacity=40)
+
+
+@pytest.mark.parametrize("programs", [1, 16, 200])
+@pytest.mark.parametrize(("kv_heads", "head_size", "page"), [(3, 96, 16), (8, 128, 32)])
+def test_stage_context(kv_heads, head_size, page, programs):
+    shape = {"kv_heads": kv_heads, "head_size": head_size, "page": page}
+    slot_checks.stage("cuda", programs=programs, **shape)
+
+
+def test_far_units():
+    slot_checks.far_units("cuda")
 
 
 @pytest.mark.parametrize("dtype", triton_checks.DTYPES)
@@ -137,7 +156,6 @@ class Layer:
         self.count = torch.zeros(1, device="cuda", dtype=torch.int32)
         self.key, self.value = torch.zeros(2, 2, KV_HEADS, HEAD_SIZE, device="cuda", dtype=DTYPE)
         self.slot_mapping = torch.full((2,), -1, device="cuda")
-        self.tail_slots = torch.full((2, KV_HEADS), -1, device="cuda", dtype=torch.int32)
         rows = 2 * KV_HEADS
         self.query = torch.zeros(2, KV_HEADS * GROUP, HEAD_SIZE, device="cuda", dtype=DTYPE)
         self.lists = torch.zeros(rows, 10, device="cuda", dtype=torch.int32)
@@ -156,9 +174,8 @@ class Layer:
             ops.recall_units(
                 self.home, self.slots, self.sources, self.targets, self.count, programs=8
             )
-        ops.write_kv(
-            self.key, self.value, self.slot_mapping, self.home, self.slots, self.tail_slots
-        )
+        write_kv = kernels.write_kv if ops is kernels else device_reference.write_kv
+        write_kv(self.key, self.value, self.slot_mapping, self.home, [])
         main.wait_stream(side)
         ops.sparse_decode(
             self.query,
@@ -180,11 +197,9 @@ class Layer:
         self.count.fill_(recalled)
         for tensor in (self.key, self.value, self.query):
             tensor.normal_()
-        # The tails are the last two pages, which no list recalls, in the other half of the slots.
+        # The tails are the last two pages, which no list recalls.
         offsets = torch.randint(0, PAGE, (2,))
         self.slot_mapping.copy_(offsets + torch.tensor([PAGES - 2, PAGES - 1]) * PAGE)
-        tails = SLOTS // 2 + torch.randperm(SLOTS // 2)[: 2 * KV_HEADS]
-        self.tail_slots.copy_(tails.view(2, KV_HEADS))
         self.lists.copy_(torch.randint(0, SLOTS, self.lists.shape))
         self.lengths.copy_(torch.randint(0, 10 * PAGE, self.lengths.shape))
 

@@ -1,7 +1,30 @@
-"""The ops over slots in Triton (see :class:`vllm_kvretrieval.kernels.slots.SlotOps`)."""
+"""The ops of a decode step on a GPU, and of a cache in two tiers, in Triton.
+
+See :class:`vllm_kvretrieval.kernels.device.DeviceOps` and
+:class:`vllm_kvretrieval.kernels.slots.SlotOps`.
+"""
 
 from vllm_kvretrieval.kernels.triton.decode import count_splits, sparse_decode
+from vllm_kvretrieval.kernels.triton.index import KINDS, index_pages
 from vllm_kvretrieval.kernels.triton.recall import recall_units
+from vllm_kvretrieval.kernels.triton.resolve import resolve, resolve_ahead
+from vllm_kvretrieval.kernels.triton.rows import prepare_rows
+from vllm_kvretrieval.kernels.triton.select import plan_decode
+from vllm_kvretrieval.kernels.triton.stage import stage_context
+from vllm_kvretrieval.kernels.triton.tail import write_tail
 from vllm_kvretrieval.kernels.triton.write import write_kv
 
-__all__ = ["count_splits", "recall_units", "sparse_decode", "write_kv"]
+__all__ = [
+    "KINDS",
+    "count_splits",
+    "index_pages",
+    "plan_decode",
+    "prepare_rows",
+    "recall_units",
+    "resolve",
+    "resolve_ahead",
+    "sparse_decode",
+    "stage_context",
+    "write_kv",
+    "write_tail",
+]

@@ -2,6 +2,8 @@
 
 import torch
 
+from vllm_kvretrieval.kernels.device import COLUMNS, DeviceRequests, DeviceRows
+
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -51,3 +53,33 @@ def check_heads(name: str, tensor: torch.Tensor, head_size: int, dtype: torch.dt
             f"{name} must be {dtype} [tokens, heads, {head_size}] with contiguous tokens, got "
             f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
         )
+
+
+def check_rows(rows: DeviceRows) -> None:
+    """Refuse rows whose tensors are not those of their description.
+
+    Raises:
+        ValueError: Says what is wrong with which tensor.
+    """
+    count = len(rows)
+    for name in ("seats", "prefilling", "seq_lens", "choosers", "fresh", "dense_lens"):
+        check_list(f"rows.{name}", getattr(rows, name), (count,), torch.int32)
+    check_list("rows.query_start", rows.query_start, (count + 1,), torch.int32)
+    check_list("rows.slot_mapping", rows.slot_mapping, (len(rows.slot_mapping),), torch.int64)
+    table = rows.block_table
+    if table.dtype != torch.int32 or len(table) < count or table.stride(1) != 1:
+        raise ValueError(
+            f"rows.block_table must be int32 [{count}, pages] with contiguous rows, got "
+            f"{table.dtype} {list(table.shape)} with strides {table.stride()}"
+        )
+
+
+def check_requests(requests: DeviceRequests) -> None:
+    """Refuse a table of requests that is not of its description.
+
+    Raises:
+        ValueError: Says what is wrong with which tensor.
+    """
+    seats = len(requests.table)
+    check_list("requests.table", requests.table, (seats, COLUMNS), torch.int32)
+    check_list("requests.corrected", requests.corrected, (seats,), torch.int64)

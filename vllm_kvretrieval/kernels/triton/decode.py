@@ -54,6 +54,8 @@ def _sparse_decode_kernel(
     q = tl.load(query + request * query_stride + head_offsets, mask=head_mask, other=0.0)
 
     length = tl.load(lengths + row)
+    if length < 0:
+        return
     tiles = tl.cdiv(length, TILE)
     per_split = tl.cdiv(tiles, SPLITS)
     first = split * per_split

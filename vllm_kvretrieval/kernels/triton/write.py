@@ -1,97 +1,129 @@
-"""Write-through: new keys and values to mapped host memory and to the slots of their pages."""
+"""New keys and values to the cache, and into the page indexes over it."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_kvretrieval.kernels.triton.checks import check_heads, check_list, check_units
+from vllm_kvretrieval.kernels.triton.index import build_entries, check_store, elements, grows
+from vllm_kvretrieval.kernels.types import IndexStore
 
 MAX_HEADS = 8
 """KV heads that one program writes, at most."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _write_kernel(
     key,
     value,
     slot_mapping,
-    home,
-    slots,
-    tail_slots,
+    cache,
+    records,
     key_stride,
     value_stride,
     kv_heads,
+    tokens,
     HEAD_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
+    ENTRY: tl.constexpr,
     HEADS: tl.constexpr,
     DIMS: tl.constexpr,
-    HAS_TAIL: tl.constexpr,
+    WRITES: tl.constexpr,
+    GROWS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    destination = tl.load(slot_mapping + token)
-    if destination < 0:
+    slot = tl.load(slot_mapping + token)
+    if slot < 0:
         return
-    page = destination // PAGE
-    offset = destination % PAGE
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, DIMS)
     mask = (heads < kv_heads)[:, None] & (dims < HEAD_SIZE)[None, :]
     read = heads[:, None] * HEAD_SIZE + dims[None, :]
     k = tl.load(key + token * key_stride + read, mask=mask)
-    v = tl.load(value + token * value_stride + read, mask=mask)
-
-    row = ((page * kv_heads + heads) * PAGE + offset) * (2 * HEAD_SIZE)
-    written = row[:, None] + dims[None, :]
-    tl.store(home + written, k, mask=mask)
-    tl.store(home + written + HEAD_SIZE, v, mask=mask)
-    if HAS_TAIL:
-        slot = tl.load(tail_slots + token * kv_heads + heads, mask=heads < kv_heads, other=-1)
-        row = (slot.to(tl.int64) * PAGE + offset) * (2 * HEAD_SIZE)
+    if WRITES:
+        v = tl.load(value + token * value_stride + read, mask=mask)
+        row = ((slot // PAGE * kv_heads + heads) * PAGE + slot % PAGE) * (2 * HEAD_SIZE)
         written = row[:, None] + dims[None, :]
-        mask = mask & (slot >= 0)[:, None]
-        tl.store(slots + written, k, mask=mask)
-        tl.store(slots + written + HEAD_SIZE, v, mask=mask)
+        tl.store(cache + written, k, mask=mask)
+        tl.store(cache + written + HEAD_SIZE, v, mask=mask)
+    if GROWS:
+        # The first token of a run within an entry takes all of the run in, so nobody else writes.
+        offset = slot % ENTRY
+        before = tl.load(slot_mapping + token - 1, mask=token > 0, other=-2)
+        if (offset != 0) & (before == slot - 1):
+            return
+        row = (slot // ENTRY * kv_heads + heads) * (2 * HEAD_SIZE)
+        record = row[:, None] + dims[None, :]
+        low = k.to(tl.float32)
+        high = low
+        if offset != 0:
+            low = tl.minimum(low, tl.load(records + record, mask=mask).to(tl.float32))
+            held = tl.load(records + record + HEAD_SIZE, mask=mask)
+            high = tl.maximum(high, held.to(tl.float32))
+        count = 1
+        more = (token + 1 < tokens) & (offset + 1 < ENTRY)
+        more = more & (tl.load(slot_mapping + token + 1, mask=more, other=-2) == slot + 1)
+        while more:
+            other = tl.load(key + (token + count) * key_stride + read, mask=mask).to(tl.float32)
+            low = tl.minimum(low, other)
+            high = tl.maximum(high, other)
+            count += 1
+            more = (token + count < tokens) & (offset + count < ENTRY)
+            following = tl.load(slot_mapping + token + count, mask=more, other=-2)
+            more = more & (following == slot + count)
+        tl.store(records + record, low.to(records.dtype.element_ty), mask=mask)
+        tl.store(records + record + HEAD_SIZE, high.to(records.dtype.element_ty), mask=mask)
 
 
 def write_kv(
     key: torch.Tensor,
     value: torch.Tensor,
     slot_mapping: torch.Tensor,
-    home: torch.Tensor,
-    slots: torch.Tensor,
-    tail_slots: torch.Tensor | None = None,
+    cache: torch.Tensor,
+    stores: Sequence[IndexStore],
 ) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.write_kv`.
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.write_kv`.
+
+    One launch for the cache and an index that grows, one for every other index.
 
     Raises:
-        ValueError: A tensor's dtype, shape or strides are not those of the signature.
+        ValueError: A tensor's dtype, shape or strides are not those of the signature, or there is
+            no kernel for an index.
     """
-    _, kv_heads, page, row = home.shape
-    head_size, tokens = row // 2, len(slot_mapping)
-    check_units("home", home, key.dtype)
-    check_units("slots", slots, key.dtype)
+    _, kv_heads, page, width = cache.shape
+    head_size, tokens = width // 2, len(slot_mapping)
+    check_units("cache", cache, key.dtype)
     check_heads("key", key, head_size, key.dtype)
     check_heads("value", value, head_size, key.dtype)
     check_list("slot_mapping", slot_mapping, (tokens,), torch.int64)
-    if tail_slots is not None:
-        check_list("tail_slots", tail_slots, (tokens, kv_heads), torch.int32)
+    for store in stores:
+        check_store(store, cache)
     if tokens == 0:
         return
+    growing = [store for store in stores if grows(store)]
     heads = min(triton.next_power_of_2(kv_heads), MAX_HEADS)
-    _write_kernel[(tokens, triton.cdiv(kv_heads, heads))](
-        key,
-        value,
-        slot_mapping,
-        home,
-        slots,
-        tail_slots,
-        key.stride(0),
-        value.stride(0),
-        kv_heads,
-        HEAD_SIZE=head_size,
-        PAGE=page,
-        HEADS=heads,
-        DIMS=triton.next_power_of_2(head_size),
-        HAS_TAIL=tail_slots is not None,
-        enable_fp_fusion=True,
-    )
+    for number, grown in enumerate(growing or [None]):
+        _write_kernel[(tokens, triton.cdiv(kv_heads, heads))](
+            key,
+            value,
+            slot_mapping,
+            cache,
+            cache if grown is None else elements(grown),
+            key.stride(0),
+            value.stride(0),
+            kv_heads,
+            tokens,
+            HEAD_SIZE=head_size,
+            PAGE=page,
+            ENTRY=page if grown is None else grown.entry_tokens,
+            HEADS=heads,
+            DIMS=triton.next_power_of_2(head_size),
+            WRITES=number == 0,
+            GROWS=grown is not None,
+            enable_fp_fusion=True,
+        )
+    for store in stores:
+        if store.index is not None and not grows(store):
+            build_entries(slot_mapping, store)

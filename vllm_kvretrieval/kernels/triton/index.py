@@ -1,0 +1,156 @@
+"""Records of page indexes, built from the keys in the cache."""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_kvretrieval.kernels.triton.checks import check_list, check_units
+from vllm_kvretrieval.kernels.triton.low_rank import build_low_rank
+from vllm_kvretrieval.kernels.types import IndexStore
+from vllm_kvretrieval.retrieval.index.base import Index
+from vllm_kvretrieval.retrieval.index.low_rank import LowRank
+from vllm_kvretrieval.retrieval.index.mean import Mean
+from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
+from vllm_kvretrieval.retrieval.index.min_max import MinMax
+
+KINDS: dict[type[Index], int] = {MinMax: 0, Mean: 1, MeanStd: 2, LowRank: 3}
+"""Indexes that there are kernels for; their numbers there."""
+
+MIN_MAX = tl.constexpr(0)
+MEAN = tl.constexpr(1)
+MEAN_STD = tl.constexpr(2)
+LOW_RANK = tl.constexpr(3)
+
+
+@triton.jit(do_not_specialize=["spread"])
+def _build_kernel(
+    entries,
+    cache,
+    records,
+    spread,
+    kv_heads,
+    record_bytes,
+    KIND: tl.constexpr,
+    FROM_SLOTS: tl.constexpr,  # entries are where tokens went, and those count that end an entry
+    RANK: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ENTRY: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    entry = tl.load(entries + tl.program_id(0)).to(tl.int64)
+    head = tl.program_id(1)
+    if FROM_SLOTS:
+        if (entry < 0) | (entry % ENTRY != ENTRY - 1):
+            return
+        entry = entry // ENTRY
+    PARTS: tl.constexpr = PAGE // ENTRY
+    unit = entry // PARTS * kv_heads + head
+    tokens = entry % PARTS * ENTRY + tl.arange(0, ENTRY)
+    keys = cache + (unit * PAGE + tokens)[:, None] * (2 * HEAD_SIZE)
+    record = entry * kv_heads + head
+    if KIND == LOW_RANK:
+        HALF: tl.constexpr = HEAD_SIZE // 2
+        dims = tl.arange(0, DIMS // 2)
+        mask = (dims < HALF)[None, :]
+        low = tl.load(keys + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(keys + HALF + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        to = records + record * record_bytes
+        build_low_rank(low, high, to, RANK, HEAD_SIZE, ENTRY, DIMS // 2)
+    else:
+        dims = tl.arange(0, DIMS)
+        mask = dims < HEAD_SIZE
+        k = tl.load(keys + dims[None, :], mask=mask[None, :], other=0.0).to(tl.float32)
+        kind = records.dtype.element_ty
+        if KIND == MIN_MAX:
+            to = records + record * (2 * HEAD_SIZE) + dims
+            tl.store(to, tl.min(k, 0).to(kind), mask=mask)
+            tl.store(to + HEAD_SIZE, tl.max(k, 0).to(kind), mask=mask)
+        else:
+            mean = tl.sum(k, 0) / ENTRY
+            FIELDS: tl.constexpr = 2 if KIND == MEAN_STD else 1
+            to = records + record * (FIELDS * HEAD_SIZE) + dims
+            tl.store(to, mean.to(kind), mask=mask)
+            if KIND == MEAN_STD:
+                rest = k - mean[None, :]
+                std = spread * tl.sqrt(tl.sum(rest * rest, 0) / ENTRY)
+                tl.store(to + HEAD_SIZE, std.to(kind), mask=mask)
+
+
+def grows(store: IndexStore) -> bool:
+    """Whether records cover unfinished entries."""
+    return store.index is not None and store.index.grows
+
+
+def elements(store: IndexStore) -> torch.Tensor:
+    """The records as the kernels take them: of the cache's dtype, or bytes."""
+    return store.records if isinstance(store.index, LowRank) else store.records.view(store.dtype)
+
+
+def check_store(store: IndexStore, cache: torch.Tensor | None = None) -> None:
+    """Refuse a store that the kernels cannot serve.
+
+    Args:
+        store: It.
+        cache: What it has to be over; None: its own.
+
+    Raises:
+        ValueError: Says what is wrong.
+    """
+    if store.index is None:
+        return
+    if type(store.index) not in KINDS:
+        known = ", ".join(kind.name for kind in KINDS)
+        raise ValueError(f"there is no kernel for index={store.index.name}; use one of {known}")
+    if store.cache is None or (cache is not None and store.cache.data_ptr() != cache.data_ptr()):
+        raise ValueError("the index is not over the cache that is written")
+    check_units("the index's cache", store.cache, store.dtype)
+    pages, kv_heads, page, width = store.cache.shape
+    size = store.index.record_bytes(width // 2, store.entry_tokens, store.dtype)
+    shape = pages * store.parts, kv_heads, size
+    check_list("the index's records", store.records, shape, torch.uint8)
+    if page != store.page_size or store.layout != "rows":
+        raise ValueError(f"the index is for pages of {store.page_size} tokens, laid out as rows")
+
+
+def build_entries(slot_mapping: torch.Tensor, store: IndexStore) -> None:
+    """Build the records of entries whose last tokens have just been written."""
+    _build(slot_mapping, True, store)
+
+
+def index_pages(pages: torch.Tensor, store: IndexStore) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.index_pages`.
+
+    Raises:
+        ValueError: A tensor's dtype, shape or strides are not those of the signature, or there is
+            no kernel for the index.
+    """
+    check_list("pages", pages, (len(pages),), torch.int32)
+    check_store(store)
+    if store.index is None or len(pages) == 0:
+        return
+    parts = torch.arange(store.parts, device=pages.device)
+    _build((pages[:, None] * store.parts + parts).flatten(), False, store)
+
+
+def _build(entries: torch.Tensor, from_slots: bool, store: IndexStore) -> None:
+    index, cache = store.index, store.cache
+    assert index is not None
+    assert cache is not None
+    _build_kernel[(len(entries), store.kv_heads)](
+        entries,
+        cache,
+        elements(store),
+        index.spread if isinstance(index, MeanStd) else 0.0,
+        store.kv_heads,
+        store.records.shape[2],
+        KIND=KINDS[type(index)],
+        FROM_SLOTS=from_slots,
+        RANK=index.directions(store.head_size) if isinstance(index, LowRank) else 0,
+        HEAD_SIZE=store.head_size,
+        PAGE=store.page_size,
+        ENTRY=store.entry_tokens,
+        DIMS=triton.next_power_of_2(store.head_size),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )

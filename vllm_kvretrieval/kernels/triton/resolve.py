@@ -1,0 +1,281 @@
+"""Which slots hold the pages that are wanted, and which pages have to be recalled into which."""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_kvretrieval.kernels.device import COLUMNS, Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.slots import Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.triton.checks import check_list
+from vllm_kvretrieval.kernels.types import Selection
+
+MOST_SLOTS = 4096
+"""Of a (seat, KV head); a program holds what it knows of them in registers."""
+
+_COLUMNS = tl.constexpr(COLUMNS)
+_SINK = tl.constexpr(int(Column.SINK))
+_WINDOW = tl.constexpr(int(Column.WINDOW))
+_SELECT = tl.constexpr(int(Column.SELECT))
+_COUNTERS = tl.constexpr(len(Traffic))
+_LOOKED_UP = tl.constexpr(int(Traffic.LOOKED_UP))
+_MISSED = tl.constexpr(int(Traffic.MISSED))
+_AHEAD = tl.constexpr(int(Traffic.AHEAD))
+
+
+@triton.jit
+def _oldest(age, wanted):
+    """The largest age that so many entries reach or exceed."""
+    low = 0
+    high = tl.max(age, 0) + 1
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        reaching = tl.sum((age >= middle).to(tl.int32), 0)
+        if reaching >= wanted:
+            low = middle
+            if reaching == wanted:
+                high = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _resolve_kernel(
+    wanted,
+    counts,
+    table,
+    seats,
+    choosers,
+    fresh,
+    seq_lens,
+    block_table,
+    held,
+    stamp,
+    step,
+    traffic,
+    slot_lists,
+    sources,
+    targets,
+    recall_count,
+    wanted_stride,
+    counts_stride,
+    table_stride,
+    lists_stride,
+    kv_heads,
+    capacity,
+    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+):
+    pair = tl.program_id(0)
+    row = pair // kv_heads
+    head = pair % kv_heads
+    if tl.load(choosers + row) < 0:
+        return
+    seat = tl.load(seats + row)
+    of_seat = seat * kv_heads + head
+    if AHEAD:
+        options = table + seat * _COLUMNS
+        select = tl.load(options + _SELECT)
+        between = tl.cdiv(tl.load(seq_lens + row), PAGE)
+        between -= tl.load(options + _SINK) + tl.load(options + _WINDOW)
+        if between <= select:
+            return
+        if HAS_COUNTS:
+            select = tl.load(counts + seat.to(tl.int64) * counts_stride + head)
+        listed = tl.minimum(select, between)
+        wanted += of_seat.to(tl.int64) * wanted_stride
+    else:
+        listed = tl.cdiv(tl.load(counts + pair), PAGE)
+        wanted += pair.to(tl.int64) * wanted_stride
+    slot_lists += pair.to(tl.int64) * lists_stride
+
+    slot = tl.arange(0, SLOTS)
+    mine = slot < capacity
+    slot += of_seat * capacity
+    now = tl.load(step)
+    page = tl.load(held + slot, mask=mine, other=-1)
+    unused = now - tl.load(stamp + slot, mask=mine, other=0)
+    if not AHEAD:  # noqa: SIM102 - the one is known when compiling
+        if tl.load(fresh + row) != 0:
+            page = tl.full([SLOTS], -1, tl.int32)
+            tl.store(held + slot, page, mask=mine)
+    entry = tl.arange(0, WIDTH)
+    in_list = entry < listed
+    tl.store(slot_lists + entry, tl.full([WIDTH], -1, tl.int32), mask=in_list)
+
+    # Lists rise: every slot looks for its page by halving.
+    low = tl.zeros([SLOTS], tl.int32)
+    high = tl.zeros([SLOTS], tl.int32) + listed
+    for _ in tl.static_range(ROUNDS):
+        middle = (low + high) // 2
+        before = tl.load(wanted + middle, mask=low < high, other=0) < page
+        high = tl.where(before, high, middle)
+        low = tl.where(before & (low < high), middle + 1, low)
+    there = mine & (page >= 0) & (low < listed)
+    there = there & (tl.load(wanted + low, mask=there, other=-1) == page)
+    tl.debug_barrier()
+    tl.store(slot_lists + low, slot, mask=there)
+    tl.debug_barrier()
+    miss = in_list & (tl.load(slot_lists + entry, mask=in_list, other=0) < 0)
+
+    given = mine & ~there
+    if AHEAD:
+        given = given & (unused != 0)
+    age = tl.where(given, tl.maximum(unused, 0), -1)
+    age = tl.where(given & (page < 0), tl.max(age, 0) + 1, age)
+    missing = tl.minimum(tl.sum(miss.to(tl.int32), 0), tl.sum(given.to(tl.int32), 0))
+    used = there
+    if missing > 0:
+        rank = tl.cumsum(miss.to(tl.int32), 0) - 1
+        miss = miss & (rank < missing)
+        limit = _oldest(age, missing)
+        older = age > limit
+        equal = age == limit
+        still = missing - tl.sum(older.to(tl.int32), 0)
+        victim = older | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= still))
+        first = tl.atomic_add(recall_count, missing)
+        to = targets + first
+        tl.store(to + tl.cumsum(victim.to(tl.int32), 0) - 1, slot, mask=victim)
+        tl.debug_barrier()
+        goal = tl.load(to + rank, mask=miss, other=0)
+        position = tl.load(wanted + entry, mask=miss, other=0)
+        source = tl.load(block_table + row.to(tl.int64) * table_stride + position, mask=miss)
+        tl.store(sources + first + rank, source * kv_heads + head, mask=miss)
+        tl.store(slot_lists + entry, goal, mask=miss)
+        tl.store(held + goal, position, mask=miss)
+        used = used | victim
+    tl.store(stamp + slot, tl.zeros([SLOTS], tl.int32) + now, mask=used)
+    seen = traffic + seat * _COUNTERS
+    if AHEAD:
+        tl.atomic_add(seen + _AHEAD, missing.to(tl.int64))
+    else:
+        tl.atomic_add(seen + _LOOKED_UP, listed.to(tl.int64))
+        tl.atomic_add(seen + _MISSED, missing.to(tl.int64))
+
+
+def resolve(
+    plan: DevicePlan,
+    rows: DeviceRows,
+    residency: Residency,
+    recalls: Recalls,
+    slot_lists: torch.Tensor,
+    page_size: int,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.resolve`.
+
+    One program per (row, KV head). Bytes moved: some 16 per slot and entry of a list.
+
+    Raises:
+        ValueError: A tensor's dtype or shape is not that of the signature, a list may be longer
+            than there are slots for it, or there is no room for what may be missing.
+    """
+    if not plan.positions:
+        raise ValueError("the plan must list positions in contexts, not units")
+    check_list("plan.lengths", plan.lengths, (len(plan.lengths),), torch.int32)
+    _launch(plan.lists, plan.lengths, None, rows, residency, recalls, slot_lists, page_size)
+
+
+def resolve_ahead(
+    selection: Selection,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    residency: Residency,
+    recalls: Recalls,
+    slot_lists: torch.Tensor,
+    page_size: int,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.resolve_ahead`.
+
+    One program per (row, KV head). Bytes moved: some 16 per slot and entry of a list.
+
+    Raises:
+        ValueError: As :func:`resolve`.
+    """
+    chosen = selection.chosen.flatten(0, 1)
+    check_list("requests.table", requests.table, (len(requests.table), COLUMNS), torch.int32)
+    _launch(
+        chosen,
+        selection.counts,
+        requests.table,
+        rows,
+        residency,
+        recalls,
+        slot_lists,
+        page_size,
+    )
+
+
+def _launch(
+    wanted: torch.Tensor,
+    counts: torch.Tensor | None,
+    table: torch.Tensor | None,
+    rows: DeviceRows,
+    residency: Residency,
+    recalls: Recalls,
+    slot_lists: torch.Tensor,
+    page_size: int,
+) -> None:
+    """``table`` is None for what a step attends to."""
+    seats, kv_heads, capacity = residency.held.shape
+    pairs, width = len(rows) * kv_heads, wanted.shape[1]
+    for name, tensor in (("held", residency.held), ("stamp", residency.stamp)):
+        check_list(name, tensor, (seats, kv_heads, capacity), torch.int32)
+    check_list("step", residency.step, (1,), torch.int32)
+    check_list("traffic", residency.traffic, (seats, len(Traffic)), torch.int64)
+    check_list("sources", recalls.sources, (len(recalls.sources),), torch.int32)
+    check_list("targets", recalls.targets, (len(recalls.sources),), torch.int32)
+    check_list("count", recalls.count, (1,), torch.int32)
+    for name, tensor in (("wanted pages", wanted), ("slot_lists", slot_lists)):
+        if tensor.dtype != torch.int32 or tensor.stride(1) != 1 or tensor.shape[1] < width:
+            raise ValueError(
+                f"{name} must be int32 lists of {width}, got {tensor.dtype} {list(tensor.shape)}"
+            )
+    if not width <= capacity <= MOST_SLOTS:
+        raise ValueError(
+            f"lists of up to {width} pages need as many slots per KV head, and {MOST_SLOTS} at "
+            f"most, got {capacity}"
+        )
+    if min(len(recalls.sources), len(slot_lists) * width) < pairs * width:
+        raise ValueError(
+            f"no room for {pairs} lists of {width}: {len(recalls.sources)} units to recall, "
+            f"{len(slot_lists)} lists of slots"
+        )
+    if pairs == 0:
+        return
+    slots = triton.next_power_of_2(capacity)
+    _resolve_kernel[(pairs,)](
+        wanted,
+        counts,
+        table,
+        rows.seats,
+        rows.choosers,
+        rows.fresh,
+        rows.seq_lens,
+        rows.block_table,
+        residency.held,
+        residency.stamp,
+        residency.step,
+        residency.traffic,
+        slot_lists,
+        recalls.sources,
+        recalls.targets,
+        recalls.count,
+        wanted.stride(0),
+        0 if counts is None else counts.stride(0),
+        rows.block_table.stride(0),
+        slot_lists.stride(0),
+        kv_heads,
+        capacity,
+        PAGE=page_size,
+        WIDTH=triton.next_power_of_2(width),
+        SLOTS=slots,
+        ROUNDS=width.bit_length(),
+        AHEAD=table is not None,
+        HAS_COUNTS=counts is not None,
+        num_warps=min(max(slots // 128, 2), 8),
+        enable_fp_fusion=True,
+    )

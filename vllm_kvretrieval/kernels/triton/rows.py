@@ -1,0 +1,82 @@
+"""Which rows of a step attend to a selection, found out on the device."""
+
+import triton
+import triton.language as tl
+
+from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.triton.checks import check_requests, check_rows
+
+_COLUMNS = tl.constexpr(COLUMNS)
+_SINK = tl.constexpr(int(Column.SINK))
+_WINDOW = tl.constexpr(int(Column.WINDOW))
+_SELECT = tl.constexpr(int(Column.SELECT))
+_CHOOSER = tl.constexpr(int(Column.CHOOSER))
+_EXACT = tl.constexpr(int(Column.EXACT))
+_LAST_LEN = tl.constexpr(int(Column.LAST_LEN))
+
+
+@triton.jit
+def _prepare_kernel(
+    seats,
+    prefilling,
+    query_start,
+    seq_lens,
+    slot_mapping,
+    table,
+    choosers,
+    fresh,
+    dense_lens,
+    PAGE: tl.constexpr,
+    FAR: tl.constexpr,
+):
+    row = tl.program_id(0)
+    seat = tl.load(seats + row)
+    length = tl.load(seq_lens + row)
+    first = tl.load(query_start + row)
+    active = (seat >= 0) & (tl.load(query_start + row + 1) - first == 1)
+    active = active & (tl.load(prefilling + row) == 0)
+    active = active & (tl.load(slot_mapping + first, mask=active, other=-1) >= 0)
+    options = table + seat * _COLUMNS
+    active = active & (tl.load(options + _EXACT, mask=active, other=1) == 0)
+    budget = tl.load(options + _SINK, mask=active, other=0)
+    budget += tl.load(options + _WINDOW, mask=active, other=0)
+    budget += tl.load(options + _SELECT, mask=active, other=0)
+    listed = active
+    if not FAR:
+        listed = listed & (tl.cdiv(length, PAGE) > budget)
+    chooser = tl.load(options + _CHOOSER, mask=listed, other=-1)
+    last = tl.load(options + _LAST_LEN, mask=listed, other=0)
+    tl.store(choosers + row, chooser)
+    tl.store(fresh + row, (listed & (last != length - 1)).to(tl.int32))
+    tl.store(dense_lens + row, tl.where(listed, 0, length))
+    tl.store(options + _LAST_LEN, length, mask=listed)
+
+
+def prepare_rows(
+    rows: DeviceRows, requests: DeviceRequests, page_size: int, *, far: bool = False
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.prepare_rows`.
+
+    One program per row. Bytes moved: less than 100 per row.
+
+    Raises:
+        ValueError: A tensor's dtype, shape or strides are not those of the signature.
+    """
+    check_rows(rows)
+    check_requests(requests)
+    if len(rows) == 0:
+        return
+    _prepare_kernel[(len(rows),)](
+        rows.seats,
+        rows.prefilling,
+        rows.query_start,
+        rows.seq_lens,
+        rows.slot_mapping,
+        requests.table,
+        rows.choosers,
+        rows.fresh,
+        rows.dense_lens,
+        PAGE=page_size,
+        FAR=far,
+        num_warps=1,
+    )

@@ -1,0 +1,177 @@
+"""Scores of a page index's entries for the queries of a decode step."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_kvretrieval.kernels.device import COLUMNS, Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.triton.index import KINDS, LOW_RANK, MEAN, MEAN_STD, elements
+from vllm_kvretrieval.kernels.triton.low_rank import score_low_rank
+from vllm_kvretrieval.kernels.types import Chooser
+from vllm_kvretrieval.retrieval.index.low_rank import LowRank
+
+LOG2_E = math.log2(math.e)
+MEMBERS = 16
+"""Query heads of a tile: the fewest rows that the tensor cores multiply."""
+TILE, LOW_RANK_TILE = 64, 16
+"""Entries that a program scores at a time."""
+
+_COLUMNS = tl.constexpr(COLUMNS)
+_SINK = tl.constexpr(int(Column.SINK))
+_WINDOW = tl.constexpr(int(Column.WINDOW))
+_SELECT = tl.constexpr(int(Column.SELECT))
+
+
+@triton.jit
+def _score_kernel(
+    query,
+    records,
+    block_table,
+    seats,
+    seq_lens,
+    choosers,
+    table,
+    scores,
+    stats,
+    scale_log2,  # softmax scale for exponentials to base 2
+    query_stride,
+    table_stride,
+    score_stride,
+    kv_heads,
+    record_bytes,
+    NUMBER: tl.constexpr,
+    KIND: tl.constexpr,
+    GROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ENTRY: tl.constexpr,
+    DIMS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    pair = tl.program_id(0)
+    program = tl.program_id(1)
+    programs = tl.num_programs(1)
+    row = pair // kv_heads
+    head = pair % kv_heads
+    if tl.load(choosers + row) != NUMBER:
+        return
+    options = table + tl.load(seats + row) * _COLUMNS
+    select = tl.load(options + _SELECT)
+    length = tl.load(seq_lens + row)
+    budget = tl.load(options + _SINK) + tl.load(options + _WINDOW) + select
+    if (select == 0) | (tl.cdiv(length, PAGE) <= budget):
+        return
+    PARTS: tl.constexpr = PAGE // ENTRY
+    entries = length // ENTRY
+    if GROWS:
+        entries = tl.cdiv(length, ENTRY)
+    members = tl.arange(0, MEMBERS)
+    in_group = members < GROUP
+    of_query = query + row.to(tl.int64) * query_stride
+    of_query = of_query + (head * GROUP + members)[:, None] * HEAD_SIZE
+    if KIND == LOW_RANK:
+        HALF: tl.constexpr = HEAD_SIZE // 2
+        halves = tl.arange(0, DIMS // 2)
+        mask = in_group[:, None] & (halves < HALF)[None, :]
+        first = tl.load(of_query + halves[None, :], mask=mask, other=0.0)
+        second = tl.load(of_query + HALF + halves[None, :], mask=mask, other=0.0)
+    else:
+        dims = tl.arange(0, DIMS)
+        mask = in_group[:, None] & (dims < HEAD_SIZE)[None, :]
+        first = tl.load(of_query + dims[None, :], mask=mask, other=0.0)
+        wide = first.to(tl.float32)
+        if KIND == MEAN_STD:
+            second = tl.abs(wide).to(first.dtype)
+        elif KIND != MEAN:  # minimum and maximum
+            second = tl.maximum(wide, 0.0).to(first.dtype)
+            first = tl.minimum(wide, 0.0).to(first.dtype)
+    best = tl.full([MEMBERS], float("-inf"), tl.float32)
+    total = tl.zeros([MEMBERS], tl.float32)
+    for tile in tl.range(program, tl.cdiv(entries, TILE), programs, num_stages=STAGES):
+        entry = tile * TILE + tl.arange(0, TILE)
+        valid = entry < entries
+        page = block_table + row.to(tl.int64) * table_stride + entry // PARTS
+        page = tl.load(page, mask=valid, other=0).to(tl.int64)
+        record = (page * PARTS + entry % PARTS) * kv_heads + head
+        if KIND == LOW_RANK:
+            scored = score_low_rank(
+                first, second, records + record * record_bytes, valid, scale_log2,
+                RANK, HEAD_SIZE, ENTRY, MEMBERS, TILE, DIMS // 2,
+            )  # fmt: skip
+        else:
+            FIELDS: tl.constexpr = 1 if KIND == MEAN else 2
+            at = records + (record * (FIELDS * HEAD_SIZE))[None, :] + dims[:, None]
+            read = (dims < HEAD_SIZE)[:, None] & valid[None, :]
+            field = tl.load(at, mask=read, other=0.0)
+            scored = tl.dot(first, field, out_dtype=tl.float32)
+            if FIELDS == 2:
+                field = tl.load(at + HEAD_SIZE, mask=read, other=0.0)
+                scored += tl.dot(second, field, out_dtype=tl.float32)
+            scored *= scale_log2
+        scored = tl.where(valid[None, :] & (scored == scored), scored, float("-inf"))
+        highest = tl.maximum(best, tl.max(scored, 1))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        total = total * tl.exp2(best - base) + tl.sum(tl.exp2(scored - base[:, None]), 1)
+        best = highest
+        to = scores + (pair.to(tl.int64) * GROUP + members)[:, None] * score_stride
+        tl.store(to + entry[None, :], scored, mask=in_group[:, None] & valid[None, :])
+    to = stats + (pair * programs + program).to(tl.int64) * (2 * GROUP) + members
+    tl.store(to, best, mask=in_group)
+    tl.store(to + GROUP, total, mask=in_group)
+
+
+def score_entries(
+    query: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    number: int,
+    chooser: Chooser,
+    plan: DevicePlan,
+    *,
+    stages: int = 3,
+) -> None:
+    """Score the entries of the rows that have this chooser, and find what the scores add up to.
+
+    The last dimension but one of ``plan.stats`` is the number of programs per (row, KV head).
+    """
+    store, index = chooser.store, chooser.store.index
+    assert index is not None
+    rank = index.directions(store.head_size) if isinstance(index, LowRank) else 0
+    programs, _, group = plan.stats.shape[1:]
+    _score_kernel[(len(rows) * store.kv_heads, programs)](
+        query,
+        elements(store),
+        rows.block_table,
+        rows.seats,
+        rows.seq_lens,
+        rows.choosers,
+        requests.table,
+        plan.scores,
+        plan.stats,
+        chooser.scale * LOG2_E,
+        query.stride(0),
+        rows.block_table.stride(0),
+        plan.scores.stride(1),
+        store.kv_heads,
+        store.records.shape[2],
+        NUMBER=number,
+        KIND=KINDS[type(index)],
+        GROWS=index.grows,
+        RANK=rank,
+        GROUP=group,
+        HEAD_SIZE=store.head_size,
+        PAGE=store.page_size,
+        ENTRY=store.entry_tokens,
+        DIMS=triton.next_power_of_2(store.head_size),
+        MEMBERS=MEMBERS,
+        TILE=LOW_RANK_TILE if rank else TILE,
+        STAGES=2 if rank else stages,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )

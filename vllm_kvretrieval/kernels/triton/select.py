@@ -1,0 +1,348 @@
+"""Pages selected by their scores, per (row, KV head), and the lists of what is attended to."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_kvretrieval.kernels.device import COLUMNS, Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.triton.checks import (
+    check_heads,
+    check_list,
+    check_requests,
+    check_rows,
+)
+from vllm_kvretrieval.kernels.triton.index import check_store
+from vllm_kvretrieval.kernels.triton.scores import MEMBERS, score_entries
+from vllm_kvretrieval.kernels.types import Chooser
+from vllm_kvretrieval.retrieval.pooling import Pooling
+
+MOST_PAGES = 32768
+"""Of a context: a program holds the scores of all of them."""
+
+_COLUMNS = tl.constexpr(COLUMNS)
+_SINK = tl.constexpr(int(Column.SINK))
+_WINDOW = tl.constexpr(int(Column.WINDOW))
+_SELECT = tl.constexpr(int(Column.SELECT))
+_THRESHOLD = tl.constexpr(int(Column.THRESHOLD))
+_MEAN_SOFTMAX = tl.constexpr(int(Pooling.MEAN_SOFTMAX))
+_RELATIVE = tl.constexpr(int(Pooling.RELATIVE))
+_MAX = tl.constexpr(int(Pooling.MAX))
+_SUM = tl.constexpr(int(Pooling.SUM))
+
+
+@triton.jit
+def _limit(keys, count, low, high):
+    """The largest key that so many reach or exceed; ``low`` is such a key, ``high`` is not."""
+    while low + 1 < high:
+        middle = (low & high) + ((low ^ high) >> 1)
+        reaching = tl.sum((keys >= middle).to(tl.int32), 0)
+        if reaching >= count:
+            low = middle
+            if reaching == count:
+                high = low + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _norm(stats, programs, GROUP: tl.constexpr, POOLING: tl.constexpr, STATS: tl.constexpr):
+    """What is taken off a head's scores before they are pooled."""
+    part = tl.arange(0, STATS)
+    best = tl.load(stats + part * (2 * GROUP), mask=part < programs, other=float("-inf"))
+    highest = tl.max(best, 0)
+    if POOLING == _RELATIVE:
+        return highest
+    total = tl.load(stats + part * (2 * GROUP) + GROUP, mask=part < programs, other=0.0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    return base + tl.log2(tl.sum(total * tl.exp2(best - base), 0))
+
+
+@triton.jit
+def _pooled(
+    scores,
+    stats,
+    entries,
+    programs,
+    score_stride,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAGES: tl.constexpr,
+    STATS: tl.constexpr,
+    POOLING: tl.constexpr,
+):
+    """[PAGES]; over the group and the entries of a page, as :meth:`Pooling.pool` has it."""
+    page = tl.arange(0, PAGES)
+    NOTHING: tl.constexpr = float("-inf")
+    top = tl.full([PAGES], NOTHING, tl.float32)
+    if POOLING == _SUM:
+        for part in tl.static_range(PARTS):
+            entry = page * PARTS + part
+            sums = tl.where(entry < entries, 0.0, NOTHING)
+            for member in tl.range(GROUP):
+                of_head = scores + member * score_stride + entry
+                sums += tl.load(of_head, mask=entry < entries, other=0.0)
+            top = tl.maximum(top, sums)
+        return top
+    for member in tl.range(GROUP):
+        norm = 0.0
+        if POOLING != _MAX:
+            norm = _norm(stats + member, programs, GROUP, POOLING, STATS)
+        for part in tl.static_range(PARTS):
+            entry = page * PARTS + part
+            of_head = scores + member * score_stride + entry
+            top = tl.maximum(top, tl.load(of_head, mask=entry < entries, other=NOTHING) - norm)
+    if POOLING == _MAX:
+        return top
+    base = tl.where(top == NOTHING, 0.0, top)
+    mass = tl.zeros([PAGES], tl.float32)
+    for member in tl.range(GROUP):
+        norm = _norm(stats + member, programs, GROUP, POOLING, STATS)
+        for part in tl.static_range(PARTS):
+            entry = page * PARTS + part
+            of_head = scores + member * score_stride + entry
+            less = tl.load(of_head, mask=entry < entries, other=NOTHING) - norm
+            mass += tl.exp2(less - base)
+    return base + tl.log2(mass)
+
+
+@triton.jit
+def _select_kernel(
+    query,
+    scores,
+    stats,
+    block_table,
+    seats,
+    seq_lens,
+    choosers,
+    fresh,
+    table,
+    corrected,
+    previous,
+    chosen,
+    lists,
+    lengths,
+    query_stride,
+    table_stride,
+    score_stride,
+    list_stride,
+    chosen_stride,
+    kv_heads,
+    programs,
+    NUMBER: tl.constexpr,
+    GROWS: tl.constexpr,
+    POOLING: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PAGE: tl.constexpr,
+    ENTRY: tl.constexpr,
+    PAGES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STATS: tl.constexpr,
+):
+    pair = tl.program_id(0)
+    row = pair // kv_heads
+    head = pair % kv_heads
+    if tl.load(choosers + row) != NUMBER:
+        if NUMBER == 0:
+            tl.store(lengths + pair, -1)
+        return
+    seat = tl.load(seats + row).to(tl.int64)
+    options = table + seat * _COLUMNS
+    length = tl.load(seq_lens + row)
+    pages = tl.cdiv(length, PAGE)
+    sink = tl.load(options + _SINK)
+    select = tl.load(options + _SELECT)
+    budget = sink + tl.load(options + _WINDOW) + select
+    whole = pages <= budget
+    listed = tl.minimum(pages, budget)
+    tl.store(lengths + pair, (listed - 1) * PAGE + (length - 1) % PAGE + 1)
+    place = tl.arange(0, WIDTH)
+    # Sink, selection and window; a context within its budget is all sink.
+    sink = tl.where(whole, pages, sink)
+    select = tl.where(whole, 0, select)
+    window = listed - sink - select
+    fixed = (place < sink) | ((place >= sink + select) & (place < listed))
+    position = tl.where(place < sink, place, pages - listed + place)
+    of_row = block_table + row.to(tl.int64) * table_stride
+    to = lists + pair.to(tl.int64) * list_stride + place
+    unit = position
+    if not POSITIONS:
+        unit = tl.load(of_row + position, mask=fixed, other=0) * kv_heads + head
+    tl.store(to, unit, mask=fixed)
+    if select == 0:
+        return
+
+    members = tl.arange(0, MEMBERS)
+    dims = tl.arange(0, DIMS)
+    mask = (members < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
+    offsets = (head * GROUP + members)[:, None] * HEAD_SIZE + dims[None, :]
+    now = tl.load(query + row.to(tl.int64) * query_stride + offsets, mask=mask, other=0.0)
+    of_seat = previous + seat * (kv_heads * GROUP * HEAD_SIZE) + offsets
+    before = tl.load(of_seat, mask=mask, other=0.0).to(tl.float32)
+    wide = now.to(tl.float32)
+    # As torch.cosine_similarity bounds the norms, each for itself.
+    norms = tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-8)
+    norms *= tl.maximum(tl.sqrt(tl.sum(before * before, 1)), 1e-8)
+    cosine = tl.sum(tl.where(members < GROUP, tl.sum(wide * before, 1) / norms, 0.0), 0) / GROUP
+    threshold = tl.load(options + _THRESHOLD).to(tl.float32, bitcast=True)
+    was_whole = tl.cdiv(length - 1, PAGE) <= budget
+    turned = (tl.load(fresh + row) != 0) | was_whole | (threshold >= 1)
+    turned = turned | ((threshold > -1) & (cosine < threshold))
+    tl.store(of_seat, now, mask=mask)
+
+    PARTS: tl.constexpr = PAGE // ENTRY
+    entries = length // ENTRY
+    if GROWS:
+        entries = tl.cdiv(length, ENTRY)
+    scores += pair.to(tl.int64) * (GROUP * score_stride)
+    stats += pair.to(tl.int64) * (programs * 2 * GROUP)
+    pooled = _pooled(
+        scores, stats, entries, programs, score_stride, GROUP, PARTS, PAGES, STATS, POOLING
+    )
+    page = tl.arange(0, PAGES)
+    candidate = (page >= sink) & (page < pages - window)
+    # Floats as whole numbers of the same order; what is no number comes last.
+    pooled = tl.where(pooled == pooled, pooled, float("-inf")) + 0.0
+    bits = pooled.to(tl.int32, bitcast=True)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = tl.where(candidate, keys, -0x7FFFFFFF)
+    lowest = tl.min(tl.where(candidate, keys, 0x7FFFFFFF), 0)
+    limit = _limit(keys, select, lowest, tl.max(keys, 0) + 1)
+    above = candidate & (keys > limit)
+    equal = candidate & (keys == limit)
+    still = select - tl.sum(above.to(tl.int32), 0)
+    best = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= still))
+    rank = tl.cumsum(best.to(tl.int32), 0) - 1
+    held = chosen + (seat * kv_heads + head) * chosen_stride
+    in_selection = place < select
+    old = tl.load(held + place, mask=in_selection, other=0)
+    tl.debug_barrier()
+    tl.store(held + rank, page, mask=best)
+    tl.debug_barrier()
+    new = tl.load(held + place, mask=in_selection, other=0)
+    unit = tl.where(turned, new, old)
+    if not POSITIONS:
+        unit = tl.load(of_row + unit, mask=in_selection, other=0) * kv_heads + head
+    tl.store(to + sink, unit, mask=in_selection)
+    tl.atomic_add(corrected + seat, turned.to(tl.int64))
+
+
+def plan_decode(
+    query: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    choosers: Sequence[Chooser],
+    plan: DevicePlan,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.plan_decode`.
+
+    Two launches per chooser, one where it has no index. Besides what the signature counts, four
+    bytes per entry and query head are written, and read twice.
+
+    Raises:
+        ValueError: A tensor's dtype, shape or strides are not those of the signature, or there is
+            no kernel for an index.
+    """
+    selection, stores = choosers[0].selection, [chooser.store for chooser in choosers]
+    _check(query, rows, requests, choosers, plan)
+    if len(rows) == 0:
+        return
+    kv_heads, head_size = stores[0].kv_heads, stores[0].head_size
+    pairs, programs = len(rows) * kv_heads, plan.stats.shape[1]
+    for number, chooser in enumerate(choosers):
+        store = chooser.store
+        if store.index is not None:
+            score_entries(query, rows, requests, number, chooser, plan)
+        parts = store.parts if store.index is not None else 1
+        pages = min(rows.block_table.shape[1], plan.scores.shape[2] // parts)
+        most = max(triton.next_power_of_2(pages), 16)
+        _select_kernel[(pairs,)](
+            query,
+            plan.scores,
+            plan.stats,
+            rows.block_table,
+            rows.seats,
+            rows.seq_lens,
+            rows.choosers,
+            rows.fresh,
+            requests.table,
+            requests.corrected,
+            selection.query,
+            selection.chosen,
+            plan.lists,
+            plan.lengths,
+            query.stride(0),
+            rows.block_table.stride(0),
+            plan.scores.stride(1),
+            plan.lists.stride(0),
+            selection.chosen.stride(1),
+            kv_heads,
+            programs,
+            NUMBER=number,
+            GROWS=store.index is not None and store.index.grows,
+            POOLING=int(chooser.pooling),
+            POSITIONS=plan.positions,
+            GROUP=chooser.group,
+            HEAD_SIZE=head_size,
+            DIMS=triton.next_power_of_2(head_size),
+            MEMBERS=MEMBERS,
+            PAGE=store.page_size,
+            ENTRY=store.page_size // parts,
+            PAGES=most,
+            WIDTH=max(triton.next_power_of_2(plan.lists.shape[1]), 16),
+            STATS=triton.next_power_of_2(programs),
+            num_warps=min(max(most // 256, 4), 32),
+            enable_fp_fusion=True,
+        )
+
+
+def _check(
+    query: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    choosers: Sequence[Chooser],
+    plan: DevicePlan,
+) -> None:
+    check_rows(rows)
+    check_requests(requests)
+    selection, store = choosers[0].selection, choosers[0].store
+    seats, heads, head_size = selection.query.shape
+    kv_heads, group = store.kv_heads, choosers[0].group
+    check_heads("query", query, head_size, store.dtype)
+    check_list("selection.query", selection.query, (seats, heads, head_size), store.dtype)
+    if seats != len(requests.table) or selection.counts is not None:
+        raise ValueError("the selection must be of the requests' seats, and of equal counts")
+    shape = seats, kv_heads, selection.chosen.shape[2]
+    check_list("selection.chosen", selection.chosen, shape, torch.int32)
+    pairs = len(rows) * kv_heads
+    for chooser in choosers:
+        own = chooser.store
+        check_store(own)
+        if chooser.selection is not selection or (own.kv_heads, own.page_size) != (
+            kv_heads,
+            store.page_size,
+        ):
+            raise ValueError("choosers must share a selection, and the shape of their pages")
+        if chooser.rerank:
+            raise ValueError("there is no kernel that scores candidates again (rerank)")
+    if not 1 <= group <= MEMBERS:
+        raise ValueError(f"{group} query heads per KV head: 1 to {MEMBERS} are supported")
+    for name, tensor, kind in (
+        ("scores", plan.scores, torch.float32),
+        ("stats", plan.stats, torch.float32),
+        ("lists", plan.lists, torch.int32),
+        ("lengths", plan.lengths, torch.int32),
+    ):
+        check_list(f"plan.{name}", tensor, tuple(tensor.shape), kind)
+        if len(tensor) < pairs:
+            raise ValueError(f"plan.{name} has room for {len(tensor)} of {pairs} lists")
+    if plan.scores.shape[1] != group or plan.stats.shape[2:] != (2, group):
+        raise ValueError(f"the plan is not for groups of {group} query heads")
+    if plan.scores.shape[2] > MOST_PAGES * max(own.store.parts for own in choosers):
+        raise ValueError(f"contexts of more than {MOST_PAGES} pages are not supported")
