@@ -100,6 +100,7 @@ def decode_steps(
     tables = torch.randperm(rows * TABLE).view(rows, TABLE).int()
     lengths = torch.randint(page * 8, page * 12, (rows,))
     lengths[1] = page * 3  # within its budget
+    lengths[5] = page * 5 - 2  # soon to be beyond it
     of_seat = torch.randperm(seats)[:rows].int()
     of_seat[6] = -1  # padding
     options = torch.zeros(seats, 8, dtype=torch.int32)
@@ -113,6 +114,7 @@ def decode_steps(
         if index is None:
             options[options[:, Column.CHOOSER] == number, Column.SELECT] = 0
     options[of_seat[4].long(), Column.EXACT] = 1
+    options[of_seat[5].long(), : Column.CHOOSER + 1] = torch.tensor([1, 2, 2, 0])
     for layer in layers:
         layer.requests.table.copy_(options)
 
@@ -123,6 +125,8 @@ def decode_steps(
         mapping = torch.cat([slots(r, torch.arange(a, b)) for r, a, b in per_row])
         mapping = torch.cat([mapping, torch.tensor([-1, -1])])
         fused = torch.randn(len(mapping), 2 * kv_heads + 1, head_size).to(dtype)
+        of_row = torch.cat([torch.full((b - a,), r) for r, a, b in per_row])
+        fused[: len(of_row)][of_row == 3] = 0.5  # all pages of its context are alike
         key, value = fused[:, 1:].chunk(2, dim=1)
         for layer in layers:
             layer.write(key, value, mapping)
@@ -143,7 +147,7 @@ def decode_steps(
         noise = torch.randn(query.shape[0], 1, 1).abs() * torch.randn(query.shape)
         query = (query.float() * 0.8 + 0.6 * noise).to(dtype)
         prefilling = torch.zeros(rows, dtype=torch.int32)
-        prefilling[5] = step == 2  # a prompt's last token
+        prefilling[5] = step == 0  # a prompt's last token
         in_rows = DeviceRows(
             of_seat, prefilling, torch.arange(rows + 1, dtype=torch.int32), lengths.int(),
             torch.stack([slots(r, lengths[r] - 1) for r in range(rows)]), tables,

@@ -29,6 +29,7 @@ def interpreted():
             "far": True,
             "positions": True,
             "dtype": torch.float16,
+            "threshold": -1.0,
             "seed": 1,
         },
         {

@@ -52,7 +52,6 @@ INDEXES = (
     ("min_max", MinMax(), 128),
     ("mean", Mean(), 128),
     ("mean_std", MeanStd(), 128),
-    ("low_rank", LowRank(), 64),
     ("low_rank", LowRank(), 128),
 )
 PAGE = 32
