@@ -119,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     longest = max(options.contexts)
     words = novel(text, longest, 1)[0].prompt
     cells: dict[int, dict[str, Any]] = {}
+    result = {**result_header(MODULE), "settings": {"dtype": DTYPE, "budget": BUDGET}}
     width = kv_bytes_per_token(read_config(options.model)) * (2 if DTYPE == "float32" else 1)
     sizes = longest + 128, BUDGET, 2 * (longest + 256) * width
     also = {name: served for name, served in METHODS.items() if name != ENGINE}
@@ -127,8 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for context in sorted(options.contexts):
             cells[context] = measure(llm, words[:context], options.repeats)
             print(f"[{clock}] {context}: {cells[context]}", flush=True)
-    result = {**result_header(MODULE), "settings": {"dtype": DTYPE, "budget": BUDGET}}
-    write_json(options.out, {**result, "cells": {str(c): cell for c, cell in cells.items()}})
+            result["cells"] = {str(c): cell for c, cell in cells.items()}
+            write_json(options.out, result)
     print(f"\n{table(cells)}\nresults: {options.out}\ntime:    {clock}")
     return 0
 

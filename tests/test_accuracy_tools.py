@@ -458,7 +458,7 @@ def test_corrected_share_is_of_the_heads_of_sparse_steps():
     after = {"corrected": 5 + 652, "sparse_heads": 870 + 87 * 10}
     assert worker_counts.corrected_share(before, after) == pytest.approx(0.7494)
     assert worker_counts.corrected_share(before, before) is None
-    assert [v.name for v in catalogue.VARIANTS if not v.selects] == ["sink_window"]
+    assert [v.name for v in catalogue.VARIANTS if not v.selects] == ["sink_window", "razor"]
     speculating = {v.name for v in catalogue.VARIANTS if v.speculates}
     of_freekv = {v.name for v in catalogue.VARIANTS if v.method == "freekv"}
     assert speculating == of_freekv | {"speculative", "summary_8"}

@@ -107,7 +107,7 @@ class Variant:
 
     @property
     def selects(self) -> bool:
-        """Whether pages are selected, or sinks and window are all."""
+        """Whether queries select pages or tokens."""
         return self.config.own.selects
 
     @property
