@@ -137,6 +137,11 @@ def test_hybrid_models_count_their_full_layers_only(tmp_path):
 def test_filters_and_the_layers_after_them_count_as_dense():
     smollm2 = common.MODELS / "SmolLM2-135M-Instruct"
     assert scoring.attention_layers(VARIANT["omnikv"], smollm2) == (30, 7)
+    assert scoring.whole_heads(VARIANT["razor"], smollm2) == pytest.approx(14 / 87)
+    assert scoring.whole_heads(VARIANT["snapkv"], smollm2) == 0
+    samples = [Sample(prompt=(1,) * 999, forced=(1, 2))]
+    share = scoring.mean_share(samples, 100, VARIANT["razor"], smollm2)
+    assert share == pytest.approx(0.1 + 0.9 * (1 + 14 / 3) / 30)
 
 
 def test_the_kv_cache_keeps_a_tasks_prompts_and_two_runs_beside_them(tmp_path):

@@ -140,9 +140,9 @@ def _own_engine(name: str, meaning: str) -> Variant:
     return Variant(name, meaning, name, ("token_presets",), engine={"method": name})
 
 
-def _dropping(name: str, meaning: str, **served: Any) -> Variant:
+def _dropping(name: str, meaning: str, style: str = "", **served: Any) -> Variant:
     """A preset that drops tokens, or what is changed of it; beside others in one engine."""
-    return Variant(name, meaning, name, ("dropping",), served)
+    return Variant(name, meaning, name, ("dropping",), served, style=style)
 
 
 def _codec(name: str) -> Variant:
@@ -230,10 +230,13 @@ VARIANTS = (
     ),
     _own_engine("fier", "FIER: single tokens by a bit per channel; two dense layers"),
     _own_engine("omnikv", "OmniKV: filter layers, which are dense, select tokens for the others"),
-    _dropping("entropykv", "entropy-guided budgets of layers; one dense layer, as all of these"),
+    _dropping(
+        "entropykv", "entropy-guided budgets of layers; one dense layer, as all of these", "P-"
+    ),
     _dropping(
         "entropykv_uniform",
         "the same tokens, all layers alike",
+        "p:",
         preset="entropykv",
         budget_shares="uniform",
     ),
@@ -250,11 +253,13 @@ VARIANTS = (
         observation=32,
         budget_shares="uniform",
     ),
-    _dropping("snapkv", "SnapKV"),
-    _dropping("h2o", "H2O"),
-    _dropping("tova", "TOVA"),
-    _dropping("raas", "RaaS"),
-    _dropping("razor", "RazorAttention: retrieval heads read everything, whatever the budget"),
+    _dropping("snapkv", "SnapKV", "<-."),
+    _dropping("h2o", "H2O", ">-."),
+    _dropping("tova", "TOVA", "1-."),
+    _dropping("raas", "RaaS", "2-."),
+    _dropping(
+        "razor", "RazorAttention: retrieval heads read everything, whatever the budget", "X--"
+    ),
     _shares("pyramid", "kvretrieval, less with depth: 1.95 to 0.05 times the mean", 20),
     _shares("pyramid_2", "kvretrieval, less with depth: 1.5 to 0.5 times the mean", 2),
     _threshold("threshold_0.8", "freekv, fewer heads select anew", 0.8),

@@ -108,7 +108,7 @@ def answer_found(generated: str, answer: str) -> bool:
 
 
 def cache_share(
-    prompt: int, generated: int, attended: int, full_layers: int, dense_layers: int
+    prompt: int, generated: int, attended: int, full_layers: int, dense_layers: float
 ) -> float:
     """Return the share of the KV cache that a request's decode steps read, 0 to 1.
 
@@ -122,7 +122,7 @@ def cache_share(
         generated: tokens generated; the first comes from the prefill and takes no decode step.
         attended: tokens that a retrieval layer attends to at most.
         full_layers: layers with full attention.
-        dense_layers: those of them that retrieval leaves alone.
+        dense_layers: those of them that retrieval leaves alone, and parts of others.
     """
     contexts = np.arange(prompt + 1, prompt + max(generated, 2))
     sparse = np.minimum(contexts, attended) / contexts

@@ -50,29 +50,51 @@ def mean_share(samples: Sequence[Sample], budget: int, variant: Variant, model: 
 
     See `metrics.cache_share`. Every variant attends to its whole budget (the control spends on its
     window what the others spend on selected pages); those that keep tokens of a prompt once attend
-    to what they generate besides.
+    to what they generate besides, and heads that read everything count as such.
     """
     schedule = variant.config.own.schedule
     grows = schedule.keeps and not schedule.drops
     full_layers, dense_layers = attention_layers(variant, model)
+    whole_layers = dense_layers + (full_layers - dense_layers) * whole_heads(variant, model)
     shares = [
         metrics.cache_share(
             len(sample.prompt),
             sample.generated,
             budget + (sample.generated // 2 if grows else 0),
             full_layers,
-            dense_layers,
+            whole_layers,
         )
         for sample in samples
     ]
     return sum(shares) / len(shares)
 
 
-def attention_layers(variant: Variant, model: Path) -> tuple[int, int]:
-    """Return how many layers have full attention, and how many of those retrieval leaves alone."""
+def whole_heads(variant: Variant, model: Path) -> float:
+    """Return the share of the KV heads of retrieval layers that attend to whole contexts."""
+    heads = variant.config.own.heads
+    if heads is None:
+        return 0.0
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    served = SimpleNamespace(
+        model=str(model),
+        hf_text_config=config,
+        get_total_num_kv_heads=lambda: config.num_key_value_heads,
+    )
+    dense = variant.engine_config.dense_layers
+    retrieving = [layer for layer in _full_attention(model) if layer >= dense]
+    return float(heads.of(served, retrieving).mean())
+
+
+def _full_attention(model: Path) -> list[int]:
+    """Numbers of the layers with full attention."""
     config = read_config(model)
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    full = [index for index, kind in enumerate(types) if kind == "full_attention"]
+    return [index for index, kind in enumerate(types) if kind == "full_attention"]
+
+
+def attention_layers(variant: Variant, model: Path) -> tuple[int, int]:
+    """Return how many layers have full attention, and how many of those retrieval leaves alone."""
+    full = _full_attention(model)
     engine = variant.engine_config
     if not engine.own.shares:
         return len(full), sum(index < engine.dense_layers for index in full)
