@@ -45,50 +45,42 @@ class Side:
 class Contexts:
     """Requests that come and go, grow by a token a step, and select almost what they selected."""
 
-    def __init__(self, device, *, seats, kv_heads, select, rows, uneven, seed):
+    def __init__(self, device, *, seats, kv_heads, select, rows, seed):
         self.draw, self.kv_heads, self.select = random.Random(seed), kv_heads, select
-        self.table_pages = 90
+        self.table_pages = 4 * select + 40
         self.rows = DeviceRows(
-            seats=torch.zeros(rows, dtype=torch.int32),
-            prefilling=torch.zeros(rows, dtype=torch.int32),
-            query_start=torch.arange(rows + 1, dtype=torch.int32),
-            seq_lens=torch.zeros(rows, dtype=torch.int32),
-            slot_mapping=torch.zeros(rows, dtype=torch.int64),
-            block_table=torch.zeros(rows, self.table_pages, dtype=torch.int32),
-            choosers=torch.zeros(rows, dtype=torch.int32),
-            fresh=torch.zeros(rows, dtype=torch.int32),
-            dense_lens=torch.zeros(rows, dtype=torch.int32),
+            torch.zeros(rows, dtype=torch.int32),
+            torch.zeros(rows, dtype=torch.int32),
+            torch.arange(rows + 1, dtype=torch.int32),
+            torch.zeros(rows, dtype=torch.int32),
+            torch.zeros(rows, dtype=torch.int64),
+            torch.zeros(rows, self.table_pages, dtype=torch.int32),
+            *torch.zeros(3, rows, dtype=torch.int32),
         )
         self.requests = DeviceRequests.empty(seats, "cpu")
         self.requests.table[:, : Column.SELECT + 1] = torch.tensor([SINK, WINDOW, select])
         self.selection = Selection.empty(
-            seats=seats, kv_heads=kv_heads, group=1, head_size=16, most_selected=select + 1,
+            seats=seats, kv_heads=kv_heads, group=1, head_size=16, most_selected=select,
             dtype=torch.float32,
         )  # fmt: skip
-        if uneven:
-            self.selection.counts = torch.randint(1, select + 2, (seats, kv_heads)).int()
         self.device = device
         self.running = {}
         self.arrive(range(rows))
 
     def arrive(self, seats):
         for seat in seats:
-            pages = self.draw.randint(SINK + WINDOW + 1, 30)
-            table = torch.tensor(self.draw.sample(range(1000), self.table_pages))
+            pages = self.draw.randint(SINK + WINDOW + 1, 3 * self.select + 10)
+            table = torch.tensor(self.draw.sample(range(9999), self.table_pages))
             self.running[seat] = [pages * PAGE - self.draw.randint(0, 3), table]
             self.rows.fresh[seat] = 1
 
     def chosen(self, seat, head, between):
         """What a head selects: all but two of the previous pages, where these are still between."""
-        count = self.select
-        if self.selection.counts is not None:
-            count = int(self.selection.counts[seat, head])
-        count = min(count, between)
         before = self.selection.chosen[seat, head].tolist()[2:]
         kept = {p for p in before if SINK <= p < SINK + between}
-        kept = set(sorted(kept)[: max(count - 2, 0)])
+        kept = set(sorted(kept)[: self.select - 2])
         others = [p for p in range(SINK, SINK + between) if p not in kept]
-        return sorted(kept | set(self.draw.sample(others, count - len(kept))))
+        return sorted(kept | set(self.draw.sample(others, self.select - len(kept))))
 
     def step(self, plan):
         """The next token of every request; returns how many pages the lists have."""
@@ -127,13 +119,11 @@ class Contexts:
             self.rows.fresh[row] = int(self.rows.choosers[row] < 0)
 
 
-def resolve(
-    device, *, capacity, select, kv_heads=2, rows=3, uneven=False, steps=10, seed=0, least_hits=0.6
-):
+def resolve(device, *, capacity, select, kv_heads=2, rows=3, steps=12, seed=0, least_hits=0.6):
     """Step for step what the specification does; and slots hold what is said to be in them."""
-    seats, width = rows + 1, SINK + WINDOW + select + uneven
+    seats, width = rows + 1, SINK + WINDOW + select
     shape = {"kv_heads": kv_heads, "rows": rows}
-    contexts = Contexts("cpu", seats=seats, select=select, uneven=uneven, seed=seed, **shape)
+    contexts = Contexts("cpu", seats=seats, select=select, seed=seed, **shape)
     plan = DevicePlan.empty(
         rows=rows, kv_heads=kv_heads, group=1, entries=1, width=width, programs=1, device="cpu",
         positions=True,
@@ -175,8 +165,8 @@ def resolve(
         missed, ahead = missed + len(critical), ahead + len(early)
         contexts.left_alone()
     traffic = sides[0].residency.traffic.sum(0).tolist()
-    assert traffic == [listed, missed, ahead]
-    assert bool(ahead) == (capacity > width), "pages are recalled ahead where there is room"
+    assert traffic == [listed, missed, ahead, (sides[0].residency.held >= 0).sum()]
+    assert bool(ahead) == (capacity > width), "pages are recalled ahead where there are slots"
     assert 1 - missed / listed > least_hits, f"{missed} of {listed} units missed"
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests import interpreter, slot_checks
+from vllm_kvretrieval.kernels.triton.mapped import available_memory, map_host
 
 
 @pytest.fixture(scope="module")
@@ -12,15 +13,13 @@ def interpreted():
         yield lambda check, **kwargs: pool.submit(check, "cpu", **kwargs).result()
 
 
-@pytest.mark.parametrize(
-    ("capacity", "select", "uneven"), [(18, 6, False), (20, 7, True), (64, 12, False)]
-)
-def test_resolve(interpreted, capacity, select, uneven):
-    interpreted(slot_checks.resolve, capacity=capacity, select=select, uneven=uneven)
+@pytest.mark.parametrize(("capacity", "select"), [(18, 6), (20, 7), (64, 12)])
+def test_resolve(interpreted, capacity, select):
+    interpreted(slot_checks.resolve, capacity=capacity, select=select)
 
 
 def test_no_more_slots_than_a_step_needs(interpreted):
-    """Then nothing can be recalled ahead, and what is attended to is there all the same."""
+    """Then little can be recalled ahead, and what is attended to is there all the same."""
     interpreted(slot_checks.resolve, capacity=9, select=6, rows=2, least_hits=0.4)
 
 
@@ -36,3 +35,10 @@ def test_stage_context(interpreted, kv_heads, head_size, page):
 
 def test_far_units(interpreted):
     interpreted(slot_checks.far_units)
+
+
+def test_host_memory_that_is_not_there():
+    """Refused with the numbers before any of it is taken."""
+    assert available_memory() > 2**20
+    with pytest.raises(MemoryError, match=r"1048576.0 GiB .* GiB are available: ask for less"):
+        map_host(2**50)

@@ -35,24 +35,30 @@ from vllm_kvretrieval.kernels.triton.index import build_entries, grows
 from vllm_kvretrieval.kernels.triton.scores import score_entries
 from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
 from vllm_kvretrieval.retrieval.index.base import Index
+from vllm_kvretrieval.retrieval.index.bounding import Bounding
+from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
+from vllm_kvretrieval.retrieval.index.representative import Representative
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
 MODULE = "benchmarks.gpu.compiled"
 ARCHITECTURES = (80, 90, 100)
 HEAD_SIZES = (64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
-CAPACITIES = (128, 256)
-CONTEXTS = (1024, 4096)
-"""Of a context; 4096 are 128K tokens."""
+CAPACITIES = (128, 256, 1024)
+CONTEXTS = (1024, 4096, 65536)
+"""Pages; 4096 are 128K tokens, and more are ranked in tiles."""
 INDEXES = (
     ("min_max", MinMax(), 128),
     ("mean", Mean(), 128),
     ("mean_std", MeanStd(), 128),
     ("low_rank", LowRank(), 128),
+    ("bounding", Bounding(), 128),
+    ("representative", Representative(), 128),
+    ("exact", Exact(), 128),
 )
 PAGE = 32
 KV_HEADS = 8
@@ -107,7 +113,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, index, head_size in INDEXES:
         step = Step(index, head_size)
         yield f"write_kv {name} d{head_size}", step.write
-        if not index.grows:
+        if step.builds:
             yield f"index {name} d{head_size}", step.build
         yield f"scores {name} d{head_size}", step.score
     for pages in CONTEXTS:
@@ -212,13 +218,18 @@ class Step:
         stores = [self._store] if grows(self._store) else []
         kernels.write_kv(tokens, tokens, _rows().slot_mapping, self._cache, stores)
 
+    @property
+    def builds(self) -> bool:
+        """Whether records are built from the keys of entries."""
+        return not grows(self._store) and self._store.records.shape[2] > 0
+
     def build(self) -> None:
         """Records of entries that are complete."""
         build_entries(_rows().slot_mapping, self._store)
 
     def score(self) -> None:
         """One launch of the two of `plan_decode`."""
-        score_entries(self._query, _rows(), _requests(), 0, self.chooser, self.plan(4096))
+        score_entries(self._query, _rows(), _requests(), 0, self.chooser, self.plan(CONTEXTS[1]))
 
     def select(self, pages: int) -> None:
         """The other one is compiled last."""

@@ -1,22 +1,28 @@
 """The ops over slots on a GPU: compiled, with mapped host memory, streams and CUDA graphs."""
 
 import gc
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests import slot_checks, triton_checks
+from vllm_kvretrieval.engine.cuda.side import SideStream
 from vllm_kvretrieval.kernels import device_reference
 from vllm_kvretrieval.kernels import slots_reference as reference
 from vllm_kvretrieval.kernels import triton as kernels
-from vllm_kvretrieval.kernels.slots import DecodeWorkspace
+from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.mapped import map_host
+from vllm_kvretrieval.kernels.types import Selection
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU and a CUDA build of torch", allow_module_level=True)
 
 KV_HEADS, GROUP, HEAD_SIZE, PAGE = 4, 4, 128, 32
-PAGES, SLOTS = 50, 80
+PAGES, SLOTS = 50, 160
+WIDTH, SELECT = 12, 9
 DTYPE = torch.bfloat16
 
 
@@ -35,24 +41,27 @@ def test_recall(head_size, page, programs):
 
 
 @pytest.mark.parametrize(
-    ("capacity", "select", "uneven"),
-    [(18, 6, False), (20, 7, True), (64, 12, False), (200, 50, False)],
+    ("capacity", "select"), [(9, 6), (128, 60), (130, 64), (512, 250), (2048, 900)]
 )
-def test_resolve(capacity, select, uneven):
-    slot_checks.resolve("cuda", capacity=capacity, select=select, uneven=uneven, steps=30)
+def test_resolve(capacity, select):
+    hits = 0.4 if capacity < 10 else 0.6
+    slot_checks.resolve(
+        "cuda", capacity=capacity, select=select, rows=3 + (capacity > 9), least_hits=hits
+    )
 
 
-@pytest.mark.parametrize("kv_heads", [1, 8])
+@pytest.mark.parametrize("kv_heads", [1, 8, 11])
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
-def test_write_tail(kv_heads, head_size):
-    slot_checks.tail("cuda", kv_heads=kv_heads, head_size=head_size, capacity=40)
+@pytest.mark.parametrize("capacity", [7, 128, 600])
+def test_write_tail(head_size, kv_heads, capacity):
+    slot_checks.tail("cuda", head_size=head_size, kv_heads=kv_heads, capacity=capacity, rows=20)
 
 
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("page", [16, 32, 128])
 @pytest.mark.parametrize("programs", [1, 16, 200])
-@pytest.mark.parametrize(("kv_heads", "head_size", "page"), [(3, 96, 16), (8, 128, 32)])
-def test_stage_context(kv_heads, head_size, page, programs):
-    shape = {"kv_heads": kv_heads, "head_size": head_size, "page": page}
-    slot_checks.stage("cuda", programs=programs, **shape)
+def test_stage_context(head_size, page, programs):
+    slot_checks.stage("cuda", kv_heads=8, head_size=head_size, page=page, programs=programs)
 
 
 def test_far_units():
@@ -140,68 +149,98 @@ def test_host_memory_lives_as_long_as_a_view_of_it():
 
 
 class Layer:
-    """A home in mapped host memory, slots, and a step that is captured once."""
+    """A home in mapped host memory, slots, and a step of two requests that is captured once."""
 
     def __init__(self):
         shape = (PAGES, KV_HEADS, PAGE, 2 * HEAD_SIZE)
-        nbytes = DTYPE.itemsize
-        for size in shape:
-            nbytes *= size
-        host, device = map_host(nbytes)
+        host, device = map_host(math.prod(shape) * DTYPE.itemsize)
         self.host, self.home = (memory.view(DTYPE).view(shape) for memory in (host, device))
         self.host.copy_(torch.randn(shape))
-        self.slots = torch.zeros(SLOTS, PAGE, 2 * HEAD_SIZE, device="cuda", dtype=DTYPE)
-        self.sources = torch.zeros(SLOTS, device="cuda", dtype=torch.int32)
-        self.targets = torch.arange(SLOTS, device="cuda", dtype=torch.int32)
-        self.count = torch.zeros(1, device="cuda", dtype=torch.int32)
-        self.key, self.value = torch.zeros(2, 2, KV_HEADS, HEAD_SIZE, device="cuda", dtype=DTYPE)
-        self.slot_mapping = torch.full((2,), -1, device="cuda")
-        rows = 2 * KV_HEADS
-        self.query = torch.zeros(2, KV_HEADS * GROUP, HEAD_SIZE, device="cuda", dtype=DTYPE)
-        self.lists = torch.zeros(rows, 10, device="cuda", dtype=torch.int32)
-        self.lengths = torch.zeros(rows, device="cuda", dtype=torch.int32)
-        self.out = torch.zeros_like(self.query)
-        self.lse = torch.zeros(rows, GROUP, device="cuda")
-        self.workspace = DecodeWorkspace.empty(
-            rows=rows, splits=4, group=GROUP, head_size=HEAD_SIZE, device="cuda"
+        rows, context = 2, PAGES // 2
+        with torch.device("cuda"):
+            self.key, self.value = torch.zeros(2, rows, KV_HEADS, HEAD_SIZE, dtype=DTYPE)
+            self.query = torch.zeros(rows, KV_HEADS * GROUP, HEAD_SIZE, dtype=DTYPE)
+            self.rows = DeviceRows(
+                torch.arange(rows, dtype=torch.int32),
+                torch.zeros(rows, dtype=torch.int32),
+                torch.arange(rows + 1, dtype=torch.int32),
+                torch.zeros(rows, dtype=torch.int32),
+                torch.zeros(rows, dtype=torch.int64),
+                torch.randperm(PAGES).int().view(rows, context),
+                *torch.zeros(3, rows, dtype=torch.int32),
+            )
+            step, traffic = torch.zeros(1).int(), torch.zeros(rows, len(Traffic)).long()
+            self.lists, self.ahead = torch.zeros(2, rows * KV_HEADS, WIDTH, dtype=torch.int32)
+            self.out, self.lse = torch.zeros_like(self.query), torch.zeros(rows * KV_HEADS, GROUP)
+        self.residency = Residency.empty(
+            kv_heads=KV_HEADS, slots=SLOTS // rows // KV_HEADS, step=step, traffic=traffic
         )
+        self.slots = torch.zeros(SLOTS, PAGE, 2 * HEAD_SIZE, device="cuda", dtype=DTYPE)
+        self.recalls = [Recalls.empty(rows * KV_HEADS * WIDTH, "cuda") for _ in range(2)]
+        self.plan = DevicePlan.empty(
+            rows=rows, kv_heads=KV_HEADS, group=GROUP, entries=1, width=WIDTH, programs=1,
+            device="cuda", positions=True,
+        )  # fmt: skip
+        self.requests = DeviceRequests.empty(rows, "cuda")
+        self.requests.table[:, Column.SELECT] = SELECT
+        self.selection = Selection(
+            self.query.clone(), torch.zeros(rows, KV_HEADS, SELECT, device="cuda").int()
+        )
+        self.workspace = DecodeWorkspace.empty(
+            rows=rows * KV_HEADS, splits=4, group=GROUP, head_size=HEAD_SIZE, device="cuda"
+        )
+        self.side = SideStream()
 
     def step(self, ops=kernels):
-        """Recall on a side stream beside the write-through, then attention."""
-        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            ops.recall_units(
-                self.home, self.slots, self.sources, self.targets, self.count, programs=8
+        """What is missed first, then recall ahead on a side stream beside attention."""
+        rows, home, slots = self.rows, self.home, self.slots
+        self.residency.step.add_(1)
+        for recalls in self.recalls:
+            recalls.count.zero_()
+        ops.write_kv(self.key, self.value, rows.slot_mapping, home, ())
+        ops.write_tail(self.key, self.value, rows, self.residency, slots)
+        missed, early = self.recalls
+        ops.resolve(self.plan, rows, self.residency, missed, self.lists, PAGE)
+        ops.recall_units(home, slots, missed.sources, missed.targets, missed.count)
+
+        def ahead():
+            ops.resolve_ahead(
+                self.selection, rows, self.requests, self.residency, early, self.ahead, PAGE
             )
-        write_kv = kernels.write_kv if ops is kernels else device_reference.write_kv
-        write_kv(self.key, self.value, self.slot_mapping, self.home, [])
-        main.wait_stream(side)
-        ops.sparse_decode(
-            self.query,
-            self.slots,
-            self.lists,
-            self.lengths,
-            HEAD_SIZE**-0.5,
-            self.out,
-            self.lse,
-            self.workspace,
-        )
+            ops.recall_units(home, slots, early.sources, early.targets, early.count, programs=8)
+
+        self.side.submit(ahead)
+        scale = HEAD_SIZE**-0.5
+        arguments = self.query, slots, self.lists, self.plan.lengths, scale, self.out, self.lse
+        ops.sparse_decode(*arguments, self.workspace)
+        self.side.wait()
 
     def draw(self):
         """New inputs in the same tensors, as a running engine would put them there."""
-        units = PAGES * KV_HEADS
-        recalled = int(torch.randint(0, SLOTS // 2, ()))
-        self.sources[:recalled] = torch.randperm(units - KV_HEADS * 2)[:recalled].int().cuda()
-        self.targets[:recalled] = torch.randperm(SLOTS // 2)[:recalled].int().cuda()
-        self.count.fill_(recalled)
         for tensor in (self.key, self.value, self.query):
             tensor.normal_()
-        # The tails are the last two pages, which no list recalls.
-        offsets = torch.randint(0, PAGE, (2,))
-        self.slot_mapping.copy_(offsets + torch.tensor([PAGES - 2, PAGES - 1]) * PAGE)
-        self.lists.copy_(torch.randint(0, SLOTS, self.lists.shape))
-        self.lengths.copy_(torch.randint(0, 10 * PAGE, self.lengths.shape))
+        for row, table in enumerate(self.rows.block_table):
+            length = int(torch.randint(WIDTH * PAGE, len(table) * PAGE, ()))
+            pages = -(-length // PAGE)
+            self.rows.seq_lens[row] = length
+            self.rows.fresh[row] = torch.randint(0, 2, ())
+            self.rows.slot_mapping[row] = table[pages - 1] * PAGE + (length - 1) % PAGE
+            for head in range(KV_HEADS):
+                pair = row * KV_HEADS + head
+                listed = torch.randperm(pages - 1)[: WIDTH - 1].sort().values
+                self.plan.lists[pair, :-1] = listed.int()
+                self.plan.lists[pair, -1] = pages - 1
+                self.plan.lengths[pair] = (WIDTH - 1) * PAGE + (length - 1) % PAGE + 1
+                chosen = torch.randperm(pages - 1)[:SELECT].sort().values
+                self.selection.chosen[row, head] = chosen.int()
+
+    def state(self):
+        """All that a step may change and a later one reads."""
+        held = self.residency
+        return [self.home, self.slots, held.held, held.stamp, held.step, held.traffic]
+
+
+REFERENCE = SimpleNamespace(**vars(device_reference) | vars(reference))
 
 
 def test_a_step_in_a_cuda_graph():
@@ -215,17 +254,17 @@ def test_a_step_in_a_cuda_graph():
         layer.step()
     for _ in range(20):
         layer.draw()
-        before_home, before_slots = layer.host.clone(), layer.slots.clone()
+        before = [tensor.clone() for tensor in layer.state()]
         graph.replay()
         torch.cuda.synchronize()
-        home, slots = layer.host.clone(), layer.slots.clone()
-        out, lse = layer.out.clone(), layer.lse.clone()
-        layer.host.copy_(before_home)
-        layer.slots.copy_(before_slots)
-        layer.step(reference)
+        after = [tensor.clone() for tensor in layer.state()]
+        out, lse, lists = layer.out.clone(), layer.lse.clone(), layer.lists.clone()
+        for tensor, old in zip(layer.state(), before, strict=True):
+            tensor.copy_(old)
+        layer.step(REFERENCE)
         torch.cuda.synchronize()
-        assert torch.equal(home, layer.host)
-        assert torch.equal(slots, layer.slots)
+        assert torch.equal(lists, layer.lists)
+        assert all(map(torch.equal, after, layer.state()))
         triton_checks.close((layer.out, layer.lse), (out, lse), DTYPE)
 
 
@@ -233,24 +272,23 @@ def test_recall_beside_attention():
     """Recall of one half of the slots beside attention to the other half, many times over."""
     layer = Layer()
     layer.draw()
-    layer.lists.copy_(torch.randint(SLOTS // 2, SLOTS, layer.lists.shape))
+    lists = torch.randint(SLOTS // 2, SLOTS, layer.lists.shape, device="cuda").int()
     layer.slots.normal_()
-    layer.count.fill_(SLOTS // 2)
-    layer.targets[: SLOTS // 2] = torch.randperm(SLOTS // 2).int().cuda()
+    sources = torch.randperm(PAGES * KV_HEADS, device="cuda")[: SLOTS // 2].int()
+    targets = torch.randperm(SLOTS // 2, device="cuda").int()
+    count = torch.tensor([SLOTS // 2], device="cuda", dtype=torch.int32)
     side = torch.cuda.Stream()
     outs = []
     torch.cuda.synchronize()
     for _ in range(100):
         with torch.cuda.stream(side):
-            kernels.recall_units(
-                layer.home, layer.slots, layer.sources, layer.targets, layer.count, programs=16
-            )
+            kernels.recall_units(layer.home, layer.slots, sources, targets, count)
         out = torch.empty_like(layer.out)
         kernels.sparse_decode(
             layer.query,
             layer.slots,
-            layer.lists,
-            layer.lengths,
+            lists,
+            layer.plan.lengths,
             0.1,
             out,
             layer.lse,
@@ -259,6 +297,4 @@ def test_recall_beside_attention():
         outs.append(out)
     torch.cuda.synchronize()
     assert all(torch.equal(out, outs[0]) for out in outs)
-    listed = slice(SLOTS // 2)
-    arrived = layer.slots[layer.targets[listed].long()]
-    assert torch.equal(arrived, layer.home.flatten(0, 1)[layer.sources[listed].long()])
+    assert torch.equal(layer.slots[targets.long()], layer.home.flatten(0, 1)[sources.long()])

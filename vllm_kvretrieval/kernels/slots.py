@@ -62,11 +62,12 @@ class DecodeWorkspace:
 
 
 class Traffic(IntEnum):
-    """What is counted per seat, in units: looked up, missed, and recalled ahead."""
+    """What is counted per seat, in units: looked up, missed, recalled ahead; and held now."""
 
     LOOKED_UP = 0
     MISSED = 1
     AHEAD = 2
+    HELD = 3
 
 
 @dataclass
@@ -218,7 +219,7 @@ class SlotOps(Protocol):
         contexts are within their budgets.
 
         Args:
-            selection: Of the layer, as ``plan_decode`` left it.
+            selection: Of the layer, as ``plan_decode`` left it; of equal counts.
             rows: As ``prepare_rows`` left them; a seat has one row at most.
             requests: As ``plan_decode`` left them.
             residency: Of the layer; written.

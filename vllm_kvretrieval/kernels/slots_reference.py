@@ -52,6 +52,7 @@ def resolve(
         if rows.choosers[row] < 0:
             continue
         if rows.fresh[row]:
+            residency.traffic[seat, Traffic.HELD] -= (held[seat] >= 0).sum()
             held[seat] = -1
         for head in range(held.shape[1]):
             pair = row * held.shape[1] + head
@@ -84,10 +85,7 @@ def resolve_ahead(
         if between <= options[Column.SELECT]:
             continue
         for head in range(held.shape[1]):
-            count = options[Column.SELECT]
-            if selection.counts is not None:
-                count = selection.counts[seat, head]
-            wanted = selection.chosen[seat, head, : min(int(count), between)]
+            wanted = selection.chosen[seat, head, : int(options[Column.SELECT])]
             free = stamp[seat, head] != residency.step
             found = _find(wanted, row, head, free, rows, residency, recalls)
             slot_lists[row * held.shape[1] + head, : len(wanted)] = torch.tensor(
@@ -123,6 +121,7 @@ def _find(
     missing = [page for page in wanted.tolist() if page not in held]
     victims = sorted(candidates[: len(missing)])
     for page, slot in zip(missing, victims, strict=False):
+        residency.traffic[seat, Traffic.HELD] += held[slot] < 0
         held[slot] = page
         entry = int(recalls.count)
         recalls.sources[entry] = rows.block_table[row, page] * kv_heads + head

@@ -8,18 +8,33 @@ from vllm_kvretrieval.kernels.triton.checks import check_list, check_units
 from vllm_kvretrieval.kernels.triton.low_rank import build_low_rank
 from vllm_kvretrieval.kernels.types import IndexStore
 from vllm_kvretrieval.retrieval.index.base import Index
+from vllm_kvretrieval.retrieval.index.bounding import Bounding
+from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
+from vllm_kvretrieval.retrieval.index.representative import KEPT, Representative
 
-KINDS: dict[type[Index], int] = {MinMax: 0, Mean: 1, MeanStd: 2, LowRank: 3}
+KINDS: dict[type[Index], int] = {
+    MinMax: 0,
+    Mean: 1,
+    MeanStd: 2,
+    LowRank: 3,
+    Bounding: 4,
+    Representative: 5,
+    Exact: 6,
+}
 """Indexes that there are kernels for; their numbers there."""
 
-MIN_MAX = tl.constexpr(0)
-MEAN = tl.constexpr(1)
-MEAN_STD = tl.constexpr(2)
-LOW_RANK = tl.constexpr(3)
+MIN_MAX = tl.constexpr(KINDS[MinMax])
+MEAN = tl.constexpr(KINDS[Mean])
+MEAN_STD = tl.constexpr(KINDS[MeanStd])
+LOW_RANK = tl.constexpr(KINDS[LowRank])
+BOUNDING = tl.constexpr(KINDS[Bounding])
+REPRESENTATIVE = tl.constexpr(KINDS[Representative])
+EXACT = tl.constexpr(KINDS[Exact])
+_KEPT = tl.constexpr(KEPT)
 
 
 @triton.jit(do_not_specialize=["spread"])
@@ -29,8 +44,8 @@ def _build_kernel(
     records,
     spread,
     kv_heads,
-    record_bytes,
     KIND: tl.constexpr,
+    RECORD: tl.constexpr,  # elements
     FROM_SLOTS: tl.constexpr,  # entries are where tokens went, and those count that end an entry
     RANK: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -48,33 +63,41 @@ def _build_kernel(
     unit = entry // PARTS * kv_heads + head
     tokens = entry % PARTS * ENTRY + tl.arange(0, ENTRY)
     keys = cache + (unit * PAGE + tokens)[:, None] * (2 * HEAD_SIZE)
-    record = entry * kv_heads + head
+    to = records + (entry * kv_heads + head) * RECORD
     if KIND == LOW_RANK:
         HALF: tl.constexpr = HEAD_SIZE // 2
         dims = tl.arange(0, DIMS // 2)
         mask = (dims < HALF)[None, :]
         low = tl.load(keys + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         high = tl.load(keys + HALF + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        to = records + record * record_bytes
         build_low_rank(low, high, to, RANK, HEAD_SIZE, ENTRY, DIMS // 2)
-    else:
-        dims = tl.arange(0, DIMS)
-        mask = dims < HEAD_SIZE
-        k = tl.load(keys + dims[None, :], mask=mask[None, :], other=0.0).to(tl.float32)
-        kind = records.dtype.element_ty
-        if KIND == MIN_MAX:
-            to = records + record * (2 * HEAD_SIZE) + dims
-            tl.store(to, tl.min(k, 0).to(kind), mask=mask)
-            tl.store(to + HEAD_SIZE, tl.max(k, 0).to(kind), mask=mask)
-        else:
-            mean = tl.sum(k, 0) / ENTRY
-            FIELDS: tl.constexpr = 2 if KIND == MEAN_STD else 1
-            to = records + record * (FIELDS * HEAD_SIZE) + dims
-            tl.store(to, mean.to(kind), mask=mask)
-            if KIND == MEAN_STD:
-                rest = k - mean[None, :]
-                std = spread * tl.sqrt(tl.sum(rest * rest, 0) / ENTRY)
-                tl.store(to + HEAD_SIZE, std.to(kind), mask=mask)
+        return
+    dims = tl.arange(0, DIMS)
+    mask = dims < HEAD_SIZE
+    k = tl.load(keys + dims[None, :], mask=mask[None, :], other=0.0).to(tl.float32)
+    kind = records.dtype.element_ty
+    if KIND == MIN_MAX:
+        tl.store(to + dims, tl.min(k, 0).to(kind), mask=mask)
+        tl.store(to + HEAD_SIZE + dims, tl.max(k, 0).to(kind), mask=mask)
+        return
+    mean = tl.sum(k, 0) / ENTRY
+    rest = k - mean[None, :]
+    if KIND == REPRESENTATIVE:
+        distance = tl.sum(rest * rest, 1)
+        token = tl.arange(0, ENTRY)
+        mean = tl.zeros([DIMS], tl.float32)
+        for _ in tl.static_range(min(_KEPT, ENTRY)):
+            farthest = token == tl.argmax(distance, 0)
+            mean += tl.sum(tl.where(farthest[:, None], k, 0.0), 0)
+            distance = tl.where(farthest, -1.0, distance)
+        mean /= min(_KEPT, ENTRY)
+    tl.store(to + dims, mean.to(kind), mask=mask)
+    if KIND == MEAN_STD:
+        std = spread * tl.sqrt(tl.sum(rest * rest, 0) / ENTRY)
+        tl.store(to + HEAD_SIZE + dims, std.to(kind), mask=mask)
+    elif KIND == BOUNDING:
+        radius = tl.sqrt(tl.max(tl.sum(rest * rest, 1), 0))
+        tl.store((to + HEAD_SIZE).to(tl.pointer_type(tl.float32), bitcast=True), radius)
 
 
 def grows(store: IndexStore) -> bool:
@@ -83,7 +106,10 @@ def grows(store: IndexStore) -> bool:
 
 
 def elements(store: IndexStore) -> torch.Tensor:
-    """The records as the kernels take them: of the cache's dtype, or bytes."""
+    """What the kernels read to score: records, of the cache's dtype or bytes, or the cache."""
+    if isinstance(store.index, Exact):
+        assert store.cache is not None
+        return store.cache
     return store.records if isinstance(store.index, LowRank) else store.records.view(store.dtype)
 
 
@@ -114,8 +140,9 @@ def check_store(store: IndexStore, cache: torch.Tensor | None = None) -> None:
 
 
 def build_entries(slot_mapping: torch.Tensor, store: IndexStore) -> None:
-    """Build the records of entries whose last tokens have just been written."""
-    _build(slot_mapping, True, store)
+    """Build the records of entries whose last tokens have just been written, if it has records."""
+    if store.records.shape[2]:
+        _build(slot_mapping, True, store)
 
 
 def index_pages(pages: torch.Tensor, store: IndexStore) -> None:
@@ -127,24 +154,24 @@ def index_pages(pages: torch.Tensor, store: IndexStore) -> None:
     """
     check_list("pages", pages, (len(pages),), torch.int32)
     check_store(store)
-    if store.index is None or len(pages) == 0:
+    if not store.records.shape[2] or len(pages) == 0:
         return
     parts = torch.arange(store.parts, device=pages.device)
     _build((pages[:, None] * store.parts + parts).flatten(), False, store)
 
 
 def _build(entries: torch.Tensor, from_slots: bool, store: IndexStore) -> None:
-    index, cache = store.index, store.cache
+    index, cache, records = store.index, store.cache, elements(store)
     assert index is not None
     assert cache is not None
     _build_kernel[(len(entries), store.kv_heads)](
         entries,
         cache,
-        elements(store),
+        records,
         index.spread if isinstance(index, MeanStd) else 0.0,
         store.kv_heads,
-        store.records.shape[2],
         KIND=KINDS[type(index)],
+        RECORD=store.records.shape[2] // records.element_size(),
         FROM_SLOTS=from_slots,
         RANK=index.directions(store.head_size) if isinstance(index, LowRank) else 0,
         HEAD_SIZE=store.head_size,

@@ -1,13 +1,17 @@
 """Host memory that the GPU reads and writes in place, over the bus."""
 
+import contextlib
 import ctypes
 import mmap
+import resource
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
+_GIB = 2**30
 
 
 def map_host(nbytes: int, device: torch.device | str = "cuda") -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,7 +21,8 @@ def map_host(nbytes: int, device: torch.device | str = "cuda") -> tuple[torch.Te
     was asked for, and gives a tensor that counts as being on the device, so Triton, FlashAttention
     and torch itself take it as an argument. The memory starts zeroed, and stays locked and mapped
     as long as the device's tensor, or a view of it, lives. Work that uses it must have ended by
-    then.
+    then. It is this process's own and of no file, so it goes with the process, however that ends,
+    and is in huge pages where the system has them.
 
     Args:
         nbytes: Size of the memory in bytes.
@@ -27,27 +32,53 @@ def map_host(nbytes: int, device: torch.device | str = "cuda") -> tuple[torch.Te
         The same uint8 [nbytes] as a tensor on the CPU and as one on the device.
 
     Raises:
-        MemoryError: The system does not lock that much memory.
+        MemoryError: The system does not have, or does not lock, that much memory; says how much
+            was asked for, how much there is, and what to do.
         RuntimeError: The GPU cannot map it.
     """
+    available = available_memory()
+    if nbytes > available:
+        raise MemoryError(
+            f"{nbytes / _GIB:.1f} GiB of host memory are to be locked, and {available / _GIB:.1f} "
+            "GiB are available: ask for less, or end what else takes memory"
+        )
     mapping = _Mapping(nbytes, torch.device(device))
     return mapping.host, mapping.view()
+
+
+def available_memory() -> int:
+    """Bytes of host memory that this process may take, by the system and by its control group."""
+    fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    available = next(int(size) * 1024 for name, size, *_ in fields if name == "MemAvailable:")
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+        limit = int((group / "memory.max").read_text())
+        available = min(available, limit - int((group / "memory.current").read_text()))
+    return max(available, 0)
 
 
 class _Mapping:
     """One registration with CUDA, kept by the tensors that torch makes of it."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.host = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)  # a child's copy would not be what the GPU writes
+        with contextlib.suppress(OSError):  # a system without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.host = torch.frombuffer(memory, dtype=torch.uint8)
         self._device = device
         with torch.cuda.device(device):
             cudart = torch.cuda.cudart()
             address = self.host.data_ptr()
             status = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED))
             if status:
+                limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+                words = "unlimited" if limit < 0 else f"{limit / _GIB:.1f} GiB"
                 raise MemoryError(
-                    f"CUDA cannot lock {nbytes} bytes of host memory (error {status}): ask for "
-                    "less, or raise the limit of locked memory (ulimit -l)"
+                    f"CUDA cannot lock {nbytes / _GIB:.1f} GiB of host memory (error {status}); "
+                    f"{available_memory() / _GIB:.1f} GiB are available, and the limit of locked "
+                    f"memory (ulimit -l) is {words}: ask for less, or raise that limit (in a "
+                    "container: --ulimit memlock=-1)"
                 )
             weakref.finalize(self, cudart.cudaHostUnregister, address)
             self._address = _device_address(address)

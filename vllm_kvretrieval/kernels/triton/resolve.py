@@ -20,6 +20,7 @@ _COUNTERS = tl.constexpr(len(Traffic))
 _LOOKED_UP = tl.constexpr(int(Traffic.LOOKED_UP))
 _MISSED = tl.constexpr(int(Traffic.MISSED))
 _AHEAD = tl.constexpr(int(Traffic.AHEAD))
+_HELD = tl.constexpr(int(Traffic.HELD))
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def _oldest(age, wanted):
 @triton.jit
 def _resolve_kernel(
     wanted,
-    counts,
+    lengths,
     table,
     seats,
     choosers,
@@ -58,7 +59,6 @@ def _resolve_kernel(
     targets,
     recall_count,
     wanted_stride,
-    counts_stride,
     table_stride,
     lists_stride,
     kv_heads,
@@ -68,7 +68,6 @@ def _resolve_kernel(
     SLOTS: tl.constexpr,
     ROUNDS: tl.constexpr,
     AHEAD: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
 ):
     pair = tl.program_id(0)
     row = pair // kv_heads
@@ -84,12 +83,10 @@ def _resolve_kernel(
         between -= tl.load(options + _SINK) + tl.load(options + _WINDOW)
         if between <= select:
             return
-        if HAS_COUNTS:
-            select = tl.load(counts + seat.to(tl.int64) * counts_stride + head)
-        listed = tl.minimum(select, between)
+        listed = select
         wanted += of_seat.to(tl.int64) * wanted_stride
     else:
-        listed = tl.cdiv(tl.load(counts + pair), PAGE)
+        listed = tl.cdiv(tl.load(lengths + pair), PAGE)
         wanted += pair.to(tl.int64) * wanted_stride
     slot_lists += pair.to(tl.int64) * lists_stride
 
@@ -98,6 +95,7 @@ def _resolve_kernel(
     slot += of_seat * capacity
     now = tl.load(step)
     page = tl.load(held + slot, mask=mine, other=-1)
+    held_before = tl.sum((page >= 0).to(tl.int32), 0)
     unused = now - tl.load(stamp + slot, mask=mine, other=0)
     if not AHEAD:  # noqa: SIM102 - the one is known when compiling
         if tl.load(fresh + row) != 0:
@@ -150,6 +148,8 @@ def _resolve_kernel(
         used = used | victim
     tl.store(stamp + slot, tl.zeros([SLOTS], tl.int32) + now, mask=used)
     seen = traffic + seat * _COUNTERS
+    held_now = tl.sum(((page >= 0) | used).to(tl.int32), 0)
+    tl.atomic_add(seen + _HELD, (held_now - held_before).to(tl.int64))
     if AHEAD:
         tl.atomic_add(seen + _AHEAD, missing.to(tl.int64))
     else:
@@ -195,23 +195,16 @@ def resolve_ahead(
     Raises:
         ValueError: As :func:`resolve`.
     """
+    if selection.counts is not None:
+        raise ValueError("the selection must be of equal counts")
     chosen = selection.chosen.flatten(0, 1)
     check_list("requests.table", requests.table, (len(requests.table), COLUMNS), torch.int32)
-    _launch(
-        chosen,
-        selection.counts,
-        requests.table,
-        rows,
-        residency,
-        recalls,
-        slot_lists,
-        page_size,
-    )
+    _launch(chosen, None, requests.table, rows, residency, recalls, slot_lists, page_size)
 
 
 def _launch(
     wanted: torch.Tensor,
-    counts: torch.Tensor | None,
+    lengths: torch.Tensor | None,
     table: torch.Tensor | None,
     rows: DeviceRows,
     residency: Residency,
@@ -219,7 +212,7 @@ def _launch(
     slot_lists: torch.Tensor,
     page_size: int,
 ) -> None:
-    """``table`` is None for what a step attends to."""
+    """Lists of what a step attends to have ``lengths``, those of a selection a ``table``."""
     seats, kv_heads, capacity = residency.held.shape
     pairs, width = len(rows) * kv_heads, wanted.shape[1]
     for name, tensor in (("held", residency.held), ("stamp", residency.stamp)):
@@ -249,7 +242,7 @@ def _launch(
     slots = triton.next_power_of_2(capacity)
     _resolve_kernel[(pairs,)](
         wanted,
-        counts,
+        lengths,
         table,
         rows.seats,
         rows.choosers,
@@ -265,7 +258,6 @@ def _launch(
         recalls.targets,
         recalls.count,
         wanted.stride(0),
-        0 if counts is None else counts.stride(0),
         rows.block_table.stride(0),
         slot_lists.stride(0),
         kv_heads,
@@ -275,7 +267,6 @@ def _launch(
         SLOTS=slots,
         ROUNDS=width.bit_length(),
         AHEAD=table is not None,
-        HAS_COUNTS=counts is not None,
         num_warps=min(max(slots // 128, 2), 8),
         enable_fp_fusion=True,
     )

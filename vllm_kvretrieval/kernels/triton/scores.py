@@ -7,21 +7,57 @@ import triton
 import triton.language as tl
 
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DevicePlan, DeviceRequests, DeviceRows
-from vllm_kvretrieval.kernels.triton.index import KINDS, LOW_RANK, MEAN, MEAN_STD, elements
+from vllm_kvretrieval.kernels.triton.index import (
+    BOUNDING,
+    EXACT,
+    KINDS,
+    LOW_RANK,
+    MEAN,
+    MEAN_STD,
+    MIN_MAX,
+    REPRESENTATIVE,
+    elements,
+)
 from vllm_kvretrieval.kernels.triton.low_rank import score_low_rank
 from vllm_kvretrieval.kernels.types import Chooser
+from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 
 LOG2_E = math.log2(math.e)
 MEMBERS = 16
 """Query heads of a tile: the fewest rows that the tensor cores multiply."""
 TILE, LOW_RANK_TILE = 64, 16
-"""Entries that a program scores at a time."""
+"""Entries that a program scores at a time; of an index without records, keys."""
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _SINK = tl.constexpr(int(Column.SINK))
 _WINDOW = tl.constexpr(int(Column.WINDOW))
 _SELECT = tl.constexpr(int(Column.SELECT))
+
+
+@triton.jit
+def _score_keys(
+    query,
+    keys,
+    valid,
+    scale,
+    HEAD_SIZE: tl.constexpr,
+    ENTRY: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TILE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Score entries by their keys; [TILE] pointers to the first ones. See `score_low_rank`."""
+    dims = tl.arange(0, DIMS)
+    tokens = tl.arange(0, ENTRY) * (2 * HEAD_SIZE)
+    at = tl.reshape(keys[:, None] + tokens[None, :], [TILE * ENTRY])
+    read = tl.reshape(tl.broadcast_to(valid[:, None], [TILE, ENTRY]), [TILE * ENTRY])
+    mask = (dims < HEAD_SIZE)[:, None] & read[None, :]
+    k = tl.load(at[None, :] + dims[:, None], mask=mask, other=0.0)
+    scored = tl.dot(query, k, out_dtype=tl.float32) * scale
+    scored = tl.reshape(scored, [MEMBERS, TILE, ENTRY])
+    top = tl.max(scored, 2)
+    return top + tl.log2(tl.sum(tl.exp2(scored - top[:, :, None]), 2))
 
 
 @triton.jit
@@ -40,9 +76,9 @@ def _score_kernel(
     table_stride,
     score_stride,
     kv_heads,
-    record_bytes,
     NUMBER: tl.constexpr,
     KIND: tl.constexpr,
+    RECORD: tl.constexpr,  # elements
     GROWS: tl.constexpr,
     RANK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -88,7 +124,9 @@ def _score_kernel(
         wide = first.to(tl.float32)
         if KIND == MEAN_STD:
             second = tl.abs(wide).to(first.dtype)
-        elif KIND != MEAN:  # minimum and maximum
+        elif KIND == BOUNDING:
+            second = tl.sqrt(tl.sum(wide * wide, 1))
+        elif KIND == MIN_MAX:
             second = tl.maximum(wide, 0.0).to(first.dtype)
             first = tl.minimum(wide, 0.0).to(first.dtype)
     best = tl.full([MEMBERS], float("-inf"), tl.float32)
@@ -98,19 +136,27 @@ def _score_kernel(
         valid = entry < entries
         page = block_table + row.to(tl.int64) * table_stride + entry // PARTS
         page = tl.load(page, mask=valid, other=0).to(tl.int64)
-        record = (page * PARTS + entry % PARTS) * kv_heads + head
+        part = entry % PARTS
+        record = ((page * PARTS + part) * kv_heads + head) * RECORD
         if KIND == LOW_RANK:
             scored = score_low_rank(
-                first, second, records + record * record_bytes, valid, scale_log2,
+                first, second, records + record, valid, scale_log2,
                 RANK, HEAD_SIZE, ENTRY, MEMBERS, TILE, DIMS // 2,
             )  # fmt: skip
+        elif KIND == EXACT:
+            keys = records + ((page * kv_heads + head) * PAGE + part * ENTRY) * (2 * HEAD_SIZE)
+            scored = _score_keys(
+                first, keys, valid, scale_log2, HEAD_SIZE, ENTRY, MEMBERS, TILE, DIMS
+            )
         else:
-            FIELDS: tl.constexpr = 1 if KIND == MEAN else 2
-            at = records + (record * (FIELDS * HEAD_SIZE))[None, :] + dims[:, None]
+            at = (records + record)[None, :] + dims[:, None]
             read = (dims < HEAD_SIZE)[:, None] & valid[None, :]
             field = tl.load(at, mask=read, other=0.0)
             scored = tl.dot(first, field, out_dtype=tl.float32)
-            if FIELDS == 2:
+            if KIND == BOUNDING:
+                at = (records + record + HEAD_SIZE).to(tl.pointer_type(tl.float32), bitcast=True)
+                scored += second[:, None] * tl.load(at, mask=valid, other=0.0)[None, :]
+            elif KIND != MEAN and KIND != REPRESENTATIVE:
                 field = tl.load(at + HEAD_SIZE, mask=read, other=0.0)
                 scored += tl.dot(second, field, out_dtype=tl.float32)
             scored *= scale_log2
@@ -143,10 +189,13 @@ def score_entries(
     store, index = chooser.store, chooser.store.index
     assert index is not None
     rank = index.directions(store.head_size) if isinstance(index, LowRank) else 0
+    records, tile = elements(store), LOW_RANK_TILE if rank else TILE
+    if isinstance(index, Exact):
+        tile = max(TILE // store.entry_tokens, 1)
     programs, _, group = plan.stats.shape[1:]
     _score_kernel[(len(rows) * store.kv_heads, programs)](
         query,
-        elements(store),
+        records,
         rows.block_table,
         rows.seats,
         rows.seq_lens,
@@ -159,9 +208,9 @@ def score_entries(
         rows.block_table.stride(0),
         plan.scores.stride(1),
         store.kv_heads,
-        store.records.shape[2],
         NUMBER=number,
         KIND=KINDS[type(index)],
+        RECORD=store.records.shape[2] // records.element_size(),
         GROWS=index.grows,
         RANK=rank,
         GROUP=group,
@@ -170,8 +219,8 @@ def score_entries(
         ENTRY=store.entry_tokens,
         DIMS=triton.next_power_of_2(store.head_size),
         MEMBERS=MEMBERS,
-        TILE=LOW_RANK_TILE if rank else TILE,
-        STAGES=2 if rank else stages,
+        TILE=tile,
+        STAGES=2 if rank or isinstance(index, Exact) else stages,
         num_warps=4,
         enable_fp_fusion=True,
     )

@@ -14,98 +14,21 @@ from vllm_kvretrieval.kernels.triton.checks import (
     check_rows,
 )
 from vllm_kvretrieval.kernels.triton.index import check_store
+from vllm_kvretrieval.kernels.triton.pooling import pool_pages
+from vllm_kvretrieval.kernels.triton.ranking import find_best
 from vllm_kvretrieval.kernels.triton.scores import MEMBERS, score_entries
 from vllm_kvretrieval.kernels.types import Chooser
-from vllm_kvretrieval.retrieval.pooling import Pooling
 
-MOST_PAGES = 32768
-"""Of a context: a program holds the scores of all of them."""
+MOST_PAGES = 65536
+"""Of a context: a program holds the best of every tile of them."""
+TILE_PAGES = 4096
+"""Pages that a program ranks at a time."""
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _SINK = tl.constexpr(int(Column.SINK))
 _WINDOW = tl.constexpr(int(Column.WINDOW))
 _SELECT = tl.constexpr(int(Column.SELECT))
 _THRESHOLD = tl.constexpr(int(Column.THRESHOLD))
-_MEAN_SOFTMAX = tl.constexpr(int(Pooling.MEAN_SOFTMAX))
-_RELATIVE = tl.constexpr(int(Pooling.RELATIVE))
-_MAX = tl.constexpr(int(Pooling.MAX))
-_SUM = tl.constexpr(int(Pooling.SUM))
-
-
-@triton.jit
-def _limit(keys, count, low, high):
-    """The largest key that so many reach or exceed; ``low`` is such a key, ``high`` is not."""
-    while low + 1 < high:
-        middle = (low & high) + ((low ^ high) >> 1)
-        reaching = tl.sum((keys >= middle).to(tl.int32), 0)
-        if reaching >= count:
-            low = middle
-            if reaching == count:
-                high = low + 1
-        else:
-            high = middle
-    return low
-
-
-@triton.jit
-def _norm(stats, programs, GROUP: tl.constexpr, POOLING: tl.constexpr, STATS: tl.constexpr):
-    """What is taken off a head's scores before they are pooled."""
-    part = tl.arange(0, STATS)
-    best = tl.load(stats + part * (2 * GROUP), mask=part < programs, other=float("-inf"))
-    highest = tl.max(best, 0)
-    if POOLING == _RELATIVE:
-        return highest
-    total = tl.load(stats + part * (2 * GROUP) + GROUP, mask=part < programs, other=0.0)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    return base + tl.log2(tl.sum(total * tl.exp2(best - base), 0))
-
-
-@triton.jit
-def _pooled(
-    scores,
-    stats,
-    entries,
-    programs,
-    score_stride,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    PAGES: tl.constexpr,
-    STATS: tl.constexpr,
-    POOLING: tl.constexpr,
-):
-    """[PAGES]; over the group and the entries of a page, as :meth:`Pooling.pool` has it."""
-    page = tl.arange(0, PAGES)
-    NOTHING: tl.constexpr = float("-inf")
-    top = tl.full([PAGES], NOTHING, tl.float32)
-    if POOLING == _SUM:
-        for part in tl.static_range(PARTS):
-            entry = page * PARTS + part
-            sums = tl.where(entry < entries, 0.0, NOTHING)
-            for member in tl.range(GROUP):
-                of_head = scores + member * score_stride + entry
-                sums += tl.load(of_head, mask=entry < entries, other=0.0)
-            top = tl.maximum(top, sums)
-        return top
-    for member in tl.range(GROUP):
-        norm = 0.0
-        if POOLING != _MAX:
-            norm = _norm(stats + member, programs, GROUP, POOLING, STATS)
-        for part in tl.static_range(PARTS):
-            entry = page * PARTS + part
-            of_head = scores + member * score_stride + entry
-            top = tl.maximum(top, tl.load(of_head, mask=entry < entries, other=NOTHING) - norm)
-    if POOLING == _MAX:
-        return top
-    base = tl.where(top == NOTHING, 0.0, top)
-    mass = tl.zeros([PAGES], tl.float32)
-    for member in tl.range(GROUP):
-        norm = _norm(stats + member, programs, GROUP, POOLING, STATS)
-        for part in tl.static_range(PARTS):
-            entry = page * PARTS + part
-            of_head = scores + member * score_stride + entry
-            less = tl.load(of_head, mask=entry < entries, other=NOTHING) - norm
-            mass += tl.exp2(less - base)
-    return base + tl.log2(mass)
 
 
 @triton.jit
@@ -141,7 +64,8 @@ def _select_kernel(
     MEMBERS: tl.constexpr,
     PAGE: tl.constexpr,
     ENTRY: tl.constexpr,
-    PAGES: tl.constexpr,
+    PAGES: tl.constexpr,  # of a tile
+    TILES: tl.constexpr,
     WIDTH: tl.constexpr,
     STATS: tl.constexpr,
 ):
@@ -202,29 +126,38 @@ def _select_kernel(
         entries = tl.cdiv(length, ENTRY)
     scores += pair.to(tl.int64) * (GROUP * score_stride)
     stats += pair.to(tl.int64) * (programs * 2 * GROUP)
-    pooled = _pooled(
-        scores, stats, entries, programs, score_stride, GROUP, PARTS, PAGES, STATS, POOLING
-    )
-    page = tl.arange(0, PAGES)
-    candidate = (page >= sink) & (page < pages - window)
-    # Floats as whole numbers of the same order; what is no number comes last.
-    pooled = tl.where(pooled == pooled, pooled, float("-inf")) + 0.0
-    bits = pooled.to(tl.int32, bitcast=True)
-    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = tl.where(candidate, keys, -0x7FFFFFFF)
-    lowest = tl.min(tl.where(candidate, keys, 0x7FFFFFFF), 0)
-    limit = _limit(keys, select, lowest, tl.max(keys, 0) + 1)
-    above = candidate & (keys > limit)
-    equal = candidate & (keys == limit)
-    still = select - tl.sum(above.to(tl.int32), 0)
-    best = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= still))
-    rank = tl.cumsum(best.to(tl.int32), 0) - 1
     held = chosen + (seat * kv_heads + head) * chosen_stride
     in_selection = place < select
     old = tl.load(held + place, mask=in_selection, other=0)
+    end = pages - window
+    tiles = 1
+    if TILES > 1:
+        tiles = tl.cdiv(pages, PAGES)
+    for tile in tl.range(tiles):
+        page = tile * PAGES + tl.arange(0, PAGES)
+        pooled = pool_pages(
+            scores, stats, page, entries, programs, score_stride, GROUP, PARTS, STATS, POOLING
+        )
+        best, rank = find_best(pooled, (page >= sink) & (page < end), select)
+        tl.debug_barrier()
+        if TILES == 1:
+            tl.store(held + rank, page, mask=best)
+        else:  # where scores have been read already
+            to_best = scores + tile * (2 * WIDTH) + rank
+            tl.store(to_best, pooled, mask=best)
+            tl.store(to_best + WIDTH, page.to(tl.float32, bitcast=True), mask=best)
     tl.debug_barrier()
-    tl.store(held + rank, page, mask=best)
-    tl.debug_barrier()
+    if TILES > 1:
+        slot = tl.arange(0, TILES * WIDTH)
+        tile, rank = slot // WIDTH, slot % WIDTH
+        between = tl.minimum(end, (tile + 1) * PAGES) - tl.maximum(sink, tile * PAGES)
+        found = rank < tl.minimum(select, between)
+        of_best = scores + tile * (2 * WIDTH) + rank
+        pooled = tl.load(of_best, mask=found, other=0.0)
+        page = tl.load(of_best + WIDTH, mask=found, other=0.0).to(tl.int32, bitcast=True)
+        best, rank = find_best(pooled, found, select)
+        tl.store(held + rank, page, mask=best)
+        tl.debug_barrier()
     new = tl.load(held + place, mask=in_selection, other=0)
     unit = tl.where(turned, new, old)
     if not POSITIONS:
@@ -239,11 +172,14 @@ def plan_decode(
     requests: DeviceRequests,
     choosers: Sequence[Chooser],
     plan: DevicePlan,
+    *,
+    tile_pages: int = TILE_PAGES,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.plan_decode`.
 
     Two launches per chooser, one where it has no index. Besides what the signature counts, four
-    bytes per entry and query head are written, and read twice.
+    bytes per entry and query head are written, and read twice. Long contexts are ranked in tiles of
+    ``tile_pages`` pages, a power of two, and then the best of each.
 
     Raises:
         ValueError: A tensor's dtype, shape or strides are not those of the signature, or there is
@@ -255,6 +191,7 @@ def plan_decode(
         return
     kv_heads, head_size = stores[0].kv_heads, stores[0].head_size
     pairs, programs = len(rows) * kv_heads, plan.stats.shape[1]
+    width = max(triton.next_power_of_2(plan.lists.shape[1]), 16)
     for number, chooser in enumerate(choosers):
         store = chooser.store
         if store.index is not None:
@@ -262,6 +199,7 @@ def plan_decode(
         parts = store.parts if store.index is not None else 1
         pages = min(rows.block_table.shape[1], plan.scores.shape[2] // parts)
         most = max(triton.next_power_of_2(pages), 16)
+        tile = min(most, max(tile_pages, 4 * width))
         _select_kernel[(pairs,)](
             query,
             plan.scores,
@@ -294,10 +232,11 @@ def plan_decode(
             MEMBERS=MEMBERS,
             PAGE=store.page_size,
             ENTRY=store.page_size // parts,
-            PAGES=most,
-            WIDTH=max(triton.next_power_of_2(plan.lists.shape[1]), 16),
+            PAGES=tile,
+            TILES=most // tile,
+            WIDTH=width,
             STATS=triton.next_power_of_2(programs),
-            num_warps=min(max(most // 256, 4), 32),
+            num_warps=min(max(tile // 256, 4), 32),
             enable_fp_fusion=True,
         )
 

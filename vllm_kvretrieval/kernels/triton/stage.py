@@ -8,7 +8,7 @@ from vllm_kvretrieval.kernels.triton.checks import check_list, check_units
 from vllm_kvretrieval.kernels.triton.recall import CHUNK_BYTES
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _stage_kernel(
     home,
     buffer,
@@ -26,7 +26,7 @@ def _stage_kernel(
     for row in tl.range(rows):
         start = tl.load(starts + row).to(tl.int64)
         work = tl.cdiv(tl.load(lengths + row), PAGE) * chunks
-        pages = block_table + row * table_stride
+        pages = block_table + tl.cast(row, tl.int64) * table_stride
         for item in tl.range(tl.program_id(0), work, tl.num_programs(0), num_stages=STAGES):
             position = item // chunks
             words = item % chunks * CHUNK + tl.arange(0, CHUNK)

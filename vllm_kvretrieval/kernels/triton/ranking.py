@@ -1,0 +1,48 @@
+"""The best of some scores, without sorting them."""
+
+import triton
+import triton.language as tl
+
+_LEAST = tl.constexpr(-0x7FFFFFFF)
+"""Less than the key of any float."""
+
+
+@triton.jit
+def _limit(keys, count, low, high):
+    """The largest key that so many reach or exceed; ``low`` is such a key, ``high`` is not."""
+    while low + 1 < high:
+        middle = (low & high) + ((low ^ high) >> 1)
+        reaching = tl.sum((keys >= middle).to(tl.int32), 0)
+        if reaching >= count:
+            low = middle
+            if reaching == count:
+                high = low + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def find_best(scores, candidate, count):
+    """Find the candidates of the highest scores; of equal ones the earlier.
+
+    Args:
+        scores: float32 [n]; what is no number comes last.
+        candidate: bool [n].
+        count: How many to find; where there are fewer candidates, all of them.
+
+    Returns:
+        bool [n], and int32 [n]: the place of each that is found among those that are.
+    """
+    # Floats as whole numbers of the same order.
+    bits = (tl.where(scores == scores, scores, float("-inf")) + 0.0).to(tl.int32, bitcast=True)
+    keys = tl.where(candidate, bits ^ ((bits >> 31) & 0x7FFFFFFF), _LEAST)
+    count = tl.minimum(count, tl.sum(candidate.to(tl.int32), 0))
+    highest = tl.max(keys, 0)
+    lowest = tl.min(tl.where(candidate, keys, highest), 0)
+    limit = _limit(keys, count, lowest, highest + 1)
+    above = candidate & (keys > limit)
+    equal = candidate & (keys == limit)
+    still = count - tl.sum(above.to(tl.int32), 0)
+    best = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= still))
+    return best, tl.cumsum(best.to(tl.int32), 0) - 1
