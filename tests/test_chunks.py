@@ -8,7 +8,7 @@ from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.platform import SPARSE_PREFILL, salt_prefix_cache
+from vllm_kvretrieval.platforms.shared import SPARSE_PREFILL, salt_prefix_cache
 from vllm_kvretrieval.request_options import RequestOptions
 
 pytestmark = pytest.mark.cores

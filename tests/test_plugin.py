@@ -17,7 +17,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from tests.engine import checkpoint
 from vllm_kvretrieval import __version__, plugin
 from vllm_kvretrieval.config import RetrievalConfig
-from vllm_kvretrieval.platform import CpuRetrievalPlatform
+from vllm_kvretrieval.platforms.cpu import CpuRetrievalPlatform
 from vllm_kvretrieval.retrieval.presets import OWN
 
 
@@ -71,7 +71,7 @@ def test_registration_is_idempotent():
     before = dict(AttentionBackendEnum.__members__)
     for _ in range(2):
         plugin.register()
-        assert plugin.activate_platform() == "vllm_kvretrieval.platform.CpuRetrievalPlatform"
+        assert plugin.activate_platform() == "vllm_kvretrieval.platforms.cpu.CpuRetrievalPlatform"
     assert dict(AttentionBackendEnum.__members__) == before
     for name in map(str.upper, OWN):
         backend = AttentionBackendEnum[name].get_class()

@@ -14,12 +14,15 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from tests.engine import checkpoint
+from vllm_kvretrieval.attention.cpu.support import check_home
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
+from vllm_kvretrieval.engine.memory import bytes_per_block
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.tiers import home as home_module
@@ -67,7 +70,6 @@ def test_sizes_that_are_none(size):
     ("options", "message"),
     [
         ({"home": "tape"}, "kv_retrieval.home='tape' is unknown; use one of ('auto', 'device',"),
-        ({"home": "host"}, "home='host' is for GPUs; *Use home=device, or home=disk"),
         ({"home_bytes": "1GiB"}, "home_bytes='1GiB' has no effect with home=device; leave it"),
         ({"codec": "zip"}, "codec='zip'"),
         ({"codec": "k8v4"}, "codec='k8v4' is for pages in a file, *use home=disk *, or codec=raw"),
@@ -80,6 +82,12 @@ def test_sizes_that_are_none(size):
 def test_impossible_homes(options, message):
     with pytest.raises(RetrievalConfigError, match=re.escape(message).replace(r"\*", ".*")):
         RetrievalConfig.from_options("freekv", options)
+
+
+def test_host_memory_is_no_home_on_the_cpu():
+    config = RetrievalConfig.from_options("freekv", {"home": "host", "home_bytes": "1GiB"})
+    with pytest.raises(RetrievalConfigError, match=r"home='host' is for GPUs; .* or home=disk"):
+        check_home(VllmConfig(), config)
 
 
 def test_ttkv_needs_no_option_but_its_name():
@@ -342,7 +350,8 @@ def test_what_page_indexes_take_of_memory(sliding, full, share):
         model=checkpoint("SmolLM2-135M-Instruct"), attention_backend="freekv"
     ).create_engine_config()
     own.vllm_config.cache_config.kv_cache_layout = "LBHNC"  # as the engine core finds out first
-    block, index = own._bytes_per_block(own.get_kv_cache_spec())
+    specs_by_name, config = own.get_kv_cache_spec(), own.retrieval_config
+    block, index = bytes_per_block(own.vllm_config, specs_by_name, config, own.retrieving)
     assert index / block == pytest.approx(share / 32)
 
 

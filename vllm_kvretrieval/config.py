@@ -304,11 +304,6 @@ class RetrievalConfig:
                 "home=device."
             )
         self._check_codec()
-        if self.home == "host":
-            raise RetrievalConfigError(
-                "home='host' is for GPUs; on the CPU platform host memory is what device names. "
-                "Use home=device, or home=disk for a cache larger than memory."
-            )
         for key in ("home_bytes", "home_path", "recall_cache_bytes"):
             value = getattr(self, key)
             if value is None:
@@ -316,7 +311,7 @@ class RetrievalConfig:
             if self.home == "device":
                 raise RetrievalConfigError(
                     f"{key}={value!r} has no effect with home=device; leave it out, or use "
-                    "home=disk."
+                    "a home that is larger: disk, on a GPU host."
                 )
             if key == "home_path":
                 if not isinstance(value, str) or not Path(value).is_dir():

@@ -4,8 +4,15 @@ import functools
 import logging
 
 SUPPORTED_VLLM = "0.32"
-BACKENDS = "vllm_kvretrieval.attention.cpu.backend"
-"""Module of the backends; each has the name of its preset, in capitals."""
+BACKENDS = {
+    "cpu": "vllm_kvretrieval.attention.cpu.backend",
+    "cuda": "vllm_kvretrieval.attention.cuda.backend",
+}
+"""By device, the module of the backends; each has the name of its preset, in capitals."""
+PLATFORMS = {
+    "cpu": "vllm_kvretrieval.platforms.cpu.CpuRetrievalPlatform",
+    "cuda": "vllm_kvretrieval.platforms.cuda.CudaRetrievalPlatform",
+}
 
 logger = logging.getLogger("vllm.kvretrieval")
 
@@ -26,6 +33,16 @@ def _vllm_is_supported() -> bool:
     return False
 
 
+@functools.cache
+def _device() -> str | None:
+    """What vLLM is built for, and finds here, of what retrieval has a platform for."""
+    from vllm.platforms import cpu_platform_plugin, cuda_platform_plugin
+
+    if cpu_platform_plugin() is not None:
+        return "cpu"
+    return "cuda" if cuda_platform_plugin() is not None else None
+
+
 def register() -> None:
     """Make the methods known as attention backends (``vllm.general_plugins``). Idempotent."""
     if _vllm_is_supported():
@@ -39,21 +56,19 @@ def _register_backends() -> None:
 
     for name in map(str.upper, preset_names()):
         if name not in AttentionBackendEnum.__members__:
-            register_backend(name, f"{BACKENDS}.{name}")
+            register_backend(name, f"{BACKENDS[_device() or 'cpu']}.{name}")
 
 
 def activate_platform() -> str | None:
-    """Register the backends and, on a CPU, name our platform class (``vllm.platform_plugins``).
+    """Register the backends and name our platform class (``vllm.platform_plugins``).
 
     The engine core unpickles its configuration, backend name included, before general plug-ins are
     loaded; platform plug-ins are loaded before that. vLLM's CPU platform ignores foreign backends,
-    so there a subclass stands in for it; elsewhere vLLM's own platform stays.
+    and its CUDA platform takes one for layers with sliding windows, too; so subclasses stand in for
+    them. On other devices vLLM's own platform stays.
     """
     if not _vllm_is_supported():
         return None
     _register_backends()
-    from vllm.platforms import cpu_platform_plugin
-
-    if cpu_platform_plugin() is None:
-        return None
-    return "vllm_kvretrieval.platform.CpuRetrievalPlatform"
+    device = _device()
+    return None if device is None else PLATFORMS[device]

@@ -26,6 +26,15 @@ LAYOUT_KEY = "kv_retrieval_layout"
 WITHOUT = "Serve it without --attention-backend."
 
 
+def page_size() -> int:
+    """Tokens per page of the engine that is being set up, or those of engines by default."""
+    from vllm.config import get_current_vllm_config_or_none  # which asks for the platform
+
+    vllm_config = get_current_vllm_config_or_none()
+    config = RetrievalConfig.from_vllm(vllm_config) if vllm_config else None
+    return (config or RetrievalConfig()).page_size
+
+
 def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     """Refuse engines that retrieval cannot serve.
 
@@ -68,7 +77,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{method} does not support --kv-cache-dtype {cache.cache_dtype} with a model in "
             f"{model.dtype}; use auto."
         )
-    if cache.block_size % config.page_size:
+    if cache.user_specified_block_size and cache.block_size % config.page_size:
         raise RetrievalConfigError(
             f"--block-size {cache.block_size} must be a multiple of kv_retrieval.page_size="
             f"{config.page_size}; use 128."
@@ -160,20 +169,10 @@ def has_foreign_connector(vllm_config: "VllmConfig") -> bool:
 
 
 def check_connector(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
-    """Refuse KV connectors beside a slow home, and blocks that they would take for others."""
+    """Refuse KV connectors that would take blocks, or what is in them, for others."""
     if not has_foreign_connector(vllm_config):
         return
     cache = vllm_config.cache_config
-    if config.home != "device":
-        option, what = "--kv-transfer-config", "another KV connector"
-        if cache.kv_offloading_size is not None:
-            option, what = "--kv-offloading-size", "vLLM's offloading"
-        elif transfer := vllm_config.kv_transfer_config:
-            what = f"the KV connector {transfer.kv_connector}"
-        raise RetrievalConfigError(
-            f"kv_retrieval.home={config.home} cannot be combined with {what}; leave {option} out, "
-            "or use home=device."
-        )
     if config.prefill_budget is not None:
         raise RetrievalConfigError(
             f"kv_retrieval.prefill_budget={config.prefill_budget} cannot be combined with a KV "
@@ -217,3 +216,18 @@ def check_layer(selector: Any) -> None:
     for what, present in unsupported.items():
         if present:
             raise RetrievalConfigError(f"KV retrieval does not support {what}. {WITHOUT}")
+
+
+def check_impl(impl: Any) -> None:
+    """Refuse what a layer turns out to need (vLLM's implementation of its attention)."""
+    unsupported = {
+        "ALiBi": impl.alibi_slopes is not None,
+        "logits soft-capping": bool(impl.logits_soft_cap),
+        "learned attention sinks": impl.sinks is not None,
+        "cross-layer KV sharing": impl.kv_sharing_target_layer_name is not None,
+    }
+    for what, present in unsupported.items():
+        if present:
+            raise RetrievalConfigError(
+                f"KV retrieval does not support {what}, which this model uses. {WITHOUT}"
+            )

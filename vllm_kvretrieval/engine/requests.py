@@ -52,16 +52,16 @@ class Counts(NamedTuple):
         prompt_attended: Those of them that were attended to.
     """
 
-    corrected: int
-    looked_up: int
-    missed: int
-    recalled: int
-    steps: int
-    sparse_steps: int
-    pages: int
-    attended: int
-    prompt: int
-    prompt_attended: int
+    corrected: int = 0
+    looked_up: int = 0
+    missed: int = 0
+    recalled: int = 0
+    steps: int = 0
+    sparse_steps: int = 0
+    pages: int = 0
+    attended: int = 0
+    prompt: int = 0
+    prompt_attended: int = 0
 
 
 class RequestTable:
@@ -177,7 +177,9 @@ class RequestTable:
                 seats.append(seat)
             if noted is not None:
                 self._past += noted[1]
-                self._log_usage(req_id, *noted)
+                context, counted = noted
+                counts = Counts(*counted.tolist())
+                log_usage(req_id, context, counts, self.retrieval_heads)
         self._free += seats
         return seats
 
@@ -361,11 +363,7 @@ class RequestTable:
         """Take over the request's options; with other ones it starts afresh."""
         sampling_params = self.runner.requests[req_id].sampling_params
         extra_args = getattr(sampling_params, "extra_args", None)
-        try:
-            options = RequestOptions.parse(extra_args, self.config)
-        except RetrievalConfigError as e:  # only a front end that skips our validation gets here
-            logger.error("Request %s runs with the server's options: %s", req_id, e)
-            options = RequestOptions.parse(None, self.config)
+        options = read_options(req_id, extra_args, self.config)
         budget = options.budget
         if self.config.memory_fraction is not None and not options.own_budget:
             prompt = self.runner.requests[req_id].num_prompt_tokens
@@ -393,23 +391,42 @@ class RequestTable:
         for entries in self._per_seat:
             entries[seat] = 0
 
-    def _log_usage(self, req_id: str, context: int, counted: torch.Tensor) -> None:
-        counts = Counts(*counted.tolist())
-        sparse_heads = max(counts.sparse_steps * self.retrieval_heads, 1)
-        attended = counts.attended / max(self.retrieval_heads, 1)  # pages
-        logger.debug(
-            "kv_retrieval request_id=%s context=%d decode_steps=%d sparse_steps=%d "
-            "pages_attended=%d pages_total=%d kv_read_share=%.4f corrected_share=%.4f "
-            "recall_hit_rate=%.4f units_recalled=%d prefill_read_share=%.4f",
-            req_id,
-            context,
-            counts.steps,
-            counts.sparse_steps,
-            counts.attended // sparse_heads,
-            counts.pages // max(counts.sparse_steps, 1),
-            attended / counts.pages if counts.pages else 1.0,
-            counts.corrected / sparse_heads,
-            1 - counts.missed / counts.looked_up if counts.looked_up else 1.0,
-            counts.recalled,
-            counts.prompt_attended / counts.prompt if counts.prompt else 1.0,
-        )
+
+def read_options(
+    req_id: str, extra_args: Mapping[str, Any] | None, config: RetrievalConfig
+) -> RequestOptions:
+    """What a request asks for, or the engine's own options where that cannot be served."""
+    try:
+        return RequestOptions.parse(extra_args, config)
+    except RetrievalConfigError as e:  # only a front end that skips our validation gets here
+        logger.error("Request %s runs with the server's options: %s", req_id, e)
+        return RequestOptions.parse(None, config)
+
+
+def log_usage(req_id: str, context: int, counts: Counts, retrieval_heads: int) -> None:
+    """Log what a request has used.
+
+    Args:
+        req_id: Its id.
+        context: Its tokens.
+        counts: What was counted of it.
+        retrieval_heads: KV heads times retrieval layers.
+    """
+    sparse_heads = max(counts.sparse_steps * retrieval_heads, 1)
+    attended = counts.attended / max(retrieval_heads, 1)  # pages
+    logger.debug(
+        "kv_retrieval request_id=%s context=%d decode_steps=%d sparse_steps=%d "
+        "pages_attended=%d pages_total=%d kv_read_share=%.4f corrected_share=%.4f "
+        "recall_hit_rate=%.4f units_recalled=%d prefill_read_share=%.4f",
+        req_id,
+        context,
+        counts.steps,
+        counts.sparse_steps,
+        counts.attended // sparse_heads,
+        counts.pages // max(counts.sparse_steps, 1),
+        attended / counts.pages if counts.pages else 1.0,
+        counts.corrected / sparse_heads,
+        1 - counts.missed / counts.looked_up if counts.looked_up else 1.0,
+        counts.recalled,
+        counts.prompt_attended / counts.prompt if counts.prompt else 1.0,
+    )

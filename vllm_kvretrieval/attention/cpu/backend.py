@@ -3,7 +3,6 @@
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -11,8 +10,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cpu.support import DTYPES, HEAD_SIZES
-from vllm_kvretrieval.attention.support import KV_CACHE_DTYPES
-from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.attention.support import KV_CACHE_DTYPES, page_size
 from vllm_kvretrieval.retrieval.presets import preset_names
 
 
@@ -25,9 +23,7 @@ class RetrievalBackend(CPUAttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """Our page size, so that vLLM hands out block tables in pages."""
-        vllm_config = get_current_vllm_config_or_none()
-        config = RetrievalConfig.from_vllm(vllm_config) if vllm_config else None
-        return [config.page_size if config else RetrievalConfig().page_size]
+        return [page_size()]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -46,7 +42,7 @@ class RetrievalBackend(CPUAttentionBackend):
         """Reasons why vLLM cannot use the backend here; asked on GPU platforms only."""
         reasons = super().validate_configuration(*args, **kwargs)
         if not current_platform.is_cpu():
-            reasons.append("KV retrieval runs on vLLM's CPU platform only in this release")
+            reasons.append("KV retrieval runs on CPUs and NVIDIA GPUs only")
         return reasons
 
     @staticmethod

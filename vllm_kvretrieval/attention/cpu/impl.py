@@ -18,7 +18,7 @@ from vllm_kvretrieval.attention.cpu.plans import (
     Whole,
 )
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
-from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.attention.support import check_impl
 from vllm_kvretrieval.kernels import (
     Chooser,
     ContextSelector,
@@ -49,18 +49,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        unsupported = {
-            "ALiBi": self.alibi_slopes is not None,
-            "logits soft-capping": bool(self.logits_soft_cap),
-            "learned attention sinks": self.sinks is not None,
-            "cross-layer KV sharing": self.kv_sharing_target_layer_name is not None,
-        }
-        for what, present in unsupported.items():
-            if present:
-                raise RetrievalConfigError(
-                    f"KV retrieval does not support {what}, which this model uses. Serve it "
-                    "without --attention-backend."
-                )
+        check_impl(self)
         self.choosers: list[Chooser] = []
         self.stores: list[IndexStore] = []
         self.selector: ContextSelector | None = None

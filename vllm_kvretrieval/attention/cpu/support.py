@@ -24,6 +24,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     Raises:
         RetrievalConfigError: Says which feature stands in the way and what to change.
     """
+    check_home(vllm_config, config)
     support.check_engine(vllm_config, config)
     model, method = vllm_config.model_config, config.method
     head_size = model.get_head_size()
@@ -38,6 +39,26 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         )
     check_shape(model.dtype, head_size, method)
     check_outside(config.stores, head_size, model.dtype)
+
+
+def check_home(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse a home that only GPUs have, and KV connectors beside a slow one."""
+    if config.home == "host":
+        raise RetrievalConfigError(
+            "kv_retrieval.home='host' is for GPUs; on the CPU platform host memory is what device "
+            "names. Use home=device, or home=disk for a cache larger than memory."
+        )
+    if config.home == "device" or not support.has_foreign_connector(vllm_config):
+        return
+    option, what = "--kv-transfer-config", "another KV connector"
+    if vllm_config.cache_config.kv_offloading_size is not None:
+        option, what = "--kv-offloading-size", "vLLM's offloading"
+    elif transfer := vllm_config.kv_transfer_config:
+        what = f"the KV connector {transfer.kv_connector}"
+    raise RetrievalConfigError(
+        f"kv_retrieval.home={config.home} cannot be combined with {what}; leave {option} out, or "
+        "use home=device."
+    )
 
 
 def check_shape(dtype: torch.dtype, head_size: int, method: str) -> None:

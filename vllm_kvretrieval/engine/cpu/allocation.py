@@ -1,13 +1,13 @@
 """Memory for vLLM's KV cache where some of its layers live in a slow home."""
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import KVCacheConfig, create_kv_cache_views
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.utils import bind_kv_cache, map_kv_caches_to_kernel_blocks
 
+from vllm_kvretrieval.engine.views import layer_views
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
@@ -37,7 +37,7 @@ def allocate_kv_cache(
     Returns:
         The layers' caches by name, and the home, whose layers are numbered as in ``in_home``.
     """
-    (tensor,), (group,) = kv_cache_config.kv_cache_tensors, kv_cache_config.kv_cache_groups
+    (tensor,) = kv_cache_config.kv_cache_tensors
     home: DiskHome | EncodedHome
     if encoded_bytes is None:
         home = DiskHome(directory, len(in_home), tensor.layer_stride, MappingGuard)
@@ -45,17 +45,12 @@ def allocate_kv_cache(
         home = EncodedHome(directory, len(in_home), tensor.layer_stride, encoded_bytes)
     dense = [name for name in tensor.layers if name not in in_home]
     memory = torch.zeros(len(dense) * tensor.layer_stride, dtype=torch.int8)
-    kv_caches: dict[str, torch.Tensor] = {}
-    for names, raw in ((dense, memory), (in_home, home.memory)):
-        views = create_kv_cache_views(
-            raw,
-            group.kv_cache_spec,
-            kv_cache_config.num_blocks,
-            runner.cache_config.get_resolved_kv_cache_layout(),
-            replace(tensor, layers=names),
-            kernel_block_sizes[0],
-        )
-        kv_caches.update(zip(names, views, strict=True))
+    kv_caches = layer_views(
+        kv_cache_config,
+        runner.cache_config.get_resolved_kv_cache_layout(),
+        kernel_block_sizes[0],
+        ((dense, memory), (in_home, home.memory)),
+    )
     attn_groups = itertools.chain.from_iterable(runner.attn_groups)
     bind_kv_cache(
         kv_caches,

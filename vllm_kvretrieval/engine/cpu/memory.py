@@ -9,11 +9,11 @@ import torch
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 from vllm.utils.mem_utils import format_gib
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.memory import bytes_per_block, check_retrieving
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.roles import Follows, Role
@@ -49,45 +49,20 @@ class PlanningWorker(CPUWorker):
         """
         available = super().determine_available_memory()
         specs = self.get_kv_cache_spec()
-        in_pages = {name: spec for name, spec in specs.items() if type(spec) is FullAttentionSpec}
-        if not self.retrieving(in_pages) and self.parallel_config.pipeline_parallel_size == 1:
-            raise RetrievalConfigError(
-                f"{self.retrieval_config.method} would not retrieve in any layer of "
-                f"{self.model_config.model}: behind dense_layers="
-                f"{self.retrieval_config.dense_layers} none has plain full attention. Lower "
-                "kv_retrieval.dense_layers, or serve it without --attention-backend."
-            )
+        check_retrieving(self.vllm_config, specs, self.retrieval_config, self.retrieving)
         staging = self._staging_bytes()
         self.tiers = self._plan_tiers(available, staging)
         if self.tiers is not None:
             return self.tiers.blocks * sum(spec.page_size_bytes for spec in specs.values())
         if not specs:
             return available  # a stage of a pipeline without attention
-        block, index = self._bytes_per_block(specs)
+        block, index = bytes_per_block(
+            self.vllm_config, specs, self.retrieval_config, self.retrieving
+        )
         if self.cache_config.kv_cache_memory_bytes is None:
             return (available - staging) * block // (block + index)
         self._check_memory(available, available * index // block, staging)
         return available
-
-    def _bytes_per_block(self, specs: dict[str, Any]) -> tuple[int, int]:
-        """What a block of vLLM's takes of its KV cache, and of page indexes beside it."""
-        blocks, index = [], 0
-        for group in get_kv_cache_groups(self.vllm_config, dict(specs)):
-            common = group.kv_cache_spec
-            uniform = isinstance(common, UniformTypeKVCacheSpecs)
-            sizes = {
-                name: (common.kv_cache_specs[name] if uniform else common).page_size_bytes
-                for name in group.layer_names
-            }
-            blocks.append(sum(sizes.values()))  # groups share their memory
-            if type(specs[group.layer_names[0]]) is FullAttentionSpec:
-                index += sum(
-                    self.retrieval_config.index_bytes(
-                        sizes[name], specs[name].head_size, specs[name].dtype
-                    )
-                    for name in self.retrieving(sizes)
-                )
-        return max(blocks), index
 
     def _check_memory(self, cache: int, index: int, staging: int) -> None:
         """Find out at once, not under load, that memory does not suffice."""

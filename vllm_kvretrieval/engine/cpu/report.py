@@ -2,17 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 
 from vllm_kvretrieval.engine.cpu.advice import startup_advice
+from vllm_kvretrieval.engine.report import log_method, logger
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.tiers.place import directory_for
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
-
-logger = init_logger("vllm.kvretrieval.worker")
 
 
 def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
@@ -23,29 +21,16 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         num_layers: Layers of its model with attention.
     """
     config = worker.retrieval_config
-    budget = config.page_budget()
     advice = startup_advice(worker.model_config.dtype, worker.parallel_config.local_world_size)
     if advice is not None and worker.rank == 0:
         logger.warning(advice)
-    size: dict[str, int] = {}
-    for store in (s for impl in worker.retrieval_layers.values() for s in impl.stores):
-        assert store.index is not None
-        name = f"{store.index.name} per {store.entry_tokens} tokens"
-        size[name] = size.get(name, 0) + store.records.numel()
-    logger.info(
-        "%s: decode attends to at most %d tokens per KV head%s (sink %d, window %d, selected "
-        "%d, in %s) in %d of %d layers; page index %s; %s kernels.",
-        config.method,
-        budget.total * config.page_size,
-        _described_shares(worker),
-        budget.sink * config.page_size,
-        budget.window * config.page_size,
-        budget.select * config.page_size,
-        "single tokens" if config.own.per_token else f"pages of {config.page_size}",
+    log_method(
+        config,
         len(worker.retrieval_layers),
         num_layers,
-        ", ".join(f"{format_gib(b)} GiB ({name})" for name, b in size.items()) or "none",
+        [store for impl in worker.retrieval_layers.values() for store in impl.stores],
         cpu.isa(),
+        _described_shares(worker),
     )
     if config.prefill_budget is not None:
         parts = config.page_budget(config.prefill_budget)
@@ -56,8 +41,6 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
             config.prefill_budget,
             *(pages * config.page_size for pages in (parts.sink, parts.window, parts.select)),
         )
-    if others := [name for name in config.methods if name != config.method]:
-        logger.info("Requests may also name these methods: %s.", ", ".join(others))
     if worker.tiers is not None:
         tiers = worker.tiers
         logger.info(

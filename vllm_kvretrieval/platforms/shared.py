@@ -1,14 +1,13 @@
-"""The CPU platform with retrieval: hooks only."""
+"""What the platforms with retrieval share: hooks only."""
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from vllm.exceptions import VLLMClientError
-from vllm.logger import init_logger
-from vllm.platforms.cpu import CpuPlatform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.platforms.interface import Platform
 
+from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.config import RetrievalConfig, options_of, selected_method
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.request_options import RequestOptions
@@ -16,11 +15,6 @@ from vllm_kvretrieval.retrieval.presets import preset_names
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = init_logger("vllm.kvretrieval.platform")
-
-WORKER = "vllm_kvretrieval.engine.cpu.worker.RetrievalCPUWorker"
-
 
 SPARSE_PREFILL = "|kv_retrieval.prefill_budget"
 """Ends the cache salts of requests whose prompts are not prefilled exactly."""
@@ -30,8 +24,29 @@ class RetrievalRequestError(RetrievalConfigError, VLLMClientError):
     """A request's ``kv_retrieval`` options are not acceptable; vLLM's server answers 400."""
 
 
-class CpuRetrievalPlatform(CpuPlatform):
-    """vLLM's CPU platform; differs only where a retrieval backend is selected."""
+class RetrievalPlatform(Platform):
+    """Comes before one of vLLM's platforms; differs from it only where a method is selected.
+
+    Attributes:
+        worker: Path of the worker's class.
+    """
+
+    worker: ClassVar[str]
+
+    @classmethod
+    def check_engine(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+        """Refuse engines that retrieval cannot serve here."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_layer(cls, selector: Any) -> None:
+        """Refuse a layer that retrieval cannot run here (vLLM's ``AttentionSelectorConfig``)."""
+        raise NotImplementedError
+
+    @classmethod
+    def retrieval_backend(cls, backend: Any, selector: Any, num_heads: int | None) -> str:
+        """Path of a retrieval backend's class, for a layer that can have it."""
+        raise NotImplementedError
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
@@ -48,11 +63,9 @@ class CpuRetrievalPlatform(CpuPlatform):
         if selected_backend is None or selected_backend.name.lower() not in preset_names():
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
         if attn_selector_config.has_sliding_window:
-            return AttentionBackendEnum.CPU_ATTN.get_path()
-        from vllm_kvretrieval.attention.cpu.support import check_layer
-
-        check_layer(attn_selector_config)
-        return selected_backend.get_path()
+            return super().get_attn_backend_cls(None, attn_selector_config, num_heads)
+        cls.check_layer(attn_selector_config)
+        return cls.retrieval_backend(selected_backend, attn_selector_config, num_heads)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
@@ -68,20 +81,17 @@ class CpuRetrievalPlatform(CpuPlatform):
             return
         config = RetrievalConfig.from_vllm(vllm_config)
         assert config is not None, "a method is named"
-        from vllm_kvretrieval.attention.cpu.support import check_engine
-        from vllm_kvretrieval.attention.support import has_foreign_connector
-
-        check_engine(vllm_config, config)
+        cls.check_engine(vllm_config, config)
         if has_foreign_connector(vllm_config):
             # Connectors index the cache by vLLM's blocks, whose views are in our pages.
             vllm_config.cache_config.block_size = config.page_size
-        if worker not in ("auto", WORKER):
+        if worker not in ("auto", cls.worker):
             raise RetrievalConfigError(
                 f"worker_cls={worker!r} cannot be combined with attention backend {method}, which "
                 "brings its own worker; leave --worker-cls out."
             )
-        vllm_config.parallel_config.worker_cls = WORKER
-        if config.home != "device":
+        vllm_config.parallel_config.worker_cls = cls.worker
+        if config.home != "device" and not has_foreign_connector(vllm_config):
             from vllm_kvretrieval.engine.connector import connector_config
 
             vllm_config.kv_transfer_config = connector_config()

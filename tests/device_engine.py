@@ -1,0 +1,141 @@
+"""An engine as on a GPU, on the CPU: vLLM's V2 model runner, kernels in Triton's interpreter.
+
+It lives in a process of its own, where Triton interprets and vLLM finds a platform of ours in place
+of its own. From the request to the token everything is vLLM's and the package's; what stands in is
+vLLM's own for the CPU (streams, events, pinned memory), and attention to whole contexts.
+"""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from tests import interpreter
+
+
+def start() -> ProcessPoolExecutor:
+    """The process; functions of this module can be submitted to it."""
+    pool = interpreter.start()
+    pool.submit(_prepare).result()
+    return pool
+
+
+def _prepare():
+    """Before vLLM is imported."""
+    os.environ |= {
+        "TORCHDYNAMO_DISABLE": "1",  # its compiler takes the stub below for a GPU
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "DEBUG"),
+    }
+    from triton.backends import Backend, backends
+
+    class Driver:
+        """vLLM asks whether Triton has one for the CPU."""
+
+        @staticmethod
+        def is_active():
+            return True
+
+    backends["cpu"] = Backend(compiler=None, driver=Driver)
+    from vllm_kvretrieval import plugin
+
+    plugin.PLATFORMS["cpu"] = "tests.device_platform.DevicePlatform"
+    plugin.BACKENDS["cpu"] = "tests.device_worker"
+    from vllm.v1.worker.cpu import shm
+
+    shm._EventPlaceholder.query = lambda self: True
+
+
+_engine: Any = None
+
+
+def open_engine(model, options):
+    """Start the engine of this process."""
+    global _engine
+    from vllm import LLM
+
+    defaults = {
+        "kv_cache_memory_bytes": 1 << 24,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": True,
+    }
+    _engine = LLM(model=model, **defaults | options)
+
+
+def drive(requests):
+    """See ``tests.engine.drive``."""
+    from tests.engine import drive
+
+    return drive(_engine, requests)
+
+
+def describe():
+    """What the engine consists of."""
+    runner = _runner()
+    groups = [group for groups in runner.attn_groups for group in groups]
+    builders = [group.get_metadata_builder() for group in groups]
+    return {
+        "runner": type(runner).__name__,
+        "builders": [type(builder).__name__ for builder in builders],
+        "retrieving": sorted(runner.retrieval_layers.impls),
+        "block": builders[0].page_size,
+        "graphs": runner.cudagraph_manager.captured_token_counts(),
+    }
+
+
+def replay(wanted):
+    """Whether steps that have a graph are replays of it, from now on."""
+    _runner().cudagraph_manager.replays = wanted
+
+
+def replays_by_rows():
+    """How many steps have been replays, by the rows of their graphs."""
+    return {d.num_reqs: graph.count for d, graph in _runner().cudagraph_manager.graphs.items()}
+
+
+def _runner():
+    core = _engine.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner
+
+
+def corrected_by(request):
+    """KV heads that selected anew for a request, by seat."""
+    corrected = _runner().running.corrected
+    before = corrected.clone()
+    drive([request])
+    return (corrected - before).tolist()
+
+
+def reset_prefix_cache():
+    assert _engine.reset_prefix_cache()
+
+
+def drive_preempting(requests):
+    """The answers, and which requests were preempted, by number."""
+    import pytest
+
+    from tests.engine import preemptions
+
+    with pytest.MonkeyPatch.context() as patch:
+        preempted = preemptions(_engine, patch)
+        answers = drive(requests)
+    return answers, [request_id.split("-")[0] for request_id in preempted]
+
+
+def assert_resumed(*args):
+    """See ``tests.engine.assert_resumed``."""
+    from tests.engine import assert_resumed
+
+    assert_resumed(_engine, *args)
+
+
+def metrics():
+    """What vLLM's metrics say of retrieval so far; the engine keeps statistics."""
+    named = "vllm:kv_retrieval_"
+    found = [metric for metric in _engine.get_metrics() if metric.name.startswith(named)]
+    return {metric.name.removeprefix(named): metric.value for metric in found}
+
+
+def idle():
+    """Whether nothing is beside the model between steps."""
+    tier = _runner().retrieval_layers.tier
+    return tier is None or tier.side.idle

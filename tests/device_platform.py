@@ -1,0 +1,41 @@
+"""The platform of tests/device_engine.py; imported while vLLM finds out where it is."""
+
+from vllm.platforms.cpu import CpuPlatform
+
+from vllm_kvretrieval.platforms.shared import RetrievalPlatform
+
+
+class DevicePlatform(RetrievalPlatform, CpuPlatform):
+    """The CPU, with what the CUDA platform checks, and its backends over a dense half in torch."""
+
+    worker = "tests.device_worker.DeviceWorker"
+
+    @classmethod
+    def support_static_graph_mode(cls):
+        return True
+
+    @classmethod
+    def graph_pool_handle(cls):
+        return 0, 0
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        sizes = vllm_config.compilation_config.cudagraph_capture_sizes
+        super().check_and_update_config(vllm_config)
+        vllm_config.compilation_config.cudagraph_capture_sizes = sizes  # the CPU has no graphs
+
+    @classmethod
+    def check_engine(cls, vllm_config, config):
+        from vllm_kvretrieval.attention.cuda import support
+
+        support.check_engine(vllm_config, config)
+
+    @classmethod
+    def check_layer(cls, selector):
+        from vllm_kvretrieval.attention.cuda import support
+
+        support.check_layer(selector)
+
+    @classmethod
+    def retrieval_backend(cls, backend, selector, num_heads):
+        return backend.get_path()

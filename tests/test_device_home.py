@@ -1,0 +1,110 @@
+"""A GPU's engine whose KV cache is in host memory answers as one whose cache is on the device.
+
+Both run on the CPU: see tests/device_engine.py. Work beside the model is done when it is waited
+for, and not before.
+"""
+
+import pytest
+
+from tests import device_engine
+from tests.engine import Request, assert_same, random_llama
+
+PAGE, BUDGET = 16, 64
+ROUNDING = 0.1
+"""Of log-probs in bfloat16: contexts within their budgets are read by another kernel."""
+OPTIONS = {"page_size": PAGE, "sink": 16, "window": 16, "budget": BUDGET, "also": ["quest"]}
+ENGINE = {
+    "attention_backend": "freekv",
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4],
+    },
+    "dtype": "float16",
+    "max_num_seqs": 4,
+    "skip_tokenizer_init": True,
+    "block_size": 2 * PAGE,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 18,
+    "disable_log_stats": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """Functions that call those of tests/device_engine.py: of home=device, and of home=host."""
+    model = random_llama(tmp_path_factory.mktemp("toy"), layers=3, kv_heads=2)
+    processes = [device_engine.start() for _ in range(2)]
+    small = {"home": "auto"}, {"kv_cache_memory_bytes": 1_300_000}  # too little for all requests
+    opened = [
+        process.submit(
+            device_engine.open_engine,
+            model,
+            ENGINE | size | {"additional_config": {"kv_retrieval": OPTIONS | home}},
+        )
+        for process, (home, size) in zip(processes, (({}, {}), small), strict=True)
+    ]
+    for future in opened:
+        future.result()
+
+    def both(function, *args):
+        futures = [process.submit(function, *args) for process in processes]
+        return [future.result() for future in futures]
+
+    yield both
+    for process in processes:
+        process.shutdown()
+
+
+def prompt(tokens, seed):
+    """Token ids."""
+    return [(place * place * 7 + place * seed + 11 * seed) % 509 + 1 for place in range(tokens)]
+
+
+def compare(engines, requests):
+    near, far = engines(device_engine.drive, requests)
+    assert all(engines(device_engine.idle))
+    for request, one, other in zip(requests, near, far, strict=True):
+        within = len(request.prompt) < BUDGET
+        assert_same(other, one, ROUNDING if within else 1e-5)
+    return far
+
+
+def test_answers(engines):
+    """Prompts in chunks beside decode steps, contexts beyond their budgets and soon beyond them,
+    whole contexts, tokens that are prompts' last, and other options; then with a cached prefix."""
+    requests = [
+        Request(prompt(150, 1), 9, {"correction_threshold": 0.0}, cache=True),
+        Request(prompt(90, 2), 7, {"method": "quest"}, arrives=2),
+        Request(prompt(65, 3), 5, {"budget": 48}, arrives=3),
+        Request(prompt(100, 4), 4, {"exact": True}, arrives=4),
+        Request(prompt(60, 5), 6, {}, arrives=5),
+    ]
+    compare(engines, requests)
+    again = [
+        Request(prompt(150, 1) + prompt(20, 6), 4, {}, cache=True),
+        Request(prompt(150, 1)[:110] + prompt(30, 7), 4, {}, cache=True),
+    ]
+    answers = compare(engines, again)
+    assert all(sum(counts.values()) > 5 for counts in engines(device_engine.replays_by_rows))
+    assert [answer.cached for answer in answers] == [128, 96]
+
+
+def test_preemption(engines):
+    """More than the cache has room for: someone is preempted, and starts again later."""
+    requests = [Request(prompt(158, seed), 10, {}) for seed in (11, 12, 13)]
+    (expected, near), (answers, far) = engines(device_engine.drive_preempting, requests)
+    for answer, other in zip(answers, expected, strict=True):
+        assert_same(answer, other, 1e-5)
+    assert near == far != []
+
+
+def test_metrics(engines):
+    """Of slots: pages are recalled ahead, and most of what steps attend to is there."""
+    _, far = engines(device_engine.metrics)
+    assert far["units_attended"] <= far["units_looked_up"]
+    assert 0 < far["units_missed"] < 0.5 * far["units_looked_up"]
+    unit = PAGE * 2 * 64 * 2
+    assert far["bytes_recalled"] > far["units_missed"] * unit
+    assert 0 < far["slots_used"] <= far["slots"]

@@ -1,0 +1,198 @@
+"""What retrieval cannot serve on a GPU is refused at start-up, with what to do instead.
+
+Engines are configured as ``vllm serve`` does it, and asked about by what the CUDA platform asks.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from tests.test_refusals import LLAMA, TRANSFER, configure, pattern  # noqa: F401
+from vllm_kvretrieval.attention.cuda import support
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
+from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
+from vllm_kvretrieval.platforms.cpu import CpuRetrievalPlatform
+
+HEADS = LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+YET = "is not served on a GPU yet, where"
+INSTEAD = (
+    "not. Use a method that selects pages by an index of min_max, mean, mean_std, low_rank, "
+    "bounding, representative, exact, such as freekv, quest or kvretrieval."
+)
+
+
+@pytest.fixture(autouse=True)
+def runner(monkeypatch):
+    """The platform checks as that of CUDA does; by default vLLM has its V2 model runner there."""
+    runner = {"use_v2_model_runner": True}
+
+    def check_engine(vllm_config, config):
+        with monkeypatch.context() as ours:
+            ours.setattr(VllmConfig, "use_v2_model_runner", runner["use_v2_model_runner"])
+            support.check_engine(vllm_config, config)
+
+    monkeypatch.setattr(CpuRetrievalPlatform, "check_engine", check_engine)
+    return runner
+
+
+def retrieval(**options: Any) -> dict[str, Any]:
+    return {"additional_config": {"kv_retrieval": options}}
+
+
+def bench(**extra: Any) -> dict[str, Any]:
+    transfer = {"kv_connector_extra_config": extra, "kv_role": "kv_both"}
+    return {"kv_transfer_config": KVTransferConfig(kv_connector="DecodeBenchConnector", **transfer)}
+
+
+@pytest.mark.parametrize(
+    "method", ["freekv", "quest", "kvretrieval", "arkvale", "infllm", "streamingllm", "oracle"]
+)
+def test_methods_that_are_served(configure, method):  # noqa: F811
+    configure(LLAMA | {"num_hidden_layers": 3}, attention_backend=method)
+
+
+def test_other_methods_beside_them(configure):  # noqa: F811
+    configure(LLAMA, **retrieval(also=["arkvale", "kvretrieval", "streamingllm"]))
+    with pytest.raises(ValueError, match=pattern(f"reranked {YET} candidates * are {INSTEAD}")):
+        configure(LLAMA, **retrieval(also={"reranked": {"rerank": 2}}))
+
+
+METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dropping": ("snapkv", {}, "methods that drop tokens are"),
+    "single tokens": ("fier", {}, "single tokens are (unit token)"),
+    "shared layers": ("omnikv", {"filters": [0]}, "layers that share a selection are"),
+    "shares": ("freekv", {"budget_shares": "pyramid"}, "uneven shares (budget_shares) are"),
+    "heads": ("razor", {"heads": [[1, 0, 0, 0]] * 3}, "heads that attend to everything are"),
+    "rerank": ("freekv", {"rerank": 2}, "candidates scored again by their keys (rerank) are"),
+}
+
+
+@pytest.mark.parametrize(("method", "options", "what"), METHODS.values(), ids=METHODS.keys())
+def test_methods(configure, method, options, what):  # noqa: F811
+    model = HEADS | {"num_hidden_layers": 3}
+    with pytest.raises(ValueError, match=pattern(f"{method} {YET} {what} {INSTEAD}")):
+        configure(model, attention_backend=method, **retrieval(**options))
+
+
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "dtype": (
+        LLAMA,
+        {"dtype": "float32"},
+        "freekv does not support dtype torch.float32 on a GPU; use --dtype bfloat16 or float16.",
+    ),
+    "head size": (
+        LLAMA | {"head_dim": 40},
+        {},
+        "freekv does not support head size 40 on a GPU, but multiples of 16 up to 256.",
+    ),
+    "group": (
+        LLAMA | {"num_attention_heads": 32, "head_dim": 32},
+        {},
+        "freekv does not support 32 query heads per KV head, as * has, but up to 16. Serve it "
+        "without --attention-backend.",
+    ),
+    "microbatches": (
+        LLAMA,
+        {"ubatch_size": 2},
+        "freekv does not support microbatches; leave --enable-dbo and --ubatch-size out.",
+    ),
+    "offloading": (
+        LLAMA,
+        {"kv_offloading_size": 1},
+        "freekv does not support vLLM's offloading on a GPU yet: * Leave --kv-offloading-size out.",
+    ),
+    "connector": (
+        LLAMA,
+        {"kv_transfer_config": TRANSFER},
+        "freekv does not support the KV connector ExampleConnector on a GPU yet: nobody would "
+        "index the blocks that it loads. Leave --kv-transfer-config out.",
+    ),
+    "filled late": (
+        LLAMA,
+        bench(),
+        "freekv indexes what DecodeBenchConnector has filled once, at the start: add "
+        '"kv_connector_extra_config": {"startup_fill": true}.',
+    ),
+    "disk": (
+        LLAMA,
+        retrieval(home="disk"),
+        "kv_retrieval.home='disk' is not served on a GPU yet; use home=host, which keeps the KV "
+        "cache in host memory.",
+    ),
+    "a disk's directory": (
+        LLAMA,
+        retrieval(home="host", home_path="/tmp"),
+        "kv_retrieval.home_path='/tmp' is for home=disk, which is not served on a GPU; leave it "
+        "out.",
+    ),
+    "more than slots": (
+        LLAMA,
+        retrieval(home="auto", budget=(MOST_SLOTS + 1) * 32),
+        f"kv_retrieval.home=auto serves budgets of up to {MOST_SLOTS} pages, and "
+        f"{(MOST_SLOTS + 1) * 32} tokens have {MOST_SLOTS + 1} of page_size=32; lower budget",
+    ),
+    "sparse prefill": (
+        LLAMA | {"num_hidden_layers": 3},
+        retrieval(filters=[0], prefill_budget=1024) | {"attention_backend": "omnikv"},
+        "kv_retrieval.prefill_budget=1024 is not served on a GPU yet: prefill exactly, with "
+        "prefill_budget left out.",
+    ),
+    "speculation": (
+        LLAMA,
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        "freekv does not support speculative decoding yet; leave --speculative-config out.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "options", "message"), ENGINES.values(), ids=ENGINES.keys())
+def test_engines(configure, model, options, message):  # noqa: F811
+    with pytest.raises(ValueError, match=pattern(message)):
+        configure(model, **options)
+
+
+def test_sleep():
+    """Which vLLM's CPU platform does not know."""
+    support.check_home(RetrievalConfig(), sleeps=True)
+    with pytest.raises(RetrievalConfigError, match=r"home=host cannot .* --enable-sleep-mode"):
+        support.check_home(RetrievalConfig(home="host"), sleeps=True)
+
+
+def test_a_benchmark_that_fills_the_cache_at_the_start(configure):  # noqa: F811
+    configure(LLAMA, **bench(startup_fill=True))
+
+
+def test_contexts_longer_than_kernels_take(configure):  # noqa: F811
+    longest = MOST_PAGES * 16
+    model = LLAMA | {"max_position_embeddings": longest + 1}
+    configure(model, max_model_len=longest, **retrieval(page_size=16))
+    with pytest.raises(ValueError, match=pattern(f"use {longest}, or larger pages.")):
+        configure(model, max_model_len=longest + 1, **retrieval(page_size=16))
+    configure(model, max_model_len=longest + 1)
+
+
+def test_the_v1_model_runner(configure, runner):  # noqa: F811
+    runner["use_v2_model_runner"] = False
+    with pytest.raises(ValueError, match="vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER"):
+        configure(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"head_size": 40}, "head size 40 on a GPU, but multiples of 16 up to 256"),
+        ({"dtype": torch.float32}, r"dtype torch\.float32 on a GPU; use --dtype bfloat16"),
+        ({"has_sink": True}, "learned attention sinks"),
+    ],
+    ids=str,
+)
+def test_layers(change, what):
+    layer = AttentionSelectorConfig(64, torch.bfloat16, "auto", 32)
+    support.check_layer(layer)
+    with pytest.raises(RetrievalConfigError, match=f"KV retrieval does not support {what}"):
+        support.check_layer(layer._replace(**change))

@@ -1,0 +1,1 @@
+"""What vLLM's CUDA platform calls."""

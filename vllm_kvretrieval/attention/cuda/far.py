@@ -1,0 +1,192 @@
+"""Attention where the KV cache is in host memory, and slots on the device hold some of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_kvretrieval.attention.cuda.staging import Staging
+from vllm_kvretrieval.engine.cuda.side import SideWork
+from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.types import Chooser
+
+MISSED_PROGRAMS = 64
+"""That recall what a step waits for."""
+AHEAD_PROGRAMS = 16
+"""That recall what the next step may want, beside the model."""
+
+
+class FarTier:
+    """What the layers with a home in host memory share.
+
+    Args:
+        ops: Implementation of :class:`DeviceOps` and :class:`SlotOps`.
+        side: Runs what is beside the model.
+        staging: Of prompts.
+        layers: How many there will be.
+        seats, rows: Most requests that run at once, and rows of a step.
+        kv_heads: Of a layer.
+        capacity: Slots of a KV head of a seat.
+        width: Most pages that a KV head attends to.
+        device: Where the slots are.
+    """
+
+    def __init__(
+        self,
+        ops: Any,
+        side: SideWork,
+        staging: Staging,
+        *,
+        layers: int,
+        seats: int,
+        rows: int,
+        kv_heads: int,
+        capacity: int,
+        width: int,
+        device: torch.device | str,
+    ) -> None:
+        self.ops, self.side, self.staging = ops, side, staging
+        self.kv_heads, self.capacity, self.layers = kv_heads, capacity, layers
+        self.far: list[FarLayer] = []
+        self.step = torch.zeros(1, dtype=torch.int32, device=device)
+        self.traffic = torch.zeros(seats, len(Traffic), dtype=torch.int64, device=device)
+        lists = rows * kv_heads
+        self.slot_lists, self.ahead = torch.zeros(2, lists, width, dtype=torch.int32, device=device)
+        self._units = torch.zeros(4, lists * width, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(layers, 2, dtype=torch.int32, device=device)
+
+    @property
+    def slots(self) -> int:
+        """Of all layers."""
+        return self.layers * len(self.traffic) * self.kv_heads * self.capacity
+
+    def add(self, home: torch.Tensor) -> "FarLayer":
+        """Make the next layer of the model, with slots for parts of its cache.
+
+        Args:
+            home: [pages, kv_heads, page_size, 2 * head_size], in host memory as the device sees it.
+        """
+        shape = self.slots // self.layers, *home.shape[2:]
+        slots = torch.empty(shape, dtype=home.dtype, device=self.step.device)
+        self.far.append(FarLayer(self, len(self.far), home, slots))
+        return self.far[-1]
+
+    def begin_step(self, common: CommonAttentionMetadata) -> int:
+        """Before every step, the replay of a graph included.
+
+        Returns:
+            How many rows come before those that have several tokens, whose contexts are staged.
+        """
+        self.step.add_(1)
+        self._counts.zero_()
+        return self.staging.begin_step(common)
+
+    def recalls(self, layer: int) -> tuple[Recalls, Recalls]:
+        """What a layer misses, and what it recalls ahead."""
+        missed, ahead = self._counts[layer].split(1)
+        sources, targets, early_sources, early_targets = self._units
+        return Recalls(sources, targets, missed), Recalls(early_sources, early_targets, ahead)
+
+
+class FarLayer:
+    """One layer.
+
+    Args:
+        tier: Its tier.
+        number: Of the tier's layers, in the order of the model.
+        home: [pages, kv_heads, page_size, 2 * head_size], in host memory as the device sees it.
+        slots: [seats * kv_heads * capacity, page_size, 2 * head_size].
+    """
+
+    def __init__(self, tier: FarTier, number: int, home: torch.Tensor, slots: torch.Tensor) -> None:
+        self._tier, self._home, self.slots = tier, home, slots
+        self._place = tier.staging.add(home)
+        self._last = number == tier.layers - 1
+        self._missed, self._early = tier.recalls(number)
+        self._residency = Residency.empty(
+            kv_heads=tier.kv_heads, slots=tier.capacity, step=tier.step, traffic=tier.traffic
+        )
+
+    def attend_to_selection(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        choosers: Sequence[Chooser],
+        plan: DevicePlan,
+        partial: DecodeWorkspace,
+        lse: torch.Tensor,
+        scale: float,
+        output: torch.Tensor,
+    ) -> None:
+        """Attention of the rows that attend to a selection, whole contexts of few pages included.
+
+        Args:
+            query, output: [tokens, heads, head_size]; ``output`` is written.
+            key, value: [tokens, kv_heads, head_size]; of this step, at home already.
+            rows: As ``prepare_rows`` left them, with ``far``.
+            requests, choosers: Of the layer.
+            plan: With positions; written.
+            partial, lse: Written; see ``SlotOps.sparse_decode``.
+            scale: Softmax scale.
+        """
+        tier, ops, page_size = self._tier, self._tier.ops, self.slots.shape[1]
+        ops.write_tail(key, value, rows, self._residency, self.slots)
+        ops.plan_decode(query, rows, requests, choosers, plan)
+        lists, lengths = tier.slot_lists[: len(lse)], plan.lengths[: len(lse)]
+        ops.resolve(plan, rows, self._residency, self._missed, lists, page_size)
+        self._recall(self._missed, MISSED_PROGRAMS)
+        tier.side.submit(lambda: self._recall_ahead(choosers[0], rows, requests))
+        ops.sparse_decode(query, self.slots, lists, lengths, scale, output, lse, partial)
+
+    def _recall_ahead(self, chooser: Chooser, rows: DeviceRows, requests: DeviceRequests) -> None:
+        self._tier.ops.resolve_ahead(
+            chooser.selection,
+            rows,
+            requests,
+            self._residency,
+            self._early,
+            self._tier.ahead,
+            self.slots.shape[1],
+        )
+        self._recall(self._early, AHEAD_PROGRAMS)
+
+    def _recall(self, units: Recalls, programs: int) -> None:
+        self._tier.ops.recall_units(
+            self._home, self.slots, units.sources, units.targets, units.count, programs=programs
+        )
+
+    def attend_to_prompts(
+        self,
+        half: Any,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        *scales: torch.Tensor | None,
+    ) -> None:
+        """Attention of the rows with several tokens, whose contexts are staged.
+
+        Args:
+            half: The dense half.
+            layer: vLLM's.
+            query, output: [tokens, heads, head_size]; ``output`` is written.
+            key, value: [tokens, kv_heads, head_size]; of this step.
+            scales: Of the output.
+        """
+        tier = self._tier
+        for number, wave in enumerate(tier.staging.waves):
+            buffer, of_wave = tier.staging.take(self._place, number), wave.tokens
+            own = query[of_wave], key[of_wave], value[of_wave]
+            tier.ops.write_kv(*own[1:], wave.slot_mapping, buffer, ())
+            half.forward(layer, *own, buffer, wave.metadata, output[of_wave], *scales)
+
+    def end(self) -> None:
+        """After the layer: nothing is beside the model any more when the last one is done."""
+        if self._last:
+            self._tier.side.wait()

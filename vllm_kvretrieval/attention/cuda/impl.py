@@ -1,0 +1,190 @@
+"""Attention of one layer."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
+
+from vllm_kvretrieval.attention.cuda.far import FarLayer
+from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadata
+from vllm_kvretrieval.attention.cuda.workspace import Workspace
+from vllm_kvretrieval.attention.support import check_impl
+from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.types import Chooser, IndexStore
+
+
+class RetrievalAttentionImpl(AttentionImpl):
+    """Whole contexts are attended to by the dense half; selections of pages by our own kernels.
+
+    Both look at all rows of a step. To the dense half rows that attend to a selection are empty,
+    and our kernels leave all others alone. So nothing is decided on the host, and a step may be
+    the replay of a graph whatever its rows are.
+
+    Attributes:
+        dense: vLLM's backend for whole contexts.
+        half: Its implementation.
+        choosers: How the layer selects pages, by the number of the method; empty in a dense layer.
+        stores: The page indexes that these have, each once.
+    """
+
+    dense: ClassVar[type[AttentionBackend]]
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self.half = self.dense.get_impl_cls()(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            *args,
+            **kwargs,
+        )
+        check_impl(self.half)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.group = self.num_heads // self.num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.detach()
+
+    def get_impl_variants(self) -> tuple[Any, ...]:
+        """What vLLM looks at to find out what its own backend serves."""
+        return (self.half,)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        self.half.process_weights_after_loading(act_dtype)
+
+    def detach(self) -> None:
+        """Make this a dense layer, as it is at first, which holds on to no tensor."""
+        self.ops: Any = None
+        self.choosers: Sequence[Chooser] = ()
+        self.stores: list[IndexStore] = []
+        self.requests: DeviceRequests | None = None
+        self.workspace: Workspace | None = None
+        self.units: torch.Tensor | None = None
+        self.far: FarLayer | None = None
+
+    def attach(
+        self,
+        ops: Any,
+        choosers: Sequence[Chooser],
+        cache: torch.Tensor,
+        requests: DeviceRequests,
+        workspace: Workspace,
+        far: FarLayer | None = None,
+    ) -> None:
+        """Make this a retrieval layer.
+
+        Args:
+            ops: Implementation of :class:`DeviceOps` and of ``SlotOps.sparse_decode``.
+            choosers: Freshly made, by the number of the method; one at least.
+            cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
+            requests: Of the layer's group.
+            workspace: Of layers of this shape.
+            far: What serves the layer where its cache is in host memory.
+        """
+        pages, kv_heads, page_size, row = cache.shape
+        for store in (chooser.store for chooser in choosers):
+            assert (pages, kv_heads, page_size) == (store.pages, store.kv_heads, store.page_size)
+        self.ops, self.choosers, self.requests = ops, choosers, requests
+        self.workspace, self.far = workspace, far
+        self.units = cache.view(pages * kv_heads, page_size, row)
+        kept = (c.store for c in choosers if c.store.records.numel())
+        self.stores = list({id(store): store for store in kept}.values())
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write new keys and values to the cache, and take them into the layer's indexes."""
+        if self.choosers:
+            self.ops.write_kv(key, value, slot_mapping, kv_cache, self.stores)
+        else:
+            self.half.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: RetrievalMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``AttentionImpl.forward``; ``query`` and ``output``: [tokens, heads, head_size]."""
+        scales, step = (output_scale, output_block_scale), attn_metadata
+        if step is None or step.rows is None or not self.choosers:
+            whole = None if step is None else step.whole
+            self.half.forward(layer, query, key, value, kv_cache, whole, output, *scales)
+            return output
+        if step.lead:
+            own = [tensor[: step.tokens] for tensor in (query, key, value, output)]
+            self.half.forward(layer, *own[:3], kv_cache, step.rest, own[3], *scales)
+        # After the dense half, which writes something for the rows that it takes for empty.
+        if step.sparse:
+            self._attend_to_selection(query, key, value, step.rows, output)
+        if self.far is not None:
+            self.far.attend_to_prompts(self.half, layer, query, key, value, output, *scales)
+            self.far.end()
+        return output
+
+    def _attend_to_selection(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: DeviceRows,
+        output: torch.Tensor,
+    ) -> None:
+        assert self.workspace is not None
+        assert self.requests is not None
+        plan, partial, lse = self.workspace.of(len(rows))
+        if self.far is not None:
+            self.far.attend_to_selection(
+                query,
+                key,
+                value,
+                rows,
+                self.requests,
+                self.choosers,
+                plan,
+                partial,
+                lse,
+                self.scale,
+                output,
+            )
+            return
+        self.ops.plan_decode(query, rows, self.requests, self.choosers, plan)
+        pairs = len(lse)
+        self.ops.sparse_decode(
+            query,
+            self.units,
+            plan.lists[:pairs],
+            plan.lengths[:pairs],
+            self.scale,
+            output,
+            lse,
+            partial,
+        )

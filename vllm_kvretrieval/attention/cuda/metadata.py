@@ -1,0 +1,197 @@
+"""What a step looks like to the layers: built once per step, shared by all layers of a group."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.utils import torch_utils
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+
+from vllm_kvretrieval.attention.cuda.far import FarTier
+from vllm_kvretrieval.engine.cuda.requests import RunningRequests
+from vllm_kvretrieval.kernels.device import DeviceOps, DeviceRequests, DeviceRows
+
+SINGLE_TOKENS = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+PER_ROW = (
+    "seq_lens",
+    "block_table_tensor",
+    "slot_mapping",
+    "positions",
+    "is_prefilling",
+    "seq_lens_cpu_upper_bound",
+    "req_idx",
+)
+"""Fields of vLLM's metadata with an entry for every row, or token where rows have one each."""
+
+
+@dataclass
+class RetrievalMetadata(AttentionMetadata):
+    """One step, for all layers of a group.
+
+    Attributes:
+        whole: The dense half's metadata, by which every row attends to its whole context.
+        rest: The same of the rows that lead, but the contexts of those that attend to a selection
+            are empty; None where no layer of the group retrieves, or no row leads.
+        lead: How many rows that is: all, or where contexts are staged, those before the staged
+            ones, which have one token each.
+        tokens: Of these rows; None: all.
+        rows: Which rows these are, on the device.
+        sparse: Whether there may be any. Said for steps that are no replay of a graph.
+    """
+
+    whole: Any
+    rest: Any = None
+    lead: int = 0
+    tokens: int | None = None
+    rows: DeviceRows | None = None
+    sparse: bool = False
+
+
+class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
+    """Builds the dense half's metadata twice, and finds out on the device which rows are sparse.
+
+    A CUDA graph replays what was captured over the tensors of that time. So whatever layers read
+    stays where it is: vLLM's own buffers, and those made here; this runs before every step.
+    """
+
+    dense: ClassVar[type[AttentionBackend]]
+    reorder_batch_threshold = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # One for each: some keep what they have planned in a buffer of their own.
+        dense = self.dense.get_builder_cls()
+        self.make_dense = functools.partial(dense, kv_cache_spec, layer_names, vllm_config, device)
+        self.whole, self.rest = self.make_dense(), self.make_dense()
+        self.page_size = kv_cache_spec.block_size
+        self.ops: DeviceOps | None = None
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        dense = cls.dense.get_builder_cls().get_cudagraph_support(vllm_config, kv_cache_spec)
+        return min(dense, SINGLE_TOKENS, key=lambda support: support.value)
+
+    def attach(
+        self,
+        ops: DeviceOps,
+        requests: RunningRequests,
+        page_size: int,
+        tier: FarTier | None = None,
+    ) -> None:
+        """Switch retrieval on, once the runner has allocated the KV cache.
+
+        Args:
+            ops: Implementation of the ops.
+            requests: Those that run.
+            page_size: Tokens per page of the layers' indexes.
+            tier: What the layers that retrieve share where their home is host memory.
+
+        Raises:
+            ValueError: vLLM's block tables are not in pages of this size.
+        """
+        if self.page_size != page_size:
+            raise ValueError(f"block tables in blocks of {self.page_size}, pages of {page_size}")
+        self.ops, self.requests, self.tier = ops, requests, tier
+        # Of its own: a group looks at a step once.
+        self.table: DeviceRequests = requests.device_table()
+        shape = requests.capacity, self.device
+        seats = torch.empty(2, shape[0], dtype=torch.int32, device=shape[1])
+        written = torch.empty(3, shape[0], dtype=torch.int32, device=shape[1])
+        self._seats, self._written = seats, written
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> RetrievalMetadata:
+        """See ``AttentionMetadataBuilder.build``."""
+        return self._build("build", common_attn_metadata, False, common_prefix_len=0)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> RetrievalMetadata:
+        """See ``AttentionMetadataBuilder.build_for_cudagraph_capture``."""
+        return self._build("build_for_cudagraph_capture", common_attn_metadata, True)
+
+    def _build(
+        self, method: str, common: CommonAttentionMetadata, captured: bool, **options: Any
+    ) -> RetrievalMetadata:
+        build_whole, build_rest = (getattr(half, method) for half in (self.whole, self.rest))
+        if self.ops is None:
+            return RetrievalMetadata(build_whole(common_attn_metadata=common, **options))
+        seats, prefilling = self._describe(common)
+        rows = self._rows(common)
+        self.ops.prepare_rows(rows, self.table, self.page_size, far=self.tier is not None)
+        lead = common.num_reqs if self.tier is None else self.tier.begin_step(common)
+        masked = first_rows(common, lead).replace(seq_lens=rows.dense_lens[:lead])
+        return RetrievalMetadata(
+            build_whole(common_attn_metadata=common, **options),
+            build_rest(common_attn_metadata=masked, **options) if lead else None,
+            lead,
+            None if lead == common.num_reqs else lead,
+            rows,
+            captured or self._may_be_sparse(common, seats, prefilling),
+        )
+
+    def _describe(self, common: CommonAttentionMetadata) -> tuple[np.ndarray, np.ndarray]:
+        """Tell the device whose the rows are, and which read prompts."""
+        assert common.req_idx is not None, "model runner V2 numbers its requests"
+        assert common.is_prefilling is not None
+        described = np.zeros((2, self.requests.capacity), dtype=np.int32)
+        described[0] = -1
+        count = len(common.req_idx)
+        described[0, :count], described[1, :count] = common.req_idx, common.is_prefilling.numpy()
+        torch_utils.async_tensor_h2d(described, out=self._seats)
+        return described[0, :count], described[1, :count] != 0
+
+    def _rows(self, common: CommonAttentionMetadata) -> DeviceRows:
+        count = common.num_reqs
+        seats, prefilling = self._seats[:, :count]
+        choosers, fresh, dense_lens = self._written[:, :count]
+        return DeviceRows(
+            seats=seats,
+            prefilling=prefilling,
+            query_start=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            slot_mapping=common.slot_mapping,
+            block_table=common.block_table_tensor,
+            choosers=choosers,
+            fresh=fresh,
+            dense_lens=dense_lens,
+        )
+
+    def _may_be_sparse(
+        self, common: CommonAttentionMetadata, seats: np.ndarray, prefilling: np.ndarray
+    ) -> bool:
+        """Whether some row may attend to a selection, as far as the host knows."""
+        assert common.seq_lens_cpu_upper_bound is not None
+        lens = common.seq_lens_cpu_upper_bound.numpy()[: len(seats)]
+        tokens = np.diff(common.query_start_loc_cpu.numpy()[: len(seats) + 1])
+        decodes = (tokens == 1) & ~prefilling
+        if self.tier is not None:  # contexts within their budgets are listed, too
+            return bool((decodes & ~self.requests.exact(seats)).any())
+        return bool(self.requests.sparse(seats, lens, decodes).any())
+
+
+def first_rows(common: CommonAttentionMetadata, count: int) -> CommonAttentionMetadata:
+    """The first rows of a step, of one token each; all of them as they are."""
+    if count == common.num_reqs:
+        return common
+    given = {name: getattr(common, name) for name in PER_ROW}
+    return common.replace(
+        num_reqs=count,
+        num_actual_tokens=count,
+        max_query_len=1,
+        query_start_loc=common.query_start_loc[: count + 1],
+        query_start_loc_cpu=common.query_start_loc_cpu[: count + 1],
+        **{name: field[:count] for name, field in given.items() if field is not None},
+    )

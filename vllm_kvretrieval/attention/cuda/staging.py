@@ -1,0 +1,177 @@
+"""Prefill where contexts are in host memory: they come to the device one layer at a time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils import torch_utils
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_kvretrieval.engine.cuda.side import SideWork
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Rows whose contexts fit in a buffer together, adjacent in the batch.
+
+    Attributes:
+        tokens: Which tokens of the batch are theirs.
+        metadata: The dense half's, of these rows and a buffer.
+        block_table: int32 [rows, >= pages]; where the contexts are at home.
+        lengths: int32 [rows]; tokens of each context before this step.
+        starts: int32 [rows]; the page of the buffer where each begins.
+        slot_mapping: int64 [tokens]; where the step's tokens belong in the buffer.
+    """
+
+    tokens: slice
+    metadata: Any
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+    starts: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class Staging:
+    """Two buffers: while a layer attends to one, the next layer's contexts come to the other.
+
+    Args:
+        ops: Implementation of ``SlotOps.stage_context``.
+        side: Runs it beside the model.
+        buffers: [2, pages, kv_heads, page_size, 2 * head_size]; one takes the longest context.
+        make_builder: Makes a builder of the dense half's metadata.
+    """
+
+    def __init__(
+        self, ops: Any, side: SideWork, buffers: torch.Tensor, make_builder: Callable[[], Any]
+    ) -> None:
+        self._ops, self._side, self._buffers = ops, side, buffers
+        self._make_builder = make_builder
+        self._builders: list[Any] = []  # some keep what they have planned in a buffer of their own
+        self._homes: list[torch.Tensor] = []
+        self._waves: list[Wave] = []
+        self._ahead: tuple[int, int] | None = None
+        self._place = 0
+
+    @property
+    def page_size(self) -> int:
+        return self._buffers.shape[3]
+
+    def add(self, home: torch.Tensor) -> int:
+        """Number the next layer of the model whose contexts are staged.
+
+        Args:
+            home: [pages, kv_heads, page_size, 2 * head_size].
+        """
+        self._homes.append(home)
+        return len(self._homes) - 1
+
+    def begin_step(self, common: CommonAttentionMetadata) -> int:
+        """Divide a step's rows.
+
+        Returns:
+            How many rows come before those that are staged: they have one token each.
+
+        Raises:
+            ValueError: A context is longer than a buffer.
+        """
+        self._waves, self._ahead = [], None
+        starts = common.query_start_loc_cpu.numpy()[: common.num_reqs + 1].astype(np.int64)
+        tokens = np.diff(starts)
+        several = np.flatnonzero(tokens > 1)
+        if not len(several):
+            return common.num_reqs
+        first = int(several[0])
+        assert common.seq_lens_cpu_upper_bound is not None
+        lens = common.seq_lens_cpu_upper_bound.numpy()[: common.num_reqs].astype(np.int64)
+        pages, room = -(-lens // self.page_size), self._buffers.shape[1]
+        if pages[first:].max() > room:
+            raise ValueError(f"a context of {pages.max()} pages, and buffers of {room}")
+        begin, taken = first, 0
+        for row in range(first, common.num_reqs + 1):
+            if row == common.num_reqs or taken + pages[row] > room:
+                self._waves.append(self._wave(common, begin, row, starts, lens, pages))
+                begin, taken = row, 0
+            if row < common.num_reqs:
+                taken += int(pages[row])
+        return first
+
+    def _wave(
+        self,
+        common: CommonAttentionMetadata,
+        begin: int,
+        end: int,
+        query_start: np.ndarray,
+        lens: np.ndarray,
+        pages: np.ndarray,
+    ) -> Wave:
+        rows, count, width = slice(begin, end), end - begin, int(pages[begin:end].max())
+        own = query_start[begin : end + 1] - query_start[begin]
+        before = lens[rows] - np.diff(own)
+        starts = np.cumsum(pages[rows]) - pages[rows]
+        # All in one copy: lengths, starts, where queries begin, and the table of the buffer.
+        table = starts[:, None] + np.arange(width)
+        packed = np.concatenate((before, starts, own, table.ravel())).astype(np.int32)
+        on_device = torch_utils.async_tensor_h2d(packed, device=self._buffers.device)
+        lengths, where, queries, tables = on_device.split((count, count, count + 1, table.size))
+        positions = np.arange(own[-1]) + np.repeat(before - own[:-1], np.diff(own))
+        slots = positions + np.repeat(starts * self.page_size, np.diff(own))
+        slot_mapping = torch_utils.async_tensor_h2d(slots, device=self._buffers.device)
+        tokens = slice(int(query_start[begin]), int(query_start[end]))
+        staged = common.replace(
+            query_start_loc=queries,
+            query_start_loc_cpu=torch.from_numpy(own.astype(np.int32)),
+            seq_lens=common.seq_lens[rows],
+            seq_lens_cpu_upper_bound=torch.from_numpy(lens[rows].astype(np.int32)),
+            num_reqs=count,
+            num_actual_tokens=int(own[-1]),
+            max_query_len=int(np.diff(own).max()),
+            max_seq_len=int(lens[rows].max()),
+            block_table_tensor=tables.view(count, width),
+            slot_mapping=slot_mapping,
+            positions=None if common.positions is None else common.positions[tokens],
+            is_prefilling=None if common.is_prefilling is None else common.is_prefilling[rows],
+            req_idx=None if common.req_idx is None else common.req_idx[rows],
+        )
+        builder = self._builder(len(self._waves))
+        metadata = builder.build(common_prefix_len=0, common_attn_metadata=staged)
+        table_of_rows = common.block_table_tensor[rows]
+        return Wave(tokens, metadata, table_of_rows, lengths, where, slot_mapping)
+
+    def _builder(self, number: int) -> Any:
+        while len(self._builders) <= number:
+            self._builders.append(self._make_builder())
+        return self._builders[number]
+
+    @property
+    def waves(self) -> Sequence[Wave]:
+        """Of the step, in the order of the batch."""
+        return self._waves
+
+    def take(self, layer: int, wave: int) -> torch.Tensor:
+        """The contexts of a wave in a layer; those of the next are on their way from now on.
+
+        Layers and their waves come in order. What was taken before may be overwritten.
+
+        Returns:
+            The buffer, [pages, kv_heads, page_size, 2 * head_size], without the step's tokens.
+        """
+        buffer = self._buffers[self._place]
+        if self._ahead == (layer, wave):
+            self._side.wait()
+        else:
+            self._stage(layer, wave, buffer)
+        self._place = 1 - self._place
+        following = (layer, wave + 1) if wave + 1 < len(self._waves) else (layer + 1, 0)
+        self._ahead = following if following[0] < len(self._homes) else None
+        if self._ahead is not None:
+            other = self._buffers[self._place]
+            self._side.submit(lambda: self._stage(*following, other))
+        return buffer
+
+    def _stage(self, layer: int, wave: int, buffer: torch.Tensor) -> None:
+        of_step = self._waves[wave]
+        self._ops.stage_context(
+            self._homes[layer], buffer, of_step.block_table, of_step.lengths, of_step.starts
+        )

@@ -1,0 +1,171 @@
+"""What retrieval cannot serve on a GPU, refused at start-up with what to do instead."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_kvretrieval.attention import support
+from vllm_kvretrieval.attention.support import WITHOUT, has_foreign_connector
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels.triton.index import KINDS
+from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
+from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
+from vllm_kvretrieval.retrieval.method import Method
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_SIZES = tuple(range(16, 257, 16))
+MOST_IN_GROUP = 16
+"""Query heads of a KV head: rows of the smallest tile of the tensor cores."""
+CAPABILITY = 8, 0
+"""The oldest GPUs that the kernels are compiled for."""
+BENCH = "DecodeBenchConnector"
+
+
+def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse engines that retrieval cannot serve here.
+
+    Raises:
+        RetrievalConfigError: Says which feature stands in the way and what to change.
+    """
+    support.check_engine(vllm_config, config)
+    model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
+    if not vllm_config.use_v2_model_runner:
+        raise RetrievalConfigError(
+            f"{method} on a GPU needs vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER, and "
+            "leave out what vLLM's log names as not supported by it."
+        )
+    if parallel.use_ubatching:
+        raise RetrievalConfigError(
+            f"{method} does not support microbatches; leave --enable-dbo and --ubatch-size out."
+        )
+    check_options(config)
+    check_home(config, sleeps=model.enable_sleep_mode)
+    for served in config.methods.values():
+        check_method(served)
+    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    if group > MOST_IN_GROUP:
+        raise RetrievalConfigError(
+            f"{method} does not support {group} query heads per KV head, as {model.model} has, but "
+            f"up to {MOST_IN_GROUP}. {WITHOUT}"
+        )
+    check_shape(model.dtype, model.get_head_size(), method)
+    if model.max_model_len > MOST_PAGES * config.page_size:
+        raise RetrievalConfigError(
+            f"{method} does not support contexts of more than {MOST_PAGES} pages on a GPU, and "
+            f"--max-model-len {model.max_model_len} has more of kv_retrieval.page_size="
+            f"{config.page_size}; use {MOST_PAGES * config.page_size}, or larger pages."
+        )
+    check_connector(vllm_config, config)
+
+
+def check_options(config: RetrievalConfig) -> None:
+    """Refuse options of an engine that are served on the CPU only."""
+    alternatives = {
+        "codec": ("raw", config.codec, "keep pages as the model made them"),
+        "prefill_budget": (None, config.prefill_budget, "prefill exactly"),
+        "memory_fraction": (None, config.memory_fraction, "name a budget"),
+    }
+    for key, (served, given, remedy) in alternatives.items():
+        if given != served:
+            raise RetrievalConfigError(
+                f"kv_retrieval.{key}={given!r} is not served on a GPU yet: {remedy}, with "
+                + (f"{key}={served}." if served else f"{key} left out.")
+            )
+
+
+def check_home(config: RetrievalConfig, *, sleeps: bool) -> None:
+    """Refuse a home that is none of a GPU's, and what one in host memory cannot do.
+
+    Args:
+        config: Options of the engine.
+        sleeps: Whether vLLM's sleep mode is on.
+    """
+    if config.home == "disk":
+        raise RetrievalConfigError(
+            "kv_retrieval.home='disk' is not served on a GPU yet; use home=host, which keeps the "
+            "KV cache in host memory."
+        )
+    if config.home_path is not None:
+        raise RetrievalConfigError(
+            f"kv_retrieval.home_path={config.home_path!r} is for home=disk, which is not served on "
+            "a GPU; leave it out."
+        )
+    if config.home != "device" and sleeps:
+        raise RetrievalConfigError(
+            f"kv_retrieval.home={config.home} cannot be combined with --enable-sleep-mode, which "
+            "does not know of host memory; leave one out."
+        )
+    pages = config.budget_limit // config.page_size
+    if config.home != "device" and pages > MOST_SLOTS:
+        raise RetrievalConfigError(
+            f"kv_retrieval.home={config.home} serves budgets of up to {MOST_SLOTS} pages, and "
+            f"{config.budget_limit} tokens have {pages} of page_size={config.page_size}; lower "
+            "budget (or max_budget), or use larger pages."
+        )
+
+
+def check_method(method: Method) -> None:
+    """Refuse a method that there are no kernels for."""
+    index, known = method.index, ", ".join(kind.name for kind in KINDS)
+    missing = {
+        "layers that share a selection are": method.shares,
+        "methods that drop tokens are": method.keeping is not None,
+        "single tokens are (unit token)": method.per_token,
+        "heads that attend to everything are": method.heads is not None,
+        "uneven shares (budget_shares) are": not method.budget_shares.uniform,
+        "candidates scored again by their keys (rerank) are": method.rerank > 0,
+        f"index {index.name if index else None} is": (
+            index is not None and type(index) not in KINDS
+        ),
+    }
+    for what, present in missing.items():
+        if present:
+            raise RetrievalConfigError(
+                f"{method.name} is not served on a GPU yet, where {what} not. Use a method that "
+                f"selects pages by an index of {known}, such as freekv, quest or kvretrieval."
+            )
+
+
+def check_shape(dtype: torch.dtype, head_size: int, method: str) -> None:
+    """Refuse element types and head sizes that the kernels lack."""
+    if dtype not in DTYPES:
+        raise RetrievalConfigError(
+            f"{method} does not support dtype {dtype} on a GPU; use --dtype bfloat16 or float16."
+        )
+    if head_size not in HEAD_SIZES:
+        raise RetrievalConfigError(
+            f"{method} does not support head size {head_size} on a GPU, but multiples of 16 up to "
+            f"{HEAD_SIZES[-1]}. {WITHOUT}"
+        )
+
+
+def check_connector(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse KV connectors, but vLLM's benchmark where it fills the cache before the first step."""
+    if not has_foreign_connector(vllm_config):
+        return
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or vllm_config.cache_config.kv_offloading_size is not None:
+        raise RetrievalConfigError(
+            f"{config.method} does not support vLLM's offloading on a GPU yet: nobody would index "
+            "the blocks that it loads. Leave --kv-offloading-size out."
+        )
+    if transfer.kv_connector != BENCH:
+        raise RetrievalConfigError(
+            f"{config.method} does not support the KV connector {transfer.kv_connector} on a GPU "
+            "yet: nobody would index the blocks that it loads. Leave --kv-transfer-config out."
+        )
+    if not transfer.get_from_extra_config("startup_fill", False):
+        raise RetrievalConfigError(
+            f"{config.method} indexes what {BENCH} has filled once, at the start: add "
+            '"kv_connector_extra_config": {"startup_fill": true}.'
+        )
+
+
+def check_layer(selector: Any) -> None:
+    """Refuse a layer that retrieval cannot run (vLLM's ``AttentionSelectorConfig``)."""
+    support.check_layer(selector)
+    check_shape(selector.dtype, selector.head_size, "KV retrieval")

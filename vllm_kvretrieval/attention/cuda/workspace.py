@@ -1,0 +1,91 @@
+"""Room that layers of one shape share: what a step finds out on its way, and throws away."""
+
+import torch
+
+from vllm_kvretrieval.kernels.device import DevicePlan
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace
+
+PROGRAMS_PER_UNIT = 4
+"""Of a score kernel, per multiprocessor; each takes several tiles of long contexts."""
+SPLITS_PER_UNIT = 2
+
+
+class Workspace:
+    """Plans and partial results, for steps of up to ``rows`` rows.
+
+    One buffer of each kind serves steps of any number of rows: fewer rows get more programs each,
+    in powers of two, for each of which the kernels are compiled. Tensors for a number of rows are
+    made when it first comes up and stay as they are.
+
+    Args:
+        rows: Most rows of a step.
+        kv_heads, group, head_size: Of the layers.
+        entries: Most entries of a context's page index.
+        width: Most pages that a KV head attends to.
+        units: Multiprocessors of the device.
+        positions: Whether plans hold pages by their positions; see :class:`DevicePlan`.
+        device: Where; ``meta``: nowhere, only to know the size.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: int,
+        kv_heads: int,
+        group: int,
+        head_size: int,
+        entries: int,
+        width: int,
+        units: int,
+        positions: bool,
+        device: torch.device | str,
+    ) -> None:
+        self.kv_heads, self.group, self.units = kv_heads, group, units
+        self._positions = positions
+        pairs = rows * kv_heads
+        programs = max(pairs, PROGRAMS_PER_UNIT * units)
+        parts = max(pairs, SPLITS_PER_UNIT * units)
+        self._scores = torch.empty(pairs, group, entries, device=device)
+        self._stats = torch.empty(programs, 2, group, device=device)
+        self._lists = torch.zeros(pairs, width, dtype=torch.int32, device=device)
+        self._lengths = torch.full((pairs,), -1, dtype=torch.int32, device=device)
+        self._out = torch.empty(parts, group, head_size, device=device)
+        self._lse = torch.empty(parts, group, device=device)
+        self._merged = torch.empty(pairs, group, device=device)
+        self._arrivals = torch.zeros(pairs, dtype=torch.int32, device=device)
+        self._steps: dict[int, tuple[DevicePlan, DecodeWorkspace, torch.Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buffers."""
+        return sum(b.nbytes for b in vars(self).values() if isinstance(b, torch.Tensor))
+
+    def of(self, rows: int) -> tuple[DevicePlan, DecodeWorkspace, torch.Tensor]:
+        """What a step of so many rows writes to.
+
+        Returns:
+            The plan; room for partial results of attention; and its log-sum-exps, float32
+            [rows * kv_heads, group].
+        """
+        if rows not in self._steps:
+            self._steps[rows] = self._slice(rows * self.kv_heads)
+        return self._steps[rows]
+
+    def _slice(self, pairs: int) -> tuple[DevicePlan, DecodeWorkspace, torch.Tensor]:
+        programs, splits = (
+            1 << max(0, (per_unit * self.units // pairs).bit_length() - 1)
+            for per_unit in (PROGRAMS_PER_UNIT, SPLITS_PER_UNIT)
+        )
+        plan = DevicePlan(
+            self._scores[:pairs],
+            self._stats[: pairs * programs].unflatten(0, (pairs, programs)),
+            self._lists[:pairs],
+            self._lengths[:pairs],
+            self._positions,
+        )
+        partial = DecodeWorkspace(
+            self._out[: pairs * splits].unflatten(0, (pairs, splits)),
+            self._lse[: pairs * splits].unflatten(0, (pairs, splits)),
+            self._arrivals[:pairs],
+        )
+        return plan, partial, self._merged[:pairs]

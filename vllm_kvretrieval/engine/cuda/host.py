@@ -1,0 +1,193 @@
+"""A KV cache whose retrieval layers are in host memory that the GPU has mapped."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.logger import init_logger
+from vllm.utils.mem_utils import format_gib
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.worker.utils import bind_kv_cache_to_layers, map_kv_caches_to_kernel_blocks
+
+from vllm_kvretrieval.attention.cuda.far import FarTier
+from vllm_kvretrieval.attention.cuda.staging import Staging
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.cuda.side import SideWork
+from vllm_kvretrieval.engine.cuda.tiers import HostTiers
+from vllm_kvretrieval.engine.views import layer_views
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels.triton.mapped import available_memory
+from vllm_kvretrieval.tiers.sizes import Cache
+
+logger = init_logger("vllm.kvretrieval.host")
+
+SPARE = 4 << 30
+"""Bytes of host memory that are left to everything else."""
+
+MapHome = Callable[[int, torch.device], torch.Tensor]
+"""Makes uint8 [n], in host memory, that the device reads and writes."""
+
+
+def plan_tiers(
+    vllm_config: Any,
+    config: RetrievalConfig,
+    specs: Mapping[str, Any],
+    retrieving: Sequence[str],
+    device: int,
+) -> HostTiers | None:
+    """Sizes of a cache whose home is host memory; None where its home is the device.
+
+    Args:
+        vllm_config: Of the engine.
+        config: Options of the engine.
+        specs: What vLLM keeps of each layer of this worker; not empty.
+        retrieving: Names of the layers that retrieve.
+        device: Bytes that the KV cache, and what is beside it, may take there.
+
+    Raises:
+        RetrievalConfigError: Layers differ, or something does not fit.
+    """
+    if config.home == "device":
+        return None
+    if not retrieving and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return None  # a stage of dense layers
+    spec = next(iter(specs.values()))
+    if not retrieving or type(spec) is not FullAttentionSpec or len(set(specs.values())) > 1:
+        if config.home == "auto":
+            return None
+        raise RetrievalConfigError(
+            f"kv_retrieval.home={config.home} serves models whose layers all have the same full "
+            f"attention, some of them behind dense_layers={config.dense_layers}; "
+            f"{vllm_config.model_config.model} is none. Use home=device."
+        )
+    cache = Cache(
+        retrieval_layers=len(retrieving),
+        dense_layers=len(specs) - len(retrieving),
+        kv_heads=spec.num_kv_heads,
+        block_size=spec.block_size,
+        block_bytes=spec.page_size_bytes,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        max_model_len=vllm_config.model_config.max_model_len,
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+    )
+    if config.home == "auto" and cache.fits_in(device, config):
+        return None
+    workers = vllm_config.parallel_config.local_world_size
+    host = max(available_memory() - SPARE, 0) // workers
+    blocks = vllm_config.cache_config.num_gpu_blocks_override
+    return HostTiers.plan(config, cache, device=device, host=host, blocks=blocks)
+
+
+def log_tiers(tiers: HostTiers, block_size: int, max_num_seqs: int) -> None:
+    """Say what went where."""
+    logger.info(
+        "home=host: %s GiB of host memory for %d tokens. On the device, dense layers take %s GiB, "
+        "page index %s GiB, staging for prefill %s GiB, and %s GiB hold %d slots per KV head and "
+        "layer of %d requests.",
+        format_gib(tiers.home),
+        (tiers.blocks - 1) * block_size,
+        format_gib(tiers.dense),
+        format_gib(tiers.index),
+        format_gib(tiers.staging),
+        format_gib(tiers.slots),
+        tiers.capacity,
+        max_num_seqs,
+    )
+
+
+def one_block(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
+    """The same cache with a single block, as vLLM makes small ones itself."""
+    cache_config = vllm_config.cache_config
+    given, cache_config.num_gpu_blocks_override = cache_config.num_gpu_blocks_override, 1
+    try:
+        groups = kv_cache_config.kv_cache_groups
+        return get_kv_cache_config_from_groups(vllm_config, groups, available_memory=0)
+    finally:
+        cache_config.num_gpu_blocks_override = given
+
+
+def move_home(
+    runner: Any, kv_cache_config: KVCacheConfig, at_home: Sequence[str], map_home: MapHome
+) -> None:
+    """Put some layers of a model runner's KV cache in host memory.
+
+    Args:
+        runner: vLLM's V2 model runner, with a cache of :func:`one_block`, which is given up.
+        kv_cache_config: What it is to have; a single group of layers that are all alike.
+        at_home: Names of the layers in host memory, in the order of the model.
+        map_home: Makes that memory.
+    """
+    runner.kv_cache_config = kv_cache_config = deepcopy(kv_cache_config)
+    (tensor,) = kv_cache_config.kv_cache_tensors
+    dense = [name for name in tensor.layers if name not in at_home]
+    began, nbytes = time.monotonic(), len(at_home) * tensor.layer_stride
+    home = map_home(nbytes, runner.device).view(torch.int8)
+    seconds = time.monotonic() - began
+    logger.info(
+        "KV retrieval has locked %.1f GiB of host memory in %.1f s (%.1f GiB/s).",
+        nbytes / 2**30,
+        seconds,
+        nbytes / 2**30 / max(seconds, 1e-9),
+    )
+    memory = torch.zeros(len(dense) * tensor.layer_stride, dtype=torch.int8, device=runner.device)
+    kv_caches = layer_views(
+        kv_cache_config,
+        runner.cache_config.get_resolved_kv_cache_layout(),
+        runner.kernel_block_sizes[0],
+        ((dense, memory), (at_home, home)),
+    )
+    attn_groups = [g for groups in runner.attn_groups for g in groups]
+    bind_kv_cache_to_layers(
+        map_kv_caches_to_kernel_blocks(kv_caches, attn_groups),
+        runner.compilation_config.static_forward_context,
+        kv_cache_groups=kv_cache_config.kv_cache_groups,
+    )
+    runner.kv_caches = list(kv_caches.values())
+    if has_kv_transfer_group():  # which has been told of the small cache
+        get_kv_transfer_group().register_kv_caches(kv_caches)
+
+
+def make_tier(
+    ops: Any,
+    side: SideWork,
+    config: RetrievalConfig,
+    tiers: HostTiers,
+    builder: Any,
+    homes: Sequence[torch.Tensor],
+    seats: int,
+) -> FarTier:
+    """What layers in host memory share.
+
+    Args:
+        ops: Implementation of the ops.
+        side: Runs what is beside the model.
+        config: Options of the engine.
+        tiers: Sizes.
+        builder: Of the layers' metadata.
+        homes: Their caches, in the order of the model.
+        seats: Most requests that run at once.
+    """
+    _, kv_heads, page_size, row = homes[0].shape
+    shape, device = (2, tiers.staged, kv_heads, page_size, row), builder.device
+    buffers = torch.empty(shape, dtype=homes[0].dtype, device=device)
+    tier = FarTier(
+        ops,
+        side,
+        Staging(ops, side, buffers, builder.make_dense),
+        layers=len(homes),
+        seats=seats,
+        rows=seats,
+        kv_heads=kv_heads,
+        capacity=tiers.capacity,
+        width=config.budget_limit // config.page_size,
+        device=device,
+    )
+    for home in homes:
+        tier.add(home)
+    return tier

@@ -1,0 +1,221 @@
+"""What retrieval keeps beside the KV cache on a GPU, and its way into vLLM's layers."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.platform_utils import num_compute_units
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_kvretrieval.attention.cuda.far import FarLayer, FarTier
+from vllm_kvretrieval.attention.cuda.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadataBuilder
+from vllm_kvretrieval.attention.cuda.workspace import Workspace
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.cuda.host import make_tier
+from vllm_kvretrieval.engine.cuda.requests import RunningRequests
+from vllm_kvretrieval.engine.cuda.side import SideWork
+from vllm_kvretrieval.engine.cuda.tiers import HostTiers
+from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+
+ROWS = "rows"
+"""How the cache is laid out: each token's key before its value."""
+
+
+Retrieves = list[tuple[RetrievalMetadataBuilder, list[str]]]
+"""Groups of layers that retrieve: the builder of their metadata, and their names."""
+
+
+def retrieving(config: RetrievalConfig, names: Iterable[str]) -> list[str]:
+    """Those of the layers that attend to parts of long contexts."""
+    return [name for name in names if extract_layer_index(name) >= config.dense_layers]
+
+
+def groups_that_retrieve(config: RetrievalConfig, attn_groups: Iterable[Any]) -> Retrieves:
+    """Of vLLM's groups of layers; what is built around our backend, as for chunked attention or
+    added sinks, is left as it is."""
+    found = []
+    for group in attn_groups:
+        builder = group.get_metadata_builder()
+        ours = type(builder).__base__ is RetrievalMetadataBuilder
+        plain = ours and type(group.kv_cache_spec) is FullAttentionSpec
+        if plain and (names := retrieving(config, group.layer_names)):
+            found.append((builder, names))
+    return found
+
+
+class RetrievalLayers:
+    """Everything that retrieval adds to the layers of a worker, from one KV cache to the next.
+
+    Args:
+        ops: Implementation of the ops: the module ``kernels.triton``.
+        config: Options of the engine.
+        requests: Those that run.
+        max_model_len: Tokens of the longest context.
+        device: Where the layers are.
+
+    Attributes:
+        impls: The retrieval layers, by name.
+        tier: What those share whose home is host memory; None where it is the device.
+    """
+
+    def __init__(
+        self,
+        ops: Any,
+        config: RetrievalConfig,
+        requests: RunningRequests,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self.ops, self.config, self.requests, self.device = ops, config, requests, device
+        self.max_model_len = max_model_len
+        self.impls: dict[str, RetrievalAttentionImpl] = {}
+        self.tier: FarTier | None = None
+        self._workspaces: dict[tuple[int, int, int], Workspace] = {}
+
+    def attach(
+        self,
+        groups: Retrieves,
+        layers: Mapping[str, Any],
+        tiers: HostTiers | None = None,
+        side: SideWork | None = None,
+    ) -> None:
+        """Make layers such that retrieve, once their KV cache is allocated.
+
+        Args:
+            groups: Those of the worker; a single one where there are ``tiers``.
+            layers: vLLM's, by name.
+            tiers: Sizes, where the cache of these layers is in host memory.
+            side: Runs what is then beside the model.
+        """
+        for builder, names in groups:
+            if tiers is not None:
+                assert side is not None
+                homes = [layers[name].kv_cache for name in names]
+                seats = self.requests.capacity
+                self.tier = make_tier(self.ops, side, self.config, tiers, builder, homes, seats)
+            builder.attach(self.ops, self.requests, self.config.page_size, self.tier)
+            for number, name in enumerate(names):
+                far = None if self.tier is None else self.tier.far[number]
+                self._attach(name, layers[name], builder, far)
+
+    def detach(self) -> None:
+        """Let go of the KV cache, and of all that is kept beside it."""
+        for impl in self.impls.values():
+            impl.detach()
+        self.impls.clear()
+        self.tier = None
+        self._workspaces.clear()
+
+    @property
+    def stores(self) -> list[IndexStore]:
+        """The page indexes of all layers."""
+        return [store for impl in self.impls.values() for store in impl.stores]
+
+    def index_everything(self) -> None:
+        """Index all pages of the cache, whatever has written them."""
+        for store in self.stores:
+            pages = torch.arange(store.pages, dtype=torch.int32, device=self.device)
+            self.ops.index_pages(pages, store)
+
+    def _attach(
+        self, name: str, layer: Any, builder: RetrievalMetadataBuilder, far: FarLayer | None
+    ) -> None:
+        impl, cache = layer.impl, layer.kv_cache
+        choosers = self._choosers(impl, cache)
+        shape = impl.num_kv_heads, impl.group, impl.head_size
+        if shape not in self._workspaces:
+            self._workspaces[shape] = make_workspace(
+                self.config,
+                shape,
+                self.requests.capacity,
+                self.max_model_len,
+                self.device,
+                positions=far is not None,
+            )
+        impl.attach(self.ops, choosers, cache, builder.table, self._workspaces[shape], far)
+        self.impls[name] = impl
+
+    def _choosers(self, impl: RetrievalAttentionImpl, cache: torch.Tensor) -> list[Chooser]:
+        """How a layer selects, by the number of the method."""
+        config, methods = self.config, self.config.methods.values()
+        shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size, "dtype": cache.dtype}
+        without = [(None, m.entry_tokens) for m in methods if m.index is None]
+        with self.device:  # where tensors are made
+            selection = make_selection(config, self.requests.capacity, impl.group, shape)
+            stores = {
+                (index, tokens): IndexStore.empty(
+                    index,
+                    pages=len(cache),
+                    page_size=config.page_size,
+                    entry_tokens=tokens,
+                    cache=cache,
+                    layout=ROWS,
+                    **shape,
+                )
+                for index, tokens in [*config.stores, *without]
+            }
+        return [
+            Chooser(stores[m.index, m.entry_tokens], selection, m.pooling, impl.scale)
+            for m in methods
+        ]
+
+
+def make_selection(
+    config: RetrievalConfig, seats: int, group: int, shape: dict[str, Any]
+) -> Selection:
+    """Of one layer, on the device of the context; ``shape`` as ``Selection.empty`` takes it."""
+    most = max(*config.most_selected.values(), 1)
+    return Selection.empty(seats=seats, group=group, most_selected=most, **shape)
+
+
+def make_workspace(
+    config: RetrievalConfig,
+    shape: tuple[int, int, int],
+    rows: int,
+    max_model_len: int,
+    device: torch.device,
+    *,
+    positions: bool = False,
+) -> Workspace:
+    """For layers of so many KV heads, query heads of each, and channels."""
+    kv_heads, group, head_size = shape
+    finest = min([tokens for _, tokens in config.stores], default=config.page_size)
+    return Workspace(
+        rows=rows,
+        kv_heads=kv_heads,
+        group=group,
+        head_size=head_size,
+        entries=-(-max_model_len // config.page_size) * (config.page_size // finest),
+        width=config.budget_limit // config.page_size,
+        units=num_compute_units(device.index or 0),
+        positions=positions,
+        device=device,
+    )
+
+
+def fixed_bytes(
+    config: RetrievalConfig, layers: Mapping[str, Any], rows: int, max_model_len: int
+) -> int:
+    """Bytes of all that retrieval keeps whatever the size of the KV cache is.
+
+    Args:
+        config: Options of the engine.
+        layers: vLLM's, by name.
+        rows: Most rows of a step.
+        max_model_len: Tokens of the longest context.
+    """
+    nowhere, total, shapes = torch.device("meta"), 0, set()
+    impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
+    ours = {n: impl for n, impl in impls.items() if isinstance(impl, RetrievalAttentionImpl)}
+    for name in retrieving(config, ours):
+        impl = ours[name]
+        shapes.add((impl.num_kv_heads, impl.group, impl.head_size))
+        shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
+        with nowhere:
+            dtype = layers[name].kv_cache_torch_dtype
+            selection = make_selection(config, rows, impl.group, shape | {"dtype": dtype})
+        total += selection.query.nbytes + selection.chosen.nbytes
+    made = (make_workspace(config, shape, rows, max_model_len, nowhere) for shape in shapes)
+    return total + sum(workspace.nbytes for workspace in made)

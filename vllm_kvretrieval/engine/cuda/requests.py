@@ -1,0 +1,184 @@
+"""The running requests as the retrieval layers on a GPU see them."""
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.requests import Counts, log_usage, logger, read_options
+from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests
+
+
+@dataclass
+class Usage:
+    """What a request has used so far, its time before interruptions included.
+
+    Attributes:
+        context: Tokens.
+        counts: ``steps``, ``sparse_steps``, ``pages``, ``attended`` of :class:`Counts`.
+        corrected: KV heads that selected anew, as far as the device has said so.
+        unread: Seats that have yet to say it.
+    """
+
+    context: int = 0
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(4, dtype=np.int64))
+    corrected: int = 0
+    unread: int = 0
+
+
+@dataclass
+class _Reading:
+    """A count on its way from the device."""
+
+    seat: int
+    value: torch.Tensor
+    arrived: Any
+    usage: Usage
+
+
+class RunningRequests:
+    """Options and counts of the running requests, by vLLM's numbers of them.
+
+    Life of a seat: vLLM's runner numbers a request when it is added, and keeps the number until the
+    request finishes, is aborted or is preempted. Whoever takes a seat writes its options there, in
+    the order of the stream, and forgets what the last step of the seat's former request was: so no
+    other state has to be cleared. A resumed request is added anew, and goes on counting.
+
+    Args:
+        config: Options of the engine.
+        capacity: Most requests that run at once.
+        retrieval_heads: KV heads times retrieval layers.
+        device: Where the layers are.
+
+    Attributes:
+        corrected: int64 [capacity], on the device; KV heads that selected anew, by seat.
+        attended: Units attended to so far where that was a part of the context.
+    """
+
+    def __init__(
+        self, config: RetrievalConfig, capacity: int, retrieval_heads: int, device: torch.device
+    ) -> None:
+        self.config, self.capacity, self.device = config, capacity, device
+        self.retrieval_heads = retrieval_heads
+        self.corrected = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.attended = 0
+        self._methods = {name: number for number, name in enumerate(config.methods)}
+        self._options = np.zeros((capacity, COLUMNS), dtype=np.int32)
+        self._tables: list[StagedWriteTensor] = []
+        self._usage: list[Usage | None] = [None] * capacity
+        self._seat_of: dict[str, int] = {}
+        self._interrupted: dict[str, Usage] = {}
+        self._finished: deque[tuple[str, Usage]] = deque()
+        self._readings: deque[_Reading] = deque()
+        self._read = np.zeros(capacity, dtype=np.int64)
+
+    def device_table(self) -> DeviceRequests:
+        """The requests on the device; a table for each group of layers, whose steps it notes."""
+        shape = self.capacity, COLUMNS
+        table = StagedWriteTensor(shape, dtype=torch.int32, device=self.device)
+        self._tables.append(table)
+        return DeviceRequests(table.gpu, self.corrected)
+
+    def admit(self, req_id: str, seat: int, extra_args: Mapping[str, Any] | None) -> None:
+        """Give a request its seat; its options are staged."""
+        options = read_options(req_id, extra_args, self.config)
+        row = self._options[seat]
+        row[:] = 0
+        row[Column.SINK], row[Column.WINDOW] = options.budget.sink, options.budget.window
+        row[Column.SELECT], row[Column.EXACT] = options.budget.select, options.exact
+        row[Column.CHOOSER] = self._methods[options.method]
+        row[Column.THRESHOLD] = np.float32(options.correction_threshold).view(np.int32)
+        for table in self._tables:
+            table.stage_write(seat, 0, row.tolist())
+        self._seat_of[req_id] = seat
+        self._usage[seat] = self._interrupted.pop(req_id, None) or Usage()
+
+    def apply(self) -> None:
+        """Write to the device what is staged, before the step that needs it."""
+        for table in self._tables:
+            table.apply_write()
+
+    def leave(self, req_id: str) -> None:
+        """Take back a request's seat; it may have finished, or come back. Others are fine."""
+        seat = self._seat_of.pop(req_id, None)
+        if seat is None:
+            return
+        usage, self._usage[seat] = self._usage[seat], None
+        assert usage is not None
+        self._interrupted[req_id] = usage
+        if logger.isEnabledFor(logging.DEBUG):  # nobody else asks, and asking is a copy
+            self._readings.append(self._ask(seat, usage))
+
+    def finish(self, req_ids: Iterable[str]) -> None:
+        """Forget requests, which have left; what they have used is logged when it is known."""
+        for req_id in req_ids:
+            if (usage := self._interrupted.pop(req_id, None)) is not None:
+                self._finished.append((req_id, usage))
+        self._report()
+
+    def sparse(self, seats: np.ndarray, lens: np.ndarray, decodes: np.ndarray) -> np.ndarray:
+        """bool [n]; which rows attend to a part of their contexts, as ``prepare_rows`` decides it.
+
+        Args:
+            seats: Of their requests.
+            lens: Tokens of their contexts, those of the step included.
+            decodes: bool [n]; which have one token, and none of a prompt.
+        """
+        budget = self._options[seats][:, [Column.SINK, Column.WINDOW, Column.SELECT]].sum(1)
+        return decodes & ~self.exact(seats) & (self._pages(lens) > budget)
+
+    def exact(self, seats: np.ndarray) -> np.ndarray:
+        """bool [n]; which requests attend to their whole contexts because they ask for it."""
+        return self._options[seats, Column.EXACT] != 0
+
+    def count_step(self, seats: np.ndarray, lens: np.ndarray, decodes: np.ndarray) -> None:
+        """Book one step; arguments as in :meth:`sparse`."""
+        sparse, pages = self.sparse(seats, lens, decodes), self._pages(lens)
+        options = self._options[seats]
+        budget = options[:, [Column.SINK, Column.WINDOW, Column.SELECT]].sum(1, dtype=np.int64)
+        attended = budget * self.retrieval_heads
+        booked = np.stack((decodes, sparse, sparse * pages, sparse * attended), axis=1)
+        self.attended += int(booked[:, 3].sum())
+        for seat, context, counts in zip(seats.tolist(), lens.tolist(), booked, strict=True):
+            usage = self._usage[seat]
+            assert usage is not None, "running requests have seats"
+            usage.context = context
+            usage.counts += counts
+
+    def _pages(self, lens: np.ndarray) -> np.ndarray:
+        return -(-lens // self.config.page_size)
+
+    def _ask(self, seat: int, usage: Usage) -> _Reading:
+        """Let the device say how often the seat's KV heads have selected anew, whenever it can."""
+        value = torch.empty(1, dtype=torch.int64, pin_memory=self.corrected.is_cuda)
+        value.copy_(self.corrected[seat : seat + 1], non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        usage.unread += 1
+        return _Reading(seat, value, arrived, usage)
+
+    def _report(self) -> None:
+        """Log what has become known."""
+        while self._readings and self._readings[0].arrived.query():
+            reading = self._readings.popleft()
+            value, seat = int(reading.value), reading.seat
+            reading.usage.corrected += value - int(self._read[seat])
+            reading.usage.unread -= 1
+            self._read[seat] = value
+        while self._finished and not self._finished[0][1].unread:
+            req_id, usage = self._finished.popleft()
+            steps, sparse_steps, pages, attended = usage.counts.tolist()
+            counts = Counts(
+                corrected=usage.corrected,
+                steps=steps,
+                sparse_steps=sparse_steps,
+                pages=pages,
+                attended=attended,
+            )
+            log_usage(req_id, usage.context, counts, self.retrieval_heads)

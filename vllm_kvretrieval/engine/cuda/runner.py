@@ -1,0 +1,132 @@
+"""vLLM's V2 model runner with retrieval."""
+
+import itertools
+from typing import Any, ClassVar
+
+import torch
+from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.cuda.host import move_home, one_block
+from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, groups_that_retrieve, retrieving
+from vllm_kvretrieval.engine.cuda.requests import RunningRequests
+from vllm_kvretrieval.engine.cuda.side import SideStream, SideWork
+from vllm_kvretrieval.engine.cuda.tiers import HostTiers
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels import triton
+from vllm_kvretrieval.kernels.triton.mapped import map_host
+
+
+class RetrievalModelRunner(GPUModelRunner):
+    """vLLM's V2 model runner; owns what retrieval keeps beside its KV cache.
+
+    vLLM makes a KV cache twice: a small one, over which it captures CUDA graphs to know what they
+    take, and the real one. What retrieval keeps lives as long as the one that it was made for.
+
+    Attributes:
+        ops: Implementation of the ops.
+        tiers: Sizes, where the retrieval layers' cache is in host memory; the worker sets it.
+        retrieval_layers: What is kept; None as long as there is no KV cache.
+    """
+
+    ops: ClassVar[Any] = triton
+    tiers: HostTiers | None = None
+    retrieval_layers: RetrievalLayers | None = None
+
+    @staticmethod
+    def map_home(nbytes: int, device: torch.device) -> torch.Tensor:
+        """uint8 [nbytes] of host memory, as the device sees it."""
+        return map_host(nbytes, device)[1]
+
+    @staticmethod
+    def make_side(device: torch.device) -> SideWork:
+        """What runs work beside the model."""
+        return SideStream(device)
+
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, **options: Any
+    ) -> None:
+        """See ``GPUModelRunner.initialize_kv_cache``."""
+        self._drop_retrieval()
+        tiers = None if is_profiling else self.tiers
+        allocated = kv_cache_config
+        if tiers is not None:  # vLLM has no say in where a cache lies
+            allocated = one_block(self.vllm_config, kv_cache_config)
+        super().initialize_kv_cache(allocated, is_profiling, **options)
+        if tiers is not None:
+            (group,) = kv_cache_config.kv_cache_groups
+            at_home = retrieving(self._retrieval_config, group.layer_names)
+            move_home(self, kv_cache_config, at_home, self.map_home)
+        self._attach_retrieval(tiers)
+        if has_kv_transfer_group() and not is_profiling:
+            self._index_filled(kv_cache_config)
+
+    def profile_cudagraph_memory(self) -> int:
+        """See ``GPUModelRunner.profile_cudagraph_memory``."""
+        try:
+            return super().profile_cudagraph_memory()
+        finally:
+            self._drop_retrieval()
+            torch.accelerator.empty_cache()
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """See ``GPUModelRunner.add_requests``."""
+        super().add_requests(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            extra_args = getattr(new.sampling_params, "extra_args", None)
+            seat = self.req_states.req_id_to_index[new.req_id]
+            self.running.admit(new.req_id, seat, extra_args)
+        self.running.apply()
+
+    def _remove_request(self, req_id: str) -> bool:
+        self.running.leave(req_id)
+        return super()._remove_request(req_id)
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        """See ``GPUModelRunner.finish_requests``."""
+        super().finish_requests(scheduler_output)
+        self.running.finish(scheduler_output.finished_req_ids)
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``GPUModelRunner.prepare_inputs``; of steps of requests only."""
+        batch = super().prepare_inputs(*args, **kwargs)
+        decodes = (batch.num_scheduled_tokens == 1) & ~batch.is_prefilling_np
+        lens = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs]
+        self.running.count_step(batch.idx_mapping_np, lens, decodes)
+        return batch
+
+    @property
+    def _retrieval_config(self) -> RetrievalConfig:
+        config = RetrievalConfig.from_vllm(self.vllm_config)
+        assert config is not None, "this runner is chosen for retrieval backends only"
+        return config
+
+    def _attach_retrieval(self, tiers: HostTiers | None) -> None:
+        """Make the layers that retrieve such, over the KV cache that has just been allocated."""
+        config = self._retrieval_config
+        layers = self.compilation_config.static_forward_context
+        groups = groups_that_retrieve(config, itertools.chain.from_iterable(self.attn_groups))
+        heads = sum(layers[name].impl.num_kv_heads for _, names in groups for name in names)
+        self.running = RunningRequests(config, self.max_num_reqs, heads, self.device)
+        kept = RetrievalLayers(self.ops, config, self.running, self.max_model_len, self.device)
+        side = None if tiers is None else self.make_side(self.device)
+        kept.attach(groups, layers, tiers, side)
+        # vLLM copies blocks on write in all of these; a block's entries come in a row.
+        self.kv_caches += [store.records for store in kept.stores]
+        self.retrieval_layers = kept
+
+    def _drop_retrieval(self) -> None:
+        if self.retrieval_layers is not None:
+            self.retrieval_layers.detach()
+            self.retrieval_layers = None
+
+    def _index_filled(self, kv_cache_config: Any) -> None:
+        """Index what vLLM's benchmark connector has filled the cache with."""
+        if kv_cache_config.needs_kv_cache_zeroing:
+            raise RetrievalConfigError(
+                "DecodeBenchConnector fills blocks of this model one by one, as they are used, and "
+                "retrieval would not know; leave --kv-transfer-config out."
+            )
+        assert self.retrieval_layers is not None
+        self.retrieval_layers.index_everything()

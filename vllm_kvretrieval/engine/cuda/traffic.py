@@ -1,0 +1,67 @@
+"""What slots on a GPU have served, for the front end's metrics."""
+
+from typing import Any
+
+import torch
+
+from vllm_kvretrieval.kernels.slots import Traffic
+
+
+class TrafficReport:
+    """Counts on their way from the device, which nobody waits for: they come a step late.
+
+    Args:
+        traffic: int64 [seats, len(Traffic)]; of all layers. None: nothing has slots.
+        corrected: int64 [seats]; KV heads that selected anew.
+        unit_bytes: Of a unit.
+        slots: Of all layers.
+        rank: Of the worker.
+    """
+
+    def __init__(
+        self,
+        traffic: torch.Tensor | None,
+        corrected: torch.Tensor,
+        *,
+        unit_bytes: int,
+        slots: int,
+        rank: int,
+    ) -> None:
+        if traffic is None:
+            traffic = torch.zeros(1, len(Traffic), dtype=torch.int64, device=corrected.device)
+        self._traffic, self._corrected = traffic, corrected
+        self._unit_bytes, self._slots, self._rank = unit_bytes, slots, rank
+        count = len(Traffic) + 1
+        self._arriving = torch.zeros(count, dtype=torch.int64, pin_memory=traffic.is_cuda)
+        self._seen = [0] * count
+        self._arrived: Any = None
+        self._attended = 0
+
+    def take(self, attended: int) -> dict[str, int]:
+        """What the connector reports; empty where nothing new has arrived.
+
+        Args:
+            attended: Units attended to so far where that was a part of the context.
+        """
+        stats: dict[str, int] = {}
+        if self._arrived is not None:
+            if not self._arrived.query():
+                return stats
+            now = self._arriving.tolist()
+            new = [after - before for after, before in zip(now, self._seen, strict=True)]
+            self._seen = now
+            stats = {
+                "units_attended": attended - self._attended,
+                "units_looked_up": new[Traffic.LOOKED_UP],
+                "units_missed": new[Traffic.MISSED],
+                "bytes_recalled": (new[Traffic.MISSED] + new[Traffic.AHEAD]) * self._unit_bytes,
+                "heads_corrected": new[-1],
+                f"slots_used/{self._rank}": now[Traffic.HELD],
+                f"slots/{self._rank}": self._slots,
+            }
+            self._attended = attended
+        totals = torch.cat((self._traffic.sum(0), self._corrected.sum()[None]))
+        self._arriving.copy_(totals, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+        return stats

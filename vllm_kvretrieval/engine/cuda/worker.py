@@ -1,0 +1,107 @@
+"""The GPU worker with retrieval."""
+
+import functools
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.utils.mem_utils import format_gib
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.connector import RetrievalConnector
+from vllm_kvretrieval.engine.cuda.host import log_tiers, plan_tiers
+from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, fixed_bytes, retrieving
+from vllm_kvretrieval.engine.cuda.runner import RetrievalModelRunner
+from vllm_kvretrieval.engine.cuda.tiers import HostTiers
+from vllm_kvretrieval.engine.cuda.traffic import TrafficReport
+from vllm_kvretrieval.engine.memory import bytes_per_block, check_retrieving
+from vllm_kvretrieval.engine.report import log_method
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+
+class RetrievalGPUWorker(Worker):
+    """vLLM's GPU worker; leaves room for what retrieval keeps beside its KV cache.
+
+    Attributes:
+        tiers: Sizes, where the retrieval layers' cache is in host memory.
+    """
+
+    tiers: HostTiers | None = None
+
+    def _make_model_runner(self) -> RetrievalModelRunner:
+        return RetrievalModelRunner(self.vllm_config, self.device)
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache, less what page indexes and the work of a step take of them.
+
+        A KV cache size that the user fixed is left as it is, and the others come on top. Where the
+        home is host memory, that size is what the device gives to all of it, and these are the
+        bytes of all blocks at home.
+
+        Raises:
+            RetrievalConfigError: Nothing would be retrieved, or something does not fit.
+        """
+        available = super().determine_available_memory()
+        config = self._retrieval_config
+        specs, ours = self.get_kv_cache_spec(), functools.partial(retrieving, config)
+        check_retrieving(self.vllm_config, specs, config, ours)
+        if not specs:
+            return available
+        given = self.cache_config.kv_cache_memory_bytes is not None
+        room = available if given else available - self._fixed_bytes(config, available)
+        self.tiers = plan_tiers(self.vllm_config, config, specs, ours(specs), room)
+        self.model_runner.tiers = self.tiers
+        if self.tiers is not None:
+            return self.tiers.blocks * sum(spec.page_size_bytes for spec in specs.values())
+        if given:
+            return available
+        block, index = bytes_per_block(self.vllm_config, specs, config, ours)
+        return room * block // (block + index)
+
+    @property
+    def _retrieval_config(self) -> RetrievalConfig:
+        config = RetrievalConfig.from_vllm(self.vllm_config)
+        assert config is not None, "this worker is chosen for retrieval backends only"
+        return config
+
+    def _fixed_bytes(self, config: RetrievalConfig, available: int) -> int:
+        """Of all that does not grow with the KV cache, if it is less than what is available."""
+        fixed = fixed_bytes(
+            config,
+            self.vllm_config.compilation_config.static_forward_context,
+            self.scheduler_config.max_num_seqs,
+            self.model_config.max_model_len,
+        )
+        if fixed >= available:
+            raise RetrievalConfigError(
+                f"{config.method} needs {format_gib(fixed)} GiB for scores and lists, with "
+                f"--max-num-seqs {self.scheduler_config.max_num_seqs} and --max-model-len "
+                f"{self.model_config.max_model_len}, and {format_gib(available)} GiB are left. "
+                "Lower one of them, or raise --gpu-memory-utilization."
+            )
+        return fixed
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """See ``Worker.initialize_from_config``; says what retrieval will do."""
+        super().initialize_from_config(kv_cache_config)
+        kept = self.model_runner.retrieval_layers
+        layers = len(self.get_kv_cache_spec())
+        log_method(kept.config, len(kept.impls), layers, kept.stores, "Triton")
+        if self.tiers is not None:
+            log_tiers(self.tiers, self.cache_config.block_size, self.scheduler_config.max_num_seqs)
+        if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
+            self._report_traffic(kept)
+
+    def _report_traffic(self, kept: RetrievalLayers) -> None:
+        """Tell the front end, after every step, what the slots have served."""
+        requests, unit_bytes = kept.requests, 0
+        if kept.tier is not None:
+            unit_bytes = kept.tier.far[0].slots[0].nbytes
+        report = TrafficReport(
+            None if kept.tier is None else kept.tier.traffic,
+            requests.corrected,
+            unit_bytes=unit_bytes,
+            slots=0 if kept.tier is None else kept.tier.slots,
+            rank=self.rank,
+        )
+        get_kv_transfer_group().report(set, lambda: report.take(requests.attended))

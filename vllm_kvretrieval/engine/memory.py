@@ -1,0 +1,64 @@
+"""What page indexes take beside vLLM's KV cache; the same on every device."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+Retrieving = Callable[[Iterable[str]], list[str]]
+"""Those of some layers that attend to parts of long contexts, by their names."""
+
+
+def check_retrieving(
+    vllm_config: Any, specs: dict[str, Any], config: RetrievalConfig, retrieving: Retrieving
+) -> None:
+    """Refuse a model that would be served as if there were no retrieval.
+
+    Args:
+        vllm_config: Of the engine.
+        specs: What vLLM keeps of each layer of this worker.
+        config: Options of the engine.
+        retrieving: Says which layers retrieve.
+
+    Raises:
+        RetrievalConfigError: None does.
+    """
+    in_pages = [name for name, spec in specs.items() if type(spec) is FullAttentionSpec]
+    if not retrieving(in_pages) and vllm_config.parallel_config.pipeline_parallel_size == 1:
+        raise RetrievalConfigError(
+            f"{config.method} would not retrieve in any layer of {vllm_config.model_config.model}: "
+            f"behind dense_layers={config.dense_layers} none has plain full attention. Lower "
+            "kv_retrieval.dense_layers, or serve it without --attention-backend."
+        )
+
+
+def bytes_per_block(
+    vllm_config: Any, specs: dict[str, Any], config: RetrievalConfig, retrieving: Retrieving
+) -> tuple[int, int]:
+    """What a block of vLLM's takes of its KV cache, and of page indexes beside it.
+
+    Args:
+        vllm_config: Of the engine.
+        specs: What vLLM keeps of each layer of this worker; not empty.
+        config: Options of the engine.
+        retrieving: Says which layers retrieve.
+    """
+    blocks, index = [], 0
+    for group in get_kv_cache_groups(vllm_config, dict(specs)):
+        common = group.kv_cache_spec
+        uniform = isinstance(common, UniformTypeKVCacheSpecs)
+        sizes = {
+            name: (common.kv_cache_specs[name] if uniform else common).page_size_bytes
+            for name in group.layer_names
+        }
+        blocks.append(sum(sizes.values()))  # groups share their memory
+        if type(specs[group.layer_names[0]]) is FullAttentionSpec:
+            index += sum(
+                config.index_bytes(sizes[name], specs[name].head_size, specs[name].dtype)
+                for name in retrieving(sizes)
+            )
+    return max(blocks), index
