@@ -89,8 +89,11 @@ test: lint build models
 bench: build models
 	$(BIN)/python -m benchmarks.decode
 
+# A call that fails does not keep the next from being made.
 gpu:
-	PYTHON=$(PYTHON) bash tools/gpu/run.sh kernels baseline
+	@failed=; for call in kernels engine host; do \
+	  PYTHON=$(PYTHON) bash tools/gpu/run.sh $$call || failed="$$failed $$call"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 gpu-bundle:
 	$(PYTHON) tools/gpu/bundle.py build .gpu/bundle

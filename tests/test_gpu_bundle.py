@@ -1,8 +1,18 @@
-"""The bundle for offline GPU machines: what it cuts out of a library, and what comes back."""
+"""The bundle for offline GPU machines: what it cuts out of a library, and what comes back; and
+the calls that are made there, with a stand-in for Python."""
 
+import ast
+import os
+import re
 import struct
+import subprocess
+import sys
 import zipfile
 
+import pytest
+
+from benchmarks.common import ROOT
+from benchmarks.gpu import goals
 from tools.gpu import bundle
 
 
@@ -62,3 +72,114 @@ def test_files_come_back_where_they_were(tmp_path):
     assert (site / "vllm" / "engine.py").read_text() == "text"
     assert not (site / "vllm" / "_C.abi3.so").exists()
     assert (site / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so").read_bytes() == b"library"
+
+
+ON_THE_MACHINE = "numpy packaging prometheus_client psutil pytest regex torch transformers triton"
+"""Beside Python itself and what is bundled; vLLM needs all of it but pytest, too."""
+OPTIONAL = "flashinfer xformers"
+OURS = "benchmarks tests vllm_kvretrieval"
+
+
+def imports(path):
+    """Names of the modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module
+            assert not node.level, "relative"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def source(module):
+    """The file of a module of this repository; None where it is none."""
+    path = ROOT / module.replace(".", "/")
+    found = [path.with_suffix(".py"), path / "__init__.py"]
+    return next((file for file in found if file.exists()), None)
+
+
+def test_everything_that_runs_there_is_there():
+    """Without vLLM's own modules, whose needs the bundle has been made for."""
+    todo = [*(ROOT / "benchmarks/gpu").glob("*.py"), *(ROOT / "tests/gpu").glob("*.py")]
+    todo += [ROOT / "tests/conftest.py"]
+    seen, foreign = set(todo), set()
+    while todo:
+        for name in imports(todo.pop()):
+            if name.split(".")[0] in OURS.split():
+                if (file := source(name)) and file not in seen:
+                    seen.add(file)
+                    todo.append(file)
+            else:
+                foreign.add(name.split(".")[0])
+    assert ROOT / "vllm_kvretrieval/kernels/triton/select.py" in seen
+    there = {*sys.stdlib_module_names, *ON_THE_MACHINE.split(), *OPTIONAL.split(), "vllm"}
+    there |= {line.split("==")[0].replace("-", "_") for line in bundle.DEPENDENCIES}
+    assert foreign - there == {"matplotlib"} & foreign, "plots are made elsewhere"
+
+
+STAND_IN = """#!/bin/bash
+echo "$@" | sed "s#$OUT#OUT#; s#$TMPDIR#TMP#" >> "$LOG"
+case "$*" in
+*goals*) echo the goals ;;
+*ceilings*) exit 3 ;;
+*"-k eager"*) exec sleep "${SLEEP:-0}" ;;
+esac
+"""
+
+
+def call(tmp_path, *names, **environment):
+    """Run the script; its last lines, and what it has run."""
+    python, log = tmp_path / "python", tmp_path / "log"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    log.touch()
+    given = {"PYTHON": python, "LOG": log, "OUT": tmp_path / "out", "TMPDIR": tmp_path}
+    program = subprocess.run(
+        ["bash", ROOT / "tools/gpu/run.sh", *names],
+        env=os.environ | {name: str(value) for name, value in (given | environment).items()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return program, log.read_text().splitlines()
+
+
+def test_a_failed_step_does_not_stop_later_ones(tmp_path):
+    program, log = call(tmp_path, "kernels")
+    assert program.returncode == 1
+    ran = [re.sub(r"^-m (pip|pytest|benchmarks\.gpu\.\w+).*", r"\1", line) for line in log]
+    expected = "pip pytest decode_layer ceilings sparse_decode goals".split()
+    assert [name.removeprefix("benchmarks.gpu.") for name in ran] == expected
+    assert log[2] == "-m benchmarks.gpu.decode_layer --output OUT/gpu_decode_layer.json"
+    _, summary = program.stdout.split("== summary\n")
+    first, *steps, last = summary.splitlines()
+    assert first == "the goals"
+    assert [step.split(":")[0] for step in steps][-2:] == ["ceilings", "sparse_decode"]
+    assert last == "FAILED ceilings: exit status 3"
+
+
+def test_a_step_has_its_time(tmp_path):
+    program, log = call(tmp_path, "engine", CALL_SECONDS=11, SLEEP=60)
+    assert program.returncode == 1
+    assert re.search(r"FAILED toy_eager: stopped after 1[0-2] s", program.stdout)
+    late = re.findall(r"FAILED (\w+): no time left", program.stdout)
+    assert late == ["toy_graphs", "engine_decode", "stock_vllm"]
+    assert not any("engine_decode" in line for line in log)
+
+
+def test_the_calls_measure_every_goal(tmp_path):
+    commands = []
+    for name in ("kernels", "engine", "host"):
+        _, log = call(tmp_path, name)
+        (tmp_path / "log").unlink()
+        commands += [(name, word) for line in log for word in re.findall(r"gpu_(\w+)\.json", line)]
+    assert {(goal.call, goal.result) for goal in goals.GOALS} <= set(commands)
+
+
+@pytest.mark.parametrize("names", [(), ("kernels", "nonsense")])
+def test_the_script_says_what_it_can_do(tmp_path, names):
+    program, log = call(tmp_path, *names)
+    assert program.returncode == 2
+    assert "bash tools/gpu/run.sh engine" in program.stdout
+    assert not log

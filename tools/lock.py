@@ -1,12 +1,18 @@
 #!/usr/bin/env python3
 """Write the lock files requirements/*.txt from what the running environment holds.
 
+    python tools/lock.py         # all but cuda.txt
+    python tools/lock.py cuda    # cuda.txt, from what pip would install; some minutes
+
 Each requirements/NAME.in lists what we ask for; its lock file pins that and everything it needs,
 less what an earlier lock file already pins. To upgrade: install the new versions into the
-environment, run its Python on this file, and commit the result.
+environment, run its Python on this file, and commit the result. What a GPU needs is installed
+nowhere for it; it is for the version of Python that runs this.
 """
 
+import json
 import re
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -60,15 +66,32 @@ def closure(roots: list[str]) -> dict[str, str]:
     return pinned
 
 
+def resolve(roots: list[str]) -> dict[str, str]:
+    """Map every distribution that pip would install for `roots` to its version."""
+    options = "--dry-run --ignore-installed --only-binary=:all: --quiet --report -".split()
+    command = [sys.executable, "-m", "pip", "install", *options, *roots]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = (item["metadata"] for item in json.loads(report)["install"])
+    return {canonicalize_name(item["name"]): item["version"] for item in found}
+
+
+def write(lock: str, pinned: dict[str, str], earlier: set[str]) -> None:
+    """Write a lock file, less what earlier ones pin."""
+    lines = [f"{name}=={pinned[name]}" for name in sorted(pinned) if name not in earlier]
+    header = f"# Made by tools/lock.py from {lock}.in. Install with --no-deps.\n"
+    (ROOT / f"{lock}.txt").write_text(header + "\n".join(lines) + "\n")
+    print(f"requirements/{lock}.txt: {len(lines)} distributions")
+
+
 def main() -> None:
-    """Rewrite all lock files."""
+    """Rewrite all lock files, or that of a GPU."""
+    if sys.argv[1:] == ["cuda"]:
+        write("cuda", resolve(read_roots(ROOT / "cuda.in")), set())
+        return
     earlier: set[str] = set()
     for lock in LOCKS:
         pinned = closure(read_roots(ROOT / f"{lock}.in"))
-        lines = [f"{name}=={pinned[name]}" for name in sorted(pinned) if name not in earlier]
-        header = f"# Made by tools/lock.py from {lock}.in. Install with --no-deps.\n"
-        (ROOT / f"{lock}.txt").write_text(header + "\n".join(lines) + "\n")
-        print(f"requirements/{lock}.txt: {len(lines)} distributions")
+        write(lock, pinned, earlier)
         earlier |= pinned.keys()
 
 

@@ -6,7 +6,8 @@ Llama-3.1-8B's shape: 8 KV heads with 4 query heads each, head size 128, bf16, p
 are medians of replays of a CUDA graph that goes through more buffers than the L2 cache holds. The
 floor is the bytes of keys and values over the measured speed of a device copy (bytes read and
 written). FlashAttention 3, vLLM's build of it, attends to a dense context of the same length:
-paged as vLLM keeps it by default, and contiguous; left out where vLLM is not installed.
+paged as vLLM keeps it by default, and contiguous; left out where vLLM is not installed. FlashInfer
+and xFormers attend to the same lists of slots, planned beforehand; where they are installed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from benchmarks.gpu.ceilings import device_copy
 from benchmarks.gpu.common import Report, gpu_header, graph_seconds, multiprocessors, parser
+from benchmarks.gpu.peers import PEERS, installed
 from vllm_kvretrieval.kernels import slots_reference
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
@@ -106,6 +108,19 @@ def flash_attention(batch: int, length: int, paged: bool) -> float:
     return graph_seconds(steps)
 
 
+def peer(name: str, batch: int, length: int) -> float:
+    """Seconds of another library's kernel over lists as ours has them."""
+    rows, width = batch * KV_HEADS, length // PAGE
+    lists = torch.randperm(rows * width, device="cuda").int().view(rows, width)
+    attend = PEERS[name](lists, [length] * rows, PAGE, GROUP, HEAD_SIZE, SCALE)
+    steps: list[Callable[[], object]] = []
+    for _ in range(rotation(batch, length)):
+        query = torch.randn(rows, GROUP, HEAD_SIZE, device="cuda").to(DTYPE)
+        slots = torch.randn(rows * width, PAGE, 2 * HEAD_SIZE, device="cuda", dtype=DTYPE)
+        steps.append(partial(attend, query, slots))
+    return graph_seconds(steps)
+
+
 def main() -> None:
     """Measure every batch and length, then variants of the one that matters; tables last."""
     report = Report(parser(MODULE, __doc__).parse_args().output, gpu_header(MODULE))
@@ -121,11 +136,16 @@ def main() -> None:
             for kind, paged in (("paged", True), ("contiguous", False))
             if dense
         ]
+        others += [
+            report.measure(f"{library}, {name}", partial(peer, library, batch, length))
+            for library in installed()
+        ]
         micros = [time * 1e6 if time else None for time in (floor, seconds, *others)]
         rows.append([batch, length, *micros[:2], seconds and seconds / floor, *micros[2:]])
     columns = ["batch", "tokens", "floor, us", "sparse, us", "x floor"]
     if dense:
         columns += ["FA3 paged, us", "FA3 contiguous, us"]
+    columns += [f"{library}, us" for library in installed()]
     report.table("Sparse decode attention, Llama-3.1-8B's shape", columns, rows)
 
     found = []

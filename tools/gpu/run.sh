@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in steps that fit into calls of ten minutes (docs/gpu.md):
-#   bash tools/gpu/run.sh kernels     tests, ceilings, sparse decode attention
-#   bash tools/gpu/run.sh baseline    stock vLLM with Llama-3.1-8B's shapes
+# Everything that needs a GPU, in calls of less than ten minutes each (docs/gpu.md):
+#   bash tools/gpu/run.sh kernels     tests of the kernels, one decode layer, ceilings, sparse decode
+#   bash tools/gpu/run.sh engine      whole engines: right, then fast; KV cache on the device
+#   bash tools/gpu/run.sh host        whole engines; KV cache in host memory
+# Parts of these: baseline (stock vLLM's prefill and memory; the end of engine), sanitizer.
 # Needs no network. Where .gpu/bundle is there (make gpu-bundle), vLLM comes from it. Results go to
-# $OUT, by default benchmarks/results; a step that fails does not keep the next from running.
+# $OUT, by default benchmarks/results; a step that fails does not keep the next from running. A call
+# ends after $CALL_SECONDS, by default 580: what comes last gets the time that is left.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -11,6 +14,7 @@ PYTHON=${PYTHON:-python3}
 OUT=${OUT:-benchmarks/results}
 SITE=${TMPDIR:-/tmp}/kvretrieval-site
 BUNDLE=.gpu/bundle
+CALL_SECONDS=${CALL_SECONDS:-580}
 
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$SITE:$PWD
 export TRITON_CACHE_DIR=$SITE/triton VLLM_CACHE_ROOT=$SITE/vllm-cache
@@ -20,12 +24,32 @@ export VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
 # Containers mount the driver's libraries there without always saying so.
 export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/usr/local/nvidia/lib64
 
-failed=()
+done_steps=() failed=()
 step() { # NAME SECONDS COMMAND...
+  local name=$1 limit=$2 left=$((CALL_SECONDS - SECONDS)) began=$SECONDS status=0
+  shift 2
+  if ((left < 10)); then
+    failed+=("$name: no time left")
+    return
+  fi
+  ((limit < left)) || limit=$left
+  echo "== $name (at most $limit s)"
+  # Interrupted, a program ends the engines that it has started; they are in groups of their own.
+  timeout --signal=INT --kill-after=20 "$limit" "$@" || status=$?
+  if ((status == 124 || status == 137)); then
+    failed+=("$name: stopped after $limit s")
+  elif ((status)); then
+    failed+=("$name: exit status $status")
+  fi
+  done_steps+=("$name: $((SECONDS - began)) s")
+}
+measure() { # SECONDS MODULE RESULT OPTIONS...
+  step "$3" "$1" "$PYTHON" -m "benchmarks.gpu.$2" --output "$OUT/gpu_$3.json" "${@:4}"
+}
+check() { # NAME SECONDS TESTS...
   local name=$1 limit=$2
   shift 2
-  echo "== $name (at most $limit s)"
-  timeout "$limit" "$@" || failed+=("$name: exit status $?")
+  step "$name" "$limit" "$PYTHON" -m pytest -q -p no:cacheprovider --durations=5 "$@"
 }
 
 prepare() {
@@ -38,18 +62,51 @@ prepare() {
 }
 
 kernels() {
-  step tests 180 "$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu
-  step ceilings 130 "$PYTHON" -m benchmarks.gpu.ceilings --output "$OUT/gpu_ceilings.json"
-  step sparse_decode 170 "$PYTHON" -m benchmarks.gpu.sparse_decode \
-    --output "$OUT/gpu_sparse_decode.json"
+  check tests 150 tests/gpu --ignore tests/gpu/test_engine.py
+  measure 170 decode_layer decode_layer
+  sanitizer
+  measure 90 ceilings ceilings
+  measure 120 sparse_decode sparse_decode
+}
+
+# The smallest cases of the ops that merge, count or hand out by atomics: races, then addresses.
+sanitizer() {
+  local tool
+  if ! command -v compute-sanitizer >/dev/null; then
+    echo "compute-sanitizer is not here: left out"
+    return
+  fi
+  for tool in racecheck memcheck; do
+    step "$tool" 40 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
+      "$PYTHON" -m pytest -q -x -p no:cacheprovider tests/gpu/test_slots.py \
+      -k "test_sparse_decode and 4-4-64-dtype0 or test_resolve and 9-6"
+  done
+}
+
+engine() {
+  check toy_eager 110 tests/gpu/test_engine.py -k eager
+  VLLM_GPU_SYNC_CHECK=error check toy_graphs 110 tests/gpu/test_engine.py \
+    -k "graphs or test_selections and eager"
+  measure 270 engine_decode engine_decode --engine stock --engine device
+  baseline
 }
 
 baseline() {
-  step stock_vllm 520 "$PYTHON" -m benchmarks.gpu.stock_vllm --output "$OUT/gpu_stock_vllm.json"
+  measure 520 stock_vllm stock_vllm
+}
+
+host() {
+  check toy_host 60 tests/gpu/test_engine.py -k host
+  measure 190 engine_decode engine_home --engine device --engine host --batch 1 --batch 2 \
+    --home-gib 36
+  measure 180 engine_decode engine_equal_memory --engine stock --engine host --context 131072 \
+    --batch 1 --batch 8 --cache-gib 17 --home-gib 100
+  measure 110 engine_decode engine_million --engine host --context 1000000 --batch 1 \
+    --model benchmarks/gpu/qwen2.5-7b-1m
 }
 
 for name in "$@"; do
-  case $name in kernels | baseline) ;; *) set -- && break ;; esac
+  case $name in kernels | sanitizer | engine | baseline | host) ;; *) set -- && break ;; esac
 done
 if [[ $# -eq 0 ]]; then
   sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
@@ -57,6 +114,9 @@ if [[ $# -eq 0 ]]; then
 fi
 prepare
 for name in "$@"; do "$name"; done
+printf '\n== summary\n'
+"$PYTHON" -m benchmarks.gpu.goals "$OUT"
+printf '%s\n' "${done_steps[@]}"
 if ((${#failed[@]})); then
   printf 'FAILED %s\n' "${failed[@]}"
   exit 1

@@ -1,0 +1,231 @@
+"""Decoding in whole engines: FreeKV, its KV cache on the device or in host memory, and stock vLLM.
+
+    python -m benchmarks.gpu.engine_decode
+    python -m benchmarks.gpu.engine_decode --engine stock --engine host --cache-gib 17
+
+Llama-3.1-8B's shapes with random weights, bf16, compiled and with CUDA graphs; engines in turn,
+each in processes of its own. vLLM's DecodeBenchConnector fills the KV cache with random numbers
+when an engine starts and takes prompts for computed, so that long contexts cost no prefill.
+Retrieval indexes what it has filled. Keys and queries are noise: what is selected changes from step
+to step more than a model's would, so hit rates and corrections say what these steps did, and no
+more.
+
+Times are medians of steps in which all requests decode, as the caller of the engine sees them; of
+two repeats the better one. A context is the length that a request reaches at its last step. Of a
+batch that does not fit, that is the result. Where stock vLLM is measured, the others get the
+largest batch that it fits, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Stopwatch
+from benchmarks.engines import EngineProcess, EngineSpec
+from benchmarks.gpu.common import GIB, Report, gpu_header, parser
+from benchmarks.gpu.decoding import MODEL, OFFLINE, STOCK, Decoding
+from benchmarks.gpu.engine_worker import EXTENSION
+
+MODULE = "benchmarks.gpu.engine_decode"
+ENGINES = ("stock", "device", "host")
+"""Stock vLLM; and FreeKV, by where its KV cache is."""
+CONTEXTS = (2048, 32768, 131072)
+BATCHES = (1, 8)
+MOST_REQUESTS = 32
+"""Of stock vLLM, and of a KV cache on the device; in host memory as many as the largest batch."""
+FILLED = {
+    "kv_connector": "DecodeBenchConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"startup_fill": True, "fill_mean": 0.0, "fill_std": 1.0},
+}
+
+
+def engine_spec(engine: str, given: argparse.Namespace) -> EngineSpec:
+    """How an engine is started.
+
+    Args:
+        engine: One of `ENGINES`.
+        given: The program's options.
+    """
+    most = max(given.batch) if engine == "host" else max(*given.batch, MOST_REQUESTS)
+    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+    llm: dict[str, Any] = {
+        "model": str(given.model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": max(given.context),
+        "max_num_seqs": most,
+        "enable_prefix_caching": False,
+        "kv_transfer_config": FILLED,
+        "compilation_config": {"cudagraph_capture_sizes": [*sizes, most]},
+        "kernel_config": {"enable_flashinfer_autotune": False},
+        "worker_extension_cls": EXTENSION,
+        "gpu_memory_utilization": 0.9,
+    }
+    if given.cache_gib is not None:
+        llm["kv_cache_memory_bytes"] = int(given.cache_gib * GIB)
+    if engine == "stock":
+        return EngineSpec("stock vLLM", llm, STOCK)
+    options: dict[str, Any] = {"budget": given.budget, "home": engine}
+    if engine == "host" and given.home_gib is not None:
+        options["home_bytes"] = int(given.home_gib * GIB)
+    llm |= {"attention_backend": "FREEKV", "additional_config": {"kv_retrieval": options}}
+    return EngineSpec(f"freekv, home={engine}", llm, OFFLINE)
+
+
+class Measured(Decoding):
+    """An engine, with what it has recalled meanwhile.
+
+    Attributes:
+        requests: Most at once.
+    """
+
+    requests: int
+
+    def figures(self) -> dict[str, Any]:
+        """Of its worker."""
+        return self.engine.collective_rpc("device_figures")
+
+    def decode(self, context: int, batch: int) -> dict[str, Any]:
+        """Also what the recall cache found of what was looked up, and KV heads that corrected."""
+        before = self.figures()
+        result = super().decode(context, batch)
+        if result["fits"]:
+            result |= shares(before, self.figures(), result["steps"] * batch)
+        return result
+
+    def memory(self, contexts: Sequence[int]) -> dict[str, Any]:
+        """What the device holds, and what a request of each context takes of it."""
+        figures = self.figures()
+        needed = {str(c): self.device_bytes(c, figures) for c in contexts}
+        return {
+            **figures,
+            "capacity": self.capacity,
+            "device_bytes_per_request": needed,
+            "requests_that_fit": {
+                str(c): (self.capacity // self.block_size - 1) // -(-c // self.block_size)
+                for c in contexts
+            },
+        }
+
+    def device_bytes(self, context: int, figures: Mapping[str, Any]) -> int:
+        """Of the KV cache, its index and slots, for one request of so many tokens."""
+        blocks = -(-context // self.block_size)
+        if tiers := figures.get("tiers"):
+            beside = (tiers["dense"] + tiers["index"]) * blocks // tiers["blocks"]
+            return beside + tiers["slots"] // self.requests
+        kv = blocks * self.block_size * self.bytes_per_token
+        return kv + figures.get("index", 0) * blocks // (self.capacity // self.block_size)
+
+
+def shares(
+    before: Mapping[str, int], after: Mapping[str, int], rows: int
+) -> dict[str, float | None]:
+    """What was found in slots, and which KV heads selected anew, between two readings.
+
+    Args:
+        before, after: Of `DeviceExtension.device_figures`.
+        rows: How many requests' steps there were between them.
+    """
+    found: dict[str, float | None] = {}
+    if heads := rows * after.get("retrieval_heads", 0):
+        found["corrected"] = (after["heads_corrected"] - before["heads_corrected"]) / heads
+    if looked_up := after.get("looked_up", 0) - before.get("looked_up", 0):
+        found["hit_rate"] = 1 - (after["missed"] - before["missed"]) / looked_up
+        found["ahead_share"] = (after["ahead"] - before["ahead"]) / looked_up
+    return found
+
+
+def measure(
+    report: Report,
+    engine: str,
+    given: argparse.Namespace,
+    largest: dict[int, int],
+    log: Path,
+) -> list[list[Any]]:
+    """Everything about one engine.
+
+    Args:
+        report: Where results go.
+        engine: One of `ENGINES`.
+        given: The program's options.
+        largest: Batch that stock vLLM fits, by context; written where this is stock vLLM.
+        log: Of the engine.
+
+    Returns:
+        Rows of the table.
+    """
+    spec, watch, rows = engine_spec(engine, given), Stopwatch(), []
+    with EngineProcess(spec, log) as process:
+        started = {"start_s": round(watch.seconds, 1), **process.info}
+        report.measure(f"{engine}, engine", lambda: started)
+        most = spec.llm["max_num_seqs"]
+        measured = Measured(process, given.model, given.context, [most])
+        measured.requests = most
+        report.measure(f"{engine}, memory", partial(measured.memory, given.context))
+        for context in given.context:
+            fitting = max((n for n in range(1, most + 1) if measured.fits(context, n)), default=0)
+            if engine == "stock":
+                largest[context] = fitting
+            batches = {*given.batch, fitting, largest.get(context, 0)}
+            for batch in sorted(n for n in batches if 1 <= n <= most):
+                name = f"{engine}, decode {context}, batch {batch}"
+                found = report.measure(name, partial(measured.decode, context, batch))
+                rows.append([engine, context, batch, *_cells(found)])
+    return rows
+
+
+def _cells(found: Mapping[str, Any] | None) -> list[object]:
+    if found is None or not found["fits"]:
+        return ["failed" if found is None else "does not fit", None, None, None]
+    return [
+        found["ms"],
+        found["tokens_per_second"],
+        found.get("hit_rate"),
+        found.get("corrected"),
+    ]
+
+
+def options() -> argparse.ArgumentParser:
+    """The program's."""
+    result = parser(MODULE, __doc__)
+    add = result.add_argument
+    add("--engine", choices=ENGINES, action="append", help="default: stock, device")
+    add("--context", type=int, action="append", help=f"tokens; default: {CONTEXTS}")
+    add("--batch", type=int, action="append", help=f"requests; default: {BATCHES}")
+    add("--budget", type=int, default=2048, help="tokens")
+    add("--model", type=Path, default=MODEL, help="folder with config.json")
+    add("--cache-gib", type=float, help="device memory of the KV cache, the same for all engines")
+    add("--home-gib", type=float, help="host memory of the KV cache; default: what there is")
+    return result
+
+
+def main() -> None:
+    """Measure one engine after another; tables last."""
+    given = options().parse_args()
+    given.engine = sorted(given.engine or ENGINES[:2], key=ENGINES.index)  # stock comes first
+    given.context, given.batch = given.context or CONTEXTS, given.batch or BATCHES
+    named = ("engine", "context", "batch", "budget", "cache_gib", "home_gib")
+    values = [(f"--{name.replace('_', '-')}", getattr(given, name)) for name in named]
+    listed = [(n, v) for n, vs in values for v in (vs if isinstance(vs, list | tuple) else [vs])]
+    command = [word for name, value in listed if value is not None for word in (name, str(value))]
+    model = ["--model", given.model.name] if given.model != MODEL else []
+    report = Report(given.output, gpu_header(MODULE, *command, *model))
+    rows: list[list[Any]] = []
+    largest: dict[int, int] = {}
+    for engine in given.engine:
+        log = given.output.with_suffix(f".{engine}.log")
+        part = partial(measure, report, engine, given, largest, log)
+        rows += report.measure(f"{engine}", part) or []
+    columns = ["engine", "context", "batch", "ms/step", "tokens/s", "hit rate", "corrected"]
+    report.table(f"Decoding, {given.model.name}'s shapes", columns, rows)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,489 @@
+"""A retrieval layer's decode step outside an engine: its tensors, its ops, the bytes they move.
+
+Takes the ops and the device, so that tests run all of it at small sizes in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from vllm_kvretrieval.attention.cuda.workspace import PROGRAMS_PER_UNIT, SPLITS_PER_UNIT
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.cuda.side import SideWork
+from vllm_kvretrieval.kernels import device_reference, slots_reference
+from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.triton.scores import score_entries
+from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+
+DTYPE = torch.bfloat16
+MISSED, AHEAD = 0.04, 0.15
+"""Shares of the units attended to that a step is taken to miss, and to recall ahead."""
+BUDGETS, MISSED_PROGRAMS, AHEAD_PROGRAMS = 2, 64, 16
+"""As the engine has them, whose modules need vLLM: slots, and programs of recall."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the layer, by default one of Llama-3.1-8B; ``budget`` in tokens."""
+
+    kv_heads: int = 8
+    group: int = 4
+    head_size: int = 128
+    budget: int = 2048
+
+    @property
+    def config(self) -> RetrievalConfig:
+        """Options of the method that is measured."""
+        return RetrievalConfig(method="freekv", budget=self.budget)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of a page of a KV head."""
+        return self.config.page_size * 2 * self.head_size * DTYPE.itemsize
+
+
+class Pool:
+    """Pages of random keys and values, and their index; contexts are drawn from them.
+
+    Args:
+        ops: Implementation of ``DeviceOps``.
+        shape: Of the layer.
+        memory: uint8, where the pages are to be, as the device sees it.
+        device: Where the index is to be.
+    """
+
+    def __init__(
+        self, ops: Any, shape: Shape, memory: torch.Tensor, device: torch.device | str
+    ) -> None:
+        config = shape.config
+        size = config.page_size, 2 * shape.head_size
+        of_pages = memory[: len(memory) // self._page_bytes(shape) * self._page_bytes(shape)]
+        self.cache = of_pages.view(DTYPE).view(-1, shape.kv_heads, *size)
+        for pages in self.cache.split(4096):
+            pages.normal_()
+        with torch.device(device):
+            self.store = IndexStore.empty(
+                config.own.index,
+                pages=len(self.cache),
+                kv_heads=shape.kv_heads,
+                head_size=shape.head_size,
+                page_size=config.page_size,
+                entry_tokens=config.own.entry_tokens,
+                dtype=DTYPE,
+                cache=self.cache,
+                layout="rows",
+            )
+            ops.index_pages(torch.arange(len(self.cache), dtype=torch.int32), self.store)
+
+    @staticmethod
+    def _page_bytes(shape: Shape) -> int:
+        return shape.kv_heads * shape.unit_bytes
+
+
+@dataclass
+class Layer:
+    """What one layer has of its own: rows of the pool's pages, tokens, and state.
+
+    Attributes:
+        rows: Of the step.
+        query, key, value, out: Of its tokens.
+        chooser: By which it selects.
+        lists, lengths: Of the units or slots attended to, once the step has run.
+        residency, slots: Where the pool is host memory.
+    """
+
+    rows: DeviceRows
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    chooser: Chooser
+    lists: torch.Tensor
+    lengths: torch.Tensor
+    residency: Residency | None = None
+    slots: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of the step, on every layer, and the bytes that it moves once; ``bus``: over it."""
+
+    calls: list[Callable[[], object]]
+    nbytes: float
+    bus: bool = False
+
+
+class LayerStep:
+    """The step of several layers of one shape, whose contexts together are beyond the L2 cache.
+
+    Contexts are pages of the pool in an order of their own; requests may share pages, but for the
+    one that they write to. Queries stay the same, so every KV head goes on with its selection.
+
+    Args:
+        ops: The module ``kernels.triton``.
+        pool: Where keys and values are.
+        shape: Of the layers.
+        batch, context: Requests, and tokens of each.
+        layers: How many.
+        units: Multiprocessors.
+        side: Where pages are recalled ahead; the pool is host memory then. None: on the device.
+    """
+
+    def __init__(
+        self,
+        ops: Any,
+        pool: Pool,
+        shape: Shape,
+        *,
+        batch: int,
+        context: int,
+        layers: int,
+        units: int,
+        side: SideWork | None,
+    ) -> None:
+        self.ops, self.pool, self.shape, self.side = ops, pool, shape, side
+        self.batch, self.context = batch, context
+        self.device = pool.store.records.device
+        self.config, self.scale = shape.config, shape.head_size**-0.5
+        self.page = self.config.page_size
+        self.pages = -(-context // self.page)
+        self.budget = self.config.page_budget()
+        with self.device:
+            self.requests = DeviceRequests.empty(batch, self.device)
+            self._fill_requests()
+            pairs = batch * shape.kv_heads
+            programs, splits = (
+                1 << max(0, (per_unit * units // pairs).bit_length() - 1)
+                for per_unit in (PROGRAMS_PER_UNIT, SPLITS_PER_UNIT)
+            )
+            self.plan = DevicePlan.empty(
+                rows=batch,
+                kv_heads=shape.kv_heads,
+                group=shape.group,
+                entries=self.pages * pool.store.parts,
+                width=self.budget.total,
+                programs=programs,
+                device=self.device,
+                positions=side is not None,
+            )
+            self.partial = DecodeWorkspace.empty(
+                rows=pairs,
+                splits=splits,
+                group=shape.group,
+                head_size=shape.head_size,
+                device=self.device,
+            )
+            self.lse = torch.empty(pairs, shape.group)
+            self.layers = [self._layer(number, layers) for number in range(layers)]
+        self.missed, self.early = (
+            Recalls.empty(pairs * self.budget.total, self.device) for _ in range(2)
+        )
+        self.ahead_lists = torch.zeros_like(self.plan.lists)
+        for layer in self.layers:
+            self._settle(layer)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the rows attend to a selection."""
+        return self.pages > self.budget.total
+
+    @property
+    def attended(self) -> int:
+        """Units that a layer's rows attend to by lists."""
+        if not self.sparse and self.side is None:
+            return 0
+        return self.batch * self.shape.kv_heads * min(self.pages, self.budget.total)
+
+    def _fill_requests(self) -> None:
+        table, threshold = self.requests.table, self.config.own.correction_threshold
+        table[:, : Column.SELECT + 1] = torch.tensor(self.budget, dtype=torch.int32)
+        bits = torch.tensor(threshold, dtype=torch.float32).view(torch.int32)
+        table[:, Column.THRESHOLD] = bits
+
+    def _layer(self, number: int, layers: int) -> Layer:
+        shape, batch = self.shape, self.batch
+        heads = shape.kv_heads * shape.group
+        own = layers * batch  # pages that are written to come first
+        others = len(self.pool.cache) - own
+        table = torch.stack([torch.randperm(others)[: self.pages] + own for _ in range(batch)])
+        table[:, -1] = torch.arange(number * batch, (number + 1) * batch)
+        last = self.context - 1
+        rows = DeviceRows(
+            seats=torch.arange(batch, dtype=torch.int32),
+            prefilling=torch.zeros(batch, dtype=torch.int32),
+            query_start=torch.arange(batch + 1, dtype=torch.int32),
+            seq_lens=torch.full((batch,), self.context, dtype=torch.int32),
+            slot_mapping=table[:, -1] * self.page + last % self.page,
+            block_table=table.int(),
+            choosers=torch.zeros(batch, dtype=torch.int32),
+            fresh=torch.zeros(batch, dtype=torch.int32),
+            dense_lens=torch.zeros(batch, dtype=torch.int32),
+        )
+        selection = Selection.empty(
+            seats=batch,
+            kv_heads=shape.kv_heads,
+            group=shape.group,
+            head_size=shape.head_size,
+            most_selected=self.budget.select,
+            dtype=DTYPE,
+        )
+        query = torch.randn(batch, heads, shape.head_size).to(DTYPE)
+        key, value = torch.randn(2, batch, shape.kv_heads, shape.head_size).to(DTYPE)
+        layer = Layer(
+            rows,
+            query,
+            key,
+            value,
+            torch.zeros_like(query),
+            Chooser(self.pool.store, selection, self.config.own.pooling, self.scale),
+            torch.zeros_like(self.plan.lists),
+            torch.zeros_like(self.plan.lengths),
+        )
+        if self.side is not None:
+            capacity = BUDGETS * self.budget.total
+            step = torch.zeros(1, dtype=torch.int32)
+            traffic = torch.zeros(batch, len(Traffic), dtype=torch.int64)
+            layer.residency = Residency.empty(
+                kv_heads=shape.kv_heads, slots=capacity, step=step, traffic=traffic
+            )
+            slots = batch * shape.kv_heads * capacity
+            layer.slots = torch.zeros(slots, self.page, 2 * shape.head_size, dtype=DTYPE)
+        return layer
+
+    def _settle(self, layer: Layer) -> None:
+        """Run a first step, so that every request goes on from one, and its slots are filled."""
+        rows, far = layer.rows, self.side is not None
+        self.requests.table[:, Column.LAST_LEN] = 0
+        self.ops.prepare_rows(rows, self.requests, self.page, far=far)
+        self._write(layer)
+        self._plan(layer)
+        layer.lists.copy_(self.plan.lists)
+        layer.lengths.copy_(self.plan.lengths)
+        if layer.residency is not None:
+            layer.residency.step.add_(1)
+            self.missed.count.zero_()
+            self._resolve(layer)
+            self._recall(layer, self.missed, MISSED_PROGRAMS)
+        self._attend(layer)
+        rows.fresh.zero_()
+
+    def _write(self, layer: Layer) -> None:
+        self.ops.write_kv(
+            layer.key,
+            layer.value,
+            layer.rows.slot_mapping,
+            self.pool.cache,
+            [self.pool.store],
+        )
+
+    def _write_tail(self, layer: Layer) -> None:
+        self.ops.write_tail(layer.key, layer.value, layer.rows, layer.residency, layer.slots)
+
+    def _score(self, layer: Layer) -> None:
+        score_entries(layer.query, layer.rows, self.requests, 0, layer.chooser, self.plan)
+
+    def _plan(self, layer: Layer) -> None:
+        self.ops.plan_decode(layer.query, layer.rows, self.requests, [layer.chooser], self.plan)
+
+    def _resolve(self, layer: Layer) -> None:
+        state = layer.rows, layer.residency, self.missed, layer.lists, self.page
+        self.ops.resolve(self.plan, *state)
+
+    def _resolve_ahead(self, layer: Layer) -> None:
+        self.ops.resolve_ahead(
+            layer.chooser.selection,
+            layer.rows,
+            self.requests,
+            layer.residency,
+            self.early,
+            self.ahead_lists,
+            self.page,
+        )
+
+    def _recall(self, layer: Layer, recalls: Recalls, programs: int) -> None:
+        self.ops.recall_units(
+            self.pool.cache,
+            layer.slots,
+            recalls.sources,
+            recalls.targets,
+            recalls.count,
+            programs=programs,
+        )
+
+    def _attend(self, layer: Layer) -> None:
+        slots = layer.slots
+        if slots is None:
+            slots = self.pool.cache.flatten(0, 1)
+        self.ops.sparse_decode(
+            layer.query,
+            slots,
+            layer.lists,
+            layer.lengths,
+            self.scale,
+            layer.out,
+            self.lse,
+            self.partial,
+        )
+
+    def check(self) -> dict[str, float]:
+        """How far the first layer's step is from the specification.
+
+        Returns:
+            ``attention``: the relative error of its outputs. ``selection``: the share of the first
+            request's pages that the specification lists, too; scores may tie after rounding.
+        """
+        layer = self.layers[0]
+        if not self.attended:
+            return {}
+        units = self._units(layer)
+        expected = torch.zeros_like(layer.out)
+        slots_reference.sparse_decode(
+            layer.query,
+            self.pool.cache.flatten(0, 1),
+            units,
+            layer.lengths,
+            self.scale,
+            expected,
+            torch.zeros_like(self.lse),
+            self.partial,
+        )
+        error = (layer.out - expected).double().norm() / expected.double().norm()
+        return {"attention": float(error), "selection": self._agreement(layer, units)}
+
+    def _units(self, layer: Layer) -> torch.Tensor:
+        """Units of the pool that a layer's lists stand for."""
+        pages = -(-int(layer.lengths.max()) // self.page)
+        lists = layer.lists[:, :pages].long()
+        if layer.residency is None:
+            return lists
+        heads = self.shape.kv_heads
+        positions = layer.residency.held.flatten()[lists].view(self.batch, heads, pages)
+        table = layer.rows.block_table.long()[:, None].expand(-1, heads, -1)
+        found = table.gather(2, positions.long()) * heads
+        return (found + torch.arange(heads, device=self.device)[:, None]).flatten(0, 1)
+
+    def _agreement(self, layer: Layer, units: torch.Tensor) -> float:
+        """With the specification, on the CPU, over a copy of the first request's records."""
+        own, heads, config = layer.rows.block_table[0].long(), self.shape.kv_heads, self.config
+        records = self.pool.store.records.unflatten(0, (-1, self.pool.store.parts))[own]
+        shape = {"kv_heads": heads, "head_size": self.shape.head_size, "dtype": DTYPE}
+        selection = Selection.empty(
+            seats=1, group=self.shape.group, most_selected=self.budget.select, **shape
+        )
+        store = replace(self.pool.store, records=records.flatten(0, 1).cpu(), cache=None)
+        number = torch.zeros(1, dtype=torch.int32)
+        rows = DeviceRows(
+            seats=number,
+            prefilling=number,
+            query_start=torch.arange(2, dtype=torch.int32),
+            seq_lens=number + self.context,
+            slot_mapping=number.long(),
+            block_table=torch.arange(self.pages, dtype=torch.int32)[None],
+            choosers=number,
+            fresh=number + 1,
+            dense_lens=number,
+        )
+        requests = DeviceRequests(self.requests.table[:1].cpu(), torch.zeros(1, dtype=torch.int64))
+        plan = DevicePlan.empty(
+            rows=1,
+            kv_heads=heads,
+            group=self.shape.group,
+            entries=self.pages,
+            width=self.budget.total,
+            programs=1,
+            device="cpu",
+        )
+        chooser = Chooser(store, selection, config.own.pooling, self.scale)
+        device_reference.plan_decode(layer.query[:1].cpu(), rows, requests, [chooser], plan)
+        agreeing = 0
+        for head in range(heads):
+            expected = plan.lists[head, : units.shape[1]] // heads
+            listed = set((units[head].cpu() // heads).tolist())
+            agreeing += len(listed & set(own[expected.long().to(own.device)].tolist()))
+        return agreeing / units[:heads].numel()
+
+    def ops_of_step(self) -> dict[str, Op]:
+        """All ops, in their order, and ``step``: those of a layer together.
+
+        After :meth:`check`: what is recalled overwrites slots. No op finds anything missing, so the
+        lists of what is recalled stay as they are drawn here.
+        """
+        shape, batch, far = self.shape, self.batch, self.side is not None
+        index, group = self.pool.store, self.shape.group
+        entries = batch * shape.kv_heads * self.pages * index.parts if self.sparse else 0
+        record = index.records.shape[2]
+        tokens = 2 * batch * shape.kv_heads * 2 * shape.head_size * DTYPE.itemsize
+        attended = self.attended * shape.unit_bytes
+        ops = {
+            "write_kv": self._op(self._write, tokens, bus=False),
+            "score": self._op(self._score, entries * (record + 4 * group)),
+            "plan_decode": self._op(self._plan, entries * (record + 12 * group)),
+        }
+        if far:
+            slots = batch * shape.kv_heads * BUDGETS * self.budget.total
+            books = 16 * (slots + self.attended)
+            self._draw(self.missed, MISSED)
+            self._draw(self.early, AHEAD)
+            missed, early = (int(r.count) * shape.unit_bytes for r in (self.missed, self.early))
+            ops |= {
+                "write_tail": self._op(self._write_tail, tokens),
+                "resolve": self._op(self._resolve, books),
+                "recall": self._op(self._recall_missed, missed, bus=True),
+                "resolve_ahead": self._op(self._resolve_ahead, books),
+                "recall_ahead": self._op(self._recall_early, early, bus=True),
+            }
+        ops["sparse_decode"] = self._op(self._attend, attended)
+        in_step = [op for name, op in ops.items() if not op.bus and name != "score"]
+        ops["step"] = self._op(self._step, sum(op.nbytes for op in in_step))
+        # Last: a request for which it runs twice does not go on from its last step.
+        ops["prepare_rows"] = self._op(self._prepare, 0)
+        return ops
+
+    def _op(self, call: Callable[[Layer], None], nbytes: float, bus: bool = False) -> Op:
+        return Op([partial(call, layer) for layer in self.layers], nbytes, bus)
+
+    def _draw(self, recalls: Recalls, share: float) -> None:
+        """Let so many units be recalled, from anywhere to slots of any."""
+        count = min(math.ceil(self.attended * share), len(recalls.sources))
+        units, slots = self.pool.cache.shape[0] * self.shape.kv_heads, self.layers[0].slots
+        assert slots is not None
+        recalls.sources[:count] = torch.randperm(units, device=self.device)[:count].int()
+        recalls.targets[:count] = torch.randperm(len(slots), device=self.device)[:count].int()
+        recalls.count.fill_(count)
+
+    def _recall_missed(self, layer: Layer) -> None:
+        self._recall(layer, self.missed, MISSED_PROGRAMS)
+
+    def _recall_early(self, layer: Layer) -> None:
+        self._recall(layer, self.early, AHEAD_PROGRAMS)
+
+    def _prepare(self, layer: Layer) -> None:
+        far = self.side is not None
+        self.ops.prepare_rows(layer.rows, self.requests, self.page, far=far)
+
+    def _step(self, layer: Layer) -> None:
+        """As the engine has it, with what is recalled ahead on the side."""
+        self._write(layer)
+        if self.side is not None:
+            self._write_tail(layer)
+        self._plan(layer)
+        if self.side is None:
+            self._attend(layer)
+            return
+        self._resolve(layer)
+        self._recall_missed(layer)
+
+        def ahead() -> None:
+            self._resolve_ahead(layer)
+            self._recall_early(layer)
+
+        self.side.submit(ahead)
+        self._attend(layer)
+        self.side.wait()

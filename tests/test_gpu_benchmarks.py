@@ -1,0 +1,244 @@
+"""The benchmarks that need a GPU, as far as they run without one: small, interpreted, untimed."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.common import ROOT, read_json
+from benchmarks.gpu import common, decode_layer, decoding, engine_decode, goals, layer_step
+from tests import interpreter
+from tests.side_work import AtOnce, Delayed
+from vllm_kvretrieval.attention.cuda import far
+from vllm_kvretrieval.engine.cuda import tiers
+from vllm_kvretrieval.kernels import triton as kernels
+
+SHAPE = layer_step.Shape(kv_heads=2, group=2, head_size=16, budget=256)
+COPY, BUS = 1e9, 1e8
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """Runs a function in the interpreter's process."""
+    with interpreter.start() as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+def once(calls):
+    """Stands in for the timer: every call runs, and takes a microsecond."""
+    for call in calls:
+        call()
+    return 1e-6
+
+
+def decode_step(context, side=None):
+    torch.manual_seed(context)
+    memory = torch.zeros(40 * SHAPE.kv_heads * SHAPE.unit_bytes + 100, dtype=torch.uint8)
+    pool = layer_step.Pool(kernels, SHAPE, memory, "cpu")
+    return layer_step.LayerStep(
+        kernels, pool, SHAPE, batch=2, context=context, layers=2, units=2, side=side
+    )
+
+
+def measured(context, side=None):
+    """As the program measures it; the first layer's outputs, before and after."""
+    step = decode_step(context, side)
+    before = step.layers[0].out.clone()
+    result = decode_layer.measure(step, COPY, BUS, once)
+    return result, before, step.layers[0].out
+
+
+@pytest.mark.parametrize("side", [None, AtOnce(), Delayed()])
+@pytest.mark.parametrize("context", [200, 500])
+def test_layer_step(interpreted, context, side):
+    result, before, after = interpreted(measured, context, side)
+    sparse, home = context > SHAPE.budget, "device" if side is None else "host"
+    assert result["sparse"] == sparse
+    ops = result["ops"]
+    expected = {"write_kv", "score", "plan_decode", "sparse_decode", "step", "prepare_rows"}
+    if home == "host":
+        expected |= {"write_tail", "resolve", "recall", "resolve_ahead", "recall_ahead"}
+    assert set(ops) == expected
+    entries = 2 * SHAPE.kv_heads * 16 * sparse  # 500 tokens are 16 pages
+    assert ops["score"]["bytes"] == entries * (2 * 16 * 2 + 4 * SHAPE.group)
+    units = 2 * SHAPE.kv_heads * min(8 if sparse else 7, 8) * (sparse or home == "host")
+    assert ops["sparse_decode"]["bytes"] == units * SHAPE.unit_bytes
+    if home == "host":
+        missed = -(-units * 4 // 100)
+        assert ops["recall"]["bytes"] == missed * SHAPE.unit_bytes
+        assert ops["recall"]["floor_us"] == pytest.approx(missed * SHAPE.unit_bytes / BUS * 1e6)
+    else:
+        assert torch.equal(before, after), "a step that is run again gives the same"
+    assert bool(result["check"]) == bool(units)
+
+
+def disturbed():
+    """A step of which some outputs, and some of what is listed, are not what they should be."""
+    step = decode_step(500)
+    step.layers[0].out += 1
+    with pytest.raises(RuntimeError, match="specification"):
+        decode_layer.measure(step, COPY, BUS, once)
+    step = decode_step(500)
+    others = step.layers[1].rows.block_table[:, -1]  # no page of the first layer's
+    step.layers[0].lists[0, 2:4] = SHAPE.kv_heads * others
+    return step.check()["selection"]
+
+
+def test_a_wrong_step_is_not_measured(interpreted):
+    assert interpreted(disturbed) < decode_layer.AGREEMENT
+
+
+def test_layers_are_beyond_the_cache():
+    shape = layer_step.Shape()
+    assert decode_layer.layers_for(1, 2048, shape) == decode_layer.MOST_LAYERS
+    assert decode_layer.layers_for(32, 1 << 20, shape) == 2
+
+
+def test_the_engine_has_as_many_slots_and_programs():
+    assert layer_step.BUDGETS == tiers.BUDGETS
+    assert layer_step.MISSED_PROGRAMS == far.MISSED_PROGRAMS
+    assert layer_step.AHEAD_PROGRAMS == far.AHEAD_PROGRAMS
+
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "max_position_embeddings": 1024,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "vocab_size": 30000,
+}
+TOKEN_BYTES = 2 * 2 * 2 * 32 * 2
+
+
+@pytest.mark.engine
+def test_engine_decode(tmp_path, monkeypatch):
+    """Two engines in turn, on the CPU, whose platform serves freekv, too."""
+    monkeypatch.setattr(decoding, "STEPS", 3)
+    monkeypatch.setattr(engine_decode, "MOST_REQUESTS", 4)
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    arguments = f"--context 200 --context 600 --batch 1 --batch 9 --budget 256 --model {tmp_path}"
+    size = 1000 * TOKEN_BYTES / 2**30
+    given = engine_decode.options().parse_args([*arguments.split(), "--cache-gib", str(size)])
+    report = common.Report(tmp_path / "result.json", {})
+    largest: dict[int, int] = {}
+    rows = []
+    for engine in ("stock", "device"):
+        log = tmp_path / f"{engine}.log"
+        rows += engine_decode.measure(report, engine, given, largest, log)
+    assert largest == {200: 3, 600: 1}
+    found = read_json(tmp_path / "result.json")
+    assert found is not None
+    assert not found["errors"]
+    for engine, fitting in (("stock", 3), ("device", 4)):  # in blocks of 128, and of 32
+        assert found["results"][f"{engine}, decode 600, batch 9"]["fits"] is False
+        decoded = found["results"][f"{engine}, decode 200, batch 3"]
+        assert decoded["tokens_per_second"] == pytest.approx(3e3 / decoded["ms"])
+        memory = found["results"][f"{engine}, memory"]
+        assert memory["requests_that_fit"] == {"200": fitting, "600": 1}
+        assert 600 * TOKEN_BYTES <= memory["device_bytes_per_request"]["600"] <= 640 * TOKEN_BYTES
+    assert [(*row[:3], row[3] == "does not fit") for row in rows if row[0] == "device"] == [
+        ("device", 200, 1, False),
+        ("device", 200, 3, False),
+        ("device", 200, 4, False),
+        ("device", 200, 9, True),
+        ("device", 600, 1, False),
+        ("device", 600, 9, True),
+    ]
+
+
+def given(**options):
+    words = [f"--{name}={value}" for name, value in options.items()]
+    parsed = engine_decode.options().parse_args(words)
+    parsed.context, parsed.batch = (131072,), (1, 8)
+    return parsed
+
+
+def test_what_engines_are_given():
+    specs = {name: engine_decode.engine_spec(name, given()) for name in engine_decode.ENGINES}
+    assert specs["stock"].env["VLLM_PLUGINS"] == ""
+    assert "attention_backend" not in specs["stock"].llm
+    assert specs["device"].llm["compilation_config"]["cudagraph_capture_sizes"][-2:] == [16, 32]
+    assert specs["host"].llm["max_num_seqs"] == 8
+    fixed = engine_decode.engine_spec("host", given(**{"cache-gib": 17, "home-gib": 100}))
+    assert fixed.llm["kv_cache_memory_bytes"] == 17 << 30
+    assert fixed.llm["additional_config"]["kv_retrieval"] == {
+        "budget": 2048,
+        "home": "host",
+        "home_bytes": 100 << 30,
+    }
+
+
+def test_what_was_recalled():
+    before = {"retrieval_heads": 10, "heads_corrected": 5, "looked_up": 0, "missed": 0, "ahead": 3}
+    after = before | {"heads_corrected": 25, "looked_up": 1000, "missed": 40, "ahead": 103}
+    assert engine_decode.shares(before, after, rows=8) == {
+        "corrected": 0.25,
+        "hit_rate": 0.96,
+        "ahead_share": 0.1,
+    }
+    assert engine_decode.shares({}, {}, rows=8) == {}
+    assert engine_decode.shares(before, before, rows=8) == {"corrected": 0}
+
+
+def test_device_memory_of_a_request():
+    measured = object.__new__(engine_decode.Measured)
+    measured.block_size, measured.bytes_per_token, measured.requests = 32, 1000, 4
+    measured.capacity = 3200
+    assert measured.device_bytes(64, {}) == 64000
+    assert measured.device_bytes(64, {"index": 5000}) == 64000 + 100
+    tiers = {"blocks": 100, "dense": 3000, "index": 1000, "slots": 800}
+    assert measured.device_bytes(64, {"index": 5000, "tiers": tiers}) == 80 + 200
+
+
+def engine_results(**ms):
+    """Of engines at 128K: milliseconds by engine and batch."""
+    found = {}
+    for name, value in ms.items():
+        engine, batch = name.split("_")
+        decoded = {"fits": value is not None, "ms": value}
+        if value is not None:
+            decoded["tokens_per_second"] = int(batch) / value * 1e3
+        found[f"{engine}, decode {goals.LONG}, batch {batch}"] = decoded
+    return found
+
+
+def judged(start, results):
+    (goal,) = [goal for goal in goals.GOALS if goal.figure.startswith(start)]
+    return goal.judge(results)
+
+
+def test_goals():
+    results = engine_results(stock_1=11, stock_3=20, stock_8=None, device_1=6, device_3=8)
+    assert judged("home=device, 128K, batch 1", results) == ("1.83 x", "reached")
+    assert judged("home=device, 128K, the largest", results) == ("2.5 x", "MISSED")
+    assert judged("home=device, batch 1", results) == ("", "not measured")
+    equal = engine_results(stock_1=10, host_1=8, host_6=9, host_8=None)
+    assert judged("home=host, 128K: tokens", equal) == ("6.67 x", "reached")
+    equal["stock, memory"] = {"device_bytes_per_request": {str(goals.LONG): 1000}}
+    equal["host, memory"] = {"device_bytes_per_request": {str(goals.LONG): 101}}
+    assert judged("home=host: device memory", equal) == ("0.101 x", "MISSED")
+    copied = {"gather, 16 KiB, 16 programs": 45.0, "copy engine, 1 GiB": 50.0}
+    assert judged("recall", copied) == ("0.9 x", "reached")
+    assert judged("recall", copied | {"copy engine, 1 GiB": None}) == ("", "not measured")
+    attended = {"device copy, GB/s": 2000.0, "sparse, batch 8, 2048 tokens": 40e-6}
+    assert judged("sparse attention", attended) == ("1.19 x", "reached")
+    for goal in goals.GOALS:
+        assert goal.judge(None) == ("", "not measured")
+
+
+def test_goals_are_those_of_the_documentation():
+    text = (ROOT / "docs/gpu.md").read_text()
+    assert "\n".join(goals.markdown()) in text
+
+
+def test_a_layer_is_measured_under_the_name_that_its_goal_reads():
+    case = decode_layer.case_name("device", 131072, 8)
+    results = {case: {"ops": {"plan_decode": {"us": 50.0}}}}
+    assert judged("selection", results) == ("50 us", "reached")
