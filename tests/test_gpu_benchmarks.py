@@ -175,6 +175,36 @@ def test_what_engines_are_given():
     }
 
 
+def test_engines_come_in_turn(tmp_path, monkeypatch, capsys):
+    """Stock vLLM first, whose largest batch the others get; what fails does not stop the rest."""
+    output, asked = tmp_path / "result.json", []
+
+    def measure(report, engine, given, largest, log):
+        asked.append((engine, dict(largest), given.context, given.batch))
+        if engine == "stock":
+            largest[1000] = 3
+        if engine == "device":
+            raise RuntimeError("no such engine")
+        return [[engine, 1000, 1, 2.0, 500.0, None, None]]
+
+    monkeypatch.setattr(engine_decode, "gpu_header", lambda *words: {"command": words})
+    monkeypatch.setattr(engine_decode, "measure", measure)
+    command = "prog --engine host --engine device --engine stock --context 1000 --cache-gib 1.5"
+    monkeypatch.setattr("sys.argv", [*command.split(), "--output", str(output)])
+    with pytest.raises(SystemExit, match="True"):
+        engine_decode.main()
+    shape = [1000], engine_decode.BATCHES
+    assert asked == [
+        ("stock", {}, *shape),
+        ("device", {1000: 3}, *shape),
+        ("host", {1000: 3}, *shape),
+    ]
+    assert "FAILED device: RuntimeError: no such engine" in capsys.readouterr().out
+    options = read_json(output)["command"]
+    assert "--cache-gib" in options
+    assert not {"--output", "--model", "--home-gib"} & set(options)
+
+
 def test_what_was_recalled():
     before = {"retrieval_heads": 10, "heads_corrected": 5, "looked_up": 0, "missed": 0, "ahead": 3}
     after = before | {"heads_corrected": 25, "looked_up": 1000, "missed": 40, "ahead": 103}

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import Stopwatch
 from benchmarks.gpu.ceilings import device_copy
 from benchmarks.gpu.common import Report, gpu_header, graph_seconds, multiprocessors, parser
 from benchmarks.gpu.layer_step import DTYPE, LayerStep, Op, Pool, Shape
@@ -127,12 +128,13 @@ class Home:
         free = torch.cuda.mem_get_info()[0] if name == "device" else available_memory()
         nbytes = min(POOL_BYTES, int(free * POOL_SHARE)) // page_bytes * page_bytes
         self.side: SideWork | None = None
-        self._bus = self._copy
+        self._bus, self._locked_s = self._copy, 0.0
         if name == "device":
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
         else:
-            self.side = SideStream()
+            self.side, watch = SideStream(), Stopwatch()
             host, memory = map_host(nbytes)
+            self._locked_s = watch.seconds
             self._bus = self._host_to_device(host[:COPY_BYTES])
         self.pool = Pool(kernels, SHAPE, memory, "cuda")
 
@@ -148,6 +150,7 @@ class Home:
             "pool_gib": round(self.pool.cache.nbytes / 2**30, 2),
             "copy_gb_per_s": self._copy / 1e9,
             "bus_gb_per_s": self._bus / 1e9,
+            "locked_s": self._locked_s,
         }
 
     def case(self, batch: int, context: int) -> dict[str, Any]:

@@ -205,17 +205,23 @@ def options() -> argparse.ArgumentParser:
     return result
 
 
+def words(given: argparse.Namespace) -> list[str]:
+    """The options as a user would type them, but for where results go."""
+    found = []
+    for name, value in vars(given).items():
+        if name == "output" or value is None or (name == "model" and value == MODEL):
+            continue
+        for one in value if isinstance(value, list | tuple) else [value]:
+            found += [f"--{name.replace('_', '-')}", str(one)]
+    return found
+
+
 def main() -> None:
     """Measure one engine after another; tables last."""
     given = options().parse_args()
     given.engine = sorted(given.engine or ENGINES[:2], key=ENGINES.index)  # stock comes first
     given.context, given.batch = given.context or CONTEXTS, given.batch or BATCHES
-    named = ("engine", "context", "batch", "budget", "cache_gib", "home_gib")
-    values = [(f"--{name.replace('_', '-')}", getattr(given, name)) for name in named]
-    listed = [(n, v) for n, vs in values for v in (vs if isinstance(vs, list | tuple) else [vs])]
-    command = [word for name, value in listed if value is not None for word in (name, str(value))]
-    model = ["--model", given.model.name] if given.model != MODEL else []
-    report = Report(given.output, gpu_header(MODULE, *command, *model))
+    report = Report(given.output, gpu_header(MODULE, *words(given)))
     rows: list[list[Any]] = []
     largest: dict[int, int] = {}
     for engine in given.engine:

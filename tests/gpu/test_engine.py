@@ -162,7 +162,7 @@ def test_a_shared_prefix_and_an_abort(freekv):
 def test_preemption(model, monkeypatch, mode):
     """A request that was preempted goes on as one whose prompt is all that it had by then."""
     kind = SHARED | options_of(mode, SPARSE["budget"])
-    kind |= {"max_model_len": 2048, "num_gpu_blocks_override": 100}
+    kind |= {"max_model_len": 2048, "block_size": 32, "num_gpu_blocks_override": 100}
     asked = [Request(prompt(1000, seed), 100) for seed in (9, 10, 11)]
     with engine(model, **kind) as llm:
         preempted = preemptions(llm, monkeypatch)
