@@ -190,6 +190,7 @@ def test_engines_come_in_turn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(engine_decode, "gpu_header", lambda *words: {"command": words})
     monkeypatch.setattr(engine_decode, "measure", measure)
     command = "prog --engine host --engine device --engine stock --context 1000 --cache-gib 1.5"
+    command += " --uncompiled"
     monkeypatch.setattr("sys.argv", [*command.split(), "--output", str(output)])
     with pytest.raises(SystemExit, match="True"):
         engine_decode.main()
@@ -201,8 +202,9 @@ def test_engines_come_in_turn(tmp_path, monkeypatch, capsys):
     ]
     assert "FAILED device: RuntimeError: no such engine" in capsys.readouterr().out
     options = read_json(output)["command"]
-    assert "--cache-gib" in options
-    assert not {"--output", "--model", "--home-gib"} & set(options)
+    assert options[options.index("--cache-gib") + 1] == "1.5"
+    assert "--uncompiled" in options
+    assert not {"--output", "--model", "--home-gib", "True"} & set(options)
 
 
 def test_what_was_recalled():

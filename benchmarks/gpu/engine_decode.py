@@ -3,12 +3,12 @@
     python -m benchmarks.gpu.engine_decode
     python -m benchmarks.gpu.engine_decode --engine stock --engine host --cache-gib 17
 
-Llama-3.1-8B's shapes with random weights, bf16, compiled and with CUDA graphs; engines in turn,
-each in processes of its own. vLLM's DecodeBenchConnector fills the KV cache with random numbers
-when an engine starts and takes prompts for computed, so that long contexts cost no prefill.
-Retrieval indexes what it has filled. Keys and queries are noise: what is selected changes from step
-to step more than a model's would, so hit rates and corrections say what these steps did, and no
-more.
+Llama-3.1-8B's shapes with random weights, bf16, compiled and with CUDA graphs, as vLLM has them by
+default; engines in turn, each in processes of its own. vLLM's DecodeBenchConnector fills the KV
+cache with random numbers when an engine starts and takes prompts for computed, so that long
+contexts cost no prefill. Retrieval indexes what it has filled. Keys and queries are noise: what is
+selected changes from step to step more than a model's would, so hit rates and corrections say what
+these steps did, and no more.
 
 Times are medians of steps in which all requests decode, as the caller of the engine sees them; of
 two repeats the better one. A context is the length that a request reaches at its last step. Of a
@@ -67,6 +67,8 @@ def engine_spec(engine: str, given: argparse.Namespace) -> EngineSpec:
         "worker_extension_cls": EXTENSION,
         "gpu_memory_utilization": 0.9,
     }
+    if given.uncompiled:
+        llm["compilation_config"] |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if given.cache_gib is not None:
         llm["kv_cache_memory_bytes"] = int(given.cache_gib * GIB)
     if engine == "stock":
@@ -201,6 +203,7 @@ def options() -> argparse.ArgumentParser:
     add("--budget", type=int, default=2048, help="tokens")
     add("--model", type=Path, default=MODEL, help="folder with config.json")
     add("--cache-gib", type=float, help="device memory of the KV cache, the same for all engines")
+    add("--uncompiled", action="store_true", help="CUDA graphs alone: engines start sooner")
     add("--home-gib", type=float, help="host memory of the KV cache; default: what there is")
     return result
 
@@ -211,8 +214,12 @@ def words(given: argparse.Namespace) -> list[str]:
     for name, value in vars(given).items():
         if name == "output" or value is None or (name == "model" and value == MODEL):
             continue
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            found += [option] * value
+            continue
         for one in value if isinstance(value, list | tuple) else [value]:
-            found += [f"--{name.replace('_', '-')}", str(one)]
+            found += [option, str(one)]
     return found
 
 

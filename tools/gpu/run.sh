@@ -87,7 +87,7 @@ engine() {
   check toy_eager 110 tests/gpu/test_engine.py -k eager
   VLLM_GPU_SYNC_CHECK=error check toy_graphs 110 tests/gpu/test_engine.py \
     -k "graphs or test_selections and eager"
-  measure 270 engine_decode engine_decode --engine stock --engine device
+  measure 330 engine_decode engine_decode --engine stock --engine device
   baseline
 }
 
@@ -96,13 +96,13 @@ baseline() {
 }
 
 host() {
-  check toy_host 60 tests/gpu/test_engine.py -k host
-  measure 190 engine_decode engine_home --engine device --engine host --batch 1 --batch 2 \
+  check toy_host 90 tests/gpu/test_engine.py -k host
+  measure 220 engine_decode engine_home --engine device --engine host --batch 1 --batch 2 \
     --home-gib 36
-  measure 180 engine_decode engine_equal_memory --engine stock --engine host --context 131072 \
-    --batch 1 --batch 8 --cache-gib 17 --home-gib 100
+  measure 170 engine_decode engine_equal_memory --engine stock --engine host --context 131072 \
+    --batch 1 --batch 8 --cache-gib 17 --home-gib 100 --uncompiled
   measure 110 engine_decode engine_million --engine host --context 1000000 --batch 1 \
-    --model benchmarks/gpu/qwen2.5-7b-1m
+    --model benchmarks/gpu/qwen2.5-7b-1m --uncompiled
 }
 
 for name in "$@"; do
