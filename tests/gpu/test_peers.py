@@ -37,6 +37,9 @@ def test_the_same_answers(name, group, page):
     )
     on_device = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     kernels.sparse_decode(query, slots, lists, on_device, SCALE, out, lse, workspace)
-    attend = peers.PEERS[name](lists, lengths, page, group, HEAD_SIZE, SCALE)
+    try:
+        attend = peers.PEERS[name](lists, lengths, page, group, HEAD_SIZE, SCALE)
+    except (OSError, RuntimeError) as error:  # some compile their kernels at first use
+        pytest.skip(f"{name} cannot make its kernel here: {error}")
     theirs = attend(query.view(rows, group, HEAD_SIZE), slots).view_as(out)
     triton_checks.close((out, lse), (theirs, lse), DTYPE)
