@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from benchmarks.common import ROOT, read_json
-from benchmarks.gpu import common, decode_layer, decoding, engine_decode, goals, layer_step
+from benchmarks.gpu import (
+    common,
+    decode_layer,
+    decoding,
+    engine_decode,
+    goals,
+    layer_step,
+    sparse_decode,
+)
 from tests import interpreter
 from tests.side_work import AtOnce, Delayed
 from vllm_kvretrieval.attention.cuda import far
@@ -86,6 +94,66 @@ def disturbed():
 
 def test_a_wrong_step_is_not_measured(interpreted):
     assert interpreted(disturbed) < decode_layer.AGREEMENT
+
+
+class SmallHome:
+    """Stands in for memory of a GPU; has no room for long contexts."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def describe(self):
+        return {"copy_gb_per_s": 1.0}
+
+    def case(self, batch, context):
+        if context > 1000:
+            raise MemoryError(f"{context} tokens")
+        op = {"us": 2.0 * batch, "bytes": 1, "floor_us": 1.0, "x_floor": 2.0 * batch}
+        return {"ops": {"step": op}}
+
+    def dense(self):
+        return {"us": 7.0, "x_floor": None}
+
+
+def run(monkeypatch, module, command, output):
+    """A program's main function without a GPU; what it has stored."""
+    monkeypatch.setattr(module, "gpu_header", lambda *words: {})
+    monkeypatch.setattr("sys.argv", ["prog", *command.split(), "--output", str(output)])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    return read_json(output), ended.value.code
+
+
+def test_decode_layer_goes_on_where_memory_ends(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(decode_layer, "Home", SmallHome)
+    command = "--context 2000 --context 500 --batch 1 --batch 4"
+    found, failed = run(monkeypatch, decode_layer, command, tmp_path / "result.json")
+    assert failed
+    assert set(found["errors"]) == {
+        f"{home}, context 2000, batch {batch}" for home in decode_layer.HOMES for batch in (1, 4)
+    }
+    assert found["results"]["host, context 500, batch 4"]["ops"]["step"]["us"] == 8
+    assert found["results"]["device, context 500, batch 1, dense"]["us"] == 7
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[lines.index("One layer, home=device, us") :][1:4]
+    assert [line.split() for line in table] == [
+        ["context", "batch", "step", "dense"],
+        ["500", "1", "2", "7"],
+        ["500", "4", "8", "7"],
+    ]
+
+
+def test_sparse_decode_beside_its_peers(tmp_path, monkeypatch, capsys):
+    timed = {"device_copy": 1000.0, "ours": 4e-5, "flash_attention": 5e-5, "peer": 6e-5}
+    for name, value in timed.items():
+        monkeypatch.setattr(sparse_decode, name, lambda *a, value=value, **k: value)
+    monkeypatch.setattr(sparse_decode, "installed", lambda: ["flashinfer"])
+    found, failed = run(monkeypatch, sparse_decode, "", tmp_path / "result.json")
+    assert not failed
+    assert found["results"]["flashinfer, batch 8, 2048 tokens"] == 6e-5
+    assert goals._attention(found["results"]) == pytest.approx(4e-5 / 67.1e-6, rel=1e-3)
+    header = capsys.readouterr().out.split("Sparse decode attention")[1].splitlines()[1]
+    assert header.split("  ")[-1].strip() == "flashinfer, us"
 
 
 def test_layers_are_beyond_the_cache():
