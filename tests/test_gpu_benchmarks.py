@@ -1,6 +1,8 @@
 """The benchmarks that need a GPU, as far as they run without one: small, interpreted, untimed."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -328,7 +330,9 @@ def test_goals():
     assert judged("recall", copied) == ("0.9 x", "reached")
     assert judged("recall", copied | {"copy engine, 1 GiB": None}) == ("", "not measured")
     attended = {"device copy, GB/s": 2000.0, "sparse, batch 8, 2048 tokens": 40e-6}
-    assert judged("sparse attention", attended) == ("1.19 x", "reached")
+    assert judged("sparse attention, budget", attended) == ("1.19 x", "reached")
+    attended["FA3 paged, batch 8, 2048 tokens"] = 30e-6
+    assert judged("sparse attention, the same", attended) == ("1.33 x", "MISSED")
     for goal in goals.GOALS:
         assert goal.judge(None) == ("", "not measured")
 
@@ -336,6 +340,12 @@ def test_goals():
 def test_goals_are_those_of_the_documentation():
     text = (ROOT / "docs/gpu.md").read_text()
     assert "\n".join(goals.markdown()) in text
+
+
+def test_kernels_are_measured_without_vllm():
+    modules = "ceilings, compiled, decode_layer, goals, layer_step, peers, sparse_decode"
+    code = f"import sys; sys.modules['vllm'] = None; from benchmarks.gpu import {modules}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_a_layer_is_measured_under_the_name_that_its_goal_reads():

@@ -85,6 +85,11 @@ def _attention(results: Results) -> float:
     return float(seconds * results["device copy, GB/s"] * 1e9 / kv_bytes(*TARGET))
 
 
+def _beside_dense(results: Results) -> float:
+    name = "batch {}, {} tokens".format(*TARGET)
+    return float(results[f"sparse, {name}"] / results[f"FA3 paged, {name}"])
+
+
 def _length(results: Results) -> float:
     return step_ms(results, "device", LONG, 1) / step_ms(results, "device", SHORT, 1)
 
@@ -146,6 +151,14 @@ GOALS = (
         _attention,
         False,
         1.3,
+    ),
+    Goal(
+        "sparse attention, the same, to FlashAttention 3 over contexts of that length",
+        "sparse_decode",
+        "kernels",
+        _beside_dense,
+        False,
+        1,
     ),
     Goal(
         "home=device, batch 1: step at 128K to the step at 2K",
