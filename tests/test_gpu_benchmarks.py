@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,13 @@ def interpreted():
     """Runs a function in the interpreter's process."""
     with interpreter.start() as pool:
         yield lambda function, *args: pool.submit(function, *args).result()
+
+
+def stored(path) -> dict[str, Any]:
+    """What a program has written."""
+    found = read_json(path)
+    assert found is not None
+    return found
 
 
 def once(calls):
@@ -123,7 +131,7 @@ def run(monkeypatch, module, command, output):
     monkeypatch.setattr("sys.argv", ["prog", *command.split(), "--output", str(output)])
     with pytest.raises(SystemExit) as ended:
         module.main()
-    return read_json(output), ended.value.code
+    return stored(output), ended.value.code
 
 
 def test_decode_layer_goes_on_where_memory_ends(tmp_path, monkeypatch, capsys):
@@ -198,13 +206,12 @@ def test_engine_decode(tmp_path, monkeypatch):
     given = engine_decode.options().parse_args([*arguments.split(), "--cache-gib", str(size)])
     report = common.Report(tmp_path / "result.json", {})
     largest: dict[int, int] = {}
-    rows = []
+    rows: list[Any] = []
     for engine in ("stock", "device"):
         log = tmp_path / f"{engine}.log"
         rows += engine_decode.measure(report, engine, given, largest, log)
     assert largest == {200: 3, 600: 1}
-    found = read_json(tmp_path / "result.json")
-    assert found is not None
+    found = stored(tmp_path / "result.json")
     assert not found["errors"]
     for engine, fitting in (("stock", 3), ("device", 4)):  # in blocks of 128, and of 32
         assert found["results"][f"{engine}, decode 600, batch 9"]["fits"] is False
@@ -271,7 +278,7 @@ def test_engines_come_in_turn(tmp_path, monkeypatch, capsys):
         ("host", {1000: 3}, *shape),
     ]
     assert "FAILED device: RuntimeError: no such engine" in capsys.readouterr().out
-    options = read_json(output)["command"]
+    options = stored(output)["command"]
     assert options[options.index("--cache-gib") + 1] == "1.5"
     assert "--uncompiled" in options
     assert not {"--output", "--model", "--home-gib", "True"} & set(options)

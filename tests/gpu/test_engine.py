@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.engine import Request, alone, drive, engine, preemptions
+from tests.engine import Answer, Request, alone, drive, engine, preemptions
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU and a CUDA build of torch", allow_module_level=True)
@@ -31,7 +31,7 @@ TIE = 0.1
 """Log-probs that differ by less may change places."""
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
 """Over the kernels of eager steps, so that nothing else differs."""
-MODES: dict[str, Any] = {
+MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "eager": ({"enforce_eager": True}, {}),
     "graphs": ({"compilation_config": GRAPHS}, {}),
     "host": ({"compilation_config": GRAPHS}, {"home": "host", "home_bytes": 1 << 30}),
@@ -97,8 +97,8 @@ def freekv(request, model):
 
 def options_of(mode, budget):
     options, own = MODES[mode]
-    kept: dict[str, Any] = {"additional_config": {"kv_retrieval": {"budget": budget, **own}}}
-    return {"attention_backend": "FREEKV", **options, **kept}
+    kept = {"additional_config": {"kv_retrieval": {"budget": budget, **own}}}
+    return {"attention_backend": "FREEKV"} | options | kept
 
 
 def agree(answer, expected):
@@ -122,7 +122,7 @@ def test_whole_contexts(freekv, stock):
     assert sum(agreed) > 0.8 * TOKENS * len(PROMPTS), agreed
 
 
-_sparse_answers: dict[Any, Any] = {}
+_sparse_answers: dict[str, list[Answer]] = {}
 
 
 def test_selections(freekv, stock, request):
