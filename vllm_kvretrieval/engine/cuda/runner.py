@@ -4,9 +4,9 @@ import itertools
 from typing import Any, ClassVar
 
 import torch
-from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cuda.host import move_home, one_block
 from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, groups_that_retrieve, retrieving
@@ -59,7 +59,7 @@ class RetrievalModelRunner(GPUModelRunner):
             at_home = retrieving(self._retrieval_config, group.layer_names)
             move_home(self, kv_cache_config, at_home, self.map_home)
         self._attach_retrieval(tiers)
-        if has_kv_transfer_group() and not is_profiling:
+        if has_foreign_connector(self.vllm_config) and not is_profiling:
             self._index_filled(kv_cache_config)
 
     def profile_cudagraph_memory(self) -> int:
