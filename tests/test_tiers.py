@@ -302,6 +302,9 @@ def worker(specs, workers=1, **options):
     worker.parallel_config = SimpleNamespace(local_world_size=workers, tensor_parallel_size=workers)
     worker.model_config.get_total_num_kv_heads = lambda: 4 * workers
     worker.rank = workers - 1
+    worker.vllm_config = SimpleNamespace(
+        scheduler_config=worker.scheduler_config, model_config=worker.model_config
+    )
     return worker
 
 

@@ -1,6 +1,6 @@
 """What page indexes take beside vLLM's KV cache; the same on every device."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
@@ -8,6 +8,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.tiers.sizes import Cache
 
 Retrieving = Callable[[Iterable[str]], list[str]]
 """Those of some layers that attend to parts of long contexts, by their names."""
@@ -62,3 +63,43 @@ def bytes_per_block(
                 for name in retrieving(sizes)
             )
     return max(blocks), index
+
+
+def cache_with_slow_home(
+    vllm_config: Any, specs: Mapping[str, Any], config: RetrievalConfig, retrieving: Retrieving
+) -> Cache | None:
+    """What is to be kept by a home that is slow, of a worker whose layers are all alike.
+
+    Args:
+        vllm_config: Of the engine.
+        specs: What vLLM keeps of each layer of this worker; not empty.
+        config: Options of the engine.
+        retrieving: Says which layers retrieve.
+
+    Returns:
+        None where layers differ, or none retrieves, and the home is ``auto``.
+
+    Raises:
+        RetrievalConfigError: So it is, and the home was named.
+    """
+    at_home, spec = retrieving(specs), next(iter(specs.values()))
+    if not at_home or type(spec) is not FullAttentionSpec or len(set(specs.values())) > 1:
+        if config.home == "auto":
+            return None
+        raise RetrievalConfigError(
+            f"kv_retrieval.home={config.home} serves models whose layers all have the same full "
+            f"attention, some of them behind dense_layers={config.dense_layers}; "
+            f"{vllm_config.model_config.model} is none. Use home=device."
+        )
+    return Cache(
+        retrieval_layers=len(at_home),
+        dense_layers=len(specs) - len(at_home),
+        kv_heads=spec.num_kv_heads,
+        block_size=spec.block_size,
+        block_bytes=spec.page_size_bytes,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        max_model_len=vllm_config.model_config.max_model_len,
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+    )

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,17 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval.config import RetrievalConfig
-from vllm_kvretrieval.engine.memory import bytes_per_block, check_retrieving
+from vllm_kvretrieval.engine.memory import (
+    bytes_per_block,
+    cache_with_slow_home,
+    check_retrieving,
+)
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.roles import Follows, Role
 from vllm_kvretrieval.retrieval.shares import Allotment, allot, own_heads
 from vllm_kvretrieval.tiers.place import check_room, directory_for
-from vllm_kvretrieval.tiers.sizes import Cache, Tiers
+from vllm_kvretrieval.tiers.sizes import Tiers
 
 
 class PlanningWorker(CPUWorker):
@@ -82,29 +87,11 @@ class PlanningWorker(CPUWorker):
         if config.home == "device":
             return None
         specs = self.get_kv_cache_spec()
-        in_home = self.retrieving(specs)
-        spec = next(iter(specs.values()))
-        if not in_home or type(spec) is not FullAttentionSpec or len(set(specs.values())) > 1:
-            if config.home == "auto":
-                return None
-            raise RetrievalConfigError(
-                f"kv_retrieval.home={config.home} serves models whose layers all have the same "
-                f"full attention, some of them behind dense_layers={config.dense_layers}; "
-                f"{self.model_config.model} is none. Use home=device."
-            )
-        cache = Cache(
-            retrieval_layers=len(in_home),
-            dense_layers=len(specs) - len(in_home),
-            kv_heads=spec.num_kv_heads,
-            block_size=spec.block_size,
-            block_bytes=spec.page_size_bytes,
-            head_size=spec.head_size,
-            dtype=spec.dtype,
-            max_num_seqs=self.scheduler_config.max_num_seqs,
-            max_model_len=self.model_config.max_model_len,
-            attended=self._attended(spec.num_kv_heads) if self.allotments else None,
-            step_tokens=self.scheduler_config.max_num_batched_tokens,
-        )
+        cache = cache_with_slow_home(self.vllm_config, specs, config, self.retrieving)
+        if cache is None:
+            return None
+        if self.allotments:
+            cache = replace(cache, attended=self._attended(cache.kv_heads))
         if config.home == "auto" and cache.fits_in(fast - staging, config):
             return None
         blocks = self.cache_config.num_gpu_blocks_override

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.utils import bind_kv_cache_to_layers, map_kv_caches_to_kernel_blocks
 
 from vllm_kvretrieval.attention.cuda.far import FarTier
@@ -18,10 +18,9 @@ from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
+from vllm_kvretrieval.engine.memory import Retrieving, cache_with_slow_home
 from vllm_kvretrieval.engine.views import layer_views
-from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton.mapped import available_memory
-from vllm_kvretrieval.tiers.sizes import Cache
 
 logger = init_logger("vllm.kvretrieval.host")
 
@@ -36,7 +35,7 @@ def plan_tiers(
     vllm_config: Any,
     config: RetrievalConfig,
     specs: Mapping[str, Any],
-    retrieving: Sequence[str],
+    retrieving: Retrieving,
     device: int,
 ) -> HostTiers | None:
     """Sizes of a cache whose home is host memory; None where its home is the device.
@@ -45,7 +44,7 @@ def plan_tiers(
         vllm_config: Of the engine.
         config: Options of the engine.
         specs: What vLLM keeps of each layer of this worker; not empty.
-        retrieving: Names of the layers that retrieve.
+        retrieving: Says which layers retrieve.
         device: Bytes that the KV cache, and what is beside it, may take there.
 
     Raises:
@@ -53,30 +52,10 @@ def plan_tiers(
     """
     if config.home == "device":
         return None
-    if not retrieving and vllm_config.parallel_config.pipeline_parallel_size > 1:
+    if not retrieving(specs) and vllm_config.parallel_config.pipeline_parallel_size > 1:
         return None  # a stage of dense layers
-    spec = next(iter(specs.values()))
-    if not retrieving or type(spec) is not FullAttentionSpec or len(set(specs.values())) > 1:
-        if config.home == "auto":
-            return None
-        raise RetrievalConfigError(
-            f"kv_retrieval.home={config.home} serves models whose layers all have the same full "
-            f"attention, some of them behind dense_layers={config.dense_layers}; "
-            f"{vllm_config.model_config.model} is none. Use home=device."
-        )
-    cache = Cache(
-        retrieval_layers=len(retrieving),
-        dense_layers=len(specs) - len(retrieving),
-        kv_heads=spec.num_kv_heads,
-        block_size=spec.block_size,
-        block_bytes=spec.page_size_bytes,
-        head_size=spec.head_size,
-        dtype=spec.dtype,
-        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-        max_model_len=vllm_config.model_config.max_model_len,
-        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-    )
-    if config.home == "auto" and cache.fits_in(device, config):
+    cache = cache_with_slow_home(vllm_config, specs, config, retrieving)
+    if cache is None or (config.home == "auto" and cache.fits_in(device, config)):
         return None
     workers = vllm_config.parallel_config.local_world_size
     host = max(available_memory() - SPARE, 0) // workers

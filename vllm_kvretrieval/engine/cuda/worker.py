@@ -49,7 +49,7 @@ class RetrievalGPUWorker(Worker):
             return available
         given = self.cache_config.kv_cache_memory_bytes is not None
         room = available if given else available - self._fixed_bytes(config, available)
-        self.tiers = plan_tiers(self.vllm_config, config, specs, ours(specs), room)
+        self.tiers = plan_tiers(self.vllm_config, config, specs, ours, room)
         self.model_runner.tiers = self.tiers
         if self.tiers is not None:
             return self.tiers.blocks * sum(spec.page_size_bytes for spec in specs.values())
