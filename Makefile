@@ -22,7 +22,7 @@ INSTALLED := $(VENV)/.installed-$(DIGEST)
 BUILT := $(VENV)/.built
 SOURCES := pyproject.toml CMakeLists.txt tools/packaging/backend.py $(wildcard csrc/cpu/* csrc/cpu/*/*)
 
-.PHONY: help venv build wheel model models demo lint test bench gpu gpu-bundle clean distclean
+.PHONY: help venv build wheel model models demo lint test test-all bench gpu gpu-bundle clean distclean
 
 help:
 	@echo "make venv    environment with the pinned dependencies, in $(VENV)"
@@ -31,7 +31,7 @@ help:
 	@echo "make model   SmolLM2-135M-Instruct, in models; make models: every model"
 	@echo "make demo    serve that model and ask it about a long document"
 	@echo "make lint    ruff and mypy"
-	@echo "make test    all of the set-up, lint and the test suite"
+	@echo "make test    all of the set-up, lint and the test suite; make test-all: slow ones, too"
 	@echo "make bench   speed against stock vLLM"
 	@echo "make gpu     what needs an NVIDIA GPU; make gpu-bundle: to do so without network"
 	@echo "make clean   remove builds and caches; make distclean: $(VENV) and models, too"
@@ -83,8 +83,13 @@ lint: $(INSTALLED)
 # all cores. It ends with the instruction sets that this machine has for the kernels.
 test: lint build models
 	$(BIN)/python -m benchmarks.accuracy --quick --out build/accuracy-quick.json
-	$(BIN)/python -m pytest -m "not cores" -n auto --dist loadfile
-	$(BIN)/python -m pytest -m cores
+	$(BIN)/python -m pytest -m "not cores and not slow" -n auto --dist loadfile
+	$(BIN)/python -m pytest -m "cores and not slow"
+
+# And the combinations that it leaves out, some minutes more.
+test-all: test
+	$(BIN)/python -m pytest -m "slow and not cores" -n auto --dist loadfile
+	$(BIN)/python -m pytest -m "slow and cores"
 
 bench: build models
 	$(BIN)/python -m benchmarks.decode

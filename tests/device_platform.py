@@ -22,7 +22,9 @@ class DevicePlatform(RetrievalPlatform, CpuPlatform):
     def check_and_update_config(cls, vllm_config):
         sizes = vllm_config.compilation_config.cudagraph_capture_sizes
         super().check_and_update_config(vllm_config)
-        vllm_config.compilation_config.cudagraph_capture_sizes = sizes  # the CPU has no graphs
+        # The CPU has no graphs, and no step that is scheduled while the last one runs.
+        vllm_config.compilation_config.cudagraph_capture_sizes = sizes
+        vllm_config.scheduler_config.async_scheduling = True
 
     @classmethod
     def check_engine(cls, vllm_config, config):

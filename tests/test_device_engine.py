@@ -19,7 +19,7 @@ from tests.engine import (
     random_llama,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 PAGE, BLOCK, BUDGET = 16, 32, 96
 CHUNK = 128  # tokens per step

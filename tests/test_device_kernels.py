@@ -76,12 +76,14 @@ def test_decode_steps(interpreted, case):
 
 
 @pytest.mark.parametrize(
-    ("index", "entry", "pooling"),
-    [(Mean(), 8, Pooling.MEAN_SOFTMAX), (MinMax(), 4, Pooling.MAX)],
+    ("index", "entry", "pooling", "lengths"),
+    [
+        (Mean(), 8, Pooling.MEAN_SOFTMAX, [8 * 60, 8 * 64, 8 * 65 - 3, 8 * 66, 8 * 150 + 1]),
+        (MinMax(), 4, Pooling.MAX, [8 * 140, 8 * 65]),
+    ],
 )
-def test_long_contexts(interpreted, index, entry, pooling):
+def test_long_contexts(interpreted, index, entry, pooling, lengths):
     """Of tiles of 64 pages: within one, to the end of one, a window within the second; several."""
-    lengths = [8 * 60, 8 * 64, 8 * 65 - 3, 8 * 66, 8 * 150 + 1, 8 * 140]
     interpreted(
         device_checks.long_contexts,
         lengths=lengths,

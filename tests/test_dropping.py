@@ -155,7 +155,7 @@ def test_prefix_hits(llm):
         assert_same(answer, request, TOLERANCE)
 
 
-@pytest.mark.parametrize("method", ["entropykv", "h2o"])
+@pytest.mark.parametrize("method", ["h2o", pytest.param("entropykv", marks=pytest.mark.slow)])
 def test_preemption(llm, monkeypatch, method):
     """A request that is resumed has another prompt: all that it had. It is observed again."""
     preempted = preemptions(llm, monkeypatch)

@@ -60,7 +60,9 @@ class Served:
     page_size: int
 
 
-@pytest.fixture(scope="module", params=[(32, 32), (16, 8)], ids=str)
+@pytest.fixture(
+    scope="module", params=[(32, 32), pytest.param((16, 8), marks=pytest.mark.slow)], ids=str
+)
 def served(request):
     """The size of summaries comes with it: a page's, as in the paper, or less."""
     page_size, summary_size = request.param

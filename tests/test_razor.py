@@ -174,6 +174,7 @@ def test_prefix_hits(llm):
         assert_same(answer, once, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_preemption(llm, monkeypatch):
     """Who is resumed reads all that it had as its prompt, exactly, and goes on as before."""
     preempted = preemptions(llm, monkeypatch)

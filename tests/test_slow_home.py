@@ -339,6 +339,7 @@ def test_more_than_memory_would_hold(model):
         assert llm.collective_rpc("check_caches")[0][0] == []
 
 
+@pytest.mark.slow
 def test_compiled(model, expected):
     """With torch.compile, the answers are those of the cache in memory to rounding."""
     options = OPTIONS | {"enforce_eager": False, "worker_extension_cls": ""}
