@@ -125,6 +125,7 @@ def test_prefix_hits(llm):
     assert_same(again, first, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_preemption(llm, filters):
     """The cache holds two of these and not four: requests are interrupted, and start anew."""
     requests = [Request(novel(llm, 1100, 100 * i), 24, {}, arrives=i) for i in range(4)]
