@@ -9,6 +9,7 @@ class DevicePlatform(RetrievalPlatform, CpuPlatform):
     """The CPU, with what the CUDA platform checks, and its backends over a dense half in torch."""
 
     worker = "tests.device_worker.DeviceWorker"
+    support = "vllm_kvretrieval.attention.cuda.support"
 
     @classmethod
     def support_static_graph_mode(cls):
@@ -25,18 +26,6 @@ class DevicePlatform(RetrievalPlatform, CpuPlatform):
         # The CPU has no graphs, and no step that is scheduled while the last one runs.
         vllm_config.compilation_config.cudagraph_capture_sizes = sizes
         vllm_config.scheduler_config.async_scheduling = True
-
-    @classmethod
-    def check_engine(cls, vllm_config, config):
-        from vllm_kvretrieval.attention.cuda import support
-
-        support.check_engine(vllm_config, config)
-
-    @classmethod
-    def check_layer(cls, selector):
-        from vllm_kvretrieval.attention.cuda import support
-
-        support.check_layer(selector)
 
     @classmethod
     def retrieval_backend(cls, backend, selector, num_heads):

@@ -1,5 +1,6 @@
 """What the platforms with retrieval share: hooks only."""
 
+import importlib
 import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -29,19 +30,21 @@ class RetrievalPlatform(Platform):
 
     Attributes:
         worker: Path of the worker's class.
+        support: The module that says what is refused here; imported when it is asked.
     """
 
     worker: ClassVar[str]
+    support: ClassVar[str]
 
     @classmethod
     def check_engine(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         """Refuse engines that retrieval cannot serve here."""
-        raise NotImplementedError
+        importlib.import_module(cls.support).check_engine(vllm_config, config)
 
     @classmethod
     def check_layer(cls, selector: Any) -> None:
         """Refuse a layer that retrieval cannot run here (vLLM's ``AttentionSelectorConfig``)."""
-        raise NotImplementedError
+        importlib.import_module(cls.support).check_layer(selector)
 
     @classmethod
     def retrieval_backend(cls, backend: Any, selector: Any, num_heads: int | None) -> str:

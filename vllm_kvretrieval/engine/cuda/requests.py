@@ -130,8 +130,7 @@ class RunningRequests:
             lens: Tokens of their contexts, those of the step included.
             decodes: bool [n]; which have one token, and none of a prompt.
         """
-        budget = self._options[seats][:, [Column.SINK, Column.WINDOW, Column.SELECT]].sum(1)
-        return decodes & ~self.exact(seats) & (self._pages(lens) > budget)
+        return decodes & ~self.exact(seats) & (self._pages(lens) > self._budgets(seats))
 
     def exact(self, seats: np.ndarray) -> np.ndarray:
         """bool [n]; which requests attend to their whole contexts because they ask for it."""
@@ -140,9 +139,7 @@ class RunningRequests:
     def count_step(self, seats: np.ndarray, lens: np.ndarray, decodes: np.ndarray) -> None:
         """Book one step; arguments as in :meth:`sparse`."""
         sparse, pages = self.sparse(seats, lens, decodes), self._pages(lens)
-        options = self._options[seats]
-        budget = options[:, [Column.SINK, Column.WINDOW, Column.SELECT]].sum(1, dtype=np.int64)
-        attended = budget * self.retrieval_heads
+        attended = self._budgets(seats) * self.retrieval_heads
         booked = np.stack((decodes, sparse, sparse * pages, sparse * attended), axis=1)
         self.attended += int(booked[:, 3].sum())
         for seat, context, counts in zip(seats.tolist(), lens.tolist(), booked, strict=True):
@@ -150,6 +147,11 @@ class RunningRequests:
             assert usage is not None, "running requests have seats"
             usage.context = context
             usage.counts += counts
+
+    def _budgets(self, seats: np.ndarray) -> np.ndarray:
+        """int64 [n]; pages."""
+        parts = self._options[seats][:, [Column.SINK, Column.WINDOW, Column.SELECT]]
+        return parts.sum(1, dtype=np.int64)
 
     def _pages(self, lens: np.ndarray) -> np.ndarray:
         return -(-lens // self.config.page_size)

@@ -56,7 +56,7 @@ class RetrievalModelRunner(GPUModelRunner):
         super().initialize_kv_cache(allocated, is_profiling, **options)
         if tiers is not None:
             (group,) = kv_cache_config.kv_cache_groups
-            at_home = retrieving(self._retrieval_config, group.layer_names)
+            at_home = retrieving(self.retrieval_config, group.layer_names)
             move_home(self, kv_cache_config, at_home, self.map_home)
         self._attach_retrieval(tiers)
         if has_foreign_connector(self.vllm_config) and not is_profiling:
@@ -97,14 +97,15 @@ class RetrievalModelRunner(GPUModelRunner):
         return batch
 
     @property
-    def _retrieval_config(self) -> RetrievalConfig:
+    def retrieval_config(self) -> RetrievalConfig:
+        """Options of the engine."""
         config = RetrievalConfig.from_vllm(self.vllm_config)
         assert config is not None, "this runner is chosen for retrieval backends only"
         return config
 
     def _attach_retrieval(self, tiers: HostTiers | None) -> None:
         """Make the layers that retrieve such, over the KV cache that has just been allocated."""
-        config = self._retrieval_config
+        config = self.retrieval_config
         layers = self.compilation_config.static_forward_context
         groups = groups_that_retrieve(config, itertools.chain.from_iterable(self.attn_groups))
         heads = sum(layers[name].impl.num_kv_heads for _, names in groups for name in names)

@@ -42,7 +42,7 @@ class RetrievalGPUWorker(Worker):
             RetrievalConfigError: Nothing would be retrieved, or something does not fit.
         """
         available = super().determine_available_memory()
-        config = self._retrieval_config
+        config = self.model_runner.retrieval_config
         specs, ours = self.get_kv_cache_spec(), functools.partial(retrieving, config)
         check_retrieving(self.vllm_config, specs, config, ours)
         if not specs:
@@ -57,12 +57,6 @@ class RetrievalGPUWorker(Worker):
             return available
         block, index = bytes_per_block(self.vllm_config, specs, config, ours)
         return room * block // (block + index)
-
-    @property
-    def _retrieval_config(self) -> RetrievalConfig:
-        config = RetrievalConfig.from_vllm(self.vllm_config)
-        assert config is not None, "this worker is chosen for retrieval backends only"
-        return config
 
     def _fixed_bytes(self, config: RetrievalConfig, available: int) -> int:
         """Of all that does not grow with the KV cache, if it is less than what is available."""
