@@ -200,10 +200,11 @@ def test_one_bit_rounds_each_channel(keys, query):
     assert torch.equal(rounded, of_tokens.logsumexp(-1))
     torch.testing.assert_close(rounded, expected.logsumexp(-1), atol=5e-3, rtol=0)
     bits = record["bits"]
-    assert bits.shape == (ENTRIES, SIZE, TOKENS // 8)
-    for token in range(TOKENS):  # the first one of eight is the lowest bit
-        bit = (bits[:, :, token // 8] >> token % 8) & 1
-        assert torch.equal(bit.bool(), nearer[:, token] == record["maximum"])
+    assert bits.shape == (ENTRIES, SIZE // 32, TOKENS, 4)
+    for channel in range(SIZE):
+        byte = bits[:, channel // 32, :, channel % 4]
+        upper = (byte >> channel % 32 // 4) & 1
+        assert torch.equal(upper.bool(), nearer[..., channel] == high[..., channel])
     exact = scores_of(Exact(), query, nearer)
     torch.testing.assert_close(scores_of(index, query, nearer), exact, atol=5e-3, rtol=0)
     constant = keys[:, :1].expand_as(keys)  # no steps at all

@@ -20,7 +20,8 @@ bool runs_here([[maybe_unused]] const KernelTable& table) {
     return runs_here(table_avx512) && __builtin_cpu_supports("avx512bf16");
   if (&table == &table_avx512)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vnni");
   if (&table == &table_avx2)
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
            __builtin_cpu_supports("f16c");

@@ -28,8 +28,8 @@ void select_context(const ContextSelection&);  // filter.cpp
 void encode_units(const UnitCoding&);          // codec.cpp
 void decode_units(const UnitCoding&);
 
-constexpr int kChunk = 128;         // entries per scoring task
-constexpr int kTokenChunk = 32;     // the same where their tokens are scored
+constexpr int kChunk = 128;         // entries per scoring task; a multiple of kWidth
+constexpr int kTokenChunk = 64;     // the same where their tokens are scored
 constexpr int kSerialScores = 64;   // work below which waking the other threads costs more
 
 // Mean over the group of cos(q, previous q) (FreeKV, section 3.3).
@@ -57,12 +57,14 @@ struct Planner {
   const Index& index;
   const DecodePlan& plan;
   const ScoreFn<E> score_fn;
+  const int chunk;                   // entries per scoring task
   const int per_entry;               // scores
   const int parts;                   // scores per unit of selection
 
   explicit Planner(const DecodePlan& p)
       : rows(p.rows), chooser(p.chooser), index(p.chooser.index), plan(p),
         score_fn(rows.per_token ? token_score_fn_of<E>(index.kind) : score_fn_of<E>(index.kind)),
+        chunk(rows.per_token ? kTokenChunk : kChunk),
         per_entry(rows.per_token ? index.entry_tokens : 1),
         parts(rows.per_token ? 1 : index.parts()) {}
 
@@ -93,8 +95,22 @@ struct Planner {
               chooser.scale, begin, end, scores, unit_stride, stride});
   }
 
+  // The same of a task, made ready for pooling; masses[(unit * group + g) * chunks] of this task.
+  void score_task(int row, int begin, float* scores, int64_t unit_stride, int64_t stride, Mass* masses,
+                  int chunks) const {
+    const int end = std::min(begin + chunk, entries(row));
+    score(row, 0, index.kv_heads, begin, end, scores, unit_stride, stride);
+    if (is_raw(chooser.pooling)) return;
+    for (int head = 0; head < index.kv_heads; ++head)
+      for (int g = 0; g < chooser.group; ++g)
+        masses[(int64_t(head) * chooser.group + g) * chunks] =
+            exp_scores(scores + head * unit_stride + g * stride + int64_t(begin) * per_entry,
+                       (end - begin) * per_entry);
+  }
+
   // Selects for the next step, decides whose selection this step attends to, writes the list.
-  void select(int row, int head, float* scores, int64_t stride) const {
+  // `masses` are those of the head's tasks, [group, chunks].
+  void select(int row, int head, float* scores, int64_t stride, const Mass* masses, int chunks) const {
     const int n = units(row), k = chooser.select(rows, row, head);
     const int sink = rows.sink[row], window = rows.window[row];
     const int32_t* block = blocks(row);
@@ -122,7 +138,7 @@ struct Planner {
       if (rows.kept) {
         for (int i = 0; i < k; ++i) append(kept[i]);
       } else {
-        select_anew(row, head, k, attended == n, scores, stride, kept, append);
+        select_anew(row, head, k, attended == n, scores, stride, masses, chunks, kept, append);
       }
     }
     for (int j = n - window; j < n; ++j) append(j);
@@ -132,7 +148,7 @@ struct Planner {
   // previous one may have had less.
   template <class Append>
   void select_anew(int row, int head, int k, bool everything, float* scores, int64_t stride,
-                   int32_t* kept, const Append& append) const {
+                   const Mass* masses, int chunks, int32_t* kept, const Append& append) const {
     const int64_t unit = int64_t(rows.seats[row]) * index.kv_heads + head;
     E* prev = static_cast<E*>(chooser.prev_query) + unit * group_elements();
     const E* q = query(row, head);
@@ -140,7 +156,7 @@ struct Planner {
     const bool anew = correct || everything;
     if (!anew)
       for (int i = 0; i < k; ++i) append(kept[i]);
-    select_best(row, head, k, scores, stride, kept);
+    select_best(row, head, k, scores, stride, masses, chunks, kept);
     if (anew)
       for (int i = 0; i < k; ++i) append(kept[i]);
     if (correct) {
@@ -150,8 +166,9 @@ struct Planner {
     std::memcpy(prev, q, group_elements() * sizeof(E));
   }
 
-  // The k best units between sink and window, given the scores of all entries.
-  void select_best(int row, int head, int k, float* scores, int64_t stride, int32_t* best) const {
+  // The k best units between sink and window, given the scores of all entries, as score_task left them.
+  void select_best(int row, int head, int k, float* scores, int64_t stride, const Mass* masses,
+                   int chunks, int32_t* best) const {
     const int n = entries(row) * per_entry;
     const int first = rows.sink[row], last = units(row) - rows.window[row];
     const int wanted = std::min(last - first, std::max(k, k * chooser.rerank));
@@ -166,7 +183,8 @@ struct Planner {
       top_k(scores + first, last - first, wanted, first, candidates.data(), true);
     } else {
       const bool relative = chooser.pooling == Pooling::kRelative;
-      pool_shares(scores, stride, chooser.group, n, relative, norms.data());
+      pool_shares(scores, stride, chooser.group, n, chunk * per_entry, chunks, masses, relative,
+                  norms.data());
       if (parts > 1) pool_parts(scores, n, parts, false);
       top_k_of_many(scores + first, last - first, wanted, first, candidates.data());
       if (std::any_of(candidates.begin(), candidates.end(),
@@ -224,28 +242,31 @@ static void plan_decode_of(const DecodePlan& p) {
   // threads share the scoring of a single long request. A task scores a stretch of the index for all
   // KV heads, whose entries lie side by side.
   const int wave = std::min<int>(rows.rows, (4 * omp_get_max_threads() + heads - 1) / heads);
-  const int chunk = rows.per_token ? kTokenChunk : kChunk;
-  const int chunks = (most + chunk - 1) / chunk;
+  const int chunk = planner.chunk, chunks = (most + chunk - 1) / chunk, group = p.chooser.group;
   const int64_t stride = int64_t(chunks) * chunk * planner.per_entry;
-  const int64_t unit_stride = p.chooser.group * stride;
-  thread_local std::vector<float> scratch;  // engines in one process may step at the same time
-  const size_t needed = wave * heads * unit_stride;
-  if (scratch.size() < needed) scratch.resize(needed);
+  const int64_t unit_stride = group * stride;
+  // Engines in one process may step at the same time.
+  thread_local std::vector<float> scratch;
+  thread_local std::vector<Mass> stretches;
+  const int64_t units = int64_t(wave) * heads;
+  if (int64_t(scratch.size()) < units * unit_stride) scratch.resize(units * unit_stride);
+  if (int64_t(stretches.size()) < units * group * chunks) stretches.resize(units * group * chunks);
   float* scores = scratch.data();
+  Mass* masses = stretches.data();
 #pragma omp parallel if (int64_t(rows.rows) * heads * most > kSerialScores)
   for (int first = 0; first < rows.rows; first += wave) {
     const int count = std::min(wave, rows.rows - first);
 #pragma omp for schedule(dynamic, 1)
     for (int task = 0; task < count * chunks; ++task) {
-      const int row = first + task / chunks, begin = task % chunks * chunk;
-      const int end = std::min(begin + chunk, planner.entries(row));
-      if (rows.select[row] <= 0 || begin >= end) continue;
-      planner.score(row, 0, heads, begin, end, scores + (row - first) * heads * unit_stride, unit_stride,
-                    stride);
+      const int at = task / chunks, row = first + at, begin = task % chunks * chunk;
+      if (rows.select[row] <= 0 || begin >= planner.entries(row)) continue;
+      planner.score_task(row, begin, scores + at * heads * unit_stride, unit_stride, stride,
+                         masses + int64_t(at) * heads * group * chunks + task % chunks, chunks);
     }
 #pragma omp for schedule(dynamic, 1)
     for (int unit = 0; unit < count * heads; ++unit)
-      planner.select(first + unit / heads, unit % heads, scores + unit * unit_stride, stride);
+      planner.select(first + unit / heads, unit % heads, scores + unit * unit_stride, stride,
+                     masses + int64_t(unit) * group * chunks, chunks);
   }
 }
 

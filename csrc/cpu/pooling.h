@@ -29,37 +29,78 @@ inline bool is_raw(Pooling pooling) {
 inline float higher(float a, float b) { return a > b || a != a ? a : b; }
 
 inline float highest_of(const float* scores, int padded) {
-  Floats top = load_as<Floats>(scores);
-  for (int j = kWidth; j < padded; j += kWidth) top = max(top, load_as<Floats>(scores + j));
+  Floats top = load_as<Floats>(scores), other = top;
+  int j = kWidth;
+  for (; j + kWidth < padded; j += 2 * kWidth) {
+    top = max(top, load_as<Floats>(scores + j));
+    other = max(other, load_as<Floats>(scores + j + kWidth));
+  }
+  if (j < padded) top = max(top, load_as<Floats>(scores + j));
+  top = max(top, other);
   float highest = top[0];
   for (int i = 1; i < kWidth; ++i) highest = std::max(highest, top[i]);
   return highest;
 }
 
-// scores[g][0..n) -> scores[0][0..n): the mean over the group of softmax over j; or, relative, the
-// sum over the group of exp(score - the head's highest).
-// Rows are padded to a multiple of kWidth by the caller's stride; the padding is overwritten. Then
-// norms[g] is the logarithm of what a head's scores were divided by.
-inline void pool_shares(float* scores, int64_t stride, int group, int n, bool relative,
-                        float* norms) {
+// Of a stretch of a query head's scores: the highest one, and the sum of exp(score - reference). The
+// references of stretches are whole multiples of ln 2 apart, so that equal scores stay equal whatever
+// their stretches; but for scores so large that they have no such precision.
+struct Mass {
+  float highest, total;
+
+  bool ordinary() const { return std::fabs(highest) < (1 << 19); }
+  int exponent() const { return static_cast<int>(std::lrint(highest * 1.44269504f)); }
+  float reference() const { return ordinary() ? exponent() * 0.693147181f : highest; }
+  // exp(reference() - that of another stretch)
+  float relative_to(const Mass& other) const {
+    if (ordinary() && other.ordinary()) return std::ldexp(1.0f, exponent() - other.exponent());
+    return std::exp(reference() - other.reference());
+  }
+};
+
+// scores[0..n) of a stretch -> exp(score - reference). There is room up to a multiple of kWidth, which is
+// overwritten.
+inline Mass exp_scores(float* scores, int n) {
   const int padded = (n + kWidth - 1) / kWidth * kWidth;
+  std::fill(scores + n, scores + padded, -std::numeric_limits<float>::infinity());
+  Mass mass = {highest_of(scores, padded), 0};
+  const bool ordinary = mass.ordinary();
+  const int exponent = ordinary ? mass.exponent() : 0;
+  const float less = ordinary ? 0 : mass.highest, most = mass.highest - less;
+  Floats total = {};
+  for (int j = 0; j < padded; j += kWidth) {
+    const Floats e = exp_below(min(load_as<Floats>(scores + j) - less, splat(most)), exponent);
+    std::memcpy(scores + j, &e, sizeof e);
+    total += e;
+  }
+  mass.total = sum(total);
+  return mass;
+}
+
+// scores[g][0..n), stretch by stretch what exp_scores made of them with masses[g * stretches + i], ->
+// scores[0][0..n): the mean over the group of softmax over j; or, relative, the sum over the group of
+// exp(score - the head's highest). Then norms[g] is the logarithm of what a head's scores were divided by.
+// What is behind a row's scores is overwritten.
+inline void pool_shares(float* scores, int64_t stride, int group, int n, int stretch, int stretches,
+                        const Mass* masses, bool relative, float* norms) {
   for (int g = 0; g < group; ++g) {
-    float* s = scores + g * stride;
-    std::fill(s + n, s + padded, -std::numeric_limits<float>::infinity());
-    const float highest = highest_of(s, padded);
-    Floats total = {};
-    for (int j = 0; j < padded; j += kWidth) {
-      const Floats e = exp_nonpositive(load_as<Floats>(s + j) - highest);
-      std::memcpy(s + j, &e, sizeof e);
-      total += e;
-    }
-    const float all = sum(total);
-    const float weight = relative ? 1.0f : 1.0f / (all * group);
-    norms[g] = relative ? highest : highest + std::log(all);
-    for (int j = 0; j < padded; j += kWidth) {
-      Floats p = load_as<Floats>(s + j) * weight;
-      if (g > 0) p += load_as<Floats>(scores + j);
-      std::memcpy(scores + j, &p, sizeof p);
+    const Mass* of_head = masses + int64_t(g) * stretches;
+    Mass top = of_head[0];
+    for (int i = 1; i * stretch < n; ++i)
+      if (of_head[i].highest > top.highest) top = of_head[i];
+    float total = 0;
+    for (int i = 0; i * stretch < n; ++i) total += of_head[i].total * of_head[i].relative_to(top);
+    norms[g] = relative ? top.highest : top.reference() + std::log(total);
+    const float weight = relative ? std::exp(top.reference() - top.highest) : 1 / (total * group);
+    for (int i = 0; i * stretch < n; ++i) {
+      float* first = scores + i * stretch;
+      const float* from = first + g * stride;
+      const float factor = weight * of_head[i].relative_to(top);
+      for (int j = 0; j < std::min(stretch, n - i * stretch); j += kWidth) {
+        Floats p = load_as<Floats>(from + j) * factor;
+        if (g > 0) p += load_as<Floats>(first + j);
+        std::memcpy(first + j, &p, sizeof p);
+      }
     }
   }
 }

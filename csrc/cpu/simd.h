@@ -42,7 +42,10 @@ inline To bits_as(From x) {
 }
 
 inline Floats splat(float x) { return Floats{} + x; }
-#if defined(__AVX2__) && !defined(__AVX512F__)  // one instruction for what GCC makes two of
+#if defined(__AVX512F__)  // one instruction for what GCC makes two of
+inline Floats max(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
+inline Floats min(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__)
 inline Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 #else
@@ -200,12 +203,12 @@ inline void store_rounded<BFloat16>(BFloat16* p, Floats v) {
   BFloat16::store(p, (Floats)(v == v ? rounded : bits | 0x10000u));
 }
 
-// exp(x) for x <= 0, relative error below 2e-7; 0 far below the smallest normal float.
-inline Floats exp_nonpositive(Floats x) {
-  x = max(x, splat(-87.0f));
-  const Floats scaled = x * 1.44269504f;
-  const Ints n = __builtin_convertvector(scaled - 0.5f, Ints);  // rounds to nearest: scaled <= 0
-  const Floats whole = __builtin_convertvector(n, Floats);
+// exp(x) / 2^exponent, relative error below 2e-7, for |x| < 2^20 and x < (exponent + 1) * ln 2; about
+// 2^-126 for all that is less. For another exponent it is another multiple of the same number.
+inline Floats exp_below(Floats x, int exponent) {
+  constexpr float kShift = 12582912;  // of which the low bits are zero, and the next number's 1
+  x = max(x, splat(exponent * 0.693147181f - 87.0f));
+  const Floats shifted = x * 1.44269504f + kShift, whole = shifted - kShift;
   const Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
   Floats p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
@@ -214,8 +217,11 @@ inline Floats exp_nonpositive(Floats x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  return p * (Floats)((n + 127) << 23);
+  return (Floats)((Words)p + (((Words)shifted - uint32_t(exponent)) << 23));
 }
+
+// exp(x) for x <= 0, relative error below 2e-7; 0 far below the smallest normal float.
+inline Floats exp_nonpositive(Floats x) { return exp_below(x, 0); }
 
 // So many elements, a multiple of kWidth, in floats, times a factor.
 template <class E>

@@ -3,88 +3,66 @@
 // their mass.
 //
 // A token's score is q.minimum plus the steps q[c] * (maximum[c] - minimum[c]) of the channels whose
-// bit is set. Steps are added up in 16 bits, as multiples of a unit so small that they cannot
-// overflow: keys are never unpacked, and a vector holds many tokens.
+// bit is set. Steps are added up as multiples of a unit so small that they need 16 bits, which are two
+// numbers of 8 for products of bytes: keys are never unpacked.
 //
 // Record: minimum [head_size], maximum [head_size], in the precision of the cache; bits
-// [head_size, entry_tokens], a byte for 8 tokens, the first one lowest.
+// [head_size / 32, rounded up, entry_tokens, 4]: bit k of byte (i, t, j) is that of channel
+// 32 i + 4 k + j.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "index/one_bit_steps.h"
 #include "index/tokens.h"
 
 namespace kvr {
 namespace KVR_ISA {
 
-// Sums of as many tokens.
-constexpr int kSums = 2 * kWidth;
-using Sums = int16_t __attribute__((vector_size(4 * kWidth)));
-using HalfSums = int16_t __attribute__((vector_size(2 * kWidth)));
-
-// Which of kSums tokens have a bit set.
-#if defined(__AVX512BW__)
-inline Floats to_floats(HalfSums sums) {
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32((__m256i)sums));
-}
-
-struct BitMask {
-  __mmask32 mask;
-  explicit BitMask(uint32_t bits) : mask(bits) {}
-  void add(Sums& sums, Sums step) const {
-    sums = (Sums)_mm512_mask_add_epi16((__m512i)sums, mask, (__m512i)sums, (__m512i)step);
-  }
-};
-#else
-inline Floats to_floats(HalfSums sums) { return __builtin_convertvector(sums, Floats); }
-
-struct BitMask {
-  Sums mask;
-  explicit BitMask(uint32_t bits) {
-    Sums places;
-    for (int i = 0; i < kSums; ++i) places[i] = static_cast<int16_t>(1 << i);
-    mask = ((Sums{} + static_cast<int16_t>(bits)) & places) == places;
-  }
-  void add(Sums& sums, Sums step) const { sums += step & mask; }
-};
-#endif
-
-// Of N queries of a KV head for one record: what all its tokens' scores begin with, and what the sums
-// of their steps are multiples of.
+// Of N queries of a KV head for kBlock records: what all scores of a record's tokens begin with, and
+// what the sums of their steps are multiples of. What needs one record's sums waits for them, so all
+// records go through each stage together.
 template <int N>
 struct OneBitStart {
   static constexpr float kMost = 32000;  // of the sum of all steps; rounding adds half a unit each
 
-  float start[N], unit[N];
+  Quad start[N], unit[N];  // of the records
 
-  // `whole` gets the steps, [N, head_size], as whole numbers, each in both halves of its place.
+  // Queries and their magnitudes are [N, channels] for so many `channels`, kStepChannels times a whole
+  // number, of which those from head_size on are zero. `widths` has room for as many per record, which
+  // are zero there, too; `steps` gets [kBlock, N, 2 * channels].
   template <class E>
-  void prepare(const E* lo, int d, const float* q, float* steps, int32_t* whole) {
-    Floats starts[N], norms[N];
-    KVR_UNROLL for (int h = 0; h < N; ++h) starts[h] = norms[h] = Floats{};
-    for (int c = 0; c < d; c += kWidth) {
-      const Floats least = E::load(lo + c), width = E::load(lo + d + c) - least;
-      KVR_UNROLL for (int h = 0; h < N; ++h) {
-        const Floats x = load_as<Floats>(q + h * d + c), step = x * width;
-        std::memcpy(steps + h * d + c, &step, sizeof step);
-        starts[h] += x * least;
-        norms[h] += (Floats)((Words)step & 0x7fffffffu);
-      }
-    }
-    float inverse[N];
-    KVR_UNROLL for (int h = 0; h < N; h += 2) {
-      const int other = h + 1 < N ? h + 1 : h;
-      const Quad sums = sum_four(starts[h], starts[other], norms[h], norms[other]);
-      const Quad inverses = sums > 0 ? kMost / sums : Quad{};
-      start[h] = sums[0], start[other] = sums[1];
-      unit[h] = sums[2] * (1 / kMost), unit[other] = sums[3] * (1 / kMost);
-      inverse[h] = inverses[2], inverse[other] = inverses[3];
-    }
-    constexpr float kShift = 12582912;  // of which the low bits are zero, and the next number's 1
-    KVR_UNROLL for (int h = 0; h < N; ++h)
+  void prepare(const uint8_t* const (&records)[kBlock], int d, int channels, const float* queries,
+               const float* magnitudes, float* widths, int8_t* steps) {
+    Floats starts[N][kBlock], norms[N][kBlock];
+    KVR_UNROLL for (int e = 0; e < kBlock; ++e) {
+      const E* lo = reinterpret_cast<const E*>(records[e]);
+      Floats first[N], norm[N];
+      KVR_UNROLL for (int h = 0; h < N; ++h) first[h] = norm[h] = Floats{};
       for (int c = 0; c < d; c += kWidth) {
-        const Words bits = (Words)(load_as<Floats>(steps + h * d + c) * inverse[h] + kShift);
-        const Words pair = bits << 16 | (bits & 0xffffu);
-        std::memcpy(whole + h * d + c, &pair, sizeof pair);
+        const Floats least = E::load(lo + c), width = E::load(lo + d + c) - least;
+        std::memcpy(widths + e * channels + c, &width, sizeof width);
+        KVR_UNROLL for (int h = 0; h < N; ++h) {
+          first[h] += load_as<Floats>(queries + h * channels + c) * least;
+          norm[h] += load_as<Floats>(magnitudes + h * channels + c) * width;
+        }
       }
+      KVR_UNROLL for (int h = 0; h < N; ++h) starts[h][e] = first[h], norms[h][e] = norm[h];
+    }
+    Quad inverse[N];
+    KVR_UNROLL for (int h = 0; h < N; ++h) {
+      const Quad norm = sum_four(norms[h][0], norms[h][1], norms[h][2], norms[h][3]);
+      start[h] = sum_four(starts[h][0], starts[h][1], starts[h][2], starts[h][3]);
+      inverse[h] = norm > 0 ? kMost / norm : Quad{};
+      unit[h] = norm * (1 / kMost);
+    }
+    KVR_UNROLL for (int e = 0; e < kBlock; ++e)
+      for (int c = 0; c < channels; c += kStepChannels)
+        KVR_UNROLL for (int h = 0; h < N; ++h)
+          store_steps(queries + h * channels + c, widths + e * channels + c, inverse[h][e],
+                      steps + 2 * ((e * N + h) * channels + c));
   }
 };
 
@@ -95,7 +73,7 @@ struct OneBit {
     const int64_t stride = kBlock * padded(n);
     thread_local std::vector<float> scores;
     scores.resize(t.group * stride);
-    score_blocks(t, [&](const uint8_t* const* records, int count, const float* q, float* out, int j) {
+    score_blocks(t, [&](const auto& records, int count, const float* q, float* out, int j) {
       score_tokens_of(records, count, t, q, scores.data(), padded(n), stride);
       for (int g = 0; g < t.group; ++g)
         for (int i = 0; i < count; ++i)
@@ -105,7 +83,7 @@ struct OneBit {
 
   static void score_tokens(const ScoreTask<E>& t) {
     const int n = t.index.entry_tokens;
-    score_blocks(t, [&](const uint8_t* const* records, int count, const float* q, float* out, int j) {
+    score_blocks(t, [&](const auto& records, int count, const float* q, float* out, int j) {
       score_tokens_of(records, count, t, q, out + int64_t(j) * n, n, t.stride);
     });
   }
@@ -114,25 +92,16 @@ struct OneBit {
     const int d = t.index.head_size, n = t.index.entry_tokens;
     E* lo = reinterpret_cast<E*>(t.record);
     uint8_t* bits = t.record + 2 * d * sizeof(E);
+    std::memset(bits, 0, channels_of(d) / 8 * n);
     for (int c = 0; c < d; c += kWidth) {
       Floats least, most;
-      for (int k = 0; k < kWidth; ++k, bits += n / 8) {
+      for (int k = 0; k < kWidth; ++k) {
         const float* row = t.keys + (c + k) * n;
-        Eight low = load_as<Eight>(row), high = low;
-        for (int i = 8; i < n; i += 8) {
-          const Eight x = load_as<Eight>(row + i);
-          low = x < low ? x : low;
-          high = x > high ? x : high;
-        }
-        least[k] = low[0], most[k] = high[0];
-        for (int i = 1; i < 8; ++i) {
-          least[k] = std::min<float>(least[k], low[i]);
-          most[k] = std::max<float>(most[k], high[i]);
-        }
-        for (int i = 0; i < n; i += 8) {
-          const Eight x = load_as<Eight>(row + i);
-          bits[i / 8] = bits_of(x - least[k] > most[k] - x);
-        }
+        extremes(row, n, least[k], most[k]);
+        const int channel = (c + k) % kStepChannels;
+        uint8_t* byte = bits + (c + k) / kStepChannels * n * 4 + channel % 4;
+        for (int i = 0; i < n; ++i)
+          byte[4 * i] |= (row[i] - least[k] > most[k] - row[i]) << channel / 4;
       }
       E::store(lo + c, least);
       E::store(lo + d + c, most);
@@ -141,92 +110,109 @@ struct OneBit {
 
  private:
   using Eight = float __attribute__((vector_size(32)));
-  using EightInts = int32_t __attribute__((vector_size(32)));
 
-  // The lowest bits of eight numbers.
-  static uint8_t bits_of(EightInts numbers) {
-#if defined(__AVX2__)
-    return _mm256_movemask_ps((__m256)numbers);
-#else
-    int bits = 0;
-    for (int i = 0; i < 8; ++i) bits |= (numbers[i] & 1) << i;
-    return bits;
-#endif
+  static int channels_of(int d) { return (d + kStepChannels - 1) / kStepChannels * kStepChannels; }
+
+  static void extremes(const float* row, int n, float& least, float& most) {
+    Eight low = load_as<Eight>(row), high = low;
+    for (int i = 8; i < n; i += 8) {
+      const Eight x = load_as<Eight>(row + i);
+      low = x < low ? x : low;
+      high = x > high ? x : high;
+    }
+    least = low[0], most = high[0];
+    for (int i = 1; i < 8; ++i) {
+      least = std::min<float>(least, low[i]);
+      most = std::max<float>(most, high[i]);
+    }
   }
 
-  // Calls score(records, their number, queries, out of the head, number of the first).
+  // Calls score(records, their number, queries of the head, out of the head, number of the first);
+  // behind a head's queries, [group, channels], are their magnitudes.
   template <class Score>
   static void score_blocks(const ScoreTask<E>& t, const Score& score) {
-    const float* queries = float_queries(t, t.scale);
+    const int d = t.index.head_size, channels = channels_of(d), size = t.group * channels;
+    thread_local std::vector<float> queries;
+    queries.assign(2 * t.heads * size, 0);
+    for (int i = 0; i < t.heads * t.group; ++i) {
+      float* q = queries.data() + i / t.group * 2 * size + i % t.group * channels;
+      scaled_to(q, t.query + i * d, d, t.scale);
+      for (int c = 0; c < d; ++c) q[size + c] = std::fabs(q[c]);
+    }
     by_blocks(t, t.index.record_bytes, [&](int head, int first, int last, float* out) {
-      const uint8_t* records[kBlock];
-      for (int j = first; j < last; ++j) records[j - first] = t.records.at(j, t.first_head + head);
-      score(records, last - first, queries + head * t.group * t.index.head_size, out, first);
+      const uint8_t* records[kBlock];  // the last one again where there are fewer
+      for (int e = 0; e < kBlock; ++e)
+        records[e] = t.records.at(std::min(first + e, last - 1), t.first_head + head);
+      score(records, last - first, queries.data() + 2 * head * size, out, first);
     });
   }
 
   // Scores of the tokens of some records for the query heads of a KV head, out[g * stride]; those of
   // a record are so far from the one's before.
-  static void score_tokens_of(const uint8_t* const* records, int count, const ScoreTask<E>& t,
-                              const float* q, float* out, int distance, int64_t stride) {
-    using Fn = decltype(&score_heads<1, 1>);
-    constexpr int kMost = kSums / 8;  // bytes of a mask
+  static void score_tokens_of(const uint8_t* const (&records)[kBlock], int count,
+                              const ScoreTask<E>& t, const float* q, float* out, int distance,
+                              int64_t stride) {
+    using Fn = decltype(&score_heads<1, 8>);
     static constexpr Fn kFns[][kGroupBlock] = {
-        {score_heads<1, 1>, score_heads<2, 1>, score_heads<3, 1>, score_heads<4, 1>,
-         score_heads<5, 1>, score_heads<6, 1>, score_heads<7, 1>, score_heads<8, 1>},
-        {score_heads<1, 2>, score_heads<2, 2>, score_heads<3, 2>, score_heads<4, 2>,
-         score_heads<5, 2>, score_heads<6, 2>, score_heads<7, 2>, score_heads<8, 2>},
-        {score_heads<1, 4>, score_heads<2, 4>, score_heads<3, 4>, score_heads<4, 4>,
-         score_heads<5, 4>, score_heads<6, 4>, score_heads<7, 4>, score_heads<8, 4>}};
-    const int d = t.index.head_size, n = t.index.entry_tokens;
-    const int width = __builtin_ctz(std::min(kMost, n / 8));
+        {score_heads<1, 8>, score_heads<2, 8>, score_heads<3, 8>, score_heads<4, 8>,
+         score_heads<5, 8>, score_heads<6, 8>, score_heads<7, 8>, score_heads<8, 8>},
+        {score_heads<1, 16>, score_heads<2, 16>, score_heads<3, 16>, score_heads<4, 16>,
+         score_heads<5, 16>, score_heads<6, 16>, score_heads<7, 16>, score_heads<8, 16>},
+        {score_heads<1, 32>, score_heads<2, 32>, score_heads<3, 32>, score_heads<4, 32>,
+         score_heads<5, 32>, score_heads<6, 32>, score_heads<7, 32>, score_heads<8, 32>}};
+    const int width = __builtin_ctz(std::min(32, t.index.entry_tokens) / 8);
+    const int channels = channels_of(t.index.head_size);
     for (int g = 0; g < t.group; g += kGroupBlock)
-      kFns[width][std::min(kGroupBlock, t.group - g) - 1](records, count, d, n, q + g * d,
-                                                          out + g * stride, distance, stride);
+      kFns[width][std::min(kGroupBlock, t.group - g) - 1](
+          records, count, t.index, q + g * channels, q + (t.group + g) * channels, out + g * stride,
+          distance, stride);
   }
 
-  // For N query heads, by masks of so many bytes. What needs one record's sums waits for them, so all
-  // records are prepared first.
-  template <int N, int bytes>
-  static void score_heads(const uint8_t* const* records, int count, int d, int n, const float* q,
-                          float* out, int distance, int64_t stride) {
-    thread_local std::vector<float> steps;
-    thread_local std::vector<int32_t> numbers;
-    steps.resize(kBlock * N * d);
-    numbers.resize(kBlock * N * d);
-    OneBitStart<N> starts[kBlock];
-    for (int i = 0; i < count; ++i)
-      starts[i].prepare(reinterpret_cast<const E*>(records[i]), d, q, steps.data() + i * N * d,
-                        numbers.data() + i * N * d);
-    for (int i = 0; i < count; ++i)
-      add_up<N, bytes>(records[i] + 2 * d * sizeof(E), starts[i], numbers.data() + i * N * d, d, n,
-                       out + i * distance, stride);
+  // For N query heads, of entries of so many tokens or a multiple.
+  template <int N, int tokens>
+  static void score_heads(const uint8_t* const (&records)[kBlock], int count, const Index& index,
+                          const float* q, const float* magnitudes, float* out, int distance,
+                          int64_t stride) {
+    const int d = index.head_size, n = index.entry_tokens, channels = channels_of(d);
+    thread_local std::vector<float> widths;
+    thread_local std::vector<int8_t> steps;
+    widths.assign(kBlock * channels, 0);
+    steps.resize(kBlock * N * 2 * channels);
+    OneBitStart<N> starts;
+    starts.template prepare<E>(records, d, channels, q, magnitudes, widths.data(), steps.data());
+    constexpr int kTokens = std::min(tokens, (4 * N <= kAccumulators ? 2 : 1) * kWidth);
+    for (int e = 0; e < count; ++e)
+      for (int token = 0; token < n; token += kTokens)
+        add_up<N, kTokens>(records[e] + 2 * d * sizeof(E) + 4 * token, starts, e,
+                           steps.data() + e * N * 2 * channels, channels, n,
+                           out + e * distance + token, stride);
   }
 
-  // The steps of a record's tokens.
-  template <int N, int bytes>
-  static void add_up(const uint8_t* bits, const OneBitStart<N>& start, const int32_t* whole, int d,
-                     int n, float* out, int64_t stride) {
-    constexpr int kTokens = std::min(8 * bytes, kSums);
-    for (int i = 0; i < n; i += kTokens) {
-      const uint8_t* row = bits + i / 8;
-      Sums sums[N] = {};
-      for (int c = 0; c < d; ++c, row += n / 8) {
-        uint32_t word = 0;
-        std::memcpy(&word, row, kTokens / 8);
-        const BitMask mask(word);
-        KVR_UNROLL for (int h = 0; h < N; ++h) mask.add(sums[h], (Sums)(Ints{} + whole[h * d + c]));
-      }
-      KVR_UNROLL for (int h = 0; h < N; ++h) {
-        float* to = out + h * stride + i;
-        HalfSums halves[2];
-        std::memcpy(halves, &sums[h], sizeof halves);
-        KVR_UNROLL for (int k = 0; k * kWidth < kTokens; ++k) {
-          const Floats score = to_floats(halves[k]) * start.unit[h] + start.start[h];
-          std::memcpy(to + k * kWidth, &score, std::min(kWidth, kTokens) * sizeof(float));
+  // The scores of so many of a record's n tokens.
+  template <int N, int tokens>
+  static void add_up(const uint8_t* row, const OneBitStart<N>& starts, int e, const int8_t* steps,
+                     int channels, int n, float* out, int64_t stride) {
+    constexpr int kVectors = std::max(1, tokens / kWidth), kEach = std::min(tokens, kWidth);
+    StepSums sums[N][kVectors];
+    for (int c = 0; c < channels; c += kStepChannels, row += 4 * n) {
+      Words bits[kVectors] = {};
+      KVR_UNROLL for (int v = 0; v < kVectors; ++v)
+        std::memcpy(&bits[v], row + 4 * kWidth * v, 4 * kEach);
+      KVR_UNROLL for (int k = 0; k < 8; ++k) {
+        Words set[kVectors];  // of four channels
+        KVR_UNROLL for (int v = 0; v < kVectors; ++v) set[v] = bits[v] >> k & 0x01010101u;
+        KVR_UNROLL for (int h = 0; h < N; ++h) {
+          const StepWords words(steps + 2 * (h * channels + c), k);
+          KVR_UNROLL for (int v = 0; v < kVectors; ++v) sums[h][v].add(set[v], words);
         }
       }
     }
+    KVR_UNROLL for (int h = 0; h < N; ++h)
+      KVR_UNROLL for (int v = 0; v < kVectors; ++v) {
+        const Floats total = __builtin_convertvector(sums[h][v].total(), Floats);
+        const Floats score = total * starts.unit[h][e] + starts.start[h][e];
+        std::memcpy(out + h * stride + v * kWidth, &score, kEach * sizeof(float));
+      }
   }
 };
 

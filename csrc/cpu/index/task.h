@@ -22,7 +22,7 @@ namespace KVR_ISA {
 constexpr int kGroupBlock = 8;      // query heads scored together
 constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // of scores, that registers have room for
 constexpr int kBlock = 4;           // entries scored per KV head, before the next head's
-constexpr int kAhead = 8;           // entries to fetch ahead
+constexpr int kAhead = 8;           // entries to fetch ahead; a multiple
 
 // The records of a request's context, in its order; those of all KV heads lie side by side.
 struct Records {
@@ -66,14 +66,15 @@ struct BuildTask {
 // latency.
 template <class E, class Score>
 inline void by_blocks(const ScoreTask<E>& t, int head_bytes, const Score& score) {
-  for (int first = t.begin; first < t.end; first += kBlock) {
-    const int last = std::min(first + kBlock, t.end);
+  for (int first = t.begin - kAhead; first < t.end; first += kBlock) {
     for (int head = 0; head < t.heads; ++head) {
-      for (int next = first + kAhead; next < std::min(last + kAhead, t.end); ++next) {
-        const char* ahead = reinterpret_cast<const char*>(t.records.at(next, t.first_head + head));
+      const int next = first + kAhead;
+      for (int j = next; j < std::min(next + kBlock, t.end); ++j) {
+        const char* ahead = reinterpret_cast<const char*>(t.records.at(j, t.first_head + head));
         for (int b = 0; b < head_bytes; b += 64) __builtin_prefetch(ahead + b, 0, 2);
       }
-      score(head, first, last, t.out + head * t.unit_stride);
+      if (first < t.begin) continue;
+      score(head, first, std::min(first + kBlock, t.end), t.out + head * t.unit_stride);
     }
   }
 }

@@ -8,7 +8,12 @@ import torch
 from vllm_kvretrieval.retrieval.index.base import Field, Index
 
 MOST = 32000
-"""Multiples of a unit that a query's steps come to in all: their sums are kept in 16 bits."""
+"""Multiples of a unit that a query's steps come to in all: each of them fits in 16 bits."""
+
+BYTES, BLOCK = 4, 32
+"""Bytes per token and block of channels: bit k of byte j is that of channel 4 k + j of the block."""
+
+_PLACES = 1 << torch.arange(8, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,8 @@ class OneBit(Index):
     Steps are rounded to multiples of a unit, so small a part of their sum that the error of a score
     is about a thousandth of what scores within an entry vary by.
 
-    Bytes: 2 elements of the cache per channel and entry, and a bit per channel and token.
+    Bytes: 2 elements of the cache per channel and entry, and a bit per channel and token, of 32
+    channels at a time.
     """
 
     name: ClassVar[str] = "one_bit"
@@ -33,17 +39,17 @@ class OneBit(Index):
         return (
             Field("minimum", None, (head_size,)),
             Field("maximum", None, (head_size,)),
-            Field("bits", torch.uint8, (head_size, entry_tokens // 8)),
+            Field("bits", torch.uint8, (-(-head_size // BLOCK), entry_tokens, BYTES)),
         )
 
     def build(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         """See :meth:`Index.build`."""
         minimum, maximum = keys.amin(1), keys.amax(1)
         upper = keys - minimum[:, None] > maximum[:, None] - keys
-        eights = upper.transpose(1, 2).unflatten(2, (-1, 8))
-        places = 1 << torch.arange(8, dtype=torch.uint8)
-        bits = (eights * places).sum(-1, dtype=torch.uint8)
-        return {"minimum": minimum, "maximum": maximum, "bits": bits}
+        missing = -keys.shape[2] % BLOCK
+        blocks = torch.nn.functional.pad(upper, (0, missing)).unflatten(2, (-1, 8, BYTES))
+        bits = (blocks * _PLACES[:, None]).sum(-2, dtype=torch.uint8)
+        return {"minimum": minimum, "maximum": maximum, "bits": bits.transpose(1, 2)}
 
     def score(
         self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
@@ -56,10 +62,10 @@ class OneBit(Index):
     ) -> torch.Tensor:
         """See :meth:`Index.score_tokens`."""
         minimum, maximum = record["minimum"].float(), record["maximum"].float()
-        places = 1 << torch.arange(8, dtype=torch.uint8)
-        upper = ((record["bits"][..., None] & places) != 0).flatten(2).float()
+        blocks = (record["bits"].transpose(1, 2)[..., None, :] & _PLACES[:, None]) != 0
+        upper = blocks.flatten(2)[..., : query.shape[-1]].float()
         query = query * scale
         steps = query[:, None] * (maximum - minimum)
         unit = steps.abs().sum(-1, keepdim=True) / MOST
         whole = (steps / unit.clamp(min=torch.finfo(torch.float32).tiny)).round()
-        return torch.einsum("gnd,ndt->gnt", whole, upper) * unit + (query @ minimum.T)[..., None]
+        return torch.einsum("gnd,ntd->gnt", whole, upper) * unit + (query @ minimum.T)[..., None]

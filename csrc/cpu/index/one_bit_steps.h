@@ -1,0 +1,105 @@
+// What a one-bit index adds up (one_bit.h): steps in 16 bits, as a higher and a lower signed byte, and
+// their sums over tokens whose bits are bytes of 0 and 1.
+#pragma once
+
+#include "index/task.h"
+
+namespace kvr {
+namespace KVR_ISA {
+
+constexpr int kStepChannels = 32;  // whose steps are stored together
+
+// queries * widths * factor, whole numbers below 2^15, for kStepChannels channels. Each word of what is
+// stored holds the higher or the lower bytes of four channels; StepWords knows which.
+inline void store_steps(const float* queries, const float* widths, float factor, int8_t* to) {
+#if defined(__AVX512F__)
+  const auto numbers = [&](int c) {
+    return _mm512_cvtps_epi32(
+        (__m512)(load_as<Floats>(queries + c) * load_as<Floats>(widths + c) * factor));
+  };
+  const __m512i x = _mm512_packs_epi32(numbers(0), numbers(16));
+  const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(x, _mm512_set1_epi16(128)), 8);
+  const __m512i low = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8);
+  const __m512i bytes = _mm512_packs_epi16(high, low);
+  std::memcpy(to, &bytes, sizeof bytes);
+#elif defined(__AVX2__)
+  const auto numbers = [&](int c) {
+    const auto number = [&](int i) {
+      return _mm256_cvtps_epi32(
+          (__m256)(load_as<Floats>(queries + i) * load_as<Floats>(widths + i) * factor));
+    };
+    return _mm256_packs_epi32(number(c), number(c + 8));
+  };
+  const __m256i x = numbers(0), y = numbers(16), half = _mm256_set1_epi16(128);
+  const auto high = [&](__m256i x) { return _mm256_srai_epi16(_mm256_add_epi16(x, half), 8); };
+  const auto low = [](__m256i x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); };
+  const __m256i bytes[2] = {_mm256_packs_epi16(high(x), high(y)), _mm256_packs_epi16(low(x), low(y))};
+  std::memcpy(to, bytes, sizeof bytes);
+#else
+  for (int c = 0; c < kStepChannels; ++c) {
+    const int number = __builtin_lrintf(queries[c] * widths[c] * factor);
+    to[c] = (number + 128) >> 8;
+    to[kStepChannels + c] = number & 255;
+  }
+#endif
+}
+
+// The steps of channels 4 k to 4 k + 3 of those stored.
+struct StepWords {
+  int32_t high, low;
+  StepWords(const int8_t* steps, int k) {
+#if defined(__AVX512F__)
+    const int first = k < 4 ? 4 * k : 4 * k - 15, second = first + 2;
+#elif defined(__AVX2__)
+    const int first = k % 2 * 4 + k / 2, second = first + 8;
+#else
+    const int first = k, second = first + 8;
+#endif
+    high = load_as<int32_t>(steps + 4 * first);
+    low = load_as<int32_t>(steps + 4 * second);
+  }
+};
+
+// Sums of steps, of kWidth tokens.
+class StepSums {
+ public:
+  // `set` has a word per token, a byte of 0 or 1 for each of four channels.
+  void add(Words set, StepWords steps) {
+#if defined(__AVX512F__)
+    high_ = _mm512_dpbusd_epi32(high_, (__m512i)set, _mm512_set1_epi32(steps.high));
+    low_ = _mm512_dpbusd_epi32(low_, (__m512i)set, _mm512_set1_epi32(steps.low));
+#elif defined(__AVX2__)  // bytes of a head of 256 channels come to 16384 at most
+    high_ = _mm256_add_epi16(
+        high_, _mm256_maddubs_epi16((__m256i)set, _mm256_set1_epi32(steps.high)));
+    low_ = _mm256_add_epi16(low_, _mm256_maddubs_epi16((__m256i)set, _mm256_set1_epi32(steps.low)));
+#else
+    for (int j = 0; j < 4; ++j, set >>= 8, steps.high >>= 8, steps.low >>= 8) {
+      const int step = static_cast<int8_t>(steps.high) * 256 + static_cast<int8_t>(steps.low);
+      sum_ += -(Ints)(set & 1u) & step;
+    }
+#endif
+  }
+
+  Ints total() const {
+#if defined(__AVX512F__)
+    return ((Ints)high_ << 8) + (Ints)low_;
+#elif defined(__AVX2__)
+    const __m256i one = _mm256_set1_epi16(1);
+    return ((Ints)_mm256_madd_epi16(high_, one) << 8) + (Ints)_mm256_madd_epi16(low_, one);
+#else
+    return sum_;
+#endif
+  }
+
+ private:
+#if defined(__AVX512F__)
+  __m512i high_ = _mm512_setzero_si512(), low_ = high_;
+#elif defined(__AVX2__)
+  __m256i high_ = _mm256_setzero_si256(), low_ = high_;
+#else
+  Ints sum_ = {};
+#endif
+};
+
+}  // namespace KVR_ISA
+}  // namespace kvr
