@@ -6,6 +6,7 @@ vLLM's own for the CPU (streams, events, pinned memory), and attention to whole 
 """
 
 import os
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -15,15 +16,16 @@ from tests import interpreter
 def start() -> ProcessPoolExecutor:
     """The process; functions of this module can be submitted to it."""
     pool = interpreter.start()
-    pool.submit(_prepare).result()
+    pool.submit(prepare).result()
     return pool
 
 
-def _prepare():
-    """Before vLLM is imported."""
+def prepare():
+    """Before a process imports vLLM, in its environment's interpreter of Triton."""
     os.environ |= {
         "TORCHDYNAMO_DISABLE": "1",  # its compiler takes the stub below for a GPU
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # kernels are Python; the rest is small
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "DEBUG"),
     }
     from triton.backends import Backend, backends
@@ -58,7 +60,16 @@ def open_engine(model, options):
         "distributed_executor_backend": "uni",
         "disable_log_stats": True,
     }
+    if {"tensor_parallel_size", "pipeline_parallel_size"} & options.keys():
+        from tests.device_executor import DeviceExecutor
+
+        defaults["distributed_executor_backend"] = DeviceExecutor
     _engine = LLM(model=model, **defaults | options)
+
+
+def close_engine():
+    """Stop its workers."""
+    _engine.llm_engine.engine_core.shutdown()
 
 
 def drive(requests):
@@ -82,6 +93,26 @@ def describe():
     }
 
 
+def describe_workers():
+    """What each worker of the engine has, and has done."""
+    return _engine.collective_rpc(_describe_worker)
+
+
+def _describe_worker(worker):
+    runner = worker.model_runner
+    impls, tiers = runner.retrieval_layers.impls, worker.tiers
+    caches = [layer.kv_cache for layer in runner.compilation_config.static_forward_context.values()]
+    return {
+        "retrieving": sorted(impls),
+        "kv_heads": {impl.num_kv_heads for impl in impls.values()},
+        "blocks": {len(cache) // (worker.cache_config.block_size // 16) for cache in caches},
+        "pages": {store.pages for store in runner.retrieval_layers.stores},
+        "planned": None if tiers is None else tiers.blocks,
+        "slots": 0 if tiers is None else tiers.capacity,
+        "replays": sum(graph.count for graph in runner.cudagraph_manager.graphs.values()),
+    }
+
+
 def replay(wanted):
     """Whether steps that have a graph are replays of it, from now on."""
     _runner().cudagraph_manager.replays = wanted
@@ -89,7 +120,10 @@ def replay(wanted):
 
 def replays_by_rows():
     """How many steps have been replays, by the rows of their graphs."""
-    return {d.num_reqs: graph.count for d, graph in _runner().cudagraph_manager.graphs.items()}
+    counts: Counter[int] = Counter()
+    for descriptor, graph in _runner().cudagraph_manager.graphs.items():
+        counts[descriptor.num_reqs] += graph.count  # of some rows there is one for adapters, too
+    return dict(counts)
 
 
 def _runner():

@@ -5,6 +5,8 @@ One engine for the whole module, with a cache too small for three long requests;
 bfloat16. Its steps of single tokens are replays of graphs, or eager.
 """
 
+from typing import Any
+
 import pytest
 
 from tests import device_engine
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.engine
 PAGE, BLOCK, BUDGET = 16, 32, 96
 CHUNK = 128  # tokens per step
 STOCK = {"dtype": "float16", "max_model_len": 512, "max_num_seqs": 4, "skip_tokenizer_init": True}
-RETRIEVAL = {
+RETRIEVAL: dict[str, Any] = {
     "attention_backend": "freekv",
     "additional_config": {
         "kv_retrieval": {

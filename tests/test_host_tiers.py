@@ -86,3 +86,12 @@ def test_a_model_of_short_contexts():
     """Staging takes a step's tokens, were they one request's."""
     small = dataclasses.replace(LLAMA, max_model_len=4096, dense_layers=0)
     assert plan(small).staging == 2 * 8192 // 32 * LLAMA.block_bytes
+
+
+def test_fewer_blocks_where_another_worker_has_less_room():
+    """What grows with them shrinks; all else is as planned."""
+    whole = plan()
+    assert whole.of(whole.blocks) == whole
+    fewer = whole.of(3 * 4096)
+    given = plan(blocks=3 * 4096)
+    assert fewer == dataclasses.replace(given, capacity=whole.capacity, slots=whole.slots)

@@ -26,7 +26,7 @@ class FarTier:
         side: Runs what is beside the model.
         staging: Of prompts.
         layers: How many there will be.
-        seats, rows: Most requests that run at once, and rows of a step.
+        seats: Most requests that run at once, and rows of a step.
         kv_heads: Of a layer.
         capacity: Slots of a KV head of a seat.
         width: Most pages that a KV head attends to.
@@ -41,7 +41,6 @@ class FarTier:
         *,
         layers: int,
         seats: int,
-        rows: int,
         kv_heads: int,
         capacity: int,
         width: int,
@@ -52,7 +51,7 @@ class FarTier:
         self.far: list[FarLayer] = []
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self.traffic = torch.zeros(seats, len(Traffic), dtype=torch.int64, device=device)
-        lists = rows * kv_heads
+        lists = seats * kv_heads
         self.slot_lists, self.ahead = torch.zeros(2, lists, width, dtype=torch.int32, device=device)
         self._units = torch.zeros(4, lists * width, dtype=torch.int32, device=device)
         self._counts = torch.zeros(layers, 2, dtype=torch.int32, device=device)

@@ -42,7 +42,6 @@ class RetrievalMetadata(AttentionMetadata):
             are empty; None where no layer of the group retrieves, or no row leads.
         lead: How many rows that is: all, or where contexts are staged, those before the staged
             ones, which have one token each.
-        tokens: Of these rows; None: all.
         rows: Which rows these are, on the device.
         sparse: Whether there may be any. Said for steps that are no replay of a graph.
     """
@@ -50,9 +49,14 @@ class RetrievalMetadata(AttentionMetadata):
     whole: Any
     rest: Any = None
     lead: int = 0
-    tokens: int | None = None
     rows: DeviceRows | None = None
     sparse: bool = False
+
+    @property
+    def tokens(self) -> int | None:
+        """Of the rows that lead; None: all."""
+        assert self.rows is not None
+        return None if self.lead == len(self.rows) else self.lead
 
 
 class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
@@ -137,7 +141,6 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
             build_whole(common_attn_metadata=common, **options),
             build_rest(common_attn_metadata=masked, **options) if lead else None,
             lead,
-            None if lead == common.num_reqs else lead,
             rows,
             captured or self._may_be_sparse(common, seats, prefilling),
         )

@@ -161,7 +161,6 @@ def make_tier(
         Staging(ops, side, buffers, builder.make_dense),
         layers=len(homes),
         seats=seats,
-        rows=seats,
         kv_heads=kv_heads,
         capacity=tiers.capacity,
         width=config.budget_limit // config.page_size,

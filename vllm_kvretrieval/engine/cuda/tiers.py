@@ -1,6 +1,6 @@
 """How much of the KV cache goes where, when its home is host memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm.utils.mem_utils import format_gib
 
@@ -43,6 +43,15 @@ class HostTiers:
     def device(self) -> int:
         """Device memory that all of it takes."""
         return self.dense + self.index + self.staging + self.slots
+
+    def of(self, blocks: int) -> "HostTiers":
+        """The same with fewer blocks, as workers have where another has less room."""
+        growing = {name: getattr(self, name) for name in ("home", "dense", "index")}
+        return replace(
+            self,
+            blocks=blocks,
+            **{name: size // self.blocks * blocks for name, size in growing.items()},
+        )
 
     @classmethod
     def plan(

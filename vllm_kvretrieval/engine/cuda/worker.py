@@ -77,6 +77,8 @@ class RetrievalGPUWorker(Worker):
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """See ``Worker.initialize_from_config``; says what retrieval will do."""
+        if self.tiers is not None:
+            self.tiers = self.model_runner.tiers = self.tiers.of(kv_cache_config.num_blocks)
         super().initialize_from_config(kv_cache_config)
         kept = self.model_runner.retrieval_layers
         layers = len(self.get_kv_cache_spec())

@@ -1,4 +1,4 @@
-"""The best of some scores, without sorting them."""
+"""The highest of some keys, and the best of some scores, without sorting them."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,18 @@ _LEAST = tl.constexpr(-0x7FFFFFFF)
 
 
 @triton.jit
-def _limit(keys, count, low, high):
-    """The largest key that so many reach or exceed; ``low`` is such a key, ``high`` is not."""
+def find_highest(keys, count, low, high):
+    """Find the highest of some keys; of equal ones the earlier.
+
+    Args:
+        keys: int32 [n].
+        count: How many to find.
+        low: int32; a key that so many reach or exceed.
+        high: int32; one that fewer do.
+
+    Returns:
+        bool [n].
+    """
     while low + 1 < high:
         middle = (low & high) + ((low ^ high) >> 1)
         reaching = tl.sum((keys >= middle).to(tl.int32), 0)
@@ -19,7 +29,10 @@ def _limit(keys, count, low, high):
                 high = low + 1
         else:
             high = middle
-    return low
+    above = keys > low
+    equal = keys == low
+    still = count - tl.sum(above.to(tl.int32), 0)
+    return above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= still))
 
 
 @triton.jit
@@ -40,9 +53,5 @@ def find_best(scores, candidate, count):
     count = tl.minimum(count, tl.sum(candidate.to(tl.int32), 0))
     highest = tl.max(keys, 0)
     lowest = tl.min(tl.where(candidate, keys, highest), 0)
-    limit = _limit(keys, count, lowest, highest + 1)
-    above = candidate & (keys > limit)
-    equal = candidate & (keys == limit)
-    still = count - tl.sum(above.to(tl.int32), 0)
-    best = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= still))
+    best = find_highest(keys, count, lowest, highest + 1)
     return best, tl.cumsum(best.to(tl.int32), 0) - 1

@@ -7,6 +7,7 @@ import triton.language as tl
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.slots import Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.checks import check_list
+from vllm_kvretrieval.kernels.triton.ranking import find_highest
 from vllm_kvretrieval.kernels.types import Selection
 
 MOST_SLOTS = 4096
@@ -21,23 +22,6 @@ _LOOKED_UP = tl.constexpr(int(Traffic.LOOKED_UP))
 _MISSED = tl.constexpr(int(Traffic.MISSED))
 _AHEAD = tl.constexpr(int(Traffic.AHEAD))
 _HELD = tl.constexpr(int(Traffic.HELD))
-
-
-@triton.jit
-def _oldest(age, wanted):
-    """The largest age that so many entries reach or exceed."""
-    low = 0
-    high = tl.max(age, 0) + 1
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        reaching = tl.sum((age >= middle).to(tl.int32), 0)
-        if reaching >= wanted:
-            low = middle
-            if reaching == wanted:
-                high = middle + 1
-        else:
-            high = middle
-    return low
 
 
 @triton.jit
@@ -130,11 +114,7 @@ def _resolve_kernel(
     if missing > 0:
         rank = tl.cumsum(miss.to(tl.int32), 0) - 1
         miss = miss & (rank < missing)
-        limit = _oldest(age, missing)
-        older = age > limit
-        equal = age == limit
-        still = missing - tl.sum(older.to(tl.int32), 0)
-        victim = older | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= still))
+        victim = find_highest(age, missing, tl.zeros([], tl.int32), tl.max(age, 0) + 1)
         first = tl.atomic_add(recall_count, missing)
         to = targets + first
         tl.store(to + tl.cumsum(victim.to(tl.int32), 0) - 1, slot, mask=victim)

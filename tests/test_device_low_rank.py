@@ -1,0 +1,39 @@
+"""``kvretrieval`` in a GPU's engine, emulated: its own index, whose records take the interpreter
+long, so its requests are few; see ``tests/device_engine.py`` and ``device_specification.py``."""
+
+import pytest
+
+from tests import device_engine, device_specification
+from tests.engine import Request, difference, random_llama
+from tests.test_device_engine import BLOCK, CHUNK, GRAPHS, PAGE, STOCK, TOLERANCE, Served, prompt
+
+pytestmark = pytest.mark.engine
+
+BUDGET = 80
+
+
+def test_selections_are_by_records_of_keys(tmp_path):
+    """In every step, replays of graphs among them; and records are as good as the best."""
+    options = {"page_size": PAGE, "sink": PAGE, "window": 2 * PAGE, "budget": BUDGET}
+    with device_engine.start() as pool:
+        pool.submit(device_specification.install).result()
+        served = Served(pool)
+        served.open_engine(
+            random_llama(tmp_path / "model", layers=2, kv_heads=2),
+            {
+                **STOCK,
+                "attention_backend": "kvretrieval",
+                "additional_config": {"kv_retrieval": options},
+                "block_size": BLOCK,
+                "max_num_batched_tokens": CHUNK,
+                "num_gpu_blocks_override": 18,
+                "compilation_config": GRAPHS,
+            },
+        )
+        sparse, exact = (Request(prompt(140, 3), 6, o) for o in ({}, {"exact": True}))
+        answer, other = served.drive([sparse])[0], served.drive([exact])[0]
+        assert difference(answer, other) > 10 * TOLERANCE
+        assert served.replays() > 8
+        selections, ours, theirs = pool.submit(device_specification.seen).result()
+        assert selections == sparse.tokens - 1
+        assert ours < 1.5 * theirs, "keys of random weights have no few directions"
