@@ -92,19 +92,24 @@ struct OneBit {
     const int d = t.index.head_size, n = t.index.entry_tokens;
     E* lo = reinterpret_cast<E*>(t.record);
     uint8_t* bits = t.record + 2 * d * sizeof(E);
-    std::memset(bits, 0, channels_of(d) / 8 * n);
-    for (int c = 0; c < d; c += kWidth) {
-      Floats least, most;
-      for (int k = 0; k < kWidth; ++k) {
-        const float* row = t.keys + (c + k) * n;
-        extremes(row, n, least[k], most[k]);
-        const int channel = (c + k) % kStepChannels;
-        uint8_t* byte = bits + (c + k) / kStepChannels * n * 4 + channel % 4;
-        for (int i = 0; i < n; ++i)
-          byte[4 * i] |= (row[i] - least[k] > most[k] - row[i]) << channel / 4;
+    thread_local std::vector<uint8_t> planes;  // [4, tokens]
+    for (int block = 0; block < d; block += kStepChannels, bits += 4 * n) {
+      planes.assign(4 * n, 0);
+      for (int c = block; c < std::min(block + kStepChannels, d); c += kWidth) {
+        Floats least, most;
+        for (int k = 0; k < kWidth; ++k) {
+          const float* row = t.keys + (c + k) * n;
+          extremes(row, n, least[k], most[k]);
+          const float low = least[k], high = most[k];
+          const int place = (c - block + k) / 4;
+          uint8_t* plane = planes.data() + k % 4 * n;
+          for (int i = 0; i < n; ++i) plane[i] |= (row[i] - low > high - row[i]) << place;
+        }
+        E::store(lo + c, least);
+        E::store(lo + d + c, most);
       }
-      E::store(lo + c, least);
-      E::store(lo + d + c, most);
+      for (int i = 0; i < n; ++i)
+        for (int j = 0; j < 4; ++j) bits[4 * i + j] = planes[j * n + i];
     }
   }
 
