@@ -177,6 +177,8 @@ class Attending {
     std::fill_n(parts, group, Partial{-std::numeric_limits<float>::infinity(), 0});
     const int32_t* list = a_.entries + unit * a_.entries_stride;
     Tile tile(a_, list, first, std::min(kTile, last - first));
+    if constexpr (Tile::kLayout == KeyLayout::kRows)
+      for (int t = 0; t < tile.count; ++t) fetch(tile.keys[t], 2 * d);
     for (int at = first; at < last; at += kTile) {
       const Tile next(a_, list, at + kTile, std::clamp(last - at - kTile, 0, kTile));
       for (int g = 0; g < group; g += kHeadBlock)
