@@ -29,7 +29,7 @@ void encode_units(const UnitCoding&);          // codec.cpp
 void decode_units(const UnitCoding&);
 
 constexpr int kChunk = 128;         // entries per scoring task; a multiple of kWidth
-constexpr int kTokenChunk = 64;     // the same where their tokens are scored
+constexpr int kTokenChunk = 32;     // the same at least where their tokens are scored, and few
 constexpr int kSerialScores = 64;   // work below which waking the other threads costs more
 
 // Mean over the group of cos(q, previous q) (FreeKV, section 3.3).
@@ -57,16 +57,20 @@ struct Planner {
   const Index& index;
   const DecodePlan& plan;
   const ScoreFn<E> score_fn;
-  const int chunk;                   // entries per scoring task
   const int per_entry;               // scores
   const int parts;                   // scores per unit of selection
+  int most = 0;                      // entries of a row that are scored
+  int chunk = kChunk;                // entries per scoring task
 
   explicit Planner(const DecodePlan& p)
       : rows(p.rows), chooser(p.chooser), index(p.chooser.index), plan(p),
         score_fn(rows.per_token ? token_score_fn_of<E>(index.kind) : score_fn_of<E>(index.kind)),
-        chunk(rows.per_token ? kTokenChunk : kChunk),
         per_entry(rows.per_token ? index.entry_tokens : 1),
-        parts(rows.per_token ? 1 : index.parts()) {}
+        parts(rows.per_token ? 1 : index.parts()) {
+    for (int r = 0; r < rows.rows; ++r)
+      if (rows.select[r] > 0 && !rows.kept) most = std::max(most, entries(r));
+    while (rows.per_token && chunk > kTokenChunk && most < 2 * chunk * omp_get_max_threads()) chunk /= 2;
+  }
 
   int group_elements() const { return chooser.group * index.head_size; }
   int units(int row) const { return rows.units(row, index.page_size); }
@@ -235,14 +239,12 @@ static void plan_decode_of(const DecodePlan& p) {
   const Planner<E> planner(p);
   const DecodeRows& rows = p.rows;
   const int heads = p.chooser.index.kv_heads;
-  int most = 0;  // entries of a row
-  for (int r = 0; r < rows.rows; ++r)
-    if (rows.select[r] > 0 && !rows.kept) most = std::max(most, planner.entries(r));
   // Scores of a wave of rows at a time: the scratch stays bounded however large the batch, and all
   // threads share the scoring of a single long request. A task scores a stretch of the index for all
   // KV heads, whose entries lie side by side.
   const int wave = std::min<int>(rows.rows, (4 * omp_get_max_threads() + heads - 1) / heads);
-  const int chunk = planner.chunk, chunks = (most + chunk - 1) / chunk, group = p.chooser.group;
+  const int most = planner.most, chunk = planner.chunk, group = p.chooser.group;
+  const int chunks = (most + chunk - 1) / chunk;
   const int64_t stride = int64_t(chunks) * chunk * planner.per_entry;
   const int64_t unit_stride = group * stride;
   // Engines in one process may step at the same time.
