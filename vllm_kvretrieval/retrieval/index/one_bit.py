@@ -11,7 +11,7 @@ MOST = 32000
 """Multiples of a unit that a query's steps come to in all: each of them fits in 16 bits."""
 
 BYTES, BLOCK = 4, 32
-"""Bytes per token, and the channels that they are of: bit k of byte j is that of channel 4 k + j."""
+"""Bytes per token and block of channels; bit k of byte j is that of its channel 4 k + j."""
 
 _PLACES = 1 << torch.arange(8, dtype=torch.uint8)
 
