@@ -1,7 +1,6 @@
 """Checkpoints, engines and texts for tests."""
 
 import gc
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
@@ -49,24 +47,6 @@ def random_llama(path: Path, layers: int, kv_heads: int) -> str:
     )
     LlamaForCausalLM(config).save_pretrained(path)
     return str(path)
-
-
-def random_lora(model: str, path: Path, number: int) -> LoRARequest:
-    """A LoRA adapter for the attention of a model of :func:`random_llama`, saved at ``path``."""
-    rank, projections = 8, ("q_proj", "k_proj", "v_proj", "o_proj")
-    generator = torch.Generator().manual_seed(number)
-    weights = {}
-    for name, weight in load_file(Path(model) / "model.safetensors").items():
-        if any(projection in name for projection in projections):
-            outputs, inputs = weight.shape
-            for part, shape in ("lora_A", (rank, inputs)), ("lora_B", (outputs, rank)):
-                adapted = f"base_model.model.{name.removesuffix('weight')}{part}.weight"
-                weights[adapted] = 0.1 * torch.randn(shape, generator=generator)
-    path.mkdir()
-    save_file(weights, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": projections}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return LoRARequest(path.name, number, str(path))
 
 
 def processes() -> list[psutil.Process]:

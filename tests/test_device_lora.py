@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from tests import device_engine
-from tests.engine import Request, assert_same, by, difference, drive, engine, random_lora
+from tests.adapters import random_lora
+from tests.engine import Request, assert_same, by, difference, drive, engine
 from tests.test_device_engine import (
     BLOCK,
     CHUNK,

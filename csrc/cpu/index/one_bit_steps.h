@@ -68,7 +68,7 @@ class StepSums {
 #if defined(__AVX512F__)
     high_ = _mm512_dpbusd_epi32(high_, (__m512i)set, _mm512_set1_epi32(steps.high));
     low_ = _mm512_dpbusd_epi32(low_, (__m512i)set, _mm512_set1_epi32(steps.low));
-#elif defined(__AVX2__)  // bytes of a head of 256 channels come to 16384 at most
+#elif defined(__AVX2__)  // bytes are no larger than their steps, which come to kMost in all
     high_ = _mm256_add_epi16(
         high_, _mm256_maddubs_epi16((__m256i)set, _mm256_set1_epi32(steps.high)));
     low_ = _mm256_add_epi16(low_, _mm256_maddubs_epi16((__m256i)set, _mm256_set1_epi32(steps.low)));
