@@ -1,5 +1,5 @@
-// What a one-bit index adds up (one_bit.h): steps in 16 bits, as a higher and a lower signed byte, and
-// their sums over tokens whose bits are bytes of 0 and 1.
+// What a one-bit index adds up (one_bit.h): steps in 16 bits, as a higher and a lower signed byte where
+// there are products of bytes, and their sums over tokens whose bits are bytes of 0 and 1.
 #pragma once
 
 #include "index/task.h"
@@ -10,7 +10,7 @@ namespace KVR_ISA {
 constexpr int kStepChannels = 32;  // whose steps are stored together
 
 // queries * widths * factor, whole numbers below 2^15, for kStepChannels channels. Each word of what is
-// stored holds the higher or the lower bytes of four channels; StepWords knows which.
+// stored holds the higher or the lower bytes of four channels, or whole steps of two; StepWords knows which.
 inline void store_steps(const float* queries, const float* widths, float factor, int8_t* to) {
 #if defined(__AVX512F__)
   const auto numbers = [&](int c) {
@@ -36,10 +36,12 @@ inline void store_steps(const float* queries, const float* widths, float factor,
   const __m256i bytes[2] = {_mm256_packs_epi16(high(x), high(y)), _mm256_packs_epi16(low(x), low(y))};
   std::memcpy(to, bytes, sizeof bytes);
 #else
+  constexpr float kShift = 12582912;  // of which the low bits are zero, and the next number's 1
   for (int c = 0; c < kStepChannels; ++c) {
-    const int number = __builtin_lrintf(queries[c] * widths[c] * factor);
-    to[c] = (number + 128) >> 8;
-    to[kStepChannels + c] = number & 255;
+    const float shifted = queries[c] * widths[c] * factor + kShift;
+    const auto number = static_cast<int16_t>(bits_as<int32_t>(shifted));
+    const int word = c % 2 * 8 + c / 4;  // whole steps of every other channel of four
+    std::memcpy(to + 4 * word + c % 4 / 2 * 2, &number, sizeof number);
   }
 #endif
 }
@@ -73,10 +75,8 @@ class StepSums {
         high_, _mm256_maddubs_epi16((__m256i)set, _mm256_set1_epi32(steps.high)));
     low_ = _mm256_add_epi16(low_, _mm256_maddubs_epi16((__m256i)set, _mm256_set1_epi32(steps.low)));
 #else
-    for (int j = 0; j < 4; ++j, set >>= 8, steps.high >>= 8, steps.low >>= 8) {
-      const int step = static_cast<int8_t>(steps.high) * 256 + static_cast<int8_t>(steps.low);
-      sum_ += -(Ints)(set & 1u) & step;
-    }
+    sums_ += -(Sums)(set & 0x00010001u) & (Sums)(Ints{} + steps.high);
+    sums_ += -(Sums)(set >> 8 & 0x00010001u) & (Sums)(Ints{} + steps.low);
 #endif
   }
 
@@ -87,7 +87,7 @@ class StepSums {
     const __m256i one = _mm256_set1_epi16(1);
     return ((Ints)_mm256_madd_epi16(high_, one) << 8) + (Ints)_mm256_madd_epi16(low_, one);
 #else
-    return sum_;
+    return ((Ints)sums_ << 16 >> 16) + ((Ints)sums_ >> 16);
 #endif
   }
 
@@ -97,7 +97,8 @@ class StepSums {
 #elif defined(__AVX2__)
   __m256i high_ = _mm256_setzero_si256(), low_ = high_;
 #else
-  Ints sum_ = {};
+  using Sums = int16_t __attribute__((vector_size(4 * kWidth)));
+  Sums sums_ = {};
 #endif
 };
 
