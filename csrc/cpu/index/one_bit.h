@@ -31,8 +31,8 @@ struct OneBitStart {
   Quad start[N], unit[N];  // of the records
 
   // Queries and their magnitudes are [N, channels] for so many `channels`, kStepChannels times a whole
-  // number, of which those from head_size on are zero. `widths` has room for as many per record, which
-  // are zero there, too; `steps` gets [kBlock, N, 2 * channels].
+  // number, of which those from head_size on are zero. `widths` has room for as many per record;
+  // `steps` gets [kBlock, N, 2 * channels].
   template <class E>
   void prepare(const uint8_t* const (&records)[kBlock], int d, int channels, const float* queries,
                const float* magnitudes, float* widths, int8_t* steps) {
@@ -49,6 +49,7 @@ struct OneBitStart {
           norm[h] += load_as<Floats>(magnitudes + h * channels + c) * width;
         }
       }
+      std::fill(widths + e * channels + d, widths + (e + 1) * channels, 0.0f);
       KVR_UNROLL for (int h = 0; h < N; ++h) starts[h][e] = first[h], norms[h][e] = norm[h];
     }
     Quad inverse[N];
@@ -181,7 +182,7 @@ struct OneBit {
     const int d = index.head_size, n = index.entry_tokens, channels = channels_of(d);
     thread_local std::vector<float> widths;
     thread_local std::vector<int8_t> steps;
-    widths.assign(kBlock * channels, 0);
+    widths.resize(kBlock * channels);
     steps.resize(kBlock * N * 2 * channels);
     OneBitStart<N> starts;
     starts.template prepare<E>(records, d, channels, q, magnitudes, widths.data(), steps.data());
