@@ -43,6 +43,11 @@ GRAPHS = {
     "cudagraph_mode": "FULL_DECODE_ONLY",
     "cudagraph_capture_sizes": [1, 2, 4],
 }
+EMULATED = STOCK | {
+    "block_size": BLOCK,
+    "max_num_batched_tokens": CHUNK,
+    "compilation_config": GRAPHS,
+}
 TOLERANCE = 0.02
 """Of log-probs; other sums in float16. Retrieval is another model by much more than that."""
 
@@ -116,12 +121,9 @@ def served(model, expected):
         served.open_engine(
             model,
             {
-                **STOCK,
+                **EMULATED,
                 **RETRIEVAL,
-                "block_size": BLOCK,
-                "max_num_batched_tokens": CHUNK,
                 "num_gpu_blocks_override": 26,  # one of them vLLM's own
-                "compilation_config": GRAPHS,
             },
         )
         yield served

@@ -13,8 +13,7 @@ from tests import device_engine
 from tests.adapters import random_lora
 from tests.engine import Request, assert_same, by, difference, drive, engine
 from tests.test_device_engine import (
-    BLOCK,
-    CHUNK,
+    EMULATED,
     GRAPHS,
     RETRIEVAL,
     STOCK,
@@ -69,11 +68,9 @@ def served(model, expected):  # noqa: F811
         served.open_engine(
             model,
             {
-                **STOCK,
+                **EMULATED,
                 **RETRIEVAL,
                 **LORA,
-                "block_size": BLOCK,
-                "max_num_batched_tokens": CHUNK,
                 "num_gpu_blocks_override": 64,
                 "compilation_config": UNPADDED,
             },

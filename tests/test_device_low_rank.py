@@ -5,7 +5,7 @@ import pytest
 
 from tests import device_engine, device_specification
 from tests.engine import Request, difference, random_llama
-from tests.test_device_engine import BLOCK, CHUNK, GRAPHS, PAGE, STOCK, TOLERANCE, Served, prompt
+from tests.test_device_engine import EMULATED, PAGE, TOLERANCE, Served, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -21,13 +21,10 @@ def test_selections_are_by_records_of_keys(tmp_path):
         served.open_engine(
             random_llama(tmp_path / "model", layers=2, kv_heads=2),
             {
-                **STOCK,
+                **EMULATED,
                 "attention_backend": "kvretrieval",
                 "additional_config": {"kv_retrieval": options},
-                "block_size": BLOCK,
-                "max_num_batched_tokens": CHUNK,
                 "num_gpu_blocks_override": 18,
-                "compilation_config": GRAPHS,
             },
         )
         sparse, exact = (Request(prompt(140, 3), 6, o) for o in ({}, {"exact": True}))

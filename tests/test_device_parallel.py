@@ -12,14 +12,12 @@ from tests import device_engine
 from tests.engine import assert_same, difference
 from tests.test_device_engine import (
     BLOCK,
-    CHUNK,
+    EMULATED,
     EXACT,
-    GRAPHS,
     PAGE,
     RETRIEVAL,
     SHORT,
     SPARSE,
-    STOCK,
     TOLERANCE,
     Served,
     expected,  # noqa: F401
@@ -61,13 +59,10 @@ def served(request, model, expected):  # noqa: F811
         served.open_engine(
             model,
             {
-                **STOCK,
+                **EMULATED,
                 **RETRIEVAL,
                 "additional_config": {"kv_retrieval": options},
-                "block_size": BLOCK,
-                "max_num_batched_tokens": CHUNK,
                 "kv_cache_memory_bytes": MEMORY[request.param],
-                "compilation_config": GRAPHS,
                 size: 2,
             },
         )
