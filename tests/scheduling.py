@@ -14,12 +14,14 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine import checkpoint
+from vllm_kvretrieval.engine.scheduler import RetrievalAsyncScheduler
 
 BLOCK = 32
 
@@ -36,10 +38,13 @@ class Stepper:
         blocks: Of the KV cache.
         groups: Of layers; by default one with full attention.
         backend: The method.
+        ahead: Steps that are scheduled before the tokens of one are known; with async scheduling.
+        scheduler: Whose class stands in for that which the platform has chosen.
         engine: Further arguments of the engine.
 
     Attributes:
         outputs: Tokens that each request has got, by id.
+        shared: Tokens that it had when it was first scheduled; of a session, at each input.
         look: Called with every step that has been scheduled, before its tokens are known.
     """
 
@@ -49,6 +54,8 @@ class Stepper:
         blocks: int = 1000,
         groups: Sequence[KVCacheSpec] = (),
         backend: str = "kvretrieval",
+        ahead: int = 0,
+        scheduler: type[Any] | None = None,
         **engine: Any,
     ) -> None:
         arguments: dict[str, Any] = {
@@ -68,6 +75,14 @@ class Stepper:
         size = max(spec.block_size for spec in specs)
         config.cache_config.block_size = size
         config.cache_config.num_gpu_blocks = blocks
+        config.scheduler_config.async_scheduling = bool(ahead)
+        if scheduler is None and ahead:  # the platform for CPUs chooses the other one
+            scheduler = RetrievalAsyncScheduler
+        if scheduler is not None:
+            config.scheduler_config.scheduler_cls = scheduler
+        if any(isinstance(spec, MambaSpec) for spec in specs):
+            config.cache_config.mamba_cache_mode = "align"
+        self.config, self.ahead = config, ahead
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(min(spec.block_size for spec in specs), sha256)
         self.scheduler: Any = config.scheduler_config.get_scheduler_cls()(
@@ -83,6 +98,7 @@ class Stepper:
             log_stats=True,
         )
         self.outputs: dict[str, list[int]] = {}
+        self.shared: dict[str, list[int]] = {}
         self.look: Callable[[SchedulerOutput], None] = lambda _: None
         self._pending: list[tuple[SchedulerOutput, set[str]]] = []
         self._made = 0
@@ -102,49 +118,45 @@ class Stepper:
             max_tokens=tokens, ignore_eos=True, extra_args={"kv_retrieval": options or {}}
         )
         params.update_from_generation_config({}, eos_token_id=0)
-        self.outputs[name] = []
+        self.outputs.setdefault(name, [])
         self.scheduler.add_request(
             Request(name, list(prompt), params, None, block_hasher=self.hasher, **arguments)
         )
         return name
 
-    def step(self, ahead: int = 0) -> SchedulerOutput:
-        """Schedule a step, and tell the tokens of the step that is so many before it."""
+    def step(self) -> SchedulerOutput:
+        """Schedule a step, and tell the tokens of the one whose turn it is."""
         output: SchedulerOutput = self.scheduler.schedule()
+        for new in output.scheduled_new_reqs:
+            self.shared.setdefault(new.req_id, []).append(new.num_computed_tokens)
         self.look(output)
         names = output.num_scheduled_tokens
         sampling = {n for n in names if not self.scheduler.requests[n].is_prefill_chunk}
         self._pending.append((output, sampling))
-        while len(self._pending) > ahead:
+        while len(self._pending) > self.ahead:
             self._tell(*self._pending.pop(0))
         return output
 
-    def run(self, ahead: int = 0, most: int = 2000) -> None:
-        """Step until all requests are done."""
+    def run(self, most: int = 2000) -> None:
+        """Step until all requests are done, and once more, as vLLM does."""
         for _ in range(most):
-            self.step(ahead)
+            self.step()
             if not self.scheduler.has_unfinished_requests():
                 break
         else:
             raise AssertionError("requests do not end")
         while self._pending:
             self._tell(*self._pending.pop(0))
-        self.scheduler.schedule()
+        self.step()
+        self._pending.clear()
 
     def ask(
         self, prompt: Sequence[int], tokens: int, options: dict[str, Any] | None = None
     ) -> tuple[list[int], int]:
-        """Serve one request alone: its tokens, and how many of its prompt it shared."""
+        """Serve a request: its tokens, and how many of its prompt it shared."""
         name = self.add(prompt, tokens, options)
-        shared = list[int]()
-
-        def look(output: SchedulerOutput) -> None:
-            shared.extend(new.num_computed_tokens for new in output.scheduled_new_reqs)
-
-        self.look = look
         self.run()
-        self.look = lambda _: None
-        return self.outputs[name], shared[0]
+        return self.outputs[name], self.shared[name][0]
 
     def _tell(self, output: SchedulerOutput, sampling: set[str]) -> None:
         names = list(output.num_scheduled_tokens)

@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.levels import EXACT, BlockLevels, Exactness, Level, Taint
@@ -107,6 +107,29 @@ class RetrievalScheduler(Scheduler):
         if done:
             self.levels.clear()
         return done
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """Go on with a session; from its start, where the context is not what its options promise.
+
+        What a session has computed is never looked up again, so it is given up here.
+        """
+        waits = session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+        super()._update_request_as_session(session, update)
+        context = self._context(session)
+        if context.taint.position >= session.num_computed_tokens:
+            context.taint = EXACT
+        exactness = context.exactness
+        if exactness.reads_cache and context.taint.level <= exactness.tolerance:
+            return
+        if waits:
+            self.kv_holding_waiting.remove_requests([session])
+            self.waiting.remove_requests([session])
+        self._free_request_blocks(session)
+        self.encoder_cache_manager.free(session)
+        session.num_computed_tokens = 0
+        self.reset_preempted_req_ids.add(session.request_id)  # so workers forget it, too
+        if waits:
+            self._enqueue_waiting_request(session)
 
     def _context(self, request: Request) -> Context:
         """What is known of a request's context, by the options that it has now."""
