@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -28,6 +27,7 @@ class Truth:
         promised: Requests whose contexts are exact, by id.
         exact_prefixes: Requests that share exact blocks only.
         counted: Levels of the blocks looked at.
+        preempted: Requests that were, by id.
     """
 
     def __init__(self, stepper: Stepper) -> None:
@@ -47,11 +47,13 @@ class Truth:
         self.approximate = 0
         self.promised: set[str] = set()
         self.exact_prefixes: set[str] = set()
+        self.preempted: set[str] = set()
         self.counted = np.zeros(len(Level), dtype=np.int64)
         stepper.look = self.follow
 
     def follow(self, output: SchedulerOutput) -> None:
         """Compute a step."""
+        self.preempted |= set(output.preempted_req_ids or ())
         self.table.release(output.finished_req_ids, output.preempted_req_ids or ())
         for copy in output.kv_cache_block_copies or ():
             self.exact[copy.dst_block_id] = self.exact[copy.src_block_id]
@@ -98,7 +100,11 @@ class Truth:
             pages = -(-lens // self.config.page_size)
             return ~split_rows(table.select(seat), pages, decodes).sparse
         end = start + tokens
-        if self.prefill is not None and table.prefills_sparsely(seat)[0] and end > self.prefill.exact:
+        if (
+            self.prefill is not None
+            and table.prefills_sparsely(seat)[0]
+            and end > self.prefill.exact
+        ):
             division = self.prefill.divide(np.array([end]), np.array([tokens]))
             written = np.repeat(~division.sparse, division.new)
         return written
