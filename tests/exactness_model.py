@@ -7,7 +7,7 @@ import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from tests.scheduling import Stepper
+from benchmarks.stepper import Stepper
 from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
 from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.engine.levels import Level

@@ -250,7 +250,9 @@ def test_a_server_may_share_exact_prefixes_only():
     config = RetrievalConfig.from_options("freekv", {"reuse": "exact"})
     for options in ({}, {"exact_prefix": True}):
         assert RequestOptions.parse({"kv_retrieval": options}, config).exact_prefix
-    with pytest.raises(RetrievalConfigError, match=r"exact_prefix=False is not allowed .* exact prefixes only"):
+    with pytest.raises(
+        RetrievalConfigError, match=r"exact_prefix=False is not allowed .* exact prefixes only"
+    ):
         RequestOptions.parse({"kv_retrieval_exact_prefix": 0}, config)
     assert not RequestOptions.parse(None, SERVER).exact_prefix
     assert RequestOptions.parse({"kv_retrieval_exact_prefix": 1}, SERVER).exact_prefix

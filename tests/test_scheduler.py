@@ -11,8 +11,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
+from benchmarks.stepper import BLOCK, Stepper, full_attention
 from tests.exactness_model import Truth
-from tests.scheduling import BLOCK, Stepper, full_attention
 from vllm_kvretrieval.engine.levels import Level
 
 pytestmark = pytest.mark.model

@@ -26,7 +26,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, StreamingUpdate
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from tests.scheduling import Stepper
+from benchmarks.stepper import Stepper
 from vllm_kvretrieval.engine.scheduler import RetrievalAsyncScheduler, RetrievalScheduler
 
 COORDINATORS = (

@@ -42,6 +42,26 @@ class Block(Protocol):
     def is_null(self) -> bool: ...
 
 
+class Taint(NamedTuple):
+    """From where on a context is not exact.
+
+    Attributes:
+        position: The first position that is not; ``NEVER`` where all are.
+        level: Of those from there on, the worst.
+    """
+
+    position: int = NEVER
+    level: Level = Level.EXACT
+
+    def level_of(self, end: int) -> Level:
+        """Of a block whose last position is before ``end``."""
+        return self.level if end > self.position else Level.EXACT
+
+    def plus(self, other: "Taint") -> "Taint":
+        """Of a context to which both apply."""
+        return Taint(min(self.position, other.position), max(self.level, other.level))
+
+
 class BlockLevels:
     """Levels of the blocks in the prefix cache.
 
@@ -72,46 +92,37 @@ class BlockLevels:
         """Forget everything."""
         self._notes.clear()
 
-    def first_beyond(
+    def look(
         self, groups: Iterable[tuple[Sequence[Block], int]], tolerance: Level
-    ) -> tuple[int, Level]:
-        """Find where a prefix exceeds a level.
+    ) -> tuple[int, Taint]:
+        """Find out how much of a prefix may be shared, and from where on that is not exact.
 
         Args:
             groups: Of each group of layers, the blocks that hold the prefix, in order, and the
                 tokens of a block.
-            tolerance: The level.
+            tolerance: The worst level that may be shared.
 
         Returns:
-            The first position of the first block beyond it, of any group, and the worst level of
-            all; ``NEVER`` if there is no such block.
+            Tokens before the first block beyond that level, of any group; ``NEVER`` if there is no
+            such block. And what the blocks before it are.
         """
-        first, worst = NEVER, Level.EXACT
+        notes, shared, first, worst = self._notes, NEVER, NEVER, Level.EXACT
         for blocks, size in groups:
             for place, block in enumerate(blocks):
-                if (level := self.of(block)) > tolerance:
-                    first, worst = min(first, place * size), max(worst, level)
-        return first, worst
-
-
-class Taint(NamedTuple):
-    """From where on a context is not exact.
-
-    Attributes:
-        position: The first position that is not; ``NEVER`` where all are.
-        level: Of those from there on, the worst.
-    """
-
-    position: int = NEVER
-    level: Level = Level.EXACT
-
-    def level_of(self, end: int) -> Level:
-        """Of a block whose last position is before ``end``."""
-        return self.level if end > self.position else Level.EXACT
-
-    def plus(self, other: "Taint") -> "Taint":
-        """Of a context to which both apply."""
-        return Taint(min(self.position, other.position), max(self.level, other.level))
+                note = notes.get(block.block_id)
+                if note is not None and note[0] == block.block_hash:
+                    level = note[1]
+                    if not level:
+                        continue
+                elif block.is_null:
+                    continue
+                else:
+                    level = UNKNOWN
+                if level > tolerance:
+                    shared = min(shared, place * size)
+                    break
+                first, worst = min(first, place * size), max(worst, level)
+        return shared, Taint(first, worst)
 
 
 EXACT = Taint()

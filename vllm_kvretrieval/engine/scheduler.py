@@ -1,9 +1,10 @@
 """vLLM's scheduler, whose prefix cache knows which of its blocks are exact."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -16,21 +17,25 @@ from vllm_kvretrieval.engine.requests import read_options
 logger = init_logger("vllm.kvretrieval.scheduler")
 
 
-@dataclass
+@dataclass(slots=True)
 class Context:
     """What is known of a request's context, since it was last looked up in the prefix cache.
 
     Attributes:
+        request: Whose it is.
         params: Sampling parameters that ``exactness`` was read from; a session may bring others.
         exactness: What its options say.
         taint: From where on it is not exact.
         noted: Of each group of layers, its first blocks that need no more notes.
+        calm: A step of one token at a position before this one changes nothing here.
     """
 
+    request: Request
     params: Any
     exactness: Exactness
-    taint: Taint = EXACT
-    noted: list[int] = field(default_factory=list)
+    taint: Taint
+    noted: list[int]
+    calm: int = 0
 
 
 class RetrievalScheduler(Scheduler):
@@ -49,6 +54,8 @@ class RetrievalScheduler(Scheduler):
         self.levels = BlockLevels()
         self._managers = self.kv_cache_manager.coordinator.single_type_managers
         self._contexts: dict[str, Context] = {}
+        # The last block of a prompt then has a hash before it is full.
+        self._has_partial = any(m.block_size > self.hash_block_size for m in self._managers)
         # Of the step being scheduled, how many of the running requests have provisional notes.
         self._looked_at = (0, 0)
 
@@ -61,15 +68,17 @@ class RetrievalScheduler(Scheduler):
         blocks, tokens, *rest, diverged = super()._get_local_prefix_cache_hit(
             request, *args, **kwargs
         )
-        manager, found = self.kv_cache_manager, 0
+        manager = self.kv_cache_manager
         if diverged:  # vLLM would look up a hit that all groups share later, without asking here
             blocks, tokens, *rest = manager.get_computed_blocks(request)
         found = tokens
-        while tokens > (kept := self._first_beyond(blocks.blocks, exactness.tolerance)[0]):
+        shared, taint = self._look(blocks, exactness.tolerance)
+        while shared < tokens:
             by_group, tokens, _ = manager.coordinator.find_longest_cache_hit(
-                request.block_hashes, kept
+                request.block_hashes, shared
             )
             blocks = manager.create_kv_cache_blocks(by_group)
+            shared, taint = self._look(blocks, exactness.tolerance)
         if tokens < found:
             logger.debug(
                 "kv_retrieval request_id=%s shares %d of %d tokens found in the prefix cache: the "
@@ -78,11 +87,9 @@ class RetrievalScheduler(Scheduler):
                 tokens,
                 found,
             )
+        noted = [tokens // group.block_size for group in self._managers]
         self._contexts[request.request_id] = Context(
-            request.sampling_params,
-            exactness,
-            Taint(*self._first_beyond(blocks.blocks, Level.EXACT)),
-            [tokens // manager.block_size for manager in self._managers],
+            request, request.sampling_params, exactness, taint, noted
         )
         return blocks, tokens, *rest, False
 
@@ -90,11 +97,16 @@ class RetrievalScheduler(Scheduler):
         """Note what the step does to contexts, before vLLM counts its tokens."""
         for copy in scheduler_output.kv_cache_block_copies or ():
             self.levels.copy(copy.src_block_id, copy.dst_block_id)
+        contexts = self._contexts
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
-            request = self.requests[request_id]
-            context = self._context(request)
-            context.taint = self._taint(request, context, tokens)
-            self._note(request, context)
+            context = contexts[request_id]
+            request = context.request
+            if (
+                tokens > 1
+                or request.num_computed_tokens >= context.calm
+                or request.sampling_params is not context.params
+            ):
+                self._note_step(context, tokens)
         for request_id in scheduler_output.finished_req_ids:
             finished = self.requests.get(request_id)  # or one that came after it, of the same name
             if finished is None or finished.is_finished():
@@ -115,7 +127,8 @@ class RetrievalScheduler(Scheduler):
         """
         waits = session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
         super()._update_request_as_session(session, update)
-        context = self._context(session)
+        context = self._contexts[session.request_id]
+        self._renew(context)
         if context.taint.position >= session.num_computed_tokens:
             context.taint = EXACT
         exactness = context.exactness
@@ -131,33 +144,43 @@ class RetrievalScheduler(Scheduler):
         if waits:
             self._enqueue_waiting_request(session)
 
-    def _context(self, request: Request) -> Context:
-        """What is known of a request's context, by the options that it has now."""
-        context = self._contexts[request.request_id]
-        if context.params is not request.sampling_params:
-            context.params, context.exactness = request.sampling_params, self._read(request)
-        return context
-
     def _read(self, request: Request) -> Exactness:
         extra_args = getattr(request.sampling_params, "extra_args", None)
         options = read_options(request.request_id, extra_args, self.retrieval)
         return Exactness.of(options, self.retrieval)
 
-    def _first_beyond(self, blocks: Any, tolerance: Level) -> tuple[int, Level]:
+    def _look(self, blocks: KVCacheBlocks, tolerance: Level) -> tuple[int, Taint]:
         sizes = (manager.block_size for manager in self._managers)
-        return self.levels.first_beyond(zip(blocks, sizes, strict=True), tolerance)
+        return self.levels.look(zip(blocks.blocks, sizes, strict=True), tolerance)
 
-    def _taint(self, request: Request, context: Context, tokens: int) -> Taint:
+    def _renew(self, context: Context) -> None:
+        """Read the options of a session that has perhaps got others."""
+        request = context.request
+        if context.params is not request.sampling_params:
+            context.params, context.exactness = request.sampling_params, self._read(request)
+
+    def _taint(self, context: Context, tokens: int) -> Taint:
         """Of the context with so many more tokens, computed in one step."""
+        request = context.request
         start = request.num_computed_tokens
         decodes = tokens == 1 and (start >= request.num_prompt_tokens or request.resumable)
         return context.taint.plus(context.exactness.taint(start, tokens, decodes))
 
-    def _note(self, request: Request, context: Context) -> None:
-        """Note the levels of the request's blocks that have got hashes; these are final."""
-        self._enter(request, context, context.taint)
-        for group, manager in enumerate(self._managers):
-            cached = manager.num_cached_block.get(request.request_id, 0)
+    def _note_step(self, context: Context, tokens: int) -> None:
+        """Note what a step of so many tokens does to a context and its blocks."""
+        self._renew(context)
+        context.taint = self._taint(context, tokens)
+        self._note_final(context)
+        end = context.request.num_computed_tokens + tokens
+        # The next block may get its hash when its last token is computed.
+        context.calm = (end // self.hash_block_size + 1) * self.hash_block_size - 1
+        if context.taint.level < Level.DECODED:
+            context.calm = min(context.calm, context.exactness.decodes_exactly)
+
+    def _note_final(self, context: Context) -> None:
+        """Note the levels of blocks that have got hashes, once and for all."""
+        self._note(context, context.taint)
+        for group, cached in enumerate(self._cached(context)):
             context.noted[group] = max(context.noted[group], cached)
 
     def _note_running(self) -> None:
@@ -168,28 +191,29 @@ class RetrievalScheduler(Scheduler):
         """
         step, seen = self._looked_at
         for request in self.running[seen if step == self.current_step else 0 :]:
-            context = self._context(request)
-            hashed = max(
-                manager.num_cached_block.get(request.request_id, 0) * manager.block_size
-                for manager in self._managers
-            )
+            context = self._contexts[request.request_id]
+            cached = self._cached(context)
+            if cached == context.noted and not self._has_partial:
+                continue
+            self._renew(context)
+            sizes = (manager.block_size for manager in self._managers)
+            hashed = max(count * size for count, size in zip(cached, sizes, strict=True))
             tokens = hashed - request.num_computed_tokens
-            taint = self._taint(request, context, tokens) if tokens > 0 else context.taint
-            self._enter(request, context, taint)
+            self._note(context, self._taint(context, tokens) if tokens > 0 else context.taint)
         self._looked_at = self.current_step, len(self.running)
 
-    def _enter(self, request: Request, context: Context, taint: Taint) -> None:
-        """Note levels of the request's blocks, and let the better of two equal ones be found.
+    def _cached(self, context: Context) -> list[int]:
+        """Of each group of layers, how many of the request's blocks have been given hashes."""
+        name = context.request.request_id
+        return [manager.num_cached_block.get(name, 0) for manager in self._managers]
 
-        A prompt's last block may have a hash before it is full.
-        """
-        for noted, manager in zip(context.noted, self._managers, strict=True):
-            cached = manager.num_cached_block.get(request.request_id, 0)
-            partial = manager.block_size > self.hash_block_size
-            if cached <= noted and not partial:
-                continue
-            pool, blocks = manager.block_pool, manager.req_to_blocks.get(request.request_id, [])
-            for block in blocks[noted : cached + partial]:
+    def _note(self, context: Context, taint: Taint) -> None:
+        """Note levels of the request's blocks, and let the better of two equal ones be found."""
+        name = context.request.request_id
+        for first, manager in zip(context.noted, self._managers, strict=True):
+            last = manager.num_cached_block.get(name, 0) + self._has_partial
+            pool = manager.block_pool
+            for block in manager.req_to_blocks.get(name, ())[first:last]:
                 if (key := block.block_hash) is None:
                     continue
                 assert block.block_hash_num_tokens is not None
@@ -208,5 +232,7 @@ class RetrievalAsyncScheduler(RetrievalScheduler, AsyncScheduler):
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         result = super()._update_request_with_output(request, new_token_ids, is_stale)
-        self._note(request, self._context(request))
+        known = request.num_computed_tokens - request.num_output_placeholders
+        if known % self.hash_block_size < len(new_token_ids):
+            self._note_final(self._contexts[request.request_id])
         return result

@@ -20,13 +20,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.engine import checkpoint
+from benchmarks.common import MODELS
 from vllm_kvretrieval.engine.scheduler import RetrievalAsyncScheduler
 
 BLOCK = 32
 
 
 def full_attention(block: int = BLOCK) -> KVCacheSpec:
+    """A group of layers with blocks of so many tokens."""
     return FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=64, dtype=torch.float32)
 
 
@@ -66,7 +67,7 @@ class Stepper:
             **engine,
         }
         config = EngineArgs(
-            model=checkpoint("SmolLM2-135M-Instruct"),
+            model=str(MODELS / "SmolLM2-135M-Instruct"),
             attention_backend=backend,
             additional_config={"kv_retrieval": options},
             **arguments,
@@ -123,6 +124,10 @@ class Stepper:
             Request(name, list(prompt), params, None, block_hasher=self.hasher, **arguments)
         )
         return name
+
+    def requests(self) -> list[Request]:
+        """Those that have not ended."""
+        return list(self.scheduler.requests.values())
 
     def step(self) -> SchedulerOutput:
         """Schedule a step, and tell the tokens of the one whose turn it is."""
