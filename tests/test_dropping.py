@@ -159,7 +159,7 @@ def test_prefix_hits(llm):
 def test_what_was_decoded_before_is_no_prefix(llm):
     """Prompts are rated by exact attention: blocks 3 and 4 hold an approximate answer."""
     llm.reset_prefix_cache()
-    prompt = chat(llm, novel(llm, 384, 80), [{}, by("freekv"), by("h2o")], 70)
+    prompt = chat(llm, novel(llm, 384, 80), [{}, by("h2o"), by("freekv")], 70)
     cached = 3 * BLOCK
     for method in ("snapkv", "raas", "tova", "cheap"):
         answer, expected = with_and_without_cache(llm, prompt, by(method))

@@ -66,11 +66,10 @@ def test_exact_turns_share_exact_blocks(llm):
     prompt = chat(llm, novel(llm, 700, 50), [{}, {"method": "streamingllm"}], 150)
     (ordinary,) = drive(llm, [Request(prompt, 1, {}, cache=True)])
     exact, expected = with_and_without_cache(llm, prompt, {"exact": True})
-    assert ordinary.cached > 900
-    assert 0 < exact.cached <= 700
+    assert 0 < exact.cached <= 700 < ordinary.cached
     assert difference(exact, expected) < 0.1, "to rounding in 16 bits, in another batch"
     again, _ = with_and_without_cache(llm, prompt, {"exact": True}, 1)
-    assert again.cached > 900
+    assert again.cached >= ordinary.cached
 
 
 def test_a_pass_key_is_found_in_a_novel(llm):

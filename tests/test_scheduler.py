@@ -130,6 +130,28 @@ def test_blocks_of_a_step_that_nobody_has_counted_are_not_exact(stepper):
     assert stepper.shared["ordinary"] == [608]
 
 
+def test_a_step_that_nobody_has_counted_is_the_worst(stepper):
+    """The first step that drops a token fills a block, which is looked up in the same step."""
+    stepper.add(text(511), 9, {"method": "tova"}, name="dropping")
+    stepper.step()
+    chat = [*stepper.scheduler.requests["dropping"].all_token_ids, *text(64, 5)]
+    stepper.add(chat, 1, EXACT, name="exact")
+    stepper.step()
+    assert stepper.scheduler.requests["dropping"].num_computed_tokens == 512
+    assert stepper.shared["exact"] == [480]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_last_block_of_an_answer_is_known(ahead):
+    """Blocks of tokens that come late get their hashes late."""
+    stepper = Stepper({"budget": BUDGET}, ahead=ahead)
+    for seed, tokens in enumerate(range(112, 117)):  # 512 to 515 are computed with the last four
+        answer, _ = stepper.ask(text(400, seed), tokens)
+        assert (
+            stepper.ask(text(400, seed) + answer, 1)[1] == (511 + (tokens > 112)) // BLOCK * BLOCK
+        )
+
+
 def test_reuse_exact():
     stepper = Stepper({"budget": BUDGET, "reuse": "exact"})
     answer, _ = stepper.ask(text(400), 200)
@@ -164,20 +186,22 @@ def test_a_share_of_the_prompt_is_no_budget_to_rely_on():
 def test_sessions_keep_what_their_options_promise(ahead):
     stepper = Stepper({"budget": BUDGET, "also": ["h2o"]}, ahead=ahead)
     truth = Truth(stepper)
-    turns: list[Options] = [{}, {}, EXACT, {}, WHOLE, {"method": "h2o"}, EXACT]
+    turns: list[Options] = [{}, EXACT, {}, {}, EXACT, {}, WHOLE, {"method": "h2o"}, EXACT]
     chat = 0
     for turn, options in enumerate(turns):
+        length = 150 if turn else 120  # at first only the last tokens are beyond the budget
         truth.promised = {"s"} if options == EXACT else set()
         truth.exact_prefixes = {"s"} if options == WHOLE else set()
-        stepper.add(text(150, turn), 70, options, name="s", resumable=True)
+        stepper.add(text(length, turn), 20, options, name="s", resumable=True)
         while stepper.scheduler.requests["s"].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
             stepper.step()
-        chat += 219  # the last token is not kept
+        chat += length + 19  # the last token is not kept
         assert stepper.scheduler.requests["s"].num_computed_tokens == chat
     stepper.scheduler.finish_requests("s", RequestStatus.FINISHED_ABORTED)
     stepper.run()
-    assert stepper.shared["s"][0:2] == [0, 219]
-    assert stepper.shared["s"][5] == 0, "all queries of the prompt are looked at"
+    shared = stepper.shared["s"]
+    assert shared[:5] == [0, 128, 308, 477, 458 // BLOCK * BLOCK]
+    assert shared[7] == 0, "all queries of the prompt are looked at"
     assert truth.approximate > 0
     again = stepper.scheduler.kv_cache_manager.block_pool
     assert again.get_num_free_blocks() == again.num_gpu_blocks - 1
