@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -126,14 +127,8 @@ class Truth:
         hashed = [b for b in self.blocks if b.block_hash is not None]
         levels = np.array([self.scheduler.levels.of(b) for b in hashed], dtype=np.int64)
         for block, level in zip(hashed, levels.tolist(), strict=True):
-            size = self.sizes[_group(block)]
+            size = self.sizes[get_group_id(block.block_hash)]
             used = (block.block_hash_num_tokens - 1) % size + 1
             if level == Level.EXACT:
                 assert self.exact[block.block_id, :used].all(), block
         self.counted += np.bincount(levels, minlength=len(Level))
-
-
-def _group(block: Any) -> int:
-    from vllm.v1.core.kv_cache_utils import get_group_id
-
-    return get_group_id(block.block_hash)

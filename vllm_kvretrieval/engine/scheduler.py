@@ -145,6 +145,10 @@ class RetrievalScheduler(Scheduler):
             self._enqueue_waiting_request(session)
 
     def _read(self, request: Request) -> Exactness:
+        """What a request's options say; one that waits for room is asked at every step."""
+        known = self._contexts.get(request.request_id)
+        if known is not None and known.params is request.sampling_params:
+            return known.exactness
         extra_args = getattr(request.sampling_params, "extra_args", None)
         options = read_options(request.request_id, extra_args, self.retrieval)
         return Exactness.of(options, self.retrieval)
@@ -156,8 +160,8 @@ class RetrievalScheduler(Scheduler):
     def _renew(self, context: Context) -> None:
         """Read the options of a session that has perhaps got others."""
         request = context.request
-        if context.params is not request.sampling_params:
-            context.params, context.exactness = request.sampling_params, self._read(request)
+        context.exactness = self._read(request)
+        context.params = request.sampling_params
 
     def _taint(self, context: Context, tokens: int) -> Taint:
         """Of the context with so many more tokens, computed in one step."""
