@@ -86,6 +86,7 @@ def describe():
     builders = [group.get_metadata_builder() for group in groups]
     return {
         "runner": type(runner).__name__,
+        "scheduler": type(_engine.llm_engine.engine_core.engine_core.scheduler).__name__,
         "builders": [type(builder).__name__ for builder in builders],
         "retrieving": sorted(runner.retrieval_layers.impls),
         "block": builders[0].page_size,

@@ -5,11 +5,8 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
 
 
-class DevicePlatform(RetrievalPlatform, CpuPlatform):
-    """The CPU, with what the CUDA platform checks, and its backends over a dense half in torch."""
-
-    worker = "tests.device_worker.DeviceWorker"
-    support = "vllm_kvretrieval.attention.cuda.support"
+class GraphPlatform(CpuPlatform):
+    """The CPU as a device with graphs, whose steps are scheduled while others run."""
 
     @classmethod
     def support_static_graph_mode(cls):
@@ -26,6 +23,13 @@ class DevicePlatform(RetrievalPlatform, CpuPlatform):
         # The CPU has no graphs, and no step that is scheduled while the last one runs.
         vllm_config.compilation_config.cudagraph_capture_sizes = sizes
         vllm_config.scheduler_config.async_scheduling = True
+
+
+class DevicePlatform(RetrievalPlatform, GraphPlatform):
+    """It with what the CUDA platform checks, and its backends over a dense half in torch."""
+
+    worker = "tests.device_worker.DeviceWorker"
+    support = "vllm_kvretrieval.attention.cuda.support"
 
     @classmethod
     def retrieval_backend(cls, backend, selector, num_heads):

@@ -23,6 +23,8 @@ from tests.engine import (
     engine,
     novel,
 )
+from tests.turns import chat, record_sparse, recorded_sparse, with_and_without_cache
+from vllm_kvretrieval.engine.levels import Level
 from vllm_kvretrieval.errors import RetrievalConfigError
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
@@ -187,6 +189,53 @@ def test_prefix_caching(llm):
     for answer, request in zip(answers, [*expected[1:], expected[0]], strict=True):
         assert answer.cached == second.cached
         assert_same(answer, request, TOLERANCE)
+
+
+@pytest.mark.parametrize("method", ["freekv", "streamingllm"])
+def test_exact_answers_do_not_depend_on_what_was_decoded_before(llm, method):
+    """A chat whose first answer is approximate: block 5 holds what it has decoded."""
+    llm.reset_prefix_cache()
+    prompt = chat(llm, novel(llm, 640, 80), [{"budget": 128, "method": method}], 130)
+    (ordinary,) = drive(llm, [Request(prompt, 1, {}, cache=True)])
+    assert ordinary.cached == 6 * BLOCK
+    answer, expected = with_and_without_cache(llm, prompt, {"exact": True})
+    assert answer.cached == 5 * BLOCK
+    assert_same(answer, expected, TOLERANCE)
+    answer, expected = with_and_without_cache(llm, prompt, {"exact": True})
+    assert answer.cached == len(prompt) // BLOCK * BLOCK, "what it has computed is exact"
+    assert_same(answer, expected, TOLERANCE)
+
+
+def test_no_token_of_a_sparse_step_is_in_an_exact_block(llm, monkeypatch):
+    """Levels against what the worker has done, in a crowd of which one is preempted."""
+    blocks, manager = {}, scheduler(llm).kv_cache_manager
+    free = manager.free
+
+    def record(request):
+        held = manager.get_blocks(request.request_id).blocks[0]
+        blocks[request.request_id] = [(block, block.block_hash) for block in held]
+        free(request)
+
+    monkeypatch.setattr(manager, "free", record)
+    llm.reset_prefix_cache()
+    llm.collective_rpc(record_sparse)
+    lengths = (1011, 1010, 950)
+    options: list[dict[str, Any]] = [{}, {"method": "streamingllm"}, {"exact": True}]
+    crowd = [Request(novel(llm, n, n), 40, o) for n, o in zip(lengths, options, strict=True)]
+    crowd += [Request(novel(llm, n, 80), 150, {}, arrives=60) for n in (120, 380)]
+    drive(llm, crowd)
+    (sparse,) = llm.collective_rpc(recorded_sparse)
+    assert len(sparse) == 4
+    levels, seen = scheduler(llm).levels, []
+    for name, positions in sparse.items():
+        for place, (block, key) in enumerate(blocks[name]):
+            if key is not None and block.block_hash == key:
+                first = min(positions, default=1 << 20)
+                holds_sparse = first < (place + 1) * BLOCK
+                assert (levels.of(block) > Level.EXACT) == holds_sparse, (name, place)
+                seen.append(holds_sparse)
+    assert True in seen
+    assert False in seen
 
 
 # ------------------------------------------------------------------- preemption and abortion

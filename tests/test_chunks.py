@@ -8,7 +8,6 @@ from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.platforms.shared import SPARSE_PREFILL, salt_prefix_cache
 from vllm_kvretrieval.request_options import RequestOptions
 
 pytestmark = pytest.mark.cores
@@ -92,16 +91,6 @@ def test_rows_have_their_chunk_as_window():
     assert queries[0].tolist() == list(range(405 + 84, 405 + 100))
     assert queries[1, 4:].tolist() == list(range(505, 517))
     assert second.weights[1].tolist() == [0] * 4 + [1] * 12
-
-
-def test_salts_keep_sparse_prefill_apart():
-    for salt in ({}, {"cache_salt": "tenant"}):
-        inputs = {"prompt_token_ids": [1], **salt}
-        salt_prefix_cache(inputs, True)
-        salt_prefix_cache(inputs, True)  # a prompt that is handed in twice
-        assert inputs["cache_salt"] == salt.get("cache_salt", "") + SPARSE_PREFILL
-        salt_prefix_cache(inputs, False)
-        assert inputs == {"prompt_token_ids": [1], **salt}
 
 
 def test_who_prefills_sparsely():

@@ -106,6 +106,11 @@ def test_streamingllm_gives_the_budget_to_the_window():
         ({"correction_threshold": True}, r"correction_threshold=True must be a number"),
         ({"correction_threshold": None}, "correction_threshold=None must have a value; leave it"),
         ({"correction_threshold": 1.5}, r"correction_threshold=1\.5 must be .* between -1 and 1"),
+        (
+            {"reuse": "some"},
+            r"kv_retrieval\.reuse='some' is unknown; use one of \('all', 'exact'\)",
+        ),
+        ({"reuse": True}, r"kv_retrieval\.reuse=True is unknown"),
         ({"allow_exact": "no"}, r"allow_exact='no' must be true or false"),
         ({"max_budget": 1024}, r"max_budget=1024 must be budget=2048 or more: .* Raise it"),
         ({"max_budget": 3000}, r"max_budget=3000 must be a positive multiple .* try 3008"),
@@ -207,6 +212,8 @@ def test_a_request_may_ask_for_the_sink_and_window_baseline():
         ({"exact": "yes"}, r"exact='yes' must be true or false"),
         ({"exact": 2}, r"exact=2 must be true or false"),
         ({"exact": None}, r"exact=None must be true or false"),
+        ({"exact_prefix": "yes"}, r"kv_retrieval\.exact_prefix='yes' must be true or false"),
+        ({"exact_prefix": None}, r"kv_retrieval\.exact_prefix=None must be true or false"),
         ({"method": "quest"}, "method='quest' cannot be served.*use one of freekv, streamingllm"),
         ({"method": 3}, "method=3 cannot be served"),
         (
@@ -237,6 +244,18 @@ def test_a_server_may_allow_more_and_less():
     ):
         with pytest.raises(RetrievalConfigError, match=message):
             RequestOptions.parse({"kv_retrieval": options}, config)
+
+
+def test_a_server_may_share_exact_prefixes_only():
+    config = RetrievalConfig.from_options("freekv", {"reuse": "exact"})
+    for options in ({}, {"exact_prefix": True}):
+        assert RequestOptions.parse({"kv_retrieval": options}, config).exact_prefix
+    with pytest.raises(
+        RetrievalConfigError, match=r"exact_prefix=False is not allowed .* exact prefixes only"
+    ):
+        RequestOptions.parse({"kv_retrieval_exact_prefix": 0}, config)
+    assert not RequestOptions.parse(None, SERVER).exact_prefix
+    assert RequestOptions.parse({"kv_retrieval_exact_prefix": 1}, SERVER).exact_prefix
 
 
 def test_request_options_must_be_a_mapping():

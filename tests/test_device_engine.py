@@ -133,6 +133,7 @@ def test_everything_is_as_on_a_gpu(served):
     """Nothing of the CPU's own path has slipped in."""
     assert served.describe() == {
         "runner": "DeviceRunner",
+        "scheduler": "RetrievalAsyncScheduler",
         "builders": ["RetrievalMetadataBuilder"],
         "retrieving": ["model.layers.1.self_attn.attn", "model.layers.2.self_attn.attn"],
         "block": PAGE,
@@ -222,6 +223,19 @@ def test_prefix_caching(served):
     answer, other = served.drive([again, beside])
     assert answer.cached == other.cached == len(document.prompt) // BLOCK * BLOCK
     assert_same(answer, served.eager(name), TOLERANCE)
+
+
+def test_exact_answers_do_not_depend_on_what_was_decoded_before(served):
+    """Block 4 of the chat holds decoded tokens, and so does the end of block 3."""
+    served.reset_prefix_cache()
+    first = Request(prompt(120, 9), 42, {}, cache=True)
+    chat = first.prompt + served.drive([first])[0].tokens + prompt(10, 11)
+    ordinary = Request(chat, 1, by("quest"), cache=True)
+    exact = [Request(chat, 4, {"exact": True}, cache=cache) for cache in (True, False)]
+    assert served.drive([ordinary])[0].cached == 5 * BLOCK
+    answer, expected = (served.drive([request])[0] for request in exact)
+    assert answer.cached == 3 * BLOCK
+    assert_same(answer, expected, TOLERANCE)
 
 
 def test_abortion(served):

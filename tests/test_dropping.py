@@ -22,6 +22,7 @@ from tests.engine import (
     preemptions,
 )
 from tests.keeping_recorder import Rule
+from tests.turns import chat, with_and_without_cache
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -153,6 +154,21 @@ def test_prefix_hits(llm):
     assert [answer.cached for answer in answers] == [cached, cached, 0]
     for answer, request in zip(answers, expected, strict=True):
         assert_same(answer, request, TOLERANCE)
+
+
+def test_what_was_decoded_before_is_no_prefix(llm):
+    """Prompts are rated by exact attention: blocks 3 and 4 hold an approximate answer."""
+    llm.reset_prefix_cache()
+    prompt = chat(llm, novel(llm, 384, 80), [{}, by("h2o"), by("freekv")], 70)
+    cached = 3 * BLOCK
+    for method in ("snapkv", "raas", "tova", "cheap"):
+        answer, expected = with_and_without_cache(llm, prompt, by(method))
+        assert answer.cached == cached
+        assert_same(answer, expected, TOLERANCE)
+        cached = len(prompt) // BLOCK * BLOCK  # as the first of them has computed it
+    answer, expected = with_and_without_cache(llm, prompt, {"exact": True})
+    assert answer.cached == cached
+    assert_same(answer, expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("method", ["h2o", pytest.param("entropykv", marks=pytest.mark.slow)])

@@ -3,7 +3,8 @@
 import pytest
 
 from benchmarks.texts import excerpt
-from tests.engine import Request, assert_same, checkpoint, drive, engine, novel
+from tests.engine import Request, assert_same, checkpoint, difference, drive, engine, novel
+from tests.turns import chat, with_and_without_cache
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -58,6 +59,17 @@ def test_short_contexts_are_answered_as_by_stock_vllm(llm, stock):
     answers = [drive(llm, [request])[0] for request in short_requests(llm, {})]
     for answer, expected in zip(answers, stock, strict=True):
         assert_same(answer, expected, tolerance=1e-5)
+
+
+def test_exact_turns_share_exact_blocks(llm):
+    """Of layers with windows, too, whose blocks before the window are gone."""
+    prompt = chat(llm, novel(llm, 700, 50), [{}, {"method": "streamingllm"}], 150)
+    (ordinary,) = drive(llm, [Request(prompt, 1, {}, cache=True)])
+    exact, expected = with_and_without_cache(llm, prompt, {"exact": True})
+    assert 0 < exact.cached <= 700 < ordinary.cached
+    assert difference(exact, expected) < 0.1, "to rounding in 16 bits, in another batch"
+    again, _ = with_and_without_cache(llm, prompt, {"exact": True}, 1)
+    assert again.cached >= ordinary.cached
 
 
 def test_a_pass_key_is_found_in_a_novel(llm):

@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import distribution, entry_points
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
@@ -17,6 +18,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from tests.engine import checkpoint
 from vllm_kvretrieval import __version__, plugin
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.scheduler import RetrievalScheduler
 from vllm_kvretrieval.platforms.cpu import CpuRetrievalPlatform
 from vllm_kvretrieval.retrieval.presets import OWN
 
@@ -126,6 +128,56 @@ def test_a_backend_brings_its_worker(backend):
     worker = "vllm_kvretrieval.engine.cpu.worker.RetrievalCPUWorker"
     assert config.parallel_config.worker_cls == worker
     assert config.attention_config.backend.name == backend.upper()
+
+
+class DerivedScheduler(RetrievalScheduler):
+    """Of a user."""
+
+
+@pytest.mark.model
+def test_a_backend_brings_its_scheduler():
+    """Or one that is derived from it; configuring an engine again changes nothing."""
+    ours = "vllm_kvretrieval.engine.scheduler.RetrievalScheduler"
+    config = engine_config(attention_backend="freekv")
+    assert config.scheduler_config.scheduler_cls == ours
+    current_platform.check_and_update_config(config)
+    assert config.scheduler_config.scheduler_cls == ours
+    for given in (ours, DerivedScheduler):
+        config = engine_config(attention_backend="freekv", scheduler_cls=given)
+        assert config.scheduler_config.scheduler_cls == given
+    assert engine_config().scheduler_config.scheduler_cls is None
+
+
+@pytest.mark.model
+def test_validating_a_request_changes_nothing():
+    """What the caller hands in may be used again, and by other engines."""
+    options = {"filters": [2, 8], "prefill_budget": 256, "also": ["h2o"]}
+    processor = InputProcessor(
+        engine_config(attention_backend="omnikv", additional_config={"kv_retrieval": options})
+    )
+    for asked in ({}, {"method": "h2o"}, {"exact": True}, {"exact_prefix": True}):
+        params = SamplingParams(extra_args={"kv_retrieval": asked})
+        before = repr(params)
+        inputs = tokens_input([1, 2], cache_salt="mine")
+        made = processor.process_inputs("id", inputs, params, ("generate",))
+        assert repr(params) == before
+        assert inputs == tokens_input([1, 2], cache_salt="mine")
+        assert made.cache_salt == "mine"
+        assert not made.sampling_params.skip_reading_prefix_cache
+
+
+@pytest.mark.model
+def test_exact_prefixes_are_not_promised_beside_a_kv_connector():
+    connector = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
+    beside = {"attention_backend": "freekv", "kv_transfer_config": connector}
+    processor = InputProcessor(engine_config(**beside))
+    params = SamplingParams(extra_args={"kv_retrieval": {"exact_prefix": True}})
+    with pytest.raises(VLLMClientError, match=r"exact_prefix=True cannot be served beside a KV"):
+        processor.process_inputs("id", tokens_input([1, 2]), params, ("generate",))
+    with pytest.raises(
+        ValueError, match=r"kv_retrieval\.reuse='exact' cannot be combined with a KV"
+    ):
+        engine_config(**beside, additional_config={"kv_retrieval": {"reuse": "exact"}})
 
 
 @pytest.mark.model

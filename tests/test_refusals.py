@@ -174,6 +174,12 @@ ENGINES = {
         "worker_cls='somewhere.Worker' cannot be combined with attention backend freekv, which "
         "brings its own worker; leave --worker-cls out.",
     ),
+    "scheduler": (
+        {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+        "scheduler_cls='vllm.v1.core.sched.scheduler.Scheduler' cannot be combined with attention "
+        "backend freekv, which brings its own scheduler; leave --scheduler-cls out, or derive it "
+        "from vllm_kvretrieval.engine.scheduler.RetrievalScheduler.",
+    ),
     "connector": (
         {
             "kv_transfer_config": TRANSFER,

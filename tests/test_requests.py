@@ -113,8 +113,7 @@ def test_a_session_may_bring_other_options(runner, builder, table):
     assert rows.fresh.tolist() == [1], "what another budget selected is of no use"
 
 
-def test_how_a_session_prefills_is_decided_once(runner):
-    """Its blocks are in the prefix cache as those of one kind."""
+def test_how_a_session_prefills_is_up_to_its_next_input(runner):
     config = RetrievalConfig.from_options("omnikv", {"prefill_budget": 1024})
     table = RequestTable(config, CAPACITY, 10, runner)
 
@@ -128,12 +127,8 @@ def test_how_a_session_prefills_is_decided_once(runner):
 
     runner.batch("a", a={"exact": True})
     assert not table.prefills_sparsely(table.seats(1)).any()
-    assert ask() == [False]
-    table.release([], ["a"])
-    assert ask() == [False]
-    table.release(["a"])
     assert ask() == [True]
-    assert ask(exact=True) == [True]
+    assert ask(exact=True) == [False]
 
 
 # ------------------------------------------------------------------------------------ the table

@@ -4,7 +4,7 @@ A small Llama with random weights, in float32. Both engines give out the same bl
 attend with the same kernel to the same pages in the same order, so answers agree to the last bit.
 """
 
-from itertools import count, pairwise
+from itertools import count, pairwise, permutations
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from vllm.config import CompilationMode
 
 from tests.engine import Answer, Request, assert_same, drive, engine, random_llama
 from tests.home_worker import LOSSLESS
+from tests.turns import chat, with_and_without_cache
 
 pytestmark = pytest.mark.engine
 
@@ -212,6 +213,21 @@ def test_same_answers_as_in_memory(llm, expected):
     assert len(shared) > 50
 
 
+def turns_are_exact(llm, tolerance):
+    """Chats of three turns in every order, one of them exact; then an exact question."""
+    turns: list[dict[str, Any]] = [{}, {"method": "streamingllm"}, {"exact": True}]
+    for number, order in enumerate(permutations(turns)):
+        prompt_ = chat(llm, prompt(300, 110 + number), order, 60)
+        answer, expected = with_and_without_cache(llm, prompt_, {"exact": True}, 4)
+        exact = 300 + 80 * (1 + order.index({"exact": True}))
+        assert answer.cached == exact // 128 * 128
+        assert_same(answer, expected, tolerance)
+
+
+def test_exact_turns_of_a_chat(llm):
+    turns_are_exact(llm, 1e-3)
+
+
 def test_metrics(llm):
     """vLLM's Prometheus metrics say what recall did."""
     change, heads = counted(llm)
@@ -387,6 +403,10 @@ def test_same_answers_from_encoded_pages(encoded, expected):
 
 def test_integrity_of_encoded_pages(encoded):
     test_integrity_in_the_middle_of_things(encoded)
+
+
+def test_exact_turns_from_encoded_pages(encoded):
+    turns_are_exact(encoded, WHOLE)
 
 
 def test_metrics_of_encoded_pages(encoded):

@@ -49,6 +49,7 @@ HOMES = ("auto", "device", "host", "disk")
 
 
 DEFAULT_CHUNK = 512
+REUSES = ("all", "exact")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class RetrievalConfig:
     max_budget: int | None = None
     memory_fraction: float | None = None
     allow_exact: bool = True
+    reuse: str = "all"
     home: str = None  # type: ignore[assignment]  # the preset's
     home_bytes: int | None = None
     home_path: str | None = None
@@ -121,6 +123,8 @@ class RetrievalConfig:
         for method in self.methods.values():
             self.page_budget(method=method.name)
         require_bool("allow_exact", self.allow_exact)
+        if self.reuse not in REUSES:
+            raise RetrievalConfigError(f"reuse={self.reuse!r} is unknown; use one of {REUSES}.")
         if self.max_budget is not None:
             if require_int("max_budget", self.max_budget) < self.budget:
                 raise RetrievalConfigError(
@@ -495,6 +499,34 @@ class RetrievalConfig:
         """Whether chunks of the request's prompt attend to a part of what lies before them."""
         shares = self.methods[options.method].shares
         return self.prefill_budget is not None and shares and not options.exact
+
+    @property
+    def exact_prefill(self) -> int:
+        """Tokens at the start of a prompt that sparse prefill lets attend to all before them."""
+        assert self.prefill_budget is not None
+        assert self.prefill_chunk is not None
+        return (self.prefill_budget // self.prefill_chunk + 1) * self.prefill_chunk
+
+    def certain_budget(self, options: "RequestOptions") -> int:
+        """Tokens; a context of so many is attended to whole in decode steps, whatever its prompt.
+
+        Budgets may be a share of the prompt, and methods that drop tokens have dropped some at the
+        first step, perhaps.
+        """
+        method = self.methods[options.method]
+        if method.schedule.drops:
+            return 0
+        if self.memory_fraction is not None and not options.own_budget:
+            return self._least_budget(method)
+        return options.budget.total * self.page_size
+
+    def wants_exact_prefix(self, options: "RequestOptions") -> bool:
+        """Whether the request may only share keys and values that full attention has computed.
+
+        It has promised exact answers, or its method rates tokens of the prompt by attention.
+        """
+        observes = self.methods[options.method].keeping is not None
+        return options.exact or options.exact_prefix or observes or self.reuse == "exact"
 
     def observes_all(self, options: "RequestOptions") -> bool:
         """Whether all queries of the prompt count, those of a prefix in the cache, too."""

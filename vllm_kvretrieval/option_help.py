@@ -65,6 +65,8 @@ HELP = {
     "budget then follows from its prompt's length, up to max_budget (default: none; the budget is "
     "fixed)",
     "allow_exact": "whether requests may ask for full attention (default: true)",
+    "reuse": "which keys and values requests share by the prefix cache: all (as far as their "
+    "options allow), or exact (those that full attention has computed) (default: all)",
     "home": "where the whole KV cache of the retrieval layers lives: device (vLLM's own memory), "
     "disk (a file; fast memory then holds recalled pages only), host (on GPUs), or auto (device if "
     "max_num_seqs requests of max_model_len fit there) (default: the method's)",

@@ -20,6 +20,8 @@ class RequestOptions:
         correction_threshold: See :class:`RetrievalConfig`.
         exact: Full attention at every step.
         own_budget: Whether the request names its budget.
+        exact_prefix: Share only what full attention has computed with other requests, whatever it
+            attends to itself.
     """
 
     method: str
@@ -27,6 +29,7 @@ class RequestOptions:
     correction_threshold: float
     exact: bool = False
     own_budget: bool = False
+    exact_prefix: bool = False
 
     @classmethod
     def parse(
@@ -44,7 +47,7 @@ class RequestOptions:
         options = _request_options(extra_args or {})
         reject_unknown(
             options,
-            ["budget", "correction_threshold", "exact", "method"],
+            ["budget", "correction_threshold", "exact", "exact_prefix", "method"],
             f"{CONFIG_KEY} of a request",
         )
         method = options.get("method", config.method)
@@ -78,11 +81,21 @@ class RequestOptions:
                 "kv_retrieval.exact=True is not allowed by this server (--kv-retrieval.allow_exact "
                 f"false); ask for a budget of up to {config.budget_limit} instead."
             )
+        exact_only = config.reuse == "exact"
+        exact_prefix = require_bool(
+            "kv_retrieval.exact_prefix", options.get("exact_prefix", exact_only)
+        )
+        if exact_only and not exact_prefix:
+            raise RetrievalConfigError(
+                "kv_retrieval.exact_prefix=False is not allowed by this server "
+                "(--kv-retrieval.reuse exact), whose requests share exact prefixes only; leave it "
+                "out."
+            )
         try:
             pages = config.page_budget(budget, served.name)
         except RetrievalConfigError as e:
             raise RetrievalConfigError(f"kv_retrieval.{e}") from None
-        return cls(served.name, pages, threshold, exact, "budget" in options)
+        return cls(served.name, pages, threshold, exact, "budget" in options, exact_prefix)
 
 
 def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:

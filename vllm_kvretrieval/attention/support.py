@@ -179,6 +179,11 @@ def check_connector(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             "connector: keys and values that sparse prefill computes are approximate, and others "
             "would take them for exact. Leave one out."
         )
+    if config.reuse == "exact":
+        raise RetrievalConfigError(
+            "kv_retrieval.reuse='exact' cannot be combined with a KV connector, which does not say "
+            "how the keys and values that it loads were computed. Leave one out."
+        )
     transfer = vllm_config.kv_transfer_config
     if config.rows and transfer is not None and transfer.kv_connector not in OF_ONE_INSTANCE:
         said = transfer.get_from_extra_config(LAYOUT_KEY, None)

@@ -140,8 +140,6 @@ class RequestTable:
         self._method = np.zeros(capacity, dtype=np.int32)
         self._units = np.ones(capacity, dtype=np.int64)  # of selection, in a page
         self._sparse_prefill = np.zeros(capacity, dtype=bool)
-        # Decided once: what a session has in the prefix cache stays of one kind.
-        self._prefill_of: dict[str, bool] = {}
         self._methods = {name: number for number, name in enumerate(config.methods)}
         self._context = np.zeros(capacity, dtype=np.int32)
         self.arrived: frozenset[str] = frozenset()
@@ -171,7 +169,6 @@ class RequestTable:
                 seats.append(seat)
         for req_id in finished:
             noted = self._preempted.pop(req_id, None)
-            self._prefill_of.pop(req_id, None)
             if (seat := self._seat_of.pop(req_id, None)) is not None:
                 noted = self._take_out(seat)
                 seats.append(seat)
@@ -386,8 +383,7 @@ class RequestTable:
             number = self._methods[options.method]
             least = self.kept.admit(seat, number, known.num_tokens, tokens, options.exact)
             self._total[seat] = budget.total if least is None else least
-        sparse = self.config.prefills_sparsely(options)
-        self._sparse_prefill[seat] = self._prefill_of.setdefault(req_id, sparse)
+        self._sparse_prefill[seat] = self.config.prefills_sparsely(options)
         for entries in self._per_seat:
             entries[seat] = 0
 

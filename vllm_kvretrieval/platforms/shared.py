@@ -17,8 +17,8 @@ from vllm_kvretrieval.retrieval.presets import preset_names
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SPARSE_PREFILL = "|kv_retrieval.prefill_budget"
-"""Ends the cache salts of requests whose prompts are not prefilled exactly."""
+SCHEDULER = "vllm_kvretrieval.engine.scheduler.RetrievalScheduler"
+ASYNC_SCHEDULER = "vllm_kvretrieval.engine.scheduler.RetrievalAsyncScheduler"
 
 
 class RetrievalRequestError(RetrievalConfigError, VLLMClientError):
@@ -94,6 +94,7 @@ class RetrievalPlatform(Platform):
                 "brings its own worker; leave --worker-cls out."
             )
         vllm_config.parallel_config.worker_cls = cls.worker
+        _set_scheduler(vllm_config, method)
         if config.home != "device" and not has_foreign_connector(vllm_config):
             from vllm_kvretrieval.engine.connector import connector_config
 
@@ -110,15 +111,39 @@ class RetrievalPlatform(Platform):
         frame = inspect.currentframe()
         caller = frame.f_back.f_locals.get("self") if frame and frame.f_back else None
         config = _config_of(caller)
-        if config is not None:
+        if caller is not None and config is not None:
             try:
                 options = RequestOptions.parse(getattr(params, "extra_args", None), config)
             except RetrievalConfigError as e:
                 raise RetrievalRequestError(str(e)) from None
-            if config.observes_all(options):
-                params.skip_reading_prefix_cache = True
-            if config.prefill_budget is not None:
-                salt_prefix_cache(processed_inputs, config.prefills_sparsely(options))
+            if options.exact_prefix and has_foreign_connector(caller.vllm_config):
+                raise RetrievalRequestError(
+                    "kv_retrieval.exact_prefix=True cannot be served beside a KV connector, which "
+                    "does not say how the keys and values that it loads were computed; leave it "
+                    "out, or ask for skip_reading_prefix_cache."
+                )
+
+
+def _set_scheduler(vllm_config: "VllmConfig", method: str) -> None:
+    """Let the scheduler know blocks that are not exact; the platform has settled which kind it is.
+
+    Raises:
+        RetrievalConfigError: The user brings another one.
+    """
+    scheduler = vllm_config.scheduler_config
+    given = scheduler.scheduler_cls
+    if given not in (None, SCHEDULER, ASYNC_SCHEDULER):
+        from vllm_kvretrieval.engine.scheduler import RetrievalAsyncScheduler, RetrievalScheduler
+
+        needed = RetrievalAsyncScheduler if scheduler.async_scheduling else RetrievalScheduler
+        if not issubclass(scheduler.get_scheduler_cls(), needed):
+            raise RetrievalConfigError(
+                f"scheduler_cls={given!r} cannot be combined with attention backend {method}, "
+                "which brings its own scheduler; leave --scheduler-cls out, or derive it from "
+                f"{needed.__module__}.{needed.__name__}."
+            )
+        return
+    scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
 
 
 _configs: WeakKeyDictionary[Any, RetrievalConfig | None] = WeakKeyDictionary()
@@ -131,20 +156,3 @@ def _config_of(caller: Any) -> RetrievalConfig | None:
     if caller not in _configs:
         _configs[caller] = RetrievalConfig.from_vllm(caller.vllm_config)
     return _configs[caller]
-
-
-def salt_prefix_cache(processed_inputs: dict[str, Any], sparse: bool) -> None:
-    """Keep keys and values of sparse prefill apart from exact ones in the prefix cache.
-
-    Args:
-        processed_inputs: Of a request, as vLLM has rendered it; its ``cache_salt``, which vLLM
-            hashes with the first block, is changed.
-        sparse: Whether its prompt is prefilled sparsely.
-    """
-    salt = (processed_inputs.get("cache_salt") or "").removesuffix(SPARSE_PREFILL)
-    if sparse:
-        salt += SPARSE_PREFILL
-    if salt:
-        processed_inputs["cache_salt"] = salt
-    else:
-        processed_inputs.pop("cache_salt", None)

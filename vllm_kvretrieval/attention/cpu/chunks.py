@@ -77,7 +77,7 @@ class SparsePrefill:
         self.sink, self.window, self.select = (
             pages * config.page_size for pages in (parts.sink, parts.window, parts.select)
         )
-        self.exact = (self.budget // self.chunk + 1) * self.chunk
+        self.exact = config.exact_prefill
         """Tokens at the start of a prompt that attend to everything before them."""
 
     def most_chunks(self, tokens: int, requests: int) -> int:

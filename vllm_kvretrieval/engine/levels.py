@@ -1,0 +1,178 @@
+"""How far the keys and values in vLLM's blocks are from those that full attention computes.
+
+Keys and values at a position are exact if every layer attended to the whole context before it, and
+if that context is exact itself. So a context is exact up to some position, and nowhere beyond.
+Levels say how, and tell requests apart that may share blocks.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.request_options import RequestOptions
+
+NEVER = sys.maxsize
+"""A position that no context reaches."""
+
+
+class Level(IntEnum):
+    """How a block's keys and values were computed; the worse, the larger."""
+
+    EXACT = 0
+    DECODED = 1
+    """A decode step attended to a part of the context; or the context before was of this level."""
+    PREFILLED = 2
+    """A chunk of a prompt attended to a part of the context; or the context before did."""
+
+
+UNKNOWN = Level.PREFILLED
+
+
+class Block(Protocol):
+    """One of vLLM's (``KVCacheBlock``)."""
+
+    block_id: int
+
+    @property
+    def block_hash(self) -> bytes | None: ...
+    @property
+    def is_null(self) -> bool: ...
+
+
+class Taint(NamedTuple):
+    """From where on a context is not exact.
+
+    Attributes:
+        position: The first position that is not; ``NEVER`` where all are.
+        level: Of those from there on, the worst.
+    """
+
+    position: int = NEVER
+    level: Level = Level.EXACT
+
+    def level_of(self, end: int) -> Level:
+        """Of a block whose last position is before ``end``."""
+        return self.level if end > self.position else Level.EXACT
+
+    def plus(self, other: "Taint") -> "Taint":
+        """Of a context to which both apply."""
+        return Taint(min(self.position, other.position), max(self.level, other.level))
+
+
+class BlockLevels:
+    """Levels of the blocks in the prefix cache.
+
+    A note is about a block's contents, which its hash names. It counts as long as the block has
+    this hash: what vLLM recycles or forgets need not be told.
+    """
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[bytes | None, Level]] = {}
+
+    def note(self, block: Block, level: Level) -> None:
+        """Say what has been, or in this step will be, written to a block that has its hash."""
+        self._notes[block.block_id] = block.block_hash, level
+
+    def copy(self, source: int, target: int) -> None:
+        """A block (by number) gets the contents of another, and perhaps its hash."""
+        if (note := self._notes.get(source)) is not None:
+            self._notes[target] = note
+
+    def of(self, block: Block) -> Level:
+        """A block's level; the null block, which nobody reads, is exact."""
+        if block.is_null:
+            return Level.EXACT
+        noted, level = self._notes.get(block.block_id, (None, UNKNOWN))
+        return level if noted is not None and noted == block.block_hash else UNKNOWN
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._notes.clear()
+
+    def look(
+        self, groups: Iterable[tuple[Sequence[Block], int]], tolerance: Level
+    ) -> tuple[int, Taint]:
+        """Find out how much of a prefix may be shared, and from where on that is not exact.
+
+        Args:
+            groups: Of each group of layers, the blocks that hold the prefix, in order, and the
+                tokens of a block.
+            tolerance: The worst level that may be shared.
+
+        Returns:
+            Tokens before the first block beyond that level, of any group; ``NEVER`` if there is no
+            such block. And what the blocks before it are.
+        """
+        notes, shared, first, worst = self._notes, NEVER, NEVER, Level.EXACT
+        for blocks, size in groups:
+            for place, block in enumerate(blocks):
+                note = notes.get(block.block_id)
+                if note is not None and note[0] == block.block_hash:
+                    level = note[1]
+                    if not level:
+                        continue
+                elif block.is_null:
+                    continue
+                else:
+                    level = UNKNOWN
+                if level > tolerance:
+                    shared = min(shared, place * size)
+                    break
+                first, worst = min(first, place * size), max(worst, level)
+        return shared, Taint(first, worst)
+
+
+EXACT = Taint()
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """What a request's options say about exact contexts.
+
+    Attributes:
+        tolerance: Worst level of the blocks that it may share.
+        reads_cache: Whether it may share any: methods that rate tokens by all queries of a prompt
+            have to compute them all.
+        decodes_exactly: Tokens; a decode step attends to the whole context if it is no longer.
+        prefills_exactly: Tokens at the start of a prompt that attend to everything before them.
+    """
+
+    tolerance: Level
+    reads_cache: bool
+    decodes_exactly: int
+    prefills_exactly: int
+
+    @classmethod
+    def of(cls, options: RequestOptions, config: RetrievalConfig) -> "Exactness":
+        """What a request's options say on this engine.
+
+        Where the worker knows better (a share of the prompt as a budget, what methods that drop
+        tokens have kept) this is the worst that can be.
+        """
+        sparse = config.prefills_sparsely(options)
+        tolerance = Level.PREFILLED if sparse else Level.DECODED
+        if config.wants_exact_prefix(options):
+            tolerance = Level.EXACT
+        return cls(
+            tolerance,
+            not config.observes_all(options),
+            NEVER if options.exact else config.certain_budget(options),
+            config.exact_prefill if sparse else NEVER,
+        )
+
+    def taint(self, start: int, tokens: int, decodes: bool) -> Taint:
+        """What a step does to the context.
+
+        Args:
+            start: Tokens that were computed before.
+            tokens: Of the step.
+            decodes: Whether it is a single one behind the prompt.
+        """
+        if decodes:
+            return Taint(start, Level.DECODED) if start >= self.decodes_exactly else EXACT
+        if start + tokens > self.prefills_exactly:
+            return Taint(max(start, self.prefills_exactly), Level.PREFILLED)
+        return EXACT

@@ -1,0 +1,242 @@
+"""vLLM's scheduler, whose prefix cache knows which of its blocks are exact."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
+
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.levels import EXACT, BlockLevels, Exactness, Level, Taint
+from vllm_kvretrieval.engine.requests import read_options
+
+logger = init_logger("vllm.kvretrieval.scheduler")
+
+
+@dataclass(slots=True)
+class Context:
+    """What is known of a request's context, since it was last looked up in the prefix cache.
+
+    Attributes:
+        request: Whose it is.
+        params: Sampling parameters that ``exactness`` was read from; a session may bring others.
+        exactness: What its options say.
+        taint: From where on it is not exact.
+        noted: Of each group of layers, its first blocks that need no more notes.
+        calm: A step of one token at a position before this one changes nothing here.
+    """
+
+    request: Request
+    params: Any
+    exactness: Exactness
+    taint: Taint
+    noted: list[int]
+    calm: int = 0
+
+
+class RetrievalScheduler(Scheduler):
+    """vLLM's scheduler with a :class:`Level` for every block of the prefix cache.
+
+    Requests share prefixes up to the first block that is worse than they tolerate. vLLM gives
+    blocks their hashes, and so to others, before the step that writes to them. So their levels are
+    noted when a step has been scheduled, and for requests looked up before that, when they are.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = RetrievalConfig.from_vllm(self.vllm_config)
+        assert config is not None, "the platform sets this class where a method is named"
+        self.retrieval = config
+        self.levels = BlockLevels()
+        self._managers = self.kv_cache_manager.coordinator.single_type_managers
+        self._contexts: dict[str, Context] = {}
+        # The last block of a prompt then has a hash before it is full.
+        self._has_partial = any(m.block_size > self.hash_block_size for m in self._managers)
+        # Of the step being scheduled, how many of the running requests have provisional notes.
+        self._looked_at = (0, 0)
+
+    def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Blocks of the prefix cache for a request: at most those that it may share."""
+        self._note_running()
+        exactness = self._read(request)
+        if not exactness.reads_cache:
+            request.skip_reading_prefix_cache = True  # vLLM asks no KV connector then, either
+        blocks, tokens, *rest, diverged = super()._get_local_prefix_cache_hit(
+            request, *args, **kwargs
+        )
+        manager = self.kv_cache_manager
+        if diverged:  # vLLM would look up a hit that all groups share later, without asking here
+            blocks, tokens, *rest = manager.get_computed_blocks(request)
+        found = tokens
+        shared, taint = self._look(blocks, exactness.tolerance)
+        while shared < tokens:
+            by_group, tokens, _ = manager.coordinator.find_longest_cache_hit(
+                request.block_hashes, shared
+            )
+            blocks = manager.create_kv_cache_blocks(by_group)
+            shared, taint = self._look(blocks, exactness.tolerance)
+        if tokens < found:
+            logger.debug(
+                "kv_retrieval request_id=%s shares %d of %d tokens found in the prefix cache: the "
+                "others are approximate",
+                request.request_id,
+                tokens,
+                found,
+            )
+        noted = [tokens // group.block_size for group in self._managers]
+        self._contexts[request.request_id] = Context(
+            request, request.sampling_params, exactness, taint, noted
+        )
+        return blocks, tokens, *rest, False
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Note what the step does to contexts, before vLLM counts its tokens."""
+        for copy in scheduler_output.kv_cache_block_copies or ():
+            self.levels.copy(copy.src_block_id, copy.dst_block_id)
+        contexts = self._contexts
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            context = contexts[request_id]
+            request = context.request
+            if (
+                tokens > 1
+                or request.num_computed_tokens >= context.calm
+                or request.sampling_params is not context.params
+            ):
+                self._note_step(context, tokens)
+        for request_id in scheduler_output.finished_req_ids:
+            finished = self.requests.get(request_id)  # or one that came after it, of the same name
+            if finished is None or finished.is_finished():
+                self._contexts.pop(request_id, None)
+        super()._update_after_schedule(scheduler_output)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Empty the prefix cache; see vLLM's."""
+        done = super().reset_prefix_cache(*args, **kwargs)
+        if done:
+            self.levels.clear()
+        return done
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """Go on with a session; from its start, where the context is not what its options promise.
+
+        What a session has computed is never looked up again, so it is given up here.
+        """
+        waits = session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+        super()._update_request_as_session(session, update)
+        context = self._contexts[session.request_id]
+        self._renew(context)
+        if context.taint.position >= session.num_computed_tokens:
+            context.taint = EXACT
+        exactness = context.exactness
+        if exactness.reads_cache and context.taint.level <= exactness.tolerance:
+            return
+        if waits:
+            self.kv_holding_waiting.remove_requests([session])
+            self.waiting.remove_requests([session])
+        self._free_request_blocks(session)
+        self.encoder_cache_manager.free(session)
+        session.num_computed_tokens = 0
+        self.reset_preempted_req_ids.add(session.request_id)  # so workers forget it, too
+        if waits:
+            self._enqueue_waiting_request(session)
+
+    def _read(self, request: Request) -> Exactness:
+        """What a request's options say; one that waits for room is asked at every step."""
+        known = self._contexts.get(request.request_id)
+        if known is not None and known.params is request.sampling_params:
+            return known.exactness
+        extra_args = getattr(request.sampling_params, "extra_args", None)
+        options = read_options(request.request_id, extra_args, self.retrieval)
+        return Exactness.of(options, self.retrieval)
+
+    def _look(self, blocks: KVCacheBlocks, tolerance: Level) -> tuple[int, Taint]:
+        sizes = (manager.block_size for manager in self._managers)
+        return self.levels.look(zip(blocks.blocks, sizes, strict=True), tolerance)
+
+    def _renew(self, context: Context) -> None:
+        """Read the options of a session that has perhaps got others."""
+        request = context.request
+        context.exactness = self._read(request)
+        context.params = request.sampling_params
+
+    def _taint(self, context: Context, tokens: int) -> Taint:
+        """Of the context with so many more tokens, computed in one step."""
+        request = context.request
+        start = request.num_computed_tokens
+        decodes = tokens == 1 and (start >= request.num_prompt_tokens or request.resumable)
+        return context.taint.plus(context.exactness.taint(start, tokens, decodes))
+
+    def _note_step(self, context: Context, tokens: int) -> None:
+        """Note what a step of so many tokens does to a context and its blocks."""
+        self._renew(context)
+        context.taint = self._taint(context, tokens)
+        self._note_final(context)
+        end = context.request.num_computed_tokens + tokens
+        # The next block may get its hash when its last token is computed.
+        context.calm = (end // self.hash_block_size + 1) * self.hash_block_size - 1
+        if context.taint.level < Level.DECODED:
+            context.calm = min(context.calm, context.exactness.decodes_exactly)
+
+    def _note_final(self, context: Context) -> None:
+        """Note the levels of blocks that have got hashes, once and for all."""
+        self._note(context, context.taint)
+        for group, cached in enumerate(self._cached(context)):
+            context.noted[group] = max(context.noted[group], cached)
+
+    def _note_running(self) -> None:
+        """Note blocks that have got hashes in this very step, whose tokens nobody has counted yet.
+
+        How many tokens a request computes is not known here: as many as have hashes, at least. So
+        levels are the worst that can be, and are noted again when the step has been scheduled.
+        """
+        step, seen = self._looked_at
+        for request in self.running[seen if step == self.current_step else 0 :]:
+            context = self._contexts[request.request_id]
+            cached = self._cached(context)
+            if cached == context.noted and not self._has_partial:
+                continue
+            self._renew(context)
+            sizes = (manager.block_size for manager in self._managers)
+            hashed = max(count * size for count, size in zip(cached, sizes, strict=True))
+            tokens = hashed - request.num_computed_tokens
+            self._note(context, self._taint(context, tokens) if tokens > 0 else context.taint)
+        self._looked_at = self.current_step, len(self.running)
+
+    def _cached(self, context: Context) -> list[int]:
+        """Of each group of layers, how many of the request's blocks have been given hashes."""
+        name = context.request.request_id
+        return [manager.num_cached_block.get(name, 0) for manager in self._managers]
+
+    def _note(self, context: Context, taint: Taint) -> None:
+        """Note levels of the request's blocks, and let the better of two equal ones be found."""
+        name = context.request.request_id
+        for first, manager in zip(context.noted, self._managers, strict=True):
+            last = manager.num_cached_block.get(name, 0) + self._has_partial
+            pool = manager.block_pool
+            for block in manager.req_to_blocks.get(name, ())[first:last]:
+                if (key := block.block_hash) is None:
+                    continue
+                assert block.block_hash_num_tokens is not None
+                level = taint.level_of(block.block_hash_num_tokens)
+                self.levels.note(block, level)
+                found = pool.cached_block_hash_to_block.get_one_block(key)
+                while found is not None and self.levels.of(found) > level:
+                    pool.evict_blocks({found.block_id})
+                    found = pool.cached_block_hash_to_block.get_one_block(key)
+
+
+class RetrievalAsyncScheduler(RetrievalScheduler, AsyncScheduler):
+    """The same with async scheduling: blocks also get hashes when their tokens are known."""
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        result = super()._update_request_with_output(request, new_token_ids, is_stale)
+        known = request.num_computed_tokens - request.num_output_placeholders
+        if known % self.hash_block_size < len(new_token_ids):
+            self._note_final(self._contexts[request.request_id])
+        return result
