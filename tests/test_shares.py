@@ -201,3 +201,19 @@ def test_requests_have_counts_of_their_own():
     # Of 10 pages: 8 between sink and window of fier, 7 of freekv.
     attended = (2 * 3 + (256 + 115 + 115) // 32) + (3 * 3 + 1 + 7 + 7) + 8 * 3
     assert table.counts().attended == attended
+
+
+def test_kv_heads_that_keep_the_same_get_the_same():
+    """Rounding included; less than one for each of them is left over."""
+    shares = make_shares("pyramid")
+    for layers, heads in ((30, 3), (24, 2), (32, 8)):
+        for select in (128, 256, 1024, 2047):
+            made = allot(shares, [heads] * layers, 8192, together=True)
+            by_layer = made.counts(select).reshape(layers, heads)
+            assert (by_layer == by_layer[:, :1]).all()
+            assert by_layer.sum() == select * layers * heads
+            assert (np.abs(by_layer[:, 0] - shares.of([1] * layers) * select) < 1).all()
+    of_each = allot(make_shares([1, 1, 2]), [1, 4, 2], 8192, together=True).counts(101)
+    assert [*of_each[1:5]] == [of_each[1]] * 4
+    assert of_each[5] == of_each[6]
+    assert 0 <= 7 * 101 - of_each.sum() < 4

@@ -402,7 +402,7 @@ class RetrievalConfig:
 
     @functools.cached_property
     def most_selected(self) -> dict[str, int]:
-        """Pages or tokens; most of them that a request selects per KV head on average, by method."""
+        """Most pages or tokens that a request selects per KV head on average, by method."""
         return {
             name: max((budget.select for budget in self.largest_budgets[name]), default=0)
             * (self.page_size if method.per_token else 1)
