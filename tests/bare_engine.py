@@ -26,7 +26,9 @@ from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cpu import worker as worker_module
 from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
+from vllm_kvretrieval.kernels import DecodeRows, KeptTokens, cpu
 from vllm_kvretrieval.kernels.cpu import MappingGuard
+from vllm_kvretrieval.retrieval.keeping import Keeping
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
 
@@ -90,6 +92,23 @@ class GuardedMemory:
 EMPTY = torch.empty
 
 
+class WrittenWeights:
+    """The compiled ops, which drop tokens by weights that were written."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(cpu, name)
+
+    def drop_tokens(
+        self, weights: torch.Tensor, rows: DecodeRows, kept: KeptTokens, rule: Keeping
+    ) -> None:
+        """See ``Ops.drop_tokens``."""
+        for row, seat in enumerate(rows.seats.tolist()):
+            for head, count in enumerate(kept.counts[seat].tolist()):
+                of_head = weights[row, min(head, weights.shape[1] - 1), :, : count + 1]
+                assert of_head.isfinite().all(), f"row {row}, head {head}: weights of nobody"
+        cpu.drop_tokens(weights, rows, kept, rule)
+
+
 class Backend(NamedTuple):
     """vLLM's name of one."""
 
@@ -136,6 +155,7 @@ class BareEngine:
         step_tokens: Of a step at most.
         fast: Bytes of fast memory, with a slow home.
         dtype: Of the KV cache.
+        stages: Of a pipeline, one of which the worker is.
         plan_only: Whether to divide memory, and no more.
 
     Raises:
@@ -152,8 +172,10 @@ class BareEngine:
         step_tokens: int = 192,
         fast: int = 256 * MIB,
         dtype: torch.dtype = torch.float32,
+        stages: int = 1,
         plan_only: bool = False,
     ) -> None:
+        self.stages = stages
         self.seats, self.max_model_len, self.step_tokens = seats, max_model_len, step_tokens
         self.dtype, self.memory = dtype, GuardedMemory()
         self.random = torch.Generator().manual_seed(max_model_len)
@@ -215,7 +237,7 @@ class BareEngine:
                 get_total_num_kv_heads=lambda: HEADS,
             ),
             parallel_config=SimpleNamespace(
-                local_world_size=1, tensor_parallel_size=1, pipeline_parallel_size=1
+                local_world_size=1, tensor_parallel_size=1, pipeline_parallel_size=self.stages
             ),
             cache_config=SimpleNamespace(
                 num_gpu_blocks_override=None, kv_offloading_size=None, block_size=BLOCK
@@ -302,6 +324,7 @@ class BareEngine:
             impl.choosers[0].selection.chosen.fill_(-1)
             if impl.keeper is not None:
                 impl.keeper._kept.ratings.fill_(float("nan"))
+                impl.keeper._kernels = WrittenWeights()
         for layer in self.layers.values():
             if layer.impl.selector is not None:
                 layer.impl.selector.chosen.fill_(-1)
