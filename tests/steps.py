@@ -1,5 +1,6 @@
 """Steps as the metadata builder sees them, without an engine around it."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
+from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.requests import RequestTable
+from vllm_kvretrieval.retrieval.capacity import Capacity
 
 
 class Runner:
@@ -25,6 +28,19 @@ class Runner:
         for req_id in req_ids:
             params = SamplingParams(extra_args={"kv_retrieval": options.get(req_id, {})})
             self.requests.setdefault(req_id, SimpleNamespace(sampling_params=params))
+
+
+def request_table(
+    config: RetrievalConfig,
+    seats: int,
+    kv_heads: Sequence[int],
+    runner: Any,
+    longest: int = 1 << 20,
+    **options: Any,
+) -> RequestTable:
+    """A table of requests for retrieval layers of so many KV heads, as a worker makes it."""
+    room = Capacity(config, kv_heads, longest)
+    return RequestTable(config, seats, sum(kv_heads), room, runner, **options)
 
 
 def metadata_builder(

@@ -12,16 +12,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.steps import Runner, metadata_builder, split
+from tests.steps import Runner, metadata_builder, request_table, split
 from vllm_kvretrieval.config import RetrievalConfig
-from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, cpu, reference
 from vllm_kvretrieval.request_options import RequestOptions
 from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 from vllm_kvretrieval.retrieval.pooling import Pooling
-from vllm_kvretrieval.retrieval.shares import allot
 
 HEADS, HEAD_SIZE, REQUESTS = 2, 64, 2
 PAGES = 128  # of the longest context
@@ -50,18 +48,14 @@ class Engine:
     def __init__(self, method: str = "freekv", **options: Any) -> None:
         self.config = RetrievalConfig.from_options(method, options)
         self.runner = Runner()
-        allotments = {
-            name: allot(m.budget_shares, [HEADS] * LAYERS, PAGES)
-            for name, m in self.config.methods.items()
-            if not m.budget_shares.uniform
-        }
         fixed = {
             name: EVERYTHING * torch.tensor(m.heads.flags, dtype=torch.int32).flatten()
             for name, m in self.config.methods.items()
             if m.heads is not None
         }
-        self.table = RequestTable(
-            self.config, REQUESTS, HEADS * LAYERS, self.runner, allotments=allotments, fixed=fixed
+        longest = PAGES * self.config.page_size
+        self.table = request_table(
+            self.config, REQUESTS, [HEADS] * LAYERS, self.runner, longest, fixed=fixed
         )
         self.builder = metadata_builder(self.table, HEADS)
         page_size = self.config.page_size
@@ -74,7 +68,7 @@ class Engine:
             entry_tokens=self.config.own.entry_tokens,
             **shape,
         )
-        most, counts = max(self.table.most_selected(LAYER), 1), self.table.selected
+        most, counts = self.table.room.most_chosen(LAYER), self.table.selected
         counts = None if counts is None else counts[:, LAYER]
         selection = Selection.empty(
             seats=REQUESTS, group=1, most_selected=most, counts=counts, **shape

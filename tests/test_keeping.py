@@ -107,6 +107,12 @@ def test_observation(preset, options, observation):
         ("h2o", {"schedule": "every_step"}, "cannot be combined with h2o: methods that drop"),
         ("freekv", {"schedule": "once"}, "cannot be combined with freekv: methods that drop"),
         ("fier", {"budget_shares": "entropy"}, "which fier does not look at"),
+        ("tova", {"budget_shares": [[1, 3]]}, "different shares, and with tova they keep the same"),
+        (
+            "entropykv",
+            {"budget_shares": [1, [1, 3]], "schedule": "running"},
+            "give one number per layer, or use schedule=once",
+        ),
         ("snapkv", {"budget_shares": {"entropy": {"least": 2}}}, "entropy has least"),
         ("snapkv", {"budget_shares": {"entropy": {"most": 0.5}}}, "entropy has least"),
         ("snapkv", {"budget_shares": {"entropy": [1, 2]}}, "entropy has least"),

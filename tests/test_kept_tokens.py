@@ -232,6 +232,35 @@ def test_drops_the_least(rule, sets):
         assert torch.equal(ours.chosen[3], kept.chosen[3])
 
 
+SINK = range(4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "before", "after"),
+    [
+        (Keeping(sink=4, recent=100), [*SINK, *range(193, 200)], [*SINK, *range(194, 201)]),
+        (Keeping(sink=4, recent_share=0.9), [*SINK, *range(193, 200)], [*SINK, *range(194, 201)]),
+        (Keeping(sink=11, recent=9), [*range(11)], [*range(11)]),
+        (Keeping(sink=64, recent=9), [*range(11)], [*range(11)]),
+        (Keeping(sink=300, recent=9), [*range(11)], [*range(11)]),
+        (Keeping(sink=4, recent=8, page=4), [*SINK, *range(192, 200)], [*SINK, *range(196, 201)]),
+    ],
+)  # fmt: skip
+def test_a_budget_without_room_for_sink_and_recent_tokens(rule, before, after):
+    """The sink stays, whatever its ratings, and as many recent tokens as fit."""
+    for ops in (reference, cpu):
+        budget = len(before) + 1
+        counts = torch.full((SEATS, HEADS), len(before), dtype=torch.int32)
+        chosen = torch.zeros(SEATS, HEADS, MOST, dtype=torch.int32)
+        chosen[..., : len(before)] = torch.tensor(before)
+        ratings = torch.rand(chosen.shape)
+        ratings[..., :4] = 0
+        kept = KeptTokens(chosen, ratings, counts, torch.full_like(counts, budget))
+        weights = torch.rand(1, HEADS, GROUP, MOST + 1)
+        ops.drop_tokens(weights, rows_of((201,), (2,)), kept, rule)
+        assert chosen[2, :, : len(after)].tolist() == [after] * HEADS
+
+
 def test_what_does_not_fit_is_refused():
     rule = RULES["sum"]
     kept, rows = state(rule, MOST), rows_of((301,), (0,))

@@ -11,9 +11,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from tests.steps import Runner, metadata_builder, split
+from tests.steps import Runner, metadata_builder, request_table, split
 from vllm_kvretrieval.config import RetrievalConfig
-from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
 
 PAGE = 32
@@ -37,7 +36,7 @@ def caplog_vllm(caplog, monkeypatch):
 
 @pytest.fixture
 def table(runner):
-    return RequestTable(CONFIG, CAPACITY, 10, runner)
+    return request_table(CONFIG, CAPACITY, [10], runner)
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def test_budgets_by_a_share_of_memory(runner):
     """OmniKV's figures: at 30 % with a quarter of the layers dense, 6.7 % of the prompt."""
     options = {"memory_fraction": 0.3, "budget": 256, "max_budget": 4096, "sink": 32, "window": 32}
     config = RetrievalConfig.from_options("omnikv", options)
-    table = RequestTable(config, 5, 10, runner, dense_share=0.25)
+    table = request_table(config, 5, [10], runner, dense_share=0.25)
     runner.batch("a", "b", "c", "d", "e", d={"budget": 128}, e={"method": "streamingllm"})
     for name, prompt in {"a": 32000, "b": 300, "c": 200000, "d": 32000, "e": 32000}.items():
         runner.requests[name].num_prompt_tokens = prompt
@@ -115,7 +114,7 @@ def test_a_session_may_bring_other_options(runner, builder, table):
 
 def test_how_a_session_prefills_is_up_to_its_next_input(runner):
     config = RetrievalConfig.from_options("omnikv", {"prefill_budget": 1024})
-    table = RequestTable(config, CAPACITY, 10, runner)
+    table = request_table(config, CAPACITY, [10], runner)
 
     def ask(**options):
         extra_args = {"kv_retrieval": options}
@@ -241,7 +240,7 @@ def test_long_prompts_are_staged_within_the_budget_too(runner, builder):
 def test_single_tokens_in_a_cache_of_rows(runner):
     """A step of everything: tokens, pages, whole contexts, and prompts that take turns."""
     options = {"budget": 128, "also": {"freekv": {}}}
-    table = RequestTable(RetrievalConfig.from_options("fier", options), 6, 10, runner)
+    table = request_table(RetrievalConfig.from_options("fier", options), 6, [10], runner)
     builder = metadata_builder(table, heads=2, rows=True)
     runner.batch(*"abcdef", b={"method": "freekv"}, c={"exact": True})
     step = split(

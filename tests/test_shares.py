@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.steps import Runner, metadata_builder, split
+from tests.steps import Runner, metadata_builder, request_table, split
 from vllm_kvretrieval.attention.support import check_shares
 from vllm_kvretrieval.config import RetrievalConfig
-from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.shares import allot, distribute, make_shares, pyramid
 
@@ -186,11 +185,7 @@ def test_requests_have_counts_of_their_own():
     options = {"budget": 256, "also": {"pages": {"preset": "freekv", "budget_shares": [0.2, 1.8]}}}
     settings = RetrievalConfig.from_options("fier", options | {"budget_shares": [3, 1]})
     runner, heads = Runner(), [1, 2]
-    allotments = {
-        name: allot(settings.methods[name].budget_shares, heads, longest)
-        for name, longest in (("fier", 4096), ("pages", 128))
-    }
-    table = RequestTable(settings, 3, sum(heads), runner, allotments=allotments)
+    table = request_table(settings, 3, heads, runner, longest=4096)
     builder = metadata_builder(table, heads=1, rows=True)
     runner.batch("a", "b", "c", b={"method": "pages"}, c={"method": "streamingllm"})
     step = split(builder, [301, 301, 301])
@@ -201,8 +196,24 @@ def test_requests_have_counts_of_their_own():
     assert counts == {"a": [346, 115, 115], "b": [1, 7, 7], "c": [0, 0, 0]}
     assert sum(counts["a"]) == 3 * 192
     assert sum(counts["b"]) == 3 * 5
-    assert table.most_selected(slice(0, 1)) == 346
-    assert table.most_selected(slice(1, 3)) == 116
+    assert table.room.most_chosen(slice(0, 1)) == 346
+    assert table.room.most_chosen(slice(1, 3)) == 116
     # Of 10 pages: 8 between sink and window of fier, 7 of freekv.
     attended = (2 * 3 + (256 + 115 + 115) // 32) + (3 * 3 + 1 + 7 + 7) + 8 * 3
     assert table.counts().attended == attended
+
+
+def test_kv_heads_that_keep_the_same_get_the_same():
+    """Rounding included; less than one for each of them is left over."""
+    shares = make_shares("pyramid")
+    for layers, heads in ((30, 3), (24, 2), (32, 8)):
+        for select in (128, 256, 1024, 2047):
+            made = allot(shares, [heads] * layers, 8192, together=True)
+            by_layer = made.counts(select).reshape(layers, heads)
+            assert (by_layer == by_layer[:, :1]).all()
+            assert by_layer.sum() == select * layers * heads
+            assert (np.abs(by_layer[:, 0] - shares.of([1] * layers) * select) < 1).all()
+    of_each = allot(make_shares([1, 1, 2]), [1, 4, 2], 8192, together=True).counts(101)
+    assert [*of_each[1:5]] == [of_each[1]] * 4
+    assert of_each[5] == of_each[6]
+    assert 0 <= 7 * 101 - of_each.sum() < 4

@@ -60,6 +60,8 @@ def rows_of(tables, lens, seats, fresh, random, shared, by_page=False):
             if not by_page:
                 numbers = numbers * PAGE + torch.tensor(chosen) % PAGE
             rows.lists[r * HEADS + head, : len(numbers)] = numbers.int()
+            rest = units * PAGE - length if by_page else 0  # of the tail page
+            rows.lengths[r * HEADS + head] = len(numbers) * (PAGE if by_page else 1) - rest
     return rows
 
 

@@ -386,23 +386,30 @@ class RetrievalConfig:
         return self.budget if self.max_budget is None else self.max_budget
 
     @functools.cached_property
-    def most_selected(self) -> dict[str, int]:
-        """Pages or tokens; most of them that a request selects per KV head on average, by method.
+    def largest_budgets(self) -> dict[str, tuple[PageBudget, ...]]:
+        """Of the budgets that requests may have those that none exceeds in every part, by method.
 
-        Of all admissible budgets: sink and window are rounded to pages, so a smaller one may select
-        more than a larger one.
+        Sink and window are rounded to pages, so a smaller budget may select more than a larger one.
         """
-        budgets = range(self.page_size, self.budget_limit + 1, self.page_size)
+        largest = {}
+        for name, method in self.methods.items():
+            pages = range(1, self.budget_limit // self.page_size + 1)
+            if not method.selects:  # sink and window are all of it
+                pages = pages[-1:]
+            by_parts: dict[tuple[int, int], PageBudget] = {}  # rising, so the last is the largest
+            for tokens in (count * self.page_size for count in pages):
+                if tokens >= self._needed(tokens, method):
+                    budget = self.page_budget(tokens, name)
+                    by_parts[budget.sink, budget.window] = budget
+            largest[name] = tuple(by_parts.values())
+        return largest
+
+    @functools.cached_property
+    def most_selected(self) -> dict[str, int]:
+        """Most pages or tokens that a request selects per KV head on average, by method."""
         return {
-            name: max(
-                (
-                    self.page_budget(budget, name).select
-                    * (self.page_size if method.per_token else 1)
-                    for budget in budgets
-                    if method.selects and budget >= self._needed(budget, method)
-                ),
-                default=0,
-            )
+            name: max((budget.select for budget in self.largest_budgets[name]), default=0)
+            * (self.page_size if method.per_token else 1)
             for name, method in self.methods.items()
         }
 

@@ -61,15 +61,16 @@ void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t
 }
 
 void check_lengths(const DecodeRows& rows, int32_t kv_heads, int32_t page_size) {
+  const int32_t unit = rows.unit(page_size);
   for (int r = 0; r < rows.rows; ++r)
     for (int h = 0; h < kv_heads; ++h) {
       const int64_t length = rows.lengths[int64_t(r) * kv_heads + h];
-      const int64_t count = length < 0 ? -1 : (length + page_size - 1) / page_size;
+      const int64_t count = length < 0 ? -1 : (length + unit - 1) / unit;
       const int64_t least = rows.select[r] < 0 ? 0 : int64_t(rows.sink[r]) + rows.window[r];
       if (count < least || count > rows.lists_width)
         refuse(r, {"a list of", std::to_string(length), "tokens, of which there is room for",
-                   std::to_string(rows.lists_width), "pages, and sink and window are",
-                   std::to_string(least)});
+                   std::to_string(rows.lists_width), rows.per_token ? "and" : "pages, and",
+                   "sink and window are", std::to_string(least)});
     }
 }
 

@@ -12,7 +12,8 @@ namespace kvr {
 
 // The rows themselves, with per-request state of `seats` and a page table for `kv_heads`.
 void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t page_size);
-// That the lists, of so many KV heads, have room for their lengths, and these for sink and window.
+// That the lists, of so many KV heads, have room for their lengths, and these for sink and window; in
+// pages or tokens, as the rows count.
 void check_lengths(const DecodeRows& rows, int32_t kv_heads, int32_t page_size);
 // That the chooser keeps as many selected units as the rows, or its counts, ask for; after check_rows.
 void check_selection(const DecodeRows& rows, const Chooser& chooser);

@@ -35,11 +35,13 @@ void rate(const TokenDropping& d, int row, int set, int count, const float* befo
     for (int i = 0; i < count; ++i) rating[i] += before[i];
 }
 
-// Place of the first of the tokens to drop.
+// Place of the first of the tokens to drop. Where a budget has no room for more than what is spared,
+// the sink stays before recent tokens: the earliest page behind it goes, or the last there is.
 int victim_of(const TokenDropping& d, int count, int last, int recent, const int32_t* position,
               const float* rating) {
   float least = kSpared;
   int victim = 0;
+  bool in_sink = true;  // the victim so far, a page that is spared
   for (int begin = 0; begin <= count;) {
     const int page = position[begin] / d.page;
     float best = -kSpared;
@@ -48,7 +50,10 @@ int victim_of(const TokenDropping& d, int count, int last, int recent, const int
       const bool spared = position[end] < d.sink || position[end] > last - recent;
       best = std::max(best, spared ? kSpared : rating[end]);
     }
-    if (best < least) least = best, victim = begin;
+    if (best < least)
+      least = best, victim = begin, in_sink = false;
+    else if (in_sink)
+      victim = begin, in_sink = position[begin] < d.sink;
     begin = end;
   }
   return victim;

@@ -47,7 +47,8 @@ TokenRecall::TokenRecall(TokenRecallConfig config)
 // what is wrong with it, or nothing.
 std::string TokenRecall::locate(const DecodeRows& rows, int row, int list, Work& work) const {
   const int heads = config_.kv_heads, size = config_.page_size, length = rows.seq_lens[row];
-  const int unit = rows.unit(size), entries = rows.sink[row] + rows.select[row] + rows.window[row];
+  const int unit = rows.unit(size);
+  const int entries = (rows.lengths[row * heads + list] + unit - 1) / unit;
   const int32_t* block = rows.block_table + row * rows.block_table_stride;
   const int32_t* list_of = rows.lists + (int64_t(row) * heads + list) * rows.lists_stride;
   work.positions.clear();
@@ -151,6 +152,7 @@ void TokenRecall::place(const DecodeRows& rows, int row, int list, uint32_t now,
 
 void TokenRecall::recall(const DecodeRows& rows) {
   check_rows(rows, config_.requests, config_.kv_heads, config_.page_size);
+  check_lengths(rows, config_.kv_heads, config_.page_size);
   join();
   std::fill(seen_.begin(), seen_.end(), 0);
   for (int r = 0; r < rows.rows; ++r) {
@@ -164,13 +166,12 @@ void TokenRecall::recall(const DecodeRows& rows) {
   if (static_cast<int>(scratch.size()) < tasks) scratch.resize(tasks);
   Work* const work = scratch.data();
   const uint32_t now = step_ + 1;
-  int64_t entries = 0;
-  for (int r = 0; r < rows.rows; ++r)
-    entries += int64_t(lists) * rows.unit(config_.page_size) *
-               (rows.sink[r] + rows.select[r] + rows.window[r]);
+  int64_t tokens = 0;
+  for (int i = 0; i < tasks; ++i)
+    tokens += rows.lengths[i / lists * config_.kv_heads + i % lists];
   // Nothing changes before all that is named has been found.
   bool good = true;
-#pragma omp parallel if (tasks > 1 && entries > kSerialTokens)
+#pragma omp parallel if (tasks > 1 && tokens > kSerialTokens)
   {
 #pragma omp for schedule(dynamic, 1) reduction(&& : good)
     for (int i = 0; i < tasks; ++i) {

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.retrieval.budget import PageBudget
+from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.keeping import Keeping, entropy_shares
 from vllm_kvretrieval.retrieval.method import Method
-from vllm_kvretrieval.retrieval.shares import Allotment
 
 NEVER = 1 << 20
 """Pages of context that a request which attends to everything never exceeds."""
@@ -60,7 +61,8 @@ class KeptPrompts:
         rules: What they keep.
         heads: Of this worker.
         selected: int32 [seats, KV heads]; see ``RequestTable``.
-        allotments: By method's name; None: all heads keep as much.
+        room: What requests get of each head.
+        page_size: Tokens per page.
         keeps: bool [seats]; whether the request drops tokens, now or later. It does not where its
             prompt fits in its budget and nothing is dropped afterwards.
         ends: int32 [seats]; tokens of the prompt; of a request that was interrupted, what it had
@@ -72,7 +74,8 @@ class KeptPrompts:
     rules: Mapping[int, Keeping]
     heads: Heads
     selected: torch.Tensor
-    allotments: Mapping[str, Allotment]
+    room: Capacity
+    page_size: int
     keeps: np.ndarray = field(init=False)
     ends: np.ndarray = field(init=False)
     budgets: torch.Tensor = field(init=False)
@@ -81,17 +84,19 @@ class KeptPrompts:
         seats = len(self.selected)
         self.keeps, self.ends = np.zeros(seats, dtype=bool), np.zeros(seats, dtype=np.int32)
         self.budgets = torch.zeros_like(self.selected)
-        self._budget = np.zeros(seats, dtype=np.int32)  # per KV head on average
+        self._budget: dict[int, PageBudget] = {}
         self._watched: dict[int, Watched] = {}
 
-    def admit(self, seat: int, method: int, prompt: int, budget: int, exact: bool) -> int | None:
+    def admit(
+        self, seat: int, method: int, prompt: int, budget: PageBudget, exact: bool
+    ) -> int | None:
         """Take note of a request, and of one whose options or prompt are others from now on.
 
         Args:
             seat: Its own.
             method: The number of its method.
             prompt: Tokens.
-            budget: Tokens, per KV head on average.
+            budget: Per KV head on average.
             exact: Whether it attends to everything.
 
         Returns:
@@ -103,11 +108,8 @@ class KeptPrompts:
         if rule is None or exact:
             return None
         self.ends[seat], self._budget[seat] = prompt, budget
-        allotment = self.allotments.get(rule.name)
-        counts = budget if allotment is None else torch.from_numpy(allotment.counts(budget))
-        self.budgets[seat] = counts
-        self.budgets[seat].clamp_(min=1)
-        self.keeps[seat] = rule.schedule.drops or prompt > budget
+        self.budgets[seat] = torch.from_numpy(self.room.counts(rule.name, budget))
+        self.keeps[seat] = rule.schedule.drops or prompt > budget.total * self.page_size
         self.selected[seat] = self.budgets[seat].clamp(max=prompt)
         if not self.keeps[seat]:
             return NEVER
@@ -144,8 +146,8 @@ class KeptPrompts:
             if self.heads.add_up is not None:
                 self.heads.add_up(watched.entropies)
             shares = entropy_shares(watched.entropies.numpy(), *bounds)
-            counts = self.allotments[rule.name].of_layers(shares).counts(int(self._budget[seat]))
-            self.budgets[seat] = torch.from_numpy(counts).clamp(min=1)
+            counts = self.room.counts(rule.name, self._budget[seat], shares)
+            self.budgets[seat] = torch.from_numpy(counts)
         if not rule.schedule.drops:
             end = torch.tensor(int(self.ends[seat]))
             kept = self.rules[method].kept(self.budgets[seat].long(), end, torch.tensor(0))
@@ -187,10 +189,6 @@ class KeptPrompts:
                 tokens[rows] = kept.sum(1).numpy() + self.heads.count
         return tokens
 
-    def kept_by_first(self, seats: np.ndarray) -> np.ndarray:
-        """int32 [n]; tokens kept by the first KV head of each request, one at least."""
-        return self.selected.numpy()[seats, 0].clip(min=1)
-
     def end_step(self) -> None:
         """What has been settled is chosen by now."""
         done = [seat for seat, watched in self._watched.items() if watched.settled]
@@ -202,7 +200,7 @@ def kept_prompts(
     config: RetrievalConfig,
     heads: Heads,
     selected: torch.Tensor,
-    allotments: Mapping[str, Allotment],
+    room: Capacity,
 ) -> KeptPrompts | None:
     """Of an engine; None where no method drops tokens."""
     methods, rules = dict[int, Method](), dict[int, Keeping]()
@@ -213,4 +211,4 @@ def kept_prompts(
             rule = replace(rule, recent=config.window, recent_share=0.0)
         methods[number] = method
         rules[number] = replace(rule, sink=max(rule.sink, config.sink or 0))
-    return KeptPrompts(methods, rules, heads, selected, allotments) if methods else None
+    return KeptPrompts(methods, rules, heads, selected, room, config.page_size) if methods else None

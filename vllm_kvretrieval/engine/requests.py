@@ -11,7 +11,7 @@ from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.prompts import Heads, kept_prompts
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.request_options import RequestOptions
-from vllm_kvretrieval.retrieval.shares import Allotment
+from vllm_kvretrieval.retrieval.capacity import Capacity
 
 logger = init_logger("vllm.kvretrieval.requests")
 
@@ -78,9 +78,9 @@ class RequestTable:
         config: Options of the engine.
         capacity: Most requests that run at once.
         retrieval_heads: KV heads times retrieval layers, the denominator of the corrected share.
+        room: What requests get of each of these heads.
         runner: vLLM's model runner, which knows the order of the batch and the requests' options.
         dense_share: Of the layers with full attention, those that are dense.
-        allotments: Of methods whose layers or KV heads do not all select as much, by name.
         heads: Of this worker, for methods that drop tokens.
         fixed: Of methods by which some KV heads attend to everything, by name: int32
             [retrieval_heads]; pages that each selects, whatever the budget.
@@ -102,21 +102,21 @@ class RequestTable:
         config: RetrievalConfig,
         capacity: int,
         retrieval_heads: int,
+        room: Capacity,
         runner: Any,
         dense_share: float = 0.0,
-        allotments: Mapping[str, Allotment] | None = None,
         heads: Heads | None = None,
         fixed: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.config = config
-        self.allotments, self.fixed = allotments or {}, fixed or {}
+        self.room, self.fixed = room, fixed or {}
         self.selected: torch.Tensor | None = None
         methods = config.methods.values()
-        if self.allotments or self.fixed or any(method.keeping is not None for method in methods):
+        if room.allotments or self.fixed or any(method.keeping is not None for method in methods):
             self.selected = torch.zeros(capacity, retrieval_heads, dtype=torch.int32)
         self.kept = None
         if self.selected is not None and heads is not None:
-            self.kept = kept_prompts(config, heads, self.selected, self.allotments)
+            self.kept = kept_prompts(config, heads, self.selected, room)
         self.retrieval_heads = retrieval_heads
         self.dense_share = dense_share
         self.capacity = capacity
@@ -279,18 +279,6 @@ class RequestTable:
             self._method[seats],
         )
 
-    def most_selected(self, heads: slice = slice(None)) -> int:
-        """Pages or tokens; most of them that any of these KV heads selects, whatever is asked.
-
-        Args:
-            heads: Some of the ``retrieval_heads``.
-        """
-        counts = [
-            int(self.allotments[name].most(most)[heads].max()) if name in self.allotments else most
-            for name, most in self.config.most_selected.items()
-        ]
-        return max(counts)
-
     def count_steps(
         self,
         seats: np.ndarray,
@@ -373,15 +361,12 @@ class RequestTable:
         if self.selected is not None:
             method = self.config.methods[options.method]
             self._units[seat] = self.config.page_size if method.per_token else 1
-            select = budget.select * int(self._units[seat])
-            counts = self.fixed.get(options.method, select)
-            if (allotment := self.allotments.get(options.method)) is not None:
-                counts = torch.from_numpy(allotment.counts(select))
-            self.selected[seat] = counts
+            fixed = self.fixed.get(options.method)
+            counts = torch.from_numpy(self.room.counts(options.method, budget))
+            self.selected[seat] = counts if fixed is None else fixed
         if self.kept is not None:
-            tokens, known = budget.total * self.config.page_size, self.runner.requests[req_id]
-            number = self._methods[options.method]
-            least = self.kept.admit(seat, number, known.num_tokens, tokens, options.exact)
+            number, known = self._methods[options.method], self.runner.requests[req_id]
+            least = self.kept.admit(seat, number, known.num_tokens, budget, options.exact)
             self._total[seat] = budget.total if least is None else least
         self._sparse_prefill[seat] = self.config.prefills_sparsely(options)
         for entries in self._per_seat:

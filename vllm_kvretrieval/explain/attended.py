@@ -10,8 +10,9 @@ from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.prompts import Heads, kept_prompts
 from vllm_kvretrieval.explain.attention import LayerAttention
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, reference
+from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.keeping import Keeping, entropy_shares
-from vllm_kvretrieval.retrieval.shares import ENTROPY_BOUNDS, Allotment, Shares, allot
+from vllm_kvretrieval.retrieval.shares import ENTROPY_BOUNDS, Shares, allot
 
 
 class Attended(NamedTuple):
@@ -48,10 +49,11 @@ def entropy_budgets(layers: Sequence[LayerAttention], budget: int, longest: int)
         longest: Tokens of the longest context of the model.
     """
     entropies = np.array([layer.entropy for layer in layers])
-    allotment = _allotment(Shares(entropy=ENTROPY_BOUNDS), layers, longest)
+    kv_heads = [layer.kv_heads for layer in layers]
+    allotment = allot(Shares(entropy=ENTROPY_BOUNDS), kv_heads, longest, together=True)
     shares = entropy_shares(entropies, *ENTROPY_BOUNDS)
     counts = allotment.of_layers(shares).counts(budget)
-    return EntropyBudgets(shares, np.split(counts, np.cumsum(allotment.kv_heads)[:-1]))
+    return EntropyBudgets(shares, np.split(counts, np.cumsum(kv_heads)[:-1]))
 
 
 def attended(
@@ -79,10 +81,6 @@ def attended(
     return dict(zip(layers, found, strict=True))
 
 
-def _allotment(shares: Shares, layers: Sequence[LayerAttention], longest: int) -> Allotment:
-    return allot(shares, [layer.kv_heads for layer in layers], longest)
-
-
 def _kept(
     config: RetrievalConfig, layers: Sequence[LayerAttention], longest: int
 ) -> list[Attended]:
@@ -92,12 +90,11 @@ def _kept(
     heads = Heads(
         [slice(end - layer.kv_heads, end) for end, layer in zip(ends, layers, strict=True)]
     )
-    uneven = not method.budget_shares.uniform
-    allotments = {method.name: _allotment(method.budget_shares, layers, longest)} if uneven else {}
+    room = Capacity(config, [layer.kv_heads for layer in layers], longest)
     selected = torch.zeros(1, heads.count, dtype=torch.int32)
-    prompts = kept_prompts(config, heads, selected, allotments)
+    prompts = kept_prompts(config, heads, selected, room)
     assert prompts is not None
-    prompts.admit(0, 0, tokens, config.budget, exact=False)
+    prompts.admit(0, 0, tokens, config.page_budget(), exact=False)
     entropies = torch.tensor([layer.entropy for layer in layers], dtype=torch.float64)
     prompts.watched(0, 0).entropies.copy_(entropies)
     prompts.settle(0, 0)
@@ -134,10 +131,8 @@ def _selected(
     method, units = config.own, config.page_size if config.own.per_token else 1
     budget = config.page_budget()
     select = budget.select * units
-    counts = np.full(sum(layer.kv_heads for layer in layers), select)
-    if not method.budget_shares.uniform:
-        most = longest if method.per_token else -(-longest // config.page_size)
-        counts = _allotment(method.budget_shares, layers, most).counts(select)
+    room = Capacity(config, [layer.kv_heads for layer in layers], longest)
+    counts = room.counts(method.name, budget)
     ends = np.cumsum([layer.kv_heads for layer in layers])[:-1]
     by_layer = [torch.from_numpy(part).int() for part in np.split(counts, ends)]
     return [

@@ -330,8 +330,9 @@ def drop_tokens(weights: torch.Tensor, rows: DecodeRows, kept: KeptTokens, rule:
                 pages = positions // rule.page
                 best = {int(p): float(open_[pages == p].max()) for p in pages.unique()}
                 goes = min(best, key=lambda page: best[page])
-                if math.isinf(best[goes]):
-                    goes = int(pages[0])
+                if math.isinf(best[goes]):  # all are spared
+                    behind = [p for p in best if int(positions[pages == p][0]) >= rule.sink]
+                    goes = min(behind, default=int(pages[-1]))
                 left = pages != goes
                 positions, rated = positions[left], rated[left]
             chosen[: len(positions)], ratings[: len(rated)] = positions, rated

@@ -35,10 +35,10 @@ class TokenRecall(Protocol):
         value per KV head and layer for each miss, and for the last token of the context.
 
         Args:
-            rows: ``lists`` names tokens or pages (``per_token``), as ``plan_decode`` or
-                ``list_context`` wrote it, in the order of the context, and gets the places of their
-                tokens, one by one: ``(seat * kv_heads + kv_head) * capacity + place``. Where one
-                list is for all heads, that of the first counts.
+            rows: ``lists`` names tokens or pages (``per_token``), as many as ``lengths`` says, as
+                ``plan_decode`` or ``list_context`` wrote both, in the order of the context; it gets
+                the places of their tokens, one by one: ``(seat * kv_heads + kv_head) * capacity +
+                place``. Where one list is for all heads, that of the first counts.
 
         Raises:
             ValueError: A row does not fit, as in ``plan_decode``; or attends to its whole context,

@@ -76,7 +76,7 @@ class TokenRecall:
         size, length = self.page_size, int(rows.seq_lens[r])
         blocks = rows.block_table[r, : -(-length // size)].tolist()
         unit = 1 if rows.per_token else size
-        count = int(rows.sink[r] + rows.select[r] + rows.window[r])
+        count = -(-int(rows.lengths[r * self.kv_heads + head]) // unit)
         attended = {}
         for entry in rows.lists[r * self.kv_heads + head, :count].tolist():
             first = entry * unit

@@ -505,8 +505,9 @@ class Ops(Protocol):
 
         What attention has given to tokens changes their ratings. Where a head then keeps as many as
         its budget, so that a next one would be too many, the lowest rated page of tokens goes; of
-        equal ones the earliest, and none of those that ``rule`` spares. Bytes moved: weights,
-        positions and ratings.
+        equal ones the earliest, and none of those that ``rule`` spares. Where all are spared, it is
+        the earliest behind the sink, or else the last one. Bytes moved: weights, positions and
+        ratings.
 
         Args:
             weights: float32 [R, sets, heads, > tokens kept], contiguous; what the kept tokens of a

@@ -69,6 +69,12 @@ class Method:
         return self.schedule.shares
 
     @property
+    def together(self) -> bool:
+        """Whether all KV heads of a layer keep the same tokens, unless their shares differ."""
+        by_head = self.budget_shares.by_head
+        return self.keeping is not None and self.keeping.per_layer and not by_head
+
+    @property
     def reads_keys(self) -> bool:
         """Whether selection reads keys in the cache."""
         by_keys = self.index is not None and self.index.reads_keys
@@ -235,6 +241,12 @@ def _keeping_method(
         raise RetrievalConfigError(
             f"budget_shares={shares.given} cannot be used with {name}, which keeps pages of "
             f"{keeping.page} tokens; leave it out."
+        )
+    if keeping.per_layer and schedule.drops and shares.by_head:
+        raise RetrievalConfigError(
+            f"budget_shares={shares.given} gives KV heads of a layer different shares, and with "
+            f"{name} they keep the same tokens as they drop others step by step; give one number "
+            "per layer, or use schedule=once."
         )
     return Method(
         name,

@@ -53,6 +53,12 @@ class Shares:
         """Whether all have the same, whatever the model."""
         return self.beta is None and self.numbers is None and self.entropy is None
 
+    @property
+    def by_head(self) -> bool:
+        """Whether KV heads of some layer have different shares."""
+        rows = [row for row in self.numbers or () if isinstance(row, tuple)]
+        return any(len({*row}) > 1 for row in rows)
+
     def of(self, kv_heads: Sequence[int]) -> np.ndarray:
         """float64 [all KV heads], layer after layer; their mean is 1. By entropy, all alike.
 
@@ -169,23 +175,27 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or abs(value) <= 2**1000
 
 
-def distribute(shares: np.ndarray, select: int) -> np.ndarray:
-    """Divide what is selected: ``select`` for each of the shares on average.
+def distribute(shares: np.ndarray, select: int, heads: np.ndarray | None = None) -> np.ndarray:
+    """Divide what is selected: ``select`` for each KV head on average.
 
-    Each gets ``share * select``, rounded down or up so that all of it is given away: up where most
-    would be lost by rounding down, and of equal ones first the earlier.
+    Each head gets ``share * select``, rounded down or up so that all of it is given away, as far as
+    heads that have a share together get the same: up where most would be lost by rounding down, and
+    of equal ones first the earlier.
 
     Args:
         shares: float64 [n]; 0 or more, 1 on average.
         select: Pages or tokens.
+        heads: int64 [n]; KV heads that have each share; None: one.
 
     Returns:
-        int64 [n].
+        int64 [n]; of each head with the share.
     """
+    heads = np.ones(len(shares), dtype=np.int64) if heads is None else heads
     exact = shares * select
     counts = np.floor(exact).astype(np.int64)
-    left = select * len(shares) - int(counts.sum())
-    counts[np.argsort(counts - exact, kind="stable")[: max(left, 0)]] += 1
+    left = select * int(heads.sum()) - int(counts @ heads)
+    order = np.argsort(counts - exact, kind="stable")
+    counts[order[np.cumsum(heads[order]) <= left]] += 1
     return counts
 
 
@@ -199,6 +209,7 @@ class Allotment:
         longest: Pages or tokens of the longest context; nobody selects more.
         highest: Share that any may get, where they are found once a prompt has been read.
         kv_heads: Of each retrieval layer of the model.
+        together: Whether all KV heads of a layer get the same, rounding included.
     """
 
     shares: np.ndarray
@@ -206,6 +217,7 @@ class Allotment:
     longest: int
     highest: float | None = None
     kv_heads: tuple[int, ...] = ()
+    together: bool = False
 
     def of_layers(self, shares: np.ndarray) -> "Allotment":
         """The same with a share for each retrieval layer, float64 [layers], 1 on average."""
@@ -214,8 +226,13 @@ class Allotment:
 
     def counts(self, select: int) -> np.ndarray:
         """int64 [m]; pages or tokens, of a request with so many on average."""
-        counts = distribute(self.shares, select)[self.own]
-        return np.minimum(counts, self.most(select))
+        if self.together:
+            heads = np.array(self.kv_heads)
+            of_layers = self.shares[heads.cumsum() - heads]
+            counts = distribute(of_layers, select, heads).repeat(heads)
+        else:
+            counts = distribute(self.shares, select)
+        return np.minimum(counts[self.own], self.most(select))
 
     def most(self, select: int) -> np.ndarray:
         """int64 [m]; no request with at most so many on average gets more."""
@@ -227,7 +244,11 @@ class Allotment:
 
 
 def allot(
-    shares: Shares, kv_heads: Sequence[int], longest: int, part: tuple[int, int] = (0, 1)
+    shares: Shares,
+    kv_heads: Sequence[int],
+    longest: int,
+    part: tuple[int, int] = (0, 1),
+    together: bool = False,
 ) -> Allotment:
     """The allotment of a worker.
 
@@ -236,10 +257,11 @@ def allot(
         kv_heads: Of each retrieval layer of the model, all workers' together.
         longest: Pages or tokens of the longest context.
         part: Which of how many equal parts of each layer's KV heads are this worker's.
+        together: Whether all KV heads of a layer get the same.
     """
     highest = None if shares.entropy is None else shares.entropy[1]
     own = own_heads(kv_heads, part)
-    return Allotment(shares.of(kv_heads), own, longest, highest, tuple(kv_heads))
+    return Allotment(shares.of(kv_heads), own, longest, highest, tuple(kv_heads), together)
 
 
 def own_heads(kv_heads: Sequence[int], part: tuple[int, int]) -> np.ndarray:
@@ -252,4 +274,4 @@ def own_heads(kv_heads: Sequence[int], part: tuple[int, int]) -> np.ndarray:
         )
         for end, count in zip(ends, kv_heads, strict=True)
     ]
-    return np.concatenate(own)
+    return np.concatenate([np.zeros(0, dtype=np.int64), *own])

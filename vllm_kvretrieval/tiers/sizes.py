@@ -33,7 +33,8 @@ class Cache:
         block_bytes: Bytes of a block in one layer.
         head_size, dtype: Of keys and values.
         max_num_seqs, max_model_len: Requests at once, and tokens of each.
-        attended: Of each retrieval layer, (page, KV head) units that a request attends to at most;
+        attended: Of each retrieval layer what a request attends to at most: (page, KV head) units,
+            or where methods select single tokens, tokens of KV heads, of which all have as many;
             None: for each KV head as many as the largest budget has.
         step_tokens: Most that a step computes.
     """
@@ -218,15 +219,18 @@ class Tiers:
         room = recall_bytes // per_slot
         budget = config.budget_limit // config.page_size * config.page_size
         lists = cache.max_num_seqs * cache.kv_heads
+        alike = (cache.kv_heads * (budget // each),) * cache.retrieval_layers
+        attended = cache.attended or alike
         if config.rows:
             # Every request has its own slots, in whole pages, so that their numbers are tokens'.
             longest = cache.blocks_per_request * cache.block_size
-            own = min(room // cache.retrieval_layers // lists, MOST_TOKENS * budget, longest)
-            needs = [lists * min(budget, longest)] * cache.retrieval_layers
+            pages = -(-max(attended) // (cache.kv_heads * config.page_size))
+            least = min(pages * config.page_size, longest)
+            most = min(max(MOST_TOKENS * budget, least), longest)
+            own = min(room // cache.retrieval_layers // lists, most)
+            needs = [lists * least] * cache.retrieval_layers
             slots = [lists * (own // config.page_size) * config.page_size] * cache.retrieval_layers
         else:
-            most = cache.kv_heads * (budget // config.page_size)
-            attended = cache.attended or (most,) * cache.retrieval_layers
             needs = [min(units, cache.max_num_seqs * count) for count in attended]
             # In proportion to what the layers attend to.
             slots = [min(units, room * need // sum(needs)) for need in needs]

@@ -100,15 +100,12 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.per_token = [method.per_token for method in methods]
         self.shares = [method.shares for method in methods]
         self.by_head = [method.schedule.by_head for method in methods]
-        self.uneven = [name in requests.allotments for name in requests.config.methods]
+        self.uneven = [name in requests.room.allotments for name in requests.config.methods]
         # Of all admissible budgets; a context within it is in fast memory for its own sake.
         self.budget_pages = requests.config.budget_limit // page_size
         # Length of the context at a seat's last sparse decode step.
         self.last_len = requests.per_seat()
-        most = self.budget_pages * (page_size if any(self.per_token) else 1)
-        if any(self.uneven):
-            most += requests.most_selected()
-        self.lists = torch.empty(seats * heads, most, dtype=torch.int32)
+        self.lists = torch.empty(seats * heads, requests.room.listed, dtype=torch.int32)
         self.lengths = torch.empty(seats * heads, dtype=torch.int32)
         self.observation: Observation | None = None
         if any(self.shares):
@@ -487,7 +484,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         for row in new:
             kept.settle(int(seats[row]), method)
         window = kept.step(seats, method, seq_lens.numpy())
-        most = self.requests.most_selected() + int(window.max())
+        most = min(self.requests.room.most_chosen() + int(window.max()), int(seq_lens.max()))
         lengths = torch.empty(rows * heads, dtype=torch.int32)
         nothing = torch.zeros(rows, dtype=torch.int32)
         decode_rows = DecodeRows(
@@ -496,8 +493,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             seats=torch.from_numpy(seats),
             sink=nothing,
             window=torch.from_numpy(window.astype(np.int32)),
-            # Where slots are looked up for them, that is what each head keeps.
-            select=torch.from_numpy(kept.kept_by_first(seats)),
+            select=nothing + 1,  # what each head keeps counts
             threshold=nothing.float(),
             fresh=torch.from_numpy(fresh.astype(np.uint8)),
             corrected=self.requests.corrected,

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
@@ -20,9 +19,10 @@ from vllm_kvretrieval.engine.memory import (
     check_retrieving,
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.roles import Follows, Role
-from vllm_kvretrieval.retrieval.shares import Allotment, allot, own_heads
+from vllm_kvretrieval.retrieval.shares import own_heads
 from vllm_kvretrieval.tiers.place import check_room, directory_for
 from vllm_kvretrieval.tiers.sizes import Tiers
 
@@ -90,8 +90,7 @@ class PlanningWorker(CPUWorker):
         cache = cache_with_slow_home(self.vllm_config, specs, config, self.retrieving)
         if cache is None:
             return None
-        if self.allotments:
-            cache = replace(cache, attended=self._attended(cache.kv_heads))
+        cache = replace(cache, attended=self._attended(cache.kv_heads))
         if config.home == "auto" and cache.fits_in(fast - staging, config):
             return None
         blocks = self.cache_config.num_gpu_blocks_override
@@ -114,23 +113,10 @@ class PlanningWorker(CPUWorker):
         return heads
 
     @functools.cached_property
-    def allotments(self) -> dict[str, Allotment]:
-        """Of methods whose layers or KV heads do not all select as much, by name."""
-        config = self.retrieval_config
-        uneven = {n: m for n, m in config.methods.items() if not m.budget_shares.uniform}
-        if not uneven:
-            return {}
+    def room(self) -> Capacity:
+        """What requests get of the KV heads of this worker."""
         heads, part = self._all_heads
-        longest = self.model_config.max_model_len
-        return {
-            name: allot(
-                method.budget_shares,
-                heads,
-                longest if method.per_token else -(-longest // config.page_size),
-                part,
-            )
-            for name, method in uneven.items()
-        }
+        return Capacity(self.retrieval_config, heads, self.model_config.max_model_len, part)
 
     @functools.cached_property
     def whole_contexts(self) -> dict[str, torch.Tensor]:
@@ -154,18 +140,8 @@ class PlanningWorker(CPUWorker):
         return [count * part[1] for count in own], part
 
     def _attended(self, kv_heads: int) -> tuple[int, ...]:
-        """Of each retrieval layer, the (page, KV head) units that a request attends to at most."""
-        config = self.retrieval_config
-        budget = config.budget_limit // config.page_size
-        beyond = [
-            self.allotments[name].most(most) - most
-            for name, most in config.most_selected.items()
-            if name in self.allotments
-        ]
-        most = budget + np.max(beyond, axis=0).clip(min=0)
-        longest = -(-self.model_config.max_model_len // config.page_size)
-        most = np.minimum(most, max(longest, budget))
-        return tuple(most.reshape(-1, kv_heads).sum(1).tolist())
+        """Of each retrieval layer, what a request attends to at most; see ``Cache.attended``."""
+        return tuple(self.room.attended.reshape(-1, kv_heads).sum(1).tolist())
 
     @functools.cached_property
     def roles(self) -> dict[int, Role]:

@@ -77,7 +77,7 @@ def _described_shares(worker: "RetrievalCPUWorker") -> str:
     method = worker.retrieval_config.method
     if (fixed := worker.whole_contexts.get(method)) is not None:
         return f", {int(fixed.count_nonzero())} of {len(fixed)} KV heads to everything"
-    allotment = worker.allotments.get(method)
+    allotment = worker.room.allotments.get(method)
     if allotment is None:
         return ""
     own = allotment.shares[allotment.own]

@@ -143,9 +143,9 @@ class RetrievalCPUWorker(PlanningWorker):
             self.fast = FastTier(config.page_size, config.open_pages)
         retrieving = {name for *_, names in groups for name in names}
         keeping = any(method.keeping is not None for method in config.methods.values())
-        uneven = self.allotments or self.whole_contexts
+        uneven = self.room.allotments or self.whole_contexts
         if (uneven or keeping) and retrieving != {*self.retrieval_heads}:
-            shares = self.allotments and not keeping
+            shares = self.room.allotments and not keeping
             what = "kv_retrieval.budget_shares:" if shares else f"{config.method} cannot serve"
             raise RetrievalConfigError(
                 f"{what} {self.model_config.model}, not all of whose layers with full attention "
@@ -156,9 +156,9 @@ class RetrievalCPUWorker(PlanningWorker):
             config,
             capacity,
             heads,
+            self.room,
             self.model_runner,
             dense_share,
-            self.allotments,
             kept,
             self.whole_contexts,
         )
@@ -219,7 +219,7 @@ class RetrievalCPUWorker(PlanningWorker):
                 f"{self.model_config.model}, {why}. Leave --kv-transfer-config and "
                 "--kv-offloading-size out."
             )
-        if others and (uneven := self.allotments | self.whole_contexts):
+        if others and (uneven := self.room.allotments | self.whole_contexts):
             raise RetrievalConfigError(
                 f"{', '.join(uneven)} cannot be served with {self.model_config.model}, {why}: "
                 "vLLM's own attention reads lists of one length. Use methods without budget_shares "
@@ -377,8 +377,7 @@ class RetrievalCPUWorker(PlanningWorker):
                     cache=kv_cache,
                     layout=group.get_metadata_builder().isa,
                 )
-                most = config.most_selected[config.method]
-                chosen = torch.zeros(seats, max(most, 1), dtype=torch.int32)
+                chosen = torch.zeros(seats, max(self.room.filtered, 1), dtype=torch.int32)
                 selector = ContextSelector(store, chosen, impl.num_queries_per_kv, impl.scale)
                 latest = None
                 if window > 1:
@@ -415,12 +414,11 @@ class RetrievalCPUWorker(PlanningWorker):
         assert self.requests is not None
         config, requests, heads = self.retrieval_config, self.requests, self.retrieval_heads[name]
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
-        by_each = any(m.selects and not m.shares for m in config.methods.values())
         check_outside(config.stores, impl.head_size, kv_cache.dtype)
         selection = Selection.empty(
             seats=self.scheduler_config.max_num_seqs,
             group=impl.num_queries_per_kv,
-            most_selected=max(requests.most_selected(heads), 1) if by_each else 1,
+            most_selected=self.room.most_chosen(heads),
             dtype=kv_cache.dtype,
             counts=None if requests.selected is None else requests.selected[:, heads],
             **shape,
