@@ -10,7 +10,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from tests import interpreter
+from tests import device_launches, interpreter
 
 
 def start() -> ProcessPoolExecutor:
@@ -45,6 +45,7 @@ def prepare():
     from vllm.v1.worker.cpu import shm
 
     shm._EventPlaceholder.query = lambda self: True
+    device_launches.watch()
 
 
 _engine: Any = None
@@ -167,6 +168,11 @@ def metrics():
     named = "vllm:kv_retrieval_"
     found = [metric for metric in _engine.get_metrics() if metric.name.startswith(named)]
     return {metric.name.removeprefix(named): metric.value for metric in found}
+
+
+def launched_late():
+    """See ``tests.device_launches.late``."""
+    return device_launches.late()
 
 
 def idle():

@@ -55,6 +55,15 @@ class Workspace:
         self._arrivals = torch.zeros(pairs, dtype=torch.int32, device=device)
         self._steps: dict[int, tuple[DevicePlan, DecodeWorkspace, torch.Tensor]] = {}
 
+    @staticmethod
+    def rows_that_differ(most: int) -> list[int]:
+        """Numbers of rows that between them have all that kernels are compiled for, up to ``most``.
+
+        Twice as many rows get half as many programs each, so between two powers of two there is
+        nothing that one of these has not; of the last part there may be the upper end alone.
+        """
+        return sorted({1 << power for power in range(most.bit_length())} | {most})
+
     @property
     def nbytes(self) -> int:
         """Of all buffers."""
