@@ -1,7 +1,7 @@
 """What a GPU would have to compile, noted where the interpreter launches the package's kernels.
 
-Triton compiles a kernel for every set of the values of its constants, and of what it looks at in its
-other arguments: types, whether addresses and numbers are multiples of 16, whether numbers are 1.
+Triton compiles a kernel for every set of the values of its constants, and of what it looks at in
+its other arguments: types, whether addresses and numbers are multiples of 16, whether they are 1.
 """
 
 import inspect

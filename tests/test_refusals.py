@@ -225,7 +225,9 @@ def test_checkpoints_that_ask_for_a_quantised_cache(configure):
             configure(model, **automatic)
     config = configure(model, kv_cache_dtype="bfloat16")
     layer = AttentionSelectorConfig(64, torch.bfloat16, "fp8", None)  # as vLLM makes it of "auto"
-    with pytest.raises(RetrievalConfigError, match="KV cache in fp8 .* --kv-cache-dtype bfloat16,"):
+    with pytest.raises(
+        RetrievalConfigError, match=r"KV cache in fp8 .* --kv-cache-dtype bfloat16,"
+    ):
         check_layer(layer)
     check_layer(layer._replace(kv_cache_dtype=config.cache_config.cache_dtype))
 

@@ -114,6 +114,35 @@ def test_compiled_without_spills(tmp_path):
         assert set(recorded) == set(results), "run python -m benchmarks.gpu.compiled"
 
 
+COMPILED = """
+import torch
+from benchmarks.gpu import compiled
+from vllm_kvretrieval.retrieval.index.low_rank import LowRank
+for arch in compiled.ARCHITECTURES:
+    with compiled.compiling(arch):
+        compiled.Step(LowRank(), 16).score()  # of halves of eight channels
+with compiled.compiling(90) as kernels:
+    compiled._resolve(128, False)
+    compiled._resolve(128, True)
+    compiled.Step(compiled.MinMax(), 128).select(1024)
+waiting = [k.name for k in kernels if "acq_rel" in k.asm["ptx"] or "fence" in k.asm["ptx"]]
+assert len(kernels) > 3 and not waiting, waiting
+"""
+
+
+def test_compiled_small_heads_and_counters(tmp_path):
+    """Heads of 16 channels fill what tensor cores multiply; nobody waits for what is counted."""
+    program = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert program.returncode == 0, program.stdout + program.stderr
+
+
 def decode_arguments(*, dtype=torch.bfloat16, group=2, head_size=64, page=32, splits=2):
     """Arguments of `sparse_decode` for one request with two KV heads."""
     query = torch.zeros(1, 2 * group, head_size, dtype=dtype)
