@@ -57,10 +57,10 @@ class Workspace:
 
     @staticmethod
     def rows_that_differ(most: int) -> list[int]:
-        """Numbers of rows that between them have all that kernels are compiled for, up to ``most``.
+        """Numbers of rows, up to ``most``, that together need every variant of the kernels.
 
-        Twice as many rows get half as many programs each, so between two powers of two there is
-        nothing that one of these has not; of the last part there may be the upper end alone.
+        Variants differ by programs and parts per row: powers of two, which halve where rows double.
+        So what a number of rows needs, the power of two below or above it needs, or ``most``.
         """
         return sorted({1 << power for power in range(most.bit_length())} | {most})
 

@@ -92,8 +92,8 @@ class RunningRequests:
         corrected: int64 [capacity], on the device; KV heads that selected anew, by seat.
         attended: Units attended to so far where that was a part of the context.
         batch: The step that the runner is at; :data:`NOBODY` between steps.
-        assumes_sparse: Whether steps are to launch what rows with a selection need although there
-            may be none, so that all of it is compiled.
+        assumes_sparse: Whether steps launch what rows with a selection need although none may
+            have one, so that all of it is compiled.
     """
 
     def __init__(

@@ -106,17 +106,17 @@ class RetrievalModelRunner(GPUModelRunner):
             torch.accelerator.empty_cache()
 
     def compile_retrieval(self) -> None:
-        """Compile what serving may launch: in steps without requests, as vLLM's own warm-up has.
+        """Compile all that serving may launch, by steps without requests that launch it.
 
-        Kernels differ by how many programs a row gets, which its number of rows decides; captured
-        graphs are of some of these, and rows of eager steps and of prompts of any.
+        The number of rows decides which variants of the kernels a step needs. Graphs are captured
+        for some numbers of rows, if at all; eager steps have any.
         """
         most = self.max_num_reqs
         self.running.assumes_sparse = True
         try:
             for rows in Workspace.rows_that_differ(most):
                 self._dummy_run(rows, skip_eplb=True)
-            # More tokens than rows: some read prompts.
+            # With more tokens than rows, some rows read prompts.
             self._dummy_run(min(most + 1, self.max_num_tokens), skip_eplb=True)
         finally:
             self.running.assumes_sparse = False
