@@ -53,11 +53,12 @@ def states(path: Path) -> Any:
     return GraniteMoeHybridForCausalLM(config)
 
 
-def convolutions(path: Path) -> Any:
-    """LFM2: the second layer is a convolution."""
+def convolutions(path: Path | None = None, before: int = 1, repeated: int = 1) -> Any:
+    """LFM2: some layers of full attention, and then pairs of a convolution and one of these."""
+    kinds = ["full_attention"] * before + ["conv", "full_attention"] * repeated
     config = Lfm2Config(
-        num_hidden_layers=3,
-        layer_types=["full_attention", "conv", "full_attention"],
+        num_hidden_layers=len(kinds),
+        layer_types=kinds,
         block_dim=SHAPE["hidden_size"],  # what vLLM reads of older configurations
         conv_dim=SHAPE["hidden_size"],
         **SHAPE,

@@ -19,11 +19,11 @@ from PIL import Image
 from tests import device_engine, device_models, device_specification
 from tests.device_models import IMAGE
 from tests.engine import Request, assert_same, by
-from tests.test_device_engine import EMULATED, GRAPHS, PAGE, Served, prompt
+from tests.test_device_engine import CHUNK, EMULATED, GRAPHS, PAGE, Served, prompt
+from tests.test_device_engine import RETRIEVAL as ENGINE
 
 pytestmark = pytest.mark.engine
 
-CHUNK = EMULATED["max_num_batched_tokens"]
 STATES = {"states": "MambaHybridModelState", "convolutions": "MambaHybridModelState"}
 OPTIONS: dict[str, dict[str, Any]] = {
     # Whose kernels for the CPU do not keep states from within a chunk.
@@ -31,17 +31,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "windows": {"dtype": "bfloat16"},  # vLLM refuses float16 for Gemma
     "vision": {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}},
 }
-RETRIEVAL: dict[str, Any] = {
-    "attention_backend": "freekv",
+RETRIEVAL = ENGINE | {
     "additional_config": {
-        "kv_retrieval": {
-            "page_size": PAGE,
-            "sink": PAGE,
-            "window": 2 * PAGE,
-            "budget": 96,
-            "also": ["streamingllm"],
-        }
-    },
+        "kv_retrieval": ENGINE["additional_config"]["kv_retrieval"] | {"also": ["streamingllm"]}
+    }
 }
 ROUNDING = {"float16": 0.2, "bfloat16": 0.3}
 """Of log-probs, against float32; states amplify it. Retrieval changes more than that."""
