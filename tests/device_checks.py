@@ -194,6 +194,21 @@ def same_records(layers, lengths, tables, exact):
         ours.records.copy_(theirs.records.cpu())
 
 
+def dense_lens(device, *, far):
+    """Of a step whose rows all attend to selections."""
+    count, requests = 3, DeviceRequests.empty(3, device)
+    requests.table[:, : Column.SELECT + 1] = 1
+    with torch.device(device):
+        rows = DeviceRows(
+            torch.arange(count).int(), torch.zeros(count).int(), torch.arange(count + 1).int(),
+            torch.full((count,), 99).int(), torch.zeros(count).long(),
+            torch.zeros(count, 7).int(), *torch.zeros(3, count).int(),
+        )  # fmt: skip
+    kernels.prepare_rows(rows, requests, 16, far=far)
+    assert (rows.choosers == 0).all()
+    return rows.dense_lens.tolist()
+
+
 def long_contexts(
     device, *, lengths, tile_pages, index, pooling, page=8, entry=8, head_size=32, group=2
 ):

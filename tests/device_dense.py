@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -26,6 +27,7 @@ class Builder(AttentionMetadataBuilder):
 
     def __init__(self, *args):
         super().__init__(*args)
+        get_current_vllm_config()  # as FlashAttention's does, to know its version
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         c = common_attn_metadata

@@ -10,7 +10,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from tests import interpreter
+from tests import device_launches, interpreter
 
 
 def start() -> ProcessPoolExecutor:
@@ -45,6 +45,7 @@ def prepare():
     from vllm.v1.worker.cpu import shm
 
     shm._EventPlaceholder.query = lambda self: True
+    device_launches.watch()
 
 
 _engine: Any = None
@@ -84,12 +85,15 @@ def describe():
     runner = _runner()
     groups = [group for groups in runner.attn_groups for group in groups]
     builders = [group.get_metadata_builder() for group in groups]
+    ours = [builder for builder in builders if hasattr(builder, "page_size")]
     return {
         "runner": type(runner).__name__,
         "scheduler": type(_engine.llm_engine.engine_core.engine_core.scheduler).__name__,
+        "state": type(runner.model_state).__name__,
         "builders": [type(builder).__name__ for builder in builders],
         "retrieving": sorted(runner.retrieval_layers.impls),
-        "block": builders[0].page_size,
+        "block": runner.cache_config.block_size,
+        "blocks": [builder.page_size for builder in ours],
         "graphs": runner.cudagraph_manager.captured_token_counts(),
     }
 
@@ -168,6 +172,18 @@ def metrics():
     named = "vllm:kv_retrieval_"
     found = [metric for metric in _engine.get_metrics() if metric.name.startswith(named)]
     return {metric.name.removeprefix(named): metric.value for metric in found}
+
+
+def selections():
+    """See ``tests.device_specification.selections``."""
+    from tests.device_specification import selections
+
+    return selections()
+
+
+def launched_late():
+    """See ``tests.device_launches.late``."""
+    return device_launches.late()
 
 
 def idle():

@@ -82,6 +82,11 @@ def install():
     device_worker.DeviceRunner.ops = _checked = Checked()
 
 
+def selections():
+    """How many were checked."""
+    return _checked.selections
+
+
 def seen():
     """How many selections were checked, and errors of scores: the kernels', the specification's."""
     ours, theirs = torch.tensor(_checked.errors).mean(0).tolist()

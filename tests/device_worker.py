@@ -7,6 +7,7 @@ from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import model_runner as gpu_model_runner
 
+from tests import device_launches
 from tests.device_dense import Dense
 from tests.device_graphs import ReplayManager
 from tests.side_work import Delayed
@@ -38,6 +39,7 @@ class DeviceWorker(RetrievalGPUWorker, CPUWorker):
     def compile_or_warm_up_model(self):
         times = super().compile_or_warm_up_model()
         self.model_runner.capture_model(profile_only=True)  # no workspaces to lock
+        device_launches.serve()
         return times
 
 

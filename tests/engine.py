@@ -122,6 +122,7 @@ class Request:
         aborts: step before which it is aborted.
         cache: whether it may read the prefix cache.
         lora: its adapter.
+        images: for which there are places in its prompt.
     """
 
     prompt: list[int]
@@ -131,6 +132,7 @@ class Request:
     aborts: int | None = None
     cache: bool = False
     lora: LoRARequest | None = None
+    images: Sequence[Any] = ()
 
     def params(self) -> SamplingParams:
         return SamplingParams(
@@ -155,6 +157,8 @@ def drive(llm: LLM, requests: Sequence[Request]) -> list[Answer]:
         for i, request in enumerate(requests):
             if request.arrives == step:
                 prompt = TokensPrompt(prompt_token_ids=request.prompt)
+                if request.images:
+                    prompt["multi_modal_data"] = {"image": list(request.images)}
                 ids[i] = core.add_request(
                     str(i), prompt, request.params(), lora_request=request.lora
                 )

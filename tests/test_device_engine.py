@@ -134,9 +134,11 @@ def test_everything_is_as_on_a_gpu(served):
     assert served.describe() == {
         "runner": "DeviceRunner",
         "scheduler": "RetrievalAsyncScheduler",
+        "state": "DefaultModelState",
         "builders": ["RetrievalMetadataBuilder"],
         "retrieving": ["model.layers.1.self_attn.attn", "model.layers.2.self_attn.attn"],
-        "block": PAGE,
+        "block": BLOCK,
+        "blocks": [PAGE],
         "graphs": [1, 2, 4],
     }
 
@@ -271,3 +273,13 @@ def test_preemption(served):
     assert preempted == ["2"]
     expected = served.drive([Request(crowd[2].prompt, 14, {})])[0]
     served.assert_resumed(crowd[2], answers[2], expected, TOLERANCE)
+
+
+def test_nothing_is_compiled_while_serving(served):
+    """What all these requests launched, warm-up has launched; eager steps are of any three rows."""
+    served.replay(False)
+    served.drive([Request(prompt(110, seed), 3, {}, arrives=seed) for seed in range(3)])
+    served.replay(True)
+    late, early = served.launched_late()
+    assert early > 10
+    assert late == []

@@ -108,3 +108,11 @@ def test_metrics(engines):
     unit = PAGE * 2 * 64 * 2
     assert far["bytes_recalled"] > far["units_missed"] * unit
     assert 0 < far["slots_used"] <= far["slots"]
+
+
+def test_nothing_is_compiled_while_serving(engines):
+    """What all these requests launched, warm-up has launched, contexts staged for prompts, too."""
+    engines(device_engine.drive, [Request(prompt(70, 21), 2, {})])
+    for late, early in engines(device_engine.launched_late):
+        assert early > 10
+        assert late == []

@@ -99,6 +99,12 @@ def test_low_rank_records(interpreted, head_size, entry, rank):
     interpreted(device_checks.low_rank_records, head_size=head_size, entry=entry, rank=rank)
 
 
+@pytest.mark.parametrize("far", [False, True])
+def test_no_step_is_empty_to_the_dense_half(interpreted, far):
+    """FlashAttention 3 divides by the tokens of all rows when it plans their work."""
+    assert interpreted(device_checks.dense_lens, far=far) == [1, 0, 0]
+
+
 def a_layer(index=None, **changed):
     """A layer of the kernels, and rows for it; attributes of its only store may be others."""
     shape = (2, 3, 64, 16, torch.bfloat16)

@@ -3,16 +3,22 @@
 Engines are configured as ``vllm serve`` does it, and asked about by what the CUDA platform asks.
 """
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from tests.test_refusals import LLAMA, TRANSFER, configure, pattern  # noqa: F401
 from vllm_kvretrieval.attention.cuda import support
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.cuda.runner import MODEL_STATES, RetrievalModelRunner
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
@@ -180,6 +186,34 @@ def test_the_v1_model_runner(configure, runner):  # noqa: F811
     runner["use_v2_model_runner"] = False
     with pytest.raises(ValueError, match="vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER"):
         configure(LLAMA)
+
+
+def test_models_that_describe_their_steps_themselves(configure, monkeypatch):  # noqa: F811
+    """Whatever class vLLM's runner has for it: one of those that are served, or refused by name."""
+    sources = (path.read_text() for path in Path(vllm.__path__[0]).rglob("*.py"))
+    found = {
+        name for text in sources for name in re.findall(r"^class (\w+ModelState)\(", text, re.M)
+    }
+    served = {state.__name__ for state in MODEL_STATES}
+    assert found - {"ExecuteModelState", "ModelState"} > served, "the runner's own are left out"
+    runner = RetrievalModelRunner.__new__(RetrievalModelRunner)
+    runner.vllm_config = configure(LLAMA)
+    for name in sorted(found):
+        state = next((s for s in MODEL_STATES if s.__name__ == name), None)
+        state = state or type(name, (DefaultModelState,), {})
+
+        def load_model(self, state=state):
+            self.model_state = state.__new__(state)
+
+        monkeypatch.setattr(GPUModelRunner, "load_model", load_model)
+        if name in served:
+            runner.load_model()
+            continue
+        refused = pattern(
+            f"freekv does not support * on a GPU: its steps are described by {name}, "
+        )
+        with pytest.raises(RetrievalConfigError, match=refused):
+            runner.load_model()
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ before it is used, block by block of its own. Chunked attention is built around 
 was asked for, and presents it with batches of its own making.
 """
 
-from typing import Any
-
 import pytest
 import torch
-from transformers import Lfm2Config, Lfm2ForCausalLM, Llama4ForCausalLM, Llama4TextConfig
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
+from tests import device_models
+from tests.device_models import SHAPE
 from tests.engine import Request, assert_same, drive, engine
 
 pytestmark = pytest.mark.engine
@@ -25,28 +25,11 @@ OPTIONS = {
     "enforce_eager": True,
     "num_gpu_blocks_override": 48,
 }
-SHAPE: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.1,  # large enough for attention to be sharp
-}
 
 
 def convolutions():
     """LFM2: every second layer is a convolution."""
-    kinds = ["conv", "full_attention"] * 3
-    config = Lfm2Config(
-        num_hidden_layers=6,
-        layer_types=kinds,
-        block_dim=SHAPE["hidden_size"],  # what vLLM reads of older configurations
-        conv_dim=SHAPE["hidden_size"],
-        **SHAPE,
-    )
-    return Lfm2ForCausalLM(config)
+    return device_models.convolutions(before=0, repeated=3)
 
 
 def chunks():

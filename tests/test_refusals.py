@@ -19,7 +19,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from tests.engine import checkpoint
 from vllm_kvretrieval.attention.cpu import support
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
-from vllm_kvretrieval.attention.support import CONNECTOR
+from vllm_kvretrieval.attention.support import CONNECTOR, check_layer
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.filters import filters_for
@@ -121,11 +121,18 @@ TRANSFER = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
 ENGINES = {
     "fp8 cache": (
         {"kv_cache_dtype": "fp8"},
-        "freekv does not support --kv-cache-dtype fp8*; use auto.",
+        "freekv does not support a KV cache in fp8 with a model in torch.bfloat16; use "
+        "--kv-cache-dtype bfloat16, which overrides the checkpoint's kv_cache_scheme.",
     ),
     "another cache": (
         {"kv_cache_dtype": "float16"},
-        "freekv does not support --kv-cache-dtype float16 with a model in torch.bfloat16; *",
+        "freekv does not support a KV cache in float16 with a model in torch.bfloat16; *",
+    ),
+    "cache of no name": (
+        {"kv_cache_dtype": "fp8", "dtype": "float32"},
+        "freekv does not support a KV cache in fp8 with a model in torch.float32; use "
+        "--kv-cache-dtype auto, or if the checkpoint has a kv_cache_scheme --dtype bfloat16 and "
+        "--kv-cache-dtype bfloat16.",
     ),
     "all layers dense": (
         {"additional_config": {"kv_retrieval": {"dense_layers": 2}}},
@@ -210,6 +217,25 @@ def pattern(message: str) -> str:
 def test_engines(configure, options, message):
     with pytest.raises(ValueError, match=pattern(message)):
         configure(LLAMA, **options)
+
+
+def test_checkpoints_that_ask_for_a_quantised_cache(configure):
+    """The remedy is one: with it the engine is accepted, and so is every layer."""
+    quantised = {
+        "quant_method": "modelopt",
+        "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+    }
+    model = LLAMA | {"quantization_config": quantised}
+    for automatic in ({}, {"kv_cache_dtype": "auto"}):
+        with pytest.raises(ValueError, match=r"KV cache in fp8\S* .* --kv-cache-dtype bfloat16,"):
+            configure(model, **automatic)
+    config = configure(model, kv_cache_dtype="bfloat16")
+    layer = AttentionSelectorConfig(64, torch.bfloat16, "fp8", None)  # as vLLM makes it of "auto"
+    with pytest.raises(
+        RetrievalConfigError, match=r"KV cache in fp8 .* --kv-cache-dtype bfloat16,"
+    ):
+        check_layer(layer)
+    check_layer(layer._replace(kv_cache_dtype=config.cache_config.cache_dtype))
 
 
 def test_the_v2_model_runner(configure, monkeypatch):

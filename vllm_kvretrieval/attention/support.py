@@ -74,8 +74,8 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         )
     if not _is_own(cache.cache_dtype, model.dtype):
         raise RetrievalConfigError(
-            f"{method} does not support --kv-cache-dtype {cache.cache_dtype} with a model in "
-            f"{model.dtype}; use auto."
+            f"{method} does not support a KV cache in {cache.cache_dtype} with a model in "
+            f"{model.dtype}; {own_cache(model.dtype)}."
         )
     if cache.user_specified_block_size and cache.block_size % config.page_size:
         raise RetrievalConfigError(
@@ -160,6 +160,20 @@ def _is_own(cache_dtype: str | None, dtype: torch.dtype) -> bool:
     return cache_dtype in (None, "auto", str(dtype).removeprefix("torch."))
 
 
+def own_cache(dtype: torch.dtype) -> str:
+    """How to get a KV cache of the model's type, also where a checkpoint asks for another.
+
+    With ``auto``, vLLM takes what the checkpoint's ``kv_cache_scheme`` says, be it quantised.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name in KV_CACHE_DTYPES:
+        return f"use --kv-cache-dtype {name}, which overrides the checkpoint's kv_cache_scheme"
+    return (
+        "use --kv-cache-dtype auto, or if the checkpoint has a kv_cache_scheme --dtype bfloat16 "
+        "and --kv-cache-dtype bfloat16"
+    )
+
+
 def has_foreign_connector(vllm_config: "VllmConfig") -> bool:
     """Whether a KV connector other than our own may load into the cache."""
     transfer = vllm_config.kv_transfer_config
@@ -214,13 +228,15 @@ def check_layer(selector: Any) -> None:
         "reference sliding windows": selector.use_rswa,
         "context parallelism": selector.use_dcp or selector.use_pcp,
         f"{selector.attn_type} layers": selector.attn_type != "decoder",
-        f"a KV cache in {selector.kv_cache_dtype} with a model in {selector.dtype}": not (
-            _is_own(selector.kv_cache_dtype, selector.dtype)
-        ),
     }
     for what, present in unsupported.items():
         if present:
             raise RetrievalConfigError(f"KV retrieval does not support {what}. {WITHOUT}")
+    if not _is_own(selector.kv_cache_dtype, selector.dtype):
+        raise RetrievalConfigError(
+            f"KV retrieval does not support a KV cache in {selector.kv_cache_dtype} with a model "
+            f"in {selector.dtype}; {own_cache(selector.dtype)}."
+        )
 
 
 def check_impl(impl: Any) -> None:

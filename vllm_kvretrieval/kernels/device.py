@@ -78,7 +78,8 @@ class DeviceRows:
         choosers: int32 [R], written: by which of a layer's choosers a row attends to a part of its
             context; negative: it does not (whole contexts, prompts, padding).
         fresh: int32 [R], written: nonzero where the request's previous step was no such one.
-        dense_lens: int32 [R], written: ``seq_lens``, but 0 where ``choosers`` is not negative.
+        dense_lens: int32 [R], written: ``seq_lens``, but 0 where ``choosers`` is not negative (in
+            the first row 1, since FlashAttention 3 divides by the tokens of all rows).
     """
 
     seats: torch.Tensor

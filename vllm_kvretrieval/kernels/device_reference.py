@@ -23,7 +23,7 @@ def prepare_rows(
         listed = active and (far or bool(-(-length // page_size) > budget))
         rows.choosers[row] = options[Column.CHOOSER] if listed else -1
         rows.fresh[row] = listed and bool(options[Column.LAST_LEN] != length - 1)
-        rows.dense_lens[row] = 0 if listed else length
+        rows.dense_lens[row] = int(row == 0) if listed else length
         if listed:
             options[Column.LAST_LEN] = length
 

@@ -1,11 +1,11 @@
 """What a step looks like to the layers: built once per step, shared by all layers of a group."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.utils import torch_utils
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -71,12 +71,20 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._of = kv_cache_spec, layer_names, vllm_config, device
         # One for each: some keep what they have planned in a buffer of their own.
-        dense = self.dense.get_builder_cls()
-        self.make_dense = functools.partial(dense, kv_cache_spec, layer_names, vllm_config, device)
         self.whole, self.rest = self.make_dense(), self.make_dense()
         self.page_size = kv_cache_spec.block_size
         self.ops: DeviceOps | None = None
+
+    def make_dense(self) -> Any:
+        """A builder of the dense half's metadata.
+
+        It may ask for vLLM's configuration, which is current while vLLM makes builders, and not in
+        a step that finds out that it needs another one.
+        """
+        with set_current_vllm_config(self._of[2]):
+            return self.dense.get_builder_cls()(*self._of)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -132,9 +140,10 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         build_whole, build_rest = (getattr(half, method) for half in (self.whole, self.rest))
         if self.ops is None:
             return RetrievalMetadata(build_whole(common_attn_metadata=common, **options))
-        seats, prefilling = self._describe(common)
+        self._describe()
         rows = self._rows(common)
-        self.ops.prepare_rows(rows, self.table, self.page_size, far=self.tier is not None)
+        far = self.tier is not None
+        self.ops.prepare_rows(rows, self.table, self.page_size, far=far)
         lead = common.num_reqs if self.tier is None else self.tier.begin_step(common)
         masked = first_rows(common, lead).replace(seq_lens=rows.dense_lens[:lead])
         return RetrievalMetadata(
@@ -142,19 +151,21 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
             build_rest(common_attn_metadata=masked, **options) if lead else None,
             lead,
             rows,
-            captured or self._may_be_sparse(common, seats, prefilling),
+            captured or self.requests.may_be_sparse(far=far),
         )
 
-    def _describe(self, common: CommonAttentionMetadata) -> tuple[np.ndarray, np.ndarray]:
-        """Tell the device whose the rows are, and which read prompts."""
-        assert common.req_idx is not None, "model runner V2 numbers its requests"
-        assert common.is_prefilling is not None
+    def _describe(self) -> None:
+        """Tell the device whose the rows are, and which read prompts.
+
+        The runner says it, and not vLLM's metadata: of models with state-space layers these have
+        no requests in them, and take a prompt's last token for one that is generated.
+        """
+        batch = self.requests.batch
         described = np.zeros((2, self.requests.capacity), dtype=np.int32)
         described[0] = -1
-        count = len(common.req_idx)
-        described[0, :count], described[1, :count] = common.req_idx, common.is_prefilling.numpy()
+        count = len(batch.seats)
+        described[0, :count], described[1, :count] = batch.seats, batch.prefilling
         torch_utils.async_tensor_h2d(described, out=self._seats)
-        return described[0, :count], described[1, :count] != 0
 
     def _rows(self, common: CommonAttentionMetadata) -> DeviceRows:
         count = common.num_reqs
@@ -171,18 +182,6 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
             fresh=fresh,
             dense_lens=dense_lens,
         )
-
-    def _may_be_sparse(
-        self, common: CommonAttentionMetadata, seats: np.ndarray, prefilling: np.ndarray
-    ) -> bool:
-        """Whether some row may attend to a selection, as far as the host knows."""
-        assert common.seq_lens_cpu_upper_bound is not None
-        lens = common.seq_lens_cpu_upper_bound.numpy()[: len(seats)]
-        tokens = np.diff(common.query_start_loc_cpu.numpy()[: len(seats) + 1])
-        decodes = (tokens == 1) & ~prefilling
-        if self.tier is not None:  # contexts within their budgets are listed, too
-            return bool((decodes & ~self.requests.exact(seats)).any())
-        return bool(self.requests.sparse(seats, lens, decodes).any())
 
 
 def first_rows(common: CommonAttentionMetadata, count: int) -> CommonAttentionMetadata:

@@ -55,6 +55,15 @@ class Workspace:
         self._arrivals = torch.zeros(pairs, dtype=torch.int32, device=device)
         self._steps: dict[int, tuple[DevicePlan, DecodeWorkspace, torch.Tensor]] = {}
 
+    @staticmethod
+    def rows_that_differ(most: int) -> list[int]:
+        """Numbers of rows, up to ``most``, that together need every variant of the kernels.
+
+        Variants differ by programs and parts per row: powers of two, which halve where rows double.
+        So what a number of rows needs, the power of two below or above it needs, or ``most``.
+        """
+        return sorted({1 << power for power in range(most.bit_length())} | {most})
+
     @property
     def nbytes(self) -> int:
         """Of all buffers."""

@@ -32,6 +32,38 @@ class Usage:
     unread: int = 0
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The requests of a step in batch order, as far as the host knows them; ``n`` rows.
+
+    Attributes:
+        seats: int64 [n].
+        lens: int32 [n]; tokens in the context, those of the step included.
+        prefilling: bool [n]; whose tokens belong to a prompt.
+        decodes: bool [n]; who has one token, and none of a prompt.
+    """
+
+    seats: np.ndarray
+    lens: np.ndarray
+    prefilling: np.ndarray
+    decodes: np.ndarray
+
+    @classmethod
+    def of(cls, batch: Any) -> "Batch":
+        """Of vLLM's ``InputBatch``, whose rows may be padded behind."""
+        prefilling, count = batch.is_prefilling_np, batch.num_reqs
+        return cls(
+            batch.idx_mapping_np,
+            batch.seq_lens_cpu_upper_bound.numpy()[:count],
+            prefilling,
+            (batch.num_scheduled_tokens == 1) & ~prefilling,
+        )
+
+
+NOBODY = Batch(*(np.zeros(0, dtype=kind) for kind in (np.int64, np.int32, bool, bool)))
+"""The batch of steps without requests: vLLM's dummy runs, and captures of graphs."""
+
+
 @dataclass
 class _Reading:
     """A count on its way from the device."""
@@ -59,6 +91,9 @@ class RunningRequests:
     Attributes:
         corrected: int64 [capacity], on the device; KV heads that selected anew, by seat.
         attended: Units attended to so far where that was a part of the context.
+        batch: The step that the runner is at; :data:`NOBODY` between steps.
+        assumes_sparse: Whether steps launch what rows with a selection need although none may
+            have one, so that all of it is compiled.
     """
 
     def __init__(
@@ -68,6 +103,8 @@ class RunningRequests:
         self.retrieval_heads = retrieval_heads
         self.corrected = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.attended = 0
+        self.batch = NOBODY
+        self.assumes_sparse = False
         self._methods = {name: number for number, name in enumerate(config.methods)}
         self._options = np.zeros((capacity, COLUMNS), dtype=np.int32)
         self._tables: list[StagedWriteTensor] = []
@@ -122,31 +159,42 @@ class RunningRequests:
                 self._finished.append((req_id, usage))
         self._report()
 
-    def sparse(self, seats: np.ndarray, lens: np.ndarray, decodes: np.ndarray) -> np.ndarray:
-        """bool [n]; which rows attend to a part of their contexts, as ``prepare_rows`` decides it.
-
-        Args:
-            seats: Of their requests.
-            lens: Tokens of their contexts, those of the step included.
-            decodes: bool [n]; which have one token, and none of a prompt.
-        """
-        return decodes & ~self.exact(seats) & (self._pages(lens) > self._budgets(seats))
-
-    def exact(self, seats: np.ndarray) -> np.ndarray:
-        """bool [n]; which requests attend to their whole contexts because they ask for it."""
-        return self._options[seats, Column.EXACT] != 0
-
-    def count_step(self, seats: np.ndarray, lens: np.ndarray, decodes: np.ndarray) -> None:
-        """Book one step; arguments as in :meth:`sparse`."""
-        sparse, pages = self.sparse(seats, lens, decodes), self._pages(lens)
-        attended = self._budgets(seats) * self.retrieval_heads
-        booked = np.stack((decodes, sparse, sparse * pages, sparse * attended), axis=1)
+    def begin_step(self, batch: Batch) -> None:
+        """Take a step's requests, and book it."""
+        self.batch = batch
+        sparse, pages = self._sparse(batch), self._pages(batch.lens)
+        attended = self._budgets(batch.seats) * self.retrieval_heads
+        booked = np.stack((batch.decodes, sparse, sparse * pages, sparse * attended), axis=1)
         self.attended += int(booked[:, 3].sum())
-        for seat, context, counts in zip(seats.tolist(), lens.tolist(), booked, strict=True):
+        lists = batch.seats.tolist(), batch.lens.tolist(), booked
+        for seat, context, counts in zip(*lists, strict=True):
             usage = self._usage[seat]
             assert usage is not None, "running requests have seats"
             usage.context = context
             usage.counts += counts
+
+    def end_step(self) -> None:
+        """Whatever comes before the next :meth:`begin_step` is no step of requests."""
+        self.batch = NOBODY
+
+    def may_be_sparse(self, *, far: bool) -> bool:
+        """Whether some row of the step may attend to a selection, as far as the host knows.
+
+        Args:
+            far: Whether contexts within their budgets are listed, too; see ``prepare_rows``.
+        """
+        batch = self.batch
+        attending = batch.decodes & ~self._exact(batch.seats) if far else self._sparse(batch)
+        return self.assumes_sparse or bool(attending.any())
+
+    def _sparse(self, batch: Batch) -> np.ndarray:
+        """bool [n]; which rows attend to a part of their contexts, as ``prepare_rows`` decides."""
+        beyond = self._pages(batch.lens) > self._budgets(batch.seats)
+        return batch.decodes & ~self._exact(batch.seats) & beyond
+
+    def _exact(self, seats: np.ndarray) -> np.ndarray:
+        """bool [n]; which requests attend to their whole contexts because they ask for it."""
+        return self._options[seats, Column.EXACT] != 0
 
     def _budgets(self, seats: np.ndarray) -> np.ndarray:
         """int64 [n]; pages."""

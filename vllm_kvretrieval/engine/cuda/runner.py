@@ -5,17 +5,45 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
-from vllm_kvretrieval.attention.support import has_foreign_connector
+from vllm_kvretrieval.attention.cuda.workspace import Workspace
+from vllm_kvretrieval.attention.support import WITHOUT, has_foreign_connector
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cuda.host import move_home, one_block
 from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, groups_that_retrieve, retrieving
-from vllm_kvretrieval.engine.cuda.requests import RunningRequests
+from vllm_kvretrieval.engine.cuda.requests import Batch, RunningRequests
 from vllm_kvretrieval.engine.cuda.side import SideStream, SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import triton
 from vllm_kvretrieval.kernels.triton.mapped import map_host
+
+MODEL_STATES = (DefaultModelState, MambaHybridModelState)
+"""How vLLM describes the steps of decoders, and of those with state-space or convolution layers."""
+
+
+def check_model_state(state: type, config: RetrievalConfig, model: str) -> None:
+    """Refuse a model that describes its steps to vLLM's runner in a way of its own.
+
+    Its rows may attend in both directions, for example, or be none of those that the runner has
+    numbered, and nothing in a step says so.
+
+    Args:
+        state: The class of the runner's ``model_state``.
+        config: Options of the engine.
+        model: Its name.
+
+    Raises:
+        RetrievalConfigError: Names that class.
+    """
+    if state not in MODEL_STATES:
+        known = " or ".join(known.__name__ for known in MODEL_STATES)
+        raise RetrievalConfigError(
+            f"{config.method} does not support {model} on a GPU: its steps are described by "
+            f"{state.__name__}, not by vLLM's {known}. {WITHOUT}"
+        )
 
 
 class RetrievalModelRunner(GPUModelRunner):
@@ -44,6 +72,13 @@ class RetrievalModelRunner(GPUModelRunner):
         """What runs work beside the model."""
         return SideStream(device)
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """See ``GPUModelRunner.load_model``."""
+        super().load_model(*args, **kwargs)
+        check_model_state(
+            type(self.model_state), self.retrieval_config, self.vllm_config.model_config.model
+        )
+
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, **options: Any
     ) -> None:
@@ -70,6 +105,22 @@ class RetrievalModelRunner(GPUModelRunner):
             self._drop_retrieval()
             torch.accelerator.empty_cache()
 
+    def compile_retrieval(self) -> None:
+        """Compile all that serving may launch, by steps without requests that launch it.
+
+        The number of rows decides which variants of the kernels a step needs. Graphs are captured
+        for some numbers of rows, if at all; eager steps have any.
+        """
+        most = self.max_num_reqs
+        self.running.assumes_sparse = True
+        try:
+            for rows in Workspace.rows_that_differ(most):
+                self._dummy_run(rows, skip_eplb=True)
+            # With more tokens than rows, some rows read prompts.
+            self._dummy_run(min(most + 1, self.max_num_tokens), skip_eplb=True)
+        finally:
+            self.running.assumes_sparse = False
+
     def add_requests(self, scheduler_output: Any) -> None:
         """See ``GPUModelRunner.add_requests``."""
         super().add_requests(scheduler_output)
@@ -91,10 +142,16 @@ class RetrievalModelRunner(GPUModelRunner):
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """See ``GPUModelRunner.prepare_inputs``; of steps of requests only."""
         batch = super().prepare_inputs(*args, **kwargs)
-        decodes = (batch.num_scheduled_tokens == 1) & ~batch.is_prefilling_np
-        lens = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs]
-        self.running.count_step(batch.idx_mapping_np, lens, decodes)
+        self.running.begin_step(Batch.of(batch))
         return batch
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``GPUModelRunner.execute_model``; dummy runs among others, which have no requests."""
+        try:
+            return super().execute_model(*args, **kwargs)
+        finally:
+            if self.retrieval_layers is not None:
+                self.running.end_step()
 
     @property
     def retrieval_config(self) -> RetrievalConfig:

@@ -88,6 +88,11 @@ class RetrievalGPUWorker(Worker):
         if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
             self._report_traffic(kept)
 
+    def compile_or_warm_up_model(self) -> Any:
+        """See ``Worker.compile_or_warm_up_model``; graphs are captured of what is compiled here."""
+        self.model_runner.compile_retrieval()
+        return super().compile_or_warm_up_model()
+
     def _report_traffic(self, kept: RetrievalLayers) -> None:
         """Tell the front end, after every step, what the slots have served."""
         requests, unit_bytes = kept.requests, 0

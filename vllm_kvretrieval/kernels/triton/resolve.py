@@ -115,7 +115,7 @@ def _resolve_kernel(
         rank = tl.cumsum(miss.to(tl.int32), 0) - 1
         miss = miss & (rank < missing)
         victim = find_highest(age, missing, tl.zeros([], tl.int32), tl.max(age, 0) + 1)
-        first = tl.atomic_add(recall_count, missing)
+        first = tl.atomic_add(recall_count, missing, sem="relaxed")
         to = targets + first
         tl.store(to + tl.cumsum(victim.to(tl.int32), 0) - 1, slot, mask=victim)
         tl.debug_barrier()
@@ -129,12 +129,13 @@ def _resolve_kernel(
     tl.store(stamp + slot, tl.zeros([SLOTS], tl.int32) + now, mask=used)
     seen = traffic + seat * _COUNTERS
     held_now = tl.sum(((page >= 0) | used).to(tl.int32), 0)
-    tl.atomic_add(seen + _HELD, (held_now - held_before).to(tl.int64))
+    # Nobody reads what is counted, or the list of recalls, before the kernel has ended.
+    tl.atomic_add(seen + _HELD, (held_now - held_before).to(tl.int64), sem="relaxed")
     if AHEAD:
-        tl.atomic_add(seen + _AHEAD, missing.to(tl.int64))
+        tl.atomic_add(seen + _AHEAD, missing.to(tl.int64), sem="relaxed")
     else:
-        tl.atomic_add(seen + _LOOKED_UP, listed.to(tl.int64))
-        tl.atomic_add(seen + _MISSED, missing.to(tl.int64))
+        tl.atomic_add(seen + _LOOKED_UP, listed.to(tl.int64), sem="relaxed")
+        tl.atomic_add(seen + _MISSED, missing.to(tl.int64), sem="relaxed")
 
 
 def resolve(

@@ -48,7 +48,8 @@ def _prepare_kernel(
     last = tl.load(options + _LAST_LEN, mask=listed, other=0)
     tl.store(choosers + row, chooser)
     tl.store(fresh + row, (listed & (last != length - 1)).to(tl.int32))
-    tl.store(dense_lens + row, tl.where(listed, 0, length))
+    # FlashAttention 3 divides by the tokens of all rows, so the first row keeps one.
+    tl.store(dense_lens + row, tl.where(listed, (row == 0).to(tl.int32), length))
     tl.store(options + _LAST_LEN, length, mask=listed)
 
 

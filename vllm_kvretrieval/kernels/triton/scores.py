@@ -26,6 +26,8 @@ from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 LOG2_E = math.log2(math.e)
 MEMBERS = 16
 """Query heads of a tile: the fewest rows that the tensor cores multiply."""
+LEAST_DIMS = 16
+"""Channels that the tensor cores multiply at a time: shorter queries are filled up with zeros."""
 TILE, LOW_RANK_TILE = 64, 16
 """Entries that a program scores at a time; of an index without records, keys."""
 
@@ -217,7 +219,7 @@ def score_entries(
         HEAD_SIZE=store.head_size,
         PAGE=store.page_size,
         ENTRY=store.entry_tokens,
-        DIMS=triton.next_power_of_2(store.head_size),
+        DIMS=max(triton.next_power_of_2(store.head_size), LEAST_DIMS * (2 if rank else 1)),
         MEMBERS=MEMBERS,
         TILE=tile,
         STAGES=2 if rank or isinstance(index, Exact) else stages,

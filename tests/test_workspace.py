@@ -1,0 +1,24 @@
+"""What a number of rows decides of the kernels of a GPU's steps."""
+
+import pytest
+
+from vllm_kvretrieval.attention.cuda.workspace import Workspace
+
+
+@pytest.mark.parametrize("units", [20, 58, 108, 132, 148])
+@pytest.mark.parametrize("kv_heads", [1, 2, 5, 8, 16])
+@pytest.mark.parametrize("most", [1, 3, 4, 100, 257, 1024])
+def test_warm_up_has_rows_of_every_kind(units, kv_heads, most):
+    """Programs and parts per row, which kernels are compiled for, of all numbers of rows."""
+    shape = {"kv_heads": kv_heads, "group": 4, "head_size": 64, "entries": 100, "width": 64}
+    workspace = Workspace(rows=most, units=units, positions=False, device="meta", **shape)
+
+    def kinds(numbers):
+        for rows in numbers:
+            plan, partial, _ = workspace.of(rows)
+            yield "programs", plan.stats.shape[1]
+            yield "parts", partial.splits
+
+    warm = Workspace.rows_that_differ(most)
+    assert len(warm) <= most.bit_length() + 1
+    assert set(kinds(warm)) == set(kinds(range(1, most + 1)))
