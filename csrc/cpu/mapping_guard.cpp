@@ -104,6 +104,7 @@ std::vector<std::pair<int64_t, int64_t>> MappingGuard::take() {
     missing.emplace_back(first * system_page_, end * system_page_);
     if (put_file(first, end)) continue;
     for (int64_t page = first; page < end; ++page) missing_[page] = true;
+    ++places_;
     any_ = true;
   }
   return missing;
