@@ -19,6 +19,9 @@ METADATA := tools/packaging/vllm-metadata
 # Named after what is installed: another lock file means another stamp, whatever the clocks say.
 DIGEST := $(shell cat $(LOCKS) $(METADATA)/pyproject.toml | sha256sum | cut -c1-12)
 INSTALLED := $(VENV)/.installed-$(DIGEST)
+# For tests alone: serving on a CPU is quieter without.
+INTERPRETER_LOCK := requirements/interpreter.txt
+INTERPRETER := $(VENV)/.interpreter-$(shell sha256sum < $(INTERPRETER_LOCK) | cut -c1-12)
 BUILT := $(VENV)/.built
 SOURCES := pyproject.toml CMakeLists.txt tools/packaging/backend.py $(wildcard csrc/cpu/* csrc/cpu/*/*)
 
@@ -52,6 +55,11 @@ $(INSTALLED):
 	@rm -f $(VENV)/.installed-* && touch $@
 	@echo "venv: done"
 
+$(INTERPRETER): $(INSTALLED)
+	@echo "venv: fetching Triton, for tests"
+	@$(PIP) install -q --no-deps $(PIP_FLAGS) -r $(INTERPRETER_LOCK)
+	@rm -f $(VENV)/.interpreter-* && touch $@
+
 build: $(BUILT)
 
 # Editable: Python files are read from the checkout; what C++ is built from makes it rebuild.
@@ -81,7 +89,7 @@ lint: $(INSTALLED)
 
 # An engine keeps about one core busy, so the tests share the cores out; then come those that want
 # all cores. It ends with the instruction sets that this machine has for the kernels.
-test: lint build models
+test: lint build models $(INTERPRETER)
 	$(BIN)/python -m benchmarks.accuracy --quick --out build/accuracy-quick.json
 	$(BIN)/python -m pytest -m "not cores and not slow" -n auto --dist loadfile
 	$(BIN)/python -m pytest -m "cores and not slow"

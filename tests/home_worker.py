@@ -1,5 +1,6 @@
 """A worker extension that looks into a slow home and its recall caches."""
 
+import errno
 import os
 import re
 from collections import defaultdict
@@ -187,6 +188,17 @@ class HomeWorker:
         """And work again."""
         os.dup2(self._fd, self.home.fd)
         os.close(self._fd)
+
+    def fail_to_write(self):
+        """Let the system say, once, that it could not write something to the disk."""
+        file = self.home.file
+        ask = file.take_write_error
+
+        def take_write_error():
+            file.take_write_error = ask
+            return errno.ENOSPC
+
+        file.take_write_error = take_write_error
 
     def lose_home(self):
         """Let nothing of the home be there any more, neither to read nor to map."""

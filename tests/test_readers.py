@@ -119,7 +119,7 @@ def test_no_threads_to_be_had():
 torch.set_num_threads(1)
 kept = resource.getrlimit(resource.RLIMIT_AS)
 limit_threads(1 << 30)
-with pytest.raises(RuntimeError, match="temporarily unavailable"):
+with pytest.raises(OSError, match="temporarily unavailable"):
     caches(home, UNITS)
 assert not readers()
 resource.setrlimit(resource.RLIMIT_AS, kept)

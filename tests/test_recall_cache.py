@@ -1,5 +1,6 @@
 """The compiled recall cache against its specification, over thousands of random steps."""
 
+import errno
 import mmap
 import os
 import tempfile
@@ -363,6 +364,7 @@ def test_read_errors(home, ahead):
         failed = {6, 7}
     assert set(cache.take_failed_pages()) == failed
     assert cache.take_failed_pages() == []
+    assert [cache.take_error() for _ in range(2)] == [errno.EIO, 0]
     os.dup2(kept, home.place[0])
     assert cache.check() == ""
     assert home.units.equal(content)
@@ -437,8 +439,10 @@ def test_encoded_pages_that_cannot_be_written_or_read(open_pages):
     assert not target.any()
     assert set(cache.take_failed_pages()) == {8, 9}
     cache.write(torch.arange(20 * PAGE, 21 * PAGE))
+    assert cache.take_error() == errno.EIO
     cache.close(torch.tensor([20]))
     assert cache.take_failed_pages() == [20]
+    assert cache.take_error() == errno.EBADF
     os.dup2(kept, open_pages.place[0])
     assert cache.take_failed_pages() == []
     step(cache, [PAGE * sum(BUDGET)])
@@ -447,6 +451,7 @@ def test_encoded_pages_that_cannot_be_written_or_read(open_pages):
     assert target.any()
     cache.stage(torch.tensor([20, 20]), target)
     assert set(cache.take_failed_pages()) == {20}
+    assert cache.take_error() == errno.ENODATA
     assert cache.check() == ""
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from tests import interpreter, slot_checks
-from vllm_kvretrieval.kernels.triton.mapped import available_memory, map_host
+from vllm_kvretrieval.kernels.triton.mapped import map_host
+from vllm_kvretrieval.limits import available_memory
 
 
 @pytest.fixture(scope="module")

@@ -324,6 +324,25 @@ def test_a_page_lost_while_it_is_first_written(llm):
     assert reasons == {"short": "error"}
 
 
+def test_what_could_not_be_written(llm):
+    """It fails who runs, and who finds it in the prefix cache later; then it is computed anew."""
+    llm.reset_prefix_cache()
+    document = Request(DOCUMENT, 20, {}, cache=True)
+    (alone,) = drive(llm, [document])
+    running = {"long": Request(prompt(700, 67), 60, {}), "short": Request(prompt(34, 68), 60, {})}
+    reasons = reasons_to_finish(llm, running, {8: "fail_to_write"})
+    assert reasons == dict.fromkeys(running, "error")
+    new = {"new": Request(prompt(34, 69), 9, {})}
+    assert reasons_to_finish(llm, new, {}) == {"new": "length"}
+    assert reasons_to_finish(llm, {"shares": document}, {}) == {"shares": "error"}
+    (anew,) = drive(llm, [document])
+    assert anew.cached == 0
+    assert (anew.tokens, anew.logprobs) == (alone.tokens, alone.logprobs)
+    (again,) = drive(llm, [document])
+    assert again.cached > 600
+    assert again.tokens == alone.tokens
+
+
 def test_dense_layers_on_disk(model, expected):
     """Where fast memory has no room for them they are read from home at every step."""
     fast = LEAST_SLOTS * SLOT_BYTES + (6 << 20)  # staging takes 4 MiB, the dense layer 6.5

@@ -75,7 +75,10 @@ def test_sizes_that_are_none(size):
         ({"codec": "k8v4"}, "codec='k8v4' is for pages in a file, *use home=disk *, or codec=raw"),
         ({"home_path": "/"}, "home_path='/' has no effect with home=device"),
         ({"recall_cache_bytes": 5}, "recall_cache_bytes=5 has no effect with home=device"),
-        ({"home": "disk", "home_path": "/not/there"}, "home_path='/not/there' is no directory"),
+        (
+            {"home": "disk", "home_path": "/not/there"},
+            "home_path='/not/there': no file can be made there (No such",
+        ),
         ({"home": "disk", "home_path": 3}, "home_path=3 is no directory"),
     ],
 )

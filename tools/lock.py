@@ -22,10 +22,12 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1] / "requirements"
-LOCKS = ("runtime", "build", "dev")  # each may rely on those before it
-# Needed for images, sound and video only, and on a CPU machine they break `import transformers`:
-# their only builds are for CUDA.
-LEFT_OUT = {"torchaudio", "torchcodec", "torchvision"}
+LOCKS = ("runtime", "build", "dev", "interpreter")  # each may rely on those before it
+# Left out where others ask for them. The first three are needed for images, sound and video only,
+# and on a CPU machine they break `import transformers`: their only builds are for CUDA. Of Triton
+# only the GPU's kernels make use.
+LEFT_OUT = {"torchaudio", "torchcodec", "torchvision", "triton"}
+OWN = "requirements"  # asks for what the .in files list
 
 
 def read_roots(path: Path) -> list[str]:
@@ -40,12 +42,12 @@ def closure(roots: list[str]) -> dict[str, str]:
     Raises SystemExit where one is not installed or has a version that its user does not accept.
     """
     pinned: dict[str, str] = {}
-    todo = [("requirements", Requirement(root)) for root in roots]
+    todo = [(OWN, Requirement(root)) for root in roots]
     seen: set[tuple[str, str]] = set()
     while todo:
         user, requirement = todo.pop()
         name = canonicalize_name(requirement.name)
-        if name in LEFT_OUT:
+        if name in LEFT_OUT and user != OWN:
             continue
         try:
             found = distribution(name)

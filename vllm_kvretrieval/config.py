@@ -4,10 +4,10 @@ import functools
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.limits import check_directory
 from vllm_kvretrieval.parsing import (
     parse_size,
     reject_unknown,
@@ -318,10 +318,11 @@ class RetrievalConfig:
                     "a home that is larger: disk, on a GPU host."
                 )
             if key == "home_path":
-                if not isinstance(value, str) or not Path(value).is_dir():
+                if not isinstance(value, str):
                     raise RetrievalConfigError(
                         f"home_path={value!r} is no directory; name one on the disk to be used."
                     )
+                check_directory(value)
             else:
                 object.__setattr__(self, key, parse_size(key, value))
 

@@ -14,6 +14,12 @@ PLATFORMS = {
     "cuda": "vllm_kvretrieval.platforms.cuda.CudaRetrievalPlatform",
 }
 
+NOT_MISSED = {
+    "vllm.triton_utils.importing": "Triton is installed, but doesn't include CPU backend",
+    "torch._library.triton": "Triton not available",
+}
+"""Warnings of others, by logger, that every process of a server on a CPU would begin with."""
+
 logger = logging.getLogger("vllm.kvretrieval")
 
 
@@ -71,4 +77,16 @@ def activate_platform() -> str | None:
         return None
     _register_backends()
     device = _device()
+    if device == "cpu":
+        _leave_out_triton()
     return None if device is None else PLATFORMS[device]
+
+
+def _leave_out_triton() -> None:
+    """Keep vLLM and torch from warning that there is no Triton for a CPU, which needs none."""
+    for name, beginning in NOT_MISSED.items():
+        logging.getLogger(name).addFilter(functools.partial(_begins_otherwise, beginning))
+
+
+def _begins_otherwise(beginning: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(beginning)

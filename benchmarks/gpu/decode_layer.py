@@ -31,7 +31,8 @@ from benchmarks.gpu.common import Report, gpu_header, graph_seconds, multiproces
 from benchmarks.gpu.layer_step import DTYPE, LayerStep, Op, Pool, Shape
 from vllm_kvretrieval.engine.cuda.side import SideStream, SideWork
 from vllm_kvretrieval.kernels import triton as kernels
-from vllm_kvretrieval.kernels.triton.mapped import available_memory, map_host
+from vllm_kvretrieval.kernels.triton.mapped import map_host
+from vllm_kvretrieval.limits import available_memory
 
 MODULE = "benchmarks.gpu.decode_layer"
 SHAPE = Shape()

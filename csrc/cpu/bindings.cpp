@@ -3,11 +3,13 @@
 // caller; it guarantees lifetimes and, where it binds rows and layers, shapes and dtypes. What
 // differs from call to call is checked here.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include "checks.h"
 #include "dropping.h"
@@ -83,6 +85,14 @@ void check_plan(const Vectors& query, const kvr::DecodeRows& rows, const Chooser
 
 NB_MODULE(_cpu, m) {
   m.doc() = "Fused CPU kernels of vllm-kvretrieval.";
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::system_error& error) {  // what the system refuses, an OSError as elsewhere
+      const nb::tuple number_and_text = nb::make_tuple(error.code().value(), error.what());
+      PyErr_SetObject(PyExc_OSError, number_and_text.ptr());
+    }
+  });
   m.def("isa", [] { return active->isa; }, "Name of the instruction set in use.");
   m.def("isas", &kvr::compiled_isas, "Names of all that are compiled in, fastest first.");
   m.def("use_isa", &use_isa, nb::arg("isa"),
@@ -386,6 +396,7 @@ NB_MODULE(_cpu, m) {
            release_gil)
       .def("release", &Cache::release)
       .def("take_failed_pages", &Cache::take_failed_pages)
+      .def("take_error", &Cache::take_error)
       .def("read_in_pieces", &Cache::read_in_pieces)
       .def("check", &Cache::check)
       .def("resident", &Cache::resident)
@@ -416,8 +427,8 @@ NB_MODULE(_cpu, m) {
 
   nb::class_<kvr::MappingGuard>(m, "MappingGuard")
       .def("__init__",
-           [](kvr::MappingGuard* self, uintptr_t memory, int64_t bytes, int fd) {
-             new (self) kvr::MappingGuard(at<char>(memory), bytes, fd);
+           [](kvr::MappingGuard* self, uintptr_t memory, int64_t bytes, int fd, bool scattered) {
+             new (self) kvr::MappingGuard(at<char>(memory), bytes, fd, scattered);
            })
       .def("take", &kvr::MappingGuard::take);
 }

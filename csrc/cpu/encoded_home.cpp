@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -31,6 +32,7 @@ void EncodedHome::decode(const uint8_t* encoded, char* to) const {
 bool EncodedHome::read(int64_t unit, char* to) const {
   const State state = state_[unit / config_.kv_heads];
   if (state == State::kOpen) std::memcpy(to, raw(unit), raw_bytes_);
+  if (state == State::kNothing) errno = ENODATA;
   if (state != State::kClosed) return state == State::kOpen;
   thread_local std::vector<uint8_t> encoded;
   encoded.resize(encoded_bytes_);

@@ -40,12 +40,12 @@ class EncodedHome {
   bool is_open(int64_t page) const { return state_[page] == State::kOpen; }
   // Where an open page's unit lies.
   const char* raw(int64_t unit) const { return config_.raw + unit * raw_bytes_; }
-  // Brings a unit there, raw. False where it cannot be read, or where there is nothing. May run beside
-  // calls for other pages.
+  // Brings a unit there, raw. False where it cannot be read, or where there is nothing; errno says
+  // why. May run beside calls for other pages.
   bool read(int64_t unit, char* to) const;
   // Encodes an open page into the file. decoded has an address per KV head, or null: what reading
-  // brings there from now on. False where the page could not be written; then it is lost. May run
-  // beside calls for other pages.
+  // brings there from now on. False where the page could not be written; then it is lost, and
+  // errno says why. May run beside calls for other pages.
   bool close(int64_t page, char* const* decoded);
   // An open page that nobody will read.
   void abandon(int64_t page) { state_[page] = State::kNothing; }

@@ -1,4 +1,4 @@
-// Reading and writing parts of a file, all or nothing.
+// Reading and writing parts of a file, all or nothing. Where that fails, errno says why.
 #pragma once
 
 #include <unistd.h>
@@ -12,7 +12,8 @@ inline bool read_fully(int fd, void* to, size_t bytes, off_t offset) {
   for (auto* at = static_cast<char*>(to); bytes > 0;) {
     const ssize_t got = pread(fd, at, bytes, offset);
     if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) return false;  // an error, or a file that ends too early
+    if (got == 0) errno = EIO;  // the file ends too early
+    if (got <= 0) return false;
     at += got;
     bytes -= got;
     offset += got;
@@ -24,6 +25,7 @@ inline bool write_fully(int fd, const void* from, size_t bytes, off_t offset) {
   for (auto* at = static_cast<const char*>(from); bytes > 0;) {
     const ssize_t put = pwrite(fd, at, bytes, offset);
     if (put < 0 && errno == EINTR) continue;
+    if (put == 0) errno = EIO;
     if (put <= 0) return false;
     at += put;
     bytes -= put;

@@ -1,6 +1,7 @@
 #include "recall_cache.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <stdexcept>
 
@@ -282,6 +283,7 @@ void RecallCache::read(const std::vector<Read>& reads, size_t begin, size_t end)
   for (size_t i = begin; i < end; ++i) {
     const auto [unit, slot] = reads[i];
     if (read_unit(unit, slot_at(slot))) continue;
+    error_ = errno;
     std::memset(slot_at(slot), 0, config_.unit_bytes);
     const std::lock_guard<std::mutex> lock(mutex_);
     failed_.push_back(unit);
@@ -342,6 +344,7 @@ EncodedHome& RecallCache::encoded(const int64_t* pages, int64_t count) {
 }
 
 void RecallCache::note_lost(int64_t page) {
+  error_ = errno;
   const std::lock_guard<std::mutex> lock(mutex_);
   lost_.push_back(page);
 }
@@ -393,8 +396,8 @@ void RecallCache::stage(const int64_t* pages, int64_t count, char* target, int p
       } else if (home.is_open(pages[i])) {
         from = home.raw(unit);
       } else if (!home.read(unit, copy.data())) {
-        std::memset(copy.data(), 0, copy.size());
         note_lost(pages[i]);
+        std::memset(copy.data(), 0, copy.size());
       }
       lay_out_unit(from, target + (i / parts * heads + head) * parts * config_.unit_bytes, i % parts,
                    parts, home.page_size(), home.head_size(), static_cast<int>(home.element_size()));

@@ -7,6 +7,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -54,6 +55,8 @@ class RecallCache {
   // Pages found unreadable since the last call. Their slots are given up. Does not wait for what is
   // being read ahead: a failure there is known before anyone attends to the page.
   std::vector<int64_t> take_failed_pages();
+  // Number of the latest error by which one could not be read or written since the last call; or 0.
+  int take_error() { return error_.exchange(0); }
   // Over an encoded home. Its pages are opened by write(), and closed by this, when they are full:
   // their slots then hold what the file gives back.
   void close(const int64_t* pages, int64_t count);
@@ -120,6 +123,7 @@ class RecallCache {
   int pending_ = 0;                  // parts of `ahead_` still to be read
   std::vector<int32_t> failed_;      // units
   std::vector<int64_t> lost_;        // pages, whether in slots or not
+  std::atomic<int> error_{0};
   int64_t read_ahead_ns_ = 0;
 };
 

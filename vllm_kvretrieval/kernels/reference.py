@@ -604,6 +604,10 @@ class RecallCache:
         """Nothing fails here."""
         return []
 
+    def take_error(self) -> int:
+        """Nor is there an error."""
+        return 0
+
     def resident(self) -> list[int]:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.resident`."""
         pinned = self._slot_of.keys() - self._unpinned.keys()

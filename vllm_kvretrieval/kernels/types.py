@@ -656,6 +656,13 @@ class RecallCache(Protocol):
         """
         ...
 
+    def take_error(self) -> int:
+        """Number of the latest error by which a page could not be read or written; 0 if none.
+
+        Since the last call, that is.
+        """
+        ...
+
     def resident(self) -> list[int]:
         """The units in slots, least recently used first, then the pinned ones in slot order."""
         ...

@@ -7,8 +7,8 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.tiers.place import make_file
+from vllm_kvretrieval.limits import explained
+from vllm_kvretrieval.tiers.file import HomeFile
 
 MAP_NORESERVE = 0x4000  # not named by Python 3.11
 
@@ -31,24 +31,18 @@ class EncodedHome:
         layer_bytes: Bytes of each in the file.
 
     Raises:
-        RetrievalConfigError: There is not enough space.
-        OSError: The file cannot be made.
+        RetrievalConfigError: There is not enough space, or the system refuses the file, or the
+            addresses; then nothing is left of it.
     """
 
     def __init__(self, directory: str, layers: int, raw_bytes: int, layer_bytes: int) -> None:
         self.layers, self.layer_bytes = layers, layer_bytes
-        size = layers * layer_bytes
-        self._file = make_file(directory, size)
-        self.fd = self._file.fileno()
+        self.file = HomeFile(directory, layers * layer_bytes)
+        self.fd = self.file.fd
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        try:
+        refused = "kv_retrieval.codec: no addresses are left for the KV cache as it would be raw"
+        with self.file.needed(), explained(refused):
             self._map = mmap.mmap(-1, layers * raw_bytes, flags=flags)
-        except OSError as error:
-            raise RetrievalConfigError(
-                "kv_retrieval.codec: the system gives no addresses for the KV cache as it would be "
-                f"without it ({error}): vm.overcommit_memory=2 and limits of address space prevent "
-                "that. Lower home_bytes, or use codec=raw."
-            ) from None
         with suppress(OSError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_NOHUGEPAGE)
         self.memory = torch.frombuffer(self._map, dtype=torch.int8)

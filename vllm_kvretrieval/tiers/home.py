@@ -1,6 +1,7 @@
 """The home of a KV cache that does not fit in fast memory: an unnamed file."""
 
 import contextlib
+import itertools
 import mmap
 import os
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from vllm_kvretrieval.tiers.place import make_file
+from vllm_kvretrieval.tiers.file import HomeFile
 
 TRIM_BYTES = 64 << 20
 MADV_POPULATE_READ = 22  # Linux 5.14; not named by Python 3.11
@@ -18,8 +19,8 @@ MADV_POPULATE_READ = 22  # Linux 5.14; not named by Python 3.11
 class Guard(Protocol):
     """What keeps a mapping usable; :class:`vllm_kvretrieval.kernels.cpu.MappingGuard`."""
 
-    def take(self) -> list[int]:
-        """First bytes of the parts of the mapping found unreadable since the last call."""
+    def take(self) -> list[tuple[int, int]]:
+        """Parts of the mapping found unreadable since the last call: first byte, and end."""
         ...
 
 
@@ -60,12 +61,13 @@ class DiskHome:
         directory: Where the file is to lie.
         layers: How many layers.
         layer_bytes: Bytes of each.
-        guard: Makes of mapping and descriptor what keeps the process alive where a part of the
-            file cannot be read, and tells of it.
+        guard: Keeps the process alive where a part of the file cannot be read, and tells of it;
+            made of the mapping, the descriptor, and whether neighbours of what is read are left
+            out (``MADV_RANDOM``).
 
     Raises:
-        RetrievalConfigError: There is not enough space.
-        OSError: The file cannot be made.
+        RetrievalConfigError: There is not enough space, or the system refuses to make the file or
+            to map it; then nothing is left of it.
     """
 
     def __init__(
@@ -73,18 +75,26 @@ class DiskHome:
         directory: str,
         layers: int,
         layer_bytes: int,
-        guard: Callable[[torch.Tensor, int], Guard],
+        guard: Callable[[torch.Tensor, int, bool], Guard],
     ) -> None:
         self.layers, self.layer_bytes = layers, layer_bytes
-        size = layers * layer_bytes
-        self._file = make_file(directory, size)
-        self.fd = self._file.fileno()
-        self._map = mmap.mmap(self.fd, size)
-        self.memory = torch.frombuffer(self._map, dtype=torch.int8)
+        self.file = HomeFile(directory, layers * layer_bytes)
+        self.fd = self.file.fd
         self._mapped = 0
         self._guard_of = guard
-        self._guards = [guard(self.memory, self.fd)]
+        self._guards: list[Guard] = []
+        self._map, self.memory = self._mapping()
         self._scattered: tuple[mmap.mmap, torch.Tensor] | None = None
+
+    def _mapping(self, scattered: bool = False) -> tuple[mmap.mmap, torch.Tensor]:
+        """One of the whole file, guarded, and int8 [bytes] of it."""
+        with self.file.needed():
+            mapping = mmap.mmap(self.fd, self.layers * self.layer_bytes)
+            if scattered:
+                mapping.madvise(mmap.MADV_RANDOM)
+            memory = torch.frombuffer(mapping, dtype=torch.int8)
+            self._guards.append(self._guard_of(memory, self.fd, scattered))
+        return mapping, memory
 
     def begin(self, layer: int) -> int:
         """First byte of a layer, by its number."""
@@ -109,10 +119,7 @@ class DiskHome:
             int8 [layer_bytes]; in a mapping of its own, which the first call makes.
         """
         if self._scattered is None:
-            mapping = mmap.mmap(self.fd, self.memory.numel())
-            mapping.madvise(mmap.MADV_RANDOM)
-            self._scattered = mapping, torch.frombuffer(mapping, dtype=torch.int8)
-            self._guards.append(self._guard_of(self._scattered[1], self.fd))
+            self._scattered = self._mapping(scattered=True)
         begin = self.begin(layer)
         return self._scattered[1][begin : begin + self.layer_bytes]
 
@@ -152,10 +159,8 @@ class DiskHome:
         Args:
             page_bytes: Bytes of a layer's page.
         """
-        pages = self.layer_bytes // page_bytes
-        return {
-            page % pages
-            for guard in self._guards
-            for start in guard.take()
-            for page in range(start // page_bytes, -(-(start + mmap.PAGESIZE) // page_bytes))
-        }
+        pages, lost = self.layer_bytes // page_bytes, set[int]()
+        for first, end in itertools.chain.from_iterable(guard.take() for guard in self._guards):
+            parts = range(first // page_bytes, -(-end // page_bytes))
+            lost.update(part % pages for part in parts[:pages])  # more are no others
+        return lost

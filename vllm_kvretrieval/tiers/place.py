@@ -1,5 +1,6 @@
 """Where the file of a slow home lies: which directory, on what file system, with how much room."""
 
+import contextlib
 import ctypes
 import errno
 import io
@@ -12,6 +13,7 @@ from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.limits import available_memory, explained
 
 logger = init_logger("vllm.kvretrieval.home")
 
@@ -30,12 +32,14 @@ def directory_for(home_path: str | None) -> str:
         home_path: What the user has named; then it is that.
 
     Raises:
-        RetrievalConfigError: The default lies in memory, where the file would be of no use.
+        RetrievalConfigError: The default lies in memory, where the file would be of no use, or
+            the system has no directory for temporary files.
     """
     if home_path is not None:
         return home_path
     usable = os.access(DEFAULT_DIRECTORY, os.W_OK | os.X_OK)
-    place = DEFAULT_DIRECTORY if usable else tempfile.gettempdir()
+    with explained("kv_retrieval.home=disk: there is no directory for temporary files"):
+        place = DEFAULT_DIRECTORY if usable else tempfile.gettempdir()
     kind = file_system(place)
     if kind in MEMORY_FILE_SYSTEMS:
         raise RetrievalConfigError(
@@ -47,30 +51,53 @@ def directory_for(home_path: str | None) -> str:
 
 
 def file_system(directory: str) -> str:
-    """Kind of the file system that holds the directory, such as ``ext4``; empty if unknown."""
-    device = Path(directory).stat().st_dev
+    """Kind of the file system that holds the directory, such as ``ext4``; empty if unknown.
+
+    Raises:
+        RetrievalConfigError: There is no such directory, or it may not be looked at.
+    """
+    with explained(_refused(directory)):
+        device = Path(directory).stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    mounts = Path("/proc/self/mountinfo")
-    for line in mounts.read_text().splitlines() if mounts.exists() else ():
+    mounts, table = Path("/proc/self/mountinfo"), ""
+    with contextlib.suppress(OSError):
+        table = mounts.read_text() if mounts.exists() else ""
+    for line in table.splitlines():
         mount, _, details = line.partition(" - ")
         if mount.split()[2] == wanted:
             return details.split()[0]
     return ""
 
 
-def check_room(directory: str, size: int, workers: int = 1) -> None:
+def free_space(directory: str) -> int:
+    """Bytes that files in the directory may take; if it lies in memory, no more than is free there.
+
+    What such files take ends a server as any other memory does that it cannot have: by a signal,
+    without an error. What files on disks take of memory, the system takes back when it needs it.
+    """
+    with explained(_refused(directory)):
+        disk = os.statvfs(directory)
+        free = disk.f_bavail * disk.f_frsize
+        in_memory = file_system(directory) in MEMORY_FILE_SYSTEMS
+        return min(free, available_memory()) if in_memory else free
+
+
+def check_room(directory: str, size: int, workers: int = 1, memory: int = 0) -> None:
     """Find out whether the files of all workers on this machine fit, before any is made.
 
     Args:
         directory: Where they are to lie.
         size: Bytes of each.
         workers: How many there are.
+        memory: Bytes that each of them is yet to take of memory, which count where the directory
+            lies in memory, too.
 
     Raises:
         RetrievalConfigError: They do not; says by how much, and the remedy.
     """
-    disk = os.statvfs(directory)
-    free = disk.f_bavail * disk.f_frsize
+    free = free_space(directory)
+    if file_system(directory) in MEMORY_FILE_SYSTEMS:
+        free = max(0, free - workers * memory)
     if workers * size > free:
         raise _too_small(directory, size, workers, free)
 
@@ -78,8 +105,13 @@ def check_room(directory: str, size: int, workers: int = 1) -> None:
 def make_file(directory: str, size: int) -> io.FileIO:
     """A file without a name, its space reserved; raises as :func:`check_room`, :func:`reserve`."""
     check_room(directory, size)
-    file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
-    reserve(file.fileno(), size, directory)
+    with explained(_refused(directory)):
+        file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+    try:
+        reserve(file.fileno(), size, directory)
+    except BaseException:
+        file.close()  # what has been reserved is free again
+        raise
     return file
 
 
@@ -89,23 +121,25 @@ def reserve(fd: int, size: int, directory: str) -> None:
     Where the file system has no call for that, zeros are written, with a line in the log now and
     then.
 
+    A limit of the size of files (``ulimit -f``) would end the process by SIGXFSZ, if Python did not
+    ignore that signal from its start on: so it is an error as others are.
+
     Args:
         fd: Descriptor of the file.
         size: Bytes.
         directory: Where it lies, for messages.
 
     Raises:
-        RetrievalConfigError: The disk is full.
-        OSError: Anything else that goes wrong.
+        RetrievalConfigError: The disk is full, or the system refuses it for another reason.
     """
-    try:
-        if not _allocate(fd, size):
-            _write_zeros(fd, size, directory)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        disk = os.statvfs(directory)
-        raise _too_small(directory, size, 1, disk.f_bavail * disk.f_frsize) from None
+    with explained(_refused(directory, size)):
+        try:
+            if not _allocate(fd, size):
+                _write_zeros(fd, size, directory)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise _too_small(directory, size, 1, free_space(directory)) from error
 
 
 def _allocate(fd: int, size: int) -> bool:
@@ -136,12 +170,21 @@ def _write_zeros(fd: int, size: int, directory: str) -> None:
         if time.monotonic() - noted > PROGRESS_S:
             noted = time.monotonic()
             logger.info("home=disk: %s of %s GiB written.", format_gib(done), format_gib(size))
+    os.fsync(fd)  # a disk of another machine (NFS) says only now that it is full
+
+
+def _refused(directory: str, size: int | None = None) -> str:
+    """What to say when the system refuses a file."""
+    of = "" if size is None else f" of {format_gib(size)} GiB"
+    return f"kv_retrieval.home=disk: a file{of} in {directory} cannot be made"
 
 
 def _too_small(directory: str, size: int, workers: int, free: int) -> RetrievalConfigError:
     each = "" if workers == 1 else f" for each of {workers} workers"
+    kind = file_system(directory)
+    lies = f" (it lies in memory, {kind})" if kind in MEMORY_FILE_SYSTEMS else ""
     return RetrievalConfigError(
-        f"kv_retrieval.home_bytes: the home needs {format_gib(size)} GiB{each}, but {directory} "
-        f"has {format_gib(free)} GiB free. Lower home_bytes (or --max-model-len or --max-num-seqs, "
-        "from which its default comes), or name another disk with home_path."
+        f"kv_retrieval.home_bytes: the home needs {format_gib(size)} GiB{each}, but {directory}"
+        f"{lies} has {format_gib(free)} GiB free. Lower home_bytes (or --max-model-len or "
+        "--max-num-seqs, from which its default comes), or name another disk with home_path."
     )

@@ -38,13 +38,13 @@ def allocate_kv_cache(
         The layers' caches by name, and the home, whose layers are numbered as in ``in_home``.
     """
     (tensor,) = kv_cache_config.kv_cache_tensors
+    dense = [name for name in tensor.layers if name not in in_home]
+    memory = torch.zeros(len(dense) * tensor.layer_stride, dtype=torch.int8)
     home: DiskHome | EncodedHome
     if encoded_bytes is None:
         home = DiskHome(directory, len(in_home), tensor.layer_stride, MappingGuard)
     else:
         home = EncodedHome(directory, len(in_home), tensor.layer_stride, encoded_bytes)
-    dense = [name for name in tensor.layers if name not in in_home]
-    memory = torch.zeros(len(dense) * tensor.layer_stride, dtype=torch.int8)
     kv_caches = layer_views(
         kv_cache_config,
         runner.cache_config.get_resolved_kv_cache_layout(),

@@ -97,7 +97,7 @@ class PlanningWorker(CPUWorker):
         tiers = Tiers.plan(config, cache, fast, staging, blocks)
         # All workers come by here before any makes its file.
         workers = self.parallel_config.local_world_size
-        check_room(directory_for(config.home_path), tiers.home, workers)
+        check_room(directory_for(config.home_path), tiers.home, workers, tiers.fast)
         return tiers
 
     @functools.cached_property

@@ -23,6 +23,7 @@ from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, ISAS, ISAS_OF_ROW
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.allocation import allocate_kv_cache
+from vllm_kvretrieval.engine.cpu.lost import LostBlocks
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.cpu.report import log_start
 from vllm_kvretrieval.engine.prompts import AddUp, Heads
@@ -38,6 +39,7 @@ from vllm_kvretrieval.kernels import (
     TokenRecall,
     cpu,
 )
+from vllm_kvretrieval.limits import SCARCE, explained
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.index.check import check_outside
 from vllm_kvretrieval.retrieval.index.exact import Exact
@@ -76,9 +78,7 @@ class RetrievalCPUWorker(PlanningWorker):
         self.recall_caches: list[RecallCache] = []
         self.token_slots: dict[str, TokenSlots] = {}
         self.token_recalls: list[TokenRecall] = []  # of layers, and of filters
-        # What the current step copied on write (source, target), and what the last one lost.
-        self._copied: list[tuple[int, int]] = []
-        self._lost: set[int] = set()
+        self.lost: LostBlocks | None = None  # of home
 
     def _allocate_kv_cache(
         self, kv_cache_config: Any, kernel_block_sizes: list[int], **_: Any
@@ -112,6 +112,11 @@ class RetrievalCPUWorker(PlanningWorker):
                     pages.unflatten(0, (self.cache_config.num_gpu_blocks, -1))[block_ids] = 0
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
+        what = "kv_retrieval: the system refuses what the KV cache and what is beside it need"
+        with explained(what, SCARCE):
+            self._initialize(kv_cache_config)
+
+    def _initialize(self, kv_cache_config: Any) -> None:
         if self.tiers is not None:
             self.model_runner.initialize_kv_cache_tensors = self._allocate_kv_cache
         self.model_runner._zero_block_ids = self._zero_blocks
@@ -187,8 +192,17 @@ class RetrievalCPUWorker(PlanningWorker):
             self._attach_streamed(layers)
         if self.home is not None:
             self._share_recalls(layers)
+            self.lost = LostBlocks(
+                self.home,
+                self.recall_caches,
+                directory_for(config.home_path),
+                self.cache_config.num_gpu_blocks,
+                self.cache_config.block_size,
+                self._pages_per_block,
+            )
         if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
-            get_kv_transfer_group().report(self._take_failed_blocks, self._take_stats)
+            lost = set if self.lost is None else self.lost.take
+            get_kv_transfer_group().report(lost, self._take_stats)
         log_start(self, len(layers))
 
     def _use_huge_pages(self) -> None:
@@ -498,10 +512,11 @@ class RetrievalCPUWorker(PlanningWorker):
             scheduler_output.total_num_scheduled_tokens,
             arrived,
         )
-        self._copied = list(scheduler_output.kv_cache_block_copies or ())
-        if self._copied and self.encoding is not None:
+        if self.lost is not None:
+            self.lost.begin_step(scheduler_output)
+        if scheduler_output.kv_cache_block_copies and self.encoding is not None:
             raise RuntimeError("vLLM copies blocks of a KV cache that is encoded elsewhere")
-        self._copy_index(self._copied)
+        self._copy_index(scheduler_output.kv_cache_block_copies)
         output = super().execute_model(scheduler_output)
         if self.requests.kept is not None:
             self.requests.kept.end_step()
@@ -510,27 +525,6 @@ class RetrievalCPUWorker(PlanningWorker):
             capacity = self.cache_config.num_gpu_blocks * self.cache_config.block_size
             self.home.note_written(tokens * self.home.memory.numel() // capacity)
         return output
-
-    def _take_failed_blocks(self) -> set[int]:
-        """vLLM's blocks of which a page could not be read in this step or the one before.
-
-        Twice, since vLLM fails requests for blocks that were computed before the step, and a block
-        may be lost in the step that first writes to it.
-        """
-        if self.home is None:
-            return set()
-        pages = set[int]().union(*(cache.take_failed_pages() for cache in self.recall_caches))
-        pages |= self.home.take_lost(self._home_bytes_per_page())
-        lost = {page // self._pages_per_block for page in pages}
-        lost.update(target for source, target in self._copied if source in lost)
-        if lost:
-            logger.error(
-                "The KV cache's home (%s) cannot be read; the requests with these blocks fail: %s",
-                directory_for(self.retrieval_config.home_path),
-                sorted(lost),
-            )
-        failed, self._lost = lost | self._lost, lost
-        return failed
 
     @property
     def _recalls(self) -> Sequence[RecallCache | TokenRecall]:

@@ -20,7 +20,7 @@ from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.engine.memory import Retrieving, cache_with_slow_home
 from vllm_kvretrieval.engine.views import layer_views
-from vllm_kvretrieval.kernels.triton.mapped import available_memory
+from vllm_kvretrieval.limits import available_memory
 
 logger = init_logger("vllm.kvretrieval.host")
 

@@ -69,7 +69,7 @@ class RecallCache:
 
     Raises:
         ValueError: The codec has no kernel, or does not take such units.
-        RuntimeError: The threads that read ahead cannot be started.
+        OSError: The threads that read ahead cannot be started.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class RecallCache:
         self.drop_pages = self._cache.drop_pages
         self.release = self._cache.release
         self.take_failed_pages = self._cache.take_failed_pages
+        self.take_error = self._cache.take_error
         self.resident = self._cache.resident
         self.read_in_pieces = self._cache.read_in_pieces
         self.check = self._cache.check
@@ -178,7 +179,7 @@ class TokenRecall:
 
     Raises:
         ValueError: Homes or memories differ in shape, or there are more tokens than 31 bits number.
-        RuntimeError: The threads that read ahead cannot be started.
+        OSError: The threads that read ahead cannot be started.
     """
 
     def __init__(
@@ -266,9 +267,14 @@ class MappingGuard:
     Args:
         memory: int8 [n]; a shared mapping of the whole file.
         fd: Descriptor of the file.
+        scattered: Whether the system was told that it is read in scattered pieces
+            (``MADV_RANDOM``).
+
+    Raises:
+        OSError: The signal cannot be handled.
     """
 
-    def __init__(self, memory: torch.Tensor, fd: int) -> None:
+    def __init__(self, memory: torch.Tensor, fd: int, scattered: bool = False) -> None:
         self._memory = memory  # the mapping has to outlive the guard
-        self._guard = _cpu.MappingGuard(memory.data_ptr(), memory.numel(), fd)
+        self._guard = _cpu.MappingGuard(memory.data_ptr(), memory.numel(), fd, scattered)
         self.take = self._guard.take

@@ -5,10 +5,11 @@ import ctypes
 import mmap
 import resource
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from vllm_kvretrieval.limits import available_memory
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
 _GIB = 2**30
@@ -44,17 +45,6 @@ def map_host(nbytes: int, device: torch.device | str = "cuda") -> tuple[torch.Te
         )
     mapping = _Mapping(nbytes, torch.device(device))
     return mapping.host, mapping.view()
-
-
-def available_memory() -> int:
-    """Bytes of host memory that this process may take, by the system and by its control group."""
-    fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    available = next(int(size) * 1024 for name, size, *_ in fields if name == "MemAvailable:")
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
-        limit = int((group / "memory.max").read_text())
-        available = min(available, limit - int((group / "memory.current").read_text()))
-    return max(available, 0)
 
 
 class _Mapping:

@@ -1,0 +1,103 @@
+"""What a slow home does not give back: the requests that need it fail, others go on."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_kvretrieval.kernels import RecallCache
+from vllm_kvretrieval.limits import remedy
+from vllm_kvretrieval.tiers.encoded import EncodedHome
+from vllm_kvretrieval.tiers.home import DiskHome
+
+logger = init_logger("vllm.kvretrieval.home")
+
+TOLD = 20
+"""Numbers of lost blocks that a line of the log has at most."""
+
+
+class LostBlocks:
+    """vLLM's blocks of which a page has been lost, on the way to the disk or on the way back.
+
+    Args:
+        home: Where the pages are.
+        caches: What reads and writes them by calls.
+        directory: Of the home's file, for messages.
+        blocks: How many there are.
+        block_size: Tokens of each.
+        pages: Pages of each.
+    """
+
+    def __init__(
+        self,
+        home: DiskHome | EncodedHome,
+        caches: Sequence[RecallCache],
+        directory: str,
+        blocks: int,
+        block_size: int,
+        pages: int,
+    ) -> None:
+        self._home, self._caches, self._directory = home, caches, directory
+        self._blocks, self._block_size, self._pages = blocks, block_size, pages
+        self._last: set[int] = set()
+        # What has not been written anew since the system failed to write something.
+        self._doubtful: set[int] = set()
+        self._found: set[int] = set()  # of these, what requests of this step share
+        self._copied: Sequence[tuple[int, int]] = ()
+
+    def begin_step(self, step: Any) -> None:
+        """Follow a step: what is allotted is written anew, and what is shared is relied on.
+
+        Args:
+            step: vLLM's scheduler output.
+        """
+        self._copied = step.kv_cache_block_copies or ()
+        self._found.clear()
+        if not self._doubtful:
+            return
+        cached = step.scheduled_cached_reqs
+        allotted = [(new.block_ids, new.num_computed_tokens) for new in step.scheduled_new_reqs]
+        for name, blocks, tokens in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if blocks is not None:
+                allotted.append((blocks, tokens if name in cached.resumed_req_ids else 0))
+        for (blocks,), tokens in allotted:
+            shared = -(-tokens // self._block_size)
+            self._found.update(self._doubtful.intersection(blocks[:shared]))
+            self._doubtful.difference_update(blocks[shared:])
+
+    def take(self) -> set[int]:
+        """Blocks that were lost in this step or the one before.
+
+        Twice, since vLLM fails requests for blocks that were computed before the step, and a block
+        may be lost in the step that first writes to it.
+        """
+        pages = set[int]().union(*(cache.take_failed_pages() for cache in self._caches))
+        pages |= self._home.take_lost(self._home.layer_bytes // (self._blocks * self._pages))
+        lost = {page // self._pages for page in pages}
+        errors = {cache.take_error() for cache in self._caches}
+        if failed := self._home.file.take_write_error():
+            errors.add(failed)
+            self._doubtful = set(range(self._blocks))
+            lost |= self._doubtful
+        lost |= self._found
+        lost.update(target for source, target in self._copied if source in lost)
+        if lost:
+            self._log(sorted(lost), errors - {0})
+        taken, self._last = lost | self._last, lost
+        return taken
+
+    def _log(self, lost: list[int], errors: set[int]) -> None:
+        reasons = [f"{os.strerror(code)}. {remedy(code)}" for code in sorted(errors)]
+        if self._found:
+            reasons.append("What was there before the disk failed may not have got to it")
+        logger.error(
+            "The KV cache's home (%s) has lost %d blocks (%s%s); requests that hold them fail. %s.",
+            self._directory,
+            len(lost),
+            ", ".join(map(str, lost[:TOLD])),
+            ", ..." if lost[TOLD:] else "",
+            "; ".join(reasons) or "A part of its file cannot be read any more",
+        )

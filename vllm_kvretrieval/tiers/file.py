@@ -1,0 +1,71 @@
+"""The file of a slow home."""
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+
+from vllm.utils.mem_utils import format_gib
+
+from vllm_kvretrieval.limits import explained
+from vllm_kvretrieval.tiers.place import make_file
+
+WAIT_BEFORE = 1
+"""``SYNC_FILE_RANGE_WAIT_BEFORE``, which Python does not name."""
+NO_ANSWER = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EBADF, errno.EPERM)
+"""What a system or a file says that does not know; all else is what has gone wrong on a disk."""
+
+
+class HomeFile:
+    """A file without a name, its space reserved; it goes with the process, however that ends.
+
+    Args:
+        directory: Where it is to lie.
+        size: Bytes.
+
+    Attributes:
+        fd: Its descriptor.
+
+    Raises:
+        RetrievalConfigError: There is not enough space, or the system refuses the file.
+    """
+
+    def __init__(self, directory: str, size: int) -> None:
+        self._file = make_file(directory, size)
+        self._size = size
+        self._named = f"a file of {format_gib(size)} GiB in {directory}"
+        self.fd = self._file.fileno()
+        self._sync = ctypes.CDLL(None, use_errno=True).sync_file_range
+        self._sync.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+
+    @contextlib.contextmanager
+    def needed(self) -> Iterator[None]:
+        """A step without which the file is of no use: if it fails, the file's space is given back.
+
+        Raises:
+            RetrievalConfigError: The system has refused the step.
+        """
+        try:
+            with explained(f"kv_retrieval.home=disk: {self._named} cannot be used"):
+                yield
+        except BaseException:
+            os.ftruncate(self.fd, 0)  # whatever still has it open, or mapped
+            self._file.close()
+            raise
+
+    def take_write_error(self) -> int:
+        """What has kept the system from writing to the disk since the last call.
+
+        Writing is done when it returns: what the system holds of the file in memory, it takes to
+        the disk later. Where that fails, it drops what it could not write, and what is read there
+        next is what was on the disk before. It tells so to who asks, once, and does not say where.
+
+        Returns:
+            The number of the error; 0 if there was none, or if the system cannot say.
+        """
+        # Behind the end, where there is nothing to wait for.
+        if self._sync(self.fd, self._size, 1, WAIT_BEFORE) == 0:
+            return 0
+        code = ctypes.get_errno()
+        return 0 if code in NO_ANSWER else code
