@@ -92,7 +92,11 @@ def plan(config: RetrievalConfig, model: Any, memory: int, requests: int, contex
         max_model_len=context,
         step_tokens=STEP_TOKENS,
     )
-    return Tiers.plan(config, cache, memory, context * per_layer)
+    blocks = cache.blocks_for(requests)
+    tiers = Tiers.plan(config, cache, memory, context * per_layer, blocks)
+    if tiers.seats < requests:
+        raise RetrievalConfigError(f"{tiers.seats} of {requests} requests have room")
+    return tiers
 
 
 def largest(config: RetrievalConfig, model: Any, memory: int) -> Capacity | None:
@@ -174,6 +178,7 @@ def serve(args: argparse.Namespace, memory: int, capacity: Capacity) -> dict[str
         dtype="bfloat16",
         method=args.method,
         home="disk",
+        home_bytes=capacity.tiers.home,
         **codec_of(args),
     ) as llm:
         label = f"{capacity.context:,} tokens on disk"

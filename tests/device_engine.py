@@ -186,6 +186,13 @@ def launched_late():
     return device_launches.late()
 
 
+def limits():
+    """Most requests that the scheduler runs at once, and how many vLLM's runner has numbers for."""
+    scheduler = _engine.llm_engine.engine_core.engine_core.scheduler
+    states = _runner().req_states
+    return scheduler.max_num_running_reqs, len(states.free_indices) + len(states.req_id_to_index)
+
+
 def idle():
     """Whether nothing is beside the model between steps."""
     tier = _runner().retrieval_layers.tier

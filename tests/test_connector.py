@@ -1,6 +1,10 @@
 """What a slow home reports, on its way through vLLM's metrics."""
 
+import pickle
+from types import SimpleNamespace
+
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from vllm_kvretrieval.engine.connector import (
@@ -82,3 +86,19 @@ def test_prometheus():
     for name in GAUGES:
         assert value(name, "1") == 2 * STEP[f"{name}/0"]
         assert metrics._metrics[name][1]._multiprocess_mode == "mostrecent"
+
+
+def test_the_scheduler_learns_the_least_of_all_workers():
+    """What workers say as vLLM's handshake metadata, of every rank, and from other processes."""
+    config = SimpleNamespace(kv_transfer_config=connector_config())
+    told = {}
+    for number, seats in enumerate((7, 3, 5)):
+        worker = RetrievalConnector(config, KVConnectorRole.WORKER, None)
+        assert worker.get_handshake_metadata() is None
+        worker.report(seats, set, dict)
+        told[divmod(number, 2)] = pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
+    scheduler = RetrievalConnector(config, KVConnectorRole.SCHEDULER, None)
+    limits: list[int] = []
+    scheduler.limit_by(limits.append)
+    scheduler.set_xfer_handshake_metadata_pp_aware(told)
+    assert limits == [3]

@@ -36,7 +36,8 @@ def engines(tmp_path_factory):
     """Functions that call those of tests/device_engine.py: of home=device, and of home=host."""
     model = random_llama(tmp_path_factory.mktemp("toy"), layers=3, kv_heads=2)
     processes = [device_engine.start() for _ in range(2)]
-    small = {"home": "auto"}, {"kv_cache_memory_bytes": 1_300_000}  # too little for all requests
+    # Too little for all contexts, and for the slots of more than four requests at once.
+    small = {"home": "auto"}, {"kv_cache_memory_bytes": 1_080_000, "max_num_seqs": 9}
     opened = [
         process.submit(
             device_engine.open_engine,
@@ -89,6 +90,16 @@ def test_answers(engines):
     answers = compare(engines, again)
     assert all(sum(counts.values()) > 5 for counts in engines(device_engine.replays_by_rows))
     assert [answer.cached for answer in answers] == [128, 96]
+
+
+def test_requests_wait_for_slots(engines):
+    """As many run at once as have slots, which are fewer than the server was asked to run."""
+    assert engines(device_engine.limits) == [(4, 4), (4, 4)]
+    requests = [Request(prompt(70 + 9 * seed, seed), 4 + seed % 3, {}) for seed in range(20, 27)]
+    near, far = engines(device_engine.drive, requests)
+    assert [answer.steps for answer in near] == [answer.steps for answer in far]
+    for one, other in zip(near, far, strict=True):
+        assert_same(other, one, 1e-5)
 
 
 def test_preemption(engines):

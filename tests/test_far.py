@@ -78,8 +78,8 @@ class Layers:
         buffers = torch.full((2, buffer_pages, *self.caches.shape[2:]), float("nan"), dtype=DTYPE)
         self.staging = Staging(OPS, side, buffers, Half)
         self.tier = FarTier(
-            OPS, side, self.staging, layers=LAYERS, seats=SEATS, kv_heads=KV_HEADS,
-            capacity=capacity, width=width, device="cpu",
+            OPS, side, self.staging, layers=LAYERS, seats=SEATS, rows=SEATS,
+            kv_heads=KV_HEADS, capacity=capacity, width=width, device="cpu",
         )  # fmt: skip
         self.far = [self.tier.add(cache) for cache in self.caches]
         for layer in self.far:

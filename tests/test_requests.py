@@ -58,6 +58,13 @@ def test_budgets_by_a_share_of_memory(runner):
         config.budget_of_share(1000, 0.3, "omnikv")
 
 
+def test_more_requests_than_there_is_room_for(runner, table):
+    """The scheduler has not listened: said before anything of another request is touched."""
+    runner.batch("a", "b", "c", "d")
+    with pytest.raises(RuntimeError, match="more requests at once than the 3 that there is room"):
+        table.seats(4)
+
+
 def test_counts_outlive_their_requests(runner, table):
     """What a slot counted stays counted when another request takes it."""
     runner.batch("a", "b")

@@ -4,6 +4,7 @@ A small Llama with random weights, in float32. Both engines give out the same bl
 attend with the same kernel to the same pages in the same order, so answers agree to the last bit.
 """
 
+from collections import Counter
 from itertools import count, pairwise, permutations
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from vllm.config import CompilationMode
 
-from tests.engine import Answer, Request, assert_same, drive, engine, random_llama
+from tests.engine import Answer, Request, alone, assert_same, drive, engine, random_llama
 from tests.home_worker import LOSSLESS
 from tests.turns import chat, with_and_without_cache
 
@@ -362,15 +363,27 @@ def test_dense_layers_on_disk(model, expected):
 
 
 def test_more_than_memory_would_hold(model):
-    """What does not fit in memory goes to disk with home=auto, prompts of full length included."""
-    fast = 12 << 20
+    """With home=auto and as many requests as vLLM runs by default: what does not fit in memory goes
+    to disk, prompts of full length included, and requests wait for others' slots."""
+    fast = 15 << 20
     assert fast < OPTIONS["max_model_len"] * LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4
     options = OPTIONS | {"kv_cache_memory_bytes": fast, "num_gpu_blocks_override": None}
     options |= {"additional_config": {"kv_retrieval": BUDGET | {"home": "auto"}}}
-    options |= {"max_num_seqs": 1}
+    del options["max_num_seqs"]
     with engine(model, **options) as llm:
-        (answer,) = drive(llm, [Request(prompt(2000, 70), 30, {})])
-        assert len(answer.tokens) == 30
+        core: Any = llm.llm_engine.engine_core.engine_core
+        (tiers,) = llm.collective_rpc(lambda worker: vars(worker.tiers))
+        assert core.vllm_config.scheduler_config.max_num_seqs == 256
+        assert core.scheduler.max_num_running_reqs == tiers["seats"] == 3
+        assert core.scheduler.kv_cache_manager.max_model_len < (tiers["blocks"] - 1) * 128
+        requests = [Request(prompt(n, n), 12, {}) for n in (2000, 150, 700, 60, 400, 333)]
+        together = drive(llm, requests)
+        running = Counter(
+            step for answer in together for step in range(answer.steps[0], answer.steps[-1] + 1)
+        )
+        assert max(running.values()) == 3
+        for request, answer in zip(requests, together, strict=True):
+            assert_same(answer, alone(llm, request), tolerance=1e-3)
         assert llm.collective_rpc("check_caches")[0][0] == []
 
 

@@ -1,5 +1,6 @@
 """Sizes of a slow home and its recall cache, and the home's file."""
 
+import itertools
 import mmap
 import os
 import re
@@ -14,13 +15,14 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from tests.engine import checkpoint
 from vllm_kvretrieval.attention.cpu.support import check_home
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.connector import connector_config
 from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.engine.memory import bytes_per_block
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -122,6 +124,7 @@ CACHE = Cache(
 )
 BUDGET = 640  # 20 pages
 LEAST = 2 * 4 * 20  # slots per layer
+ONE = replace(CACHE, max_num_seqs=1)
 SLOT = 9 * (16384 + 24)
 
 
@@ -170,10 +173,11 @@ def test_an_encoded_home():
     larger = tiers(900 * MIB, codec="k4v4", home_bytes=raw.home)
     assert larger.blocks == raw.home // (9 * 4 * 4 * unit) > 6 * raw.blocks
     # Nothing can be done without.
-    least = got.fast - got.recall_cache + LEAST * SLOT
-    assert tiers(least, codec="k4v4").slots == 9 * (LEAST,)
-    with pytest.raises(RetrievalConfigError, match=r"2 requests need .*open pages"):
-        tiers(least - 1, codec="k4v4")
+    one = tiers(500 * MIB, ONE, codec="k4v4")
+    least = one.fast - one.recall_cache + LEAST // 2 * SLOT
+    assert tiers(least, ONE, codec="k4v4").slots == 9 * (LEAST // 2,)
+    with pytest.raises(RetrievalConfigError, match=r"one request need .*open pages"):
+        tiers(least - 1, ONE, codec="k4v4")
 
 
 def test_no_more_slots_than_units():
@@ -190,56 +194,74 @@ def test_given_sizes():
 def test_the_least_that_is_accepted():
     plenty = tiers(500 * MIB)
     least = plenty.index + plenty.books + plenty.dense + STAGING + LEAST * SLOT
-    assert tiers(least) == replace(plenty, slots=9 * (LEAST,), recall_cache=LEAST * SLOT)
+    given = {"blocks": plenty.blocks}
+    assert tiers(least, **given) == replace(plenty, slots=9 * (LEAST,), recall_cache=LEAST * SLOT)
+    # A home of the user's keeps its requests as long as something else can give way.
+    assert tiers(least - 1, **given).seats == 2
+    assert tiers(least - 1, **given).staging == 0
+    frugal = plenty.index + plenty.books + LEAST * SLOT
+    assert tiers(frugal, **given).streams_dense
+    assert tiers(frugal - 1, **given).seats == 1
+    # A home that nobody has asked for leaves room for slots to read ahead into.
+    roomy = tiers(least)
+    assert roomy.seats == 2
+    assert roomy.blocks < plenty.blocks
+    assert LEAST * 3 // 2 <= roomy.slots[0] < LEAST * 3 // 2 + 4
     assert tiers(500 * MIB, recall_cache_bytes=LEAST * SLOT).slots == 9 * (LEAST,)
-    with pytest.raises(RetrievalConfigError, match="max_num_seqs=2 requests need"):
+    assert tiers(500 * MIB, recall_cache_bytes=LEAST * SLOT).seats == 2
+    assert tiers(500 * MIB, recall_cache_bytes=LEAST * SLOT - 1).seats == 1
+    with pytest.raises(RetrievalConfigError, match="one request need"):
         tiers(500 * MIB, recall_cache_bytes=9)
 
 
 def test_what_can_be_done_without_goes_first():
-    """Staging, then dense layers in fast memory; the rest is needed."""
-    plenty = tiers(500 * MIB)
-    least = plenty.index + plenty.books + plenty.dense + LEAST * SLOT
+    """Staging, then dense layers in fast memory; the rest is needed by a single request."""
+
+    def tiers_of_one(fast):
+        return tiers(fast, ONE)
+
+    plenty = tiers_of_one(500 * MIB)
+    least = plenty.index + plenty.books + plenty.dense + LEAST // 2 * SLOT
     for fast in (least, least + STAGING - 1):
-        got = tiers(fast)
+        got = tiers_of_one(fast)
         assert (got.staging, got.streams_dense, got.dense) == (0, False, plenty.dense)
-    streamed = tiers(least - 1)
+    streamed = tiers_of_one(least - 1)
     assert streamed.streams_dense
     assert (streamed.dense, streamed.staging) == (0, STAGING)
     assert streamed.home == plenty.home // 9 * 10
     assert streamed.blocks == plenty.blocks
-    least = streamed.index + streamed.books + LEAST * SLOT
-    assert tiers(least).slots == 9 * (LEAST,)
-    assert tiers(least).staging == 0
-    with pytest.raises(RetrievalConfigError, match="max_num_seqs=2 requests need"):
-        tiers(least - 1)
-    least = tiers(500 * MIB, cache=replace(CACHE, dense_layers=0), dense_layers=0)
-    with pytest.raises(RetrievalConfigError, match="max_num_seqs=2 requests need"):
-        tiers(least.fast - least.recall_cache, cache=replace(CACHE, dense_layers=0))
+    least = streamed.index + streamed.books + LEAST // 2 * SLOT
+    assert tiers_of_one(least).slots == 9 * (LEAST // 2,)
+    assert tiers_of_one(least).staging == 0
+    with pytest.raises(RetrievalConfigError, match="one request need"):
+        tiers_of_one(least - 1)
+    least = tiers(500 * MIB, cache=replace(ONE, dense_layers=0), dense_layers=0)
+    with pytest.raises(RetrievalConfigError, match="one request need"):
+        tiers(least.fast - least.recall_cache, cache=replace(ONE, dense_layers=0))
 
 
 @pytest.mark.parametrize("method", ["fier", "omnikv"])
 def test_slots_of_single_tokens(method):
     """Every request has as many as it attends to, and four times as many where there is room."""
-    least, slot = LEAST * 32, 9 * (2 * 64 * 4 + 16)
+    least, slot = LEAST // 2 * 32, 9 * (2 * 64 * 4 + 16)
 
     def tiers_of(fast, **options):
         config = RetrievalConfig.from_options(method, {"home": "disk", "budget": BUDGET} | options)
-        return Tiers.plan(config, CACHE, fast, STAGING)
+        return Tiers.plan(config, ONE, fast, STAGING)
 
     plenty = tiers_of(1 << 40)
     assert plenty.slots == 9 * (4 * least,)
-    assert tiers_of(1 << 40, budget=3200, max_budget=6400).slots == 9 * (2 * 4 * 12_800,)
+    assert tiers_of(1 << 40, budget=3200, max_budget=6400).slots == 9 * (4 * 12_800,)
     assert plenty.books == 2 * plenty.home // mmap.PAGESIZE
     assert plenty.index == (plenty.home * 3 // 64 if method == "fier" else 0)
     fixed = plenty.dense + plenty.index + plenty.books + STAGING
     got = tiers_of(fixed + least * slot)
     assert got == replace(plenty, slots=9 * (least,), recall_cache=least * slot)
-    assert tiers_of(fixed + 2 * least * slot - 1).slots == 9 * (2 * least - 2 * 4 * 32,)
+    assert tiers_of(fixed + 2 * least * slot - 1).slots == 9 * (2 * least - 4 * 32,)
     # Without staging there is no prefill.
     streamed = tiers_of(fixed + least * slot - 1)
     assert (streamed.streams_dense, streamed.staging) == (True, STAGING)
-    with pytest.raises(RetrievalConfigError, match="max_num_seqs=2 requests need"):
+    with pytest.raises(RetrievalConfigError, match="one request need"):
         tiers_of(streamed.index + streamed.books + least * slot)
 
 
@@ -248,20 +270,19 @@ def test_slots_for_the_largest_budget_that_a_request_may_have():
     assert tiers(500 * MIB, max_budget=2 * BUDGET, recall_cache_bytes=cache).slots == 9 * (
         2 * LEAST,
     )
-    with pytest.raises(RetrievalConfigError, match="max_num_seqs=2 requests need"):
-        tiers(500 * MIB, max_budget=2 * BUDGET, recall_cache_bytes=cache - 1)
+    assert tiers(500 * MIB, max_budget=2 * BUDGET, recall_cache_bytes=cache - 1).seats == 1
 
 
 def test_slots_follow_what_layers_attend_to():
-    """Twice as many where twice as much is attended to; what does not fit is still refused."""
+    """Twice as many where twice as much is attended to; fewer requests where they do not fit."""
     cache = replace(CACHE, attended=(40,) + 8 * (80,))  # units
     room = 2 * (40 + 8 * 80) * SLOT // 9
     got = tiers(500 * MIB, cache=cache, recall_cache_bytes=3 * room)
     assert got.slots == (3 * 80,) + 8 * (3 * 160,)
     assert got.recall_cache == 3 * room
     assert tiers(500 * MIB, cache=cache, recall_cache_bytes=room).slots == (80,) + 8 * (160,)
-    with pytest.raises(RetrievalConfigError, match="max_num_seqs=2 requests need"):
-        tiers(500 * MIB, cache=cache, recall_cache_bytes=room - 1)
+    assert tiers(500 * MIB, cache=cache, recall_cache_bytes=room).seats == 2
+    assert tiers(500 * MIB, cache=cache, recall_cache_bytes=room - 1).seats == 1
     even = replace(CACHE, attended=9 * (LEAST // 2,))
     assert tiers(500 * MIB, cache=even) == tiers(500 * MIB)
 
@@ -279,6 +300,80 @@ def test_what_does_not_fit():
         tiers(500 * MIB, recall_cache_bytes="500MiB")
 
 
+# SmolLM2-135M, and Llama-3.1-8B, in 16 bits.
+SMALL = Cache(
+    retrieval_layers=29,
+    dense_layers=1,
+    kv_heads=3,
+    block_size=128,
+    block_bytes=128 * 3 * 256,
+    head_size=64,
+    dtype=torch.bfloat16,
+    max_num_seqs=128,
+    max_model_len=8192,
+    step_tokens=2048,
+)
+LARGE = replace(
+    SMALL,
+    retrieval_layers=31,
+    kv_heads=8,
+    block_bytes=128 * 8 * 512,
+    head_size=128,
+    max_model_len=131_072,
+)
+DISK = 75 << 30
+
+
+@pytest.mark.parametrize("method", ["kvretrieval", "freekv", "ttkv", "fier", "snapkv", "infllm"])
+@pytest.mark.parametrize("cache", [SMALL, LARGE], ids=["small", "large"])
+def test_every_method_starts_at_vllms_defaults(cache, method):
+    """The more memory, the more requests at once, up to all; what they attend to has slots."""
+    config = RetrievalConfig.from_options(method, {"home": "disk"})
+    seats = []
+    staging = 2 * cache.kv_heads * cache.head_size * cache.max_model_len * 2
+    for most, gib in itertools.product((128, 256), (1, 2, 4, 5, 16, 64)):
+        if gib < 4 and cache is LARGE:
+            continue
+        wanted = replace(cache, max_num_seqs=most)
+        got = Tiers.plan(config, wanted, gib << 30, staging, disk=DISK)
+        assert got.fast <= gib << 30
+        assert 1 <= got.seats <= most
+        assert cache.blocks_per_request < got.blocks <= cache.blocks_for(got.seats)
+        assert got.home <= DISK * 3 // 4
+        assert got.staging == staging
+        assert not got.streams_dense
+        each = 1 if config.rows else config.page_size
+        need = got.seats * cache.kv_heads * config.budget_limit // each
+        home = got.blocks * 128 // each * cache.kv_heads  # no more can be wanted
+        assert min(got.slots) >= min(need, home)
+        if got.seats < most:
+            assert min(got.slots) >= min(need * 3 // 2, home)
+            more = replace(wanted, max_num_seqs=2 * got.seats + 2)
+            assert Tiers.plan(config, more, gib << 30, staging, disk=DISK).seats == got.seats
+        seats.append(got.seats)
+    few, many = seats[: len(seats) // 2], seats[len(seats) // 2 :]
+    assert few == sorted(few)
+    assert many == sorted(many)
+    assert [min(count, 128) for count in many] == few
+    assert few[-1] == 128
+
+
+def test_a_home_of_the_users_leaves_room_for_more_requests():
+    config = RetrievalConfig.from_options("kvretrieval", {"home": "disk"})
+    small = replace(config, home_bytes=20 << 30)
+    default, less = (Tiers.plan(c, LARGE, 8 << 30, 512 * MIB) for c in (config, small))
+    assert less.home <= 20 << 30 < default.home
+    assert less.seats > default.seats > 1
+
+
+def test_a_home_of_fewer_blocks():
+    """As another worker has: what grows with them shrinks."""
+    whole = tiers(500 * MIB)
+    assert whole.of(201) == whole
+    fewer, given = whole.of(150), tiers(500 * MIB, blocks=150)
+    assert fewer == replace(given, slots=whole.slots, recall_cache=whole.recall_cache)
+
+
 def test_when_memory_is_enough():
     needed = 201 * (10 * CACHE.block_bytes + 9 * CACHE.block_bytes // 32)
     config = RetrievalConfig("freekv")
@@ -292,27 +387,33 @@ def test_when_memory_is_enough():
 # -------------------------------------------------------------------------------------- worker
 
 
-def worker(specs, workers=1, **options):
+def worker(specs, workers=1, engines=1, **options):
     """As much of a worker as plans the tiers."""
     worker: Any = object.__new__(RetrievalCPUWorker)
     worker.retrieval_config = RetrievalConfig.from_options("freekv", {"budget": BUDGET} | options)
     worker.get_kv_cache_spec = lambda: {f"model.layers.{i}": s for i, s in enumerate(specs)}
     worker.scheduler_config = SimpleNamespace(
-        max_num_seqs=CACHE.max_num_seqs, max_num_batched_tokens=CACHE.step_tokens
+        max_num_seqs=CACHE.max_num_seqs,
+        max_num_active_seqs=None,
+        max_num_batched_tokens=CACHE.step_tokens,
     )
     worker.model_config = SimpleNamespace(max_model_len=CACHE.max_model_len, model="somebody/model")
-    worker.cache_config = SimpleNamespace(num_gpu_blocks_override=None)
+    worker.cache_config = SimpleNamespace(num_gpu_blocks_override=None, kv_offloading_size=None)
     worker.parallel_config = SimpleNamespace(local_world_size=workers, tensor_parallel_size=workers)
     worker.model_config.get_total_num_kv_heads = lambda: 4 * workers
     worker.rank = workers - 1
     worker.vllm_config = SimpleNamespace(
-        scheduler_config=worker.scheduler_config, model_config=worker.model_config
+        scheduler_config=worker.scheduler_config,
+        model_config=worker.model_config,
+        parallel_config=worker.parallel_config,
+        cache_config=worker.cache_config,
+        kv_transfer_config=connector_config(engines),
     )
     return worker
 
 
-def plan(specs, fast=500 * MIB, workers=1, **options):
-    return worker(specs, workers, **options)._plan_tiers(fast, STAGING)
+def plan(specs, fast=500 * MIB, workers=1, engines=1, **options):
+    return worker(specs, workers, engines, **options)._plan_tiers(fast, STAGING)
 
 
 FULL = FullAttentionSpec(block_size=128, num_kv_heads=4, head_size=64, dtype=torch.float32)
@@ -329,6 +430,40 @@ def test_the_worker_plans_its_layers():
     assert dense.dense == 3 * tiers(500 * MIB).dense
 
 
+def test_the_home_leaves_room_on_the_disk(tmp_path, monkeypatch):
+    """By default; what a single request needs it takes, and what the user has asked for."""
+    on_disk = {"home": "disk", "home_path": str(tmp_path)}
+    size = tiers(500 * MIB).home
+    one = tiers(500 * MIB, ONE).home
+
+    def blocks(free, **options):
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1))
+        return plan([FULL] * 10, **on_disk | options).blocks
+
+    assert blocks(2 * size) == 201
+    assert blocks(size) == 201 * 3 // 4
+    assert blocks(one) == 101
+    assert blocks(size, home_bytes=size) == 201
+    with pytest.raises(RetrievalConfigError, match=r"home may take .*max_model_len=12800 needs"):
+        blocks(one - 1)
+    assert blocks(2 * size, home="auto") == 201
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=one - 1, f_frsize=1))
+    assert plan([FULL] * 10, **on_disk | {"home": "auto"}) is None, "it stays in memory"
+
+
+def test_the_scheduler_has_to_know():
+    """Fewer requests than it would run cannot be served where another connector takes its place."""
+    own = worker([FULL] * 10, home="disk", recall_cache_bytes=LEAST * SLOT - 1)
+    assert own._plan_tiers(500 * MIB, STAGING).seats == 1
+    own.vllm_config.kv_transfer_config = KVTransferConfig(
+        kv_connector="DecodeBenchConnector", kv_role="kv_both"
+    )
+    with pytest.raises(RetrievalConfigError, match="Set --max-num-seqs to 1 at most"):
+        own._plan_tiers(500 * MIB, STAGING)
+    own.scheduler_config.max_num_active_seqs = 1
+    assert own._plan_tiers(500 * MIB, STAGING).seats == 1
+
+
 def test_auto_takes_the_disk_only_where_it_must():
     assert plan([FULL] * 10, home="auto") == tiers(500 * MIB)
     assert plan([FULL] * 10, 600 * MIB, home="auto") is None
@@ -337,12 +472,15 @@ def test_auto_takes_the_disk_only_where_it_must():
 
 def test_the_files_of_all_workers_have_to_fit(tmp_path, monkeypatch):
     size = tiers(500 * MIB).home
+    options = {"home": "disk", "home_path": str(tmp_path), "home_bytes": size}
     free = SimpleNamespace(f_bavail=2 * size + 9, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda _: free)
-    assert plan([FULL] * 10, workers=2, home="disk", home_path=str(tmp_path)).home == size
+    assert plan([FULL] * 10, workers=2, **options).home == size
     message = r"GiB for each of 3 workers, but .* free\. Lower home_bytes .* or name another disk"
     with pytest.raises(RetrievalConfigError, match=message):
-        plan([FULL] * 10, workers=3, home="disk", home_path=str(tmp_path))
+        plan([FULL] * 10, workers=3, **options)
+    with pytest.raises(RetrievalConfigError, match=message):
+        plan([FULL] * 10, workers=1, engines=3, **options)
 
 
 @pytest.mark.parametrize(

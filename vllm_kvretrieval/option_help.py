@@ -70,8 +70,8 @@ HELP = {
     "home": "where the whole KV cache of the retrieval layers lives: device (vLLM's own memory), "
     "disk (a file; fast memory then holds recalled pages only), host (on GPUs), or auto (device if "
     "max_num_seqs requests of max_model_len fit there) (default: the method's)",
-    "home_bytes": "size of a slow home, per worker, e.g. 64GiB (default: room for max_num_seqs "
-    "requests of max_model_len)",
+    "home_bytes": "size of a slow home, per worker, e.g. 64GiB (default: room for the requests of "
+    "max_model_len that run at once, as far as fast memory and the disk, or the host, allow)",
     "home_path": "directory of the file of home=disk; one in memory (tmpfs) is taken only if it is "
     "named here (default: /var/tmp, or the directory for temporary files where there is none)",
     "codec": "how home=disk holds pages that are full: "

@@ -204,7 +204,7 @@ def options() -> argparse.ArgumentParser:
     add("--model", type=Path, default=MODEL, help="folder with config.json")
     add("--cache-gib", type=float, help="device memory of the KV cache, the same for all engines")
     add("--uncompiled", action="store_true", help="CUDA graphs alone: engines start sooner")
-    add("--home-gib", type=float, help="host memory of the KV cache; default: what there is")
+    add("--home-gib", type=float, help="host memory of the KV cache; default: the engine's")
     return result
 
 

@@ -1,16 +1,19 @@
 """How the worker reports to vLLM: as a KV connector that never moves anything.
 
-The interface carries what the scheduler has to know (blocks that could not be read), and what the
-front end shows (metrics, in vLLM's log line and Prometheus endpoint).
+The interface carries what the scheduler has to know (how many requests may run at once, blocks that
+could not be read), and what the front end shows (metrics, in vLLM's log line and Prometheus
+endpoint).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     SupportsHMA,
 )
@@ -36,11 +39,26 @@ GAUGES = {
     "slots": "slots of all recall caches",
 }
 """Summed over layers and workers; on their way they are named after the worker, ``slots/0``."""
+ENGINES = "engines"
+"""In the connector's configuration: how many engines of this server run on one machine. vLLM lets
+engines of data parallelism forget it, but where they share experts."""
 
 
-def connector_config() -> KVTransferConfig:
-    """What makes vLLM load the connector; a request with an unreadable page fails."""
+@dataclass
+class Seats(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler before the first request: how many may run at once."""
+
+    count: int
+
+
+def connector_config(engines: int = 1) -> KVTransferConfig:
+    """What makes vLLM load the connector; a request with an unreadable page fails.
+
+    Args:
+        engines: How many of this server run on one machine.
+    """
     return KVTransferConfig(
+        kv_connector_extra_config={ENGINES: engines},
         kv_connector=RetrievalConnector.__name__,
         kv_connector_module_path=__name__,
         kv_role="kv_consumer",
@@ -49,23 +67,45 @@ def connector_config() -> KVTransferConfig:
 
 
 class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
-    """Both halves: the worker's, which reports, and the scheduler's, which has nothing to do."""
+    """Both halves: the worker's, which reports, and the scheduler's, which passes on how many
+    requests all workers have room for."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._failed_blocks: Callable[[], set[int]] = set
         self._stats: Callable[[], dict[str, int]] = dict
+        self._seats: Seats | None = None
+        self._limit: Callable[[int], None] = lambda seats: None
 
     def report(
-        self, failed_blocks: Callable[[], set[int]], stats: Callable[[], dict[str, int]]
+        self,
+        seats: int,
+        failed_blocks: Callable[[], set[int]],
+        stats: Callable[[], dict[str, int]],
     ) -> None:
-        """Ask these after every step of the worker.
+        """Say how many requests may run at once, and ask the others after every step of the worker.
 
         Args:
+            seats: Most requests that the worker has room for at once.
             failed_blocks: vLLM's blocks that could not be read, each told once.
             stats: What ``COUNTERS`` count since the last call, and ``GAUGES`` now; may be empty.
         """
+        self._seats = Seats(seats)
         self._failed_blocks, self._stats = failed_blocks, stats
+
+    def limit_by(self, limit: Callable[[int], None]) -> None:
+        """Of the scheduler's half: tell ``limit``, once it is known, how many may run at once."""
+        self._limit = limit
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._seats
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Of the scheduler's half: what the workers of all ranks have said."""
+        seats = [told.count for told in metadata.values() if isinstance(told, Seats)]
+        self._limit(min(seats))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._failed_blocks()

@@ -6,7 +6,9 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
+from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.connector import ENGINES
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.tiers.sizes import Cache
 
@@ -99,7 +101,43 @@ def cache_with_slow_home(
         block_bytes=spec.page_size_bytes,
         head_size=spec.head_size,
         dtype=spec.dtype,
-        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        max_num_seqs=requests_at_once(vllm_config),
         max_model_len=vllm_config.model_config.max_model_len,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
+
+
+def requests_at_once(vllm_config: Any) -> int:
+    """How many requests vLLM's scheduler runs at once, as long as nobody tells it otherwise."""
+    scheduler = vllm_config.scheduler_config
+    return int(scheduler.max_num_active_seqs or scheduler.max_num_seqs)
+
+
+def check_scheduler_knows(vllm_config: Any, seats: int) -> None:
+    """Refuse to serve fewer requests at once than the scheduler would run if it cannot be told.
+
+    Args:
+        vllm_config: Of the engine.
+        seats: How many there is room for.
+
+    Raises:
+        RetrievalConfigError: Another connector is in the place of ours, which tells it.
+    """
+    wanted = requests_at_once(vllm_config)
+    if seats < wanted and has_foreign_connector(vllm_config):
+        raise RetrievalConfigError(
+            f"kv_retrieval.home: memory has slots for {seats} requests at once, and vLLM's "
+            f"scheduler, which runs up to {wanted}, cannot be told beside another KV connector. "
+            f"Set --max-num-seqs to {seats} at most, or leave --kv-transfer-config out."
+        )
+
+
+def workers_here(vllm_config: Any) -> int:
+    """Workers that share this machine's memory and disk, those of all its engines.
+
+    Engines that run behind a load balancer of somebody else's do not know of each other.
+    """
+    parallel, engines = vllm_config.parallel_config, 1
+    if (connector := vllm_config.kv_transfer_config) is not None:
+        engines = connector.kv_connector_extra_config.get(ENGINES, 1)
+    return int(parallel.local_world_size * engines)

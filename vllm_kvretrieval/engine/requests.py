@@ -334,6 +334,11 @@ class RequestTable:
         return always.astype(np.int64) * self.retrieval_heads + selected // units
 
     def _admit(self, req_id: str) -> int:
+        if not self._free:
+            raise RuntimeError(
+                f"the scheduler runs more requests at once than the {self.capacity} that there is "
+                "room for"
+            )
         seat = self._free.pop()
         self._seat_of[req_id] = seat
         self._read_options(req_id, seat)

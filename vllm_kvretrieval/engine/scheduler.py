@@ -1,4 +1,7 @@
-"""vLLM's scheduler, whose prefix cache knows which of its blocks are exact."""
+"""vLLM's scheduler, whose prefix cache knows which of its blocks are exact.
+
+It runs no more requests at once than workers have room for.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.levels import EXACT, BlockLevels, Exactness, Level, Taint
 from vllm_kvretrieval.engine.requests import read_options
 
@@ -44,7 +48,13 @@ class RetrievalScheduler(Scheduler):
     Requests share prefixes up to the first block that is worse than they tolerate. vLLM gives
     blocks their hashes, and so to others, before the step that writes to them. So their levels are
     noted when a step has been scheduled, and for requests looked up before that, when they are.
+
+    How many requests there is room for, workers find out after the scheduler's configuration has
+    been made. They tell the connector, which says it here before the first request comes.
     """
+
+    max_num_running_reqs: int
+    max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,6 +68,28 @@ class RetrievalScheduler(Scheduler):
         self._has_partial = any(m.block_size > self.hash_block_size for m in self._managers)
         # Of the step being scheduled, how many of the running requests have provisional notes.
         self._looked_at = (0, 0)
+        if isinstance(self.connector, RetrievalConnector):
+            self.connector.limit_by(self._limit)
+
+    def _limit(self, seats: int) -> None:
+        """Run at most so many requests at once, and say so: as a warning if they are fewer than
+        asked for."""
+        wanted = self.max_num_active_reqs
+        self.max_num_running_reqs = min(self.max_num_running_reqs, seats)
+        self.max_num_active_reqs = min(wanted, seats)
+        tokens = (self.kv_cache_config.num_blocks - 1) * self.block_size
+        if seats >= wanted:
+            logger.info("KV retrieval: %d requests at once, %d tokens of home.", wanted, tokens)
+            return
+        logger.warning(
+            "KV retrieval: %d requests at once in place of the %d that --max-num-seqs allows, and "
+            "%d tokens of home, since fast memory has no room for more; other requests wait. For "
+            "more of them give the KV cache more memory (--kv-cache-memory-bytes), or lower "
+            "kv_retrieval.budget (or max_budget), kv_retrieval.home_bytes or --max-model-len.",
+            seats,
+            wanted,
+            tokens,
+        )
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Blocks of the prefix cache for a request: at most those that it may share."""

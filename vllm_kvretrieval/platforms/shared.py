@@ -98,7 +98,8 @@ class RetrievalPlatform(Platform):
         if config.home != "device" and not has_foreign_connector(vllm_config):
             from vllm_kvretrieval.engine.connector import connector_config
 
-            vllm_config.kv_transfer_config = connector_config()
+            engines = vllm_config.parallel_config.data_parallel_size_local
+            vllm_config.kv_transfer_config = connector_config(max(engines, 1))
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:

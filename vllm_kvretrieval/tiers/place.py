@@ -185,6 +185,6 @@ def _too_small(directory: str, size: int, workers: int, free: int) -> RetrievalC
     lies = f" (it lies in memory, {kind})" if kind in MEMORY_FILE_SYSTEMS else ""
     return RetrievalConfigError(
         f"kv_retrieval.home_bytes: the home needs {format_gib(size)} GiB{each}, but {directory}"
-        f"{lies} has {format_gib(free)} GiB free. Lower home_bytes (or --max-model-len or "
-        "--max-num-seqs, from which its default comes), or name another disk with home_path."
+        f"{lies} has {format_gib(free)} GiB free. Lower home_bytes (or --num-gpu-blocks-override), "
+        "or name another disk with home_path."
     )

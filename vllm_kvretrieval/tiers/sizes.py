@@ -2,7 +2,11 @@
 
 import contextlib
 import mmap
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import NoReturn
 
 import torch
 from vllm.utils.mem_utils import format_gib
@@ -21,6 +25,37 @@ MOST_TOKENS = 4
 """Of single tokens no more are kept than so many times the largest budget: finding what is there
 takes the longer, and what was attended to long ago is seldom wanted again."""
 
+ROOMY = Fraction(3, 2)
+"""Budgets of slots per request where the number of requests follows from the room: one for what a
+step attends to, and half of one for what is read ahead of the next."""
+HOME_SHARE = Fraction(1, 2)
+"""Of fast memory, for what is in proportion to a home whose size nobody has set. As much it may
+have before requests have slots; beyond that it has what they leave."""
+DISK_SHARE = Fraction(3, 4)
+"""Of the free space that a home takes by default; of a request of full length it may take all."""
+
+
+def most_of(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to ``most`` that fits; 0: none. If one fits, so do those below it."""
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
+
+
+def most_seats(most: int, fits: Callable[[int, Fraction], bool]) -> tuple[int, Fraction]:
+    """How many requests run at once, and for how many budgets of each there are slots.
+
+    Args:
+        most: More than these never do.
+        fits: Whether there is room for so many, with slots for so many budgets of each.
+
+    Returns:
+        As many as have ``ROOMY`` slots; where not even one has, as many as have slots for one
+        budget; 0: none.
+    """
+    for budgets in (ROOMY, Fraction(1)):
+        if seats := most_of(most, lambda seats: fits(seats, budgets)):  # noqa: B023 - called here
+            return seats, budgets
+    return 0, Fraction(1)
+
 
 @dataclass(frozen=True)
 class Cache:
@@ -32,7 +67,7 @@ class Cache:
         block_size: Tokens per block of vLLM's.
         block_bytes: Bytes of a block in one layer.
         head_size, dtype: Of keys and values.
-        max_num_seqs, max_model_len: Requests at once, and tokens of each.
+        max_num_seqs, max_model_len: Most requests at once, and tokens of each.
         attended: Of each retrieval layer what a request attends to at most: (page, KV head) units,
             or where methods select single tokens, tokens of KV heads, of which all have as many;
             None: for each KV head as many as the largest budget has.
@@ -60,10 +95,9 @@ class Cache:
         """Of a token's key and value of one KV head."""
         return self.block_bytes // (self.block_size * self.kv_heads)
 
-    @property
-    def blocks_wanted(self) -> int:
-        """For as many of the longest requests as may run at once; one block is vLLM's own."""
-        return self.max_num_seqs * self.blocks_per_request + 1
+    def blocks_for(self, seats: int) -> int:
+        """For so many of the longest requests; one block is vLLM's own."""
+        return seats * self.blocks_per_request + 1
 
     def index_bytes(self, blocks: int, config: RetrievalConfig) -> int:
         """Bytes of page index beside so many blocks."""
@@ -77,19 +111,20 @@ class Cache:
         units = self.block_size // config.page_size * self.kv_heads
         return units * config.encoding.unit_bytes(config.page_size, self.head_size, self.dtype)
 
-    def open_bytes(self, config: RetrievalConfig) -> int:
-        """Of pages that wait to be encoded: each request's last ones, and a layer's of a step."""
+    def open_bytes(self, config: RetrievalConfig, seats: int) -> int:
+        """Of pages that wait to be encoded: the last ones of so many requests, and a layer's of a
+        step."""
         if config.encoding is None:
             return 0
         token = self.block_bytes // self.block_size
         last = (1 + config.open_pages) * config.page_size * token + mmap.PAGESIZE
-        return self.retrieval_layers * self.max_num_seqs * last + self.step_tokens * token
+        return self.retrieval_layers * seats * last + self.step_tokens * token
 
     def fits_in(self, fast: int, config: RetrievalConfig) -> bool:
-        """Whether ``blocks_wanted`` fit in so many bytes, page index included."""
+        """Whether ``max_num_seqs`` of the longest requests fit in so many bytes, index included."""
         layers = self.retrieval_layers + self.dense_layers
         index = self.index_bytes(1, config)
-        return self.blocks_wanted * (layers * self.block_bytes + index) <= fast
+        return self.blocks_for(self.max_num_seqs) * (layers * self.block_bytes + index) <= fast
 
 
 @dataclass(frozen=True)
@@ -97,6 +132,7 @@ class Tiers:
     """What goes where. Bytes, unless said otherwise.
 
     Attributes:
+        seats: Most requests that run at once; ``Cache.max_num_seqs``, or fewer.
         blocks: vLLM's blocks in home; what its scheduler deals in.
         slots: Of each retrieval layer, how much fast memory holds: (page, KV head) units, or where
             methods select single tokens, tokens of KV heads.
@@ -111,6 +147,7 @@ class Tiers:
         recall_cache: All slots.
     """
 
+    seats: int
     blocks: int
     slots: tuple[int, ...]
     home: int
@@ -128,6 +165,15 @@ class Tiers:
         parts = self.dense, self.index, self.books, self.staging, self.open_pages
         return sum(parts) + self.recall_cache
 
+    def of(self, blocks: int) -> "Tiers":
+        """The same with fewer blocks, as workers have where another has less room."""
+        growing = {name: getattr(self, name) for name in ("home", "dense", "index", "books")}
+        return replace(
+            self,
+            blocks=blocks,
+            **{name: size * blocks // self.blocks for name, size in growing.items()},
+        )
+
     @classmethod
     def plan(
         cls,
@@ -136,11 +182,18 @@ class Tiers:
         fast: int,
         staging: int,
         blocks: int | None = None,
+        disk: int | None = None,
     ) -> "Tiers":
         """Divide fast memory and home.
 
-        Fast memory must have room for index, books, and the slots that running requests need. If it
-        has not, prefill first does without staging, and then dense layers are streamed from home.
+        As many requests run at once, up to ``max_num_seqs``, as have slots in what is left of fast
+        memory by the index and books of the home. These may take ``HOME_SHARE`` of it, or what a
+        home for so many contexts of full length needs, if that is less, or one for a single
+        context, if that is more. What requests leave goes to the home, up to as many contexts of
+        full length, and then to slots.
+
+        Where there is not even room for one, or for all in a home whose size the user has set,
+        prefill does without staging, and then dense layers are streamed from home, if that helps.
         What is encoded is read in slots and in staging only, so an encoded home needs all of that.
 
         Args:
@@ -149,114 +202,232 @@ class Tiers:
             fast: Bytes of fast memory that everything may take in all.
             staging: Bytes of the staging buffer.
             blocks: Number of blocks where the user has fixed it.
+            disk: Bytes that are free where a home is to lie whose size nobody has set; None: not
+                to be looked at.
 
         Raises:
-            RetrievalConfigError: Something does not fit; says what, by how much, and the remedy.
+            RetrievalConfigError: One request of ``max_model_len`` cannot be served, or what the
+                user has set does not fit; says what, by how much, and the remedy.
         """
         # vLLM's kernel does not read rows, nor what is encoded: prefill cannot do without staging.
         staged = [staging] if config.rows or config.encoding is not None else [staging, 0]
         frugal = [(False, size) for size in staged]
         if cache.dense_layers and config.encoding is None:
             frugal += [(True, size) for size in staged]
-        for streams_dense, size in frugal[:-1]:
+        plans = [
+            _Plan(config, cache, fast, size, streams, blocks, disk) for streams, size in frugal
+        ]
+        for plan in plans:
+            if plan.given and plan.serves_all:
+                return plan.make()
+        for plan in plans[:-1]:
             with contextlib.suppress(RetrievalConfigError):
-                return cls._plan(config, cache, fast, size, blocks, streams_dense)
-        streams_dense, size = frugal[-1]
-        return cls._plan(config, cache, fast, size, blocks, streams_dense)
+                return plan.make()
+        return plans[-1].make()
 
-    @classmethod
-    def _plan(
-        cls,
-        config: RetrievalConfig,
-        cache: Cache,
-        fast: int,
-        staging: int,
-        blocks: int | None,
-        streams_dense: bool,
-    ) -> "Tiers":
-        block_bytes = cache.retrieval_layers * cache.bytes_in_home(config)
-        block_bytes += cache.dense_layers * streams_dense * cache.block_bytes
-        fixed = blocks is not None
-        if blocks is None:
-            wanted = cache.blocks_wanted * block_bytes
-            blocks = (config.home_bytes or wanted) // block_bytes
-        if blocks <= cache.blocks_per_request:
-            least = cache.blocks_per_request + 1
-            need = least * block_bytes
-            given, remedy = f"kv_retrieval.home_bytes={config.home_bytes}", f"home_bytes to {need}"
-            if fixed:
-                given = f"--num-gpu-blocks-override {blocks}"
-                remedy = f"--num-gpu-blocks-override to {least}"
-            raise RetrievalConfigError(
-                f"{given}: one request of max_model_len={cache.max_model_len} needs "
-                f"{format_gib(need)} GiB. Raise {remedy} at least, or lower --max-model-len."
-            )
-        each = 1 if config.rows else config.page_size  # tokens of a slot
-        units = 0 if config.rows else blocks * (cache.block_size // each) * cache.kv_heads
-        home, mappings = blocks * block_bytes, 2 if config.rows else 1
-        states = mappings * (home // mmap.PAGESIZE)  # of what could not be read; or of pages
+
+@dataclass(frozen=True)
+class _Plan:
+    """One way to divide memory; arguments as those of :meth:`Tiers.plan`."""
+
+    config: RetrievalConfig
+    cache: Cache
+    fast: int
+    staging: int
+    streams_dense: bool
+    fixed_blocks: int | None
+    disk: int | None
+
+    def make(self) -> Tiers:
+        """For as many requests as there is room for; raises as :meth:`Tiers.plan`."""
+        config, cache = self.config, self.cache
+        seats, budgets = most_seats(cache.max_num_seqs, self._fits)
+        # Slots are all requests': where fewer run than may, these have more of them.
+        if seats < cache.max_num_seqs and self.serves_all:
+            seats, budgets = cache.max_num_seqs, Fraction(1)
+        if not seats:
+            self._refuse()
+        room = self.fast - self._beside(seats) - self._slots_wanted(seats, budgets)
+        blocks = self._wanted(seats)
+        if not self.given:
+            blocks = most_of(blocks, lambda blocks: sum(self._growing(blocks).values()) <= room)
+        growing = self._growing(blocks)
+        slots = self._slots(seats, blocks)
+        return Tiers(
+            seats=seats,
+            blocks=blocks,
+            slots=slots,
+            home=blocks * self._block_bytes,
+            streams_dense=self.streams_dense,
+            dense=growing["dense layers"],
+            index=growing["page index"],
+            books=growing["books"],
+            staging=self.staging,
+            open_pages=cache.open_bytes(config, seats),
+            recall_cache=sum(slots) * self._slot_bytes,
+        )
+
+    @property
+    def given(self) -> bool:
+        """Whether the user has set the size of the home."""
+        return self.fixed_blocks is not None or self.config.home_bytes is not None
+
+    @property
+    def serves_all(self) -> bool:
+        """Whether there is room for as many requests as may run at once."""
+        return self._fits(self.cache.max_num_seqs, Fraction(1))
+
+    @property
+    def _block_bytes(self) -> int:
+        """Of a block in home."""
+        cache = self.cache
+        in_home = cache.retrieval_layers * cache.bytes_in_home(self.config)
+        return in_home + cache.dense_layers * self.streams_dense * cache.block_bytes
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Of a slot, and the books beside it."""
+        tokens = 1 if self.config.rows else self.config.page_size
+        books = BOOKS_PER_TOKEN if self.config.rows else BOOKS_PER_SLOT
+        return tokens * self.cache.token_bytes + books
+
+    def _wanted(self, seats: int) -> int:
+        """Blocks of a home for so many requests, as far as the disk has room; or the user's."""
+        if self.fixed_blocks is not None:
+            return self.fixed_blocks
+        if self.config.home_bytes is not None:
+            return self.config.home_bytes // self._block_bytes
+        wanted = self.cache.blocks_for(seats)
+        if self.disk is None:
+            return wanted
+        share, whole = (int(s * self.disk) // self._block_bytes for s in (DISK_SHARE, 1))
+        return min(wanted, max(share, min(self.cache.blocks_for(1), whole)))
+
+    def _units(self, blocks: int) -> int:
+        """(page, KV head) units of a layer."""
+        return blocks * (self.cache.block_size // self.config.page_size) * self.cache.kv_heads
+
+    def _growing(self, blocks: int) -> dict[str, int]:
+        """Bytes of fast memory in proportion to the home."""
+        config, cache = self.config, self.cache
+        units = 0 if config.rows else self._units(blocks)
+        mappings = 2 if config.rows else 1
+        # Of what could not be read; or of pages.
+        states = mappings * (blocks * self._block_bytes // mmap.PAGESIZE)
         if config.encoding is not None:
             states = cache.retrieval_layers * units // cache.kv_heads
-        parts = {
-            "dense layers": 0 if streams_dense else blocks * cache.dense_layers * cache.block_bytes,
+        dense = 0 if self.streams_dense else cache.dense_layers * cache.block_bytes
+        return {
+            "dense layers": blocks * dense,
             "page index": cache.index_bytes(blocks, config),
             "books": cache.retrieval_layers * units * BOOKS_PER_UNIT + states,
-            "staging": staging,
-            "open pages": cache.open_bytes(config),
         }
-        left = fast - sum(parts.values())
+
+    def _beside(self, seats: int) -> int:
+        """Bytes of fast memory that are neither slots nor in proportion to the home."""
+        return self.staging + self.cache.open_bytes(self.config, seats)
+
+    def _home_share(self, seats: int) -> int:
+        """Bytes of fast memory that the home has before requests have slots."""
+        wanted = sum(self._growing(self._wanted(seats)).values())
+        if self.given:
+            return wanted
+        least = sum(self._growing(self.cache.blocks_for(1)).values())
+        return max(least, min(wanted, int(self.fast * HOME_SHARE)))
+
+    def _needs(self, seats: int, budgets: Fraction = Fraction(1)) -> list[int]:
+        """Slots of each layer for so many budgets of so many requests."""
+        cache = self.cache
+        if self.config.rows:
+            own = min(int(budgets * self._least_tokens), self._longest)
+            return [seats * cache.kv_heads * own] * cache.retrieval_layers
+        most = cache.kv_heads * (self.config.budget_limit // self.config.page_size)
+        attended = cache.attended or (most,) * cache.retrieval_layers
+        units = self._units(self._wanted(seats))
+        return [min(units, int(seats * count * budgets)) for count in attended]
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest context, in whole blocks."""
+        return self.cache.blocks_per_request * self.cache.block_size
+
+    @property
+    def _least_tokens(self) -> int:
+        """Of single tokens, the slots that a KV head of a request needs, in whole pages."""
+        cache, page = self.cache, self.config.page_size
+        if cache.attended is None:
+            return min(self.config.budget_limit // page * page, self._longest)
+        pages = -(-max(cache.attended) // (cache.kv_heads * page))
+        return min(pages * page, self._longest)
+
+    def _slots_wanted(self, seats: int, budgets: Fraction) -> int:
+        """Bytes of slots: the user's, or for so many budgets of so many requests."""
+        if self.config.recall_cache_bytes is not None:
+            return self.config.recall_cache_bytes
+        return sum(self._needs(seats, budgets)) * self._slot_bytes
+
+    def _fits(self, seats: int, budgets: Fraction) -> bool:
+        left = self.fast - self._beside(seats) - self._home_share(seats)
+        return (
+            self._wanted(seats) >= self.cache.blocks_for(1)
+            and sum(self._needs(seats)) * self._slot_bytes <= self._slots_wanted(seats, budgets)
+            and self._slots_wanted(seats, budgets) <= left
+        )
+
+    def _slots(self, seats: int, blocks: int) -> tuple[int, ...]:
+        """Of each layer, as many as there is room for."""
+        config, cache, needs = self.config, self.cache, self._needs(seats)
+        recall = config.recall_cache_bytes
+        if recall is None:
+            recall = self.fast - self._beside(seats) - sum(self._growing(blocks).values())
+        room = recall // self._slot_bytes
+        if config.rows:
+            # Every request has its own slots, in whole pages, so that their numbers are tokens'.
+            lists = seats * cache.kv_heads
+            budget = config.budget_limit // config.page_size * config.page_size
+            most = min(max(MOST_TOKENS * budget, self._least_tokens), self._longest)
+            own = min(room // cache.retrieval_layers // lists, most)
+            return (lists * (own // config.page_size) * config.page_size,) * len(needs)
+        # In proportion to what the layers attend to.
+        return tuple(min(self._units(blocks), room * need // sum(needs)) for need in needs)
+
+    def _refuse(self) -> NoReturn:
+        """Say why not even one request can be served."""
+        config, cache, blocks = self.config, self.cache, self._wanted(1)
+        least = cache.blocks_for(1)
+        need = least * self._block_bytes
+        if blocks < least:
+            given = f"kv_retrieval.home_path: the home may take {format_gib(self.disk or 0)} GiB"
+            remedy = "Name another disk"
+            if config.home_bytes is not None:
+                given = f"kv_retrieval.home_bytes={config.home_bytes}"
+                remedy = f"Raise home_bytes to {need} at least"
+            if self.fixed_blocks is not None:
+                given = f"--num-gpu-blocks-override {blocks}"
+                remedy = f"Raise --num-gpu-blocks-override to {least} at least"
+            raise RetrievalConfigError(
+                f"{given}: one request of max_model_len={cache.max_model_len} needs "
+                f"{format_gib(need)} GiB. {remedy}, or lower --max-model-len."
+            )
+        opened = cache.open_bytes(config, 1)
+        parts = self._growing(blocks) | {"staging": self.staging, "open pages": opened}
+        left = self.fast - sum(parts.values())
         taken = ", ".join(f"{name} {format_gib(size)}" for name, size in parts.items() if size)
-        taken = f"of {format_gib(fast)} GiB for the KV cache, what comes first ({taken}) leaves "
-        taken += f"{format_gib(left)} GiB"
+        taken = f"of {format_gib(self.fast)} GiB for the KV cache, what comes first ({taken}) "
+        taken += f"leaves {format_gib(left)} GiB"
+        more = "give the KV cache more memory (--kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE)"
+        if self.given:
+            more = "make the home smaller, to which index and books are in proportion, or " + more
+        else:
+            more = "lower --max-model-len, or " + more
         if config.recall_cache_bytes is not None and config.recall_cache_bytes > left:
             raise RetrievalConfigError(
                 f"kv_retrieval.recall_cache_bytes={config.recall_cache_bytes} is more than fast "
-                f"memory has: {taken}. Lower it, or {cls._remedy()}."
+                f"memory has: {taken}. Lower it, or {more}."
             )
-        books = BOOKS_PER_TOKEN if config.rows else BOOKS_PER_SLOT
-        per_slot = each * cache.token_bytes + books
-        recall_bytes = left if config.recall_cache_bytes is None else config.recall_cache_bytes
-        room = recall_bytes // per_slot
-        budget = config.budget_limit // config.page_size * config.page_size
-        lists = cache.max_num_seqs * cache.kv_heads
-        alike = (cache.kv_heads * (budget // each),) * cache.retrieval_layers
-        attended = cache.attended or alike
-        if config.rows:
-            # Every request has its own slots, in whole pages, so that their numbers are tokens'.
-            longest = cache.blocks_per_request * cache.block_size
-            pages = -(-max(attended) // (cache.kv_heads * config.page_size))
-            least = min(pages * config.page_size, longest)
-            most = min(max(MOST_TOKENS * budget, least), longest)
-            own = min(room // cache.retrieval_layers // lists, most)
-            needs = [lists * least] * cache.retrieval_layers
-            slots = [lists * (own // config.page_size) * config.page_size] * cache.retrieval_layers
-        else:
-            needs = [min(units, cache.max_num_seqs * count) for count in attended]
-            # In proportion to what the layers attend to.
-            slots = [min(units, room * need // sum(needs)) for need in needs]
-        if any(slot < need for slot, need in zip(slots, needs, strict=True)):
-            raise RetrievalConfigError(
-                f"kv_retrieval.recall_cache_bytes: sink, window and budget of max_num_seqs="
-                f"{cache.max_num_seqs} requests need {format_gib(sum(needs) * per_slot)} GiB of "
-                f"slots; {taken}. Lower --max-num-seqs or kv_retrieval.budget (or max_budget), "
-                f"raise recall_cache_bytes if you have set it, or {cls._remedy()}."
-            )
-        return cls(
-            blocks=blocks,
-            slots=tuple(slots),
-            home=home,
-            streams_dense=streams_dense,
-            dense=parts["dense layers"],
-            index=parts["page index"],
-            books=parts["books"],
-            staging=staging,
-            open_pages=parts["open pages"],
-            recall_cache=sum(slots) * per_slot,
-        )
-
-    @staticmethod
-    def _remedy() -> str:
-        return (
-            "lower kv_retrieval.home_bytes, to which index and books are in proportion, or give "
-            "the KV cache more fast memory (--kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE)"
+        slots = sum(self._needs(1)) * self._slot_bytes
+        raise RetrievalConfigError(
+            f"kv_retrieval.recall_cache_bytes: sink, window and budget of one request need "
+            f"{format_gib(slots)} GiB of slots; {taken}. Lower kv_retrieval.budget (or "
+            f"max_budget), raise recall_cache_bytes if you have set it, or {more}."
         )

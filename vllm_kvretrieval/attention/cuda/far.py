@@ -26,7 +26,8 @@ class FarTier:
         side: Runs what is beside the model.
         staging: Of prompts.
         layers: How many there will be.
-        seats: Most requests that run at once, and rows of a step.
+        seats: Most requests that run at once; they are numbered up to it.
+        rows: Most rows of a step.
         kv_heads: Of a layer.
         capacity: Slots of a KV head of a seat.
         width: Most pages that a KV head attends to.
@@ -41,6 +42,7 @@ class FarTier:
         *,
         layers: int,
         seats: int,
+        rows: int,
         kv_heads: int,
         capacity: int,
         width: int,
@@ -51,7 +53,7 @@ class FarTier:
         self.far: list[FarLayer] = []
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self.traffic = torch.zeros(seats, len(Traffic), dtype=torch.int64, device=device)
-        lists = seats * kv_heads
+        lists = rows * kv_heads
         self.slot_lists, self.ahead = torch.zeros(2, lists, width, dtype=torch.int32, device=device)
         self._units = torch.zeros(4, lists * width, dtype=torch.int32, device=device)
         self._counts = torch.zeros(layers, 2, dtype=torch.int32, device=device)

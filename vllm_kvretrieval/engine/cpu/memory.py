@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 from vllm.utils.mem_utils import format_gib
@@ -17,14 +18,19 @@ from vllm_kvretrieval.engine.memory import (
     bytes_per_block,
     cache_with_slow_home,
     check_retrieving,
+    check_scheduler_knows,
+    requests_at_once,
+    workers_here,
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.roles import Follows, Role
 from vllm_kvretrieval.retrieval.shares import own_heads
-from vllm_kvretrieval.tiers.place import check_room, directory_for
-from vllm_kvretrieval.tiers.sizes import Tiers
+from vllm_kvretrieval.tiers.place import check_room, directory_for, free_space
+from vllm_kvretrieval.tiers.sizes import Cache, Tiers
+
+logger = init_logger("vllm.kvretrieval.memory")
 
 
 class PlanningWorker(CPUWorker):
@@ -93,12 +99,29 @@ class PlanningWorker(CPUWorker):
         cache = replace(cache, attended=self._attended(cache.kv_heads))
         if config.home == "auto" and cache.fits_in(fast - staging, config):
             return None
-        blocks = self.cache_config.num_gpu_blocks_override
-        tiers = Tiers.plan(config, cache, fast, staging, blocks)
+        try:
+            return self._plan_home(config, cache, fast, staging)
+        except RetrievalConfigError as error:
+            if config.home != "auto":
+                raise
+            logger.warning("home=auto: the KV cache stays in memory. In a file: %s", error)
+            return None
+
+    def _plan_home(self, config: RetrievalConfig, cache: Cache, fast: int, staging: int) -> Tiers:
+        """Sizes of a home in a file; raises RetrievalConfigError as ``Tiers.plan``, and where the
+        disk has too little room."""
         # All workers come by here before any makes its file.
-        workers = self.parallel_config.local_world_size
-        check_room(directory_for(config.home_path), tiers.home, workers, tiers.fast)
+        workers, directory = workers_here(self.vllm_config), directory_for(config.home_path)
+        disk, blocks = free_space(directory) // workers, self.cache_config.num_gpu_blocks_override
+        tiers = Tiers.plan(config, cache, fast, staging, blocks, disk)
+        check_room(directory, tiers.home, workers, tiers.fast)
+        check_scheduler_knows(self.vllm_config, tiers.seats)
         return tiers
+
+    @property
+    def seats(self) -> int:
+        """Most requests that run at once."""
+        return requests_at_once(self.vllm_config) if self.tiers is None else self.tiers.seats
 
     @functools.cached_property
     def retrieval_heads(self) -> dict[str, slice]:

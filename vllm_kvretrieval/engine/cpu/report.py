@@ -61,7 +61,7 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
             format_gib(tiers.recall_cache),
             sum(tiers.slots) // len(tiers.slots),
             "tokens of KV heads" if config.rows else "slots",
-            worker.scheduler_config.max_num_seqs,
+            tiers.seats,
         )
     elif config.home == "auto":
         given = [k for k in ("home_bytes", "home_path", "recall_cache_bytes") if getattr(config, k)]

@@ -118,6 +118,7 @@ class RetrievalCPUWorker(PlanningWorker):
 
     def _initialize(self, kv_cache_config: Any) -> None:
         if self.tiers is not None:
+            self.tiers = self.tiers.of(kv_cache_config.num_blocks)
             self.model_runner.initialize_kv_cache_tensors = self._allocate_kv_cache
         self.model_runner._zero_block_ids = self._zero_blocks
         super().initialize_from_config(kv_cache_config)
@@ -139,7 +140,6 @@ class RetrievalCPUWorker(PlanningWorker):
         foreign = has_foreign_connector(self.vllm_config)
         self._check_reading({builder.isa for builder, *_ in groups}, foreign)
         heads = sum(layers[name].impl.num_kv_heads for *_, names in groups for name in names)
-        capacity = self.scheduler_config.max_num_seqs
         full = sum(type(s) is FullAttentionSpec for s in self.get_kv_cache_spec().values())
         dense_share = 1 - sum(len(names) for *_, names in groups) / full if full else 0.0
         if config.memory_fraction is not None:
@@ -159,7 +159,7 @@ class RetrievalCPUWorker(PlanningWorker):
         kept = Heads([*self.retrieval_heads.values()], self._over_workers(ReduceOp.SUM))
         self.requests = RequestTable(
             config,
-            capacity,
+            self.seats,
             heads,
             self.room,
             self.model_runner,
@@ -202,7 +202,7 @@ class RetrievalCPUWorker(PlanningWorker):
             )
         if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
             lost = set if self.lost is None else self.lost.take
-            get_kv_transfer_group().report(lost, self._take_stats)
+            get_kv_transfer_group().report(self.seats, lost, self._take_stats)
         log_start(self, len(layers))
 
     def _use_huge_pages(self) -> None:
@@ -372,7 +372,7 @@ class RetrievalCPUWorker(PlanningWorker):
 
     def _attach_filters(self, layers: dict[str, Any]) -> dict[int, RetrievalAttentionImpl]:
         """Make the filter layers such; by their numbers."""
-        config, seats = self.retrieval_config, self.scheduler_config.max_num_seqs
+        config, seats = self.retrieval_config, self.seats
         window = len(OBSERVATIONS[config.observation or "last"]) if self.roles else 0
         filters, highest = {}, self._over_workers(ReduceOp.MAX)
         for group in itertools.chain.from_iterable(self.model_runner.attn_groups):
@@ -419,7 +419,7 @@ class RetrievalCPUWorker(PlanningWorker):
         if self.retrieval_config.prefill_budget is None:
             return None
         by, scheduler = SparsePrefill(self.retrieval_config), self.scheduler_config
-        most = by.most_chunks(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        most = by.most_chunks(scheduler.max_num_batched_tokens, self.seats)
         chosen = torch.zeros(most, by.select, dtype=torch.int32)
         return replace(selector, chosen=chosen, handle=None)
 
@@ -430,7 +430,7 @@ class RetrievalCPUWorker(PlanningWorker):
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
         check_outside(config.stores, impl.head_size, kv_cache.dtype)
         selection = Selection.empty(
-            seats=self.scheduler_config.max_num_seqs,
+            seats=self.seats,
             group=impl.num_queries_per_kv,
             most_selected=self.room.most_chosen(heads),
             dtype=kv_cache.dtype,

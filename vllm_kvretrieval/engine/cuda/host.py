@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -18,9 +18,16 @@ from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
-from vllm_kvretrieval.engine.memory import Retrieving, cache_with_slow_home
+from vllm_kvretrieval.engine.memory import (
+    Retrieving,
+    cache_with_slow_home,
+    check_scheduler_knows,
+    workers_here,
+)
 from vllm_kvretrieval.engine.views import layer_views
+from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import available_memory
+from vllm_kvretrieval.tiers.sizes import Cache
 
 logger = init_logger("vllm.kvretrieval.host")
 
@@ -40,6 +47,8 @@ def plan_tiers(
 ) -> HostTiers | None:
     """Sizes of a cache whose home is host memory; None where its home is the device.
 
+    So it is with ``home=auto`` where all fits there, and where host memory cannot serve.
+
     Args:
         vllm_config: Of the engine.
         config: Options of the engine.
@@ -57,18 +66,30 @@ def plan_tiers(
     cache = cache_with_slow_home(vllm_config, specs, config, retrieving)
     if cache is None or (config.home == "auto" and cache.fits_in(device, config)):
         return None
-    workers = vllm_config.parallel_config.local_world_size
-    host = max(available_memory() - SPARE, 0) // workers
+    try:
+        return _plan_home(vllm_config, config, cache, device)
+    except RetrievalConfigError as error:
+        if config.home != "auto":
+            raise
+        logger.warning("home=auto: the KV cache stays on the device. In host memory: %s", error)
+        return None
+
+
+def _plan_home(vllm_config: Any, config: RetrievalConfig, cache: Cache, device: int) -> HostTiers:
+    """Sizes of a home in host memory; raises RetrievalConfigError as ``HostTiers.plan``."""
+    host = max(available_memory() - SPARE, 0) // workers_here(vllm_config)
     blocks = vllm_config.cache_config.num_gpu_blocks_override
-    return HostTiers.plan(config, cache, device=device, host=host, blocks=blocks)
+    tiers = HostTiers.plan(config, cache, device=device, host=host, blocks=blocks)
+    check_scheduler_knows(vllm_config, tiers.seats)
+    return tiers
 
 
-def log_tiers(tiers: HostTiers, block_size: int, max_num_seqs: int) -> None:
+def log_tiers(config: RetrievalConfig, tiers: HostTiers, block_size: int) -> None:
     """Say what went where."""
     logger.info(
         "home=host: %s GiB of host memory for %d tokens. On the device, dense layers take %s GiB, "
         "page index %s GiB, staging for prefill %s GiB, and %s GiB hold %d slots per KV head and "
-        "layer of %d requests.",
+        "layer (%.2f budgets) of %d requests.",
         format_gib(tiers.home),
         (tiers.blocks - 1) * block_size,
         format_gib(tiers.dense),
@@ -76,7 +97,8 @@ def log_tiers(tiers: HostTiers, block_size: int, max_num_seqs: int) -> None:
         format_gib(tiers.staging),
         format_gib(tiers.slots),
         tiers.capacity,
-        max_num_seqs,
+        tiers.capacity * config.page_size / config.budget_limit,
+        tiers.seats,
     )
 
 
@@ -132,6 +154,22 @@ def move_home(
         get_kv_transfer_group().register_kv_caches(kv_caches)
 
 
+def limit_seats(runner: Any, seats: int) -> None:
+    """Let a model runner number its requests up to what there are slots for.
+
+    Its buffers, and the graphs that it captures, stay those for as many rows as vLLM has foreseen.
+
+    Args:
+        runner: vLLM's V2 model runner, before it has any requests.
+        seats: How many there are at most.
+    """
+    states = runner.req_states
+    states.free_indices = [number for number in states.free_indices if number < seats]
+    # A copy, by which vLLM's warm-up makes requests: the scheduler may share the original.
+    runner.scheduler_config = copy(runner.scheduler_config)
+    runner.scheduler_config.max_num_seqs = min(seats, runner.scheduler_config.max_num_seqs)
+
+
 def make_tier(
     ops: Any,
     side: SideWork,
@@ -139,7 +177,7 @@ def make_tier(
     tiers: HostTiers,
     builder: Any,
     homes: Sequence[torch.Tensor],
-    seats: int,
+    rows: int,
 ) -> FarTier:
     """What layers in host memory share.
 
@@ -150,7 +188,7 @@ def make_tier(
         tiers: Sizes.
         builder: Of the layers' metadata.
         homes: Their caches, in the order of the model.
-        seats: Most requests that run at once.
+        rows: Most rows of a step, those of captured graphs included.
     """
     _, kv_heads, page_size, row = homes[0].shape
     shape, device = (2, tiers.staged, kv_heads, page_size, row), builder.device
@@ -160,7 +198,8 @@ def make_tier(
         side,
         Staging(ops, side, buffers, builder.make_dense),
         layers=len(homes),
-        seats=seats,
+        seats=tiers.seats,
+        rows=rows,
         kv_heads=kv_heads,
         capacity=tiers.capacity,
         width=config.budget_limit // config.page_size,

@@ -93,8 +93,8 @@ class RetrievalLayers:
             if tiers is not None:
                 assert side is not None
                 homes = [layers[name].kv_cache for name in names]
-                seats = self.requests.capacity
-                self.tier = make_tier(self.ops, side, self.config, tiers, builder, homes, seats)
+                rows = self.requests.capacity
+                self.tier = make_tier(self.ops, side, self.config, tiers, builder, homes, rows)
             builder.attach(self.ops, self.requests, self.config.page_size, self.tier)
             for number, name in enumerate(names):
                 far = None if self.tier is None else self.tier.far[number]

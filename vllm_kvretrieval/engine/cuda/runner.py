@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.support import WITHOUT, has_foreign_connector
 from vllm_kvretrieval.config import RetrievalConfig
-from vllm_kvretrieval.engine.cuda.host import move_home, one_block
+from vllm_kvretrieval.engine.cuda.host import limit_seats, move_home, one_block
 from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, groups_that_retrieve, retrieving
 from vllm_kvretrieval.engine.cuda.requests import Batch, RunningRequests
 from vllm_kvretrieval.engine.cuda.side import SideStream, SideWork
@@ -93,6 +93,7 @@ class RetrievalModelRunner(GPUModelRunner):
             (group,) = kv_cache_config.kv_cache_groups
             at_home = retrieving(self.retrieval_config, group.layer_names)
             move_home(self, kv_cache_config, at_home, self.map_home)
+            limit_seats(self, tiers.seats)
         self._attach_retrieval(tiers)
         if has_foreign_connector(self.vllm_config) and not is_profiling:
             self._index_filled(kv_cache_config)
@@ -123,6 +124,12 @@ class RetrievalModelRunner(GPUModelRunner):
 
     def add_requests(self, scheduler_output: Any) -> None:
         """See ``GPUModelRunner.add_requests``."""
+        new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+        if len(new - self.req_states.req_id_to_index.keys()) > len(self.req_states.free_indices):
+            raise RuntimeError(
+                "the scheduler runs more requests at once than the "
+                f"{self.scheduler_config.max_num_seqs} that there is room for"
+            )
         super().add_requests(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             extra_args = getattr(new.sampling_params, "extra_args", None)

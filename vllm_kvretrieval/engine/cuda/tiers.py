@@ -1,18 +1,26 @@
 """How much of the KV cache goes where, when its home is host memory."""
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from typing import NoReturn
 
 from vllm.utils.mem_utils import format_gib
 
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
-from vllm_kvretrieval.tiers.sizes import Cache
+from vllm_kvretrieval.tiers.sizes import HOME_SHARE, Cache, most_of, most_seats
 
 BOOKS_PER_SLOT = 8
 """Bytes beside a slot: what it holds, and when that was used."""
 BUDGETS = 2
 """Of slots per request, where there is room: one for the step, one for what comes and goes."""
+HOST_SHARE = Fraction(1, 2)
+"""Of host memory, that a home takes by default; of a request of full length it may take all."""
+MOST_HOME = 4
+"""Times the device's room, that it takes by default at most: more of it has to be locked at every
+start, and would leave contexts less and less of the device each."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +28,7 @@ class HostTiers:
     """What goes where. Bytes, unless said otherwise.
 
     Attributes:
+        seats: Most requests that run at once; ``Cache.max_num_seqs``, or fewer.
         blocks: vLLM's blocks in home; what its scheduler deals in.
         staged: Pages of a buffer for the contexts of prompts.
         capacity: Slots of a KV head of a request in each retrieval layer, for a page each.
@@ -30,6 +39,7 @@ class HostTiers:
         slots: All slots, on the device.
     """
 
+    seats: int
     blocks: int
     staged: int
     capacity: int
@@ -65,9 +75,9 @@ class HostTiers:
     ) -> "HostTiers":
         """Divide the memory of the device and of the host.
 
-        The device must have room for staging, for the slots of ``max_num_seqs`` requests, and for
-        dense layers and index of all blocks; twice as many slots are taken where that leaves as
-        many blocks.
+        As many requests run at once, up to ``max_num_seqs``, as have room for the slots of
+        ``ROOMY`` budgets each in what staging, and dense layers and index of the home, leave of the
+        device. What requests leave goes to the home, then to slots; see ``Tiers.plan``.
 
         Args:
             config: Options of the engine.
@@ -77,63 +87,155 @@ class HostTiers:
             blocks: Number of blocks where the user has fixed it.
 
         Raises:
-            RetrievalConfigError: Something does not fit; says what, by how much, and the remedy.
+            RetrievalConfigError: One request of ``max_model_len`` cannot be served, or what the
+                user has set does not fit; says what, by how much, and the remedy.
         """
-        at_home = cache.retrieval_layers * cache.block_bytes
-        beside = cache.dense_layers * cache.block_bytes + cache.index_bytes(1, config)
-        page = config.page_size * cache.token_bytes
-        staged = -(-max(cache.max_model_len, cache.step_tokens) // config.page_size)
-        staging = 2 * staged * page * cache.kv_heads
-        slot = cache.max_num_seqs * cache.kv_heads * cache.retrieval_layers
-        slot *= page + BOOKS_PER_SLOT  # one of every KV head
-        least, wanted, given = cache.blocks_per_request + 1, cache.blocks_wanted, None
-        if blocks is not None:
-            wanted, given = blocks, f"--num-gpu-blocks-override {blocks}"
-        elif config.home_bytes is not None:
-            wanted, given = config.home_bytes // at_home, f"home_bytes={config.home_bytes}"
-        most = min(wanted, host // at_home)
-        capacity = cls._capacity(config, slot, device - staging - most * beside)
-        left = device - staging - capacity * slot
-        room = min(host // at_home, left // beside if beside else wanted)
-        if given is None:
-            wanted = min(wanted, room)
-        if not least <= wanted <= room:
-            count = max(least, wanted)
-            raise RetrievalConfigError(
-                f"kv_retrieval.home=host{f', {given}' if given else ''}: {count} blocks of "
-                f"{cache.block_size} tokens need {format_gib(count * at_home)} GiB of host memory "
-                f"and {format_gib(count * beside)} GiB of the device for dense layers and page "
-                f"index; a request of max_model_len={cache.max_model_len} needs {least} blocks. "
-                f"There are {format_gib(host)} GiB of host memory to be locked, and of "
-                f"{format_gib(device)} GiB of the device, staging ({format_gib(staging)} GiB) and "
-                f"the slots of max_num_seqs={cache.max_num_seqs} requests "
-                f"({format_gib(capacity * slot)} GiB) leave {format_gib(left)} GiB. Lower "
-                "--max-model-len, --max-num-seqs or kv_retrieval.budget (or max_budget), or set "
-                "home_bytes or the number of blocks to what fits."
-            )
-        return cls(
-            blocks=wanted,
-            staged=staged,
+        return _Plan(config, cache, device, host, blocks).make()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Arguments as those of :meth:`HostTiers.plan`."""
+
+    config: RetrievalConfig
+    cache: Cache
+    device: int
+    host: int
+    fixed_blocks: int | None
+
+    def make(self) -> HostTiers:
+        """For as many requests as there is room for; raises as :meth:`HostTiers.plan`."""
+        cache = self.cache
+        seats, budgets = most_seats(cache.max_num_seqs, self._fits)
+        if not seats:
+            self._refuse()
+        blocks = self._wanted(seats)
+        if self._given is None:
+            left = self._left(seats, self._least_capacity(seats, budgets))
+            blocks = most_of(blocks, lambda blocks: self._beside(blocks) <= left)
+        capacity = self._most_capacity(seats, blocks)
+        return HostTiers(
+            seats=seats,
+            blocks=blocks,
+            staged=self._staged,
             capacity=capacity,
-            home=wanted * at_home,
-            dense=wanted * cache.dense_layers * cache.block_bytes,
-            index=cache.index_bytes(wanted, config),
-            staging=staging,
-            slots=capacity * slot,
+            home=blocks * self._at_home,
+            dense=blocks * cache.dense_layers * cache.block_bytes,
+            index=cache.index_bytes(blocks, self.config),
+            staging=self._staging,
+            slots=capacity * self._slot_bytes(seats),
         )
 
-    @staticmethod
-    def _capacity(config: RetrievalConfig, slot: int, left: int) -> int:
-        """Slots of a KV head of a request, if one of every KV head takes ``slot`` bytes."""
-        budget = config.budget_limit // config.page_size
-        if config.recall_cache_bytes is None:
-            return min(max(left // slot, budget), BUDGETS * budget, MOST_SLOTS)
-        capacity = min(config.recall_cache_bytes // slot, MOST_SLOTS)
-        if capacity < budget:
+    @property
+    def _given(self) -> str | None:
+        """How the user has set the size of the home."""
+        if self.fixed_blocks is not None:
+            return f"--num-gpu-blocks-override {self.fixed_blocks}"
+        if self.config.home_bytes is not None:
+            return f"home_bytes={self.config.home_bytes}"
+        return None
+
+    @property
+    def _budget(self) -> int:
+        """Pages that a KV head attends to at most."""
+        return self.config.budget_limit // self.config.page_size
+
+    @property
+    def _page_bytes(self) -> int:
+        """Of a KV head."""
+        return self.config.page_size * self.cache.token_bytes
+
+    @property
+    def _staged(self) -> int:
+        longest = max(self.cache.max_model_len, self.cache.step_tokens)
+        return -(-longest // self.config.page_size)
+
+    @property
+    def _staging(self) -> int:
+        return 2 * self._staged * self._page_bytes * self.cache.kv_heads
+
+    @property
+    def _at_home(self) -> int:
+        """Bytes of a block in host memory."""
+        return self.cache.retrieval_layers * self.cache.block_bytes
+
+    def _slot_bytes(self, seats: int) -> int:
+        """Of one slot of every KV head of so many requests."""
+        lists = seats * self.cache.kv_heads * self.cache.retrieval_layers
+        return lists * (self._page_bytes + BOOKS_PER_SLOT)
+
+    def _beside(self, blocks: int) -> int:
+        """Bytes of the device in proportion to the home."""
+        dense = blocks * self.cache.dense_layers * self.cache.block_bytes
+        return dense + self.cache.index_bytes(blocks, self.config)
+
+    def _left(self, seats: int, capacity: int) -> int:
+        """Bytes of the device for what is in proportion to the home."""
+        return self.device - self._staging - capacity * self._slot_bytes(seats)
+
+    def _wanted(self, seats: int) -> int:
+        """Blocks of a home for so many requests, as far as there is host memory; or the user's."""
+        if self.fixed_blocks is not None:
+            return self.fixed_blocks
+        if self.config.home_bytes is not None:
+            return self.config.home_bytes // self._at_home
+        share = min(int(self.host * HOST_SHARE), MOST_HOME * self.device) // self._at_home
+        one = min(self.cache.blocks_for(1), self.host // self._at_home)
+        return min(self.cache.blocks_for(seats), max(share, one))
+
+    def _home_share(self, seats: int) -> int:
+        """Bytes of the device that the home has before requests have slots."""
+        wanted = self._beside(self._wanted(seats))
+        if self._given is not None:
+            return wanted
+        least = self._beside(self.cache.blocks_for(1))
+        return max(least, min(wanted, int(self.device * HOME_SHARE)))
+
+    def _least_capacity(self, seats: int, budgets: Fraction) -> int:
+        """Slots of a KV head of a request that are reserved first."""
+        if self.config.recall_cache_bytes is not None:
+            return min(self.config.recall_cache_bytes // self._slot_bytes(seats), MOST_SLOTS)
+        return min(ceil(self._budget * budgets), max(MOST_SLOTS, self._budget))
+
+    def _most_capacity(self, seats: int, blocks: int) -> int:
+        """Slots of a KV head of a request."""
+        if self.config.recall_cache_bytes is not None:
+            return self._least_capacity(seats, Fraction(1))
+        left = self.device - self._staging - self._beside(blocks)
+        return min(left // self._slot_bytes(seats), BUDGETS * self._budget, MOST_SLOTS)
+
+    def _fits(self, seats: int, budgets: Fraction) -> bool:
+        capacity = self._least_capacity(seats, budgets)
+        wanted = self._budget if self.config.recall_cache_bytes is not None else capacity
+        return (
+            self.cache.blocks_for(1) <= self._wanted(seats) <= self.host // self._at_home
+            and wanted <= capacity <= MOST_SLOTS
+            and self._home_share(seats) <= self._left(seats, capacity)
+        )
+
+    def _refuse(self) -> NoReturn:
+        """Say why not even one request can be served."""
+        config, cache = self.config, self.cache
+        capacity = self._least_capacity(1, Fraction(1))
+        if capacity < self._budget:
             raise RetrievalConfigError(
                 f"kv_retrieval.recall_cache_bytes={config.recall_cache_bytes} is too small for the "
-                f"slots of all requests: a budget of {config.budget_limit} tokens needs "
-                f"{budget * slot} bytes. Raise it, or lower --max-num-seqs or kv_retrieval.budget "
-                "(or max_budget)."
+                f"slots of one request: a budget of {config.budget_limit} tokens needs "
+                f"{self._budget * self._slot_bytes(1)} bytes. Raise it, or lower "
+                "kv_retrieval.budget (or max_budget)."
             )
-        return capacity
+        given, least = self._given, cache.blocks_for(1)
+        count = max(least, self._wanted(1))
+        raise RetrievalConfigError(
+            f"kv_retrieval.home=host{f', {given}' if given else ''}: {count} blocks of "
+            f"{cache.block_size} tokens need {format_gib(count * self._at_home)} GiB of host "
+            f"memory and {format_gib(self._beside(count))} GiB of the device for dense layers and "
+            f"page index; a request of max_model_len={cache.max_model_len} needs {least} blocks. "
+            f"There are {format_gib(self.host)} GiB of host memory to be locked, and of "
+            f"{format_gib(self.device)} GiB of the device, staging "
+            f"({format_gib(self._staging)} GiB) and the slots of one request "
+            f"({format_gib(capacity * self._slot_bytes(1))} GiB) leave "
+            f"{format_gib(self._left(1, capacity))} GiB. Lower --max-model-len or "
+            "kv_retrieval.budget (or max_budget), or set home_bytes or the number of blocks to "
+            "what fits."
+        )

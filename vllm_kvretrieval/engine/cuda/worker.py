@@ -14,7 +14,11 @@ from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, fixed_bytes, re
 from vllm_kvretrieval.engine.cuda.runner import RetrievalModelRunner
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.engine.cuda.traffic import TrafficReport
-from vllm_kvretrieval.engine.memory import bytes_per_block, check_retrieving
+from vllm_kvretrieval.engine.memory import (
+    bytes_per_block,
+    check_retrieving,
+    requests_at_once,
+)
 from vllm_kvretrieval.engine.report import log_method
 from vllm_kvretrieval.errors import RetrievalConfigError
 
@@ -41,13 +45,14 @@ class RetrievalGPUWorker(Worker):
         Raises:
             RetrievalConfigError: Nothing would be retrieved, or something does not fit.
         """
+        # Before vLLM applies a plan of an earlier start, which looks like a wish of the user's.
+        given = self.cache_config.kv_cache_memory_bytes is not None
         available = super().determine_available_memory()
         config = self.model_runner.retrieval_config
         specs, ours = self.get_kv_cache_spec(), functools.partial(retrieving, config)
         check_retrieving(self.vllm_config, specs, config, ours)
         if not specs:
             return available
-        given = self.cache_config.kv_cache_memory_bytes is not None
         room = available if given else available - self._fixed_bytes(config, available)
         self.tiers = plan_tiers(self.vllm_config, config, specs, ours, room)
         self.model_runner.tiers = self.tiers
@@ -84,7 +89,7 @@ class RetrievalGPUWorker(Worker):
         layers = len(self.get_kv_cache_spec())
         log_method(kept.config, len(kept.impls), layers, kept.stores, "Triton")
         if self.tiers is not None:
-            log_tiers(self.tiers, self.cache_config.block_size, self.scheduler_config.max_num_seqs)
+            log_tiers(kept.config, self.tiers, self.cache_config.block_size)
         if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
             self._report_traffic(kept)
 
@@ -105,4 +110,8 @@ class RetrievalGPUWorker(Worker):
             slots=0 if kept.tier is None else kept.tier.slots,
             rank=self.rank,
         )
-        get_kv_transfer_group().report(set, lambda: report.take(requests.attended))
+        get_kv_transfer_group().report(
+            requests_at_once(self.vllm_config) if self.tiers is None else self.tiers.seats,
+            set,
+            lambda: report.take(requests.attended),
+        )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vllm_kvretrieval.kernels.triton.pages import node_of, populate, prefer_node
 from vllm_kvretrieval.limits import available_memory
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
@@ -23,7 +24,8 @@ def map_host(nbytes: int, device: torch.device | str = "cuda") -> tuple[torch.Te
     and torch itself take it as an argument. The memory starts zeroed, and stays locked and mapped
     as long as the device's tensor, or a view of it, lives. Work that uses it must have ended by
     then. It is this process's own and of no file, so it goes with the process, however that ends,
-    and is in huge pages where the system has them.
+    and is in huge pages where the system has them, on the GPU's own NUMA node as far as that has
+    room.
 
     Args:
         nbytes: Size of the memory in bytes.
@@ -57,9 +59,12 @@ class _Mapping:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.host = torch.frombuffer(memory, dtype=torch.uint8)
         self._device = device
+        address = self.host.data_ptr()
+        if (node := node_of(device)) is not None:
+            prefer_node(address, nbytes, node)
+        populate(address, nbytes)
         with torch.cuda.device(device):
             cudart = torch.cuda.cudart()
-            address = self.host.data_ptr()
             status = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED))
             if status:
                 limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -70,7 +75,8 @@ class _Mapping:
                     f"memory (ulimit -l) is {words}: ask for less, or raise that limit (in a "
                     "container: --ulimit memlock=-1)"
                 )
-            weakref.finalize(self, cudart.cudaHostUnregister, address)
+            unregister = weakref.finalize(self, cudart.cudaHostUnregister, address)
+            unregister.atexit = False  # the process's end does it, and CUDA may be gone before
             self._address = _device_address(address)
 
     @property
