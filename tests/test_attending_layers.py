@@ -143,7 +143,7 @@ def test_the_layers_that_vllm_builds_are_those_of_the_configuration(configure, w
     world(config)
     specs = layers_of(config)
     assert full_attention_layers(config.model_config) == expected
-    names = number_layers(config, specs, RetrievalConfig.from_vllm(config))
+    names = number_layers(config, specs, RetrievalConfig.from_options("freekv", {}))
     assert list(names.values()) == expected
 
 

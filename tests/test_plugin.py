@@ -118,7 +118,7 @@ def test_another_vllm_is_refused_with_one_line():
 @pytest.mark.parametrize(
     ("variable", "value", "why"),
     [
-        ("VLLM_TARGET_DEVICE", "cpu", "makes vLLM skip all platform plug-ins; unset it, since vLL"),
+        ("VLLM_TARGET_DEVICE", "cpu", "makes vLLM skip all platform plug-ins; unset it, and ser"),
         ("VLLM_PLUGINS", "", None),  # nothing of ours runs
     ],
     ids=["VLLM_TARGET_DEVICE", "VLLM_PLUGINS"],
@@ -139,7 +139,9 @@ def test_methods_are_unknown_where_the_platform_is_not_ours(variable, value, why
     done = python(code, **{variable: value, "VLLM_LOGGING_LEVEL": "ERROR"})
     lines = done.stdout.splitlines()
     assert "CpuPlatform" in lines
-    assert lines[-1].startswith("Unknown attention backend: 'FREEKV'. Valid options are: FLASH_ATTN")
+    assert lines[-1].startswith(
+        "Unknown attention backend: 'FREEKV'. Valid options are: FLASH_ATTN"
+    )
     if why is not None:
         lines += done.stderr.splitlines()
         said = [line for line in lines if "vllm-kvretrieval" in line]

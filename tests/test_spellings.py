@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 from vllm.benchmarks import latency, throughput
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.launchers import cli_args, run_batch
@@ -165,6 +165,7 @@ def test_a_client_has_no_engine(vllm, monkeypatch, capsys):
         (["--kv-retrieval.allow_exact", "--port", "8000"], "--kv-retrieval.allow_exact true"),
         (["--port", "8000", "--kv_retrieval.allow_exact"], "--kv-retrieval.allow_exact true"),
         (["--no-kv-retrieval.allow_exact"], "--kv-retrieval.allow_exact false"),
+        (["--no-kv-retrieval"], "--kv-retrieval.allow_exact false"),
         (
             ["--additional-config.kv_retrieval.allow_exact", "--port", "8000"],
             "--kv-retrieval.allow_exact true",

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from vllm_kvretrieval.config import CONFIG_KEY
 from vllm_kvretrieval.errors import RetrievalConfigError
 
@@ -43,26 +45,28 @@ def check_command_line(arguments: Sequence[str]) -> None:
     _check_command(arguments, given)
     for name, key, value in given:
         if name.startswith("--no-"):
-            raise RetrievalConfigError(f"{name} is no option; write {OPTION}.{key} false.")
+            raise RetrievalConfigError(
+                f"{name} is no option; write {OPTION}.{key or 'allow_exact'} false."
+            )
         if key and (value is None or value.startswith("--")):
             raise RetrievalConfigError(
                 f"{name} has no value; write {OPTION}.{key} true, or what it shall be."
             )
     for place, argument in enumerate(arguments):
-        name, apart, path = argument.partition("=")
+        name, equals, path = argument.partition("=")
         if name == "--config":
-            path = path if apart else next(iter(arguments[place + 1 :]), "")
+            path = path if equals else next(iter(arguments[place + 1 :]), "")
             whole = any(not key and name.startswith("--kv") for name, key, _ in given)
-            _check_file(path, bool(apart), whole)
+            _check_file(path, bool(equals), whole)
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None, str | None]]:
     """Ours: the name as it is written, the key after the first dot, and the value if there is."""
     for place, argument in enumerate(arguments):
-        name, apart, value = argument.partition("=")
+        name, equals, value = argument.partition("=")
         if name.startswith("--") and (match := _NAME.fullmatch(name[2:])):
             following = next(iter(arguments[place + 1 :]), None)
-            yield name, match[2], value if apart else following
+            yield name, match[2], value if equals else following
 
 
 def _check_command(
@@ -89,17 +93,17 @@ def _check_command(
             )
 
 
-def _check_file(path: str, apart: bool, whole: bool) -> None:
-    """Refuse lines of a YAML file that vLLM would lose, misread, or not let the command line beat.
+def _check_file(path: str, equals: bool, whole: bool) -> None:
+    """Refuse lines of a YAML file that vLLM would lose, misread, or prefer to the command line.
 
     Args:
         path: Of the file.
-        apart: Whether it follows a ``=``, by which vLLM does not find it.
+        equals: Whether the path follows ``--config=``, which vLLM does not look for.
         whole: Whether the command line has options in one JSON object.
     """
     lines = _lines(path)
     ours = {str(name): match[2] for name in lines if (match := _NAME.fullmatch(str(name)))}
-    if ours and apart:
+    if ours and equals:
         raise RetrievalConfigError(
             f"vLLM does not read --config={path}, which has options of KV retrieval; write "
             f"--config {path}."
@@ -109,7 +113,7 @@ def _check_file(path: str, apart: bool, whole: bool) -> None:
         if value is None or isinstance(value, bool | list):
             raise RetrievalConfigError(
                 f"{path}: vLLM would lose or misread '{name}: {_yaml(value)}', as it does with "
-                "true, false, lists and nothing at the top of a file. Write "
+                "true, false, lists and nothing after a name with a dot. Write "
                 f"'{_nested(key, value)}'."
             )
         if key and whole:
@@ -129,8 +133,6 @@ def _nested(key: str | None, value: Any) -> str:
 
 def _lines(path: str) -> Mapping[str, Any]:
     """What a YAML file has at its top; nothing where there is none, of which vLLM complains."""
-    import yaml  # type: ignore[import-untyped]  # of vLLM's
-
     try:
         lines = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

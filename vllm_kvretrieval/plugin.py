@@ -58,8 +58,8 @@ def _platform_is_ours() -> bool:
         return False  # the first process has said it
     why = "see VLLM_LOGGING_LEVEL=DEBUG for what vLLM found"
     if envs.VLLM_TARGET_DEVICE == "cpu":
-        why = "VLLM_TARGET_DEVICE=cpu makes vLLM skip all platform plug-ins; unset it, since "
-        why += "vLLM's CPU build does not need it"
+        why = "VLLM_TARGET_DEVICE=cpu makes vLLM skip all platform plug-ins; unset it, and "
+        why += "serve on CPUs with vLLM's CPU build, which does not need it"
     elif _device() is None:
         why = "KV retrieval runs on CPUs (with vLLM's CPU build) and NVIDIA GPUs only"
     logger.error(

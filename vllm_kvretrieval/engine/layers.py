@@ -34,7 +34,7 @@ def number_layers(
     said = full_attention_layers(model)
     if said is None or vllm_config.parallel_config.pipeline_parallel_size > 1 or found == said:
         return names
-    if found == list(range(len(said))):
+    if model.is_hybrid and found == list(range(len(said))):
         return dict(zip(names, said, strict=True))
     by_layer = config.own.shares or any(
         method.heads is not None or method.budget_shares.numbers is not None
