@@ -1,16 +1,19 @@
 """The plug-in: found, loaded and harmless to engines that do not select it."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import distribution, entry_points
 
 import pytest
+from vllm import platforms
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
+from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.input_processor import InputProcessor
@@ -32,6 +35,14 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=True,
     )
+
+
+@pytest.fixture
+def caplog_vllm(caplog):
+    """What our loggers say, which vLLM's do not hand on."""
+    plugin.logger.addHandler(caplog.handler)
+    yield caplog
+    plugin.logger.removeHandler(caplog.handler)
 
 
 def engine_config(**options):
@@ -103,6 +114,58 @@ def test_another_vllm_is_refused_with_one_line():
         "vllm-kvretrieval is made for vLLM 0.32 and stays off under vLLM 0.33.1+cpu: "
         "install vllm==0.32.* or a release of vllm-kvretrieval for your vLLM." in refusals[0]
     )
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("variable", "value", "why"),
+    [
+        ("VLLM_TARGET_DEVICE", "cpu", "makes vLLM skip all platform plug-ins; unset it, and ser"),
+        ("VLLM_PLUGINS", "", None),  # nothing of ours runs
+    ],
+    ids=["VLLM_TARGET_DEVICE", "VLLM_PLUGINS"],
+)
+def test_methods_are_unknown_where_the_platform_is_not_ours(variable, value, why):
+    """vLLM's own platform would take their names, and serve its own attention."""
+    path = checkpoint("SmolLM2-135M-Instruct")
+    code = (
+        "import sys\n"
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        "from vllm.platforms import current_platform\n"
+        "print(type(current_platform).__name__)\n"
+        "try:\n"
+        f"    EngineArgs(model={path!r}, attention_backend='freekv').create_engine_config()\n"
+        "except ValueError as error:\n"
+        "    print(error)"
+    )
+    done = python(code, **{variable: value, "VLLM_LOGGING_LEVEL": "ERROR"})
+    lines = done.stdout.splitlines()
+    assert "CpuPlatform" in lines
+    assert lines[-1].startswith(
+        "Unknown attention backend: 'FREEKV'. Valid options are: FLASH_ATTN"
+    )
+    if why is not None:
+        lines += done.stderr.splitlines()
+        said = [line for line in lines if "vllm-kvretrieval" in line]
+        assert len(said) == 1
+        assert why in said[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", None], ids=["lost detection", "another device"])
+def test_another_platform_in_force(monkeypatch, caplog_vllm, device):
+    """Our platform has failed while vLLM looked for it, or there is none for the device."""
+    monkeypatch.setattr(platforms, "_current_platform", CpuPlatform())
+    monkeypatch.setattr(plugin, "_device", lambda: device)
+    monkeypatch.setattr(plugin, "_register_backends", lambda: pytest.fail("registered"))
+    plugin._platform_is_ours.cache_clear()
+    try:
+        plugin.register()
+    finally:
+        plugin._platform_is_ours.cache_clear()
+    why = "VLLM_LOGGING_LEVEL=DEBUG" if device else "runs on CPUs .* and NVIDIA GPUs only"
+    assert re.search(f"stays off, .* since vLLM runs on its CpuPlatform: .*{why}", caplog_vllm.text)
+    if device is None:
+        assert plugin.activate_platform() is None
 
 
 @pytest.mark.model

@@ -4,12 +4,10 @@ import argparse
 import json
 from typing import Any
 
+from vllm_kvretrieval.command_line import OPTION, TARGET
 from vllm_kvretrieval.config import CONFIG_KEY
 from vllm_kvretrieval.option_help import HELP
 from vllm_kvretrieval.retrieval.presets import presets
-
-OPTION = "--kv-retrieval"
-TARGET = "--additional-config"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

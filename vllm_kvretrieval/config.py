@@ -10,6 +10,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import check_directory
 from vllm_kvretrieval.parsing import (
     parse_size,
+    reject_misspelt,
     reject_unknown,
     require_bool,
     require_int,
@@ -609,9 +610,17 @@ class RetrievalConfig:
 
 
 def options_of(vllm_config: "VllmConfig") -> Any:
-    """The raw ``kv_retrieval`` options of an engine."""
+    """The raw ``kv_retrieval`` options of an engine.
+
+    Raises:
+        RetrievalConfigError: They stand under another name, and would be ignored.
+    """
     additional = vllm_config.additional_config
-    return additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(additional, Mapping):
+        return {}
+    right = f'{{"{CONFIG_KEY}": {{"budget": 1024}}}}'
+    reject_misspelt(additional, CONFIG_KEY, "additional_config", right)
+    return additional.get(CONFIG_KEY, {})
 
 
 def selected_method(vllm_config: "VllmConfig") -> str | None:

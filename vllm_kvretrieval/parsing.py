@@ -52,6 +52,24 @@ def reject_unknown(given: Mapping[str, Any], known: Collection[str], where: str)
     """Refuse keys that nobody knows."""
     for key in given:
         if key not in known:
+            right = str(key).replace("-", "_")
+            meant = f"Write {right!r}. " if right in known else ""
             raise RetrievalConfigError(
-                f"{where} has no option {key!r} (value {given[key]!r}). Known: {', '.join(known)}."
+                f"{where} has no option {key!r} (value {given[key]!r}). {meant}Known: "
+                f"{', '.join(known)}."
             )
+
+
+def reject_misspelt(given: Mapping[Any, Any], name: str, where: str, right: str) -> None:
+    """Refuse keys that are meant to be ours, and would not be read.
+
+    Args:
+        given: Options of many kinds.
+        name: Ours.
+        where: That they are in, for messages.
+        right: How ours is written there.
+    """
+    for key in given:
+        plain = re.sub(r"[^a-z]", "", str(key).lower())
+        if key != name and plain.startswith(name.replace("_", "")):
+            raise RetrievalConfigError(f"{where}: {key!r} is not read; write {right}.")

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import multiprocessing
 
 SUPPORTED_VLLM = "0.32"
 BACKENDS = {
@@ -49,9 +50,40 @@ def _device() -> str | None:
     return "cuda" if cuda_platform_plugin() is not None else None
 
 
+@functools.cache
+def _platform_is_ours() -> bool:
+    """Whether vLLM runs on one of our platforms; if it does not, says why, and what to do."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    from vllm_kvretrieval.platforms.shared import RetrievalPlatform
+
+    if isinstance(current_platform, RetrievalPlatform):
+        return True
+    if multiprocessing.parent_process() is not None:
+        return False  # the first process has said it
+    why = "see VLLM_LOGGING_LEVEL=DEBUG for what vLLM found"
+    if envs.VLLM_TARGET_DEVICE == "cpu":
+        why = "VLLM_TARGET_DEVICE=cpu makes vLLM skip all platform plug-ins; unset it, and "
+        why += "serve on CPUs with vLLM's CPU build, which does not need it"
+    elif _device() is None:
+        why = "KV retrieval runs on CPUs (with vLLM's CPU build) and NVIDIA GPUs only"
+    logger.error(
+        "vllm-kvretrieval stays off, and its attention backends are unknown, since vLLM runs on "
+        "its %s: %s.",
+        type(current_platform).__name__,
+        why,
+    )
+    return False
+
+
 def register() -> None:
-    """Make the methods known as attention backends (``vllm.general_plugins``). Idempotent."""
-    if _vllm_is_supported():
+    """Make the methods known as attention backends (``vllm.general_plugins``). Idempotent.
+
+    On a platform that is not ours they stay unknown, so that an engine for which one is named does
+    not start: vLLM's own platform for CPUs would ignore the name, and serve its own attention.
+    """
+    if _vllm_is_supported() and _platform_is_ours():
         _register_backends()
 
 
@@ -71,15 +103,15 @@ def activate_platform() -> str | None:
     The engine core unpickles its configuration, backend name included, before general plug-ins are
     loaded; platform plug-ins are loaded before that. vLLM's CPU platform ignores foreign backends,
     and its CUDA platform takes one for layers with sliding windows, too; so subclasses stand in for
-    them. On other devices vLLM's own platform stays.
+    them. On other devices vLLM's own platform stays, and no backend is registered.
     """
-    if not _vllm_is_supported():
+    device = _device() if _vllm_is_supported() else None
+    if device is None:
         return None
     _register_backends()
-    device = _device()
     if device == "cpu":
         _leave_out_triton()
-    return None if device is None else PLATFORMS[device]
+    return PLATFORMS[device]
 
 
 def _leave_out_triton() -> None:

@@ -6,7 +6,13 @@ from typing import Any
 
 from vllm_kvretrieval.config import CONFIG_KEY, RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.parsing import reject_unknown, require_bool, require_int, require_number
+from vllm_kvretrieval.parsing import (
+    reject_misspelt,
+    reject_unknown,
+    require_bool,
+    require_int,
+    require_number,
+)
 from vllm_kvretrieval.retrieval.budget import PageBudget
 
 
@@ -107,4 +113,7 @@ def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
         )
     prefix = CONFIG_KEY + "_"
     flat = {k.removeprefix(prefix): v for k, v in extra_args.items() if k.startswith(prefix)}
+    others = {k: v for k, v in extra_args.items() if not k.startswith(prefix)}
+    right = f'{CONFIG_KEY}={{"budget": 512}} or {prefix}budget=512'
+    reject_misspelt(others, CONFIG_KEY, "options of a request", right)
     return {**nested, **flat}

@@ -6,7 +6,7 @@ import torch
 
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.roles import Follows
+from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -109,7 +109,8 @@ def check_sharing(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"served with --pipeline-parallel-size {stages}; leave it out."
         )
     model = vllm_config.model_config
-    config.roles(model, _full_attention(model))
+    if (layers := full_attention_layers(model)) is not None:
+        config.roles(model, layers)
 
 
 def check_shares(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
@@ -122,8 +123,10 @@ def check_shares(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             "cannot be served with --pipeline-parallel-size "
             f"{parallel.pipeline_parallel_size}, where no worker has them all; leave one out."
         )
+    if not shares or (layers := _retrieving(model, config)) is None:
+        return
     for share in shares:
-        share.of([model.get_total_num_kv_heads()] * len(_retrieving(model, config)))
+        share.of([model.get_total_num_kv_heads()] * len(layers))
 
 
 def check_heads(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
@@ -137,22 +140,35 @@ def check_heads(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
                 f"{method.name} takes its retrieval heads from all layers, and cannot be served "
                 f"with --pipeline-parallel-size {parallel.pipeline_parallel_size}; leave it out."
             )
-        method.heads.of(model, _retrieving(model, config))
+        if (layers := _retrieving(model, config)) is not None:
+            method.heads.of(model, layers)
 
 
-def _retrieving(model: Any, config: RetrievalConfig) -> list[int]:
-    """Numbers of the layers that attend to parts of long contexts."""
-    layers = _full_attention(model)
-    if roles := config.roles(model, layers):
-        return [layer for layer in layers if isinstance(roles[layer], Follows)]
-    return [layer for layer in layers if layer >= config.dense_layers]
+def _retrieving(model: Any, config: RetrievalConfig) -> list[int] | None:
+    """Numbers of the layers that attend to parts of long contexts.
+
+    Returns:
+        None: the model's configuration does not say it, and the worker finds it out.
+
+    Raises:
+        RetrievalConfigError: None does.
+    """
+    layers = full_attention_layers(model)
+    if layers is None:
+        return None
+    found = retrieving_layers(layers, config.roles(model, layers), config.dense_layers)
+    if not found:
+        raise nothing_retrieves(model, config)
+    return found
 
 
-def _full_attention(model: Any) -> list[int]:
-    """Numbers of the model's layers with full attention (vLLM's ``ModelConfig``)."""
-    kinds = getattr(model.hf_text_config, "layer_types", None)
-    kinds = kinds or ["full_attention"] * model.get_total_num_hidden_layers()
-    return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+def nothing_retrieves(model: Any, config: RetrievalConfig) -> RetrievalConfigError:
+    """The error of a model that would be served as if there were no retrieval."""
+    return RetrievalConfigError(
+        f"{config.method} would not retrieve in any layer of {model.model}: behind dense_layers="
+        f"{config.dense_layers} none has plain full attention. Lower kv_retrieval.dense_layers, or "
+        "serve it without --attention-backend."
+    )
 
 
 def _is_own(cache_dtype: str | None, dtype: torch.dtype) -> bool:

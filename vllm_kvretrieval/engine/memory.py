@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
-from vllm_kvretrieval.attention.support import has_foreign_connector
+from vllm_kvretrieval.attention.support import has_foreign_connector, nothing_retrieves
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.connector import ENGINES
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -32,11 +32,7 @@ def check_retrieving(
     """
     in_pages = [name for name, spec in specs.items() if type(spec) is FullAttentionSpec]
     if not retrieving(in_pages) and vllm_config.parallel_config.pipeline_parallel_size == 1:
-        raise RetrievalConfigError(
-            f"{config.method} would not retrieve in any layer of {vllm_config.model_config.model}: "
-            f"behind dense_layers={config.dense_layers} none has plain full attention. Lower "
-            "kv_retrieval.dense_layers, or serve it without --attention-backend."
-        )
+        raise nothing_retrieves(vllm_config.model_config, config)
 
 
 def bytes_per_block(

@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -9,6 +11,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.platforms.interface import Platform
 
 from vllm_kvretrieval.attention.support import has_foreign_connector
+from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.config import RetrievalConfig, options_of, selected_method
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.request_options import RequestOptions
@@ -54,6 +57,12 @@ class RetrievalPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         super().pre_register_and_update(parser)
+        try:
+            check_command_line(sys.argv)
+        except RetrievalConfigError as e:
+            if parser is None:
+                raise
+            parser.exit(2, f"{Path(sys.argv[0]).name}: error: {e}\n")
         if parser is not None:
             from vllm_kvretrieval.cli import add_options
 

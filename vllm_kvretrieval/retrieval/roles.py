@@ -83,6 +83,8 @@ def roles_of(filters: Sequence[int], layers: Collection[int]) -> dict[int, Role]
 
 def _listed(layers: Collection[int]) -> str:
     numbers = sorted(layers)
+    if not numbers:
+        return "none"
     if numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]} to {numbers[-1]}"
     return ", ".join(map(str, numbers))

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 from vllm.utils.mem_utils import format_gib
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
     bytes_per_block,
     cache_with_slow_home,
@@ -25,7 +24,8 @@ from vllm_kvretrieval.engine.memory import (
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.heads import EVERYTHING
-from vllm_kvretrieval.retrieval.roles import Follows, Role
+from vllm_kvretrieval.retrieval.layers import retrieving_layers
+from vllm_kvretrieval.retrieval.roles import Role
 from vllm_kvretrieval.retrieval.shares import own_heads
 from vllm_kvretrieval.tiers.place import check_room, directory_for, free_space
 from vllm_kvretrieval.tiers.sizes import Cache, Tiers
@@ -127,10 +127,8 @@ class PlanningWorker(CPUWorker):
     def retrieval_heads(self) -> dict[str, slice]:
         """Which of all KV heads of retrieval layers, counted layer after layer, are a layer's."""
         specs = self.get_kv_cache_spec()
-        plain = [name for name, spec in specs.items() if type(spec) is FullAttentionSpec]
-        names = sorted(self.retrieving(plain), key=extract_layer_index)
         heads, first = dict[str, slice](), 0
-        for name in names:
+        for name in self.retrieving(self.layer_numbers):
             heads[name] = slice(first, first + specs[name].num_kv_heads)
             first = heads[name].stop
         return heads
@@ -145,7 +143,7 @@ class PlanningWorker(CPUWorker):
     def whole_contexts(self) -> dict[str, torch.Tensor]:
         """Of methods by which some KV heads attend to everything; see ``RequestTable.fixed``."""
         heads, part = self._all_heads
-        layers = [extract_layer_index(name) for name in self.retrieval_heads]
+        layers = [self.layer_numbers[name] for name in self.retrieval_heads]
         fixed = {}
         for name, method in self.retrieval_config.methods.items():
             if method.heads is not None:
@@ -169,15 +167,19 @@ class PlanningWorker(CPUWorker):
     @functools.cached_property
     def roles(self) -> dict[int, Role]:
         """Of the layers with plain full attention; empty where each selects for itself."""
-        specs = self.get_kv_cache_spec()
-        full = {extract_layer_index(n) for n, s in specs.items() if type(s) is FullAttentionSpec}
-        return self.retrieval_config.roles(self.model_config, full)
+        numbers = self.layer_numbers.values()
+        return self.retrieval_config.roles(self.model_config, numbers)
+
+    @functools.cached_property
+    def layer_numbers(self) -> dict[str, int]:
+        """Of the layers with plain full attention, their numbers in the model; these rise."""
+        return number_layers(self.vllm_config, self.get_kv_cache_spec(), self.retrieval_config)
 
     def retrieving(self, names: Iterable[str]) -> list[str]:
         """Those of the layers that attend to parts of long contexts."""
-        if self.roles:
-            return [n for n in names if isinstance(self.roles.get(extract_layer_index(n)), Follows)]
-        return [n for n in names if extract_layer_index(n) >= self.retrieval_config.dense_layers]
+        numbers, dense_layers = self.layer_numbers, self.retrieval_config.dense_layers
+        found = {*retrieving_layers(numbers.values(), self.roles, dense_layers)}
+        return [name for name in names if numbers.get(name) in found]
 
     def _staging_bytes(self) -> int:
         """One layer's keys and values of the longest context; see PrefillStaging."""

@@ -10,7 +10,6 @@ from torch.distributed import ReduceOp
 from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -173,7 +172,7 @@ class RetrievalCPUWorker(PlanningWorker):
             for name in names:
                 layout = cpu.ROWS if config.rows else builder.isa
                 self._attach(name, layers[name], layout, staging)
-                role = self.roles.get(extract_layer_index(name))
+                role = self.roles.get(self.layer_numbers[name])
                 if isinstance(role, Follows):
                     layers[name].impl.follow(filters[role.filter])
             page_bytes = self._home_bytes_per_page()
@@ -353,10 +352,10 @@ class RetrievalCPUWorker(PlanningWorker):
         assert self.requests is not None
         followers: dict[int, list[str]] = {}
         for name in self.in_home:
-            role = self.roles.get(extract_layer_index(name))
+            role = self.roles.get(self.layer_numbers[name])
             if isinstance(role, Follows):
                 followers.setdefault(role.filter, []).append(name)
-        impls = {extract_layer_index(n): layers[n].impl for n in self.get_kv_cache_spec()}
+        impls = {number: layers[name].impl for name, number in self.layer_numbers.items()}
         for number, names in followers.items():
             slots = [self.token_slots[name] for name in names]
             recall = cpu.TokenRecall(
@@ -377,7 +376,7 @@ class RetrievalCPUWorker(PlanningWorker):
         filters, highest = {}, self._over_workers(ReduceOp.MAX)
         for group in itertools.chain.from_iterable(self.model_runner.attn_groups):
             for name in group.layer_names:
-                number = extract_layer_index(name)
+                number = self.layer_numbers.get(name, -1)
                 if not isinstance(self.roles.get(number), Filters):
                     continue
                 impl, kv_cache = layers[name].impl, layers[name].kv_cache

@@ -1,0 +1,145 @@
+"""Options on a command line, or in its YAML file, that vLLM's parser would lose or misread.
+
+The parser drops a line ``name: false`` of the file that ``--config`` names, and makes of ``name:
+true`` and of lists words that do not belong to the option any more. vLLM calls plug-ins before it
+parses, so that all of this can be refused with the right spelling.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vllm_kvretrieval.config import CONFIG_KEY
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+OPTION = "--kv-retrieval"
+TARGET = "--additional-config"
+
+_NAME = re.compile(r"(no-)?(?:kv[-_]retrieval|additional[-_]config\.kv_retrieval)(?:\.(.+))?")
+
+WITHOUT_PLUGINS = (
+    ("bench", "latency"),
+    ("bench", "startup"),
+    ("bench", "mm-processor"),
+    ("preload",),
+)
+"""Commands of vLLM whose parsers plug-ins cannot add options to."""
+CLIENTS = (("bench", "serve"), ("chat",), ("complete",))
+"""Commands of vLLM that ask a server."""
+
+
+def check_command_line(arguments: Sequence[str]) -> None:
+    """Refuse what vLLM's parser would not take as it is meant.
+
+    Args:
+        arguments: As in ``sys.argv``, the program first.
+
+    Raises:
+        RetrievalConfigError: Says which option, and how to write it.
+    """
+    given = list(_options(arguments))
+    _check_command(arguments, given)
+    for name, key, value in given:
+        if name.startswith("--no-"):
+            raise RetrievalConfigError(
+                f"{name} is no option; write {OPTION}.{key or 'allow_exact'} false."
+            )
+        if key and (value is None or value.startswith("--")):
+            raise RetrievalConfigError(
+                f"{name} has no value; write {OPTION}.{key} true, or what it shall be."
+            )
+    for place, argument in enumerate(arguments):
+        name, equals, path = argument.partition("=")
+        if name == "--config":
+            path = path if equals else next(iter(arguments[place + 1 :]), "")
+            whole = any(not key and name.startswith("--kv") for name, key, _ in given)
+            _check_file(path, bool(equals), whole)
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None, str | None]]:
+    """Ours: the name as it is written, the key after the first dot, and the value if there is."""
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--") and (match := _NAME.fullmatch(name[2:])):
+            following = next(iter(arguments[place + 1 :]), None)
+            yield name, match[2], value if equals else following
+
+
+def _check_command(
+    arguments: Sequence[str], given: Sequence[tuple[str, str | None, str | None]]
+) -> None:
+    """Refuse ``--kv-retrieval`` where the command does not know it."""
+    written = [(name, key) for name, key, _ in given if not name.startswith(TARGET)]
+    if not written:
+        return
+    name, key = written[0]
+    for command in WITHOUT_PLUGINS:
+        if tuple(arguments[1 : 1 + len(command)]) == command:
+            right = f"{TARGET}.{CONFIG_KEY}" + (f".{key}" if key else "")
+            raise RetrievalConfigError(
+                f"vllm {' '.join(command)} does not know {name}: vLLM lets no plug-in add options "
+                f"to it. Write {right}, which all of vLLM's commands with an engine know."
+            )
+    for command in CLIENTS:
+        if tuple(arguments[1 : 1 + len(command)]) == command:
+            raise RetrievalConfigError(
+                f"vllm {' '.join(command)} has no engine: give {name} to the server (vllm serve). "
+                "What a request may choose goes into its body; of vllm bench serve, for instance: "
+                f"""--extra-body '{{"vllm_xargs": {{"{CONFIG_KEY}_budget": 512}}}}'."""
+            )
+
+
+def _check_file(path: str, equals: bool, whole: bool) -> None:
+    """Refuse lines of a YAML file that vLLM would lose, misread, or prefer to the command line.
+
+    Args:
+        path: Of the file.
+        equals: Whether the path follows ``--config=``, which vLLM does not look for.
+        whole: Whether the command line has options in one JSON object.
+    """
+    lines = _lines(path)
+    ours = {str(name): match[2] for name in lines if (match := _NAME.fullmatch(str(name)))}
+    if ours and equals:
+        raise RetrievalConfigError(
+            f"vLLM does not read --config={path}, which has options of KV retrieval; write "
+            f"--config {path}."
+        )
+    for name, key in ours.items():
+        value = lines[name]
+        if value is None or isinstance(value, bool | list):
+            raise RetrievalConfigError(
+                f"{path}: vLLM would lose or misread '{name}: {_yaml(value)}', as it does with "
+                "true, false, lists and nothing after a name with a dot. Write "
+                f"'{_nested(key, value)}'."
+            )
+        if key and whole:
+            raise RetrievalConfigError(
+                f"{path}: '{name}: {_yaml(value)}' would win over {OPTION} of the command line, "
+                f"since vLLM reads names with a dot last. Write '{_nested(key, value)}'."
+            )
+
+
+def _nested(key: str | None, value: Any) -> str:
+    """How an option is written in a file so that vLLM takes it as it is."""
+    text, keys = (_yaml(value), key.split(".")) if key else ("1024", ["budget"])
+    for part in reversed(keys):
+        text = f"{{{part}: {text}}}"
+    return f"kv-retrieval: {text}"
+
+
+def _lines(path: str) -> Mapping[str, Any]:
+    """What a YAML file has at its top; nothing where there is none, of which vLLM complains."""
+    try:
+        lines = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return lines if isinstance(lines, Mapping) else {}
+
+
+def _yaml(value: Any) -> str:
+    """A value as it is written in a file."""
+    return json.dumps(value, default=str)

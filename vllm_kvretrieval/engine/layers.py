@@ -1,0 +1,49 @@
+"""The numbers of a worker's layers, as options and files of measurements have them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.layers import full_attention_layers
+
+
+def number_layers(
+    vllm_config: Any, specs: Mapping[str, Any], config: RetrievalConfig
+) -> dict[str, int]:
+    """Of a worker's layers with plain full attention, their numbers in the model, by name; rising.
+
+    The names that vLLM gives to layers hold them. Where those count attention layers alone
+    (Zamba2), the model's configuration has the numbers.
+
+    Args:
+        vllm_config: Of the engine.
+        specs: What vLLM keeps of each layer of this worker.
+        config: Options of the engine.
+
+    Raises:
+        RetrievalConfigError: The front end has checked options by layers other than these.
+    """
+    plain = [name for name, spec in specs.items() if type(spec) is FullAttentionSpec]
+    names = {name: extract_layer_index(name) for name in plain}
+    names = dict(sorted(names.items(), key=lambda item: item[1]))
+    model, found = vllm_config.model_config, list(names.values())
+    said = full_attention_layers(model)
+    if said is None or vllm_config.parallel_config.pipeline_parallel_size > 1 or found == said:
+        return names
+    if model.is_hybrid and found == list(range(len(said))):
+        return dict(zip(names, said, strict=True))
+    by_layer = config.own.shares or any(
+        method.heads is not None or method.budget_shares.numbers is not None
+        for method in config.methods.values()
+    )
+    if by_layer:
+        raise RetrievalConfigError(
+            f"{config.method} goes by the numbers of layers (filters, heads or budget_shares), and "
+            f"by its configuration {model.model} has full attention in layers {said}, but vLLM "
+            f"gives it to {found}. Use a method and options that treat all layers alike."
+        )
+    return names
