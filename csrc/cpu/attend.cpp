@@ -78,24 +78,6 @@ using TransposedTile = PageTile<E, KeyLayout::kTransposed>;
 template <class E>
 using WordTile = PageTile<E, KeyLayout::kAmx>;
 
-// Words of two elements each, taken apart.
-template <class E>
-inline void take_apart(const E* p, Floats& low, Floats& high) {
-  const Words words = load_as<Words>(p);
-  const Halves halves[2] = {__builtin_convertvector(words & 0xffffu, Halves),
-                            __builtin_convertvector(words >> 16, Halves)};
-  E parts[2][kWidth];
-  std::memcpy(parts, halves, sizeof halves);
-  low = E::load(parts[0]);
-  high = E::load(parts[1]);
-}
-template <>
-inline void take_apart<BFloat16>(const BFloat16* p, Floats& low, Floats& high) {
-  const Words words = load_as<Words>(p);
-  low = (Floats)(words << 16);
-  high = (Floats)(words & 0xffff0000u);
-}
-
 // The queries of a unit, as scoring needs them.
 template <class E>
 struct RowQueries : QueryParts<E, 1> {
