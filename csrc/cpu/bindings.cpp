@@ -229,7 +229,7 @@ NB_MODULE(_cpu, m) {
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
            uintptr_t out, nb::tuple out_shape, nb::tuple out_strides, nb::handle out_dtype,
            uintptr_t lse, uintptr_t weights, int64_t weight_stride, uintptr_t entries, int64_t width,
-           int64_t stride, uintptr_t lengths, int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
+           int64_t stride, bool per_head, uintptr_t lengths, int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
            int group, int head_size, int page_size, int dtype, nb::handle torch_dtype, float scale) {
           const Vectors query{queries, shape, strides, query_dtype};
           const Vectors output{out, out_shape, out_strides, out_dtype};
@@ -254,6 +254,7 @@ NB_MODULE(_cpu, m) {
                                          at<int32_t>(entries),
                                          width,
                                          stride,
+                                         per_head,
                                          at<int32_t>(lengths),
                                          run,
                                          scale};

@@ -178,7 +178,7 @@ void check_pages(const PageIndexing& p) {
 }
 
 void check_lists(const Attention& a) {
-  const int64_t entries = a.cache_tokens / a.run;
+  const int64_t entries = a.cache_tokens / a.run / (a.per_head ? 1 : a.kv_heads);
   for (int64_t unit = 0; unit < int64_t(a.rows) * a.kv_heads; ++unit) {
     const int64_t length = a.lengths[unit], count = (length + a.run - 1) / a.run;
     if (length < 1 || count > a.entries_width)
@@ -189,7 +189,8 @@ void check_lists(const Attention& a) {
       throw std::invalid_argument("lengths[" + std::to_string(unit) + "] is " +
                                   std::to_string(length) + ", weights hold " +
                                   std::to_string(a.weight_stride));
-    const int32_t* list = a.entries + unit * a.entries_stride;
+    if (!a.per_head && unit % a.kv_heads > 0 && length <= a.lengths[unit - 1]) continue;
+    const int32_t* list = a.entries + (a.per_head ? unit : unit / a.kv_heads) * a.entries_stride;
     for (int64_t i = 0; i < count; ++i)
       if (list[i] < 0 || list[i] >= entries)
         throw std::invalid_argument("entries[" + std::to_string(unit) + "][" + std::to_string(i) +
@@ -227,6 +228,7 @@ void check_staging(const TokenStaging& s) {
   lists.rows = s.rows, lists.kv_heads = s.kv_heads, lists.run = 1;
   lists.cache_tokens = s.cache_tokens;
   lists.entries = s.entries, lists.entries_width = s.width, lists.entries_stride = s.stride;
+  lists.per_head = true;
   lists.lengths = s.lengths;
   check_lists(lists);
   int64_t blocks = 0;

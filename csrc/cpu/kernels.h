@@ -241,8 +241,11 @@ struct Attention {
   float* lse;                    // out, [rows, kv_heads * group], or null
   float* weights;                // out, [rows, kv_heads * group, weight_stride], or null
   int64_t weight_stride;
-  const int32_t* entries;        // [rows * kv_heads, entries_width]
+  // [rows * kv_heads, entries_width]; or, where all KV heads of a row share a list, [rows,
+  // entries_width], pages, of which every KV head reads its unit.
+  const int32_t* entries;
   int64_t entries_width, entries_stride;
+  bool per_head;
   const int32_t* lengths;        // [rows * kv_heads]; tokens, the last entry's may be fewer than run
   int32_t run;                   // a power of two; but for kRows: 16 or more, in a page
   float scale;

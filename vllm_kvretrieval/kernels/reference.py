@@ -412,7 +412,9 @@ def attend(
     for unit, length in enumerate(lists.lengths.tolist()):
         row, head = divmod(unit, lists.kv_heads)
         heads = slice(head * group, (head + 1) * group)
-        stretches = lists.entries[unit, : -(-length // lists.run)].long() * lists.run
+        entries = lists.entries[unit if lists.per_head else row, : -(-length // lists.run)].long()
+        units = entries if lists.per_head else entries * lists.kv_heads + head
+        stretches = units * lists.run
         chosen = (stretches[:, None] + torch.arange(lists.run)).flatten()[:length]
         scores = query[row, heads].double() @ keys[chosen].T * scale
         output[row, heads] = (scores.softmax(-1) @ values[chosen]).to(output.dtype)

@@ -71,17 +71,21 @@ class TokenLists:
 
     Attributes:
         entries: int32 [>= R * kv_heads, W]; per (row, KV head) the numbers of tokens, or of
-            stretches of ``run`` of them: with ``run = page_size`` units.
+            stretches of ``run`` of them: with ``run = page_size`` units. Not ``per_head``:
+            [>= R, W], pages.
         lengths: int32 [R * kv_heads]; tokens to attend to, one at least. The last stretch may have
             fewer than ``run``.
         run: Tokens per entry, a power of two.
         kv_heads: KV heads of the layer.
+        per_head: Whether every KV head has a list of its own. Otherwise the KV heads of a row share
+            a list of pages, and ``run`` is ``page_size``.
     """
 
     entries: torch.Tensor
     lengths: torch.Tensor
     run: int
     kv_heads: int
+    per_head: bool = True
 
 
 @dataclass

@@ -326,7 +326,8 @@ def attend(
     check("lengths", lists.lengths, torch.int32)
     units, heads = len(lists.lengths), query.shape[1]
     rows = units // lists.kv_heads
-    if units % lists.kv_heads or len(lists.entries) < units or heads % lists.kv_heads:
+    needed = units if lists.per_head else rows
+    if units % lists.kv_heads or len(lists.entries) < needed or heads % lists.kv_heads:
         raise ValueError(
             f"{units} lengths and {len(lists.entries)} lists of entries for {heads} query heads do "
             f"not belong to {lists.kv_heads} KV heads"
@@ -337,6 +338,8 @@ def attend(
         raise ValueError(
             f"run={lists.run} is no power of two from {least} on in pages of {page_size}"
         )
+    if not lists.per_head and lists.run != page_size:
+        raise ValueError(f"KV heads share lists of pages of {page_size}, not of {lists.run} tokens")
     if lse is not None:
         check("lse", lse, torch.float32)
         if lse.shape != (rows, heads) or not lse.is_contiguous():
@@ -357,6 +360,7 @@ def attend(
         lists.entries.data_ptr(),
         lists.entries.shape[1],
         lists.entries.stride(0),
+        lists.per_head,
         lists.lengths.data_ptr(),
         rows,
         lists.run,
