@@ -1,6 +1,6 @@
 """Attention of prompts: vLLM's kernel and ours, in turn.
 
-    python -m benchmarks.prompt_attention [--cases CHUNK:CONTEXT ...] [--shapes NAME ...] [--isa NAME]
+    python -m benchmarks.prompt_attention [--cases CHUNK:CONTEXT ...] [--shapes NAME ...] [--avx2]
 
 The ops alone, over random queries, keys and values: a step that reads the last CHUNK tokens of a
 prompt of CONTEXT tokens. vLLM's kernel reads blocks of 128 tokens, as it does by default, and ours
@@ -61,9 +61,7 @@ class Case:
 
     def own(self) -> None:
         """By our kernel."""
-        cpu.attend_prompt(
-            self.query, self.lists, self.cache, self.output, self.isa, self.scale
-        )
+        cpu.attend_prompt(self.query, self.lists, self.cache, self.output, self.isa, self.scale)
 
     def vllm(self) -> None:
         """By vLLM's."""
@@ -135,7 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
     parser.add_argument("--isa", choices=cpu.isas(), help="instruction set of our kernel")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--out", type=Path, default=RESULTS / "prompt-attention.json", metavar="FILE")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "prompt-attention.json", metavar="FILE"
+    )
     args = parser.parse_args(arguments)
     if args.isa is not None:
         cpu.use_isa(args.isa)

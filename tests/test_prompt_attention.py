@@ -1,7 +1,8 @@
-"""Attention of prompts: the compiled kernel against its specification, for every instruction set."""
+"""Attention of prompts: the compiled kernel against its specification, by instruction set."""
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,13 @@ def blank_unseen(lists, cache, layout):
 
 SHAPES = [(64, 3, 3, 32), (128, 2, 4, 16), (80, 1, 7, 64), (96, 2, 1, 128), (256, 1, 8, 32)]
 SHAPES += [(192, 1, 2, 32), (16, 2, 16, 16), (64, 2, 5, 32), (112, 1, 6, 32)]
-OPTIONS = [{}, {"window": 50}, {"softcap": 5.0}, {"sinks": True}, {"window": 1000, "sinks": True}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 50},
+    {"softcap": 5.0},
+    {"sinks": True},
+    {"window": 1000, "sinks": True},
+]
 CASES = [
     (dtype, layout, *shape)
     for dtype in TOLERANCE
@@ -214,7 +221,7 @@ def test_lists():
 
 
 def test_strides():
-    """Queries and outputs may be parts of wider tensors, and outputs beside them stay as they are."""
+    """Queries and outputs may be parts of wider tensors, whose other parts stay as they are."""
     torch.manual_seed(5)
     query, lists, cache = make_case(torch.float32, 64, 2, 2, 32, ((40, 60),))
     wide = torch.randn(44, 9 * 64)
@@ -268,7 +275,5 @@ def test_refusals(change, message):
     options = {name: change[name] for name in ("softcap", "sinks", "lse") if name in change}
     query = query.to(change.get("dtype", query.dtype))
     with pytest.raises(ValueError, match=message):
-        cpu.attend_prompt(
-            query, lists, cache, output, "vec", change.get("scale", 0.125), **options
-        )
+        cpu.attend_prompt(query, lists, cache, output, "vec", change.get("scale", 0.125), **options)
     assert (output == -7).all()

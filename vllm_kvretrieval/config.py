@@ -46,6 +46,7 @@ CONFIG_KEY = "kv_retrieval"
 DEFAULT_METHOD = next(iter(OWN))
 PAGE_SIZES = (16, 32, 64, 128)
 HOMES = ("auto", "device", "host", "disk")
+ATTENTION = ("own", "vllm")
 
 
 DEFAULT_CHUNK = 512
@@ -82,6 +83,7 @@ class RetrievalConfig:
     max_budget: int | None = None
     memory_fraction: float | None = None
     allow_exact: bool = True
+    attention: str | None = None
     home: str = None  # type: ignore[assignment]  # the preset's
     home_bytes: int | None = None
     home_path: str | None = None
@@ -121,6 +123,8 @@ class RetrievalConfig:
         for method in self.methods.values():
             self.page_budget(method=method.name)
         require_bool("allow_exact", self.allow_exact)
+        if self.attention is not None:
+            require_name("attention", self.attention, ATTENTION)
         if self.max_budget is not None:
             if require_int("max_budget", self.max_budget) < self.budget:
                 raise RetrievalConfigError(

@@ -65,6 +65,9 @@ HELP = {
     "budget then follows from its prompt's length, up to max_budget (default: none; the budget is "
     "fixed)",
     "allow_exact": "whether requests may ask for full attention (default: true)",
+    "attention": "whose kernel attends to whole contexts (prompts, contexts within the budget, "
+    "dense layers) on a CPU: own, exact to rounding; or vllm, bit by bit as vLLM alone (default: "
+    "own where it is faster on this CPU)",
     "home": "where the whole KV cache of the retrieval layers lives: device (vLLM's own memory), "
     "disk (a file; fast memory then holds recalled pages only), host (on GPUs), or auto (device if "
     "max_num_seqs requests of max_model_len fit there) (default: the method's)",

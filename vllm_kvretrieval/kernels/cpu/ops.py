@@ -399,8 +399,8 @@ def attend_prompt(
     if len(lists.entries) < needed or len(lists.starts) != sequences + 1 or heads % kv_heads:
         raise ValueError(
             f"{sequences} sequences of {kv_heads} KV heads need {needed} lists and "
-            f"{sequences + 1} starts; got {len(lists.entries)} and {len(lists.starts)}, and {heads} "
-            "query heads"
+            f"{sequences + 1} starts; got {len(lists.entries)} and {len(lists.starts)}, and "
+            f"{heads} query heads"
         )
     _check_cache(cache, layout)
     if page_size > MOST_TOKENS_OF_PAGE or page_size % 16 or page_size & (page_size - 1):
