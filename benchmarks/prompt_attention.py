@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import _custom_ops as ops
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from benchmarks.common import RESULTS, Stopwatch, result_header, write_json
 from benchmarks.planning import DTYPES, PAGE, Shape
@@ -43,6 +41,8 @@ class Case:
     """A step with the last tokens of a prompt."""
 
     def __init__(self, shape: Shape, chunk: int, context: int, dtype: torch.dtype) -> None:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
         heads, size = shape.kv_heads, shape.head_size
         self.shape, self.dtype, self.scale = shape, dtype, size**-0.5
         self.isa = _get_attn_isa(dtype, BLOCK, size)
@@ -65,6 +65,8 @@ class Case:
 
     def vllm(self) -> None:
         """By vLLM's."""
+        from vllm import _custom_ops as ops
+
         shape = self.shape
         keys, values = self.blocks.view(len(self.blocks), shape.kv_heads, 2 * BLOCK, -1).chunk(2, 2)
         schedule = ops.cpu_attn_get_scheduler_metadata(
@@ -132,13 +134,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=SHAPES)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
     parser.add_argument("--isa", choices=cpu.isas(), help="instruction set of our kernel")
+    parser.add_argument("--avx2", action="store_true", help="both as on a machine without AVX-512")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument(
         "--out", type=Path, default=RESULTS / "prompt-attention.json", metavar="FILE"
     )
     args = parser.parse_args(arguments)
-    if args.isa is not None:
-        cpu.use_isa(args.isa)
+    if args.avx2:  # vLLM chooses one of its libraries when it is imported
+        torch.cpu._is_avx512_supported = lambda: False
+    if args.isa or args.avx2:
+        cpu.use_isa(args.isa or "avx2")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     clock, goals = Stopwatch(), GOALS.get(cpu.isa(), {})

@@ -46,7 +46,7 @@ CONFIG_KEY = "kv_retrieval"
 DEFAULT_METHOD = next(iter(OWN))
 PAGE_SIZES = (16, 32, 64, 128)
 HOMES = ("auto", "device", "host", "disk")
-ATTENTION = ("own", "vllm")
+ATTENTION = ("vllm", "own")
 
 
 DEFAULT_CHUNK = 512
@@ -83,7 +83,7 @@ class RetrievalConfig:
     max_budget: int | None = None
     memory_fraction: float | None = None
     allow_exact: bool = True
-    attention: str | None = None
+    attention: str = "vllm"
     home: str = None  # type: ignore[assignment]  # the preset's
     home_bytes: int | None = None
     home_path: str | None = None
@@ -123,8 +123,7 @@ class RetrievalConfig:
         for method in self.methods.values():
             self.page_budget(method=method.name)
         require_bool("allow_exact", self.allow_exact)
-        if self.attention is not None:
-            require_name("attention", self.attention, ATTENTION)
+        require_name("attention", self.attention, ATTENTION)
         if self.max_budget is not None:
             if require_int("max_budget", self.max_budget) < self.budget:
                 raise RetrievalConfigError(
@@ -347,6 +346,11 @@ class RetrievalConfig:
                 f"layer needs as many, and {', '.join(uneven)} divides the budget unevenly "
                 "(budget_shares); use codec=raw, or leave the shares out."
             )
+
+    @property
+    def attends_itself(self) -> bool:
+        """Whether our own kernels attend to whole contexts, too; else vLLM's does."""
+        return self.attention == "own"
 
     @property
     def encoding(self) -> Codec | None:

@@ -66,8 +66,8 @@ HELP = {
     "fixed)",
     "allow_exact": "whether requests may ask for full attention (default: true)",
     "attention": "whose kernel attends to whole contexts (prompts, contexts within the budget, "
-    "dense layers) on a CPU: own, exact to rounding; or vllm, bit by bit as vLLM alone (default: "
-    "own where it is faster on this CPU)",
+    "dense layers) on a CPU: vllm, bit by bit as vLLM alone; or own, exact to rounding and faster "
+    "(default: vllm)",
     "home": "where the whole KV cache of the retrieval layers lives: device (vLLM's own memory), "
     "disk (a file; fast memory then holds recalled pages only), host (on GPUs), or auto (device if "
     "max_num_seqs requests of max_model_len fit there) (default: the method's)",

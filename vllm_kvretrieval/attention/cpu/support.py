@@ -19,33 +19,14 @@ HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-FASTER = {
-    "avx2": DTYPES,
-    "avx512_bf16": (torch.bfloat16,),
-}
-"""Where our own attention is faster than vLLM's: element types by instruction set, as
-``benchmarks.prompt_attention`` measures it (docs/benchmarks.md)."""
-
-
-def attends_itself(config: RetrievalConfig, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether our own kernels attend to whole contexts, too; else vLLM's does.
-
-    Args:
-        config: Options of the engine.
-        dtype, head_size: Of keys and values.
-
-    Raises:
-        RetrievalConfigError: Our own are asked for where they cannot read the KV cache.
-    """
+def check_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int) -> None:
+    """Refuse our own attention to whole contexts where its kernels cannot read the KV cache."""
     layout = _get_attn_isa(dtype, config.page_size, head_size)
     if config.attention == "own" and layout not in cpu.LAYOUTS:
         raise RetrievalConfigError(
             f"kv_retrieval.attention=own cannot read keys as vLLM lays them out here ({layout}); "
-            "use attention=vllm, or leave it out."
+            "leave it out."
         )
-    if config.attention is not None:
-        return config.attention == "own"
-    return layout in ("vec", "vec16") and dtype in FASTER.get(cpu.isa(), ())
 
 
 def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
@@ -68,7 +49,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{method} on the CPU needs vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0."
         )
     check_shape(model.dtype, head_size, method)
-    attends_itself(config, model.dtype, head_size)
+    check_attention(config, model.dtype, head_size)
     check_outside(config.stores, head_size, model.dtype)
 
 

@@ -13,7 +13,6 @@ from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_kvretrieval.attention.cpu.support import attends_itself
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.memory import (
     bytes_per_block,
@@ -181,12 +180,6 @@ class PlanningWorker(CPUWorker):
             return [n for n in names if isinstance(self.roles.get(extract_layer_index(n)), Follows)]
         return [n for n in names if extract_layer_index(n) >= self.retrieval_config.dense_layers]
 
-    @functools.cached_property
-    def attends_itself(self) -> bool:
-        """Whether our own kernels attend to whole contexts, too; else vLLM's does."""
-        model = self.model_config
-        return attends_itself(self.retrieval_config, model.dtype, model.get_head_size())
-
     @property
     def stages(self) -> bool:
         """Whether something has to be laid out for prompts, see PrefillStaging.
@@ -196,7 +189,7 @@ class PlanningWorker(CPUWorker):
         """
         config = self.retrieval_config
         copied = config.encoding is not None or config.prefill_budget is not None
-        return copied or not self.attends_itself
+        return copied or not config.attends_itself
 
     def _staging_bytes(self) -> int:
         """One layer's keys and values of the longest context; see PrefillStaging."""

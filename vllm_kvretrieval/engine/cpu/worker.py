@@ -184,7 +184,7 @@ class RetrievalCPUWorker(PlanningWorker):
                 config.rows or builder.isa in ATTENDED,
                 config.rows and bool(names),
                 self.fast,
-                self.attends_itself,
+                config.attends_itself,
             )
         if streams_dense:
             self._attach_streamed(layers)
