@@ -67,17 +67,17 @@ def test_whole_contexts_are_exact(house, model):
     for request, answer in zip(requests, answers, strict=True):
         if name != "encoded":  # which rounds keys and values
             assert_same(answer, likely(model, request.prompt, answer), TOLERANCE)
-        assert alone(llm, request).logprobs == answer.logprobs, "whatever the company"
+        assert_same(alone(llm, request), answer, TOLERANCE)
 
 
 def test_prefix_hits_and_retrieval(house, model):
-    """A hit goes on in the same bits; the first token of a long prompt is exact, retrieval or not."""
+    """A hit answers as a prompt that is read; a long prompt's first token is always exact."""
     name, llm = house
     ids = novel(llm, 1300, 90)
     first = Request(ids, 8, {}, cache=True)
     cold, warm = drive(llm, [first])[0], drive(llm, [first])[0]
     assert warm.cached > 1200
-    assert (warm.tokens, warm.logprobs) == (cold.tokens, cold.logprobs)
+    assert_same(warm, cold, TOLERANCE)
     if name != "encoded":
         expected = likely(model, ids, cold)
         assert cold.tokens[0] == expected.tokens[0]
