@@ -197,12 +197,12 @@ def test_prefill_is_exact(runner, builder):
     assert step.whole.index.tolist() == [1], "the second reads its prompt's last token"
     assert step.whole.by.seq_lens.tolist() == [601]
     (prefill,) = step.prefill
-    assert (prefill.start, prefill.metadata.num_actual_tokens) == (2, 200)
-    assert prefill.metadata.query_start_loc.tolist() == [0, 200]
-    assert prefill.metadata.seq_lens.tolist() == [500]
+    assert (prefill.start, prefill.by.num_actual_tokens) == (2, 200)
+    assert prefill.by.query_start_loc.tolist() == [0, 200]
+    assert prefill.by.seq_lens.tolist() == [500]
     assert len(prefill.staged) == 16, "four blocks of 128"
     step = split(builder, [900, 601, 500], [1, 1, 100], [False, True, True])
-    assert step.prefill[0].metadata.num_actual_tokens == 100
+    assert step.prefill[0].by.num_actual_tokens == 100
     assert step.prefill[0].staged is None, "too few tokens for the copy to pay"
 
 
@@ -234,7 +234,7 @@ def test_long_prompts_are_staged_within_the_budget_too(runner, builder):
     runner.batch("a", "b")
     step = split(builder, [100, 300], [1, 300], [False, True])
     whole = step.whole.by
-    (prefill,) = (part.metadata for part in step.prefill)
+    (prefill,) = (part.by for part in step.prefill)
     assert (step.rows, whole.num_actual_tokens, prefill.num_actual_tokens) == (1, 1, 300)
     assert step.decode == []
     assert whole.seq_lens.tolist() == [100]
@@ -261,17 +261,16 @@ def test_single_tokens_in_a_cache_of_rows(runner):
     assert (pages.index.tolist(), pages.lists.run, pages.rows.per_token) == ([1], PAGE, False)
     assert step.whole.index.tolist() == [2]
     first = 2 * 128  # page of the third request
-    assert step.whole.by.entries.tolist() == [
-        [2 * (first + page) + head for page in range(3)] for head in range(2)
-    ]
+    assert step.whole.by.entries[:, :3].tolist() == [[first, first + 1, first + 2]]
+    assert not step.whole.by.per_head
     assert step.whole.by.lengths.tolist() == [70, 70]
     assert step.whole.by.run == PAGE
-    assert [(part.start, part.metadata.num_actual_tokens) for part in step.prefill] == [
+    assert [(part.start, part.by.num_actual_tokens) for part in step.prefill] == [
         (3, 5),
         (8, 7),
     ]
-    assert [part.metadata.seq_lens.tolist() for part in step.prefill] == [[1900], [200, 300]]
-    assert step.prefill[1].metadata.query_start_loc.tolist() == [0, 4, 7]
+    assert [part.by.seq_lens.tolist() for part in step.prefill] == [[1900], [200, 300]]
+    assert step.prefill[1].by.query_start_loc.tolist() == [0, 4, 7]
     assert all(part.staged is not None for part in step.prefill)
     within = split(builder, [100, 120])
     assert (within.decode, within.whole.index, within.prefill) == ([], None, [])

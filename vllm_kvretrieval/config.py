@@ -47,6 +47,7 @@ CONFIG_KEY = "kv_retrieval"
 DEFAULT_METHOD = next(iter(OWN))
 PAGE_SIZES = (16, 32, 64, 128)
 HOMES = ("auto", "device", "host", "disk")
+ATTENTION = ("vllm", "own")
 
 
 DEFAULT_CHUNK = 512
@@ -85,6 +86,7 @@ class RetrievalConfig:
     memory_fraction: float | None = None
     allow_exact: bool = True
     reuse: str = "all"
+    attention: str = "vllm"
     home: str = None  # type: ignore[assignment]  # the preset's
     home_bytes: int | None = None
     home_path: str | None = None
@@ -126,6 +128,7 @@ class RetrievalConfig:
         require_bool("allow_exact", self.allow_exact)
         if self.reuse not in REUSES:
             raise RetrievalConfigError(f"reuse={self.reuse!r} is unknown; use one of {REUSES}.")
+        require_name("attention", self.attention, ATTENTION)
         if self.max_budget is not None:
             if require_int("max_budget", self.max_budget) < self.budget:
                 raise RetrievalConfigError(
@@ -349,6 +352,11 @@ class RetrievalConfig:
                 f"layer needs as many, and {', '.join(uneven)} divides the budget unevenly "
                 "(budget_shares); use codec=raw, or leave the shares out."
             )
+
+    @property
+    def attends_itself(self) -> bool:
+        """Whether our own kernels attend to whole contexts, too; else vLLM's does."""
+        return self.attention == "own"
 
     @property
     def encoding(self) -> Codec | None:

@@ -20,8 +20,8 @@ constexpr int kTogether = 16;        // tokens of a page whose keys are read tog
 constexpr int kVectors = kTogether / kWidth;
 constexpr int kGroups = kWidth == 16 ? 2 : 1;  // of these at a time: as many sums as hide their latency
 constexpr int kHeadBlock = 4;        // query heads together
-constexpr int kLeastTask = 128;      // tokens
-constexpr int kTasksPerThread = 4;
+constexpr int kLeastTask = 256;      // tokens
+constexpr int kMostTasks = 32;       // of a list
 constexpr int kSerialTokens = 256;   // work below which waking the other threads costs more
 
 template <class T>
@@ -30,6 +30,18 @@ inline void fetch(const T* p, int count) {
     __builtin_prefetch(reinterpret_cast<const char*>(p) + b);
 }
 
+// What a (row, KV head) attends to.
+struct List {
+  const int32_t* entries;
+  int scale, offset;  // pages -> units of a KV head
+
+  List(const Attention& a, int unit)
+      : entries(a.entries + (a.per_head ? unit : unit / a.kv_heads) * a.entries_stride),
+        scale(a.per_head ? 1 : a.kv_heads),
+        offset(a.per_head ? 0 : unit % a.kv_heads) {}
+  int64_t operator[](int i) const { return int64_t(entries[i]) * scale + offset; }
+};
+
 // Tokens in a cache of rows: each key before its value.
 template <class E>
 struct RowTile {
@@ -37,10 +49,10 @@ struct RowTile {
   const E* keys[kTile];
   int count;
 
-  RowTile(const Attention& a, const int32_t* list, int first, int tokens) : count(tokens) {
+  RowTile(const Attention& a, const List& list, int first, int tokens) : count(tokens) {
     const int shift = __builtin_ctz(a.run);
     for (int t = first; t < first + tokens; ++t) {
-      const int64_t token = (int64_t(list[t >> shift]) << shift) + (t & (a.run - 1));
+      const int64_t token = (list[t >> shift] << shift) + (t & (a.run - 1));
       keys[t - first] = static_cast<const E*>(a.cache) + token * 2 * a.head_size;
     }
   }
@@ -55,14 +67,14 @@ struct PageTile {
   const E* values[kTile / kTogether];
   int count;
 
-  PageTile(const Attention& a, const int32_t* list, int first, int tokens) : count(tokens) {
+  PageTile(const Attention& a, const List& list, int first, int tokens) : count(tokens) {
     constexpr bool kWords = layout == KeyLayout::kAmx;
     const int shift = __builtin_ctz(a.run);
     const int64_t d = a.head_size, p = a.page_size;
     for (int i = 0; i < kTile / kTogether; ++i) {
       const int t = first + std::min(i * kTogether, std::max(tokens - 1, 0) / kTogether * kTogether);
       const int64_t token =
-          tokens > 0 ? (int64_t(list[t >> shift]) << shift) + (t & (a.run - 1)) : 0;
+          tokens > 0 ? (list[t >> shift] << shift) + (t & (a.run - 1)) : 0;
       const E* unit = static_cast<const E*>(a.cache) + token / p * 2 * p * d;
       keys[i] = unit + token % p * (kWords ? d : 1);
       values[i] = unit + p * d + token % p * (kWords ? kTogether : d);
@@ -77,24 +89,6 @@ using TransposedTile = PageTile<E, KeyLayout::kTransposed>;
 // by [8] by [head_size / 16], where the latter are as far apart as a page has room for.
 template <class E>
 using WordTile = PageTile<E, KeyLayout::kAmx>;
-
-// Words of two elements each, taken apart.
-template <class E>
-inline void take_apart(const E* p, Floats& low, Floats& high) {
-  const Words words = load_as<Words>(p);
-  const Halves halves[2] = {__builtin_convertvector(words & 0xffffu, Halves),
-                            __builtin_convertvector(words >> 16, Halves)};
-  E parts[2][kWidth];
-  std::memcpy(parts, halves, sizeof halves);
-  low = E::load(parts[0]);
-  high = E::load(parts[1]);
-}
-template <>
-inline void take_apart<BFloat16>(const BFloat16* p, Floats& low, Floats& high) {
-  const Words words = load_as<Words>(p);
-  low = (Floats)(words << 16);
-  high = (Floats)(words & 0xffff0000u);
-}
 
 // The queries of a unit, as scoring needs them.
 template <class E>
@@ -119,7 +113,8 @@ struct Partial {
   float top, total;
 };
 
-// Splits the lists into tasks, and puts the parts together.
+// Splits the lists into tasks, each by its own length, and puts the parts together: what a row gets
+// depends neither on other rows nor on the number of threads.
 template <class E, template <class> class Tile_, template <class> class Queries_>
 class Attending {
   using Tile = Tile_<E>;
@@ -128,13 +123,11 @@ class Attending {
  public:
   explicit Attending(const Attention& a) : a_(a), units_(a.rows * a.kv_heads) {
     int64_t tokens = 0;
-    for (int u = 0; u < units_; ++u) tokens += a.lengths[u];
-    const int64_t tasks = int64_t(kTasksPerThread) * omp_get_max_threads();
-    const int64_t share = std::max<int64_t>((tokens + tasks - 1) / tasks, kLeastTask);
-    task_tokens_ = (share + kTile - 1) / kTile * kTile;
     first_task_.resize(units_ + 1);
-    for (int u = 0; u < units_; ++u)
-      first_task_[u + 1] = first_task_[u] + (a.lengths[u] + task_tokens_ - 1) / task_tokens_;
+    for (int u = 0; u < units_; ++u) {
+      tokens += a.lengths[u];
+      first_task_[u + 1] = first_task_[u] + (a.lengths[u] - 1) / task_tokens(u) + 1;
+    }
     parallel_ = tokens > kSerialTokens;
   }
 
@@ -163,19 +156,24 @@ class Attending {
            int64_t(unit % a_.kv_heads) * a_.group * a_.head_size;
   }
 
+  int task_tokens(int unit) const {
+    const int share = std::max((a_.lengths[unit] + kMostTasks - 1) / kMostTasks, kLeastTask);
+    return (share + kTile - 1) / kTile * kTile;
+  }
+
   void attend_to(int task, float* values, Partial* parts) const {
     using Fn = decltype(&Attending::attend_heads<1>);
     static constexpr Fn kFns[kHeadBlock] = {&Attending::attend_heads<1>, &Attending::attend_heads<2>,
                                             &Attending::attend_heads<3>, &Attending::attend_heads<4>};
     const int unit =
         std::upper_bound(first_task_.begin(), first_task_.end(), task) - first_task_.begin() - 1;
-    const int first = (task - first_task_[unit]) * task_tokens_;
-    const int last = std::min<int>(first + task_tokens_, a_.lengths[unit]);
+    const int first = (task - first_task_[unit]) * task_tokens(unit);
+    const int last = std::min<int>(first + task_tokens(unit), a_.lengths[unit]);
     const int d = a_.head_size, group = a_.group;
     const Queries q(query(unit), group * d);
     std::fill_n(values, group * d, 0.0f);
     std::fill_n(parts, group, Partial{-std::numeric_limits<float>::infinity(), 0});
-    const int32_t* list = a_.entries + unit * a_.entries_stride;
+    const List list(a_, unit);
     Tile tile(a_, list, first, std::min(kTile, last - first));
     if constexpr (Tile::kLayout == KeyLayout::kRows)
       for (int t = 0; t < tile.count; ++t) fetch(tile.keys[t], 2 * d);
@@ -408,7 +406,6 @@ class Attending {
 
   const Attention& a_;
   const int units_;
-  int task_tokens_;
   std::vector<int> first_task_;
   bool parallel_;
 };

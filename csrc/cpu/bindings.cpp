@@ -239,7 +239,7 @@ NB_MODULE(_cpu, m) {
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
            uintptr_t out, nb::tuple out_shape, nb::tuple out_strides, nb::handle out_dtype,
            uintptr_t lse, uintptr_t weights, int64_t weight_stride, uintptr_t entries, int64_t width,
-           int64_t stride, uintptr_t lengths, int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
+           int64_t stride, bool per_head, uintptr_t lengths, int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
            int group, int head_size, int page_size, int dtype, nb::handle torch_dtype, float scale) {
           const Vectors query{queries, shape, strides, query_dtype};
           const Vectors output{out, out_shape, out_strides, out_dtype};
@@ -264,12 +264,54 @@ NB_MODULE(_cpu, m) {
                                          at<int32_t>(entries),
                                          width,
                                          stride,
+                                         per_head,
                                          at<int32_t>(lengths),
                                          run,
                                          scale};
           const nb::gil_scoped_release release;
           kvr::check_lists(attention);
           active->attend(attention);
+        });
+
+  m.def("attend_prompt",
+        [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
+           uintptr_t out, nb::tuple out_shape, nb::tuple out_strides, nb::handle out_dtype,
+           uintptr_t lse, int64_t tokens, uintptr_t starts, uintptr_t seen, int sequences,
+           uintptr_t entries, int64_t width, int64_t stride, bool per_head, uintptr_t cache,
+           int64_t units, int layout, int kv_heads, int group, int head_size, int page_size, int dtype,
+           nb::handle torch_dtype, int window, float scale, float softcap, uintptr_t sinks) {
+          const Vectors query{queries, shape, strides, query_dtype};
+          const Vectors output{out, out_shape, out_strides, out_dtype};
+          query.check("query", tokens, kv_heads * group, head_size, torch_dtype);
+          output.check("output", tokens, kv_heads * group, head_size, torch_dtype);
+          const kvr::PromptAttention attention{static_cast<kvr::DType>(dtype),
+                                               static_cast<kvr::KeyLayout>(layout),
+                                               sequences,
+                                               kv_heads,
+                                               group,
+                                               head_size,
+                                               page_size,
+                                               at<void>(cache),
+                                               units,
+                                               at<void>(queries),
+                                               query.stride(),
+                                               at<void>(out),
+                                               output.stride(),
+                                               tokens,
+                                               at<float>(lse),
+                                               at<int32_t>(starts),
+                                               at<int32_t>(seen),
+                                               at<int32_t>(entries),
+                                               width,
+                                               stride,
+                                               per_head,
+                                               window,
+                                               scale,
+                                               softcap,
+                                               at<float>(sinks)};
+          const nb::gil_scoped_release release;
+          kvr::check_prompt(attention);
+          active->attend_prompt(attention);
         });
 
   m.def("check_plan",

@@ -179,7 +179,7 @@ void check_pages(const PageIndexing& p) {
 }
 
 void check_lists(const Attention& a) {
-  const int64_t entries = a.cache_tokens / a.run;
+  const int64_t entries = a.cache_tokens / a.run / (a.per_head ? 1 : a.kv_heads);
   for (int64_t unit = 0; unit < int64_t(a.rows) * a.kv_heads; ++unit) {
     const int64_t length = a.lengths[unit], count = (length + a.run - 1) / a.run;
     if (length < 1 || count > a.entries_width)
@@ -190,7 +190,8 @@ void check_lists(const Attention& a) {
       throw std::invalid_argument("lengths[" + std::to_string(unit) + "] is " +
                                   std::to_string(length) + ", weights hold " +
                                   std::to_string(a.weight_stride));
-    const int32_t* list = a.entries + unit * a.entries_stride;
+    if (!a.per_head && unit % a.kv_heads > 0 && length <= a.lengths[unit - 1]) continue;
+    const int32_t* list = a.entries + (a.per_head ? unit : unit / a.kv_heads) * a.entries_stride;
     for (int64_t i = 0; i < count; ++i)
       if (list[i] < 0 || list[i] >= entries)
         throw std::invalid_argument("entries[" + std::to_string(unit) + "][" + std::to_string(i) +
@@ -199,11 +200,36 @@ void check_lists(const Attention& a) {
   }
 }
 
+void check_prompt(const PromptAttention& a) {
+  if (a.starts[0] < 0 || a.starts[a.sequences] > a.tokens)
+    throw std::invalid_argument("sequences from token " + std::to_string(a.starts[0]) + " to " +
+                                std::to_string(a.starts[a.sequences]) + " of " +
+                                std::to_string(a.tokens));
+  const int64_t entries = a.per_head ? a.units : a.units / a.kv_heads;
+  const int lists = a.per_head ? a.kv_heads : 1;
+  for (int s = 0; s < a.sequences; ++s) {
+    const int64_t seen = a.seen[s], all = seen + a.queries(s) - 1;
+    const int64_t pages = (all + a.page_size - 1) / a.page_size;
+    if (a.queries(s) < 1 || seen < 1 || pages > a.width)
+      refuse(s, {std::to_string(a.queries(s)), "queries, the first of which sees", std::to_string(seen),
+                 "tokens; a list holds", std::to_string(a.width), "pages of",
+                 std::to_string(a.page_size)});
+    for (int l = 0; l < lists; ++l) {
+      const int32_t* list = a.entries + (int64_t(s) * lists + l) * a.stride;
+      for (int64_t i = 0; i < pages; ++i)
+        if (list[i] < 0 || list[i] >= entries)
+          refuse(s, {"entry", std::to_string(i), "is", std::to_string(list[i]) + ", the cache has",
+                     std::to_string(entries)});
+    }
+  }
+}
+
 void check_staging(const TokenStaging& s) {
   Attention lists{};
   lists.rows = s.rows, lists.kv_heads = s.kv_heads, lists.run = 1;
   lists.cache_tokens = s.cache_tokens;
   lists.entries = s.entries, lists.entries_width = s.width, lists.entries_stride = s.stride;
+  lists.per_head = true;
   lists.lengths = s.lengths;
   check_lists(lists);
   int64_t blocks = 0;

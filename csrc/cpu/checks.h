@@ -29,6 +29,9 @@ void check_queries(const ContextSelection& selection);
 void check_pages(const PageIndexing& indexing);
 // That the lists name tokens of the cache.
 void check_lists(const Attention& attention);
+// That there are tokens for all queries, and that the lists name pages of the cache and are long
+// enough for what their queries see.
+void check_prompt(const PromptAttention& attention);
 // Likewise, that a row's heads have equally many, and that there are blocks for all of them.
 void check_staging(const TokenStaging& staging);
 // That the entries are the index's.

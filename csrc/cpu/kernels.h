@@ -241,11 +241,42 @@ struct Attention {
   float* lse;                    // out, [rows, kv_heads * group], or null
   float* weights;                // out, [rows, kv_heads * group, weight_stride], or null
   int64_t weight_stride;
-  const int32_t* entries;        // [rows * kv_heads, entries_width]
+  // [rows * kv_heads, entries_width]; or, where all KV heads of a row share a list, [rows,
+  // entries_width], pages, of which every KV head reads its unit.
+  const int32_t* entries;
   int64_t entries_width, entries_stride;
+  bool per_head;
   const int32_t* lengths;        // [rows * kv_heads]; tokens, the last entry's may be fewer than run
   int32_t run;                   // a power of two; but for kRows: 16 or more, in a page
   float scale;
+};
+
+// What queries of prompts attend to: sequences of queries, each with lists of pages. A query sees so
+// many of its list's first tokens, and the next query one more.
+struct PromptAttention {
+  DType dtype;
+  KeyLayout layout;              // kAmx: of elements of 2 bytes
+  int32_t sequences, kv_heads, group, head_size, page_size;
+  const void* cache;             // [units, 2 * page_size * head_size]; a unit is a (page, KV head)
+  int64_t units;
+  const void* query;             // [tokens, kv_heads * group, head_size]
+  int64_t query_stride;          // elements from one token to the next
+  void* out;                     // [tokens, kv_heads * group, head_size]
+  int64_t out_stride, tokens;
+  float* lse;                    // out, [tokens, kv_heads * group], or null
+  const int32_t* starts;         // [sequences + 1]; first query of each
+  const int32_t* seen;           // [sequences]; tokens of the list that the first query sees
+  // [sequences, width], pages, of which every KV head reads its unit; or, per_head, units,
+  // [sequences * kv_heads, width].
+  const int32_t* entries;
+  int64_t width, stride;
+  bool per_head;
+  int32_t window;                // of the tokens that a query sees it reads the last ones; 0: all
+  float scale;
+  float softcap;                 // logits become softcap * tanh(logit / softcap); 0: they stay
+  const float* sinks;            // [kv_heads * group]; a logit besides, whose value is zero; or null
+
+  int32_t queries(int sequence) const { return starts[sequence + 1] - starts[sequence]; }
 };
 
 struct UnitCoding;  // codec.h
@@ -258,6 +289,7 @@ struct KernelTable {
   void (*index_pages)(const PageIndexing&);
   void (*read_keys)(const KeyReading&);
   void (*attend)(const Attention&);
+  void (*attend_prompt)(const PromptAttention&);
   void (*select_context)(const ContextSelection&);
   // By the calling thread alone.
   void (*encode_units)(const UnitCoding&);

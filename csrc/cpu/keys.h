@@ -37,6 +37,24 @@ inline void transpose_amx(const E* keys, int head_size, int page_size, E* out) {
   }
 }
 
+// Words of two elements each, taken apart.
+template <class E>
+inline void take_apart(const E* p, Floats& low, Floats& high) {
+  const Words words = load_as<Words>(p);
+  const Halves halves[2] = {__builtin_convertvector(words & 0xffffu, Halves),
+                            __builtin_convertvector(words >> 16, Halves)};
+  E parts[2][kWidth];
+  std::memcpy(parts, halves, sizeof halves);
+  low = E::load(parts[0]);
+  high = E::load(parts[1]);
+}
+template <>
+inline void take_apart<BFloat16>(const BFloat16* p, Floats& low, Floats& high) {
+  const Words words = load_as<Words>(p);
+  low = (Floats)(words << 16);
+  high = (Floats)(words & 0xffff0000u);
+}
+
 // Elements -> floats, any number of them.
 template <class E>
 inline void to_floats(const E* from, int n, float* to) {

@@ -24,6 +24,7 @@ void update_index(const IndexUpdate&);  // build.cpp
 void index_pages(const PageIndexing&);
 void read_keys(const KeyReading&);
 void attend(const Attention&);      // attend.cpp
+void attend_prompt(const PromptAttention&);  // attend_prompt.cpp
 void select_context(const ContextSelection&);  // filter.cpp
 void encode_units(const UnitCoding&);          // codec.cpp
 void decode_units(const UnitCoding&);
@@ -286,7 +287,8 @@ extern const KernelTable KVR_CONCAT(table_, KVR_ISA);
 const KernelTable KVR_CONCAT(table_, KVR_ISA) = {KVR_STRING(KVR_ISA), KVR_ISA::update_index,
                                                  KVR_ISA::plan_decode, KVR_ISA::index_pages,
                                                  KVR_ISA::read_keys,
-                                                 KVR_ISA::attend, KVR_ISA::select_context,
+                                                 KVR_ISA::attend, KVR_ISA::attend_prompt,
+                                                 KVR_ISA::select_context,
                                                  KVR_ISA::encode_units, KVR_ISA::decode_units};
 
 }  // namespace kvr

@@ -10,6 +10,9 @@
 #include <immintrin.h>
 #endif
 
+// Completely, and early: arrays of vectors become registers.
+#define KVR_UNROLL _Pragma("GCC unroll 16")
+
 namespace kvr {
 // One namespace per instruction set: inline functions compiled for AVX-512 must never be merged
 // with their portable twins by the linker.
@@ -52,6 +55,25 @@ inline Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
 #endif
+
+// Whether an element is above the bound; NaN is not.
+inline bool any_above(Floats x, float bound) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)x, (__m512)splat(bound), _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps(x, splat(bound), _CMP_GT_OQ)) != 0;
+#else
+  for (int i = 0; i < kWidth; ++i)
+    if (x[i] > bound) return true;
+  return false;
+#endif
+}
+
+inline float highest(Floats x) {
+  float top = x[0];
+  for (int i = 1; i < kWidth; ++i) top = x[i] > top ? x[i] : top;
+  return top;
+}
 
 using Quad = float __attribute__((vector_size(16)));
 

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter, OrderedDict
+from itertools import pairwise
 
 import torch
 
@@ -12,6 +13,7 @@ from vllm_kvretrieval.kernels.types import (
     DecodeRows,
     IndexStore,
     Merge,
+    PromptLists,
     Selection,
     TokenLists,
 )
@@ -411,7 +413,9 @@ def attend(
     for unit, length in enumerate(lists.lengths.tolist()):
         row, head = divmod(unit, lists.kv_heads)
         heads = slice(head * group, (head + 1) * group)
-        stretches = lists.entries[unit, : -(-length // lists.run)].long() * lists.run
+        entries = lists.entries[unit if lists.per_head else row, : -(-length // lists.run)].long()
+        units = entries if lists.per_head else entries * lists.kv_heads + head
+        stretches = units * lists.run
         chosen = (stretches[:, None] + torch.arange(lists.run)).flatten()[:length]
         scores = query[row, heads].double() @ keys[chosen].T * scale
         output[row, heads] = (scores.softmax(-1) @ values[chosen]).to(output.dtype)
@@ -419,6 +423,48 @@ def attend(
             lse[row, heads] = scores.logsumexp(-1).float()
         if weights is not None:
             weights[row, heads, :length] = scores.softmax(-1).float()
+
+
+def attend_prompt(
+    query: torch.Tensor,
+    lists: PromptLists,
+    cache: torch.Tensor,
+    output: torch.Tensor,
+    layout: str,
+    scale: float,
+    *,
+    lse: torch.Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.attend_prompt`."""
+    kv_heads, page_size = lists.kv_heads, cache.shape[-2]
+    keys, values = (part.double() for part in tokens_of(cache.flatten(0, -3), layout))
+    group = query.shape[1] // kv_heads
+    for sequence, (start, end) in enumerate(pairwise(lists.starts.tolist())):
+        limits = int(lists.seen[sequence]) + torch.arange(end - start)
+        pages = -(-int(limits[-1]) // page_size)
+        tokens = torch.arange(int(limits[-1]))
+        visible = (tokens < limits[:, None]) & (tokens >= limits[:, None] - (window or len(tokens)))
+        for head in range(kv_heads):
+            row = sequence * kv_heads + head if lists.per_head else sequence
+            units = lists.entries[row, :pages].long()
+            units = units if lists.per_head else units * kv_heads + head
+            heads = slice(head * group, (head + 1) * group)
+            seen = (part[units].flatten(0, 1)[: len(tokens)] for part in (keys, values))
+            key, value = seen
+            logits = query[start:end, heads].double().transpose(0, 1) @ key.T * scale
+            if softcap:
+                logits = softcap * (logits / softcap).tanh()
+            logits = logits.masked_fill(~visible, -torch.inf)
+            if sinks is not None:
+                sink = sinks[heads].double()[:, None, None].expand(-1, end - start, 1)
+                logits = torch.cat([logits, sink], -1)
+            weights = logits.softmax(-1)[..., : len(tokens)]
+            output[start:end, heads] = (weights @ value).transpose(0, 1).to(output.dtype)
+            if lse is not None:
+                lse[start:end, heads] = logits.logsumexp(-1).T.float()
 
 
 def top_pages(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -71,17 +71,44 @@ class TokenLists:
 
     Attributes:
         entries: int32 [>= R * kv_heads, W]; per (row, KV head) the numbers of tokens, or of
-            stretches of ``run`` of them: with ``run = page_size`` units.
+            stretches of ``run`` of them: with ``run = page_size`` units. Not ``per_head``:
+            [>= R, W], pages.
         lengths: int32 [R * kv_heads]; tokens to attend to, one at least. The last stretch may have
             fewer than ``run``.
         run: Tokens per entry, a power of two.
         kv_heads: KV heads of the layer.
+        per_head: Whether every KV head has a list of its own. Otherwise the KV heads of a row share
+            a list of pages, and ``run`` is ``page_size``.
     """
 
     entries: torch.Tensor
     lengths: torch.Tensor
     run: int
     kv_heads: int
+    per_head: bool = True
+
+
+@dataclass
+class PromptLists:
+    """What the queries of prompts attend to.
+
+    A query sees the first tokens of its sequence's list, and the next query one token more.
+
+    Attributes:
+        entries: int32; the pages of each list, in order: [>= S, W] where all KV heads of a sequence
+            share a list, which is a block table; or, ``per_head``, *units* (``page * kv_heads +
+            head``), [>= S * kv_heads, W].
+        starts: int32 [S + 1]; the first query of each sequence, and the end of the last.
+        seen: int32 [S]; tokens of the list that the sequence's first query sees, one at least.
+        kv_heads: KV heads of the layer.
+        per_head: Whether every KV head has a list of its own.
+    """
+
+    entries: torch.Tensor
+    starts: torch.Tensor
+    seen: torch.Tensor
+    kv_heads: int
+    per_head: bool = False
 
 
 @dataclass
@@ -495,6 +522,43 @@ class Ops(Protocol):
             ValueError: ``query`` or ``output`` is not of the cache's shape and dtype, a list is
                 empty or longer than there is room for, or names what the cache has not; or the
                 layout is not known, or not in stretches of ``run``. Nothing is written then.
+        """
+        ...
+
+    def attend_prompt(
+        self,
+        query: torch.Tensor,
+        lists: PromptLists,
+        cache: torch.Tensor,
+        output: torch.Tensor,
+        layout: str,
+        scale: float,
+        *,
+        lse: torch.Tensor | None = None,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Causal softmax attention of prompts over lists of pages.
+
+        A result is exact to rounding. It does not depend on other sequences, on the chunks that a
+        prompt is computed in, nor on the number of threads.
+
+        Args:
+            query: [T, kv_heads * group, head_size]; tokens may be strided.
+            lists: Of sequences of these queries.
+            cache: [pages, kv_heads, page_size, 2 * head_size], contiguous.
+            output: [T, kv_heads * group, head_size], written for the queries of ``lists``.
+            layout: ``rows``, or how vLLM's attention lays out keys.
+            scale: Softmax scale.
+            lse: float32 [T, kv_heads * group], written: the logarithm of the sum of exponentials.
+            window: A query attends to the last ``window`` of the tokens that it sees; 0: to all.
+            softcap: Logits become ``softcap * tanh(logit / softcap)``; 0: they stay.
+            sinks: float32 [kv_heads * group]; a logit of every head besides, whose value is zero.
+
+        Raises:
+            ValueError: A tensor is not of the cache's shape and dtype, a list is too short for what
+                its queries see, or names a page that the cache has not. Nothing is written then.
         """
         ...
 

@@ -13,9 +13,6 @@
 #include "kernels.h"
 #include "simd.h"
 
-// Completely, and early: arrays of vectors become registers.
-#define KVR_UNROLL _Pragma("GCC unroll 16")
-
 namespace kvr {
 namespace KVR_ISA {
 

@@ -11,6 +11,7 @@ from vllm_kvretrieval.attention.cpu.keeping import Keeper
 from vllm_kvretrieval.attention.cpu.observation import LatestQueries
 from vllm_kvretrieval.attention.cpu.plans import (
     DecodePlan,
+    Full,
     Prefill,
     RetrievalMetadata,
     Schedule,
@@ -25,6 +26,7 @@ from vllm_kvretrieval.kernels import (
     IndexStore,
     Merge,
     Ops,
+    PromptLists,
     TokenLists,
     TokenRecall,
 )
@@ -171,6 +173,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         assert split is not None or not (ours and encoded), "nobody reads what is encoded"
         if self.choosers and split is not None:
             self._attend_in_parts(layer, query, key, value, kv_cache, split, output)
+        elif ours and attn_metadata.full is not None:
+            self._attend_fully(layer, query, kv_cache, attn_metadata.full, output)
         else:
             super().forward(
                 layer,
@@ -235,11 +239,56 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         if split.whole is not None:
             self._attend_to_all(layer, query, key, value, kv_cache, split.whole, output)
         for part in split.prefill:
-            context = self._stage(kv_cache, part)
-            new = slice(part.start, part.start + part.metadata.num_actual_tokens)
-            super().forward(
-                layer, query[new], key[new], value[new], context, part.metadata, output[new]
-            )
+            context, new = self._stage(kv_cache, part), part.tokens
+            if isinstance(part.by, PromptLists):
+                self._attend_to_prompts(layer, query, context, part, output)
+                continue
+            super().forward(layer, query[new], key[new], value[new], context, part.by, output[new])
+
+    def _attend_fully(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        full: Full,
+        output: torch.Tensor,
+    ) -> None:
+        """The whole batch, over whole contexts, by our own kernels."""
+        if full.rows is not None:
+            self._attend_to_rows(layer, query, kv_cache, full.rows, output)
+        if full.prompts is not None:
+            self._attend_to_prompts(layer, query, kv_cache, full.prompts, output)
+
+    def _attend_to_prompts(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        context: torch.Tensor,
+        part: Prefill,
+        output: torch.Tensor,
+    ) -> None:
+        """Prompts by our own kernel; ``context`` is the KV cache, or what is staged of it."""
+        assert isinstance(part.by, PromptLists)
+        in_cache = part.staged is None and part.chunks is None
+        layout = self._layout(layer) if in_cache else layer.isa
+        new = part.tokens
+        self.kernels.attend_prompt(query[new], part.by, context, output[new], layout, self.scale)
+
+    def _attend_to_rows(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        lists: TokenLists,
+        output: torch.Tensor,
+    ) -> None:
+        """Rows of one token by our own kernel, over whole contexts in the KV cache."""
+        units = kv_cache.view(-1, kv_cache.shape[2], 2 * self.head_size)
+        self.kernels.attend(query, lists, units, output, self._layout(layer), self.scale)
+
+    def _layout(self, layer: Any) -> str:
+        """How the layer's KV cache holds keys."""
+        return ROWS if self.rows else layer.isa
 
     def _stage(self, kv_cache: torch.Tensor, part: Prefill) -> torch.Tensor:
         """Where vLLM's kernel is to read the context of prompts."""
@@ -270,8 +319,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         index, by = whole.index, whole.by
         if isinstance(by, TokenLists):
             rows = slice(len(by.lengths) // by.kv_heads) if index is None else index
-            asked, attended = query[rows], output[rows]
-            self.kernels.attend(asked, by, self.home_pages, attended, ROWS, self.scale)
+            attended = output[rows]
+            self._attend_to_rows(layer, query[rows], kv_cache, by, attended)
         elif index is None:
             super().forward(layer, query, key, value, kv_cache, by, output)
             return

@@ -19,6 +19,7 @@ from vllm_kvretrieval.attention.cpu.keeping import KeptRows, Watch
 from vllm_kvretrieval.attention.cpu.observation import Observation
 from vllm_kvretrieval.attention.cpu.plans import (
     DecodePlan,
+    Full,
     Pages,
     Prefill,
     RetrievalMetadata,
@@ -29,7 +30,7 @@ from vllm_kvretrieval.attention.cpu.plans import (
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import DecodeRows, TokenLists
+from vllm_kvretrieval.kernels import DecodeRows, PromptLists, TokenLists
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 from vllm_kvretrieval.tiers.fast import FastTier
 from vllm_kvretrieval.tiers.home import page_runs
@@ -56,7 +57,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.staging: PrefillStaging | None = None
         self.sparse_prefill: SparsePrefill | None = None
         self.home_page_bytes = 0
-        self.loads = self.streams_dense = self.attends = self.rows = False
+        self.loads = self.streams_dense = self.attends = self.rows = self.own = False
         self.fast: FastTier | None = None
 
     def attach(
@@ -70,6 +71,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         attends: bool = False,
         rows: bool = False,
         fast: FastTier | None = None,
+        own: bool = False,
     ) -> None:
         """Switch retrieval on, once the worker has allocated the layers' state.
 
@@ -85,6 +87,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             rows: Whether the KV cache of retrieval layers has rows; ``attends`` then, and staging.
             fast: Which pages of a slow home are not encoded; ``attends`` then, and staging. None:
                 the home is not.
+            own: Whether our own kernels attend to whole contexts; else vLLM's does.
 
         Raises:
             ValueError: vLLM's block tables are not in pages of this size.
@@ -95,7 +98,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.requests, self.staging = requests, staging
         self.home_page_bytes, self.loads = home_page_bytes, loads
         self.streams_dense, self.attends = streams_dense, attends
-        self.rows, self.fast = rows, fast
+        self.rows, self.fast, self.own = rows, fast, own
         methods = requests.config.methods.values()
         self.per_token = [method.per_token for method in methods]
         self.shares = [method.shares for method in methods]
@@ -142,6 +145,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
                     "that attend to some of their input in both directions, as this one; use raw."
                 )
             return metadata
+        if self.own:
+            metadata.full = self._full(dense)
         if self.observation is not None and self.observation.keeps:
             lens, starts = dense.seq_lens.numpy(), dense.query_start_loc.numpy()
             seats = self.requests.seats(len(lens))
@@ -150,7 +155,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             metadata.watches = self._watches(self.requests, self.requests.kept, dense)
         if not self.requests.calm:
             metadata.split = self._split(common_attn_metadata, dense)
-        elif self.rows:
+        elif self.rows and not self.own:
             everything = self._all_pages(dense.seq_lens, dense.block_table)
             metadata.split = Split(len(dense.seq_lens), [], Whole(None, everything), [])
         if self.fast is not None:
@@ -161,6 +166,21 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.loads and self.requests.arrived:
             metadata.loaded = self._loaded(self.requests, dense)
         return metadata
+
+    def _full(self, dense: CPUAttentionMetadata) -> Full:
+        """How the whole batch attends to whole contexts."""
+        starts = dense.query_start_loc
+        longer = np.flatnonzero(np.diff(starts.numpy()) != 1)
+        count = int(longer[0]) if len(longer) else len(dense.seq_lens)
+        rows = prompts = None
+        if count:
+            rows = self._all_pages(dense.seq_lens[:count], dense.block_table[:count])
+        if count < len(dense.seq_lens):
+            behind = slice(count, len(dense.seq_lens))
+            prompts = Prefill(
+                int(starts[count]), self._part(dense, behind, dense.block_table[behind]), None
+            )
+        return Full(rows, prompts)
 
     def _loaded(self, requests: "RequestTable", dense: CPUAttentionMetadata) -> Pages | None:
         """Pages of what requests that have just arrived had before this step; see Pages."""
@@ -245,7 +265,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             alone = [self._staged_row(dense, row) for row in others.tolist()]
             return Split(rows, decode, None, alone + prefill)
         in_place = all(part.staged is None and part.chunks is None for part in prefill)
-        if not decode and not self.rows and in_place:
+        if not decode and in_place and (self.own or not self.rows):
             return None
         whole = None
         if not decode and rows:
@@ -260,17 +280,13 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata | TokenLists:
         """How rows of one token attend to their whole contexts."""
         lens, table = dense.seq_lens[rows], dense.block_table[rows]
-        if self.rows:
+        if self.rows or self.own:
             return self._all_pages(lens, table)
         return self._with_schedule(dense, self.one_token_starts[: len(lens) + 1], lens, table)
 
     def _all_pages(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> TokenLists:
-        heads, pages = self.num_kv_heads, -(-int(seq_lens.max()) // self.block_size)
-        units = (
-            block_table[:, None, :pages] * heads + torch.arange(heads, dtype=torch.int32)[:, None]
-        )
-        lengths = seq_lens.repeat_interleave(heads)
-        return TokenLists(units.flatten(0, 1), lengths, self.block_size, heads)
+        lengths = seq_lens.repeat_interleave(self.num_kv_heads)
+        return TokenLists(block_table, lengths, self.block_size, self.num_kv_heads, per_head=False)
 
     def _staged_row(self, dense: CPUAttentionMetadata, row: int) -> Prefill:
         """A row of one token that attends to a whole context, read as prompts are."""
@@ -307,7 +323,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
     def _prefill_exactly(self, dense: CPUAttentionMetadata, requests: slice) -> list[Prefill]:
         first, starts = requests.start, dense.query_start_loc[requests.start : requests.stop + 1]
         lens, table = dense.seq_lens[requests], dense.block_table[requests]
-        staged = self.staging.plan(table, lens, starts) if self.staging else []
+        staging = None if self.own and self.fast is None else self.staging
+        staged = staging.plan(table, lens, starts) if staging else []
         if not staged:
             return [Prefill(int(starts[0]), self._part(dense, requests, table), None)]
         return [
@@ -346,8 +363,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         parts = list[Prefill]()
         for chunks in planned:
             lens = chunks.lists.lengths[:: self.num_kv_heads].contiguous()
-            metadata = self._with_schedule(dense, chunks.query_start_loc, lens, chunks.block_table)
-            parts.append(Prefill(chunks.start, metadata, None, chunks))
+            lists = self._prompts(dense, chunks.query_start_loc, lens, chunks.block_table)
+            parts.append(Prefill(chunks.start, lists, None, chunks))
         return parts
 
     def _plan(
@@ -513,11 +530,24 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def _part(
         self, dense: CPUAttentionMetadata, requests: slice, block_table: torch.Tensor
-    ) -> CPUAttentionMetadata:
-        """vLLM's metadata for some of the requests, their tokens counted from the first of them."""
+    ) -> CPUAttentionMetadata | PromptLists:
+        """How some of the requests attend, their tokens counted from the first of them."""
         starts = dense.query_start_loc[requests.start : requests.stop + 1]
         lens = dense.seq_lens[requests]
-        return self._with_schedule(dense, starts - starts[0], lens, block_table)
+        return self._prompts(dense, starts - starts[0], lens, block_table)
+
+    def _prompts(
+        self,
+        dense: CPUAttentionMetadata,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> CPUAttentionMetadata | PromptLists:
+        """How sequences of queries attend to the contexts that end with them."""
+        if not self.own:
+            return self._with_schedule(dense, query_start_loc, seq_lens, block_table)
+        seen = seq_lens - query_start_loc.diff() + 1
+        return PromptLists(block_table, query_start_loc, seen, self.num_kv_heads)
 
     def _with_schedule(
         self,

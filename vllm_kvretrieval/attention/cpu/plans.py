@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 from vllm_kvretrieval.attention.cpu.chunks import Chunks
 from vllm_kvretrieval.attention.cpu.keeping import KeptRows, Watch
 from vllm_kvretrieval.attention.cpu.observation import Observed
-from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, TokenLists
+from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, PromptLists, TokenLists
 
 
 class Pages(NamedTuple):
@@ -73,8 +73,8 @@ class Whole:
 
     Attributes:
         index: int64 [rows]; their places in the batch, None where they are the first ones in it.
-        by: vLLM's metadata for them alone; in a cache of rows, which vLLM's kernel does not read,
-            all pages of their contexts.
+        by: Where vLLM's kernel attends, its metadata for them alone; where ours does, all pages of
+            their contexts.
     """
 
     index: torch.Tensor | None
@@ -87,16 +87,37 @@ class Prefill:
 
     Attributes:
         start: Their first token in the batch.
-        metadata: vLLM's, for them alone; their tokens counted from there.
+        by: Where vLLM's kernel attends, its metadata for them alone; where ours does, their lists.
+            Tokens are counted from ``start``.
         staged: The pages to copy into the staging buffer, which is then read, as
             :class:`StagedContext` has them; None where the cache itself is.
-        chunks: Where prefill is sparse, what to copy there instead; ``metadata`` is of these.
+        chunks: Where prefill is sparse, what to copy there instead; ``by`` is of these.
     """
 
     start: int
-    metadata: CPUAttentionMetadata
+    by: CPUAttentionMetadata | PromptLists
     staged: torch.Tensor | None
     chunks: Chunks | None = None
+
+    @property
+    def tokens(self) -> slice:
+        """Their tokens in the batch."""
+        starts = self.by.starts if isinstance(self.by, PromptLists) else self.by.query_start_loc
+        return slice(self.start, self.start + int(starts[-1]))
+
+
+@dataclass
+class Full:
+    """How a batch attends to whole contexts by our own kernels.
+
+    Attributes:
+        rows: All pages of the requests with a single token, which lead the batch; None: there are
+            none.
+        prompts: The requests after them; None: there are none.
+    """
+
+    rows: TokenLists | None
+    prompts: Prefill | None
 
 
 @dataclass
@@ -122,7 +143,9 @@ class RetrievalMetadata(CPUAttentionMetadata):
     """vLLM's metadata of the whole batch, for dense layers and contexts within budget.
 
     Attributes:
-        split: How retrieval layers attend; None where they take vLLM's own path too.
+        full: How dense layers attend, and retrieval layers whose contexts are within budget; None:
+            by vLLM's kernel.
+        split: How retrieval layers attend otherwise; None where they attend as dense layers do.
         in_place: With a slow home, the :func:`page_runs` of the requests that read it in place, if
             one of these is longer than the budget: in a dense layer, and in a retrieval layer.
         loaded: Pages that a KV connector may have filled since the last step.
@@ -131,6 +154,7 @@ class RetrievalMetadata(CPUAttentionMetadata):
         watches: Queries by whose attention tokens are kept.
     """
 
+    full: Full | None = None
     split: Split | None = None
     in_place: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
     loaded: Pages | None = None

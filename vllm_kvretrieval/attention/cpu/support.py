@@ -9,6 +9,7 @@ from vllm_kvretrieval.attention import support
 from vllm_kvretrieval.attention.support import WITHOUT
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.index.check import check_outside
 
 if TYPE_CHECKING:
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int) -> None:
+    """Refuse our own attention to whole contexts where its kernels cannot read the KV cache."""
+    layout = _get_attn_isa(dtype, config.page_size, head_size)
+    if config.attention == "own" and layout not in cpu.LAYOUTS:
+        raise RetrievalConfigError(
+            f"kv_retrieval.attention=own cannot read keys as vLLM lays them out here ({layout}); "
+            "leave it out."
+        )
 
 
 def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
@@ -38,6 +49,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{method} on the CPU needs vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0."
         )
     check_shape(model.dtype, head_size, method)
+    check_attention(config, model.dtype, head_size)
     check_outside(config.stores, head_size, model.dtype)
 
 

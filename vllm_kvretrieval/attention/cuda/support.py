@@ -67,6 +67,7 @@ def check_options(config: RetrievalConfig) -> None:
     alternatives = {
         "codec": ("raw", config.codec, "keep pages as the model made them"),
         "prefill_budget": (None, config.prefill_budget, "prefill exactly"),
+        "attention": ("vllm", config.attention, "attend to whole contexts by vLLM's kernel"),
         "memory_fraction": (None, config.memory_fraction, "name a budget"),
     }
     for key, (served, given, remedy) in alternatives.items():

@@ -181,8 +181,21 @@ class PlanningWorker(CPUWorker):
         found = {*retrieving_layers(numbers.values(), self.roles, dense_layers)}
         return [name for name in names if numbers.get(name) in found]
 
+    @property
+    def stages(self) -> bool:
+        """Whether something has to be laid out for prompts, see PrefillStaging.
+
+        Our own kernels read every layout, but nothing that is encoded, nor tokens that a filter has
+        selected for a chunk.
+        """
+        config = self.retrieval_config
+        copied = config.encoding is not None or config.prefill_budget is not None
+        return copied or not config.attends_itself
+
     def _staging_bytes(self) -> int:
         """One layer's keys and values of the longest context; see PrefillStaging."""
+        if not self.stages:
+            return 0
         model = self.model_config
         width = 2 * model.get_head_size() * model.dtype.itemsize
         return model.max_model_len * model.get_num_kv_heads(self.parallel_config) * width

@@ -32,6 +32,10 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         cpu.isa(),
         _described_shares(worker),
     )
+    logger.info(
+        "Whole contexts are attended to by %s.",
+        "our own kernels" if config.attends_itself else "vLLM's kernel",
+    )
     if config.prefill_budget is not None:
         parts = config.page_budget(config.prefill_budget)
         logger.info(
@@ -57,7 +61,9 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
             else f"{format_gib(tiers.dense)} GiB",
             f"{format_gib(tiers.staging)} GiB"
             if tiers.staging
-            else "none (there is no room for it)",
+            else "none (there is no room for it)"
+            if worker.stages
+            else "none",
             format_gib(tiers.recall_cache),
             sum(tiers.slots) // len(tiers.slots),
             "tokens of KV heads" if config.rows else "slots",

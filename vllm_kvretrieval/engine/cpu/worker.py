@@ -169,6 +169,8 @@ class RetrievalCPUWorker(PlanningWorker):
         streams_dense = self.tiers is not None and self.tiers.streams_dense
         filters = self._attach_filters(layers)
         for builder, staging, names in groups:
+            for name in builder.layer_names:
+                layers[name].impl.kernels = cpu
             for name in names:
                 layout = cpu.ROWS if config.rows else builder.isa
                 self._attach(name, layers[name], layout, staging)
@@ -186,6 +188,7 @@ class RetrievalCPUWorker(PlanningWorker):
                 config.rows or builder.isa in ATTENDED,
                 config.rows and bool(names),
                 self.fast,
+                config.attends_itself,
             )
         if streams_dense:
             self._attach_streamed(layers)
@@ -468,7 +471,7 @@ class RetrievalCPUWorker(PlanningWorker):
     def _staging(self, builder: RetrievalMetadataBuilder) -> PrefillStaging | None:
         """The group's staging buffer; None where the pages serve vLLM's prefill kernel as well."""
         page_size, rows = self.retrieval_config.page_size, self.retrieval_config.rows
-        if self.tiers is not None and not self.tiers.staging:
+        if not self.stages or (self.tiers is not None and not self.tiers.staging):
             return None
         encoded = self.encoding is not None
         if builder.isa not in (ISAS_OF_ROWS if rows else ISAS):

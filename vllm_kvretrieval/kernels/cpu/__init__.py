@@ -15,6 +15,7 @@ except ImportError as error:
 from vllm_kvretrieval.kernels.cpu.binding import CODINGS, KINDS, LAYOUTS, ROWS
 from vllm_kvretrieval.kernels.cpu.ops import (
     attend,
+    attend_prompt,
     drop_tokens,
     index_pages,
     isa,
@@ -46,6 +47,7 @@ __all__ = [
     "RecallCache",
     "TokenRecall",
     "attend",
+    "attend_prompt",
     "decode_units",
     "drop_tokens",
     "encode_units",

@@ -1,5 +1,7 @@
 """What a step does to tensors; see :class:`vllm_kvretrieval.kernels.types.Ops`."""
 
+import math
+
 import torch
 
 from vllm_kvretrieval import _cpu
@@ -23,10 +25,14 @@ from vllm_kvretrieval.kernels.types import (
     DecodeRows,
     IndexStore,
     Merge,
+    PromptLists,
     TokenLists,
 )
 from vllm_kvretrieval.retrieval.index import Index, pack, unpack
 from vllm_kvretrieval.retrieval.keeping import RATINGS, STAMPED, Keeping
+
+MOST_TOKENS_OF_PAGE = 128
+"""What a prompt's attention takes at once (kTile in csrc/cpu/prompt/product.h)."""
 
 
 def isa() -> str:
@@ -320,23 +326,20 @@ def attend(
     check("lengths", lists.lengths, torch.int32)
     units, heads = len(lists.lengths), query.shape[1]
     rows = units // lists.kv_heads
-    if units % lists.kv_heads or len(lists.entries) < units or heads % lists.kv_heads:
+    needed = units if lists.per_head else rows
+    if units % lists.kv_heads or len(lists.entries) < needed or heads % lists.kv_heads:
         raise ValueError(
             f"{units} lengths and {len(lists.entries)} lists of entries for {heads} query heads do "
             f"not belong to {lists.kv_heads} KV heads"
         )
-    known = layout in LAYOUTS and (layout != "amx" or cache.element_size() == 2)
-    if not known or width % 32 or not cache.is_contiguous():
-        raise ValueError(
-            f"a contiguous cache of heads in multiples of 16 can be attended to, in the layouts "
-            f"{[*LAYOUTS]} (amx: of 16 bits); got {tuple(cache.shape)} in {cache.dtype} with "
-            f"strides {cache.stride()} in {layout}"
-        )
+    _check_cache(cache, layout)
     least = 1 if layout == ROWS else 16
     if lists.run < least or lists.run & (lists.run - 1) or page_size % lists.run:
         raise ValueError(
             f"run={lists.run} is no power of two from {least} on in pages of {page_size}"
         )
+    if not lists.per_head and lists.run != page_size:
+        raise ValueError(f"KV heads share lists of pages of {page_size}, not of {lists.run} tokens")
     if lse is not None:
         check("lse", lse, torch.float32)
         if lse.shape != (rows, heads) or not lse.is_contiguous():
@@ -357,6 +360,7 @@ def attend(
         lists.entries.data_ptr(),
         lists.entries.shape[1],
         lists.entries.stride(0),
+        lists.per_head,
         lists.lengths.data_ptr(),
         rows,
         lists.run,
@@ -371,6 +375,82 @@ def attend(
         cache.dtype,
         scale,
     )
+
+
+def attend_prompt(
+    query: torch.Tensor,
+    lists: PromptLists,
+    cache: torch.Tensor,
+    output: torch.Tensor,
+    layout: str,
+    scale: float,
+    *,
+    lse: torch.Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.types.Ops.attend_prompt`."""
+    page_size, width = cache.shape[-2:]
+    sequences, heads, kv_heads = len(lists.seen), query.shape[1], lists.kv_heads
+    for name in ("entries", "starts", "seen"):
+        check(name, getattr(lists, name), torch.int32)
+    needed = sequences * kv_heads if lists.per_head else sequences
+    if len(lists.entries) < needed or len(lists.starts) != sequences + 1 or heads % kv_heads:
+        raise ValueError(
+            f"{sequences} sequences of {kv_heads} KV heads need {needed} lists and "
+            f"{sequences + 1} starts; got {len(lists.entries)} and {len(lists.starts)}, and "
+            f"{heads} query heads"
+        )
+    _check_cache(cache, layout)
+    if page_size > MOST_TOKENS_OF_PAGE or page_size % 16 or page_size & (page_size - 1):
+        raise ValueError(f"pages of {page_size} tokens: 16, 32, 64 and 128 can be attended to")
+    if not (scale > 0 and math.isfinite(scale) and 0 <= softcap < math.inf and window >= 0):
+        raise ValueError(f"scale={scale}, softcap={softcap}, window={window} cannot be")
+    if lse is not None:
+        check("lse", lse, torch.float32)
+        if lse.shape != query.shape[:2] or not lse.is_contiguous():
+            raise ValueError(f"lse must be {tuple(query.shape[:2])}, got {tuple(lse.shape)}")
+    if sinks is not None:
+        check("sinks", sinks, torch.float32)
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks must be {(heads,)}, got {tuple(sinks.shape)}")
+    _cpu.attend_prompt(
+        *vectors(query),
+        *vectors(output),
+        0 if lse is None else lse.data_ptr(),
+        len(query),
+        lists.starts.data_ptr(),
+        lists.seen.data_ptr(),
+        sequences,
+        lists.entries.data_ptr(),
+        lists.entries.shape[1],
+        lists.entries.stride(0),
+        lists.per_head,
+        cache.data_ptr(),
+        cache.numel() // (page_size * width),
+        LAYOUTS[layout],
+        kv_heads,
+        heads // kv_heads,
+        width // 2,
+        page_size,
+        DTYPES[cache.dtype],
+        cache.dtype,
+        window,
+        scale,
+        softcap,
+        0 if sinks is None else sinks.data_ptr(),
+    )
+
+
+def _check_cache(cache: torch.Tensor, layout: str) -> None:
+    known = layout in LAYOUTS and (layout != "amx" or cache.element_size() == 2)
+    if not known or cache.shape[-1] % 32 or not cache.is_contiguous():
+        raise ValueError(
+            f"a contiguous cache of heads in multiples of 16 can be attended to, in the layouts "
+            f"{[*LAYOUTS]} (amx: of 16 bits); got {tuple(cache.shape)} in {cache.dtype} with "
+            f"strides {cache.stride()} in {layout}"
+        )
 
 
 def drop_tokens(weights: torch.Tensor, rows: DecodeRows, kept: KeptTokens, rule: Keeping) -> None:

@@ -1,0 +1,169 @@
+"""Attention of prompts: vLLM's kernel and ours, in turn.
+
+    python -m benchmarks.prompt_attention [--cases CHUNK:CONTEXT ...] [--shapes NAME ...] [--avx2]
+
+The ops alone, over random queries, keys and values: a step that reads the last CHUNK tokens of a
+prompt of CONTEXT tokens. vLLM's kernel reads blocks of 128 tokens, as it does by default, and ours
+scattered pages of 32. On one thread, in processor time, medians of rounds: a shared machine is
+enough. It exits with 1 where ours is slower than the machine's goal (``GOALS``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import RESULTS, Stopwatch, result_header, write_json
+from benchmarks.planning import DTYPES, PAGE, Shape
+from vllm_kvretrieval.kernels import PromptLists, cpu
+
+MODULE = "benchmarks.prompt_attention"
+BLOCK = 128
+"""Tokens of a block of vLLM's cache."""
+SHAPES = {
+    "smollm2-135m": Shape(layers=1, kv_heads=3, group=3, head_size=64),
+    "qwen2.5-0.5b": Shape(layers=1, kv_heads=2, group=7, head_size=64),
+    "llama-3.1-8b": Shape(layers=1, kv_heads=8, group=4, head_size=128),
+}
+CASES = ((128, 2048), (2048, 2048), (128, 8192), (2048, 8192), (512, 32768))
+GOALS = {"avx2": {64: 1.8, 128: 1.5}}
+"""By instruction set and head size: how many times as fast as vLLM's kernel ours has to be."""
+
+
+class Case:
+    """A step with the last tokens of a prompt."""
+
+    def __init__(self, shape: Shape, chunk: int, context: int, dtype: torch.dtype) -> None:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        heads, size = shape.kv_heads, shape.head_size
+        self.shape, self.dtype, self.scale = shape, dtype, size**-0.5
+        self.isa = _get_attn_isa(dtype, BLOCK, size)
+        self.query = torch.randn(chunk, heads * shape.group, size).to(dtype)
+        self.output, self.expected = torch.empty_like(self.query), torch.empty_like(self.query)
+        pages = torch.randn(context // PAGE, heads, PAGE, 2 * size).to(dtype)
+        table = torch.randperm(len(pages), dtype=torch.int32)
+        self.cache = pages
+        self.blocks = torch.empty(context // BLOCK, heads, BLOCK, 2 * size, dtype=dtype)
+        cpu.stage_pages(pages, table, self.blocks, self.isa)
+        self.starts = torch.tensor([0, chunk], dtype=torch.int32)
+        self.lens = torch.tensor([context], dtype=torch.int32)
+        self.table = torch.arange(len(self.blocks), dtype=torch.int32)[None]
+        self.lists = PromptLists(table[None], self.starts, self.lens - chunk + 1, heads)
+        self.logits = heads * shape.group * (chunk * context - chunk * (chunk - 1) // 2)
+
+    def own(self) -> None:
+        """By our kernel."""
+        cpu.attend_prompt(self.query, self.lists, self.cache, self.output, self.isa, self.scale)
+
+    def vllm(self) -> None:
+        """By vLLM's."""
+        from vllm import _custom_ops as ops
+
+        shape = self.shape
+        keys, values = self.blocks.view(len(self.blocks), shape.kv_heads, 2 * BLOCK, -1).chunk(2, 2)
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=1,
+            num_heads=shape.kv_heads * shape.group,
+            num_kv_heads=shape.kv_heads,
+            head_dim=shape.head_size,
+            seq_lens=self.lens,
+            dtype=self.dtype,
+            query_start_loc=self.starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self.isa,
+            enable_kv_split=True,
+        )
+        ops.cpu_attention_with_kv_cache(
+            query=self.query,
+            key_cache=keys,
+            value_cache=values,
+            output=self.expected,
+            query_start_loc=self.starts,
+            seq_lens=self.lens,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=self.table,
+            softcap=0.0,
+            scheduler_metadata=schedule,
+            s_aux=None,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError where both do not compute the same."""
+        tolerance = 1e-4 if self.dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(self.output, self.expected, rtol=tolerance, atol=tolerance)
+
+
+def seconds_of(run: Callable[[], None]) -> float:
+    """Processor time of one run."""
+    begin = time.process_time()
+    run()
+    return time.process_time() - begin
+
+
+def measure(case: Case, rounds: int) -> dict[str, float]:
+    """Nanoseconds per logit."""
+    case.vllm()
+    case.own()
+    case.check()
+    times = [(seconds_of(case.vllm), seconds_of(case.own)) for _ in range(rounds)]
+    theirs, ours = (statistics.median(column) for column in zip(*times, strict=True))
+    return {
+        "vllm_ns": round(1e9 * theirs / case.logits, 2),
+        "own_ns": round(1e9 * ours / case.logits, 2),
+        "ratio": round(theirs / ours, 2),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit status."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+    pair = lambda text: tuple(int(part) for part in text.split(":"))  # noqa: E731
+    parser.add_argument("--cases", type=pair, nargs="+", default=CASES, metavar="CHUNK:CONTEXT")
+    parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=SHAPES)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
+    parser.add_argument("--isa", choices=cpu.isas(), help="instruction set of our kernel")
+    parser.add_argument("--avx2", action="store_true", help="both as on a machine without AVX-512")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "prompt-attention.json", metavar="FILE"
+    )
+    args = parser.parse_args(arguments)
+    if args.avx2:  # vLLM chooses one of its libraries when it is imported
+        torch.cpu._is_avx512_supported = lambda: False
+    if args.isa or args.avx2:
+        cpu.use_isa(args.isa or "avx2")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    clock, goals = Stopwatch(), GOALS.get(cpu.isa(), {})
+    found: list[dict[str, Any]] = []
+    for shape in args.shapes:
+        for dtype in args.dtypes:
+            for chunk, context in args.cases:
+                case = Case(SHAPES[shape], chunk, context, DTYPES[dtype])
+                row = {"shape": shape, "dtype": dtype, "chunk": chunk, "context": context}
+                row |= measure(case, args.rounds)
+                print(f"[{clock}] {row}", flush=True)
+                found.append(row)
+    settings = {"isa": cpu.isa(), "rounds": args.rounds}
+    write_json(args.out, {**result_header(MODULE), "settings": settings, "rows": found})
+    print(f"results: {args.out}  time: {clock}")
+    slow = [r for r in found if r["ratio"] < goals.get(SHAPES[r["shape"]].head_size, 0)]
+    for row in slow:
+        print(f"slower than the goal: {row}")
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

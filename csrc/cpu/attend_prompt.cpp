@@ -1,0 +1,282 @@
+// Attention of prompts over lists of pages; compiled once per instruction set.
+//
+// A task is a block of a sequence's queries and a KV head. Its rows are the head's query heads of all
+// these queries, query after query, so keys and values are read once for all of them. They are packed
+// kTile tokens at a time, and met by as many rows together as leave their queries in L1.
+//
+// Lists are divided into stretches of a fixed length, whose parts are merged in order: a result
+// depends neither on the number of threads, nor on other sequences, nor on a prompt's chunks.
+#include <omp.h>
+
+#include <vector>
+
+#include "kernels.h"
+#include "prompt/panels.h"
+#include "prompt/rows.h"
+
+namespace kvr {
+namespace KVR_ISA {
+namespace prompt {
+
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+constexpr int kStretch = 2048;        // tokens
+constexpr int kTaskElements = 32768;  // of queries, and of outputs: with the panels they stay in L2
+constexpr int kTogether = 3072;       // elements of queries that meet a panel in L1
+constexpr int kTasksPerThread = 4;
+constexpr int64_t kSerialLogits = 4096;  // work below which waking the other threads costs more
+
+struct Task {
+  int sequence, head;
+  int first, queries;  // of the sequence's queries
+  int seen;            // tokens of the list that the first of them sees
+  int64_t logits;      // of a query head
+};
+
+template <class E>
+class Prompting {
+  using P = typename ProductOf<E>::type;
+  using Word = typename P::Word;
+
+ public:
+  explicit Prompting(const PromptAttention& a)
+      : a_(a),
+        columns_(round_up(a.head_size, kColumns)),
+        words_(a.head_size / P::kDepth),
+        together_(std::max(kTogether / (a.head_size * kMicro), 1) * kMicro),
+        logits_{a.scale * kLog2E, a.softcap * kLog2E} {
+    const int queries = std::max(kTaskElements / (a.head_size * a.group), 1);
+    rows_ = round_up(queries * a.group, kMicro);
+    for (int s = 0; s < a.sequences; ++s)
+      for (int first = 0; first < a.queries(s); first += queries) {
+        const int some = std::min(queries, a.queries(s) - first), seen = a.seen[s] + first;
+        const int64_t read = a.window > 0 ? std::min(seen, a.window) : seen;
+        for (int h = 0; h < a.kv_heads; ++h)
+          tasks_.push_back({s, h, first, some, seen, (read + some / 2) * some});
+      }
+    std::stable_sort(tasks_.begin(), tasks_.end(),
+                     [](const Task& x, const Task& y) { return x.logits > y.logits; });
+  }
+
+  void run() {
+    const int count = tasks_.size();
+    int64_t logits = 0;
+    for (const Task& task : tasks_) logits += task.logits * a_.group;
+    const bool parallel = logits > kSerialLogits;
+    if (count < kTasksPerThread * omp_get_max_threads()) return run_by_stretches(parallel);
+#pragma omp parallel for schedule(dynamic, 1) if (parallel)
+    for (int t = 0; t < count; ++t) {
+      const Task& task = tasks_[t];
+      const Rows<Word> rows = rows_of(task);
+      float* const memory = scratch().parts.of(2 * part_floats());
+      const Part whole = part_at(memory, 0), more = part_at(memory, 1);
+      attend_stretch(task, rows, first_stretch(task), whole);
+      for (int i = 1; i < stretches(task); ++i) {
+        attend_stretch(task, rows, first_stretch(task) + i, more);
+        merge(task, whole, more);
+      }
+      finish(task, whole);
+    }
+  }
+
+ private:
+  // A thread's own.
+  struct Scratch {
+    Room<Word> queries, keys, values;
+    Room<float> logits, sums, parts;
+    Room<int> begins, limits, unseen;
+  };
+  static Scratch& scratch() {
+    thread_local Scratch own;
+    return own;
+  }
+
+  void run_by_stretches(bool parallel) const {
+    const int count = tasks_.size();
+    std::vector<int> firsts(count + 1);  // stretches of the tasks before each
+    for (int t = 0; t < count; ++t) firsts[t + 1] = firsts[t] + stretches(tasks_[t]);
+    thread_local Room<float> room;  // engines in one process may step at the same time
+    float* const memory = room.of(firsts[count] * part_floats());
+#pragma omp parallel if (parallel)
+    {
+#pragma omp for schedule(dynamic, 1)
+      for (int i = 0; i < firsts[count]; ++i) {
+        const int t = std::upper_bound(firsts.begin(), firsts.end(), i) - firsts.begin() - 1;
+        const Task& task = tasks_[t];
+        attend_stretch(task, rows_of(task), first_stretch(task) + i - firsts[t],
+                       part_at(memory, i));
+      }
+#pragma omp for schedule(dynamic, 1)
+      for (int t = 0; t < count; ++t) {
+        const Part whole = part_at(memory, firsts[t]);
+        for (int i = firsts[t] + 1; i < firsts[t + 1]; ++i)
+          merge(tasks_[t], whole, part_at(memory, i));
+        finish(tasks_[t], whole);
+      }
+    }
+  }
+
+  int64_t part_floats() const { return int64_t(rows_) * (columns_ + 2); }
+  Part part_at(float* memory, int64_t i) const {
+    float* const out = memory + i * part_floats();
+    float* const references = out + int64_t(rows_) * columns_;
+    return {out, references, references + rows_};
+  }
+
+  int first_stretch(const Task& task) const {
+    return a_.window > 0 ? std::max(task.seen - a_.window, 0) / kStretch : 0;
+  }
+  int stretches(const Task& task) const {
+    return (task.seen + task.queries - 2) / kStretch + 1 - first_stretch(task);
+  }
+
+  Rows<Word> rows_of(const Task& task) const {
+    const int group = a_.group, given = task.queries * group, count = round_up(given, kMicro);
+    Scratch& own = scratch();
+    const Rows<Word> rows{count,
+                          own.queries.of(int64_t(count) * words_),
+                          own.begins.of(count),
+                          own.limits.of(count),
+                          own.sums.of(count * kWidth),
+                          own.unseen.of(count / kMicro)};
+    for (int r = 0; r < count; ++r) {
+      const int row = std::min(r, given - 1);
+      Word* const to = rows.queries + int64_t(r / kMicro) * words_ * kMicro + r % kMicro;
+      P::pack(static_cast<const E*>(a_.query) + place(task, row, a_.query_stride), a_.head_size,
+              kMicro, to);
+      rows.limits[r] = task.seen + row / group;
+      rows.begins[r] = a_.window > 0 ? std::max(rows.limits[r] - a_.window, 0) : 0;
+    }
+    return rows;
+  }
+
+  // Where a row is in the queries, or in the output.
+  int64_t place(const Task& task, int row, int64_t stride) const {
+    const int64_t token = a_.starts[task.sequence] + task.first + row / a_.group;
+    return token * stride + int64_t(head(task, row)) * a_.head_size;
+  }
+  int head(const Task& task, int row) const { return task.head * a_.group + row % a_.group; }
+
+  const E* unit(const Task& task, int page) const {
+    const int64_t list = a_.per_head ? int64_t(task.sequence) * a_.kv_heads + task.head : task.sequence;
+    const int64_t entry = a_.entries[list * a_.stride + page];
+    const int64_t number = a_.per_head ? entry : entry * a_.kv_heads + task.head;
+    return static_cast<const E*>(a_.cache) + number * 2 * a_.page_size * a_.head_size;
+  }
+
+  void attend_stretch(const Task& task, const Rows<Word>& rows, int stretch, const Part& part) const {
+    Scratch& own = scratch();
+    std::fill_n(part.out, int64_t(rows.count) * columns_, 0.0f);
+    std::fill_n(part.references, rows.count, 0.0f);
+    std::fill_n(part.sums, rows.count, 0.0f);
+    std::fill_n(rows.sums, rows.count * kWidth, 0.0f);
+    std::fill_n(rows.unseen, rows.count / kMicro, kMicro);
+    const int d = a_.head_size;
+    const Panels<P> panels{d, a_.page_size, a_.layout, own.keys.of(Panels<P>::key_words(d)),
+                           own.values.of(Panels<P>::value_words(d))};
+    const int last = std::min(rows.limits[rows.count - 1], (stretch + 1) * kStretch);
+    const int begin = std::max(stretch * kStretch, rows.begins[0] / kTile * kTile);
+    for (int first = begin; first < last; first += kTile) {
+      const int tokens = std::min(kTile, last - first);
+      for (int t = 0; t < tokens; t += a_.page_size)
+        panels.take(unit(task, (first + t) / a_.page_size), t, std::min(a_.page_size, tokens - t));
+      for (int row = 0; row < rows.count; row += together_)
+        attend_tile(rows, row, std::min(row + together_, rows.count), first, tokens, panels, part);
+    }
+    for (int r = 0; r < rows.count; ++r)
+      part.sums[r] = sum(load_as<Floats>(rows.sums + r * kWidth));
+  }
+
+  // Rows from one on up to another, with the tile that begins at the list's token `first`.
+  void attend_tile(const Rows<Word>& rows, int from, int to, int first, int tokens,
+                   const Panels<P>& panels, const Part& part) const {
+    const Span all{rows, from, first, tokens};
+    const int end = Span(rows, to - kMicro, first, tokens).end;
+    float* const logits = scratch().logits.of(int64_t(together_) * kTile);
+    constexpr int kMostBlocks = kTogether / (16 * kMicro);
+    Floats tops[kMostBlocks];
+    std::fill_n(tops, kMostBlocks, splat(kLowest));
+    const auto multiply = logits_.cap > 0 ? multiply_keys<P, true> : multiply_keys<P, false>;
+    for (int t = all.begin; t < end; t += kColumns)
+      for (int r = from; r < to; r += kMicro) {
+        const Span span(rows, r, first, tokens);
+        if (t < span.begin || t >= span.end) continue;
+        Floats& top = tops[(r - from) / kMicro];
+        top = multiply(rows.queries + int64_t(r) * words_, panels.keys_of(t), words_, logits_,
+                       part.references + r, logits + (r - from) * kTile + t, top);
+      }
+    for (int r = from; r < to; r += kMicro) {
+      const Span span(rows, r, first, tokens);
+      if (span.empty()) continue;
+      float* const x = logits + (r - from) * kTile;
+      if (rows.unseen[r / kMicro] > 0 || any_above(tops[(r - from) / kMicro], kBound))
+        refer_anew(rows, r, span, first, x, part, columns_);
+      weigh<P>(rows, r, span, first, x);
+    }
+    for (int c = 0; c < columns_; c += kColumns)
+      for (int r = from; r < to; r += kMicro) {
+        const Span span(rows, r, first, tokens);
+        if (span.empty()) continue;
+        const auto* weights = reinterpret_cast<const typename P::Weight*>(logits + (r - from) * kTile);
+        const int begin = span.begin / P::kDepth, words = (span.end + P::kDepth - 1) / P::kDepth;
+        multiply_values<P>(weights + span.begin, panels.values_of(c) + begin * kColumns, words - begin,
+                           part.out + int64_t(r) * columns_ + c, columns_);
+      }
+  }
+
+  // Adds another part to the whole.
+  void merge(const Task& task, const Part& whole, const Part& more) const {
+    for (int r = 0; r < task.queries * a_.group; ++r) {
+      if (more.sums[r] == 0) continue;
+      const bool only = whole.sums[r] == 0;
+      const float top = only ? more.references[r] : std::max(whole.references[r], more.references[r]);
+      const float ours = only ? 0 : std::exp2(whole.references[r] - top);
+      const float theirs = std::exp2(more.references[r] - top);
+      float* out = whole.out + int64_t(r) * columns_;
+      const float* other = more.out + int64_t(r) * columns_;
+      for (int c = 0; c < a_.head_size; c += kWidth) {
+        const Floats x = load_as<Floats>(out + c) * ours + load_as<Floats>(other + c) * theirs;
+        std::memcpy(out + c, &x, sizeof x);
+      }
+      whole.sums[r] = whole.sums[r] * ours + more.sums[r] * theirs;
+      whole.references[r] = top;
+    }
+  }
+
+  void finish(const Task& task, const Part& whole) const {
+    for (int r = 0; r < task.queries * a_.group; ++r) {
+      float total = whole.sums[r], top = whole.references[r], factor = 1;
+      if (a_.sinks != nullptr) {
+        const float sink = a_.sinks[head(task, r)] * kLog2E;
+        top = std::max(top, sink);
+        factor = std::exp2(whole.references[r] - top);
+        total = total * factor + std::exp2(sink - top);
+      }
+      factor /= total;
+      E* out = static_cast<E*>(a_.out) + place(task, r, a_.out_stride);
+      for (int c = 0; c < a_.head_size; c += kWidth)
+        store_rounded<E>(out + c, load_as<Floats>(whole.out + int64_t(r) * columns_ + c) * factor);
+      if (a_.lse == nullptr) continue;
+      const int64_t token = a_.starts[task.sequence] + task.first + r / a_.group;
+      a_.lse[token * a_.kv_heads * a_.group + head(task, r)] = (top + std::log2(total)) * kLn2;
+    }
+  }
+
+  const PromptAttention& a_;
+  const int columns_, words_, together_;
+  const Logits logits_;
+  std::vector<Task> tasks_;
+  int rows_;
+};
+
+}  // namespace prompt
+
+void attend_prompt(const PromptAttention& a) {
+  switch (a.dtype) {
+    case DType::kBFloat16: return prompt::Prompting<BFloat16>(a).run();
+    case DType::kFloat16: return prompt::Prompting<Float16>(a).run();
+    case DType::kFloat32: return prompt::Prompting<Float32>(a).run();
+  }
+}
+
+}  // namespace KVR_ISA
+}  // namespace kvr

@@ -1,0 +1,178 @@
+// Pages of the KV cache -> packed panels: of keys [tokens / kColumns][words of a key][kColumns], of
+// values [channels / kColumns][words of a tile's tokens][kColumns]. All layouts and element types meet
+// the same products behind this.
+#pragma once
+
+#include <utility>
+
+#include "kernels.h"
+#include "keys.h"
+#include "prompt/product.h"
+
+namespace kvr {
+namespace KVR_ISA {
+namespace prompt {
+
+// Element i of what is left of vectors a and b when blocks of `size` elements trade places: those of
+// the upper half pairs of a with those of the lower of b.
+constexpr int traded(int i, int size, bool second) {
+  const bool upper = i / size % 2;
+  if (!second) return upper ? kWidth + i - size : i;
+  return upper ? kWidth + i : i + size;
+}
+
+template <int size, size_t... i>
+inline void trade(Words& a, Words& b, std::index_sequence<i...>) {
+  const Words x = a, y = b;
+  a = __builtin_shufflevector(x, y, traded(i, size, false)...);
+  b = __builtin_shufflevector(x, y, traded(i, size, true)...);
+}
+
+template <int size>
+inline void transpose_blocks(Words (&rows)[kWidth]) {
+  KVR_UNROLL for (int r = 0; r < kWidth; ++r)
+    if (r / size % 2 == 0) trade<size>(rows[r], rows[r + size], std::make_index_sequence<kWidth>{});
+  if constexpr (size * 2 < kWidth) transpose_blocks<size * 2>(rows);
+}
+
+// kWidth vectors as a matrix.
+inline void transpose(Words (&rows)[kWidth]) { transpose_blocks<1>(rows); }
+
+// kWidth words of elements one after the other: of one element each, or of pairs.
+template <class P>
+inline Words words_of(const typename P::Element* p) {
+  if constexpr (P::kDepth == 2) return load_as<Words>(p);
+  else return (Words)P::Element::load(p);
+}
+
+// Words of two elements from two places, or of one.
+template <class P>
+inline Words join(const typename P::Element* p, [[maybe_unused]] const typename P::Element* second) {
+  if constexpr (P::kDepth == 2)
+    return __builtin_convertvector(load_as<Halves>(p), Words) |
+           __builtin_convertvector(load_as<Halves>(second), Words) << 16;
+  else return (Words)P::Element::load(p);
+}
+
+// A thread's panels for kTile tokens of one KV head.
+template <class P>
+struct Panels {
+  using E = typename P::Element;
+  using Word = typename P::Word;
+  static constexpr int kTileWords = kTile / P::kDepth;
+
+  int head_size, page_size;
+  KeyLayout layout;
+  Word *keys, *values;
+
+  static int64_t key_words(int head_size) { return int64_t(kTile) * head_size / P::kDepth; }
+  static int64_t value_words(int head_size) {
+    return int64_t(kTileWords) * round_up(head_size, kColumns);
+  }
+
+  const Word* keys_of(int token) const {
+    return keys + int64_t(token / kColumns) * (head_size / P::kDepth) * kColumns;
+  }
+  const Word* values_of(int channel) const {
+    return values + int64_t(channel / kColumns) * kTileWords * kColumns;
+  }
+
+  // Takes `tokens` of a (page, KV head) to the tile's token `first`, both multiples of 16 but for the
+  // context's last ones. What is behind them in a word counts as zero.
+  void take(const E* unit, int first, int tokens) const {
+    switch (layout) {
+      case KeyLayout::kTransposed: return take_transposed(unit, first, tokens);
+      case KeyLayout::kRows: return take_rows(unit, first, tokens);
+      case KeyLayout::kAmx:
+        if constexpr (sizeof(E) == 2) return take_amx(unit, first, tokens);
+    }
+  }
+
+ private:
+  void put_keys(int token, int word, Words x) const {
+    Word* to = keys + (int64_t(token / kColumns) * (head_size / P::kDepth) + word) * kColumns;
+    std::memcpy(to + token % kColumns, &x, sizeof x);
+  }
+  void put_values(int word, int channel, Words x) const {
+    Word* to = values + (int64_t(channel / kColumns) * kTileWords + word) * kColumns;
+    std::memcpy(to + channel % kColumns, &x, sizeof x);
+  }
+
+  // The values of `tokens`, which are `stride` elements apart.
+  void take_values(const E* value, int64_t stride, int first, int tokens) const {
+    alignas(64) static constexpr E kNothing[kWidth] = {};
+    for (int t = 0; t < tokens; t += P::kDepth)
+      for (int c = 0; c < head_size; c += kWidth) {
+        const E* token = value + t * stride + c;
+        put_values((first + t) / P::kDepth, c, join<P>(token, t + 1 < tokens ? token + stride : kNothing));
+      }
+  }
+
+  void take_transposed(const E* unit, int first, int tokens) const {
+    for (int c = 0; c < head_size; c += P::kDepth)
+      for (int t = 0; t < tokens; t += kWidth) {
+        const E* key = unit + int64_t(c) * page_size + t;
+        put_keys(first + t, c / P::kDepth, join<P>(key, key + page_size));
+      }
+    take_values(unit + int64_t(head_size) * page_size, head_size, first, tokens);
+  }
+
+  void take_rows(const E* unit, int first, int tokens) const {
+    const int64_t stride = 2 * head_size;
+    for (int t = 0; t < tokens; t += kWidth)
+      for (int c = 0; c < head_size; c += kWidth * P::kDepth) {
+        Words rows[kWidth];
+        for (int i = 0; i < kWidth; ++i) {
+          const E* key = unit + std::min(t + i, tokens - 1) * stride + c;
+          rows[i] = c + kWidth * P::kDepth <= head_size ? words_of<P>(key) : half_of(key);
+        }
+        transpose(rows);
+        for (int i = 0; i < kWidth && c + i * P::kDepth < head_size; ++i)
+          put_keys(first + t, c / P::kDepth + i, rows[i]);
+      }
+    take_values(unit + head_size, stride, first, tokens);
+  }
+
+  // The last words of a key, where it ends within a vector.
+  Words half_of(const E* key) const {
+    Words half = {};
+    std::memcpy(&half, key, head_size % (kWidth * P::kDepth) * sizeof(E));
+    return half;
+  }
+
+  void take_amx(const E* unit, int first, int tokens) const {
+    const E* value = unit + int64_t(head_size) * page_size;
+    for (int t = 0; t < tokens; t += kWidth)
+      for (int c = 0; c < head_size; c += 2) {
+        const int64_t stretch = t / kAmxTokens * kAmxTokens;
+        const E* key = unit + stretch * head_size + c * kAmxTokens + t % kAmxTokens * 2;
+        if constexpr (P::kDepth == 2) {
+          put_keys(first + t, c / 2, load_as<Words>(key));
+        } else {
+          Floats low, high;
+          take_apart(key, low, high);
+          put_keys(first + t, c, (Words)low);
+          put_keys(first + t, c + 1, (Words)high);
+        }
+      }
+    for (int t = 0; t < tokens; t += 2)
+      for (int c = 0; c < head_size; c += kWidth) {
+        const E* words = value + int64_t(c / kAmxTokens) * page_size * kAmxTokens +
+                         t * kAmxTokens + c % kAmxTokens * 2;
+        const bool both = t + 1 < tokens;
+        if constexpr (P::kDepth == 2) {
+          const Words x = load_as<Words>(words);
+          put_values((first + t) / 2, c, both ? x : x & 0xffffu);
+        } else {
+          Floats low, high;
+          take_apart(words, low, high);
+          put_values(first + t, c, (Words)low);
+          if (both) put_values(first + t + 1, c, (Words)high);
+        }
+      }
+  }
+};
+
+}  // namespace prompt
+}  // namespace KVR_ISA
+}  // namespace kvr

@@ -1,0 +1,178 @@
+// The two products of attention, in blocks that fit in registers: queries times keys, and weights
+// times values. Both factors are packed, so that the innermost loops read memory in order.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "simd.h"
+
+namespace kvr {
+namespace KVR_ISA {
+namespace prompt {
+
+// A register block is kMicro rows by kColumns tokens (logits) or channels (outputs). It leaves
+// registers for two vectors of the panel and a broadcast.
+constexpr int kMicro = kWidth == 16 ? 12 : kWidth == 8 ? 6 : 4;
+constexpr int kColumns = 2 * kWidth;
+constexpr int kTile = 128;  // tokens of keys and values that are packed together
+
+inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+// Products of floats. The cache's elements become floats when they are packed.
+template <class E>
+struct FloatProduct {
+  using Element = E;
+  using Word = float;             // of a packed panel
+  using Weight = float;
+  static constexpr int kDepth = 1;  // channels or tokens that one word holds
+  static constexpr int kDegree = 5;  // of the polynomial for weights, accurate to 1e-7
+
+  static Floats load(const Word* p) { return load_as<Floats>(p); }
+  static void add(Floats& total, Word factor, Floats panel) { total += panel * factor; }
+
+  // Queries -> words.
+  static void pack(const E* q, int d, int stride, Word* to) {
+    for (int c = 0; c < d; c += kWidth) {
+      const Floats x = E::load(q + c);
+      for (int i = 0; i < kWidth; ++i) to[(c + i) * stride] = x[i];
+    }
+  }
+  static Word weight(const Weight* weights) { return *weights; }
+  static Floats rounded(Floats weights, Weight* to) {
+    std::memcpy(to, &weights, sizeof weights);
+    return weights;
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Products of bfloat16, two at a time, which are added up as floats. Weights are rounded to bfloat16.
+struct PairProduct {
+  using Element = BFloat16;
+  using Word = uint32_t;
+  using Weight = uint16_t;
+  static constexpr int kDepth = 2;
+  static constexpr int kDegree = 3;  // accurate to 8e-5, far below a weight's rounding
+
+  static Words load(const Word* p) { return load_as<Words>(p); }
+  static void add(Floats& total, Word factor, Words panel) {
+    total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(factor),
+                                     (__m512bh)panel);
+  }
+  static void pack(const BFloat16* q, int d, int stride, Word* to) {
+    for (int c = 0; c < d; c += 2) to[c / 2 * stride] = load_as<Word>(q + c);
+  }
+  static Word weight(const Weight* weights) { return load_as<Word>(weights); }
+  // What the weights are added up from, too: else their rounding would not average out.
+  static Floats rounded(Floats weights, Weight* to) {
+    const auto bits = (__m256i)_mm512_cvtneps_pbh((__m512)weights);
+    std::memcpy(to, &bits, sizeof bits);
+    return (Floats)((Words)_mm512_cvtepu16_epi32(bits) << 16);
+  }
+};
+#endif
+
+template <class E>
+struct ProductOf {
+  using type = FloatProduct<E>;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct ProductOf<BFloat16> {
+  using type = PairProduct;
+};
+#endif
+
+// How logits follow from products: x = products * scale, then cap * tanh(x / cap) where there is a
+// cap, in powers of two.
+struct Logits {
+  float scale;  // times log2(e)
+  float cap;    // times log2(e); 0: none
+
+  template <bool capped>
+  Floats of(Floats products) const;
+};
+
+constexpr float kTermsOf3[] = {5.517166480e-02f, 2.426111251e-01f, 6.932609677e-01f, 9.999280572e-01f};
+constexpr float kTermsOf5[] = {1.327647129e-03f, 9.675540961e-03f, 5.550713092e-02f,
+                               2.402212024e-01f, 6.931469440e-01f, 1.000000119f};
+
+// 2^x for x < 128, to a relative error by the degree: 3 7.5e-5, 5 2e-7. What is less than 2^-100 is
+// about that. NaN stays NaN.
+template <int degree, int n>
+inline void exp2_of(Floats (&x)[n]) {
+  constexpr float kShift = 12582912;  // of which the low bits are zero, and the next number's 1
+  constexpr const float* kTerms = degree == 3 ? kTermsOf3 : kTermsOf5;
+  Floats shifted[n], p[n];
+  KVR_UNROLL for (int i = 0; i < n; ++i) x[i] = max(splat(-100), x[i]);
+  KVR_UNROLL for (int i = 0; i < n; ++i) shifted[i] = x[i] + kShift;
+  KVR_UNROLL for (int i = 0; i < n; ++i) x[i] -= shifted[i] - kShift;
+  KVR_UNROLL for (int i = 0; i < n; ++i) p[i] = x[i] * kTerms[0] + kTerms[1];
+  KVR_UNROLL for (int k = 2; k <= degree; ++k)
+    KVR_UNROLL for (int i = 0; i < n; ++i) p[i] = p[i] * x[i] + kTerms[k];
+  KVR_UNROLL for (int i = 0; i < n; ++i)
+    x[i] = (Floats)((Words)p[i] + ((Words)shifted[i] << 23));
+}
+
+template <bool capped>
+inline Floats Logits::of(Floats products) const {
+  if constexpr (!capped) return products * scale;
+  // tanh(y) = 1 - 2 / (exp(2 y) + 1), by 2^x of what is at most 2^60: tanh is 1 long before.
+  const Floats y = products * (scale / cap) * 2.885390082f;
+  Floats power[1] = {min(splat(60), y)};
+  exp2_of<5>(power);
+  return cap * (1.0f - 2.0f / (power[0] + 1.0f));
+}
+
+// Logits of kMicro rows and kColumns tokens, less the rows' references: [kMicro, kTile apart]. Returns
+// the highest of `top` and the logits, by column; NaN is passed over.
+template <class P, bool capped>
+inline Floats multiply_keys(const typename P::Word* queries, const typename P::Word* panel, int steps,
+                            const Logits& logits, const float* references, float* out, Floats top) {
+  Floats acc[kMicro][2];
+  KVR_UNROLL for (int r = 0; r < kMicro; ++r) acc[r][0] = acc[r][1] = Floats{};
+  for (int c = 0; c < steps; ++c) {
+    const auto low = P::load(panel + c * kColumns), high = P::load(panel + c * kColumns + kWidth);
+    KVR_UNROLL for (int r = 0; r < kMicro; ++r) {
+      const auto factor = queries[c * kMicro + r];
+      P::add(acc[r][0], factor, low);
+      P::add(acc[r][1], factor, high);
+    }
+  }
+  KVR_UNROLL for (int r = 0; r < kMicro; ++r)
+    KVR_UNROLL for (int v = 0; v < 2; ++v) {
+      const Floats x = logits.of<capped>(acc[r][v]) - references[r];
+      std::memcpy(out + r * kTile + v * kWidth, &x, sizeof x);
+      top = max(x, top);
+    }
+  return top;
+}
+
+// Adds `steps` words' values, of kColumns channels, times the weights of kMicro rows.
+// Weights of a row are 4 * kTile bytes apart, outputs `stride` floats.
+template <class P>
+inline void multiply_values(const typename P::Weight* weights, const typename P::Word* panel, int steps,
+                            float* out, int stride) {
+  constexpr int kRow = kTile * sizeof(float) / sizeof(typename P::Weight);
+  Floats acc[kMicro][2];
+  KVR_UNROLL for (int r = 0; r < kMicro; ++r) {
+    acc[r][0] = load_as<Floats>(out + r * stride);
+    acc[r][1] = load_as<Floats>(out + r * stride + kWidth);
+  }
+  for (int t = 0; t < steps; ++t) {
+    const auto low = P::load(panel + t * kColumns), high = P::load(panel + t * kColumns + kWidth);
+    KVR_UNROLL for (int r = 0; r < kMicro; ++r) {
+      const auto factor = P::weight(weights + r * kRow + t * P::kDepth);
+      P::add(acc[r][0], factor, low);
+      P::add(acc[r][1], factor, high);
+    }
+  }
+  KVR_UNROLL for (int r = 0; r < kMicro; ++r) {
+    std::memcpy(out + r * stride, &acc[r][0], sizeof(Floats));
+    std::memcpy(out + r * stride + kWidth, &acc[r][1], sizeof(Floats));
+  }
+}
+
+}  // namespace prompt
+}  // namespace KVR_ISA
+}  // namespace kvr

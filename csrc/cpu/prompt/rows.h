@@ -1,0 +1,130 @@
+// Rows of a task, and their softmax. Logits are relative to a reference of their row, which is changed
+// only where one exceeds it by far: in exact arithmetic the result does not depend on it.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "prompt/product.h"
+
+namespace kvr {
+namespace KVR_ISA {
+namespace prompt {
+
+constexpr float kBound = 16;  // powers of two by which a logit may exceed its row's reference
+constexpr float kLowest = -1e30f;
+
+// Memory that grows, and begins at a cache line.
+template <class T>
+class Room {
+ public:
+  T* of(size_t n) {
+    if (n > size_) {
+      lines_ = std::make_unique<Line[]>((n * sizeof(T) + sizeof(Line) - 1) / sizeof(Line));
+      size_ = n;
+    }
+    return reinterpret_cast<T*>(lines_.get());
+  }
+
+ private:
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::unique_ptr<Line[]> lines_;
+  size_t size_ = 0;
+};
+
+// What rows have of some of their tokens: values weighted by 2^(logit - reference), not yet divided by
+// the sum of these weights. A row that has seen nothing has a sum of 0.
+struct Part {
+  float* out;         // [rows, columns]
+  float* references;  // [rows]
+  float* sums;        // [rows]
+};
+
+// A task's rows, the last block filled up with copies of the last row.
+template <class Word>
+struct Rows {
+  int count;
+  Word* queries;  // [count / kMicro, words, kMicro]
+  int* begins;    // [count]; the first token of the list that a row sees; not decreasing
+  int* limits;    // [count]; and the first one that it does not see; not decreasing
+  float* sums;    // [count, kWidth]; of the part in work
+  int* unseen;    // [count / kMicro]; rows of the block that have seen nothing of it yet
+};
+
+// The tokens of a tile that a block of rows meets: from a multiple of kColumns on.
+struct Span {
+  int begin, end;
+
+  template <class Word>
+  Span(const Rows<Word>& rows, int row, int first, int tokens)
+      : begin(std::max(rows.begins[row] - first, 0) / kColumns * kColumns),
+        end(std::min(rows.limits[row + kMicro - 1] - first, tokens)) {}
+  bool empty() const { return begin >= end; }
+};
+
+// New references for rows whose logits are too high, or that see their first tokens.
+template <class Word>
+__attribute__((noinline)) void refer_anew(const Rows<Word>& rows, int row, const Span& span, int first,
+                                          float* logits, const Part& part, int columns) {
+  for (int r = 0; r < kMicro; ++r) {
+    const int begin = std::max(rows.begins[row + r] - first, span.begin);
+    const int end = std::min(rows.limits[row + r] - first, span.end);
+    if (begin >= end) continue;
+    float* x = logits + r * kTile;
+    float top = kLowest;
+    for (int t = begin; t < end; ++t) top = x[t] > top ? x[t] : top;
+    float* out = part.out + int64_t(row + r) * columns;
+    float* sums = rows.sums + (row + r) * kWidth;
+    const bool fresh = part.sums[row + r] == 0;
+    if (!fresh && top <= kBound) continue;
+    for (int t = begin; t < end; ++t) x[t] -= top;
+    part.references[row + r] += top;
+    if (fresh) {
+      part.sums[row + r] = 1;  // until the part is finished: it has begun
+      --rows.unseen[row / kMicro];
+      continue;
+    }
+    const float factor = std::exp2(-top);
+    for (int c = 0; c < columns; ++c) out[c] *= factor;
+    for (int i = 0; i < kWidth; ++i) sums[i] *= factor;
+  }
+}
+
+// Logits of a block of rows -> weights, in the same place; zero for tokens that a row does not see.
+template <class P, class Word>
+inline void weigh(const Rows<Word>& rows, int row, const Span& span, int first, float* logits) {
+  const int padded = round_up(span.end, kColumns);
+  for (int r = 0; r < kMicro; ++r) {
+    const float* x = logits + r * kTile;
+    auto* weights = reinterpret_cast<typename P::Weight*>(logits + r * kTile);
+    const int begin = std::max(rows.begins[row + r] - first, span.begin);
+    const int end = std::min(rows.limits[row + r] - first, span.end);
+    float* sums = rows.sums + (row + r) * kWidth;
+    Floats total = load_as<Floats>(sums);
+    const auto some = [&](int t) {  // of a vector
+      Floats w[1] = {load_as<Floats>(x + t)};
+      exp2_of<P::kDegree>(w);
+      for (int i = 0; i < kWidth; ++i)
+        if (t + i < begin || t + i >= end) w[0][i] = 0;
+      total += P::rounded(w[0], weights + t);
+    };
+    int t = span.begin;
+    for (; t < padded && t < begin; t += kWidth) some(t);
+    for (; t + 4 * kWidth <= end; t += 4 * kWidth) {
+      Floats w[4];
+      KVR_UNROLL for (int i = 0; i < 4; ++i) w[i] = load_as<Floats>(x + t + i * kWidth);
+      exp2_of<P::kDegree>(w);
+      KVR_UNROLL for (int i = 0; i < 4; ++i) w[i] = P::rounded(w[i], weights + t + i * kWidth);
+      total += (w[0] + w[1]) + (w[2] + w[3]);
+    }
+    for (; t < padded; t += kWidth) some(t);
+    std::memcpy(sums, &total, sizeof total);
+  }
+}
+
+}  // namespace prompt
+}  // namespace KVR_ISA
+}  // namespace kvr

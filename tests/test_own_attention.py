@@ -1,0 +1,84 @@
+"""``attention=own`` in an engine: answers over whole contexts, against transformers' model."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engine import Answer, Request, alone, assert_same, checkpoint, drive, engine, novel
+
+pytestmark = [pytest.mark.engine, pytest.mark.model]
+
+MODEL = "SmolLM2-135M-Instruct"
+BUDGET = 256
+TOLERANCE = 2e-3
+"""Of log-probs, in float32."""
+KINDS: dict[str, dict[str, Any]] = {
+    "memory": {},
+    "rows on disk": {"home": "disk", "also": ["fier"], "recall_cache_bytes": "64MiB"},
+    "encoded": {"home": "disk", "codec": "k8v4"},
+}
+HOUSES = ["memory", "rows on disk", pytest.param("encoded", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The model in transformers, in float32."""
+    return AutoModelForCausalLM.from_pretrained(checkpoint(MODEL), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module", params=HOUSES)
+def house(request):
+    """Its name, and an engine whose prompts are read in chunks of 300 tokens."""
+    options = {"budget": BUDGET, "attention": "own", **KINDS[request.param]}
+    with engine(
+        checkpoint(MODEL),
+        attention_backend="kvretrieval",
+        additional_config={"kv_retrieval": options},
+        max_model_len=2048,
+        max_num_seqs=4,
+        max_num_batched_tokens=300,
+        dtype="float32",
+    ) as llm:
+        yield request.param, llm
+
+
+def likely(model, prompt: list[int], answer: Answer) -> Answer:
+    """The likeliest token at each place of an answer, and the log-prob of the token there."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
+    logprobs = logits.log_softmax(-1)
+    places = torch.tensor(answer.tokens)[:, None]
+    return Answer(logits.argmax(-1).tolist(), logprobs.gather(1, places)[:, 0].tolist())
+
+
+def test_whole_contexts_are_exact(house, model):
+    """Prompts in chunks, exact requests, and contexts within the budget; alone and together."""
+    name, llm = house
+    ids = novel(llm, 1500, 40)
+    requests = [
+        Request(ids[:900], 12, {"exact": True}),
+        Request(ids[900:1100], 24, {}),
+        Request(ids[300:340], 24, {}, arrives=2),
+        Request(ids[:1401], 6, {"exact": True}, arrives=4),
+    ]
+    answers = drive(llm, requests)
+    for request, answer in zip(requests, answers, strict=True):
+        if name != "encoded":  # which rounds keys and values
+            assert_same(answer, likely(model, request.prompt, answer), TOLERANCE)
+        assert_same(alone(llm, request), answer, TOLERANCE)
+
+
+def test_prefix_hits_and_retrieval(house, model):
+    """A hit answers as a prompt that is read; a long prompt's first token is always exact."""
+    name, llm = house
+    ids = novel(llm, 1300, 90)
+    first = Request(ids, 8, {}, cache=True)
+    cold, warm = drive(llm, [first])[0], drive(llm, [first])[0]
+    assert warm.cached > 1200
+    assert_same(warm, cold, TOLERANCE)
+    if name != "encoded":
+        expected = likely(model, ids, cold)
+        assert cold.tokens[0] == expected.tokens[0]
+        assert cold.logprobs[0] == pytest.approx(expected.logprobs[0], abs=TOLERANCE)
