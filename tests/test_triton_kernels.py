@@ -21,7 +21,7 @@ RAGGED = [0, 1, 32, 33, 200, 512, 1, 0, 65, 64, 127, 300]
 @pytest.fixture(scope="module")
 def interpreted():
     """Runs a check in the interpreter's process."""
-    with interpreter.start() as pool:
+    with interpreter.start(checked=True) as pool:
         yield lambda check, **kwargs: pool.submit(check, "cpu", **kwargs).result()
 
 
