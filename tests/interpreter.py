@@ -10,14 +10,31 @@ from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
 
-def start() -> ProcessPoolExecutor:
-    """A pool of one process, to which functions that launch kernels can be submitted."""
+def start(*, checked: bool = False) -> ProcessPoolExecutor:
+    """A pool of one process, to which functions that launch kernels can be submitted.
+
+    Args:
+        checked: Whether tests/memory_checks.py checks every launch.
+    """
     pool = ProcessPoolExecutor(
-        1, mp_context=multiprocessing.get_context("spawn"), initializer=_widen_bfloat16
+        1,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_prepare,
+        initargs=(checked,),
     )
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
         pool.submit(os.getpid).result()
     return pool
+
+
+def _prepare(checked: bool) -> None:
+    _widen_bfloat16()
+    _refuse_small_products()
+    _take_masks_of_numbers()
+    if checked:
+        from tests import memory_checks
+
+        memory_checks.install()
 
 
 def _widen_bfloat16() -> None:
@@ -37,3 +54,25 @@ def _widen_bfloat16() -> None:
     InterpreterBuilder.create_dot = lambda self, a, b, *rest: multiply(
         self, widened(a), widened(b), *rest
     )
+
+
+def _refuse_small_products() -> None:
+    """Let the interpreter multiply no matrices that are too small for a GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import min_dot_size
+    from triton.runtime.interpreter import interpreter_builder
+
+    interpreter_builder.codegen_fns["min_dot_size"] = min_dot_size(GPUTarget("cuda", 80, 32))
+
+
+def _take_masks_of_numbers() -> None:
+    """Let masks be bits of whole numbers, as in vLLM's kernel for grammars."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    store = InterpreterBuilder.create_masked_store
+
+    def masked(self, pointers, value, mask, *rest):
+        mask.data = mask.data.astype(bool)
+        return store(self, pointers, value, mask, *rest)
+
+    InterpreterBuilder.create_masked_store = masked

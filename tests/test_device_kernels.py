@@ -24,7 +24,7 @@ NOTHING = (None, 8, Pooling.SUM)
 @pytest.fixture(scope="module")
 def interpreted():
     """Runs a check in the interpreter's process."""
-    with interpreter.start() as pool:
+    with interpreter.start(checked=True) as pool:
         yield lambda check, **kwargs: pool.submit(check, "cpu", **kwargs).result()
 
 

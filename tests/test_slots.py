@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import interpreter, slot_checks
+from tests import interpreter, memory_checks, slot_checks
 from vllm_kvretrieval.kernels.triton.mapped import map_host
 from vllm_kvretrieval.limits import available_memory
 
@@ -10,7 +10,7 @@ from vllm_kvretrieval.limits import available_memory
 @pytest.fixture(scope="module")
 def interpreted():
     """Runs a check in the interpreter's process."""
-    with interpreter.start() as pool:
+    with interpreter.start(checked=True) as pool:
         yield lambda check, **kwargs: pool.submit(check, "cpu", **kwargs).result()
 
 
@@ -35,7 +35,7 @@ def test_stage_context(interpreted, kv_heads, head_size, page):
 
 
 def test_far_units(interpreted):
-    interpreted(slot_checks.far_units)
+    interpreted(memory_checks.without_filling, of=slot_checks.far_units)
 
 
 def test_host_memory_that_is_not_there():
