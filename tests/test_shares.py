@@ -29,6 +29,9 @@ def model(layers=5, kv_heads=2, kinds=None, pipeline=1):
         parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline),
         model_config=SimpleNamespace(
             hf_text_config=text,
+            is_hybrid=False,
+            is_attention_free=False,
+            has_noops=False,
             get_total_num_hidden_layers=lambda: layers,
             get_total_num_kv_heads=lambda: kv_heads,
         ),
