@@ -24,7 +24,7 @@ def config(shares, method="kvretrieval", **options):
 
 def model(layers=5, kv_heads=2, kinds=None, pipeline=1):
     """As much of vLLM's configuration as is asked for."""
-    text = SimpleNamespace(layer_types=kinds)
+    text = SimpleNamespace(layer_types=kinds, sliding_window=256 if kinds else None)
     return SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline),
         model_config=SimpleNamespace(
