@@ -23,11 +23,14 @@ def config(shares, method="kvretrieval", **options):
 
 def model(layers=5, kv_heads=2, kinds=None, pipeline=1):
     """As much of vLLM's configuration as is asked for."""
-    text = SimpleNamespace(layer_types=kinds)
+    text = SimpleNamespace(layer_types=kinds, sliding_window=256 if kinds else None)
     return SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline),
         model_config=SimpleNamespace(
             hf_text_config=text,
+            is_hybrid=False,
+            is_attention_free=False,
+            has_noops=False,
             get_total_num_hidden_layers=lambda: layers,
             get_total_num_kv_heads=lambda: kv_heads,
         ),

@@ -113,7 +113,7 @@ def _check_file(path: str, equals: bool, whole: bool) -> None:
         if value is None or isinstance(value, bool | list):
             raise RetrievalConfigError(
                 f"{path}: vLLM would lose or misread '{name}: {_yaml(value)}', as it does with "
-                "true, false, lists and nothing after a name with a dot. Write "
+                "true, false, lists and nothing at the top of a file. Write "
                 f"'{_nested(key, value)}'."
             )
         if key and whole:
