@@ -1,16 +1,17 @@
 """Every memory access of interpreted kernels, checked as a GPU's threads would make it.
 
-Triton's interpreter runs the programs of a launch one after another, and operations on whole tensors
-at once. A GPU does neither: programs run side by side, and the elements of a tensor belong to threads
-that wait for each other at barriers only. `install` makes a process check every launch:
+Triton's interpreter runs the programs of a launch one after another, and operations on whole
+tensors at once. A GPU does neither: programs run side by side, and the elements of a tensor belong
+to threads that wait for each other at barriers only. `install` makes a process check every launch:
 
-- Bounds: each access lies in an element of the tensor whose pointer it was computed from. So no canary
-  is needed behind tensors: what would reach one, or a neighbour, is refused before it is done.
-- Races within a program: two accesses of an address, one of them a store, by threads that may differ,
-  and no barrier between them. Accesses of one thread are those of tensors of equal pointers, which
-  Triton lays out alike, and stores and atomics of scalars, which thread 0 makes.
-- Races between programs: such accesses that no atomic orders. What comes before a barrier and then a
-  release in one program comes before what follows the acquire that reads it in another.
+- Bounds: each access lies in an element of the tensor whose pointer it was computed from. So no
+  canary is needed behind tensors: what would reach one, or a neighbour, is refused before it is
+  done.
+- Races within a program: two accesses of an address, one of them a store, by threads that may
+  differ, and no barrier between them. Accesses of one thread are those of tensors of equal
+  pointers, which Triton lays out alike, and stores and atomics of scalars, which thread 0 makes.
+- Races between programs: such accesses that no atomic orders. What comes before a barrier and then
+  a release in one program comes before what follows the acquire that reads it in another.
 - Order: programs run in random order, and one gives way to another at random before and after its
   atomics.
 - Memory that nobody has written: `torch.empty` is full of NaN, and of the largest whole numbers.
@@ -41,7 +42,7 @@ _numbers = itertools.count()
 _launch: Any = None
 
 
-class KernelFault(AssertionError):
+class AccessError(AssertionError):
     """A launch reads or writes what it must not, or depends on the order of its threads."""
 
 
@@ -236,7 +237,7 @@ class Launch:
         passed = self._passed[int(tags[0]) - 1]
         addresses = tagged & _ADDRESS
         if len(tags) > 1 or not passed.holds(addresses, size):
-            raise KernelFault(f"{where}: a {kind} outside of {passed.name}")
+            raise AccessError(f"{where}: a {kind} outside of {passed.name}")
         if value is not None and len(np.unique(addresses)) < len(addresses):
             stored = np.broadcast_to(value.data, data.shape)[chosen].ravel()
             _, first, of = np.unique(addresses, return_index=True, return_inverse=True)
@@ -318,7 +319,7 @@ class Launch:
         """Refuse a launch whose result may depend on the order of threads.
 
         Raises:
-            KernelFault: It does; names the lines.
+            AccessError: It does; names the lines.
         """
         for first, second in self._pairs():
             if first.program != second.program:
@@ -334,7 +335,7 @@ class Launch:
                     f"{second.kind} at {second.where}"
                 )
         if self._faults:
-            raise KernelFault("; ".join(sorted(self._faults)))
+            raise AccessError("; ".join(sorted(self._faults)))
 
     def _one_thread(self, first: Access, second: Access) -> bool:
         """Whether accesses of a program to one address are made by one thread."""
