@@ -87,14 +87,19 @@ def write_json(path: Path, data: Any, *, indent: int | None = 1) -> None:
 
     The directory is created when absent. ``indent=None`` writes the compact form.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     separators = (",", ":") if indent is None else None
     text = json.dumps(data, indent=indent, separators=separators, allow_nan=False)
+    write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically, as :func:`write_json` does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     temporary = Path(name)
     try:
         with os.fdopen(handle, "w") as file:
-            file.write(text + "\n")
+            file.write(text)
         temporary.chmod(0o644)
         temporary.replace(path)
     except BaseException:

@@ -1,7 +1,5 @@
-"""The Triton kernels without a GPU: interpreted against their specification, and compiled."""
+"""The Triton kernels without a GPU, interpreted against their specification."""
 
-import json
-import os
 import random
 import subprocess
 import sys
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.common import RESULTS, ROOT
+from benchmarks.common import ROOT
 from tests import interpreter, triton_checks
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
@@ -85,33 +83,6 @@ def test_extreme_values(interpreted, dtype, magnitude):
         dtype=dtype,
         magnitude=magnitude,
     )
-
-
-def test_compiled_without_spills(tmp_path):
-    """For sm_80, sm_90 and sm_100; and the committed record is of these kernels."""
-    output = tmp_path / "compiled.json"
-    program = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.compiled", "--output", output],
-        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert program.returncode == 0, program.stdout + program.stderr
-    results = json.loads(output.read_text())["results"]
-    for name, by_arch in results.items():
-        assert set(by_arch) == {"sm_80", "sm_90", "sm_100"}
-        for arch, used in by_arch.items():
-            assert used["spilled_bytes"] == 0, f"{name} on {arch}"
-            # Of selection there are no more programs than a GPU has multiprocessors.
-            programs = 1 if name.startswith("select") else 2
-            most = 65536 // (32 * used["warps"] * programs)
-            assert used["registers"] <= most, f"{programs} of {name} fit on {arch}"
-            assert used["shared_bytes"] <= 80 * 1024, "two programs fit"
-    for name in ("gpu_compiled.json", "gpu_compiled_triton36.json"):
-        recorded = json.loads((RESULTS / name).read_text())["results"]
-        assert set(recorded) == set(results), "run python -m benchmarks.gpu.compiled"
 
 
 def decode_arguments(*, dtype=torch.bfloat16, group=2, head_size=64, page=32, splits=2):

@@ -2,17 +2,31 @@
 
     python -m benchmarks.gpu.compiled
 
-Calls the ops with a driver that compiles instead of launching, so what is compiled is what a GPU
-of that architecture would run. Records registers and spilled bytes per thread, and shared memory
-per program; exits with status 1 where a kernel spills.
+Calls the ops with launches that are compiled instead of made, so what is compiled is what a GPU of
+that architecture would run. Records registers and spilled bytes per thread, and shared memory per
+program; exits with status 1 where a kernel spills more than it did, or could not be launched.
+
+The record of a version of Triton says for each launch what it was compiled from, so only what has
+changed is compiled again. For another version than the environment's, as the one that vLLM's CUDA
+wheel is pinned to (requirements/cuda.txt):
+
+    pip install --no-deps --target build/triton triton==3.7.1
+    PYTHONPATH=build/triton python -m benchmarks.gpu.compiled
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import inspect
+import json
+import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,42 +40,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 
-from benchmarks.common import result_header, write_json
-from benchmarks.gpu.common import parser
-from vllm_kvretrieval.kernels import triton as kernels
-from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
-from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
-from vllm_kvretrieval.kernels.triton.index import build_entries, grows
-from vllm_kvretrieval.kernels.triton.scores import score_entries
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
-from vllm_kvretrieval.retrieval.index.base import Index
-from vllm_kvretrieval.retrieval.index.bounding import Bounding
-from vllm_kvretrieval.retrieval.index.exact import Exact
-from vllm_kvretrieval.retrieval.index.low_rank import LowRank
-from vllm_kvretrieval.retrieval.index.mean import Mean
-from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
-from vllm_kvretrieval.retrieval.index.min_max import MinMax
-from vllm_kvretrieval.retrieval.index.representative import Representative
-from vllm_kvretrieval.retrieval.pooling import Pooling
+from benchmarks.common import RESULTS, read_json, result_header, write_text
+from benchmarks.gpu.launches import calls
 
 MODULE = "benchmarks.gpu.compiled"
-ARCHITECTURES = (80, 90, 100)
-HEAD_SIZES = (64, 96, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16)
-CAPACITIES = (128, 256, 1024)
-CONTEXTS = (1024, 4096, 65536)
-"""Pages; 4096 are 128K tokens, and more are ranked in tiles."""
-INDEXES = (
-    ("min_max", MinMax(), 128),
-    ("mean", Mean(), 128),
-    ("mean_std", MeanStd(), 128),
-    ("low_rank", LowRank(), 128),
-    ("bounding", Bounding(), 128),
-    ("representative", Representative(), 128),
-    ("exact", Exact(), 128),
-)
-PAGE = 32
-KV_HEADS = 8
+VERSION = metadata.version("triton")
+SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
+"""KiB of shared memory of a multiprocessor, by architecture; each program takes one more."""
+REGISTERS = 65536
+"""Of a multiprocessor."""
+COLUMNS = ("registers", "spilled_bytes", "shared_bytes", "warps")
+
+Results = dict[str, dict[str, Any]]
+"""By names of launches: the digest, and by architectures numbers in the order of ``COLUMNS``."""
+
+
+def record_of(version: str) -> Path:
+    """The file of a version of Triton."""
+    return RESULTS / f"gpu_compiled_triton{''.join(version.split('.')[:2])}.json"
 
 
 @dataclass(frozen=True)
@@ -80,201 +76,174 @@ class _StandIn:
         return 0
 
 
-@contextmanager
-def compiling(arch: int) -> Iterator[list[Any]]:
-    """Compile kernels for ``sm_<arch>`` where they would be launched; yields them as they come.
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was not made.
 
-    This process launches no kernel afterwards: the stand-in driver stays.
+    Attributes:
+        run: Compiles it; returns Triton's kernel.
+        digest: Of the source that it is compiled from, and of all that the compiler is told.
     """
-    compiled: list[Any] = []
+
+    run: Callable[[], Any]
+    digest: str
+
+
+@contextmanager
+def not_launching() -> Iterator[list[Launch]]:
+    """Collect launches of kernels instead of making them; yields the list that they get into."""
+    launches: list[Launch] = []
     run = JITFunction.run
 
-    def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> None:
-        compiled.append(run(self, *args, warmup=True, **kwargs))
+    def collect(self: JITFunction, *args: Any, warmup: bool, **options: Any) -> None:
+        digest = _digest(self, args, options)
+        launches.append(Launch(partial(run, self, *args, warmup=True, **options), digest))
 
+    with mock.patch.object(JITFunction, "run", collect):
+        yield launches
+
+
+def launches() -> dict[str, Launch]:
+    """All of them, under the names of the results."""
+    found = {}
+    with not_launching() as made:
+        for name, call in calls():
+            call()
+            found[name] = made[-1]
+    return found
+
+
+def _digest(kernel: JITFunction, args: tuple[Any, ...], options: Mapping[str, Any]) -> str:
+    told = [str(a.dtype) if isinstance(a, torch.Tensor) else repr(a) for a in args]
+    told += [f"{name}={value!r}" for name, value in options.items() if name != "grid"]
+    sources: dict[str, str] = {}
+    _read(kernel, sources)
+    text = json.dumps([told, sorted(sources.items())])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read(function: JITFunction, sources: dict[str, str]) -> None:
+    """The source of a kernel, of what it calls of ours, and the constants that they name."""
+    known = function.fn.__globals__
+    sources[f"{function.fn.__module__}.{function.fn.__name__}"] = inspect.getsource(function.fn)
+    for name in function.fn.__code__.co_names:
+        value = known.get(name)
+        if isinstance(value, triton.language.constexpr):
+            sources[f"{function.fn.__module__}.{name}"] = repr(value.value)
+        ours = isinstance(value, JITFunction) and not value.fn.__module__.startswith("triton.")
+        if ours and f"{value.fn.__module__}.{value.fn.__name__}" not in sources:
+            _read(value, sources)
+
+
+def compile_for(arch: int, digests: dict[str, str]) -> dict[str, list[int]]:
+    """Compile launches for an architecture.
+
+    This process launches no kernel afterwards: the stand-in driver stays.
+
+    Args:
+        arch: Of ``SHARED``.
+        digests: Of the launches, by their names.
+
+    Returns:
+        Their resources, by their names.
+    """
     triton.runtime.driver.set_active(_StandIn(arch))
-    with mock.patch.object(JITFunction, "run", compile_only):
-        yield compiled
+    all_launches = launches()
+    by_digest: dict[str, list[int]] = {}
+    for name, digest in digests.items():
+        if digest not in by_digest:
+            by_digest[digest] = resources(all_launches[name].run())
+    return {name: by_digest[digest] for name, digest in digests.items()}
 
 
-def calls() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Calls of the ops that cover every kernel and head size, under the names of the results."""
-    for head_size in HEAD_SIZES:
-        for dtype in DTYPES:
-            name = f"d{head_size} {str(dtype).removeprefix('torch.')}"
-            yield f"sparse_decode {name}", partial(_decode, head_size, dtype)
-        yield f"recall_units d{head_size}", partial(_recall, head_size)
-        yield f"stage_context d{head_size}", partial(_stage, head_size)
-        yield f"write_tail d{head_size}", partial(_tail, head_size)
-    for capacity in CAPACITIES:
-        yield f"resolve C{capacity}", partial(_resolve, capacity, False)
-        yield f"resolve_ahead C{capacity}", partial(_resolve, capacity, True)
-    yield "prepare_rows", lambda: kernels.prepare_rows(_rows(), _requests(), PAGE)
-    for name, index, head_size in INDEXES:
-        step = Step(index, head_size)
-        yield f"write_kv {name} d{head_size}", step.write
-        if step.builds:
-            yield f"index {name} d{head_size}", step.build
-        yield f"scores {name} d{head_size}", step.score
-    for pages in CONTEXTS:
-        yield f"select {pages} pages", partial(Step(MinMax(), 128).select, pages)
-
-
-def _slots(head_size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(KV_HEADS, PAGE, 2 * head_size, dtype=dtype)
-
-
-def _decode(head_size: int, dtype: torch.dtype, group: int = 4, splits: int = 4) -> None:
-    query = torch.empty(1, KV_HEADS * group, head_size, dtype=dtype)
-    rows = {"rows": KV_HEADS, "group": group, "head_size": head_size}
-    kernels.sparse_decode(
-        query,
-        _slots(head_size, dtype),
-        torch.empty(KV_HEADS, 64, dtype=torch.int32),
-        torch.empty(KV_HEADS, dtype=torch.int32),
-        head_size**-0.5,
-        query,
-        torch.empty(KV_HEADS, group),
-        DecodeWorkspace.empty(**rows, splits=splits, device="cpu"),
-    )
-
-
-def _recall(head_size: int) -> None:
-    units = torch.empty(16, dtype=torch.int32)
-    count = torch.empty(1, dtype=torch.int32)
-    kernels.recall_units(_slots(head_size)[None], _slots(head_size), units, units, count)
-
-
-def _stage(head_size: int) -> None:
-    home, numbers = _slots(head_size)[None], torch.empty(1, dtype=torch.int32)
-    kernels.stage_context(home, home, numbers[:, None], numbers, numbers)
-
-
-def _rows(pages: int = 1) -> DeviceRows:
-    """A row of a context of so many pages."""
-    one = torch.empty(1, dtype=torch.int32)
-    table = torch.empty(1, pages, dtype=torch.int32)
-    starts, slots = torch.empty(2, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
-    return DeviceRows(one, one, starts, one, slots, table, one, one, one)
-
-
-def _requests() -> DeviceRequests:
-    return DeviceRequests.empty(1, "cpu")
-
-
-def _residency(capacity: int) -> Residency:
-    step = torch.empty(1, dtype=torch.int32)
-    traffic = torch.empty(1, len(Traffic), dtype=torch.int64)
-    return Residency.empty(kv_heads=KV_HEADS, slots=capacity, step=step, traffic=traffic)
-
-
-def _tail(head_size: int) -> None:
-    tokens = torch.empty(1, KV_HEADS, head_size, dtype=torch.bfloat16)
-    kernels.write_tail(tokens, tokens, _rows(), _residency(1), _slots(head_size))
-
-
-def _resolve(capacity: int, ahead: bool) -> None:
-    width = capacity // 2
-    step = Step(MinMax(), 128, width)
-    recalls = Recalls.empty(KV_HEADS * width, "cpu")
-    lists = torch.empty(KV_HEADS, width, dtype=torch.int32)
-    state = _residency(capacity), recalls, lists, PAGE
-    if ahead:
-        kernels.resolve_ahead(step.chooser.selection, _rows(), _requests(), *state)
-    else:
-        kernels.resolve(step.plan(1, positions=True), _rows(), *state)
-
-
-class Step:
-    """A layer of one method, and calls of the ops of its decode step."""
-
-    def __init__(self, index: Index, head_size: int, width: int = 64, group: int = 4) -> None:
-        cache = torch.empty(1, KV_HEADS, PAGE, 2 * head_size, dtype=torch.bfloat16)
-        shape = {"kv_heads": KV_HEADS, "head_size": head_size, "dtype": torch.bfloat16}
-        store = IndexStore.empty(
-            index, pages=1, page_size=PAGE, cache=cache, layout="rows", **shape
-        )
-        selection = Selection.empty(seats=1, group=group, most_selected=width, **shape)
-        self.chooser = Chooser(store, selection, Pooling.MEAN_SOFTMAX, 1.0)
-        self._cache, self._store, self._group, self._width = cache, store, group, width
-        self._query = selection.query
-
-    def plan(self, pages: int, positions: bool = False) -> DevicePlan:
-        """For a row of so many pages."""
-        return DevicePlan.empty(
-            rows=1,
-            kv_heads=KV_HEADS,
-            group=self._group,
-            entries=pages,
-            width=self._width,
-            programs=16,
-            device="cpu",
-            positions=positions,
-        )
-
-    def write(self) -> None:
-        """The cache, and an index that grows."""
-        tokens = self._query[:, :KV_HEADS]
-        stores = [self._store] if grows(self._store) else []
-        kernels.write_kv(tokens, tokens, _rows().slot_mapping, self._cache, stores)
-
-    @property
-    def builds(self) -> bool:
-        """Whether records are built from the keys of entries."""
-        return not grows(self._store) and self._store.records.shape[2] > 0
-
-    def build(self) -> None:
-        """Records of entries that are complete."""
-        build_entries(_rows().slot_mapping, self._store)
-
-    def score(self) -> None:
-        """One launch of the two of `plan_decode`."""
-        score_entries(self._query, _rows(), _requests(), 0, self.chooser, self.plan(CONTEXTS[1]))
-
-    def select(self, pages: int) -> None:
-        """The other one is compiled last."""
-        kernels.plan_decode(
-            self._query, _rows(pages), _requests(), [self.chooser], self.plan(pages)
-        )
-
-
-def resources(kernel: Any) -> dict[str, int]:
-    """Registers and local memory (spills) in bytes per thread, shared memory per program."""
+def resources(kernel: Any) -> list[int]:
+    """Numbers in the order of ``COLUMNS``: registers and local memory are a thread's."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         Path(cubin.name).write_bytes(kernel.asm["cubin"])
         disassembler = triton.knobs.nvidia.cuobjdump.path
         command = [disassembler, "--dump-resource-usage", cubin.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     fields = dict(field.split(":", 1) for field in usage.split() if ":" in field)
+    spilled = int(fields["STACK"]) + int(fields["LOCAL"])
+    return [int(fields["REG"]), spilled, kernel.metadata.shared, kernel.metadata.num_warps]
+
+
+def missing(held: Results, wanted: Results, arch: int) -> dict[str, str]:
+    """Digests of the wanted launches whose results for an architecture are not held, by name."""
     return {
-        "registers": int(fields["REG"]),
-        "spilled_bytes": int(fields["STACK"]) + int(fields["LOCAL"]),
-        "shared_bytes": kernel.metadata.shared,
-        "warps": kernel.metadata.num_warps,
+        name: one["digest"]
+        for name, one in wanted.items()
+        if held.get(name, {}).get("digest") != one["digest"] or f"sm_{arch}" not in held[name]
     }
 
 
+def programs(arch: int, used: list[int]) -> int:
+    """How many programs a multiprocessor holds at once."""
+    registers, _, shared, warps = used
+    return min(REGISTERS // (registers * 32 * warps), SHARED[arch] * 1024 // (shared + 1024))
+
+
+def regressions(held: Results, results: Results, archs: list[int]) -> Iterator[str]:
+    """What is worse than it was, or wrong where it was not yet recorded."""
+    for name, result in results.items():
+        for arch in archs:
+            key = f"sm_{arch}"
+            before, used = held.get(name, {}).get(key), result[key]
+            if not programs(arch, used):
+                yield f"{name} cannot be launched on {key}: {described(used)}"
+            elif before and programs(arch, used) < programs(arch, before):
+                yield f"fewer of {name} on {key}: {described(used)}; it was {described(before)}"
+            if used[1] > (before[1] if before else 0):
+                yield f"{name} spills on {key}: {described(used)}"
+
+
+def described(used: list[int]) -> str:
+    """Resources in words."""
+    return ", ".join(f"{name} {number}" for name, number in zip(COLUMNS, used, strict=True))
+
+
+def write(output: Path, archs: list[int], results: Results) -> None:
+    """Write a record: one line for each launch."""
+    header = result_header(MODULE)
+    header["versions"]["triton"] = VERSION
+    header |= {"architectures": archs, "columns": COLUMNS, "results": {}}
+    lines = (f"  {json.dumps(name)}: {json.dumps(results[name])}" for name in results)
+    text = json.dumps(header, indent=1).removesuffix("{}\n}")
+    write_text(output, text + "{\n" + ",\n".join(lines) + "\n }\n}\n")
+
+
 def main() -> None:
-    """Compile everything for every architecture."""
-    arguments = parser(MODULE, __doc__)
-    output = arguments.parse_args().output
-    results: dict[str, dict[str, dict[str, int]]] = {}
-    for arch in ARCHITECTURES:
-        with compiling(arch) as compiled:
-            for name, call in calls():
-                call()
-                results.setdefault(name, {})[f"sm_{arch}"] = resources(compiled.pop())
-    header = result_header(MODULE) | {"command": f"python -m {MODULE}"}
-    header["versions"]["triton"] = metadata.version("triton")
-    write_json(output, header | {"results": results})
-    print(f"{'registers / spilled bytes / shared KiB':40}", *[f"sm_{a:<12}" for a in ARCHITECTURES])
-    for name, by_arch in results.items():
-        cells = [
-            f"{used['registers']} / {used['spilled_bytes']} / {used['shared_bytes'] / 1024:.0f}"
-            for used in by_arch.values()
-        ]
-        print(f"{name:40}", *[f"{cell:15}" for cell in cells])
-    sys.exit(any(used["spilled_bytes"] for by in results.values() for used in by.values()))
+    """Compile what has changed, for every architecture."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, default=record_of(VERSION), help="the record (JSON)")
+    parser.add_argument("--all", action="store_true", help="compile what is recorded, too")
+    parser.add_argument("--arch", type=int, action="append", choices=SHARED, help="only this")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    known = read_json(options.output)
+    if known is None or known["versions"]["triton"] != VERSION:
+        known = {"architectures": list(SHARED), "results": {}}
+    before: Results = known["results"]
+    archs: list[int] = options.arch or known["architectures"]
+    results: Results = {name: {"digest": one.digest} for name, one in launches().items()}
+    todo = {arch: missing({} if options.all else before, results, arch) for arch in archs}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
+        made = pool.map(compile_for, todo.keys(), todo.values()) if any(todo.values()) else ()
+        found = dict(zip(archs, made, strict=False))
+    for arch in archs:
+        for name, result in results.items():
+            result[f"sm_{arch}"] = found.get(arch, {}).get(name) or before[name][f"sm_{arch}"]
+    worse = list(regressions(before, results, archs))
+    write(options.output, archs, results)
+    counted = sum(len(names) for names in found.values())
+    print(f"Triton {VERSION}: {counted} launches compiled, {len(results) * len(archs)} recorded")
+    print(*worse, sep="\n")
+    sys.exit(bool(worse))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,198 @@
+"""Launches of every kernel, with the sizes that are served, for benchmarks.gpu.compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from vllm_kvretrieval.kernels import triton as kernels
+from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.triton.index import build_entries, grows
+from vllm_kvretrieval.kernels.triton.scores import score_entries
+from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.retrieval.index.base import Index
+from vllm_kvretrieval.retrieval.index.bounding import Bounding
+from vllm_kvretrieval.retrieval.index.exact import Exact
+from vllm_kvretrieval.retrieval.index.low_rank import LowRank
+from vllm_kvretrieval.retrieval.index.mean import Mean
+from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
+from vllm_kvretrieval.retrieval.index.min_max import MinMax
+from vllm_kvretrieval.retrieval.index.representative import Representative
+from vllm_kvretrieval.retrieval.pooling import Pooling
+
+HEAD_SIZES = tuple(range(16, 257, 16))
+COMMON = 128
+"""The head size of what is compiled for one only."""
+DTYPES = (torch.bfloat16, torch.float16)
+CAPACITIES = (128, 256, 1024)
+CONTEXTS = (1024, 4096, 65536)
+"""Pages; 4096 are 128K tokens, and more are ranked in tiles."""
+INDEXES = (MinMax(), Mean(), MeanStd(), LowRank(), Bounding(), Representative(), Exact())
+PAGE = 32
+KV_HEADS = 8
+
+
+def calls() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Calls of the ops that cover every kernel and head size, under the names of the results.
+
+    The last launch of a call is the one that it is about.
+    """
+    for head_size in HEAD_SIZES:
+        size = f"d{head_size}"
+        for dtype in DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            yield f"sparse_decode {size} {name}", partial(_decode, head_size, dtype)
+        yield f"recall_units {size}", partial(_recall, head_size)
+        yield f"stage_context {size}", partial(_stage, head_size)
+        yield f"write_tail {size}", partial(_tail, head_size)
+        for index in INDEXES:
+            name = f"{index.name} {size}"
+            step = Step(index, head_size)
+            if step.grows:
+                yield f"write_kv {name}", step.write
+                yield f"select {CONTEXTS[1]} pages {size}", partial(step.select, CONTEXTS[1])
+            elif step.builds:
+                yield f"index {name}", step.build
+            else:
+                yield f"write_kv {size}", step.write
+            if step.builds and head_size == COMMON:
+                yield f"index_pages {name}", step.build_pages
+            # Halves of fewer channels than the tensor cores multiply at once.
+            if not (index.name == LowRank.name and head_size < 32):
+                yield f"scores {name}", step.score
+    for capacity in CAPACITIES:
+        yield f"resolve C{capacity}", partial(_resolve, capacity, False)
+        yield f"resolve_ahead C{capacity}", partial(_resolve, capacity, True)
+    yield "prepare_rows", lambda: kernels.prepare_rows(_rows(), _requests(), PAGE)
+    for pages in CONTEXTS[::2]:
+        yield f"select {pages} pages d{COMMON}", partial(Step(MinMax(), COMMON).select, pages)
+
+
+def _slots(head_size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(KV_HEADS, PAGE, 2 * head_size, dtype=dtype)
+
+
+def _decode(head_size: int, dtype: torch.dtype, group: int = 4, splits: int = 4) -> None:
+    query = torch.empty(1, KV_HEADS * group, head_size, dtype=dtype)
+    rows = {"rows": KV_HEADS, "group": group, "head_size": head_size}
+    kernels.sparse_decode(
+        query,
+        _slots(head_size, dtype),
+        torch.empty(KV_HEADS, 64, dtype=torch.int32),
+        torch.empty(KV_HEADS, dtype=torch.int32),
+        head_size**-0.5,
+        query,
+        torch.empty(KV_HEADS, group),
+        DecodeWorkspace.empty(**rows, splits=splits, device="cpu"),
+    )
+
+
+def _recall(head_size: int) -> None:
+    units = torch.empty(16, dtype=torch.int32)
+    count = torch.empty(1, dtype=torch.int32)
+    kernels.recall_units(_slots(head_size)[None], _slots(head_size), units, units, count)
+
+
+def _stage(head_size: int) -> None:
+    home, numbers = _slots(head_size)[None], torch.empty(1, dtype=torch.int32)
+    kernels.stage_context(home, home, numbers[:, None], numbers, numbers)
+
+
+def _rows(pages: int = 1) -> DeviceRows:
+    """A row of a context of so many pages."""
+    one = torch.empty(1, dtype=torch.int32)
+    table = torch.empty(1, pages, dtype=torch.int32)
+    starts, slots = torch.empty(2, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
+    return DeviceRows(one, one, starts, one, slots, table, one, one, one)
+
+
+def _requests() -> DeviceRequests:
+    return DeviceRequests.empty(1, "cpu")
+
+
+def _residency(capacity: int) -> Residency:
+    step = torch.empty(1, dtype=torch.int32)
+    traffic = torch.empty(1, len(Traffic), dtype=torch.int64)
+    return Residency.empty(kv_heads=KV_HEADS, slots=capacity, step=step, traffic=traffic)
+
+
+def _tail(head_size: int) -> None:
+    tokens = torch.empty(1, KV_HEADS, head_size, dtype=torch.bfloat16)
+    kernels.write_tail(tokens, tokens, _rows(), _residency(1), _slots(head_size))
+
+
+def _resolve(capacity: int, ahead: bool) -> None:
+    width = capacity // 2
+    step = Step(MinMax(), 128, width)
+    recalls = Recalls.empty(KV_HEADS * width, "cpu")
+    lists = torch.empty(KV_HEADS, width, dtype=torch.int32)
+    state = _residency(capacity), recalls, lists, PAGE
+    if ahead:
+        kernels.resolve_ahead(step.chooser.selection, _rows(), _requests(), *state)
+    else:
+        kernels.resolve(step.plan(1, positions=True), _rows(), *state)
+
+
+class Step:
+    """A layer of one method, and calls of the ops of its decode step."""
+
+    def __init__(self, index: Index, head_size: int, width: int = 64, group: int = 4) -> None:
+        cache = torch.empty(1, KV_HEADS, PAGE, 2 * head_size, dtype=torch.bfloat16)
+        shape = {"kv_heads": KV_HEADS, "head_size": head_size, "dtype": torch.bfloat16}
+        store = IndexStore.empty(
+            index, pages=1, page_size=PAGE, cache=cache, layout="rows", **shape
+        )
+        selection = Selection.empty(seats=1, group=group, most_selected=width, **shape)
+        self.chooser = Chooser(store, selection, Pooling.MEAN_SOFTMAX, 1.0)
+        self._cache, self._store, self._group, self._width = cache, store, group, width
+        self._query = selection.query
+
+    def plan(self, pages: int, positions: bool = False) -> DevicePlan:
+        """For a row of so many pages."""
+        return DevicePlan.empty(
+            rows=1,
+            kv_heads=KV_HEADS,
+            group=self._group,
+            entries=pages,
+            width=self._width,
+            programs=16,
+            device="cpu",
+            positions=positions,
+        )
+
+    def write(self) -> None:
+        """The cache, and an index that grows."""
+        tokens = self._query[:, :KV_HEADS]
+        stores = [self._store] if grows(self._store) else []
+        kernels.write_kv(tokens, tokens, _rows().slot_mapping, self._cache, stores)
+
+    @property
+    def grows(self) -> bool:
+        """Whether records grow with each key."""
+        return grows(self._store)
+
+    @property
+    def builds(self) -> bool:
+        """Whether there are records."""
+        return self._store.records.shape[2] > 0
+
+    def build(self) -> None:
+        """Records of entries that are complete."""
+        build_entries(_rows().slot_mapping, self._store)
+
+    def build_pages(self) -> None:
+        """Records of pages that arrived by other means."""
+        kernels.index_pages(torch.zeros(1, dtype=torch.int32), self._store)
+
+    def score(self) -> None:
+        """One launch of the two of `plan_decode`."""
+        score_entries(self._query, _rows(), _requests(), 0, self.chooser, self.plan(CONTEXTS[1]))
+
+    def select(self, pages: int) -> None:
+        """The other one is compiled last."""
+        kernels.plan_decode(
+            self._query, _rows(pages), _requests(), [self.chooser], self.plan(pages)
+        )

@@ -1,0 +1,128 @@
+"""What the Triton kernels compile to: the committed records, and what has changed since."""
+
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.common import RESULTS, ROOT, write_json
+from benchmarks.gpu import compiled, launches
+from vllm_kvretrieval.attention.cuda import support
+
+(PINNED,) = re.findall(r"^triton==(.+)$", (ROOT / "requirements/cuda.txt").read_text(), re.M)
+COMMON = re.compile(r"d64\b|d96\b|d128\b|^(?!.*\bd\d)")
+"""Names of launches of the head sizes that most models have, and of those that have none."""
+MOST_SPILLED = 64
+"""Bytes per thread; next to nothing where it comes up."""
+SPILLING = re.compile(r"sparse_decode d16\b")
+SAMPLE = ("sparse_decode d128 bfloat16", "select 1024 pages d128", "write_kv d64")
+
+
+def read(path):
+    """A record."""
+    return json.loads(path.read_text())
+
+
+def run(output, *options, cache):
+    """The program over a record; it compiles what has no results there."""
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.compiled", "--output", output, *options],
+        env=os.environ | {"TRITON_CACHE_DIR": str(cache)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_head_size_that_is_served():
+    assert launches.HEAD_SIZES == support.HEAD_SIZES
+
+
+@pytest.mark.parametrize("version", [PINNED, compiled.VERSION])
+def test_recorded_kernels_run(version):
+    """On every GPU that is served; where the memory of a multiprocessor is large, two at a time."""
+    record = read(compiled.record_of(version))
+    assert record["versions"]["triton"] == version
+    assert version != PINNED or record["architectures"] == list(compiled.SHARED)
+    for name, result in record["results"].items():
+        for arch in record["architectures"]:
+            shared, used = compiled.SHARED[arch], result[f"sm_{arch}"]
+            # Of selection there are no more programs than a GPU has multiprocessors.
+            one = shared < 128 or name.startswith("select") or not COMMON.search(name)
+            told = f"{name} on sm_{arch}: {compiled.described(used)}"
+            assert compiled.programs(arch, used) >= (1 if one else 2), told
+            assert used[1] <= MOST_SPILLED or SPILLING.match(name), told
+
+
+def test_changed_kernels_are_no_worse(tmp_path):
+    """What is not as it was recorded is compiled, and some that is."""
+    committed = compiled.record_of(compiled.VERSION)
+    record, path = read(committed), tmp_path / "record.json"
+    sample = {name: record["results"].pop(name) for name in SAMPLE}
+    write_json(path, record)
+    program = run(path, "--arch", "80", "--arch", "90", cache=tmp_path / "cache")
+    assert program.returncode == 0, program.stdout + program.stderr
+    found = read(path)["results"]
+    for name, before in sample.items():
+        if found[name]["digest"] == before["digest"]:
+            assert [found[name][sm] for sm in ("sm_80", "sm_90")] == [
+                before[sm] for sm in ("sm_80", "sm_90")
+            ], name
+
+
+def test_what_a_kernel_is_made_of_counts(monkeypatch):
+    """The source of a function changes the launches of the kernels that call it, and no others."""
+    before, source_of = compiled.launches(), inspect.getsource
+
+    def changed(function):
+        return source_of(function) + "#" * (function.__name__ == "pool_pages")
+
+    monkeypatch.setattr(inspect, "getsource", changed)
+    after = compiled.launches()
+    differ = {name for name in before if before[name].digest != after[name].digest}
+    assert differ == {name for name in before if name.startswith("select")}
+    assert len({launch.digest for launch in before.values()}) == len(before)
+
+
+def test_what_is_worse():
+    """More spilled, fewer programs at once, and what no GPU could launch."""
+    held = {"a": {"sm_80": [64, 8, 40000, 4]}, "b": {"sm_80": [64, 0, 40000, 4]}}
+    assert not list(compiled.regressions(held, held, [80]))
+    results = {
+        "a": {"sm_80": [64, 16, 40000, 4]},
+        "b": {"sm_80": [64, 0, 60000, 4]},
+        "c": {"sm_80": [64, 8, 170000, 4]},
+    }
+    assert list(compiled.regressions(held, results, [80])) == [
+        "a spills on sm_80: registers 64, spilled_bytes 16, shared_bytes 40000, warps 4",
+        "fewer of b on sm_80: registers 64, spilled_bytes 0, shared_bytes 60000, warps 4; it was "
+        "registers 64, spilled_bytes 0, shared_bytes 40000, warps 4",
+        "c cannot be launched on sm_80: registers 64, spilled_bytes 8, shared_bytes 170000, "
+        "warps 4",
+        "c spills on sm_80: registers 64, spilled_bytes 8, shared_bytes 170000, warps 4",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("gpu_compiled_*.json")), ids=lambda p: p.stem)
+def test_records_are_of_these_kernels(path):
+    digests = {name: launch.digest for name, launch in compiled.launches().items()}
+    recorded = {name: result["digest"] for name, result in read(path)["results"].items()}
+    stale = [name for name in digests if recorded.get(name) != digests[name]]
+    assert recorded.keys() == digests.keys()
+    assert not stale, f"{compiled.__doc__}"
+
+
+@pytest.mark.slow
+@pytest.mark.cores
+def test_everything_compiles(tmp_path):
+    """All that is recorded of the environment's Triton, once more: to the same, or to better."""
+    path = shutil.copy(compiled.record_of(compiled.VERSION), tmp_path / "record.json")
+    program = run(path, "--all", cache=tmp_path / "cache")
+    assert program.returncode == 0, program.stdout + program.stderr
