@@ -1,4 +1,7 @@
-"""Side work that runs when the fewest, or the most, have come before it."""
+"""Side work that runs when the fewest, or the most, have come before it; or in between."""
+
+import random
+from functools import partial
 
 
 class AtOnce:
@@ -31,3 +34,54 @@ class Delayed:
         submitted, self._submitted = self._submitted, []
         for work in submitted:
             work()
+
+
+class Interleaved:
+    """A stream as a GPU has it: work is Python now, and its launches run between the main ones.
+
+    Args:
+        ops: An implementation; side work and main work have to use the attribute of that name.
+        seed: Of the draws how many launches of side work run before one of the main work.
+    """
+
+    def __init__(self, ops, seed=0):
+        self.ops = _Launches(ops, self)
+        self._draw = random.Random(seed)
+        self._launched = []
+        self._submitting = False
+
+    @property
+    def idle(self):
+        """Whether everything has been waited for."""
+        return not self._launched
+
+    def submit(self, work):
+        self._submitting = True
+        try:
+            work()
+        finally:
+            self._submitting = False
+
+    def wait(self):
+        self._run(len(self._launched))
+
+    def launch(self, op, args, options):
+        """Run a launch of the main work, or take one of the side work down."""
+        if self._submitting:
+            self._launched.append(partial(op, *args, **options))
+            return
+        self._run(self._draw.randint(0, len(self._launched)))
+        op(*args, **options)
+
+    def _run(self, count):
+        for _ in range(count):
+            self._launched.pop(0)()
+
+
+class _Launches:
+    def __init__(self, ops, side):
+        self._ops, self._side = ops, side
+
+    def __getattr__(self, name):
+        op = getattr(self._ops, name)
+        return lambda *args, **options: self._side.launch(op, args, options)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from tests.side_work import AtOnce, Delayed
+from tests.side_work import AtOnce, Delayed, Interleaved
 from vllm_kvretrieval.attention.cuda.far import FarTier
 from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.kernels import device_reference, slots_reference
@@ -24,6 +24,7 @@ LAYERS, SEATS, PAGES, TABLE = 3, 4, 90, 14
 SINK, WINDOW, SELECT = 1, 1, 2
 DTYPE = torch.bfloat16
 SCALE = HEAD_SIZE**-0.5
+SLOW = pytest.mark.slow
 
 
 class Half:
@@ -52,6 +53,7 @@ class Layers:
     """Some layers of a model, with a home on the device, or in host memory."""
 
     def __init__(self, side=None, capacity=5, buffer_pages=TABLE):
+        self.ops = side.ops if isinstance(side, Interleaved) else OPS
         self.requests = DeviceRequests.empty(SEATS, "cpu")
         options = torch.tensor([SINK, WINDOW, SELECT])
         self.requests.table[:, : Column.SELECT + 1] = options
@@ -76,9 +78,9 @@ class Layers:
         if side is None:
             return
         buffers = torch.full((2, buffer_pages, *self.caches.shape[2:]), float("nan"), dtype=DTYPE)
-        self.staging = Staging(OPS, side, buffers, Half)
+        self.staging = Staging(self.ops, side, buffers, Half)
         self.tier = FarTier(
-            OPS, side, self.staging, layers=LAYERS, seats=SEATS, kv_heads=KV_HEADS,
+            self.ops, side, self.staging, layers=LAYERS, seats=SEATS, kv_heads=KV_HEADS,
             capacity=capacity, width=width, device="cpu",
         )  # fmt: skip
         self.far = [self.tier.add(cache) for cache in self.caches]
@@ -99,7 +101,7 @@ class Layers:
             common.block_table_tensor,
             *torch.zeros(3, common.num_reqs, dtype=torch.int32),
         )
-        OPS.prepare_rows(rows, self.requests, PAGE, far=self.far is not None)
+        self.ops.prepare_rows(rows, self.requests, PAGE, far=self.far is not None)
         first = common.replace(
             seq_lens=rows.dense_lens[:lead],
             query_start_loc_cpu=common.query_start_loc_cpu[: lead + 1],
@@ -110,15 +112,15 @@ class Layers:
         )
         for number, (query, key, value) in enumerate(fused):
             cache, chooser = self.caches[number], self.choosers[number]
-            OPS.write_kv(key, value, common.slot_mapping, cache, [chooser.store])
+            self.ops.write_kv(key, value, common.slot_mapping, cache, [chooser.store])
             output, half = torch.full_like(query, float("nan")), Half()
             half.forward(None, query, key, value, cache, first, output)
             lse = torch.zeros(pairs, GROUP)
             if self.far is None:
-                OPS.plan_decode(query, rows, self.requests, [chooser], self.plan)
+                self.ops.plan_decode(query, rows, self.requests, [chooser], self.plan)
                 units, lengths = cache.flatten(0, 1), self.plan.lengths[:pairs]
                 lists = self.plan.lists
-                OPS.sparse_decode(query, units, lists, lengths, SCALE, output, lse, workspace)
+                self.ops.sparse_decode(query, units, lists, lengths, SCALE, output, lse, workspace)
             else:
                 far = self.far[number]
                 far.attend_to_selection(
@@ -191,9 +193,22 @@ def describe(rows):
     )
 
 
+def interleaved(seed):
+    return lambda: Interleaved(OPS, seed)
+
+
 @pytest.mark.parametrize(
     ("side", "capacity", "buffer_pages"),
-    [(Delayed, 5, TABLE), (AtOnce, 4, TABLE), (Delayed, 9, 40)],
+    [
+        (Delayed, 5, TABLE),
+        (AtOnce, 4, TABLE),
+        (Delayed, 9, 40),
+        (interleaved(0), 5, TABLE),
+        *(
+            pytest.param(interleaved(seed), *((5, TABLE), (9, 40))[seed % 2], marks=SLOW)
+            for seed in range(1, 9)
+        ),
+    ],
 )
 def test_outputs_are_those_of_a_home_on_the_device(side, capacity, buffer_pages):
     torch.manual_seed(capacity)
