@@ -1,5 +1,6 @@
 """Worker, model runner and backends of tests/device_engine.py: the package's, on the CPU."""
 
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -9,16 +10,18 @@ from vllm.v1.worker.gpu import model_runner as gpu_model_runner
 
 from tests.device_dense import Dense
 from tests.device_graphs import ReplayManager
-from tests.side_work import Delayed
+from tests.side_work import Interleaved
 from vllm_kvretrieval.attention.cuda.backend import backend_over
 from vllm_kvretrieval.engine.cuda.runner import RetrievalModelRunner
 from vllm_kvretrieval.engine.cuda.worker import RetrievalGPUWorker
 
 
 class DeviceRunner(RetrievalModelRunner, model_runner.CPUModelRunner):
-    """vLLM's V2 model runner as it is on the CPU, with graphs and side work done when awaited."""
+    """vLLM's V2 model runner as it is on the CPU, with graphs, and side work done in between."""
 
-    make_side = staticmethod(lambda device: Delayed())
+    side = Interleaved(RetrievalModelRunner.ops)
+    ops: ClassVar[Any] = side.ops
+    make_side = staticmethod(lambda device: DeviceRunner.side)
     map_home = staticmethod(lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
 
     def initialize_kv_cache(self, *args, **options):

@@ -1,7 +1,7 @@
 """A GPU's engine whose KV cache is in host memory answers as one whose cache is on the device.
 
-Both run on the CPU: see tests/device_engine.py. Work beside the model is done when it is waited
-for, and not before.
+Both run on the CPU: see tests/device_engine.py. Launches of the work beside the model are made at
+random between those of the model, until it is waited for.
 """
 
 import pytest
