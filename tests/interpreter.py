@@ -30,6 +30,7 @@ def start(*, checked: bool = False) -> ProcessPoolExecutor:
 def _prepare(checked: bool) -> None:
     _widen_bfloat16()
     _refuse_small_products()
+    _take_masks_of_numbers()
     if checked:
         from tests import memory_checks
 
@@ -62,3 +63,16 @@ def _refuse_small_products() -> None:
     from triton.runtime.interpreter import interpreter_builder
 
     interpreter_builder.codegen_fns["min_dot_size"] = min_dot_size(GPUTarget("cuda", 80, 32))
+
+
+def _take_masks_of_numbers() -> None:
+    """Let masks be bits of whole numbers, as in vLLM's kernel for grammars."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    store = InterpreterBuilder.create_masked_store
+
+    def masked(self, pointers, value, mask, *rest):
+        mask.data = mask.data.astype(bool)
+        return store(self, pointers, value, mask, *rest)
+
+    InterpreterBuilder.create_masked_store = masked
