@@ -1,4 +1,4 @@
-"""A GPU's worker starts by vLLM's own methods, and its platform chooses (device_start.py)."""
+"""A GPU's worker starts by vLLM's own methods; its platform chooses. See tests/device_start.py."""
 
 import math
 
@@ -11,6 +11,7 @@ from tests.engine import Request, random_llama
 pytestmark = pytest.mark.engine
 
 PAGE = 16
+UTILIZATION = 0.9
 ENGINE = {
     "attention_backend": "freekv",
     "dtype": "float16",
@@ -18,7 +19,7 @@ ENGINE = {
     "max_model_len": 256,
     "max_num_batched_tokens": 64,
     "block_size": 2 * PAGE,
-    "gpu_memory_utilization": 0.9,
+    "gpu_memory_utilization": UTILIZATION,
     "skip_tokenizer_init": True,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "additional_config": {
@@ -49,7 +50,7 @@ def prompt(tokens, seed):
 def test_memory(started):
     """All that vLLM leaves for the KV cache is used for it and what is beside it, and no more."""
     sizes = started(device_start.describe)
-    requested = math.ceil(device_start.TOTAL * ENGINE["gpu_memory_utilization"])
+    requested = math.ceil(device_start.TOTAL * UTILIZATION)
     held = device_start.USED[1] - device_start.USED[0]
     assert sizes["available"] == requested - held - device_start.PEAK - sizes["graphs"]
     taken = sizes["caches"] + sizes["workspaces"]
@@ -70,7 +71,7 @@ def test_nothing_is_compiled_while_serving(started):
         Request(prompt(30, 3), 4, {}, arrives=3),
     ]
     answers = started(device_engine.drive, requests)
-    assert [len(answer.ids) for answer in answers] == [6, 5, 4]
+    assert [len(answer.tokens) for answer in answers] == [6, 5, 4]
     assert len(before) > 5
     assert not started(device_start.variants) - before
 
