@@ -1,14 +1,15 @@
 """Options of KV retrieval: typed and validated here, and nowhere else."""
 
 import functools
-import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.option_files import read_files
 from vllm_kvretrieval.parsing import (
+    check_digits,
     parse_size,
     reject_unknown,
     require_bool,
@@ -16,8 +17,14 @@ from vllm_kvretrieval.parsing import (
     require_name,
     require_number,
 )
-from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET, PageBudget, default_parts
+from vllm_kvretrieval.retrieval.budget import (
+    DEFAULT_BUDGET,
+    DEFAULT_SHARE,
+    PageBudget,
+    default_parts,
+)
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
+from vllm_kvretrieval.retrieval.files import has_file
 from vllm_kvretrieval.retrieval.filters import (
     CALIBRATE,
     check_model,
@@ -149,7 +156,10 @@ class RetrievalConfig:
 
     @functools.cached_property
     def methods(self) -> dict[str, Method]:
-        """All that requests may name, the engine's own first, last those that select nothing."""
+        """All that requests may name, the engine's own first.
+
+        Those that select nothing come last, where the budget has room for them.
+        """
         made = {self.method: self.own}
         for name, options in self._also().items():
             if name in made:
@@ -177,7 +187,9 @@ class RetrievalConfig:
         for name, preset in presets().items():
             schedule = SCHEDULES[preset.schedule]
             if not schedule.selects and not schedule.by_head and name not in made:
-                made[name] = make_method(name, name, {}, self.page_size)
+                method = make_method(name, name, {}, self.page_size)
+                if self.budget >= self._needed(self.budget, method):  # nobody has asked for it
+                    made[name] = method
         return made
 
     def _also(self) -> dict[str, Mapping[str, Any]]:
@@ -216,7 +228,7 @@ class RetrievalConfig:
         filters = self.filters
         if isinstance(filters, list | tuple) and all(type(layer) is int for layer in filters):
             object.__setattr__(self, "filters", tuple(filters))
-        elif isinstance(filters, str):
+        elif isinstance(filters, str) or has_file(filters):
             read_filters(filters)
         elif filters is not None:
             raise RetrievalConfigError(
@@ -354,7 +366,7 @@ class RetrievalConfig:
         """Full pages at the end of a context that are not encoded: the window's, if that is raw."""
         if not presets()[self.method].raw_window:
             return 0
-        budgets = range(self.page_size, self.budget_limit + 1, self.page_size)
+        budgets = self._largest_budgets
         return max(self.page_budget(b).window for b in budgets if b >= self._needed(b, self.own))
 
     @functools.cached_property
@@ -381,6 +393,18 @@ class RetrievalConfig:
         """Tokens; the largest budget that any request may have."""
         return self.budget if self.max_budget is None else self.max_budget
 
+    @property
+    def _largest_budgets(self) -> range:
+        """Tokens; those among which some request selects most.
+
+        In so many pages sink and window grow by a page each at most; so smaller budgets select
+        less.
+        """
+        pages = self.budget_limit // self.page_size
+        return range(
+            max(pages - DEFAULT_SHARE, 1) * self.page_size, self.budget_limit + 1, self.page_size
+        )
+
     @functools.cached_property
     def most_selected(self) -> dict[str, int]:
         """Pages or tokens; most of them that a request selects per KV head on average, by method.
@@ -388,7 +412,7 @@ class RetrievalConfig:
         Of all admissible budgets: sink and window are rounded to pages, so a smaller one may select
         more than a larger one.
         """
-        budgets = range(self.page_size, self.budget_limit + 1, self.page_size)
+        budgets = self._largest_budgets
         return {
             name: max(
                 (
@@ -455,14 +479,25 @@ class RetrievalConfig:
             needed = self._least_budget(by)
             sink, window = self._parts(needed, by)
             parts = f"sink={sink}" + (f" + window={window}" if by.selects else "")
+            whose = "" if by is self.own else f" for {by.name}"
             raise RetrievalConfigError(
-                f"{key}={budget} is too small: {parts} + one page of {self.page_size} need at "
-                f"least {needed} tokens. Raise {key}, or lower sink and window."
+                f"{key}={budget} is too small{whose}: {parts} + one page of {self.page_size} need "
+                f"at least {needed} tokens. {self._more_room(key, by)}."
             )
         if not by.selects:
             window = budget - sink  # nothing is selected: the window takes all the rest
         select = budget - sink - window
         return PageBudget(*(tokens // self.page_size for tokens in (sink, window, select)))
+
+    def _more_room(self, key: str, by: Method) -> str:
+        """What to do where a budget is too small for a method."""
+        given = [part for part in ("sink", "window") if getattr(self, part) is not None]
+        remedies = [f"Raise {key}"]
+        if given and (by.selects or "sink" in given):
+            remedies.append(f"lower {' and '.join(given)}")
+        if by is not self.own:
+            remedies.append(f"leave {by.name} out")
+        return ", or ".join(remedies)
 
     def _parts(self, budget: int, by: Method) -> tuple[int, int]:
         """Tokens of sink and window."""
@@ -485,8 +520,10 @@ class RetrievalConfig:
 
     def _least_budget(self, by: Method) -> int:
         """Tokens; the smallest budget that has this room."""
-        budgets = itertools.count(self.page_size, self.page_size)
-        return next(b for b in budgets if b >= self._needed(b, by))
+        budget = self.page_size
+        while budget < (needed := self._needed(budget, by)):  # which grows with the budget
+            budget = needed
+        return budget
 
     def _nearest(self, tokens: int) -> int:
         return max(1, round(tokens / self.page_size)) * self.page_size
@@ -508,6 +545,7 @@ class RetrievalConfig:
         Raises:
             RetrievalConfigError: An unknown key, a wrong type or an impossible combination.
         """
+        check_digits("kv_retrieval", options)
         if not isinstance(options, Mapping):
             raise RetrievalConfigError(
                 f"kv_retrieval must be a mapping of options, got {options!r}. "
@@ -526,7 +564,7 @@ class RetrievalConfig:
                     f"kv_retrieval.{key}=None must have a value; leave it out for the default."
                 )
         try:
-            return cls(method=method, **options)
+            return cls(method=method, **read_files(options))
         except RetrievalConfigError as e:
             raise RetrievalConfigError(f"kv_retrieval.{e}") from None
 
@@ -542,6 +580,24 @@ class RetrievalConfig:
             tokens = cls.from_options(method, shape)._tokens_of(size, vllm_config)
             options = {**options, "window": tokens}
         return cls.from_options(method, options)
+
+    @classmethod
+    def read_files(cls, vllm_config: "VllmConfig") -> None:
+        """Put what files hold in place of their names in the options of an engine.
+
+        The configuration is what other processes of the engine get.
+
+        Raises:
+            RetrievalConfigError: A file cannot be read, or is no JSON.
+        """
+        options, additional = options_of(vllm_config), vllm_config.additional_config
+        if not isinstance(options, Mapping) or not isinstance(additional, Mapping):
+            return
+        try:
+            read = read_files(options)
+        except RetrievalConfigError as e:
+            raise RetrievalConfigError(f"kv_retrieval.{e}") from None
+        vllm_config.additional_config = {**additional, CONFIG_KEY: read}
 
     def _tokens_of(self, size: str, vllm_config: "VllmConfig") -> int:
         """A window that is given as a size: the tokens of as many whole pages as fit.

@@ -6,7 +6,13 @@ from typing import Any
 
 from vllm_kvretrieval.config import CONFIG_KEY, RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.parsing import reject_unknown, require_bool, require_int, require_number
+from vllm_kvretrieval.parsing import (
+    check_digits,
+    reject_unknown,
+    require_bool,
+    require_int,
+    require_number,
+)
 from vllm_kvretrieval.retrieval.budget import PageBudget
 
 
@@ -87,6 +93,7 @@ class RequestOptions:
 
 def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
     nested = extra_args.get(CONFIG_KEY, {})
+    check_digits(CONFIG_KEY, nested)
     if not isinstance(nested, Mapping):
         raise RetrievalConfigError(
             f"{CONFIG_KEY}={nested!r} must be a mapping of options; over HTTP use flat keys "
@@ -94,4 +101,5 @@ def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
         )
     prefix = CONFIG_KEY + "_"
     flat = {k.removeprefix(prefix): v for k, v in extra_args.items() if k.startswith(prefix)}
+    check_digits(CONFIG_KEY, flat)
     return {**nested, **flat}
