@@ -232,7 +232,7 @@ def test_other_mistakes(model, capfd, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["calibrate", str(model.folder), str(model.text)]) == 1
     assert "leave the plot out by --no-plot" in capfd.readouterr().err
-    for wrong in ("--tokens=-1", "--dense-share=2", "--dtype=int8"):
+    for wrong in ("--tokens=-1", f"--queries={'9' * 5000}", "--dense-share=2", "--dtype=int8"):
         with pytest.raises(SystemExit):
             main(["calibrate", "model", "text", wrong])
         assert wrong.split("=")[0] in capfd.readouterr().err

@@ -1,9 +1,12 @@
 """Options: every way to give them, every way to get them wrong."""
 
 import argparse
+import itertools
+import math
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from vllm_kvretrieval.cli import add_options
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.option_help import HELP
+from vllm_kvretrieval.parsing import parse_size
 from vllm_kvretrieval.request_options import RequestOptions
 from vllm_kvretrieval.retrieval.budget import PageBudget
 from vllm_kvretrieval.retrieval.presets import OWN
@@ -143,6 +147,87 @@ def test_options_must_be_a_mapping(options):
 def test_streamingllm_needs_a_page_beside_the_sink():
     with pytest.raises(RetrievalConfigError, match=r"sink=512 \+ one page of 32 need at least 544"):
         RetrievalConfig.from_options("streamingllm", {"budget": 512, "sink": 512})
+
+
+@pytest.mark.parametrize("number", [10**30, -(10**400), 10**5000], ids=["30", "400", "5000"])
+def test_huge_numbers_are_refused(number):
+    """By every option and in every place, whether Python writes them out or not."""
+    placed = (number, [number], {"mine": {"index": {"low_rank": {"rank": number}}}}, {number: 1})
+    keys = {field.name for field in fields(RetrievalConfig)}
+    for key, value in itertools.product(keys - {"budget_shares"}, placed):  # shares may be large
+        with pytest.raises(RetrievalConfigError, match="kv_retrieval"):
+            RetrievalConfig.from_options("freekv", {key: value})
+        with pytest.raises(RetrievalConfigError, match="kv_retrieval"):
+            RequestOptions.parse({"kv_retrieval": {key: value}}, SERVER)
+        with pytest.raises(RetrievalConfigError, match="kv_retrieval"):
+            RequestOptions.parse({f"kv_retrieval_{key}": value}, SERVER)
+    for options in placed:
+        with pytest.raises(RetrievalConfigError, match="kv_retrieval"):
+            RetrievalConfig.from_options("freekv", options)
+        with pytest.raises(RetrievalConfigError, match="kv_retrieval"):
+            RequestOptions.parse({"kv_retrieval": options}, SERVER)
+
+
+@pytest.mark.parametrize("size", ["9" * 400, 10**400, "9" * 400 + "GiB", "9000000TiB"])
+def test_huge_sizes_are_refused(size):
+    with pytest.raises(RetrievalConfigError, match="up to 9223372036854775807"):
+        RetrievalConfig.from_options("freekv", {"home": "disk", "home_bytes": size})
+    with pytest.raises(RetrievalConfigError, match="up to 9223372036854775807"):
+        parse_size("window", size)
+
+
+@pytest.mark.parametrize("key", ["budget", "sink", "window", "max_budget", "rerank"])
+def test_more_tokens_than_can_be_counted(key):
+    with pytest.raises(RetrievalConfigError, match=f"{key}=2147483648 must be 2147483647 at most"):
+        RetrievalConfig.from_options("kvretrieval", {key: 1 << 31})
+
+
+def test_large_budgets_are_no_work():
+    """Nothing counts up to them."""
+    config = RetrievalConfig.from_options("kvretrieval", {"budget": 1 << 30})
+    assert config.most_selected["kvretrieval"] == (1 << 30) // 32 - 3
+    with pytest.raises(RetrievalConfigError, match=rf"at least {(1 << 30) + 96} tokens"):
+        RetrievalConfig.from_options("kvretrieval", {"sink": 1 << 30})
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e400])
+def test_parameters_of_an_index_are_finite(value):
+    with pytest.raises(RetrievalConfigError, match="mean_std has spread, all numbers"):
+        RetrievalConfig.from_options("freekv", {"index": {"mean_std": {"spread": value}}})
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("infllm", {"budget": 256}, "too small: sink=128 .* 512 tokens. Raise budget."),
+        (
+            "streamingllm",
+            {"budget": 64, "also": ["freekv"]},
+            "too small for freekv: sink=32 .* 128 tokens. Raise budget, or leave freekv out.",
+        ),
+        (
+            "raas",
+            {"budget": 64, "sink": 32, "also": ["freekv"]},
+            "for freekv: .* 128 tokens. Raise budget, or lower sink, or leave freekv out.",
+        ),
+        (
+            "raas",
+            {"budget": 32, "also": ["streamingllm"]},
+            "for streamingllm: sink=32 .* 64 tokens. Raise budget, or leave streamingllm out.",
+        ),
+    ],
+)
+def test_who_needs_a_larger_budget(method, options, message):
+    with pytest.raises(RetrievalConfigError, match=f"kv_retrieval.budget=.* {message}$"):
+        RetrievalConfig.from_options(method, options)
+
+
+@pytest.mark.parametrize("method", ["raas", "tova", "snapkv"])
+def test_streamingllm_is_offered_where_it_has_room(method):
+    """No engine is refused for it that does not name it."""
+    assert [*RetrievalConfig.from_options(method, {"budget": 32}).methods] == [method]
+    room = RetrievalConfig.from_options(method, {"budget": 64})
+    assert [*room.methods] == [method, "streamingllm"]
 
 
 @pytest.mark.parametrize("threshold", [-1, 0, 0.5, 1])

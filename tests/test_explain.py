@@ -19,6 +19,7 @@ from vllm_kvretrieval.command import main
 from vllm_kvretrieval.explain.attention import LATEST, PromptAttention
 from vllm_kvretrieval.explain.report import borders, runs
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
+from vllm_kvretrieval.retrieval.model_files import SHAPE
 
 TOKENS, BUDGET = 427, 128
 LAYERS, KV_HEADS, GROUP = 4, 2, 2
@@ -243,6 +244,27 @@ def test_fier_selects_tokens(model):
     assert result["layers"][2]["attended"] == [BUDGET] * KV_HEADS
 
 
+def test_razors_retrieval_heads_attend_to_everything(model):
+    """And the others to sink and window, whatever the attention."""
+    shape = json.loads((model.folder / "config.json").read_text())
+    induction = [[0.1 * layer, 0.9 * (layer == 2)] for layer in range(LAYERS)]
+    scores = {
+        "format": "vllm-kvretrieval heads 1", "model": "it",
+        "shape": {key: shape[key] for key in SHAPE}, "layers": [*range(LAYERS)],
+        "induction": induction, "echo": [[0] * KV_HEADS] * LAYERS,
+    }  # fmt: skip
+    file = model.folder / "scores"
+    file.write_text(json.dumps(scores))
+    found, result = all_heads(model, "razor", f"--heads={file}")
+    everything, part = set(range(TOKENS)), {*range(32), *range(TOKENS // 32 * 32 - 64, TOKENS)}
+    assert len(part) == 32 + 64 + TOKENS % 32
+    assert {place for place, tokens in found.items() if tokens == everything} == {(2, 1)}
+    assert all(tokens in (part, everything) for tokens in found.values())
+    assert [row["attended"][1] for row in result["layers"]] == [107, 107, TOKENS, 107]
+    assert result["layers"][2]["attention"][1] == pytest.approx(1)
+    assert all(head["always"] == head["attended"] for head in result["heads"])
+
+
 def test_a_head_is_shown_along_the_prompt(model):
     _, result = all_heads(model, "h2o")
     for head in result["heads"]:
@@ -341,6 +363,8 @@ def test_the_command(model, capsys, tmp_path, monkeypatch):
         (["--budget=100"], "budget=100 must be a positive multiple of page_size=32"),
         (["--budget=64", "--method=freekv"], "budget=64 is too small"),
         (["--tokens=500"], "the text has 427 tokens"),
+        (["--method=razor"], "not known (known: "),
+        (["--heads=none.json"], "heads='none.json' cannot be read"),
         (["--method=omnikv"], "its filters select for the layers after them"),
         (["--layer=4"], "--layer 4 does not exist"),
         (["--head", "0", "2"], "has KV heads 0 to 1"),
@@ -364,7 +388,7 @@ def test_other_mistakes(model, capfd, tmp_path, monkeypatch):
     assert main(["explain", str(model.folder), str(model.text)]) == 1
     assert "leave the plot out by --no-plot" in capfd.readouterr().err
     wrongs = "--method=none", "--observation=0", "--observation=last", "--layer=-1", "--budget=0"
-    for wrong in wrongs:
+    for wrong in (*wrongs, f"--budget={'9' * 400}", f"--layer={1 << 31}"):
         with pytest.raises(SystemExit):
             main(["explain", "model", "text", wrong])
         assert wrong.split("=")[0] in capfd.readouterr().err

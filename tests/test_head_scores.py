@@ -109,7 +109,9 @@ def test_what_cannot_be_measured(model, capfd, more, why):  # noqa: F811
 def test_other_mistakes(tmp_path, capfd):
     assert main(["heads", str(tmp_path)]) == 1
     assert f"{tmp_path} cannot be loaded" in capfd.readouterr().err
-    for wrong in ("--tokens=0", "--share=2", "--dtype=int8", "--seed=one"):
+    huge = "9" * 400
+    wrongs = ("--tokens=0", f"--tokens={huge}", f"--queries={huge}", "--share=2", "--dtype=int8")
+    for wrong in (*wrongs, "--share=nan", "--seed=one", f"--seed={huge}"):
         with pytest.raises(SystemExit):
             main(["heads", "model", wrong])
         assert wrong.split("=")[0] in capfd.readouterr().err

@@ -181,6 +181,7 @@ SPOILT = {
         {"per_token": True, "score_tokens": lambda self, *given: Good.score(self, *given)},
         r"score_tokens has the shape \[3, 5\], wanted is \[3, 5, 32\]",
     ),
+    "records that grow": ({"grows": True}, "grows is True, and only records of min_max can grow"),
     "fields of something else": (
         {"fields": lambda self, *sizes: [("mean", None, (64,))]},
         r"fields has \('mean', None, \(64,\)\), which is no Field",

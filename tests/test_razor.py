@@ -4,6 +4,7 @@ Every list of recorded steps is held against what the file of scores says; what 
 answered, against stock vLLM and the same requests by themselves.
 """
 
+import shutil
 from typing import Any
 
 import pytest
@@ -53,7 +54,6 @@ def by_hand():
 
 ALSO = {
     "by_hand": {"heads": by_hand()},
-    "many": {"heads": {"file": str(FILE), "share": 0.5}},
     "all": {"heads": [[1] * KV_HEADS] * LAYERS},
     "none": {"heads": [[0] * KV_HEADS] * LAYERS},
     "freekv": {},
@@ -71,14 +71,19 @@ def stock():
 
 
 @pytest.fixture(scope="module")
-def llm(stock):
+def llm(stock, tmp_path_factory):
+    """The file of scores that an option names is gone before the first request."""
+    scores = tmp_path_factory.mktemp("scores") / "scores.json"
+    shutil.copy(FILE, scores)
+    also = ALSO | {"many": {"heads": {"file": str(scores), "share": 0.5}}}
     with engine(
         checkpoint(MODEL),
         attention_backend="razor",
-        additional_config={"kv_retrieval": {"budget": BUDGET, "also": ALSO}},
+        additional_config={"kv_retrieval": {"budget": BUDGET, "also": also}},
         worker_extension_cls="tests.heads_recorder.HeadsRecorder",
         **STOCK,
     ) as llm:
+        scores.unlink()
         yield llm
 
 

@@ -81,6 +81,15 @@ def test_small_pages_where_vllm_cannot_attend_to_them(configure, monkeypatch):
         configure(LLAMA, **options)
 
 
+def test_dual_chunk_attention(configure):
+    """Qwen2.5-1M as its authors serve it; without it, as the message says, it is a plain model."""
+    chunks = {"chunk_size": 1024, "local_size": 64, "original_max_position_embeddings": 1024}
+    message = r"freekv does not support dual chunk attention, .* remove dual_chunk_attention_config"
+    with pytest.raises(ValueError, match=message):
+        configure(LLAMA | {"dual_chunk_attention_config": chunks})
+    configure(LLAMA, max_model_len=1024)
+
+
 @pytest.mark.parametrize("backend", ["freekv", "streamingllm"])
 def test_a_plain_model_is_accepted(configure, backend):
     config = configure(LLAMA, attention_backend=backend)

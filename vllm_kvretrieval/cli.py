@@ -58,7 +58,7 @@ def _merge(additional: Any, given: dict[str, Any]) -> Any:
 def _json_mapping(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(

@@ -1,14 +1,15 @@
 """Options of KV retrieval: typed and validated here, and nowhere else."""
 
 import functools
-import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import check_directory
+from vllm_kvretrieval.option_files import read_files
 from vllm_kvretrieval.parsing import (
+    check_digits,
     parse_size,
     reject_misspelt,
     reject_unknown,
@@ -17,8 +18,14 @@ from vllm_kvretrieval.parsing import (
     require_name,
     require_number,
 )
-from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET, PageBudget, default_parts
+from vllm_kvretrieval.retrieval.budget import (
+    DEFAULT_BUDGET,
+    DEFAULT_SHARE,
+    PageBudget,
+    default_parts,
+)
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
+from vllm_kvretrieval.retrieval.files import has_file
 from vllm_kvretrieval.retrieval.filters import (
     CALIBRATE,
     check_model,
@@ -157,7 +164,10 @@ class RetrievalConfig:
 
     @functools.cached_property
     def methods(self) -> dict[str, Method]:
-        """All that requests may name, the engine's own first, last those that select nothing."""
+        """All that requests may name, the engine's own first.
+
+        Those that select nothing come last, where the budget has room for them.
+        """
         made = {self.method: self.own}
         for name, options in self._also().items():
             if name in made:
@@ -185,7 +195,9 @@ class RetrievalConfig:
         for name, preset in presets().items():
             schedule = SCHEDULES[preset.schedule]
             if not schedule.selects and not schedule.by_head and name not in made:
-                made[name] = make_method(name, name, {}, self.page_size)
+                method = make_method(name, name, {}, self.page_size)
+                if self.budget >= self._needed(self.budget, method):  # nobody has asked for it
+                    made[name] = method
         return made
 
     def _also(self) -> dict[str, Mapping[str, Any]]:
@@ -224,7 +236,7 @@ class RetrievalConfig:
         filters = self.filters
         if isinstance(filters, list | tuple) and all(type(layer) is int for layer in filters):
             object.__setattr__(self, "filters", tuple(filters))
-        elif isinstance(filters, str):
+        elif isinstance(filters, str) or has_file(filters):
             read_filters(filters)
         elif filters is not None:
             raise RetrievalConfigError(
@@ -368,7 +380,7 @@ class RetrievalConfig:
         """Full pages at the end of a context that are not encoded: the window's, if that is raw."""
         if not presets()[self.method].raw_window:
             return 0
-        budgets = range(self.page_size, self.budget_limit + 1, self.page_size)
+        budgets = self._upper_budgets
         return max(self.page_budget(b).window for b in budgets if b >= self._needed(b, self.own))
 
     @functools.cached_property
@@ -395,6 +407,18 @@ class RetrievalConfig:
         """Tokens; the largest budget that any request may have."""
         return self.budget if self.max_budget is None else self.max_budget
 
+    @property
+    def _upper_budgets(self) -> range:
+        """Tokens; those among which some request selects most.
+
+        In so many pages sink and window grow by a page each at most; so smaller budgets select
+        less.
+        """
+        pages = self.budget_limit // self.page_size
+        return range(
+            max(pages - DEFAULT_SHARE, 1) * self.page_size, self.budget_limit + 1, self.page_size
+        )
+
     @functools.cached_property
     def largest_budgets(self) -> dict[str, tuple[PageBudget, ...]]:
         """Of the budgets that requests may have those that none exceeds in every part, by method.
@@ -403,11 +427,11 @@ class RetrievalConfig:
         """
         largest = {}
         for name, method in self.methods.items():
-            pages = range(1, self.budget_limit // self.page_size + 1)
+            budgets = self._upper_budgets
             if not method.selects:  # sink and window are all of it
-                pages = pages[-1:]
+                budgets = budgets[-1:]
             by_parts: dict[tuple[int, int], PageBudget] = {}  # rising, so the last is the largest
-            for tokens in (count * self.page_size for count in pages):
+            for tokens in budgets:
                 if tokens >= self._needed(tokens, method):
                     budget = self.page_budget(tokens, name)
                     by_parts[budget.sink, budget.window] = budget
@@ -476,14 +500,25 @@ class RetrievalConfig:
             needed = self._least_budget(by)
             sink, window = self._parts(needed, by)
             parts = f"sink={sink}" + (f" + window={window}" if by.selects else "")
+            whose = "" if by is self.own else f" for {by.name}"
             raise RetrievalConfigError(
-                f"{key}={budget} is too small: {parts} + one page of {self.page_size} need at "
-                f"least {needed} tokens. Raise {key}, or lower sink and window."
+                f"{key}={budget} is too small{whose}: {parts} + one page of {self.page_size} need "
+                f"at least {needed} tokens. {self._more_room(key, by)}."
             )
         if not by.selects:
             window = budget - sink  # nothing is selected: the window takes all the rest
         select = budget - sink - window
         return PageBudget(*(tokens // self.page_size for tokens in (sink, window, select)))
+
+    def _more_room(self, key: str, by: Method) -> str:
+        """What to do where a budget is too small for a method."""
+        given = [part for part in ("sink", "window") if getattr(self, part) is not None]
+        remedies = [f"Raise {key}"]
+        if given and (by.selects or "sink" in given):
+            remedies.append(f"lower {' and '.join(given)}")
+        if by is not self.own:
+            remedies.append(f"leave {by.name} out")
+        return ", or ".join(remedies)
 
     def _parts(self, budget: int, by: Method) -> tuple[int, int]:
         """Tokens of sink and window."""
@@ -506,8 +541,10 @@ class RetrievalConfig:
 
     def _least_budget(self, by: Method) -> int:
         """Tokens; the smallest budget that has this room."""
-        budgets = itertools.count(self.page_size, self.page_size)
-        return next(b for b in budgets if b >= self._needed(b, by))
+        budget = self.page_size
+        while budget < (needed := self._needed(budget, by)):  # which grows with the budget
+            budget = needed
+        return budget
 
     def _nearest(self, tokens: int) -> int:
         return max(1, round(tokens / self.page_size)) * self.page_size
@@ -557,6 +594,7 @@ class RetrievalConfig:
         Raises:
             RetrievalConfigError: An unknown key, a wrong type or an impossible combination.
         """
+        check_digits("kv_retrieval", options)
         if not isinstance(options, Mapping):
             raise RetrievalConfigError(
                 f"kv_retrieval must be a mapping of options, got {options!r}. "
@@ -575,7 +613,7 @@ class RetrievalConfig:
                     f"kv_retrieval.{key}=None must have a value; leave it out for the default."
                 )
         try:
-            return cls(method=method, **options)
+            return cls(method=method, **read_files(options))
         except RetrievalConfigError as e:
             raise RetrievalConfigError(f"kv_retrieval.{e}") from None
 
@@ -591,6 +629,24 @@ class RetrievalConfig:
             tokens = cls.from_options(method, shape)._tokens_of(size, vllm_config)
             options = {**options, "window": tokens}
         return cls.from_options(method, options)
+
+    @classmethod
+    def read_files(cls, vllm_config: "VllmConfig") -> None:
+        """Put what files hold in place of their names in the options of an engine.
+
+        The configuration is what other processes of the engine get.
+
+        Raises:
+            RetrievalConfigError: A file cannot be read, or is no JSON.
+        """
+        options, additional = options_of(vllm_config), vllm_config.additional_config
+        if not isinstance(options, Mapping) or not isinstance(additional, Mapping):
+            return
+        try:
+            read = read_files(options)
+        except RetrievalConfigError as e:
+            raise RetrievalConfigError(f"kv_retrieval.{e}") from None
+        vllm_config.additional_config = {**additional, CONFIG_KEY: read}
 
     def _tokens_of(self, size: str, vllm_config: "VllmConfig") -> int:
         """A window that is given as a size: the tokens of as many whole pages as fit.

@@ -1,16 +1,39 @@
 """Checks of what users write as options."""
 
 import re
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+
+MOST_TOKENS = 2**31 - 1
+"""Kernels count tokens in 32 bits."""
+MOST = 2**63 - 1
+"""Nothing is larger, bytes included."""
+
+
+def check_digits(key: str, value: Any) -> None:
+    """Refuse numbers that Python does not write out, in lists and mappings, too."""
+    try:
+        repr(value)
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        raise RetrievalConfigError(f"{key} has a number of more than {most} digits.") from None
+
+
+def shortened(value: Any) -> str:
+    """What errors show of a value that may be long."""
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:76]}..."
 
 
 def require_int(key: str, value: Any) -> int:
     """A number of tokens or layers."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise RetrievalConfigError(f"{key}={value!r} must be a whole number of tokens, e.g. 1024.")
+    if abs(value) > MOST_TOKENS:
+        raise RetrievalConfigError(f"{key}={value!r} must be {MOST_TOKENS} at most.")
     return value
 
 
@@ -40,12 +63,14 @@ def parse_size(key: str, value: Any) -> int:
     """Bytes of ``64GiB``, ``512MiB``, or a plain number of them."""
     text = str(value).strip() if type(value) in (int, str) else ""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]i)?B)?", text, re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
+    number, prefix = match.groups() if match is not None else ("0", None)
+    size = float(number) * 1024 ** " kmgt".index((prefix or " ")[0].lower())
+    if not 0 < size <= MOST:
         raise RetrievalConfigError(
-            f"{key}={value!r} must be a size such as 64GiB or 512MiB, or a number of bytes."
+            f"{key}={value!r} must be a size such as 64GiB or 512MiB, or a number of bytes, up to "
+            f"{MOST}."
         )
-    number, prefix = match.groups()
-    return int(float(number) * 1024 ** " kmgt".index((prefix or " ")[0].lower()))
+    return int(size)
 
 
 def reject_unknown(given: Mapping[str, Any], known: Collection[str], where: str) -> None:

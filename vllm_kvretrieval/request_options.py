@@ -7,6 +7,7 @@ from typing import Any
 from vllm_kvretrieval.config import CONFIG_KEY, RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.parsing import (
+    check_digits,
     reject_misspelt,
     reject_unknown,
     require_bool,
@@ -106,6 +107,7 @@ class RequestOptions:
 
 def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
     nested = extra_args.get(CONFIG_KEY, {})
+    check_digits(CONFIG_KEY, nested)
     if not isinstance(nested, Mapping):
         raise RetrievalConfigError(
             f"{CONFIG_KEY}={nested!r} must be a mapping of options; over HTTP use flat keys "
@@ -116,4 +118,5 @@ def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
     others = {k: v for k, v in extra_args.items() if not k.startswith(prefix)}
     right = f'{CONFIG_KEY}={{"budget": 512}} or {prefix}budget=512'
     reject_misspelt(others, CONFIG_KEY, "options of a request", right)
+    check_digits(CONFIG_KEY, flat)
     return {**nested, **flat}

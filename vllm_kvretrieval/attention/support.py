@@ -23,6 +23,9 @@ OF_ONE_INSTANCE = (CONNECTOR, "OffloadingConnector", "DecodeBenchConnector")
 LAYOUT_KEY = "kv_retrieval_layout"
 """What others' configuration has to say where retrieval layers keep keys token by token."""
 
+DUAL_CHUNK = "dual_chunk_attention_config"
+"""Field of a model's configuration (Qwen2.5-1M)."""
+
 WITHOUT = "Serve it without --attention-backend."
 
 
@@ -57,6 +60,13 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         raise RetrievalConfigError(
             f"{method} does not support multi-head latent attention (MLA), which {model.model} "
             f"uses. {WITHOUT}"
+        )
+    if getattr(model.hf_text_config, DUAL_CHUNK, None):
+        raise RetrievalConfigError(
+            f"{method} does not support dual chunk attention, which {model.model} uses for "
+            "contexts beyond those it was trained on, and this vLLM has none for it either. For "
+            f"shorter ones remove {DUAL_CHUNK} from its config.json, and sparse_attention_config."
+            "json from beside it, and set --max-model-len to its original_max_position_embeddings."
         )
     if vllm_config.speculative_config is not None:
         raise RetrievalConfigError(

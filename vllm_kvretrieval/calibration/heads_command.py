@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from vllm_kvretrieval.calibration.inputs import DTYPES, as_json, count, share, versions
+from vllm_kvretrieval.calibration.inputs import DTYPES, as_json, count, seed, share, versions
 from vllm_kvretrieval.retrieval.heads import FORMAT, SHARE, choose_heads
 from vllm_kvretrieval.retrieval.model_files import name_of, shape_of
 
@@ -42,7 +42,7 @@ def add_heads(commands: Any) -> None:
         help="of the KV heads to show as retrieval heads; the file has the scores of all "
         "(default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the tokens (default: %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the tokens (default: %(default)s)")
     parser.add_argument(
         "--dtype", choices=DTYPES, default=DTYPES[0], help="to compute in (default: %(default)s)"
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_kvretrieval import __version__
 from vllm_kvretrieval.calibration.plot import can_plot
+from vllm_kvretrieval.parsing import MOST, MOST_TOKENS
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -23,11 +24,21 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def number(text: str, least: int = 0, most: int = MOST_TOKENS) -> int:
+    """An argument that is a whole number."""
+    if not text.isdecimal() or len(text) > len(str(MOST)) or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+    return int(text)
+
+
 def count(text: str) -> int:
     """An argument that counts something."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
+    return number(text, 1)
+
+
+def seed(text: str) -> int:
+    """An argument that random numbers begin with."""
+    return number(text, most=MOST)
 
 
 def share(text: str) -> float:

@@ -21,7 +21,7 @@ class Attended(NamedTuple):
     Attributes:
         tokens: bool [kv_heads, tokens]; what they do.
         always: bool, the same shape; of it what they do whatever its attention: the sink, the
-            window or the most recent tokens; of a dense layer everything.
+            window or the most recent tokens; of dense layers and retrieval heads everything.
     """
 
     tokens: torch.Tensor
@@ -57,7 +57,10 @@ def entropy_budgets(layers: Sequence[LayerAttention], budget: int, longest: int)
 
 
 def attended(
-    config: RetrievalConfig, layers: Mapping[int, LayerAttention], longest: int
+    config: RetrievalConfig,
+    layers: Mapping[int, LayerAttention],
+    longest: int,
+    whole: np.ndarray | None = None,
 ) -> dict[int, Attended]:
     """By the method of an engine, with its options. The prompt does not fit in the budget.
 
@@ -69,6 +72,7 @@ def attended(
         config: The engine's.
         layers: The model's with plain full attention, by number, rising.
         longest: Tokens of the longest context of the model.
+        whole: bool [layers that are not dense, kv_heads]; heads that attend to whole contexts.
     """
     dense = [layer for number, layer in layers.items() if number < config.dense_layers]
     retrieval = [layer for number, layer in layers.items() if number >= config.dense_layers]
@@ -78,6 +82,9 @@ def attended(
         found += _kept(config, retrieval, longest)
     elif retrieval:
         found += _selected(config, retrieval, longest)
+    if whole is not None:
+        for of_layer, heads in zip(found[len(dense) :], torch.from_numpy(whole), strict=True):
+            of_layer.tokens[heads] = of_layer.always[heads] = True
     return dict(zip(layers, found, strict=True))
 
 

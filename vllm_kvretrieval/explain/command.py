@@ -8,11 +8,13 @@ from vllm_kvretrieval.calibration.inputs import (
     add_inputs,
     as_json,
     count,
+    number,
     read_text,
     require_plot,
     versions,
 )
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.retrieval.heads import MEASURE
 from vllm_kvretrieval.retrieval.keeping import ALL
 from vllm_kvretrieval.retrieval.model_files import name_of
 from vllm_kvretrieval.retrieval.presets import EXPLAINED, preset_names
@@ -52,15 +54,21 @@ def add_explain(commands: Any) -> None:
         f"method's; {DEFAULT_OBSERVATION} where it has none)",
     )
     parser.add_argument(
+        "--heads",
+        metavar="FILE",
+        help=f"for methods that have retrieval heads: what '{MEASURE}' wrote (default: what is "
+        "known of the model)",
+    )
+    parser.add_argument(
         "--layer",
-        type=_number,
+        type=number,
         nargs="+",
         metavar="N",
         help="to be shown (default: the one that looks widest)",
     )
     parser.add_argument(
         "--head",
-        type=_number,
+        type=number,
         nargs="+",
         metavar="N",
         help="KV heads of these to be shown (default: of each layer the one whose last query "
@@ -82,6 +90,8 @@ def explain(given: argparse.Namespace) -> None:
     if not given.no_plot:
         require_plot()
     options = {"budget": given.budget}
+    if given.heads is not None:
+        options["heads"] = given.heads
     config = RetrievalConfig.from_options(given.method, options)
     if config.own.shares:
         raise ValueError(
@@ -152,9 +162,3 @@ def _observed(observation: int | str | None) -> int | None:
 
 def _observation(text: str) -> int | str:
     return text if text == ALL else count(text)
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, from 0 on")
-    return int(text)

@@ -1,7 +1,7 @@
 """A prompt read by a model, and what a method leaves of it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,18 @@ from vllm_kvretrieval.explain.report import HeadAttention, layer_rows, shares_of
 
 MOST_SHOWN = 16
 """KV heads that are shown one by one."""
+
+
+class _Model(NamedTuple):
+    """A model as vLLM's configuration describes it, as far as retrieval heads ask."""
+
+    model: str
+    hf_text_config: Any
+    kv_heads: int
+
+    def get_total_num_kv_heads(self) -> int:
+        """Of each layer."""
+        return self.kv_heads
 
 
 def check_heads(
@@ -56,13 +68,22 @@ def explain_prompt(
         A row per layer with full attention, and the heads that are shown.
 
     Raises:
-        ValueError: A layer has no full attention, or not such a head.
+        ValueError: A layer has no full attention, or not such a head; or it is not known which
+            heads of the model attend to whole contexts, and the method asks.
     """
+    by_head = config.own.heads
+    if by_head is not None:
+        by_head.of(_Model(measurement.name, measurement.config, 0), [])  # refused at once
     seen = PromptAttention(len(tokens), observed, config.own.keeping)
     measurement.run(tokens, seen.positions, seen)
     longest = measurement.longest(len(tokens))
     with torch.inference_mode():
-        found = attended(config, seen.layers, longest)
+        whole = None
+        if by_head is not None:
+            kv_heads = next(iter(seen.layers.values())).kv_heads
+            model = _Model(measurement.name, measurement.config, kv_heads)
+            whole = by_head.of(model, [n for n in seen.layers if n >= config.dense_layers])
+        found = attended(config, seen.layers, longest, whole)
         by_entropy = entropy_budgets(list(seen.layers.values()), config.budget, longest)
         shown = []
         for number in [_widest(seen.layers, config.dense_layers)] if layers is None else layers:

@@ -91,6 +91,7 @@ class RetrievalPlatform(Platform):
                     f"backend: add --attention-backend with one of {', '.join(preset_names())}."
                 )
             return
+        RetrievalConfig.read_files(vllm_config)
         config = RetrievalConfig.from_vllm(vllm_config)
         assert config is not None, "a method is named"
         cls.check_engine(vllm_config, config)
@@ -160,7 +161,7 @@ _configs: WeakKeyDictionary[Any, RetrievalConfig | None] = WeakKeyDictionary()
 
 
 def _config_of(caller: Any) -> RetrievalConfig | None:
-    """Options of the engine that an ``InputProcessor`` belongs to; read once, with their files."""
+    """Options of the engine that an ``InputProcessor`` belongs to, kept once made."""
     if not hasattr(caller, "vllm_config"):
         return None
     if caller not in _configs:

@@ -1,12 +1,12 @@
 """Files of what has been measured of a model: how they are read, and of which model they are."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.files import contents, path_of
 
 SHAPE = (
     "model_type",
@@ -53,21 +53,35 @@ class Kind:
     format: str
     command: str
 
-    def read(self, path: Path) -> dict[str, Any]:
+    def load(self, given: Any) -> Any:
+        """What a file holds, whatever that is.
+
+        Args:
+            given: See :func:`vllm_kvretrieval.retrieval.files.contents`.
+
+        Raises:
+            RetrievalConfigError: It cannot be read, or is no JSON.
+        """
+        return contents(given, lambda error: self._refuse(path_of(given), error))
+
+    def _refuse(self, path: Path, error: Exception) -> RetrievalConfigError:
+        if not isinstance(error, OSError | UnicodeDecodeError):
+            return self.refuse(path, f"is not valid JSON ({error})")
+        return RetrievalConfigError(
+            f"{self.option}={str(path)!r} cannot be read ({error}); name a file that "
+            f"{self.command} wrote, or {self.otherwise}."
+        )
+
+    def read(self, given: Any) -> dict[str, Any]:
         """A file's fields; those of :class:`ModelFile` are right.
+
+        Args:
+            given: See :func:`vllm_kvretrieval.retrieval.files.contents`.
 
         Raises:
             RetrievalConfigError: There is no such file, or it is none of these.
         """
-        try:
-            data = json.loads(path.read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise RetrievalConfigError(
-                f"{self.option}={str(path)!r} cannot be read ({error}); name a file that "
-                f"{self.command} wrote, or {self.otherwise}."
-            ) from None
-        except json.JSONDecodeError as error:
-            raise self.refuse(path, f"is not valid JSON ({error})") from None
+        data, path = self.load(given), path_of(given)
         if not isinstance(data, dict) or data.get("format") != self.format:
             raise self.refuse(path, f"is no file of {self.option} (format {self.format!r})")
         if not isinstance(data.get("model"), str):

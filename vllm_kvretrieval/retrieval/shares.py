@@ -1,20 +1,22 @@
 """Shares: how the selected part of a budget is divided among layers and KV heads."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.parsing import shortened
+from vllm_kvretrieval.retrieval.files import FILE, contents, has_file
 
 PYRAMID_BETA = 20
 """As in the paper's experiments."""
 ENTROPY_BOUNDS = (0.125, 2.0)
 """Least and most that a layer gets, as a part of the mean. The paper's are 8 and 128 tokens."""
+RULES = ("uniform", "pyramid", "entropy")
+"""Those that need no numbers, by name."""
 EXAMPLES = (
     "uniform, pyramid, {'pyramid': {'beta': 20}}, entropy (with methods that go by a prompt's "
     "attention), a list with a number per retrieval layer (or a list of numbers, one per KV head), "
@@ -101,19 +103,19 @@ def make_shares(value: Any) -> Shares:
     Raises:
         RetrievalConfigError: It is none of ``EXAMPLES``; says why.
     """
-    given = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:76]}..."
+    given = shortened(value[FILE] if has_file(value) else value)
     if value == "uniform":
         return UNIFORM
     if value == "pyramid":
         return Shares(given, beta=PYRAMID_BETA)
     if value == "entropy":
         return Shares(given, entropy=ENTROPY_BOUNDS)
+    if isinstance(value, str) or has_file(value):
+        return Shares(given, numbers=_numbers(load(value), given))
     if isinstance(value, dict) and "entropy" in value:
         return Shares(given, entropy=_bounds(value, given))
     if isinstance(value, dict):
         return Shares(given, beta=_beta(value, given))
-    if isinstance(value, str):
-        value = _read(value, given)
     return Shares(given, numbers=_numbers(value, given))
 
 
@@ -144,14 +146,23 @@ def _bounds(value: dict[Any, Any], given: str) -> tuple[float, float]:
     return float(numbers["least"]), float(numbers["most"])
 
 
-def _read(path: str, given: str) -> Any:
-    try:
-        return json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:  # of text that is no UTF-8 or no JSON, too
-        raise RetrievalConfigError(
-            f"budget_shares={given} cannot be read as a file of JSON ({error}); use one of "
+def load(given: Any) -> Any:
+    """What a file of shares holds, whatever that is.
+
+    Args:
+        given: See :func:`vllm_kvretrieval.retrieval.files.contents`.
+
+    Raises:
+        RetrievalConfigError: It cannot be read, or is no JSON.
+    """
+    name = shortened(given[FILE] if has_file(given) else given)
+    return contents(
+        given,
+        lambda error: RetrievalConfigError(
+            f"budget_shares={name} cannot be read as a file of JSON ({error}); use one of "
             f"{EXAMPLES}."
-        ) from None
+        ),
+    )
 
 
 def _numbers(value: Any, given: str) -> tuple[float | tuple[float, ...], ...]:

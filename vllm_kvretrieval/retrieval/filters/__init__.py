@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.files import path_of
 from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile, best_known
 
 SHIPPED = Path(__file__).parent
@@ -25,14 +26,16 @@ class FilterFile(ModelFile):
     filters: tuple[int, ...]
 
 
-def read_filters(path: str | Path) -> FilterFile:
+def read_filters(given: Any) -> FilterFile:
     """Read what ``calibrate`` wrote.
+
+    Args:
+        given: Path of the file, or the option, if that has been read.
 
     Raises:
         RetrievalConfigError: There is no such file, or it is none of these.
     """
-    path = Path(path)
-    data = KIND.read(path)
+    path, data = path_of(given), KIND.read(given)
     filters = data.get("filters")
     if not isinstance(filters, list) or not all(type(layer) is int for layer in filters):
         raise KIND.refuse(path, "has no list of layers as its filters")

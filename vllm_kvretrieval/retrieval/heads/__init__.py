@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.parsing import shortened
+from vllm_kvretrieval.retrieval.files import FILE, HOLDS, has_file, path_of
 from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile, best_known
 
 SHIPPED = Path(__file__).parent
@@ -65,14 +67,16 @@ def choose_heads(
     )
 
 
-def read_heads(path: str | Path) -> HeadFile:
+def read_heads(given: Any) -> HeadFile:
     """Read what ``vllm-kvretrieval heads`` wrote.
+
+    Args:
+        given: Path of the file, or the option, if that has been read.
 
     Raises:
         RetrievalConfigError: There is no such file, or it is none of these.
     """
-    path = Path(path)
-    data = KIND.read(path)
+    path, data = path_of(given), KIND.read(given)
     layers = data.get("layers")
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise KIND.refuse(path, "has no list of layers")
@@ -122,13 +126,13 @@ class RetrievalHeads:
     Attributes:
         given: What was written, for messages.
         flags: Of each retrieval layer, which KV heads they are; None: by scores.
-        path: File of the scores; None: what comes with the package.
+        file: The scores; None: what comes with the package.
         share: Of the model's KV heads in layers with full attention.
     """
 
     given: str
     flags: Flags | None = None
-    path: str | None = None
+    file: HeadFile | None = None
     share: float = SHARE
 
     def of(self, model_config: Any, layers: Sequence[int]) -> np.ndarray:
@@ -165,10 +169,10 @@ class RetrievalHeads:
                 )
             return dict(zip(layers, self.flags, strict=True))
         model, config = model_config.model, model_config.hf_text_config
-        if self.path is None:
+        file = self.file
+        if file is None:
             file = heads_for(model, config)
         else:
-            file = read_heads(self.path)
             KIND.check_model(file, model, config)
         chosen = choose_heads(file.induction, file.echo, self.share)
         return dict(zip(file.layers, chosen, strict=True))
@@ -180,14 +184,16 @@ def make_heads(value: Any) -> RetrievalHeads:
     Raises:
         RetrievalConfigError: It is nothing of the kind; says why.
     """
-    given = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:76]}..."
+    read = has_file(value)
+    given = shortened(value[FILE] if read else value)
     if isinstance(value, list | tuple):
         return RetrievalHeads(given, flags=_flags(value, given))
     options: Any = {} if value is None else value
     if isinstance(value, str):
-        options = {"file": value}
-    known = isinstance(options, Mapping) and not options.keys() - {"file", "share"}
-    if not known or not isinstance(options.get("file", ""), str):
+        options = {FILE: value}
+    names = {FILE, "share"} | ({HOLDS} if read else set())
+    known = isinstance(options, Mapping) and not options.keys() - names
+    if not known or not isinstance(options.get(FILE, ""), str):
         raise RetrievalConfigError(
             f"heads={given} must be the path of a file that {MEASURE} wrote, {OTHERWISE}, or "
             "{'file': path, 'share': 0.2}, either of which may be left out."
@@ -197,9 +203,8 @@ def make_heads(value: Any) -> RetrievalHeads:
         raise RetrievalConfigError(
             f"heads={given}: share must be a number above 0 and up to 1, such as {SHARE}."
         )
-    if (path := options.get("file")) is not None:
-        read_heads(path)
-    return RetrievalHeads(given, path=path, share=float(share))
+    file = read_heads(options if read else options[FILE]) if FILE in options else None
+    return RetrievalHeads(given, file=file, share=float(share))
 
 
 def _flags(rows: Sequence[Any], given: str) -> Flags:

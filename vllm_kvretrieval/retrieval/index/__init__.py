@@ -6,6 +6,7 @@ from inspect import isabstract
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.parsing import MOST
 from vllm_kvretrieval.retrieval.index.base import Field, Index, pack, unpack
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
@@ -88,7 +89,7 @@ def make_index(value: Any, key: str = "index") -> Index | None:
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for parameter, given in parameters.items():
         number = isinstance(given, int | float) and not isinstance(given, bool)
-        if parameter not in known or not number:
+        if parameter not in known or not number or not abs(given) <= MOST:
             raise RetrievalConfigError(
                 f"{key}={value!r}: {name} has {', '.join(known) or 'no parameters'}, all numbers."
             )

@@ -35,7 +35,7 @@ class Index(ABC):
     Attributes:
         name: What the option ``index`` calls it.
         grows: Whether the record of an unfinished entry covers the tokens that it has. Otherwise an
-            entry counts when it is complete.
+            entry counts when it is complete. Of the package's own: another's stays False.
         per_token: Whether it also scores single tokens, see :meth:`score_tokens`.
         reads_keys: Whether scoring reads the keys themselves; there is a field ``keys`` then, that
             nobody stores: float32 [entry_tokens, head_size].

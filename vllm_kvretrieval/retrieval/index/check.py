@@ -8,6 +8,7 @@ import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.index import OWN, Field, Index, pack, unpack
+from vllm_kvretrieval.retrieval.index.min_max import MinMax
 
 ENTRIES, GROUP, SCALE = 5, 3, 0.125
 CLOSE = 0.02
@@ -62,6 +63,11 @@ class _MisfitError(Exception):
 
 
 def _fields(index: Index, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
+    if index.grows:
+        raise _MisfitError(
+            f"grows is True, and only records of {MinMax.name} can grow: others are built when "
+            "their entries are complete. Leave it False"
+        )
     fields = index.fields(head_size, entry_tokens)
     for field in fields:
         if not isinstance(field, Field):

@@ -1,0 +1,45 @@
+"""Which options name files, and how these are read; see ``retrieval/files.py``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval import filters, heads, shares
+from vllm_kvretrieval.retrieval.files import FILE, HOLDS, has_file
+
+LOADERS = {
+    "filters": filters.KIND.load,
+    "heads": heads.KIND.load,
+    "budget_shares": shares.load,
+}
+"""What loads the file of an option, by its name."""
+
+
+def read_files(options: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine's options, with what files hold in place of the files' names.
+
+    Raises:
+        RetrievalConfigError: A file cannot be read, or is no JSON.
+    """
+    read = {key: _read(key, value) for key, value in options.items()}
+    if isinstance(also := options.get("also"), Mapping):
+        read["also"] = {name: _read_of_method(name, given) for name, given in also.items()}
+    return read
+
+
+def _read_of_method(name: Any, options: Any) -> Any:
+    if not isinstance(options, Mapping):
+        return options
+    try:
+        return {key: _read(key, value) for key, value in options.items()}
+    except RetrievalConfigError as error:
+        raise RetrievalConfigError(f"also: {name}: {error}") from None
+
+
+def _read(key: Any, value: Any) -> Any:
+    """An option."""
+    named = value if isinstance(value, Mapping) and key == "heads" else {FILE: value}
+    path = named.get(FILE)
+    if key not in LOADERS or not isinstance(path, str) or has_file(value) or path in shares.RULES:
+        return value
+    return {**named, HOLDS: LOADERS[key](path)}

@@ -1,0 +1,43 @@
+"""Files that options name: read once, when an engine is set up.
+
+An option that names a file becomes a mapping of the file's path and of what it holds. That goes to
+every process of the engine, so all of them agree, whatever becomes of the file.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+FILE, HOLDS = "file", "holds"
+"""Keys of such a mapping."""
+
+
+def has_file(value: Any) -> bool:
+    """Whether an option is one of a file that has been read."""
+    return isinstance(value, Mapping) and HOLDS in value and isinstance(value.get(FILE), str)
+
+
+def contents(given: Any, refuse: Callable[[Exception], RetrievalConfigError]) -> Any:
+    """What a file of JSON holds.
+
+    Args:
+        given: Its path, or an option that has been read.
+        refuse: Makes the error of a file that cannot be read, or is no JSON, of what Python says.
+
+    Raises:
+        RetrievalConfigError: As ``refuse`` makes it.
+    """
+    if has_file(given):
+        return given[HOLDS]
+    try:
+        return json.loads(Path(given).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # too long a number, too deep a list
+        raise refuse(error) from None
+
+
+def path_of(given: Any) -> Path:
+    """Of a file, given as :func:`contents` takes it."""
+    return Path(given[FILE] if has_file(given) else given)
