@@ -195,7 +195,9 @@ class BareEngine:
             if plan_only:
                 return
             self._make_layers()
-            self.worker.initialize_from_config(None)
+            tiers = self.worker.tiers
+            blocks = SimpleNamespace(num_blocks=0 if tiers is None else tiers.blocks)
+            self.worker.initialize_from_config(blocks)
             self._spoil()
 
     # ------------------------------------------------------------------------- what vLLM does
@@ -226,7 +228,9 @@ class BareEngine:
             attention_config=SimpleNamespace(backend=backend, backend_per_kind={}),
             additional_config={"kv_retrieval": options},
             scheduler_config=SimpleNamespace(
-                max_num_seqs=self.seats, max_num_batched_tokens=self.step_tokens
+                max_num_seqs=self.seats,
+                max_num_active_seqs=None,
+                max_num_batched_tokens=self.step_tokens,
             ),
             model_config=SimpleNamespace(
                 model="bare",
@@ -235,6 +239,11 @@ class BareEngine:
                 get_head_size=lambda: HEAD_SIZE,
                 get_num_kv_heads=lambda _: HEADS,
                 get_total_num_kv_heads=lambda: HEADS,
+                hf_text_config=SimpleNamespace(),
+                get_total_num_hidden_layers=lambda: LAYERS,
+                is_hybrid=False,
+                is_attention_free=False,
+                has_noops=False,
             ),
             parallel_config=SimpleNamespace(
                 local_world_size=1, tensor_parallel_size=1, pipeline_parallel_size=self.stages
@@ -352,7 +361,7 @@ class BareEngine:
 
     def step(self) -> bool:
         """Run one step; whether there was anything to do."""
-        while self._waiting and len(self.running) < self.seats:
+        while self._waiting and len(self.running) < self.worker.seats:
             self.running.append(self._waiting.pop(0))
             self._arrived.append(self.running[-1].name)
         if not self.running:

@@ -9,11 +9,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from benchmarks.stepper import Stepper
+from tests.steps import request_table
 from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
 from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.engine.levels import Level
 from vllm_kvretrieval.engine.prompts import Heads
-from vllm_kvretrieval.engine.requests import RequestTable
 
 
 class Truth:
@@ -36,7 +36,8 @@ class Truth:
         self.config = self.scheduler.retrieval
         self.runner = SimpleNamespace(requests={}, input_batch=SimpleNamespace(req_ids=[]))
         seats = self.scheduler.max_num_running_reqs + 1
-        self.table = RequestTable(self.config, seats, 1, self.runner, heads=Heads([slice(0, 1)]))
+        heads = Heads([slice(0, 1)])
+        self.table = request_table(self.config, seats, [1], self.runner, heads=heads)
         sparse = self.config.prefill_budget is not None
         self.prefill = SparsePrefill(self.config) if sparse else None
         pool = self.scheduler.kv_cache_manager.block_pool

@@ -83,15 +83,15 @@ CHANGES = {
     "no acquire": ("decode", 'sem="acq_rel"', 'sem="release"', DECODE, "programs race for partial"),
     "no atomic": (
         "resolve",
-        "first = tl.atomic_add(recall_count, missing)",
+        'first = tl.atomic_add(recall_count, missing, sem="relaxed")',
         "first = tl.load(recall_count); tl.store(recall_count, first + missing)",
         RESOLVE,
         "programs race for recall_count",
     ),
     "a count that is no atomic": (
         "select",
-        "tl.atomic_add(corrected + seat,",
-        "tl.store(corrected + seat, tl.load(corrected + seat) +",
+        'tl.atomic_add(corrected + seat, turned.to(tl.int64), sem="relaxed")',
+        "tl.store(corrected + seat, tl.load(corrected + seat) + turned.to(tl.int64))",
         IN_TILES | {"group": 1},
         "threads race for corrected",
     ),

@@ -73,7 +73,7 @@ def explain_prompt(
     """
     by_head = config.own.heads
     if by_head is not None:
-        by_head.of(_Model(measurement.name, measurement.config, 0), [])  # refused at once
+        by_head.of(_Model(measurement.name, measurement.config, 1), [])  # refused at once
     seen = PromptAttention(len(tokens), observed, config.own.keeping)
     measurement.run(tokens, seen.positions, seen)
     longest = measurement.longest(len(tokens))

@@ -136,6 +136,8 @@ class RetrievalCPUWorker(PlanningWorker):
             if shape not in stagings:
                 stagings[shape] = self._staging(builder)
             groups.append((builder, stagings[shape], self.retrieving(group.layer_names)))
+            for name in group.layer_names:
+                layers[name].impl.kernels = cpu
         foreign = has_foreign_connector(self.vllm_config)
         self._check_reading({builder.isa for builder, *_ in groups}, foreign)
         heads = sum(layers[name].impl.num_kv_heads for *_, names in groups for name in names)
@@ -169,8 +171,6 @@ class RetrievalCPUWorker(PlanningWorker):
         streams_dense = self.tiers is not None and self.tiers.streams_dense
         filters = self._attach_filters(layers)
         for builder, staging, names in groups:
-            for name in builder.layer_names:
-                layers[name].impl.kernels = cpu
             for name in names:
                 layout = cpu.ROWS if config.rows else builder.isa
                 self._attach(name, layers[name], layout, staging)

@@ -63,7 +63,7 @@ class _MisfitError(Exception):
 
 
 def _fields(index: Index, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
-    if index.grows:
+    if index.grows and type(index) is not MinMax:
         raise _MisfitError(
             f"grows is True, and only records of {MinMax.name} can grow: others are built when "
             "their entries are complete. Leave it False"
