@@ -397,7 +397,13 @@ def worker(specs, workers=1, engines=1, **options):
         max_num_active_seqs=None,
         max_num_batched_tokens=CACHE.step_tokens,
     )
-    worker.model_config = SimpleNamespace(max_model_len=CACHE.max_model_len, model="somebody/model")
+    worker.model_config = SimpleNamespace(
+        max_model_len=CACHE.max_model_len,
+        model="somebody/model",
+        hf_text_config=SimpleNamespace(),
+        get_total_num_hidden_layers=lambda: 0,
+        is_hybrid=True,  # only the worker's layers show which of them attend
+    )
     worker.cache_config = SimpleNamespace(num_gpu_blocks_override=None, kv_offloading_size=None)
     worker.parallel_config = SimpleNamespace(local_world_size=workers, tensor_parallel_size=workers)
     worker.model_config.get_total_num_kv_heads = lambda: 4 * workers
