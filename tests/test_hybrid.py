@@ -64,9 +64,8 @@ def test_short_contexts_are_answered_as_by_stock_vllm(llm, stock):
 def test_exact_turns_share_exact_blocks(llm):
     """Of layers with windows, too, whose blocks before the window are gone. Blocks of 256."""
     prompt = chat(llm, novel(llm, 520, 50), [{}], 260)
-    (ordinary,) = drive(llm, [Request(prompt, 1, {}, cache=True)])
     exact, expected = with_and_without_cache(llm, prompt, {"exact": True})
-    assert (ordinary.cached, exact.cached) == (768, 512)
+    assert exact.cached == 512, "the third block was decoded over a selection"
     assert difference(exact, expected) < 0.1, "to rounding in 16 bits, in another batch"
     again, _ = with_and_without_cache(llm, prompt, {"exact": True}, 1)
     assert again.cached == 768
