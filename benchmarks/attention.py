@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from vllm import _custom_ops as ops
 
 from benchmarks.common import Stopwatch
 from benchmarks.planning import DTYPES, PAGE, Shape, parser_of, store
+from benchmarks.stock_attention import StockAttention
 from vllm_kvretrieval.kernels import TokenLists, cpu
 from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
 
@@ -73,38 +73,21 @@ class Case:
     def vllms(self) -> None:
         """All layers by vLLM's, scheduled once per step, as an engine does."""
         shape, lists = self.shape, self.lists
-        schedule = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(lists.lengths),
-            num_heads=shape.group,
-            num_kv_heads=1,
-            head_dim=shape.head_size,
-            seq_lens=lists.lengths,
+        attend = StockAttention(
+            self.starts,
+            lists.lengths,
+            lists.entries,
+            kv_heads=1,
+            group=shape.group,
+            head_size=shape.head_size,
             dtype=self.dtype,
-            query_start_loc=self.starts,
-            causal=True,
-            sliding_window_size=-1,
             isa="vec",
-            enable_kv_split=True,
+            scale=0.125,
         )
         flat = (len(lists.lengths), shape.group, shape.head_size)
+        query, output = self.query.view(flat), self.output.view(flat)
         for cache in self.caches:
-            keys, values = cache.view(len(cache), 1, -1, shape.head_size).chunk(2, dim=2)
-            ops.cpu_attention_with_kv_cache(
-                query=self.query.view(flat),
-                key_cache=keys,
-                value_cache=values,
-                output=self.output.view(flat),
-                query_start_loc=self.starts,
-                seq_lens=lists.lengths,
-                scale=0.125,
-                causal=True,
-                alibi_slopes=None,
-                sliding_window=-1,
-                block_table=lists.entries,
-                softcap=0.0,
-                scheduler_metadata=schedule,
-                s_aux=None,
-            )
+            attend(query, cache[:, None], output)
 
 
 def seconds_of(run: Callable[[], None]) -> float:

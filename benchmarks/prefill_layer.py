@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from benchmarks.common import RESULTS, Stopwatch, result_header, write_json
 from benchmarks.planning import DTYPES, PAGE, Shape
+from benchmarks.stock_attention import StockAttention
 from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
-from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, PrefillStaging
+from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
 from vllm_kvretrieval.kernels import ContextSelector, IndexStore, cpu
@@ -95,37 +95,19 @@ class Case:
     def _attend(
         self, tokens: slice, lens: torch.Tensor, starts: torch.Tensor, table: torch.Tensor
     ) -> None:
-        shape, buffer = self.shape, self.staging.buffer
-        keys, values = buffer.view(len(buffer), shape.kv_heads, 2 * BLOCK_SIZE, -1).chunk(2, dim=2)
-        schedule = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(lens),
-            num_heads=shape.kv_heads * shape.group,
-            num_kv_heads=shape.kv_heads,
-            head_dim=shape.head_size,
-            seq_lens=lens,
+        shape = self.shape
+        attend = StockAttention(
+            starts,
+            lens,
+            table,
+            kv_heads=shape.kv_heads,
+            group=shape.group,
+            head_size=shape.head_size,
             dtype=self.dtype,
-            query_start_loc=starts,
-            causal=True,
-            sliding_window_size=-1,
             isa=self.staging.isa,
-            enable_kv_split=True,
-        )
-        ops.cpu_attention_with_kv_cache(
-            query=self.query[tokens],
-            key_cache=keys,
-            value_cache=values,
-            output=self.output[tokens],
-            query_start_loc=starts,
-            seq_lens=lens,
             scale=self.scale,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=table,
-            softcap=0.0,
-            scheduler_metadata=schedule,
-            s_aux=None,
         )
+        attend(self.query[tokens], self.staging.buffer, self.output[tokens])
 
 
 def seconds_of(run: Callable[[], None]) -> float:

@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.common import RESULTS, Stopwatch, result_header, write_json
 from benchmarks.planning import DTYPES, PAGE, Shape
+from benchmarks.stock_attention import StockAttention
 from vllm_kvretrieval.kernels import PromptLists, cpu
 
 MODULE = "benchmarks.prompt_attention"
@@ -65,39 +66,19 @@ class Case:
 
     def vllm(self) -> None:
         """By vLLM's."""
-        from vllm import _custom_ops as ops
-
         shape = self.shape
-        keys, values = self.blocks.view(len(self.blocks), shape.kv_heads, 2 * BLOCK, -1).chunk(2, 2)
-        schedule = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1,
-            num_heads=shape.kv_heads * shape.group,
-            num_kv_heads=shape.kv_heads,
-            head_dim=shape.head_size,
-            seq_lens=self.lens,
+        attend = StockAttention(
+            self.starts,
+            self.lens,
+            self.table,
+            kv_heads=shape.kv_heads,
+            group=shape.group,
+            head_size=shape.head_size,
             dtype=self.dtype,
-            query_start_loc=self.starts,
-            causal=True,
-            sliding_window_size=-1,
             isa=self.isa,
-            enable_kv_split=True,
-        )
-        ops.cpu_attention_with_kv_cache(
-            query=self.query,
-            key_cache=keys,
-            value_cache=values,
-            output=self.expected,
-            query_start_loc=self.starts,
-            seq_lens=self.lens,
             scale=self.scale,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=self.table,
-            softcap=0.0,
-            scheduler_metadata=schedule,
-            s_aux=None,
         )
+        attend(self.query, self.blocks, self.expected)
 
     def check(self) -> None:
         """Raise AssertionError where both do not compute the same."""
