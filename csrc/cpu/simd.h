@@ -69,12 +69,6 @@ inline bool any_above(Floats x, float bound) {
 #endif
 }
 
-inline float highest(Floats x) {
-  float top = x[0];
-  for (int i = 1; i < kWidth; ++i) top = x[i] > top ? x[i] : top;
-  return top;
-}
-
 using Quad = float __attribute__((vector_size(16)));
 
 // The sum of v's quads.

@@ -2,9 +2,6 @@
 // times values. Both factors are packed, so that the innermost loops read memory in order.
 #pragma once
 
-#include <cmath>
-#include <limits>
-
 #include "simd.h"
 
 namespace kvr {

@@ -169,18 +169,18 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def _full(self, dense: CPUAttentionMetadata) -> Full:
         """How the whole batch attends to whole contexts."""
-        starts = dense.query_start_loc
-        longer = np.flatnonzero(np.diff(starts.numpy()) != 1)
-        count = int(longer[0]) if len(longer) else len(dense.seq_lens)
+        count = _leading(dense.query_start_loc)
         rows = prompts = None
         if count:
             rows = self._all_pages(dense.seq_lens[:count], dense.block_table[:count])
         if count < len(dense.seq_lens):
-            behind = slice(count, len(dense.seq_lens))
-            prompts = Prefill(
-                int(starts[count]), self._part(dense, behind, dense.block_table[behind]), None
-            )
+            prompts = self._in_cache(dense, slice(count, len(dense.seq_lens)))
         return Full(rows, prompts)
+
+    def _in_cache(self, dense: CPUAttentionMetadata, requests: slice) -> Prefill:
+        """Requests that read prompts whose contexts are read where they are."""
+        first = int(dense.query_start_loc[requests.start])
+        return Prefill(first, self._part(dense, requests, dense.block_table[requests]), None)
 
     def _loaded(self, requests: "RequestTable", dense: CPUAttentionMetadata) -> Pages | None:
         """Pages of what requests that have just arrived had before this step; see Pages."""
@@ -257,8 +257,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         return page_runs(used, self.home_page_bytes)
 
     def _split(self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata) -> Split | None:
-        longer = np.flatnonzero(np.diff(common.query_start_loc_cpu.numpy()) != 1)
-        rows = int(longer[0]) if len(longer) else common.num_reqs
+        rows = _leading(common.query_start_loc_cpu)
         decode, others = self._plan(common, dense, rows)
         prefill = self._prefill(dense, rows) if rows < common.num_reqs else []
         if self.fast is not None:
@@ -326,7 +325,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         staging = None if self.own and self.fast is None else self.staging
         staged = staging.plan(table, lens, starts) if staging else []
         if not staged:
-            return [Prefill(int(starts[0]), self._part(dense, requests, table), None)]
+            return [self._in_cache(dense, requests)]
         return [
             Prefill(
                 int(starts[part.requests.start]),
@@ -587,6 +586,12 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             isa=self.isa,
             enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
         )
+
+
+def _leading(query_start_loc: torch.Tensor) -> int:
+    """How many requests with a single token lead the batch."""
+    longer = np.flatnonzero(np.diff(query_start_loc.numpy()) != 1)
+    return int(longer[0]) if len(longer) else len(query_start_loc) - 1
 
 
 def _lengths(dense: CPUAttentionMetadata) -> tuple[np.ndarray, np.ndarray]:
