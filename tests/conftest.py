@@ -25,18 +25,37 @@ def isa(request):
     """Runs a test once per instruction set of the kernels, with this one in use."""
     from vllm_kvretrieval.kernels import cpu
 
-    name, best = request.param, cpu.isa()
+    best = cpu.isa()
+    if why := _use(request.param):
+        pytest.skip(why)
+    yield request.param
+    cpu.use_isa(best)
+
+
+@pytest.fixture
+def isas():
+    """Visits the instruction sets that run here, each in use meanwhile: for one test of all."""
+    from vllm_kvretrieval.kernels import cpu
+
+    best = cpu.isa()
+    yield lambda: (name for name in ISAS if _use(name) is None)
+    cpu.use_isa(best)
+
+
+def _use(name):
+    """Use and note an instruction set; where that cannot be, says why."""
+    from vllm_kvretrieval.kernels import cpu
+
     if name not in cpu.isas():
         missing.add(name)
-        pytest.skip(f"{name} is not compiled in")
+        return f"{name} is not compiled in"
     try:
         cpu.use_isa(name)
     except ValueError:
         absent.add(name)
-        pytest.skip(f"this machine does not run {name}")
+        return f"this machine does not run {name}"
     tested.add(name)
-    yield name
-    cpu.use_isa(best)
+    return None
 
 
 def pytest_terminal_summary(terminalreporter):

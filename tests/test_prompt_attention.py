@@ -17,20 +17,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Largest error, relative to the largest output."""
 
 
-def available():
-    """Names of the instruction sets that run here, each in use while it is visited."""
-    best = cpu.isa()
-    try:
-        for name in cpu.isas():
-            try:
-                cpu.use_isa(name)
-            except ValueError:
-                continue
-            yield name
-    finally:
-        cpu.use_isa(best)
-
-
 def make_case(dtype, head_size, kv_heads, group, page_size, sequences=SEQUENCES, per_head=False):
     """Queries, lists of scattered pages, and a cache that holds NaN where no list looks."""
     most = max(context for _, context in sequences)
@@ -116,7 +102,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("number", range(0, len(CASES), 4))
-def test_specification(number):
+def test_specification(number, isas):
     """Each element type, layout and shape, with options and kinds of lists in turn."""
     for i, case in enumerate(CASES[number : number + 4], number):
         dtype, layout, head_size, kv_heads, group, page_size = case
@@ -130,7 +116,7 @@ def test_specification(number):
         if layout != "amx":
             blank_unseen(lists, cache, layout)
         expected = expected_of(query, lists, cache.nan_to_num(), layout, **options)
-        for isa in available():
+        for isa in isas():
             actual = attend(query, lists, cache, layout, **options)
             try:
                 assert_close(actual, expected, TOLERANCE[dtype])
@@ -139,7 +125,7 @@ def test_specification(number):
 
 
 @pytest.mark.parametrize("shape", ["rising", "falling", "alternating", "last", "equal", "low"])
-def test_references(shape):
+def test_references(shape, isas):
     """Logits that differ by hundreds between tiles lose nothing, whatever their order."""
     torch.manual_seed(1)
     query, lists, cache = make_case(torch.float32, 64, 1, 3, 32, ((7, 1500), (20, 500)))
@@ -162,16 +148,16 @@ def test_references(shape):
         : len(pages), None
     ]
     expected = expected_of(query, lists, cache)
-    for _ in available():
+    for _ in isas():
         assert_close(attend(query, lists, cache), expected, 2e-5)
 
 
-def test_nan_stays_in_its_row():
+def test_nan_stays_in_its_row(isas):
     torch.manual_seed(2)
     query, lists, cache = make_case(torch.float32, 64, 2, 3, 32, ((30, 300),))
     expected, _ = expected_of(query, lists, cache.nan_to_num())
     query[11, 4] = torch.nan
-    for _ in available():
+    for _ in isas():
         output, _ = attend(query, lists, cache)
         assert output[11, 4].isnan().all()
         output[11, 4] = expected[11, 4]
@@ -180,13 +166,13 @@ def test_nan_stays_in_its_row():
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": 777}], ids=["whole", "window"])
-def test_company(dtype, options):
+def test_company(dtype, options, isas):
     """A result has the same bits alone, in a batch, in other chunks, and with other threads."""
     torch.manual_seed(3)
     sequences = ((300, 5000), (33, 100), (1, 4097))
     query, lists, cache = make_case(dtype, 64, 2, 3, 32, sequences)
     threads = torch.get_num_threads()
-    for _ in available():
+    for _ in isas():
         together, lse = attend(query, lists, cache, **options)
         for count in (1, 3):
             torch.set_num_threads(count)
@@ -209,14 +195,14 @@ def test_company(dtype, options):
                 at += chunk
 
 
-def test_lists():
+def test_lists(isas):
     """A list of units answers as the block table of the same pages, bit by bit."""
     torch.manual_seed(4)
     query, lists, cache = make_case(torch.float32, 64, 3, 3, 32, ((40, 900), (5, 70)))
     heads = torch.arange(3, dtype=torch.int32)[:, None]
     units = (lists.entries[:, None] * 3 + heads).flatten(0, 1)
     by_unit = PromptLists(units, lists.starts, lists.seen, 3, per_head=True)
-    for _ in available():
+    for _ in isas():
         assert torch.equal(attend(query, lists, cache)[0], attend(query, by_unit, cache)[0])
 
 
