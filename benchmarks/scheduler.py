@@ -1,6 +1,6 @@
 """What levels of blocks cost vLLM's scheduler: decode steps, and hits of long prefixes.
 
-    python -m benchmarks.scheduler [--rounds N]
+    python -m benchmarks.scheduler [--rounds N] [--out FILE]
 
 vLLM's own scheduler and ours in turn, without a model: the time of a step's scheduling and of what
 follows its tokens, for requests that decode beyond their budgets; and of a prompt's look-up in the
@@ -14,14 +14,16 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from benchmarks.common import machine
+from benchmarks.common import RESULTS, result_header, write_json
 from benchmarks.stepper import Stepper, full_attention
 
+MODULE = "benchmarks.scheduler"
 BLOCK = 128
 BATCHES = (1, 8, 64)
 STEPS = 4 * BLOCK
@@ -73,12 +75,18 @@ def hit(options: dict[str, Any], generated: int, stock: bool) -> float:
     return min(times) * 1e6
 
 
-def compare(name: str, rounds: int, measure: Callable[[bool], float]) -> None:
-    """Print one line: vLLM's time, ours, and the median of the differences."""
+def compare(name: str, rounds: int, measure: Callable[[bool], float]) -> dict[str, Any]:
+    """Print and return a case: vLLM's time, ours, and the median of the differences, in us."""
     pairs = [(measure(True), measure(False)) for _ in range(rounds)]
     vllms, ours = (statistics.median(times) for times in zip(*pairs, strict=True))
     more = statistics.median(b - a for a, b in pairs)
     print(f"{name:42} {vllms:9.1f} {ours:9.1f} {more:+8.1f}", flush=True)
+    return {
+        "case": name,
+        "vllm_us": round(vllms, 1),
+        "ours_us": round(ours, 1),
+        "more_us": round(more, 1),
+    }
 
 
 def main() -> None:
@@ -87,18 +95,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
-    print(machine())
+    parser.add_argument("--out", type=Path, default=RESULTS / "scheduler.json", metavar="FILE")
+    args = parser.parse_args()
+    rounds, rows = args.rounds, []
     print(f"{'':42} {'vLLM':>9} {'ours':>9} {'more':>8}")
     for ahead, kind in ((0, ""), (1, ", async")):
         for batch in BATCHES:
-            compare(f"decode step, batch {batch}{kind}", rounds, partial(decode, batch, ahead))
+            name = f"decode step, batch {batch}{kind}"
+            rows.append(compare(name, rounds, partial(decode, batch, ahead)))
     for options, generated, name in (
         ({}, 0, "exact prefix"),
         ({}, 4 * BLOCK, "decoded blocks at the end"),
         (EXACT, 4 * BLOCK, "exact request, decoded blocks at the end"),
     ):
-        compare(f"32K hit, {name}", rounds, partial(hit, options, generated))
+        rows.append(compare(f"32K hit, {name}", rounds, partial(hit, options, generated)))
+    write_json(args.out, {**result_header(MODULE), "settings": {"rounds": rounds}, "rows": rows})
+    print(f"results: {args.out}")
 
 
 if __name__ == "__main__":

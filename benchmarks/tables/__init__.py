@@ -1,0 +1,1 @@
+"""The tables of README and docs, made of result files: ``python -m benchmarks.tables``."""

@@ -1,0 +1,115 @@
+"""Write the tables of README and docs from result files, or check that they are as written.
+
+A page asks for a table by a comment, and this program writes the table below it::
+
+    <!-- table: steps decode-fill-freekv.json -->
+    | context | ... |
+    <!-- end of table -->
+
+The words after ``table:`` are a kind of table, files of ``benchmarks/results``, and options such
+as ``budgets=256,1024``. ``--list`` prints the kinds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from benchmarks.common import RESULTS, ROOT, write_text
+from benchmarks.tables import indexes, places, prompts, quality, steps
+from benchmarks.tables.markdown import Options, Results, read_results, source
+
+KINDS: Mapping[str, Callable[[Results, Options], str]] = {
+    "attention": indexes.attention,
+    "capacity": places.capacity,
+    "disk": places.disk,
+    "layers": prompts.layers,
+    "levels": indexes.levels,
+    "methods": steps.methods,
+    "observation": prompts.observation,
+    "parts": steps.parts,
+    "planning": indexes.planning,
+    "prompts": prompts.kernels,
+    "quality": quality.quality,
+    "recall": quality.recall,
+    "ruler": quality.ruler,
+    "sparse": prompts.sparse,
+    "steps": steps.steps,
+}
+"""Every kind of table, and the function that makes it of result files."""
+
+BLOCK = re.compile(
+    r"(?P<begin><!-- table: (?P<words>[^\n]*?) -->\n)(?P<table>.*?)(?P<end><!-- end of table -->)",
+    re.DOTALL,
+)
+
+
+class TableError(ValueError):
+    """A page asks for a table that cannot be made."""
+
+
+def pages() -> list[Path]:
+    """Return the pages that may hold tables: README and docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def rendered(text: str, directory: Path = RESULTS) -> str:
+    """Return a page's text with every table made anew from the result files of `directory`.
+
+    Raises:
+        TableError: an unknown kind, an absent file, or a block without its end.
+    """
+    if text.count("<!-- table: ") != len(BLOCK.findall(text)):
+        raise TableError("a table has no line <!-- end of table -->")
+    return BLOCK.sub(lambda block: _block(block, directory), text)
+
+
+def _block(block: re.Match[str], directory: Path) -> str:
+    kind, *words = block["words"].split()
+    if kind not in KINDS:
+        raise TableError(f"unknown kind of table {kind!r}: one of {', '.join(KINDS)}")
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    files = [word for word in words if "=" not in word]
+    try:
+        results = read_results(files, directory)
+        table = KINDS[kind](results, options)
+    except (OSError, KeyError, LookupError) as error:
+        raise TableError(f"table {block['words']!r}: {error!r}") from error
+    sources = "".join(f"- {source(store)}\n" for store in results.values())
+    return f"{block['begin']}{table}\n{sources}{block['end']}"
+
+
+def main() -> int:
+    """Write the tables; with ``--check`` write nothing, and return 1 where a page differs."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tables",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--check", action="store_true", help="say which pages differ, write none")
+    parser.add_argument("--list", action="store_true", help="print the kinds of tables")
+    args = parser.parse_args()
+    if args.list:
+        for name, make in KINDS.items():
+            print(f"{name:<12} {(make.__doc__ or '').splitlines()[0]}")
+        return 0
+    stale = []
+    for page in pages():
+        old = page.read_text()
+        new = rendered(old)
+        if old != new:
+            stale.append(page.relative_to(ROOT))
+            if not args.check:
+                write_text(page, new)
+    for place in stale:
+        print(f"{place}: {'differs from the result files' if args.check else 'written'}")
+    if stale and args.check:
+        print("write them: python -m benchmarks.tables", file=sys.stderr)
+    return int(bool(stale and args.check))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Cells and rows of Markdown tables, and the result files that they are made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Results = Mapping[str, Mapping[str, Any]]
+"""Result files by name, in the order in which the page names them."""
+
+Options = Mapping[str, str]
+"""What the page says besides files: ``budgets=256,1024``."""
+
+
+def read_results(names: Iterable[str], directory: Path) -> Results:
+    """Read result files; an `OSError` says that one is absent."""
+    return {name: json.loads((directory / name).read_text()) for name in names}
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table, its last line ended."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def listed(options: Options, name: str) -> list[str]:
+    """Return the values of an option: ``budgets=256,1024`` gives two."""
+    return options[name].split(",")
+
+
+def ratio(value: float) -> str:
+    """Return a speed-up: 2.31x."""
+    return f"{value:.2f}x"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Return a share of 0 to 1 in percent."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """Return a number with so many significant digits, without an exponent."""
+    return f"{value:#.{digits}g}".rstrip(".") if value < 10**digits else f"{value:,.0f}"
+
+
+def source(store: Mapping[str, Any]) -> str:
+    """Return a sentence on a result file: its command, build, day and machine."""
+    machine, build = store["machine"], store.get("build")
+    commit = f"build {build['commit']}, " if build else ""
+    sets = [name for flag, name in _SETS.items() if flag in machine["isa"]]
+    dtype = store.get("settings", {}).get("dtype", "auto")
+    dtype = "" if dtype == "auto" else f"{dtype}, "
+    where = (
+        f"{machine['cores']} cores of an {machine['cpu']} with {sets[-1] if sets else 'no AVX2'}"
+    )
+    return f"`{store['command']}` ({commit}{store['date'][:10]}, {dtype}{where})"
+
+
+_SETS = {
+    "avx2": "AVX2 only",
+    "avx512f": "AVX-512",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_bf16": "AMX",
+}
+"""Flags of a CPU in the order of what they add, and the words for a CPU whose last one it is."""

@@ -1,0 +1,62 @@
+"""Tables of a cache on disk: results of `benchmarks.slow_home`."""
+
+from __future__ import annotations
+
+from benchmarks.tables.markdown import Options, Results, markdown, percent, ratio
+
+MIB = 1 << 20
+
+
+def disk(results: Results, options: Options) -> str:
+    """Decode steps with a cache on disk: a row per batch and variant, times as ratios to ``base``.
+
+    In the option's value ``_`` stands for a space.
+    """
+    (store,) = results.values()
+    base = options["base"].replace("_", " ")
+    tail = all("tail_ms" in row for row in store["rows"])
+    first = {
+        (row["context"], row["batch"]): row["step_ms"]
+        for row in store["rows"]
+        if row["variant"] == base
+    }
+    header = ["variant", "batch", "first step: ms", "MiB", "other steps: ms", f"to {base}"]
+    header += ["95 % within, ms"] * tail + ["corrected", "hits", "MiB/step", "ms waited"]
+    rows = []
+    for row in store["rows"]:
+        threshold = "" if row["threshold"] is None else f", threshold {row['threshold']:g}"
+        read = row["recalled_mib"] > 0
+        times = [f"{row['first_ms']:.1f}", f"{row['first_recalled_mib']:.1f}" if read else ""]
+        times += [
+            f"{row['step_ms']:.1f}",
+            ratio(row["step_ms"] / first[row["context"], row["batch"]]),
+        ]
+        times += [f"{row['tail_ms']:.1f}"] if tail else []
+        corrected = row.get("corrected_share")
+        shares = ["" if corrected is None else percent(corrected, 0)]
+        shares += [percent(row["hit_rate"]) if read else ""]
+        waits = [f"{row['recalled_mib']:.2f}", f"{row['waited_ms']:.2f}"] if read else ["", ""]
+        name = row["variant"] + ("" if "threshold" in row["variant"] else threshold)
+        rows.append([name, str(row["batch"]), *times, *shares, *waits])
+    return markdown(header, rows)
+
+
+def capacity(results: Results, options: Options) -> str:
+    """Tokens of context in the same fast memory: a row per size that was served."""
+    (store,) = results.values()
+    header = ["fast memory", "vLLM alone: tokens", "on disk", "", "page index", "slots", "file"]
+    rows = []
+    for row in store["rows"]:
+        planned = row["planned"]
+        rows.append(
+            [
+                f"{row['fast_memory'] // MIB} MiB",
+                f"{row['stock_tokens']:,}",
+                f"{row['tokens']:,} ({row['requests']} of {row['context']:,})",
+                f"{row['ratio']:.1f}x",
+                f"{planned['index'] / MIB:.1f} MiB",
+                f"{planned['recall_cache'] / MIB:.1f} MiB",
+                f"{planned['home'] / MIB:,.0f} MiB",
+            ]
+        )
+    return markdown(header, rows)

@@ -1,0 +1,97 @@
+"""Tables of answers' quality: results of `benchmarks.accuracy`, `ruler` and `recall`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.ruler_tasks import report
+from benchmarks.ruler_tasks.catalogue import TASKS as RULER
+from benchmarks.tables.labels import TASKS, VARIANTS
+from benchmarks.tables.markdown import Options, Results, listed, markdown, percent, significant
+
+FULL = "full"
+
+
+def quality(results: Results, options: Options) -> str:
+    """KL to full attention, or answers found: a row per variant, a column per task and budget.
+
+    ``show=agreement`` adds the share of positions with the same likeliest token, ``show=index``
+    columns with the size of the index, ``show=corrected`` the share of KV heads that corrected.
+    """
+    cells = {name: cell for store in results.values() for name, cell in store["cells"].items()}
+    tasks, budgets = listed(options, "tasks"), listed(options, "budgets")
+    variants, show = listed(options, "variants"), options.get("show", "")
+    index = show == "index"
+    header = ["", *["index: bytes per token and KV head", "of a 16-bit cache"] * index]
+    header += [_heading(task, budget, budgets) for task in tasks for budget in budgets]
+    rows = []
+    for variant in variants:
+        row = [VARIANTS.get(variant, variant)]
+        if index:
+            cell = cells[f"{tasks[0]}/{variant}/{budgets[0]}"]
+            row += [f"{cell['index_bytes']:.1f}", percent(cell["index_share"])]
+        for task in tasks:
+            for place, budget in enumerate(budgets):
+                name = f"{task}/{variant}/{'all' if variant == FULL else budget}"
+                hidden = variant == FULL and place > 0
+                row.append("" if hidden or name not in cells else _quality(cells[name], show))
+        rows.append(row)
+    return markdown(header, rows)
+
+
+def _heading(task: str, budget: str, budgets: list[str]) -> str:
+    return f"{TASKS[task]}: budget {budget}" if budget == budgets[0] else budget
+
+
+def _quality(cell: dict[str, Any], show: str) -> str:
+    if "kl" not in cell:
+        return f"{sum(cell['found'])} of {cell['samples']}"
+    text = significant(cell["kl"])
+    if show == "agreement":
+        text += f" ({percent(cell['agreement'], 0)})"
+    if show == "corrected" and cell.get("corrected_share") is not None:
+        text += f" ({percent(cell['corrected_share'], 0)})"
+    return text
+
+
+def ruler(results: Results, options: Options) -> str:
+    """RULER's scores: a row per preset and budget, a column per task; ``means`` alone by option."""
+    (store,) = results.values()
+    cells = {
+        (cell["task"], cell["variant"], cell["budget"]): cell for cell in store["cells"].values()
+    }
+    budgets = sorted({budget for *_, budget in cells if budget is not None})
+    if "means" not in options:
+        return report.table(RULER, budgets, cells) + "\n"
+    rows = []
+    for variant in listed(options, "means"):
+        means = [report.mean(RULER, variant, budget, cells) for budget in budgets]
+        rows.append(
+            [VARIANTS.get(variant, variant), *("" if m is None else f"{m:.1f}" for m in means)]
+        )
+    full = report.mean(RULER, FULL, None, cells)
+    header = (
+        f"mean score of {len(report.counted(RULER, cells))} tasks ({full:.1f} with full attention)"
+    )
+    return markdown([header, *(f"budget {budget}" for budget in budgets)], rows)
+
+
+def recall(results: Results, options: Options) -> str:
+    """Tokens with the most attention that an index finds: a row per index, columns per model."""
+    (store,) = results.values()
+    models = list(dict.fromkeys(row["model"] for row in store["rows"]))
+    cases = list(dict.fromkeys(row["case"] for row in store["rows"]))
+    by_name = {(row["model"], row["case"]): row for row in store["rows"]}
+    selected = list(store["rows"][0]["recall"])
+    header = ["index", "bytes per token and KV head"]
+    header += [
+        f"{model}: of {count} selected" if count == selected[0] else count
+        for model in models
+        for count in selected
+    ]
+    rows = []
+    for case in cases:
+        found = [by_name[model, case] for model in models]
+        shares = [percent(row["recall"][count]) for row in found for count in selected]
+        rows.append([case, f"{found[0]['bytes_per_token']:.1f}", *shares])
+    return markdown(header, rows)

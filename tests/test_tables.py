@@ -1,0 +1,72 @@
+"""The tables of README and docs are those of the committed result files."""
+
+import json
+import shutil
+
+import pytest
+
+from benchmarks.common import RESULTS
+from benchmarks.tables import __main__ as tables
+
+BLOCK = "<!-- table: {} -->\n{}<!-- end of table -->\n"
+STEPS = "steps decode-fill-fier.json"
+
+
+def test_pages_are_as_written():
+    for page in tables.pages():
+        assert tables.rendered(page.read_text()) == page.read_text(), (
+            f"{page.name}: run python -m benchmarks.tables"
+        )
+
+
+def test_every_kind_stands_on_a_page():
+    used = {
+        block["words"].split()[0]
+        for page in tables.pages()
+        for block in tables.BLOCK.finditer(page.read_text())
+    }
+    assert used == tables.KINDS.keys()
+
+
+def test_a_table_follows_its_file(tmp_path):
+    shutil.copy(RESULTS / "decode-fill-fier.json", tmp_path)
+    page = f"Text.\n{BLOCK.format(STEPS, 'old figures')}More text.\n"
+    before = tables.rendered(page, tmp_path)
+    assert "old figures" not in before
+    assert before.startswith("Text.\n") and before.endswith("More text.\n")
+    assert tables.rendered(before, tmp_path) == before
+    store = json.loads((tmp_path / "decode-fill-fier.json").read_text())
+    for cell in store["cells"]:
+        for repeat in cell["engines"]["fier"]["step_ms"]:
+            repeat["mean"] *= 2
+    (tmp_path / "decode-fill-fier.json").write_text(json.dumps(store))
+    assert tables.rendered(page, tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        (BLOCK.format("steeps decode-fill-fier.json", ""), "unknown kind of table 'steeps'"),
+        (BLOCK.format("steps no-such-file.json", ""), "no-such-file"),
+        (BLOCK.format("methods decode-fill-fier.json", ""), "context"),
+        ("<!-- table: steps decode-fill-fier.json -->\nno end", "end of table"),
+    ],
+)
+def test_a_table_that_cannot_be_made(page, message):
+    with pytest.raises(tables.TableError, match=message):
+        tables.rendered(page)
+
+
+def test_check_writes_nothing(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text(BLOCK.format(STEPS, ""))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "pages", lambda: [page])
+    monkeypatch.setattr("sys.argv", ["tables", "--check"])
+    assert tables.main() == 1
+    assert page.read_text() == BLOCK.format(STEPS, "")
+    assert "page.md: differs" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["tables"])
+    assert tables.main() == 0
+    monkeypatch.setattr("sys.argv", ["tables", "--check"])
+    assert tables.main() == 0
