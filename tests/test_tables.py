@@ -33,7 +33,8 @@ def test_a_table_follows_its_file(tmp_path):
     page = f"Text.\n{BLOCK.format(STEPS, 'old figures')}More text.\n"
     before = tables.rendered(page, tmp_path)
     assert "old figures" not in before
-    assert before.startswith("Text.\n") and before.endswith("More text.\n")
+    assert before.startswith("Text.\n")
+    assert before.endswith("More text.\n")
     assert tables.rendered(before, tmp_path) == before
     store = json.loads((tmp_path / "decode-fill-fier.json").read_text())
     for cell in store["cells"]:
