@@ -74,6 +74,12 @@ class HomeWorker:
         cpu.index_pages(pages, lengths, store)
         self._loaded.append((pages.clone(), lengths.clone(), store))
 
+    def loaded_pages(self):
+        """How many pages each retrieval layer has indexed so since this was asked last."""
+        counts = [len(pages) for pages, _, store in self._loaded if store.index.name == "min_max"]
+        self._loaded.clear()
+        return sum(counts) / len(self.retrieval_layers)
+
     def compare_index(self):
         """Bytes of the index of loaded pages which are not their keys', and how many there are.
 

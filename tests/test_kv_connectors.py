@@ -25,6 +25,8 @@ OPTIONS: dict[str, Any] = {
 }
 RETRIEVAL: dict[str, Any] = {"budget": 128, "sink": 32, "window": 32}
 RETRIEVAL |= {"also": {"kvretrieval": {}, "quest": {}}}
+LOADED = 1184 // 32
+"""Pages of the document that its connector loads."""
 EVERY_STEP = ({"correction_threshold": 1.0}, {"method": "kvretrieval"}, {"method": "quest"})
 
 
@@ -77,13 +79,21 @@ def freekv(model, transfers, **also):
 
 @pytest.fixture(scope="module")
 def llm(model, storage, stock):
-    with freekv(model, transfer("ExampleConnector", shared_storage_path=str(storage))) as llm:
+    late = transfer("LateConnector", shared_storage_path=str(storage))
+    late.kv_connector_module_path = "tests.late_connector"
+    with freekv(model, late) as llm:
         yield llm
 
 
 def one(llm, request) -> Answer:
     (answer,) = drive(llm, [request])
     return answer
+
+
+def indexed(llm):
+    """Pages that a layer has indexed anew since this was asked last."""
+    (pages,) = llm.collective_rpc("loaded_pages")
+    return pages
 
 
 def forget(llm):
@@ -99,12 +109,23 @@ def test_loaded_kv_is_retrieved_from(llm, storage, stock):
     assert_same(exact, stock, tolerance=1e-4)
 
     forget(llm)
+    llm.collective_rpc("record_loads")
     loaded = drive(llm, [document(options) for options in EVERY_STEP])
     assert [answer.cached >= 1152 for answer in loaded] == [True, True, True]
+    assert indexed(llm) == LOADED, "once, in blocks that had held other texts"
     hits = [one(llm, question(options)) for options in EVERY_STEP]
     assert [hit.cached >= 1152 for hit in hits] == [True, True, True], "on blocks that were loaded"
     asked = [ask(options) for options in EVERY_STEP for ask in (question, document)]
     crowd = drive(llm, asked)
+    assert indexed(llm) == 0
+
+    forget(llm)
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    connector.late = True
+    late = drive(llm, [document(options) for options in EVERY_STEP])
+    connector.late = False
+    assert [answer.cached >= 1152 for answer in late] == [True, True, True]
+    assert indexed(llm) == 3 * LOADED, "each in blocks of its own"
 
     shutil.rmtree(storage)
     storage.mkdir()
@@ -115,6 +136,7 @@ def test_loaded_kv_is_retrieved_from(llm, storage, stock):
     assert len({answer.logprobs[-1] for answer in documents}) == len(EVERY_STEP)
     for answers, expected in (
         (loaded, documents),
+        (late, documents),
         (hits, questions),
         (crowd[::2], questions),
         (crowd[1::2], documents),

@@ -67,11 +67,12 @@ def test_chunks_add_up_to_the_prompt():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_keys_of_a_context(dtype):
     cache = torch.randn(9, 2, 32, 128).to(dtype)
-    keys = context_keys(cache, torch.tensor([7, 0, 3]), 70)
-    assert keys.shape == (2, 70, 64)
-    assert keys.dtype == torch.float32
-    for position, (page, offset) in {0: (7, 0), 40: (0, 8), 69: (3, 5)}.items():
-        assert torch.equal(keys[:, position], cache[page, :, offset, :64].float())
+    for head in range(2):
+        keys = context_keys(cache, torch.tensor([7, 0, 3]), 70, head)
+        assert keys.shape == (1, 70, 64)
+        assert keys.dtype == torch.float32
+        for position, (page, offset) in {0: (7, 0), 40: (0, 8), 69: (3, 5)}.items():
+            assert torch.equal(keys[0, position], cache[page, head, offset, :64].float())
 
 
 @pytest.mark.parametrize("scratch", [1, observation.SCRATCH])

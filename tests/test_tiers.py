@@ -508,7 +508,7 @@ def test_what_page_indexes_take_of_memory(sliding, full, share):
 def test_memory_that_does_not_suffice_is_found_out_at_once():
     own = worker([FULL] * 10)
     own._check_memory(MIB, MIB, MIB)
-    message = "freekv needs a page index of 4096.0 GiB and 1.0 GiB for prefill beside a KV cache of"
+    message = "freekv needs a page index of 4096.0 GiB and 1.0 GiB for prefill and scores"
     with pytest.raises(RetrievalConfigError, match=message):
         own._check_memory(1 << 30, 1 << 42, 1 << 30)
 

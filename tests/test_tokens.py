@@ -1,12 +1,15 @@
 """Selection of single tokens: the kernels against plain torch, per instruction set."""
 
+import threading
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from tests.test_kernels import DTYPES, assert_same_plan, copy_of, make_chooser, make_rows
-from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.kernels import Selection, cpu
 from vllm_kvretrieval.retrieval.index import make_index
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.pooling import Pooling
@@ -155,3 +158,35 @@ def test_what_does_not_fit_is_refused():
     for arguments, why in refused:
         with pytest.raises(ValueError, match=why):
             plan(**arguments)
+
+
+def resident():
+    """Bytes of memory of this process."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(x for x in status.splitlines() if x.startswith("VmRSS")).split()[1])
+
+
+def test_scores_of_a_large_batch_take_bounded_memory():
+    """Of 64 threads, 32 requests and 64K tokens; counted is what the calling thread then keeps."""
+    torch.manual_seed(9)
+    chooser = chooser_of(shape=(8, 4, 32), pages=2048)
+    chooser = replace(chooser, selection=Selection.empty(
+        seats=32, kv_heads=8, group=4, head_size=32, most_selected=60, dtype=torch.float32
+    ))  # fmt: skip
+    rows = make_rows([1 << 16] * 32, chooser, BUDGET, tau=1.0, fresh=1, per_token=True)
+    rows.lists = rows.lists[:, :128].contiguous()
+    query = torch.randn(32, 32, 32)
+    grown: list[int] = []
+
+    def plan():
+        torch.set_num_threads(64)
+        before = resident()
+        cpu.plan_decode(query, rows, chooser)
+        grown.append(resident() - before)
+
+    thread = threading.Thread(target=plan)  # scratch belongs to a thread
+    thread.start()
+    thread.join()
+    counted = cpu.scratch_bytes(32 << 16, 32)
+    assert counted == 128 << 20
+    assert counted // 2 < grown[0] < counted + (48 << 20)

@@ -2,6 +2,8 @@
 
 import torch
 
+MOST_SCORES: int
+
 class DecodeRows:
     def __init__(self, *args: int) -> None: ...
 

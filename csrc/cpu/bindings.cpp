@@ -93,6 +93,7 @@ NB_MODULE(_cpu, m) {
       PyErr_SetObject(PyExc_OSError, number_and_text.ptr());
     }
   });
+  m.attr("MOST_SCORES") = kvr::kMostScores;
   m.def("isa", [] { return active->isa; }, "Name of the instruction set in use.");
   m.def("isas", &kvr::compiled_isas, "Names of all that are compiled in, fastest first.");
   m.def("use_isa", &use_isa, nb::arg("isa"),

@@ -22,7 +22,6 @@ namespace KVR_ISA {
 namespace {
 
 constexpr int kTokens = 256;                    // per task
-constexpr int64_t kMostScores = 16 << 20;       // floats of a wave of rows, if it has several
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 // kWidth tokens' products with N queries, from where the first one's channels begin.

@@ -10,6 +10,10 @@
 
 namespace kvr {
 
+// Scores (floats) that are held at once, unless a single row has more. Each calling thread keeps room
+// for them.
+constexpr int64_t kMostScores = 32 << 20;
+
 enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
 // The requests of a step that decode one token each; the same for every layer.

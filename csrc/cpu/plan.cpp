@@ -243,11 +243,13 @@ static void plan_decode_of(const DecodePlan& p) {
   // Scores of a wave of rows at a time: the scratch stays bounded however large the batch, and all
   // threads share the scoring of a single long request. A task scores a stretch of the index for all
   // KV heads, whose entries lie side by side.
-  const int wave = std::min<int>(rows.rows, (4 * omp_get_max_threads() + heads - 1) / heads);
   const int most = planner.most, chunk = planner.chunk, group = p.chooser.group;
   const int chunks = (most + chunk - 1) / chunk;
   const int64_t stride = int64_t(chunks) * chunk * planner.per_entry;
   const int64_t unit_stride = group * stride;
+  const int shared = std::min<int>(rows.rows, (4 * omp_get_max_threads() + heads - 1) / heads);
+  const int wave = std::clamp<int64_t>(kMostScores / std::max<int64_t>(heads * unit_stride, 1), 1,
+                                       std::max(shared, 1));
   // Engines in one process may step at the same time.
   thread_local std::vector<float> scratch;
   thread_local std::vector<Mass> stretches;

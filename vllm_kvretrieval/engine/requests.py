@@ -8,6 +8,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.engine.prompts import Heads, kept_prompts
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.request_options import RequestOptions
@@ -94,6 +95,7 @@ class RequestTable:
         recalls: int64 [capacity, 3]; units looked up, missed and recalled.
         arrived: Requests that got their first blocks in this step, perhaps with contents, and
             sessions that got more input.
+        loaded: Pages that a KV connector fills; None: there is no connector.
         calm: Whether the step about to run is a decode step within all budgets, known beforehand.
     """
 
@@ -143,6 +145,7 @@ class RequestTable:
         self._methods = {name: number for number, name in enumerate(config.methods)}
         self._context = np.zeros(capacity, dtype=np.int32)
         self.arrived: frozenset[str] = frozenset()
+        self.loaded: LoadedPages | None = None
         self._renewed: set[str] = set()
         self.calm = False
         self._calm_batch: set[str] = set()

@@ -1,6 +1,7 @@
 """vLLM's scheduler, whose prefix cache knows which of its blocks are exact.
 
-It runs no more requests at once than workers have room for.
+It runs no more requests at once than workers have room for, and tells them which blocks a KV
+connector loads.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.levels import EXACT, BlockLevels, Exactness, Level, Taint
+from vllm_kvretrieval.engine.loads import LoadReports
 from vllm_kvretrieval.engine.requests import read_options
 
 logger = init_logger("vllm.kvretrieval.scheduler")
@@ -70,6 +72,10 @@ class RetrievalScheduler(Scheduler):
         self._looked_at = (0, 0)
         if isinstance(self.connector, RetrievalConnector):
             self.connector.limit_by(self._limit)
+        # Another connector may load into the cache.
+        self._loads: LoadReports | None = None
+        if self.connector is not None and not isinstance(self.connector, RetrievalConnector):
+            self._loads = LoadReports(self._managers)
 
     def _limit(self, seats: int) -> None:
         """Run at most so many requests at once, and say so: as a warning if they are fewer than
@@ -119,6 +125,8 @@ class RetrievalScheduler(Scheduler):
                 tokens,
                 found,
             )
+        if self._loads is not None:
+            self._loads.note_hit(request, tokens)
         noted = [tokens // group.block_size for group in self._managers]
         self._contexts[request.request_id] = Context(
             request, request.sampling_params, exactness, taint, noted
@@ -129,6 +137,8 @@ class RetrievalScheduler(Scheduler):
         """Note what the step does to contexts, before vLLM counts its tokens."""
         for copy in scheduler_output.kv_cache_block_copies or ():
             self.levels.copy(copy.src_block_id, copy.dst_block_id)
+        if self._loads is not None:
+            self._loads.attach(scheduler_output)
         contexts = self._contexts
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             context = contexts[request_id]

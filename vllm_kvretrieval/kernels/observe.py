@@ -4,6 +4,8 @@ import torch
 
 SCRATCH = 1 << 20
 """Scores that are held at once, float32; one query of a KV head's group at least."""
+SCORES = 3
+"""How many tensors of scores there are at once, at most."""
 
 
 def observe(
@@ -67,17 +69,30 @@ def observe(
     return total
 
 
-def context_keys(cache: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Keys of a context in a cache of rows.
+def context_keys(cache: torch.Tensor, pages: torch.Tensor, tokens: int, head: int) -> torch.Tensor:
+    """Keys of a context in a cache of rows, of one KV head.
 
     Args:
         cache: [P, kv_heads, page_size, 2 * head_size].
         pages: int64 [n]; those of the context, in order.
         tokens: How many it has.
+        head: The KV head.
 
     Returns:
-        float32 [kv_heads, tokens, head_size].
+        float32 [1, tokens, head_size].
     """
     head_size = cache.shape[-1] // 2
-    keys = cache[..., :head_size][pages].transpose(0, 1).flatten(1, 2)
-    return keys[:, :tokens].float()
+    keys = cache[:, head, :, :head_size][pages].flatten(0, 1)
+    return keys[None, :tokens].float()
+
+
+def observing_bytes(tokens: int, group: int, head_size: int, dtype: torch.dtype) -> int:
+    """Bytes that observing a context takes, one KV head at a time.
+
+    Args:
+        tokens: Of the context.
+        group: Query heads of a KV head.
+        head_size, dtype: Of the cache.
+    """
+    keys = tokens * head_size * (dtype.itemsize + torch.float32.itemsize)
+    return keys + SCORES * max(SCRATCH, tokens * group) * torch.float32.itemsize

@@ -166,7 +166,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         if slow is not None and not slow.stage(attn_metadata.in_place):
             slow = None
         if ours and (pages := attn_metadata.loaded):
-            for store in self.stores:
+            # Where keys are in an unknown layout, bounds of a copied page stay too wide.
+            for store in (store for store in self.stores if store.cache is not None):
                 self.kernels.index_pages(pages.ids, pages.lengths, store)
         split = attn_metadata.split if ours else None
         encoded = self.slow is not None and self.slow.encoded

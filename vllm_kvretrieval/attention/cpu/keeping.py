@@ -101,13 +101,18 @@ class Keeper:
             watches: Which of them.
         """
         for watch in watches:
-            asked, watched = query[watch.tokens], watch.watched
-            tokens = watch.first + len(asked)
-            keys = context_keys(cache, watch.pages, tokens)
+            kv_heads, watched = cache.shape[1], watch.watched
+            by_head = query[watch.tokens].chunk(kv_heads, dim=1)
+            tokens = watch.first + len(by_head[0])
             mass = watched.mass[self._row(watch.rule), :tokens]
             stamped = STAMPED if watch.rule.rating == "stamp" else None
-            entropy = observe(asked, watch.first, keys, self._scale, mass, watch.entropies, stamped)
-            watched.entropies[self._number] += entropy / query.shape[1]
+            for head, asked in enumerate(by_head):
+                keys = context_keys(cache, watch.pages, tokens, head)
+                received = mass if watch.rule.per_layer else mass[head : head + 1]
+                entropy = observe(
+                    asked, watch.first, keys, self._scale, received, watch.entropies, stamped
+                )
+                watched.entropies[self._number] += entropy / query.shape[1]
 
     def settle(self, kept: KeptRows, method: int, rows: DecodeRows) -> None:
         """Choose what is kept of prompts that have been read."""

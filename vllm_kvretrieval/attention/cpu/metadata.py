@@ -57,7 +57,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.staging: PrefillStaging | None = None
         self.sparse_prefill: SparsePrefill | None = None
         self.home_page_bytes = 0
-        self.loads = self.streams_dense = self.attends = self.rows = self.own = False
+        self.streams_dense = self.attends = self.rows = self.own = False
         self.fast: FastTier | None = None
 
     def attach(
@@ -66,7 +66,6 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         page_size: int,
         staging: PrefillStaging | None,
         home_page_bytes: int = 0,
-        loads: bool = False,
         streams_dense: bool = False,
         attends: bool = False,
         rows: bool = False,
@@ -80,7 +79,6 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             page_size: Tokens per page of the layers' state.
             staging: Where prefill reads its context from; None: the cache itself.
             home_page_bytes: Bytes of a layer's page in a slow home; 0: the home is fast memory.
-            loads: Whether a KV connector may fill pages.
             streams_dense: Whether dense layers are in the slow home, too.
             attends: Whether our own kernel attends to pages; else vLLM's does, but for methods of
                 lists of different lengths, which no schedule of a step says.
@@ -96,7 +94,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             raise ValueError(f"block tables in blocks of {self.block_size}, pages of {page_size}")
         seats, heads = requests.capacity, self.num_kv_heads
         self.requests, self.staging = requests, staging
-        self.home_page_bytes, self.loads = home_page_bytes, loads
+        self.home_page_bytes = home_page_bytes
         self.streams_dense, self.attends = streams_dense, attends
         self.rows, self.fast, self.own = rows, fast, own
         methods = requests.config.methods.values()
@@ -163,7 +161,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             metadata.in_place = None, self._staged_runs(metadata.split)
         elif self.home_page_bytes:
             metadata.in_place = self._in_place(dense, metadata.split)
-        if self.loads and self.requests.arrived:
+        if self.requests.arrived and not self.home_page_bytes:
             metadata.loaded = self._loaded(self.requests, dense)
         return metadata
 
@@ -183,7 +181,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         return Prefill(first, self._part(dense, requests, dense.block_table[requests]), None)
 
     def _loaded(self, requests: "RequestTable", dense: CPUAttentionMetadata) -> Pages | None:
-        """Pages of what requests that have just arrived had before this step; see Pages."""
+        """Pages that requests have brought into this step and whose indexes are to be built.
+
+        A KV connector has filled some. And a context that ends within a page may end in a copy,
+        whose index covers all that its source holds.
+        """
         lens, before = _lengths(dense)
         arrived = [r in requests.arrived for r in requests.runner.input_batch.req_ids[: len(lens)]]
         rows = np.flatnonzero(arrived & (before > 0))
@@ -192,6 +194,12 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         table = dense.block_table.numpy()[rows]
         position = np.arange(table.shape[1]) * self.block_size
         row, place = np.nonzero(position < before[rows][:, None])
+        unindexed = position[place] + self.block_size > before[rows][row]
+        if requests.loaded is not None:
+            unindexed |= requests.loaded.among(table[row, place])
+        row, place = row[unindexed], place[unindexed]
+        if not len(row):
+            return None
         ids, first = np.unique(table[row, place], return_index=True)
         lengths = np.minimum(lens[rows][row] - position[place], self.block_size)[first]
         return Pages(torch.from_numpy(ids), torch.from_numpy(lengths.astype(np.int32)))

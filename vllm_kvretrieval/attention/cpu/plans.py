@@ -148,7 +148,7 @@ class RetrievalMetadata(CPUAttentionMetadata):
         split: How retrieval layers attend otherwise; None where they attend as dense layers do.
         in_place: With a slow home, the :func:`page_runs` of the requests that read it in place, if
             one of these is longer than the budget: in a dense layer, and in a retrieval layer.
-        loaded: Pages that a KV connector may have filled since the last step.
+        loaded: Pages whose indexes are to be built from their keys.
         observed: Queries that filter layers keep, where they select by more than the last.
         leaving: int64 [n]; over an encoded home, pages to be encoded at the end of the step.
         watches: Queries by whose attention tokens are kept.

@@ -22,6 +22,8 @@ from vllm_kvretrieval.engine.memory import (
     workers_here,
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.kernels.observe import observing_bytes
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.layers import retrieving_layers
@@ -49,7 +51,7 @@ class PlanningWorker(CPUWorker):
         self.tiers: Tiers | None = None
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache, less what the page index and staging take of them.
+        """Bytes for the KV cache, less what page index, staging and scratch take of them.
 
         Without a slow home, a KV cache size that the user fixed is left as it is, and the others
         come on top. With one, all of them share that size, and these are the bytes of all blocks
@@ -61,8 +63,8 @@ class PlanningWorker(CPUWorker):
         available = super().determine_available_memory()
         specs = self.get_kv_cache_spec()
         check_retrieving(self.vllm_config, specs, self.retrieval_config, self.retrieving)
-        staging = self._staging_bytes()
-        self.tiers = self._plan_tiers(available, staging)
+        staging, scratch = self._staging_bytes(), self._scratch_bytes()
+        self.tiers = self._plan_tiers(available - scratch, staging)
         if self.tiers is not None:
             return self.tiers.blocks * sum(spec.page_size_bytes for spec in specs.values())
         if not specs:
@@ -71,18 +73,18 @@ class PlanningWorker(CPUWorker):
             self.vllm_config, specs, self.retrieval_config, self.retrieving
         )
         if self.cache_config.kv_cache_memory_bytes is None:
-            return (available - staging) * block // (block + index)
-        self._check_memory(available, available * index // block, staging)
+            return (available - staging - scratch) * block // (block + index)
+        self._check_memory(available, available * index // block, staging + scratch)
         return available
 
-    def _check_memory(self, cache: int, index: int, staging: int) -> None:
+    def _check_memory(self, cache: int, index: int, working: int) -> None:
         """Find out at once, not under load, that memory does not suffice."""
         node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
-        if cache + index + staging > node.available_memory:
+        if cache + index + working > node.available_memory:
             raise RetrievalConfigError(
                 f"{self.retrieval_config.method} needs a page index of {format_gib(index)} GiB and "
-                f"{format_gib(staging)} GiB for prefill beside a KV cache of {format_gib(cache)} "
-                f"GiB, but {format_gib(node.available_memory)} GiB of memory are available. Lower "
+                f"{format_gib(working)} GiB for prefill and scores beside a KV cache of "
+                f"{format_gib(cache)} GiB, but {format_gib(node.available_memory)} GiB of memory are available. Lower "
                 "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE) or --max-model-len, or use "
                 "kv_retrieval.home=disk."
             )
@@ -191,6 +193,29 @@ class PlanningWorker(CPUWorker):
         config = self.retrieval_config
         copied = config.encoding is not None or config.prefill_budget is not None
         return copied or not config.attends_itself
+
+    def _scratch_bytes(self) -> int:
+        """What layers choose in: scores of pages and tokens, and keys by which prompts are watched.
+
+        One layer works at a time. Filters and the layers that choose for themselves have each
+        their own room for scores.
+        """
+        model, methods = self.model_config, self.retrieval_config.methods.values()
+        tokens, heads = model.max_model_len, model.get_num_attention_heads(self.parallel_config)
+        rows, scratch = requests_at_once(self.vllm_config), 0
+        scored = [
+            tokens if m.per_token else -(-tokens // m.entry_tokens)
+            for m in methods
+            if m.index is not None
+        ]
+        if scored:
+            scratch += cpu.scratch_bytes(max(scored) * heads, rows)
+        if any(m.shares for m in methods):
+            scratch += cpu.scratch_bytes(tokens * heads, rows)
+        if any(m.keeping is not None for m in methods):
+            group = heads // model.get_num_kv_heads(self.parallel_config)
+            scratch += observing_bytes(tokens, group, model.get_head_size(), model.dtype)
+        return scratch
 
     def _staging_bytes(self) -> int:
         """One layer's keys and values of the longest context; see PrefillStaging."""

@@ -25,6 +25,7 @@ from vllm_kvretrieval.engine.cpu.allocation import allocate_kv_cache
 from vllm_kvretrieval.engine.cpu.lost import LostBlocks
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.cpu.report import log_start
+from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.prompts import AddUp, Heads
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -168,6 +169,8 @@ class RetrievalCPUWorker(PlanningWorker):
             kept,
             self.whole_contexts,
         )
+        if foreign:
+            self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks)
         streams_dense = self.tiers is not None and self.tiers.streams_dense
         filters = self._attach_filters(layers)
         for builder, staging, names in groups:
@@ -183,7 +186,6 @@ class RetrievalCPUWorker(PlanningWorker):
                 config.page_size,
                 staging,
                 page_bytes,
-                foreign,
                 streams_dense,
                 config.rows or builder.isa in ATTENDED,
                 config.rows and bool(names),
@@ -519,6 +521,8 @@ class RetrievalCPUWorker(PlanningWorker):
         if scheduler_output.kv_cache_block_copies and self.encoding is not None:
             raise RuntimeError("vLLM copies blocks of a KV cache that is encoded elsewhere")
         self._copy_index(scheduler_output.kv_cache_block_copies)
+        if self.requests.loaded is not None:
+            self.requests.loaded.begin_step(getattr(scheduler_output, FIELD))
         output = super().execute_model(scheduler_output)
         if self.requests.kept is not None:
             self.requests.kept.end_step()

@@ -45,6 +45,16 @@ def isas() -> list[str]:
     return _cpu.isas()
 
 
+def scratch_bytes(scores: int, rows: int) -> int:
+    """Bytes that ``plan_decode`` or ``select_context`` keeps for scores in the calling thread.
+
+    Args:
+        scores: Of a row: entries or tokens, times query heads.
+        rows: Of a step.
+    """
+    return 4 * max(scores, min(scores * rows, _cpu.MOST_SCORES))
+
+
 def use_isa(name: str) -> None:
     """Choose another instruction set, for tests and benchmarks.
 
