@@ -17,6 +17,7 @@ from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
 from benchmarks.texts import excerpt
+from tests import workers
 from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
@@ -50,11 +51,14 @@ def random_llama(path: Path, layers: int, kv_heads: int) -> str:
 
 
 def processes() -> list[psutil.Process]:
-    """All processes below this one; Python's resource tracker, which stays, is left out."""
+    """All processes below this one, but for Python's resource tracker and the server of workers,
+    which stay.
+    """
     return [
         process
         for process in psutil.Process().children(recursive=True)
         if "multiprocessing.resource_tracker" not in " ".join(process.cmdline())
+        and not workers.is_server(process.pid)
     ]
 
 
@@ -74,11 +78,13 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
         "disable_log_stats": True,
         "distributed_executor_backend": "mp",
     }
-    with pytest.MonkeyPatch.context() as environment:
+    with pytest.MonkeyPatch.context() as environment, workers.forked():
         environment.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         for name, value in all_cores(options.get("tensor_parallel_size", 1)).items():
             environment.setenv(name, value)
         environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if options.get("enforce_eager"):  # one function of vLLM's sampler is compiled all the same
+            environment.setenv("TORCHDYNAMO_DISABLE", "1")
         llm = LLM(model=model, **defaults | options)
         try:
             yield llm
