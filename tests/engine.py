@@ -1,6 +1,9 @@
 """Checkpoints, engines and texts for tests."""
 
 import gc
+import json
+import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +14,8 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
@@ -29,6 +34,25 @@ def checkpoint(name: str) -> str:
     path = MODELS / name
     if not (path / "config.json").exists():
         pytest.fail(f"{path} is missing: run make models")
+    return str(path)
+
+
+def shortened(path: Path, name: str, layers: int) -> str:
+    """The first layers of a checkpoint, with its own tokenizer and weights, saved at ``path``.
+
+    For tests of what happens to requests: keys, queries and texts are real, and a step takes a
+    fraction of the time. What comes out is no language.
+    """
+    whole = Path(checkpoint(name))
+    config = json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": layers}
+    path.mkdir(exist_ok=True)
+    for file in whole.glob("*token*.json"):
+        shutil.copy(file, path)
+    (path / "config.json").write_text(json.dumps(config))
+    with safe_open(whole / "model.safetensors", "pt") as weights:
+        names = weights.keys()
+        kept = [n for n in names if int((re.findall(r"layers\.(\d+)", n) or [0])[0]) < layers]
+        save_file({n: weights.get_tensor(n) for n in kept}, path / "model.safetensors")
     return str(path)
 
 
