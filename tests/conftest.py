@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ISAS = ("avx512_bf16", "avx512", "avx2", "portable")
-tested: set[str] = set()
-absent: set[str] = set()  # compiled in, but this machine does not run it
-missing: set[str] = set()  # not compiled in
+from tests import isas as isas_of_run
+from tests.isas import ISAS, absent, missing, tested
 
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 MOST_WORKERS = 4
@@ -26,36 +24,30 @@ def isa(request):
     from vllm_kvretrieval.kernels import cpu
 
     best = cpu.isa()
-    if why := _use(request.param):
+    if why := isas_of_run.use(request.param):
         pytest.skip(why)
+    isas_of_run.only(request.param)
     yield request.param
+    isas_of_run.only(None)
     cpu.use_isa(best)
 
 
 @pytest.fixture
 def isas():
     """Visits the instruction sets that run here, each in use meanwhile: for one test of all."""
-    from vllm_kvretrieval.kernels import cpu
-
-    best = cpu.isa()
-    yield lambda: (name for name in ISAS if _use(name) is None)
-    cpu.use_isa(best)
+    return isas_of_run.visited
 
 
-def _use(name):
-    """Use and note an instruction set; where that cannot be, says why."""
-    from vllm_kvretrieval.kernels import cpu
-
-    if name not in cpu.isas():
-        missing.add(name)
-        return f"{name} is not compiled in"
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A failure names the instruction set that the test was visiting."""
+    isas_of_run.failed_in()
     try:
-        cpu.use_isa(name)
-    except ValueError:
-        absent.add(name)
-        return f"this machine does not run {name}"
-    tested.add(name)
-    return None
+        return (yield)
+    except Exception as error:
+        if name := isas_of_run.failed_in():
+            error.add_note(f"by the kernels of {name}")
+        raise
 
 
 def pytest_terminal_summary(terminalreporter):

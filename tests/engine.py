@@ -1,6 +1,9 @@
 """Checkpoints, engines and texts for tests."""
 
 import gc
+import json
+import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +14,15 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
 from benchmarks.texts import excerpt
+from tests import workers
 from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
@@ -28,6 +34,25 @@ def checkpoint(name: str) -> str:
     path = MODELS / name
     if not (path / "config.json").exists():
         pytest.fail(f"{path} is missing: run make models")
+    return str(path)
+
+
+def shortened(path: Path, name: str, layers: int) -> str:
+    """The first layers of a checkpoint, with its own tokenizer and weights, saved at ``path``.
+
+    For tests of what happens to requests: keys, queries and texts are real, and a step takes a
+    fraction of the time. What comes out is no language.
+    """
+    whole = Path(checkpoint(name))
+    config = json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": layers}
+    path.mkdir(exist_ok=True)
+    for file in whole.glob("*token*.json"):
+        shutil.copy(file, path)
+    (path / "config.json").write_text(json.dumps(config))
+    with safe_open(whole / "model.safetensors", "pt") as weights:
+        names = weights.keys()
+        kept = [n for n in names if int((re.findall(r"layers\.(\d+)", n) or [0])[0]) < layers]
+        save_file({n: weights.get_tensor(n) for n in kept}, path / "model.safetensors")
     return str(path)
 
 
@@ -50,11 +75,14 @@ def random_llama(path: Path, layers: int, kv_heads: int) -> str:
 
 
 def processes() -> list[psutil.Process]:
-    """All processes below this one; Python's resource tracker, which stays, is left out."""
+    """All processes below this one, but for Python's resource tracker and the server of workers,
+    which stay.
+    """
     return [
         process
         for process in psutil.Process().children(recursive=True)
         if "multiprocessing.resource_tracker" not in " ".join(process.cmdline())
+        and not workers.is_server(process.pid)
     ]
 
 
@@ -74,11 +102,13 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
         "disable_log_stats": True,
         "distributed_executor_backend": "mp",
     }
-    with pytest.MonkeyPatch.context() as environment:
+    with pytest.MonkeyPatch.context() as environment, workers.forked():
         environment.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         for name, value in all_cores(options.get("tensor_parallel_size", 1)).items():
             environment.setenv(name, value)
         environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if options.get("enforce_eager"):  # one function of vLLM's sampler is compiled all the same
+            environment.setenv("TORCHDYNAMO_DISABLE", "1")
         llm = LLM(model=model, **defaults | options)
         try:
             yield llm

@@ -18,10 +18,10 @@ from tests.engine import (
     alone,
     assert_resumed,
     assert_same,
-    checkpoint,
     drive,
     engine,
     novel,
+    shortened,
 )
 from tests.turns import chat, record_sparse, recorded_sparse, with_and_without_cache
 from vllm_kvretrieval.engine.levels import Level
@@ -30,6 +30,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 MODEL = "SmolLM2-135M-Instruct"
+LAYERS = 6
 BUDGET = 256
 CHUNK = 256  # tokens per step
 BLOCK = 128
@@ -46,18 +47,23 @@ TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
-def stock():
+def model(tmp_path_factory):
+    return shortened(tmp_path_factory.mktemp("model"), MODEL, LAYERS)
+
+
+@pytest.fixture(scope="module")
+def stock(model):
     """What vLLM without retrieval answers; its engine is gone before ours starts."""
-    with engine(checkpoint(MODEL), **STOCK) as llm:
+    with engine(model, **STOCK) as llm:
         short = Request(novel(llm, 200, 0), BUDGET - 200)
         long = Request(novel(llm, 700, 50), 16)
         return {"short": drive(llm, [short])[0], "long": drive(llm, [long])[0]}
 
 
 @pytest.fixture(scope="module")
-def llm(stock):
+def llm(model, stock):
     with engine(
-        checkpoint(MODEL),
+        model,
         attention_backend="freekv",
         additional_config={"kv_retrieval": {"budget": BUDGET}},
         **STOCK,

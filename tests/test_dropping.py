@@ -14,12 +14,12 @@ from tests.engine import (
     assert_resumed,
     assert_same,
     by,
-    checkpoint,
     difference,
     drive,
     engine,
     novel,
     preemptions,
+    shortened,
 )
 from tests.keeping_recorder import Rule
 from tests.turns import chat, with_and_without_cache
@@ -54,23 +54,28 @@ ALSO = {
     "even": {"observation": WINDOW, "budget_shares": "uniform"},
     **{name: {} for name in ("snapkv", "h2o", "tova", "raas", "freekv")},
 }
-LAYERS = 30
-REPLAYED = (0, 18, 29)
+LAYERS = 6
+REPLAYED = (0, 3, 5)
 
 
 @pytest.fixture(scope="module")
-def stock():
+def model(tmp_path_factory):
+    return shortened(tmp_path_factory.mktemp("model"), MODEL, LAYERS)
+
+
+@pytest.fixture(scope="module")
+def stock(model):
     """What vLLM without retrieval answers; its engine is gone before ours starts."""
-    with engine(checkpoint(MODEL), **STOCK) as llm:
+    with engine(model, **STOCK) as llm:
         short = Request(novel(llm, 200, 0), 30)
         long = Request(novel(llm, 700, 50), 16)
         return {"short": drive(llm, [short])[0], "long": drive(llm, [long])[0]}
 
 
 @pytest.fixture(scope="module")
-def llm(stock):
+def llm(model, stock):
     with engine(
-        checkpoint(MODEL),
+        model,
         attention_backend="entropykv",
         additional_config={"kv_retrieval": {"budget": BUDGET, "also": ALSO}},
         worker_extension_cls="tests.keeping_recorder.KeepingRecorder",

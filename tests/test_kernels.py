@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from tests.isas import visited
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, cpu, reference
 from vllm_kvretrieval.retrieval.index import Field, Index, make_index, pack, unpack
 from vllm_kvretrieval.retrieval.index.exact import Exact
@@ -67,10 +68,14 @@ def make_chooser(
 
 def copy_of(chooser):
     """The same with records and selection of its own."""
-    store = replace(chooser.store, records=chooser.store.records.clone(), handle=None)
-    kept = chooser.selection
+    store, kept = fresh_records(chooser.store), chooser.selection
     selection = replace(kept, query=kept.query.clone(), chosen=kept.chosen.clone())
     return replace(chooser, store=store, selection=selection, handle=None)
+
+
+def fresh_records(store):
+    """The same with records of its own."""
+    return replace(store, records=store.records.clone(), handle=None)
 
 
 def fields_of(store):
@@ -163,21 +168,31 @@ def assert_same_records(actual, expected):
 def assert_same_plan(actual, expected, query, rows):
     """Of the kernels, whose chooser comes first, and of the reference; returns the rows.
 
-    Of pages that are equally good, to rounding, the kernels may select another, since each
-    instruction set sums in its own order.
+    Every instruction set that the test visits begins with the same state; the last one changes
+    ``actual``. Of pages that are equally good, to rounding, the kernels may select another, since
+    each instruction set sums in its own order.
     """
-    ours = clone_rows(rows)
+    before, begun = copy_of(actual).selection, clone_rows(rows)
     specified(reference.plan_decode, query, rows, expected)
-    cpu.plan_decode(query, ours, actual)
+    for _ in visited():
+        actual.selection.query.copy_(before.query)
+        actual.selection.chosen.copy_(before.chosen)
+        ours = clone_rows(begun)
+        cpu.plan_decode(query, ours, actual)
+        _assert_same_plan(actual, expected, query, rows, ours)
+    if not torch.equal(expected.selection.chosen, actual.selection.chosen):
+        expected.selection.chosen.copy_(actual.selection.chosen)
+    return ours
+
+
+def _assert_same_plan(actual, expected, query, rows, ours):
     assert torch.equal(rows.corrected, ours.corrected)
     assert torch.equal(rows.lengths, ours.lengths)
     assert torch.equal(expected.selection.query, actual.selection.query)
     if not torch.equal(expected.selection.chosen, actual.selection.chosen):
         assert_near_ties(actual, expected, query, rows)
-        expected.selection.chosen.copy_(actual.selection.chosen)
     else:
         assert torch.equal(rows.lists, ours.lists)
-    return ours
 
 
 def assert_near_ties(actual, expected, query, rows):
@@ -231,41 +246,44 @@ PADDING = torch.tensor([-1] * 3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_size", "parts"), [(64, 1), (80, 2), (256, 4)])
 @pytest.mark.parametrize("index", RECORDED)
-def test_index_equals_reference(isa, index, dtype, head_size, parts):
+def test_index_equals_reference(index, dtype, head_size, parts):
     torch.manual_seed(0)
     pages, rounds = (40, 12) if index == "min_max" else (16, 8)
     shape = pages, 1, 3, 1, head_size, dtype
     expected = make_chooser(*shape, parts=parts, index=make_index(index)).store
-    actual = replace(expected, records=expected.records.clone(), handle=None)
     before = expected.records.clone()
+    stores = {name: fresh_records(expected) for name in visited()}
     for key, slots in chunks_of(pages, 3, head_size, dtype, rounds):
         put_keys(expected, key[: len(slots)], slots)
         padded = torch.cat([slots, PADDING])
         specified(reference.update_index, key, padded, expected)
-        cpu.update_index(key, padded, actual)
-        assert_same_records(actual, expected)
-    assert not torch.equal(before, actual.records)
+        for name in visited():
+            cpu.update_index(key, padded, stores[name])
+            assert_same_records(stores[name], expected)
+    assert not torch.equal(before, expected.records)
 
 
 @pytest.mark.parametrize("index", RECORDED)
-def test_index_of_a_long_prefill(isa, index):
+def test_index_of_a_long_prefill(index):
     """So many keys that threads share them."""
     torch.manual_seed(1)
     expected = make_chooser(80, 1, 3, 1, 64, torch.bfloat16, index=make_index(index)).store
-    actual = replace(expected, records=expected.records.clone(), handle=None)
+    before = fresh_records(expected)
     key = torch.randn(70 * PAGE - 9, 3, 64).to(torch.bfloat16)
     slots = torch.randperm(80)[:70, None] * PAGE + torch.arange(PAGE)
     slots = slots.flatten()[: len(key)]
     put_keys(expected, key, slots)
     specified(reference.update_index, key, slots, expected)
-    cpu.update_index(key, slots, actual)
-    assert_same_records(actual, expected)
+    for _ in visited():
+        actual = fresh_records(before)
+        cpu.update_index(key, slots, actual)
+        assert_same_records(actual, expected)
 
 
 def test_growing_records_need_no_cache(isa):
     store = make_chooser(8, 1, 2, 1, 64, torch.float32).store
     key, slots = torch.randn(PAGE + 5, 2, 64), torch.arange(PAGE + 5)
-    alone = replace(store, records=store.records.clone(), cache=None, handle=None)
+    alone = replace(fresh_records(store), cache=None)
     for each in (store, alone):
         cpu.update_index(key, slots, each)
     assert torch.equal(store.records, alone.records)
@@ -276,7 +294,7 @@ def test_growing_records_need_no_cache(isa):
     ("kv_heads", "group", "head_size", "parts"),
     [(3, 3, 64, 1), (2, 7, 64, 2), (1, 4, 256, 1), (8, 4, 128, 4), (1, 11, 80, 1), (3, 3, 64, 4)],
 )
-def test_plan_equals_reference(isa, dtype, kv_heads, group, head_size, parts):
+def test_plan_equals_reference(dtype, kv_heads, group, head_size, parts):
     torch.manual_seed(1)
     chooser = make_chooser(300, 6, kv_heads, group, head_size, dtype, parts=parts)
     expected, actual = copy_of(chooser), copy_of(chooser)
@@ -303,7 +321,7 @@ def test_plan_equals_reference(isa, dtype, kv_heads, group, head_size, parts):
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("pooling", Pooling)
 @pytest.mark.parametrize("index", KERNELS)
-def test_every_index_and_pooling(isa, index, pooling, parts, dtype):
+def test_every_index_and_pooling(index, pooling, parts, dtype):
     torch.manual_seed(2)
     kind = make_index(index)
     chooser = make_chooser(45, 3, 2, 3, 64, dtype, parts=parts, index=kind, pooling=pooling)
@@ -321,7 +339,7 @@ def test_every_index_and_pooling(isa, index, pooling, parts, dtype):
     [(1, 11, 80, 16, 2), (3, 1, 256, 32, 1), (2, 6, 128, 128, 1)],
 )
 @pytest.mark.parametrize("index", KERNELS)
-def test_every_index_and_shape(isa, index, kv_heads, group, head_size, page_size, parts, dtype):
+def test_every_index_and_shape(index, kv_heads, group, head_size, page_size, parts, dtype):
     """A context of more entries than one task scores, and one beside it."""
     torch.manual_seed(3)
     shape = 160, 2, kv_heads, group, head_size, dtype
@@ -333,7 +351,7 @@ def test_every_index_and_shape(isa, index, kv_heads, group, head_size, page_size
 
 
 @pytest.mark.parametrize("spread", [0, 0.25, 3])
-def test_spread(isa, spread):
+def test_spread(spread):
     torch.manual_seed(4)
     index = make_index({"mean_std": {"spread": spread}})
     chooser = make_chooser(40, 1, 2, 3, 64, torch.bfloat16, parts=2, index=index)
@@ -349,7 +367,7 @@ def test_spread(isa, spread):
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("pooling", Pooling)
 @pytest.mark.parametrize("index", RECORDED)
-def test_rerank_equals_reference(isa, index, pooling, parts, dtype, far):
+def test_rerank_equals_reference(index, pooling, parts, dtype, far):
     """Also where a page of the sink has all of the mass."""
     torch.manual_seed(5)
     options = {"index": make_index(index), "pooling": pooling, "parts": parts}
@@ -446,7 +464,7 @@ TWINS = {"mean": OutsideMean(), "exact": OutsideExact()}
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("pooling", Pooling)
 @pytest.mark.parametrize(("name", "rerank"), [("mean", 0), ("mean", 3), ("exact", 0)])
-def test_an_index_of_another_package(isa, name, rerank, pooling, parts, dtype, far):
+def test_an_index_of_another_package(name, rerank, pooling, parts, dtype, far):
     """Without kernels, it gives what an index that is the same and has some gives."""
     torch.manual_seed(7)
     options = {"pooling": pooling, "parts": parts, "rerank": rerank}
@@ -463,11 +481,13 @@ def test_an_index_of_another_package(isa, name, rerank, pooling, parts, dtype, f
     keys_in(outside.store).copy_(keys)
     take_in(outside.store, torch.arange(40))
     outside.selection = copy_of(native).selection
-    specified, ours = copy_of(outside), clone_rows(rows)
-    cpu.plan_decode(query, ours, native)
+    specified, begun = copy_of(outside), clone_rows(rows)
     assert_same_plan(outside, specified, query, rows)
-    assert torch.equal(rows.lists, ours.lists)
-    assert torch.equal(outside.selection.chosen, native.selection.chosen)
+    for _ in visited():
+        ours, chooser = clone_rows(begun), copy_of(native)
+        cpu.plan_decode(query, ours, chooser)
+        assert torch.equal(rows.lists, ours.lists)
+        assert torch.equal(outside.selection.chosen, chooser.selection.chosen)
 
 
 def test_records_of_an_index_of_another_package():
@@ -575,7 +595,7 @@ def test_extreme_values_and_ties(isa):
 @pytest.mark.parametrize("group", [1, 2, 3, 4])
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("gap", [0, 66, 80, 88, 120, 400])
-def test_a_page_far_above_the_others(isa, gap, parts, group, pooling):
+def test_a_page_far_above_the_others(gap, parts, group, pooling):
     """Softmax leaves nothing of the others; they keep their order, whatever the group does."""
     torch.manual_seed(gap)
     pages, head_size = 203, 64
@@ -592,13 +612,15 @@ def test_a_page_far_above_the_others(isa, gap, parts, group, pooling):
     query = torch.eye(head_size)[:group].repeat(2, 1)[None]
     rows = make_rows([entries * PAGE // parts], chooser, (1, 2, 9), fresh=1)
     rows.block_table = torch.arange(pages, dtype=torch.int32)[None]
-    expected, ours = copy_of(chooser), clone_rows(rows)
+    expected, begun = copy_of(chooser), clone_rows(rows)
     specified(reference.plan_decode, query, rows, expected)
-    cpu.plan_decode(query, ours, chooser)
-    assert rows.lists.equal(ours.lists)
-    if group == parts == 1:
-        best = bounds[1:-2, :, 0].topk(9, dim=0).indices.sort(dim=0).values + 1
-        assert chooser.selection.chosen[0].T.equal(best.int())
+    for _ in visited():
+        ours, actual = clone_rows(begun), copy_of(chooser)
+        cpu.plan_decode(query, ours, actual)
+        assert rows.lists.equal(ours.lists)
+        if group == parts == 1:
+            best = bounds[1:-2, :, 0].topk(9, dim=0).indices.sort(dim=0).values + 1
+            assert actual.selection.chosen[0].T.equal(best.int())
 
 
 @pytest.mark.parametrize("rerank", [0, 3])
@@ -638,7 +660,7 @@ def test_threshold_limits(isa, tau, always):
 
 
 @pytest.mark.parametrize("index", ["min_max", "one_bit"])
-def test_many_rows_share_bounded_scratch(isa, index):
+def test_many_rows_share_bounded_scratch(index):
     """More (row, head) units than fit in one wave of scoring."""
     torch.manual_seed(4)
     chooser = make_chooser(400, 40, 4, 2, 64, torch.bfloat16, index=make_index(index))
@@ -901,7 +923,7 @@ def uneven(chooser, most):
     ("index", "parts", "rerank", "tau"),
     [("min_max", 1, 0, 0.3), ("mean", 2, 3, 1.0), ("exact", 1, 0, 0.3)],
 )
-def test_kv_heads_select_as_many_as_each_is_given(isa, index, parts, rerank, tau):
+def test_kv_heads_select_as_many_as_each_is_given(index, parts, rerank, tau):
     """Over the steps of a context that grows from its budget on, with speculation or without."""
     torch.manual_seed(12)
     kind, most = make_index(index), 13

@@ -54,9 +54,7 @@ def approximated(store, records):
         (2, 1, 96, 128, 1, 8),
     ],
 )
-def test_plan_equals_reference(
-    isa, dtype, pooling, kv_heads, group, head_size, page_size, parts, rank
-):
+def test_plan_equals_reference(dtype, pooling, kv_heads, group, head_size, page_size, parts, rank):
     """On the same records: a context of more entries than one task scores, and one beside it."""
     torch.manual_seed(rank)
     options = {"parts": parts, "page_size": page_size, "index": LowRank(rank), "pooling": pooling}

@@ -5,13 +5,13 @@ One engine. Its model runs in float32, so that rounding leaves next to nothing o
 
 import pytest
 
-from tests.engine import Request, assert_same, checkpoint, drive, engine, novel
-from vllm_kvretrieval.retrieval.filters import filters_for
+from tests.engine import Request, assert_same, drive, engine, novel, shortened
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 MODEL = "SmolLM2-135M-Instruct"
-LAYERS = 30
+LAYERS = 9
+FILTERS = [1, 5]
 BUDGET = 256
 CHUNK = 256
 BLOCK = 128
@@ -19,11 +19,12 @@ TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
-def llm():
+def llm(tmp_path_factory):
+    options = {"budget": BUDGET, "max_budget": 2048, "filters": FILTERS}
     with engine(
-        checkpoint(MODEL),
+        shortened(tmp_path_factory.mktemp("model"), MODEL, LAYERS),
         attention_backend="omnikv",
-        additional_config={"kv_retrieval": {"budget": BUDGET, "max_budget": 2048}},
+        additional_config={"kv_retrieval": options},
         worker_extension_cls="tests.omnikv_recorder.OmniKVRecorder",
         dtype="float32",
         max_model_len=2048,
@@ -33,12 +34,6 @@ def llm():
         enforce_eager=True,
     ) as llm:
         yield llm
-
-
-@pytest.fixture(scope="module")
-def filters(llm):
-    config = llm.llm_engine.vllm_config.model_config
-    return list(filters_for(config.model, config.hf_text_config).filters)
 
 
 def observe(llm, name):
@@ -62,15 +57,15 @@ def observe(llm, name):
     llm.collective_rpc(change)
 
 
-def recorded(llm, filters, requests, observation="last"):
-    llm.collective_rpc("start_recording", args=(filters, observation))
+def recorded(llm, requests, observation="last"):
+    llm.collective_rpc("start_recording", args=(FILTERS, observation))
     answers = drive(llm, requests)
     (summary,) = llm.collective_rpc("recording", args=(LAYERS,))
     return answers, summary
 
 
-def assert_replayed(summary, requests, steps, filters):
-    sparse = LAYERS - filters[0] - 2 * len(filters)
+def assert_replayed(summary, requests, steps):
+    sparse = LAYERS - FILTERS[0] - 2 * len(FILTERS)
     assert summary["steps"] == steps * sparse
     assert summary["requests"] == requests
     assert summary["all_follow"]
@@ -89,12 +84,12 @@ def crowd(llm):
 
 
 @pytest.mark.parametrize("observation", ["last", "exponential", "uniform"])
-def test_a_replay_of_the_paper_selects_the_same(llm, filters, observation):
+def test_a_replay_of_the_paper_selects_the_same(llm, observation):
     observe(llm, observation)
     try:
         requests = crowd(llm)
-        _, summary = recorded(llm, filters, requests, observation)
-        assert_replayed(summary, 3, sum(r.tokens - 1 for r in requests), filters)
+        _, summary = recorded(llm, requests, observation)
+        assert_replayed(summary, 3, sum(r.tokens - 1 for r in requests))
     finally:
         observe(llm, "last")
 
@@ -126,11 +121,11 @@ def test_prefix_hits(llm):
 
 
 @pytest.mark.slow
-def test_preemption(llm, filters):
+def test_preemption(llm):
     """The cache holds two of these and not four: requests are interrupted, and start anew."""
     requests = [Request(novel(llm, 1100, 100 * i), 24, {}, arrives=i) for i in range(4)]
     alone = [drive(llm, [Request(r.prompt, r.tokens, r.options)])[0] for r in requests]
-    answers, summary = recorded(llm, filters, requests)
+    answers, summary = recorded(llm, requests)
     for answer, expected in zip(answers, alone, strict=True):
         assert_same(answer, expected, TOLERANCE)
     assert summary["differ"] == 0

@@ -40,6 +40,7 @@ def house(request):
         max_num_seqs=4,
         max_num_batched_tokens=300,
         dtype="float32",
+        enforce_eager=True,
     ) as llm:
         yield request.param, llm
 

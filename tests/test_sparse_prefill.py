@@ -6,11 +6,13 @@ in the middle of chunks.
 
 import pytest
 
-from tests.engine import Request, alone, assert_same, checkpoint, drive, engine, novel, preemptions
-from vllm_kvretrieval.retrieval.filters import filters_for
+from tests.engine import Request, alone, assert_same, drive, engine, novel, preemptions, shortened
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
+LAYERS = 10
+FILTERS = [1, 5]
+REPLAYED = [3, 4, 7, 9]
 BUDGET = 256
 PARTS = 32, 64, 160  # sink, window and selection of it
 CHUNK = 96
@@ -21,9 +23,9 @@ TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
-def llm():
+def llm(tmp_path_factory):
     with engine(
-        checkpoint("SmolLM2-135M-Instruct"),
+        shortened(tmp_path_factory.mktemp("model"), "SmolLM2-135M-Instruct", LAYERS),
         attention_backend="omnikv",
         additional_config={
             "kv_retrieval": {
@@ -31,6 +33,7 @@ def llm():
                 "max_budget": 2048,
                 "prefill_budget": BUDGET,
                 "prefill_chunk": CHUNK,
+                "filters": FILTERS,
             }
         },
         worker_extension_cls="tests.chunk_recorder.ChunkRecorder",
@@ -45,10 +48,7 @@ def llm():
 
 
 def recorded(llm, requests):
-    config = llm.llm_engine.vllm_config.model_config
-    filters = list(filters_for(config.model, config.hf_text_config).filters)
-    replayed = [layer for f in filters for layer in (f + 2, f + 7)]
-    llm.collective_rpc("start_recording_chunks", args=(filters, replayed, PARTS, CHUNK))
+    llm.collective_rpc("start_recording_chunks", args=(FILTERS, REPLAYED, PARTS, CHUNK))
     answers = drive(llm, requests)
     (summary,) = llm.collective_rpc("recording_of_chunks")
     assert summary["differ"] == summary["left"] == 0

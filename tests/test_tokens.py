@@ -60,7 +60,7 @@ def plans(chooser, lens, budget=BUDGET, **options):
     ],
 )
 @pytest.mark.parametrize("index", ["one_bit", "exact"])
-def test_equals_reference(isa, index, shape, page_size, parts, dtype):
+def test_equals_reference(index, shape, page_size, parts, dtype):
     torch.manual_seed(0)
     chooser = chooser_of(index, shape, dtype, 2000 // page_size, page_size=page_size, parts=parts)
     window = max(33, page_size // parts)
@@ -69,7 +69,7 @@ def test_equals_reference(isa, index, shape, page_size, parts, dtype):
 
 @pytest.mark.parametrize("pooling", Pooling)
 @pytest.mark.parametrize("index", ["one_bit", "exact", Outside()], ids=str)
-def test_every_pooling(isa, index, pooling):
+def test_every_pooling(index, pooling):
     torch.manual_seed(1)
     plans(chooser_of(index, pooling=pooling), (1700, 640, 801))
 

@@ -1,0 +1,74 @@
+"""Worker processes that start in a second: forked by a server that has imported everything.
+
+vLLM spawns its workers, and each then imports for some six seconds what the one before it has
+imported as well. Here they are forked by a process that has done nothing but that. They are not
+forked from the tests' own process, whose threads would be missing.
+"""
+
+import multiprocessing
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+import pytest
+import torch
+
+PRELOADED = [
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.engine.llm_engine",
+    "vllm.model_executor.models.llama",
+    "vllm_kvretrieval.engine.cpu.worker",
+    "tests.workers",
+]
+
+PYTHONPATH = os.environ.get("PYTHONPATH")
+
+
+class _Process(ForkServerProcess):
+    """Has the environment of the process that asks for it, not of the server."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._environment = dict(os.environ)
+
+    def run(self) -> None:
+        """The target, in that environment; and on the cores that OpenMP would take from it."""
+        os.environ.clear()
+        os.environ.update(self._environment)
+        if cores := [int(core) for core in re.findall(r"\d+", os.environ.get("OMP_PLACES", ""))]:
+            os.sched_setaffinity(0, cores)
+            torch.set_num_threads(len(cores))
+        torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+        super().run()
+
+
+class _Context(ForkServerContext):
+    Process = _Process  # type: ignore[assignment]
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """Meanwhile vLLM's executor has its workers forked by the server of this process.
+
+    Workers that are to find other packages (``tests/outside.py``) are spawned, as a user's are.
+    """
+    if os.environ.get("PYTHONPATH") != PYTHONPATH:
+        yield
+        return
+    from vllm.v1.executor import multiproc_executor
+
+    context = _Context()
+    context.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiproc_executor, "get_mp_context", lambda: context)
+        yield
+
+
+def is_server(process: int) -> bool:
+    """Whether a process forks workers, and stays until this one ends."""
+    return process == forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
