@@ -11,7 +11,10 @@ PIP_FLAGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP := $(BIN)/python -m pip
+# No advice of pip's over the output, in programs that call it, too.
+export PIP_ROOT_USER_ACTION := ignore
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CODE := $(wildcard vllm_kvretrieval benchmarks examples tests tools)
 
 LOCKS := requirements/runtime.txt requirements/build.txt requirements/dev.txt
@@ -32,7 +35,7 @@ help:
 	@echo "make build   the package with its C++ extension, installed there (editable)"
 	@echo "make wheel   the same as a wheel, in dist"
 	@echo "make model   SmolLM2-135M-Instruct, in models; make models: every model"
-	@echo "make demo    serve that model and ask it about a long document"
+	@echo "make demo    serve that model, ask it about a long document, compare with full attention"
 	@echo "make lint    ruff and mypy"
 	@echo "make test    all of the set-up, lint and the test suite; make test-all: slow ones, too"
 	@echo "make bench   speed against stock vLLM"

@@ -1,196 +1,80 @@
 """Serve a model with KV-cache retrieval and ask it about a long document.
 
-Starts `vllm serve` as a user would, sends it a part of a novel with a fact hidden in it,
-streams the answer, and shows what retrieval read to find it:
+Starts `vllm serve` as a user would and sends it a part of a novel with a fact hidden in it. Then it
+
+1. asks for the fact: the server reads the document and answers;
+2. asks a second question: the server answers without reading the document again;
+3. lets retrieval and full attention decode in turn, and compares their times and what they read.
 
     python examples/demo.py                  (or: make demo)
 
-Ends with 1 where the server fails or the answer is wrong.
+Ends with 1 if the server fails or the first answer is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import lzma
-import os
 import re
-import shlex
 import signal
-import socket
-import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import openai
+from demo_server import Progress, Server, ServerError
 
 from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
+from vllm_kvretrieval.retrieval.presets import presets
+from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
 NOVEL = ROOT / "benchmarks" / "data" / "emma.txt.xz"
 LOG = ROOT / "build" / "demo-server.log"
 
-PARAGRAPHS = 40
+PARAGRAPHS = 60
 FACT = "The robot Zebulon was built in the city of Reykjavik by Professor Tanaka in 1987."
 QUESTION = "Who built the robot Zebulon, and where?"
 ANSWER = ("Tanaka", "Reykjavik")
+SECOND_QUESTION = "In which year was the robot Zebulon built?"
 MAX_TOKENS = 48
+ROUNDS = 3
+FULL_ATTENTION: dict[str, Any] = {"vllm_xargs": {"kv_retrieval_exact": True}}
+"""What a request sends along to get full attention."""
 
-HOST = "127.0.0.1"
-READY_S = 600
-STOP_S = 20
-POLL_S = 0.5
 STATISTICS_S = 10.0
-
-
-class ServerError(RuntimeError):
-    """The server did not start or stopped answering; the message ends with its log."""
-
-
-class Server:
-    """A vLLM server on this machine only; a context manager that always stops it.
-
-    Args:
-        model: path or name of the model.
-        options: further command-line options of `vllm serve`.
-        settings: of its environment.
-        log: file that receives the server's output, from vLLM's debug level up.
-    """
-
-    def __init__(self, model: str, options: list[str], settings: dict[str, str], log: Path) -> None:
-        self.log = log
-        self._settings = settings
-        self.port = _free_port()
-        executable = Path(sys.executable).with_name("vllm")
-        address = ["--host", HOST, "--port", str(self.port)]
-        self._command = [str(executable), "serve", model, *address, *options]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        """Where the server answers, without a trailing slash."""
-        return f"http://{HOST}:{self.port}"
-
-    @property
-    def command(self) -> str:
-        """The command as a user would type it."""
-        settings = [f"{name}={value}" for name, value in self._settings.items()]
-        return shlex.join([*settings, "vllm", *self._command[1:]])
-
-    def __enter__(self) -> Server:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        logging = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_NO_USAGE_STATS": "1"}
-        with self.log.open("wb") as output:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | self._settings | logging,
-                start_new_session=True,
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Ask the server to stop, then end whatever is left of its processes."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def wait_ready(self, progress: Callable[[float], None]) -> float:
-        """Return the seconds it took; `progress` gets the seconds waited so far.
-
-        Raises:
-            ServerError: the server ended, or was not ready after ten minutes.
-        """
-        assert self._process is not None
-        start = time.monotonic()
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        while (waited := time.monotonic() - start) < READY_S:
-            if self._process.poll() is not None:
-                raise self.error(f"it ended with exit status {self._process.returncode}")
-            with (
-                contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError),
-                opener.open(f"{self.url}/health", timeout=POLL_S),
-            ):
-                return waited
-            progress(waited)
-            time.sleep(POLL_S)
-        raise self.error(f"it did not answer within {READY_S} s")
-
-    def error(self, what: str, lines: int = 30) -> ServerError:
-        """A `ServerError` that says `what` happened and shows the end of the log."""
-        text = self.log.read_text(errors="replace").splitlines()
-        # Debug lines would push the cause out of sight.
-        tail = "\n".join([line for line in text if " DEBUG " not in line][-lines:])
-        return ServerError(f"the server failed: {what}\nthe end of {self.log}:\n{tail}")
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A streamed answer: its text, its length in tokens, and times in seconds."""
+    """A streamed answer: its text, its lengths in tokens, and times in seconds.
+
+    Attributes:
+        request_id: The server's name of the request.
+        text: The answer.
+        tokens: Tokens of the answer.
+        prompt: Tokens of the prompt.
+        cached: Tokens of the prompt that the server had read before.
+        first_token_s: Time until the first token.
+        decode_s: Time from the first token to the last one.
+    """
 
     request_id: str
     text: str
     tokens: int
+    prompt: int
+    cached: int
     first_token_s: float
     decode_s: float
 
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
-class Progress:
-    """Says on one line of the terminal how long something has been going on."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._live = sys.stdout.isatty()
-        self._next = 0.0
-
-    def __call__(self, seconds: float) -> None:
-        if self._live:
-            print(f"\r{self._what} {seconds:.0f} s", end="", flush=True)
-        elif seconds >= self._next:
-            self._next += 10.0
-            print(f"{self._what} {seconds:.0f} s", flush=True)
-
-    def done(self, result: str) -> None:
-        """Close the line."""
-        print(f"\r\033[K{result}" if self._live else result, flush=True)
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[Callable[[], None]]:
-        """Keep the line up to date until what it gives is called, or the block is left."""
-        start, over = time.monotonic(), threading.Event()
-
-        def tick() -> None:
-            while not over.wait(POLL_S):
-                self(time.monotonic() - start)
-
-        def stop() -> None:
-            over.set()
-            thread.join()
-
-        thread = threading.Thread(target=tick)
-        thread.start()
-        try:
-            yield stop
-        finally:
-            stop()
+    @property
+    def token_ms(self) -> float:
+        """Milliseconds from one token to the next."""
+        return 1000 * self.decode_s / max(self.tokens - 1, 1)
 
 
 def document() -> str:
@@ -202,36 +86,87 @@ def document() -> str:
     return "\n\n".join([*paragraphs[:middle], FACT, *paragraphs[middle:]])
 
 
-def ask(client: openai.OpenAI, model: str, prompt: str) -> Reply:
-    """Put one question to the server and stream the answer to the terminal."""
-    start = time.perf_counter()
-    text, request_id, first, last, tokens = "", "", 0.0, 0.0, 0
-    progress = Progress("the server reads the document:")
-    with progress.running() as stop:
-        stream = client.chat.completions.create(
-            model=model,
-            messages=[{"role": "user", "content": prompt}],
+@dataclass(frozen=True)
+class Reader:
+    """Puts questions about one document to the server.
+
+    Attributes:
+        client: The server's.
+        model: Its name there.
+        text: The document.
+    """
+
+    client: openai.OpenAI
+    model: str
+    text: str
+
+    def ask(
+        self,
+        question: str,
+        extra: Mapping[str, Any],
+        say: Callable[[str], None] = lambda piece: None,
+    ) -> Reply:
+        """Put one question and stream the answer.
+
+        Args:
+            question: About the document, which comes first in the prompt: prompts that begin alike
+                share what the server has read.
+            extra: Further parameters of the request.
+            say: Gets each piece of the answer as it arrives.
+
+        Raises:
+            openai.OpenAIError: The server does not answer.
+        """
+        start = time.perf_counter()
+        text, request_id, first, last, usage = "", "", 0.0, 0.0, None
+        stream = self.client.chat.completions.create(
+            model=self.model,
+            messages=[{"role": "user", "content": f"Read this text.\n\n{self.text}\n\n{question}"}],
             max_tokens=MAX_TOKENS,
             temperature=0.0,
             stream=True,
             stream_options={"include_usage": True},
+            extra_body=dict(extra),
         )
         for chunk in stream:
-            request_id = chunk.id
-            if chunk.usage is not None:
-                tokens = chunk.usage.completion_tokens
+            request_id, usage = chunk.id, chunk.usage or usage
             for choice in chunk.choices:
                 if piece := choice.delta.content:
                     last = time.perf_counter() - start
-                    if not text:
-                        stop()
-                        first = last
-                        progress.done(f"The answer, after {first:.1f} s:")
-                        print("  ", end="")
+                    first = first or last
                     text += piece
-                    print(piece, end="", flush=True)
-    print()
-    return Reply(request_id, text, tokens, first, last - first)
+                    say(piece)
+        assert usage is not None
+        details = usage.prompt_tokens_details
+        cached = (details.cached_tokens if details else None) or 0
+        return Reply(
+            request_id,
+            text,
+            usage.completion_tokens,
+            usage.prompt_tokens,
+            cached,
+            first,
+            last - first,
+        )
+
+    def show(self, question: str) -> Reply:
+        """Put one question, print how the server reads, and the answer as it arrives."""
+        print(f"\nQuestion: {question}")
+        progress, begun, start = Progress("the server reads:"), False, time.perf_counter()
+
+        def say(piece: str) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                stop()
+                progress.done(f"Answer, after {time.perf_counter() - start:.1f} s:")
+                print("  ", end="")
+            print(piece, end="", flush=True)
+
+        with progress.running() as stop:
+            reply = self.ask(question, {}, say)
+        print(f"\n  (a prompt of {reply.prompt:,} tokens; {reply.cached:,} had been read before)")
+        return reply
 
 
 def statistics(log: Path, request_id: str) -> dict[str, str]:
@@ -245,31 +180,62 @@ def statistics(log: Path, request_id: str) -> dict[str, str]:
     return {}
 
 
-def report(reply: Reply, noted: dict[str, str], budget: int) -> str:
-    """The figures below the answer."""
-    speed = (reply.tokens - 1) / reply.decode_s
-    rows = {
-        "context": f"{int(noted['context']):,} tokens",
-        "budget": f"{budget:,} tokens",
-        "pages attended": f"{noted['pages_attended']} of {noted['pages_total']} per KV head",
-        "share of the KV cache read": f"{float(noted['kv_read_share']):.1%}",
-        "heads corrected": f"{float(noted['corrected_share']):.1%} of their selections, "
-        f"in {noted['sparse_steps']} steps",
-        "time to first token": f"{reply.first_token_s:.1f} s (prefill is exact)",
-        "decode": f"{speed:.1f} tokens/s",
-    }
-    return "\n".join(f"  {name:<28}{value}" for name, value in rows.items())
+def compare(reader: Reader, log: Path) -> list[tuple[list[Reply], dict[str, str]]]:
+    """Let retrieval and full attention decode as many tokens, in turn.
+
+    Returns:
+        Of retrieval, then of full attention: the replies, and what the server noted about the last.
+    """
+    replies: tuple[list[Reply], list[Reply]] = ([], [])
+    for _ in range(ROUNDS):
+        for kind, extra in zip(replies, (dict[str, Any](), FULL_ATTENTION), strict=True):
+            kind.append(reader.ask(SECOND_QUESTION, {"ignore_eos": True} | extra))
+    return [(kind, statistics(log, kind[-1].request_id)) for kind in replies]
+
+
+def report(
+    backend: str, budget: int, compared: Sequence[tuple[list[Reply], dict[str, str]]]
+) -> str:
+    """The table that sets retrieval beside full attention.
+
+    Args:
+        backend: The method of retrieval.
+        budget: Tokens.
+        compared: See :func:`compare`.
+    """
+    (fast, noted), (full, noted_full) = compared
+    times = [median(reply.token_ms for reply in replies) for replies in (fast, full)]
+    rows = [
+        ("", backend, "full attention"),
+        ("budget, tokens", f"{budget:,}", f"all {int(noted_full['context']):,}"),
+        (
+            "share of the KV cache read",
+            *(f"{float(figures['kv_read_share']):.0%}" for figures in (noted, noted_full)),
+        ),
+        ("time per token", *(f"{time:.1f} ms" for time in times)),
+    ]
+    if SCHEDULES[presets()[backend].schedule].speculates:
+        rows.append(("heads corrected", f"{float(noted['corrected_share']):.0%}", ""))
+    lines = [f"  {name:<30}{left:>14}{right:>18}".rstrip() for name, left, right in rows]
+    lines.append(
+        f"  ({MAX_TOKENS} tokens each, in turn, medians of {ROUNDS}; full attention takes "
+        f"{times[1] / times[0]:.2f} times as long)"
+    )
+    return "\n".join(lines)
 
 
 def run(args: argparse.Namespace) -> bool:
-    """Serve, ask, report; returns whether the answer holds the fact."""
+    """Serve, ask, compare; returns whether the first answer holds the fact."""
     options = ["--attention-backend", args.backend, "--kv-retrieval.budget", str(args.budget)]
     options += ["--max-model-len", "8192", "--kv-cache-memory-bytes", "1G", "--enforce-eager"]
+    options += ["--enable-prompt-tokens-details"]
     if (dtype := preferred_dtype()) != "auto":
-        print(f"Without AVX-512 BF16 and AMX, bfloat16 is slow on this CPU: {dtype} it is.")
+        print(
+            f"bfloat16 is slow on this CPU, which has neither AVX-512 BF16 nor AMX: {dtype} it is."
+        )
         options += ["--dtype", dtype]
     settings = all_cores()
-    print("The server computes on all cores; by itself vLLM would keep one to its front end.")
+    print("The server computes on all cores; by default vLLM would keep one for its front end.")
     with Server(args.model, options, settings, args.log) as server:
         print(f"$ {server.command}\n  log: {args.log}")
         progress = Progress("starting the server")
@@ -281,17 +247,21 @@ def run(args: argparse.Namespace) -> bool:
             http_client=openai.DefaultHttpxClient(trust_env=False),
         )
         text = document()
-        words = f"{len(text.split()):,} words"
-        print(f"\nThe document: the beginning of Jane Austen's Emma, {words}; in its middle:")
-        print(f"  {FACT}\nThe question:\n  {QUESTION}")
+        print(
+            f"\nThe document: the beginning of Jane Austen's Emma, {len(text.split()):,} words. "
+            f"In its middle we hid:\n  {FACT}"
+        )
+        reader = Reader(client, args.model, text)
         try:
-            reply = ask(client, args.model, f"Read this text.\n\n{text}\n\n{QUESTION}")
+            reply = reader.show(QUESTION)
+            reader.show(SECOND_QUESTION)
+            print("\nThe second question once more, by retrieval and by full attention ...")
+            compared = compare(reader, args.log)
         except openai.OpenAIError as error:
             raise server.error(str(error)) from error
-        noted = statistics(args.log, reply.request_id)
-        if not noted:
-            raise server.error("its log holds no statistics of the request")
-        print(f"\nWhat retrieval did:\n{report(reply, noted, args.budget)}\n")
+        if not all(noted for _, noted in compared):
+            raise server.error("its log holds no statistics of a request")
+        print(f"{report(args.backend, args.budget, compared)}\n")
     return all(word in reply.text for word in ANSWER)
 
 
@@ -302,7 +272,7 @@ def main() -> None:
     parser.add_argument("--model", default=default, help="default: %(default)s")
     parser.add_argument("--backend", default="kvretrieval", help="default: %(default)s")
     parser.add_argument("--budget", type=int, default=1024, help="tokens; default: %(default)s")
-    parser.add_argument("--log", type=Path, default=LOG, help="of the server")
+    parser.add_argument("--log", type=Path, default=LOG, help="file for the server's log")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     try:
         found = run(parser.parse_args())
@@ -311,7 +281,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit("\ninterrupted")
     if not found:
-        sys.exit(f"The answer is wrong: it should name {' and '.join(ANSWER)}.")
+        sys.exit(
+            f"The answer is wrong: it should name {' and '.join(ANSWER)}. Try a larger --budget."
+        )
     print("The answer is right. The server has stopped.")
 
 
