@@ -29,7 +29,7 @@ from vllm_kvretrieval.retrieval.pooling import Pooling
 
 MODULE = "benchmarks.planning"
 PAGE = 32
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)

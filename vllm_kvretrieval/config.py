@@ -93,7 +93,7 @@ class RetrievalConfig:
     memory_fraction: float | None = None
     allow_exact: bool = True
     reuse: str = "all"
-    attention: str = "vllm"
+    attention: str | None = None
     home: str = None  # type: ignore[assignment]  # the preset's
     home_bytes: int | None = None
     home_path: str | None = None
@@ -120,6 +120,11 @@ class RetrievalConfig:
                 f"window={self.window!r} has no effect with {self.method}, which selects nothing; "
                 "leave it out."
             )
+        if self.sink is not None and self.own.schedule.whole:
+            raise RetrievalConfigError(
+                f"sink={self.sink!r} has no effect with {self.method}, which attends to "
+                "everything; leave it out."
+            )
         self._check_filters()
         for key in ("sink", "window"):
             value = getattr(self, key)
@@ -135,7 +140,8 @@ class RetrievalConfig:
         require_bool("allow_exact", self.allow_exact)
         if self.reuse not in REUSES:
             raise RetrievalConfigError(f"reuse={self.reuse!r} is unknown; use one of {REUSES}.")
-        require_name("attention", self.attention, ATTENTION)
+        if self.attention is not None:
+            require_name("attention", self.attention, ATTENTION)
         if self.max_budget is not None:
             if require_int("max_budget", self.max_budget) < self.budget:
                 raise RetrievalConfigError(
@@ -194,9 +200,10 @@ class RetrievalConfig:
                 )
         for name, preset in presets().items():
             schedule = SCHEDULES[preset.schedule]
-            if not schedule.selects and not schedule.by_head and name not in made:
+            asked_for = schedule.selects or schedule.by_head or schedule.whole
+            if not asked_for and name not in made:
                 method = make_method(name, name, {}, self.page_size)
-                if self.budget >= self._needed(self.budget, method):  # nobody has asked for it
+                if self.budget >= self._needed(self.budget, method):
                     made[name] = method
         return made
 
@@ -364,11 +371,6 @@ class RetrievalConfig:
                 f"layer needs as many, and {', '.join(uneven)} divides the budget unevenly "
                 "(budget_shares); use codec=raw, or leave the shares out."
             )
-
-    @property
-    def attends_itself(self) -> bool:
-        """Whether our own kernels attend to whole contexts, too; else vLLM's does."""
-        return self.attention == "own"
 
     @property
     def encoding(self) -> Codec | None:

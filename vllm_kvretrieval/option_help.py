@@ -68,8 +68,8 @@ HELP = {
     "reuse": "which keys and values requests share by the prefix cache: all (as far as their "
     "options allow), or exact (those that full attention has computed) (default: all)",
     "attention": "whose kernel attends to whole contexts (prompts, contexts within the budget, "
-    "dense layers) on a CPU: vllm, bit by bit as vLLM alone; or own, exact to rounding and faster "
-    "(default: vllm)",
+    "dense layers) on a CPU: vllm, bit by bit as vLLM alone; or own, exact to rounding (default: "
+    "own where it is faster, see docs/options.md)",
     "home": "where the whole KV cache of the retrieval layers lives: device (vLLM's own memory), "
     "disk (a file; fast memory then holds recalled pages only), host (on GPUs), or auto (device if "
     "max_num_seqs requests of max_model_len fit there) (default: the method's)",

@@ -82,6 +82,12 @@ class RequestOptions:
                 f"kv_retrieval.correction_threshold={threshold} has no effect with {method}, which "
                 f"{why}; leave it out."
             )
+        whole = served.schedule.whole
+        if whole and "budget" in options:
+            raise RetrievalConfigError(
+                f"kv_retrieval.budget={budget} has no effect with {method}, which attends to "
+                "everything; leave it out."
+            )
         exact = require_bool("kv_retrieval.exact", options.get("exact", False))
         if exact and not config.allow_exact:
             raise RetrievalConfigError(
@@ -102,7 +108,8 @@ class RequestOptions:
             pages = config.page_budget(budget, served.name)
         except RetrievalConfigError as e:
             raise RetrievalConfigError(f"kv_retrieval.{e}") from None
-        return cls(served.name, pages, threshold, exact, "budget" in options, exact_prefix)
+        named = "budget" in options
+        return cls(served.name, pages, threshold, exact or whole, named, exact_prefix)
 
 
 def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,23 @@ def log_method(
         kernels: Which ones run.
         shares: How far KV heads differ in what they attend to.
     """
+    if config.own.schedule.whole:
+        logger.info("%s: all %d layers attend to whole contexts.", config.method, layers)
+    else:
+        _log_parts(config, retrieval_layers, layers, stores, kernels, shares)
+    if others := [name for name in config.methods if name != config.method]:
+        logger.info("Requests may also name these methods: %s.", ", ".join(others))
+
+
+def _log_parts(
+    config: RetrievalConfig,
+    retrieval_layers: int,
+    layers: int,
+    stores: Iterable[IndexStore],
+    kernels: str,
+    shares: str,
+) -> None:
+    """Log which parts of long contexts decode steps attend to; see :func:`log_method`."""
     budget = config.page_budget()
     size: dict[str, int] = {}
     for store in stores:
@@ -50,5 +67,3 @@ def log_method(
         ", ".join(f"{format_gib(b)} GiB ({name})" for name, b in size.items()) or "none",
         kernels,
     )
-    if others := [name for name in config.methods if name != config.method]:
-        logger.info("Requests may also name these methods: %s.", ", ".join(others))

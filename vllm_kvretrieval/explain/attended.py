@@ -74,8 +74,9 @@ def attended(
         longest: Tokens of the longest context of the model.
         whole: bool [layers that are not dense, kv_heads]; heads that attend to whole contexts.
     """
-    dense = [layer for number, layer in layers.items() if number < config.dense_layers]
-    retrieval = [layer for number, layer in layers.items() if number >= config.dense_layers]
+    dense_layers = max(layers) + 1 if config.own.schedule.whole else config.dense_layers
+    dense = [layer for number, layer in layers.items() if number < dense_layers]
+    retrieval = [layer for number, layer in layers.items() if number >= dense_layers]
     everything = [torch.ones_like(layer.keys[..., 0], dtype=torch.bool) for layer in dense]
     found = [Attended(mask, mask) for mask in everything]
     if retrieval and config.own.keeping is not None:

@@ -108,13 +108,15 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
     schedule_name = require_name("schedule", given.get("schedule", base.schedule), SCHEDULES)
     schedule = SCHEDULES[schedule_name]
     own = SCHEDULES[base.schedule]
-    kinds = [(s.shares, s.keeps, s.by_head) for s in (schedule, own)]
+    kinds = [(s.shares, s.keeps, s.by_head, s.whole) for s in (schedule, own)]
     if kinds[0] != kinds[1]:
         why = "layers that share a selection"
         if schedule.keeps or own.keeps:
             why = "methods that drop tokens"
         elif schedule.by_head or own.by_head:
             why = "methods by which some heads attend to everything"
+        elif schedule.whole or own.whole:
+            why = "full attention and retrieval"
         raise RetrievalConfigError(
             f"schedule={schedule_name!r} cannot be combined with {preset}: {why} take other "
             "options. Leave it out, or use --attention-backend with a method that has it."
@@ -200,7 +202,7 @@ def _without_index(
     name: str, base: Preset, schedule: Schedule, given: Mapping[str, Any], page_size: int
 ) -> Method:
     """A method that selects nothing, or whose filters select for other layers."""
-    why = "selects nothing"
+    why = "attends to everything" if schedule.whole else "selects nothing"
     if schedule.shares:
         why = "selects by all keys, in layers of its own, one set for all heads and layers after"
     for key in given:

@@ -146,6 +146,11 @@ OWN = {
         dense_layers=0,
     ),
     "streamingllm": Preset("StreamingLLM: sink and window only, a baseline", schedule="never"),
+    "full": Preset(
+        "full attention at each step, without index and retrieval: the baseline",
+        schedule="whole",
+        dense_layers=0,
+    ),
     "oracle": Preset("the best pages by all their keys, slowly: for evaluation", index="exact"),
 }
 

@@ -20,6 +20,7 @@ class Schedule:
         drops: Whether each step then drops a token for the one that it adds.
         by_head: Whether the model's *retrieval heads* (:mod:`vllm_kvretrieval.retrieval.heads`)
             attend to whole contexts, and its other KV heads to sink and window.
+        whole: Whether each step attends to the whole context.
     """
 
     selects: bool
@@ -29,6 +30,7 @@ class Schedule:
     keeps: bool = False
     drops: bool = False
     by_head: bool = False
+    whole: bool = False
 
 
 SCHEDULES = {
@@ -46,4 +48,5 @@ SCHEDULES = {
         by_head=True,
     ),
     "never": Schedule(False, False, "no selection: sink and window only"),
+    "whole": Schedule(False, False, "no retrieval: full attention at each step", whole=True),
 }

@@ -18,6 +18,30 @@ if TYPE_CHECKING:
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+ATTENDED = ("vec", "vec16")
+"""Layouts of vLLM's that our kernel attends to in its place. That of AMX it reads for lists of
+different lengths only: how it then compares with vLLM's kernel, which uses AMX, is not known."""
+
+FASTER = {
+    "avx2": (torch.float32, torch.bfloat16, torch.float16),
+    "avx512_bf16": (torch.bfloat16,),
+}
+"""Where our own kernel attends to prompts faster than vLLM's, by instruction set and element.
+
+`python -m benchmarks.prompt_attention` measures it; docs/benchmarks.md has the figures.
+"""
+
+
+def attends_itself(config: RetrievalConfig, dtype: torch.dtype, head_size: int) -> bool:
+    """Tell whether our own kernels attend to whole contexts; else vLLM's does.
+
+    The option says so. Without it, they do where they are faster, unless vLLM's kernel uses AMX.
+    """
+    if config.attention is not None:
+        return config.attention == "own"
+    layout = _get_attn_isa(dtype, config.page_size, head_size)
+    return layout in ATTENDED and dtype in FASTER.get(cpu.isa(), ())
+
 
 def check_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int) -> None:
     """Refuse our own attention to whole contexts where its kernels cannot read the KV cache."""

@@ -64,10 +64,11 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
 
 def check_options(config: RetrievalConfig) -> None:
     """Refuse options of an engine that are served on the CPU only."""
+    own = None if config.attention == "vllm" else config.attention
     alternatives = {
         "codec": ("raw", config.codec, "keep pages as the model made them"),
         "prefill_budget": (None, config.prefill_budget, "prefill exactly"),
-        "attention": ("vllm", config.attention, "attend to whole contexts by vLLM's kernel"),
+        "attention": (None, own, "attend to whole contexts by vLLM's kernel"),
         "memory_fraction": (None, config.memory_fraction, "name a budget"),
     }
     for key, (served, given, remedy) in alternatives.items():

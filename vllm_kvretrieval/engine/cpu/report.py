@@ -34,7 +34,7 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
     )
     logger.info(
         "Whole contexts are attended to by %s.",
-        "our own kernels" if config.attends_itself else "vLLM's kernel",
+        "our own kernels" if worker.attends_itself else "vLLM's kernel",
     )
     if config.prefill_budget is not None:
         parts = config.page_budget(config.prefill_budget)

@@ -19,6 +19,7 @@ from vllm_kvretrieval.attention.cpu.keeping import Keeper
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cpu.observation import LatestQueries
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, ISAS, ISAS_OF_ROWS, PrefillStaging
+from vllm_kvretrieval.attention.cpu.support import ATTENDED
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.allocation import allocate_kv_cache
@@ -53,10 +54,6 @@ from vllm_kvretrieval.tiers.place import directory_for
 from vllm_kvretrieval.tiers.tokens import TokenSlots
 
 logger = init_logger("vllm.kvretrieval.worker")
-
-ATTENDED = ("vec", "vec16")
-"""Layouts of vLLM's that our kernel attends to in its place. That of AMX it reads for lists of
-different lengths only: how it then compares with vLLM's kernel, which uses AMX, is not known."""
 
 
 class RetrievalCPUWorker(PlanningWorker):
@@ -190,7 +187,7 @@ class RetrievalCPUWorker(PlanningWorker):
                 config.rows or builder.isa in ATTENDED,
                 config.rows and bool(names),
                 self.fast,
-                config.attends_itself,
+                self.attends_itself,
             )
         if streams_dense:
             self._attach_streamed(layers)
