@@ -47,7 +47,7 @@ class _Process(ForkServerProcess):
 
 
 class _Context(ForkServerContext):
-    Process = _Process  # type: ignore[assignment]
+    Process = _Process
 
 
 @contextmanager
