@@ -93,7 +93,6 @@ lint: $(INSTALLED)
 # An engine keeps about one core busy, so the tests share the cores out; then come those that want
 # all cores. It ends with the instruction sets that this machine has for the kernels.
 test: lint build models $(INTERPRETER)
-	$(BIN)/python -m benchmarks.accuracy --quick --out build/accuracy-quick.json
 	$(BIN)/python -m pytest -m "not cores and not slow" -n auto --dist loadfile
 	$(BIN)/python -m pytest -m "cores and not slow"
 

@@ -6,34 +6,40 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine import Answer, Request, alone, assert_same, checkpoint, drive, engine, novel
+from tests.engine import Answer, Request, alone, assert_same, drive, engine, novel, shortened
+from tests.home_worker import LOSSLESS
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 MODEL = "SmolLM2-135M-Instruct"
+LAYERS = 6
 BUDGET = 256
 TOLERANCE = 2e-3
 """Of log-probs, in float32."""
 KINDS: dict[str, dict[str, Any]] = {
     "memory": {},
     "rows on disk": {"home": "disk", "also": ["fier"], "recall_cache_bytes": "64MiB"},
-    "encoded": {"home": "disk", "codec": "k8v4"},
+    "encoded": {"home": "disk", "codec": LOSSLESS},
 }
-HOUSES = ["memory", "rows on disk", pytest.param("encoded", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
-def model():
+def path(tmp_path_factory):
+    return shortened(tmp_path_factory.mktemp("model"), MODEL, LAYERS)
+
+
+@pytest.fixture(scope="module")
+def model(path):
     """The model in transformers, in float32."""
-    return AutoModelForCausalLM.from_pretrained(checkpoint(MODEL), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module", params=HOUSES)
-def house(request):
-    """Its name, and an engine whose prompts are read in chunks of 300 tokens."""
+@pytest.fixture(scope="module", params=KINDS)
+def house(request, path):
+    """An engine whose prompts are read in chunks of 300 tokens."""
     options = {"budget": BUDGET, "attention": "own", **KINDS[request.param]}
     with engine(
-        checkpoint(MODEL),
+        path,
         attention_backend="kvretrieval",
         additional_config={"kv_retrieval": options},
         max_model_len=2048,
@@ -41,8 +47,9 @@ def house(request):
         max_num_batched_tokens=300,
         dtype="float32",
         enforce_eager=True,
+        worker_extension_cls="tests.home_worker.HomeWorker",  # knows the codec
     ) as llm:
-        yield request.param, llm
+        yield llm
 
 
 def likely(model, prompt: list[int], answer: Answer) -> Answer:
@@ -56,7 +63,7 @@ def likely(model, prompt: list[int], answer: Answer) -> Answer:
 
 def test_whole_contexts_are_exact(house, model):
     """Prompts in chunks, exact requests, and contexts within the budget; alone and together."""
-    name, llm = house
+    llm = house
     ids = novel(llm, 1500, 40)
     requests = [
         Request(ids[:900], 12, {"exact": True}),
@@ -66,20 +73,18 @@ def test_whole_contexts_are_exact(house, model):
     ]
     answers = drive(llm, requests)
     for request, answer in zip(requests, answers, strict=True):
-        if name != "encoded":  # which rounds keys and values
-            assert_same(answer, likely(model, request.prompt, answer), TOLERANCE)
+        assert_same(answer, likely(model, request.prompt, answer), TOLERANCE)
         assert_same(alone(llm, request), answer, TOLERANCE)
 
 
 def test_prefix_hits_and_retrieval(house, model):
     """A hit answers as a prompt that is read; a long prompt's first token is always exact."""
-    name, llm = house
+    llm = house
     ids = novel(llm, 1300, 90)
     first = Request(ids, 8, {}, cache=True)
     cold, warm = drive(llm, [first])[0], drive(llm, [first])[0]
     assert warm.cached > 1200
     assert_same(warm, cold, TOLERANCE)
-    if name != "encoded":
-        expected = likely(model, ids, cold)
-        assert cold.tokens[0] == expected.tokens[0]
-        assert cold.logprobs[0] == pytest.approx(expected.logprobs[0], abs=TOLERANCE)
+    expected = likely(model, ids, cold)
+    assert cold.tokens[0] == expected.tokens[0]
+    assert cold.logprobs[0] == pytest.approx(expected.logprobs[0], abs=TOLERANCE)

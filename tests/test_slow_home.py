@@ -25,7 +25,7 @@ ALSO: dict[str, Any] = {
 }
 LAYERS, KV_HEADS, HEAD_SIZE = 4, 4, 64
 SEQUENCES = 4
-REQUESTS = 185  # of a random life
+REQUESTS, LONG = 80, 185  # of a random life
 BLOCKS = 26
 CHUNK = 256
 LEAST_SLOTS = SEQUENCES * KV_HEADS * 4
@@ -207,17 +207,28 @@ def test_same_answers_as_in_memory(llm, expected):
     assert len({tuple(logprobs) for logprobs in by_method}) == 3, "each attends to its own"
     assert sum(answer["cached"] for answer in results["methods"]) > 1500
     steps = [answer["steps"] for answer in results["life"]]
-    assert max(map(max, filter(None, steps))) > 2000
+    assert max(map(max, filter(None, steps))) > 10 * REQUESTS
     preempted = [s for s in steps if any(b - a > 5 for a, b in pairwise(s))]
     shared = [answer for answer in results["life"] if answer["cached"]]
-    assert len(preempted) >= 3
-    assert len(shared) > 50
+    assert len(preempted) >= 1
+    assert len(shared) > REQUESTS // 4
 
 
-def turns_are_exact(llm, tolerance):
-    """Chats of three turns in every order, one of them exact; then an exact question."""
+@pytest.mark.slow
+def test_a_long_life(model):
+    answers = []
+    for options in (BUDGET | {"home": "auto", "also": ALSO}, on_disk(LEAST_SLOTS, also=ALSO)):
+        with engine(model, additional_config={"kv_retrieval": options}, **OPTIONS) as llm:
+            answers.append(drive(llm, life(LONG)))
+            assert llm.collective_rpc("check_caches")[0][0] == []
+    assert answers[0] == answers[1]
+
+
+def turns_are_exact(llm, tolerance, orders=range(6)):
+    """Chats of three turns in these orders, one of them exact; then an exact question."""
     turns: list[dict[str, Any]] = [{}, {"method": "streamingllm"}, {"exact": True}]
-    for number, order in enumerate(permutations(turns)):
+    every = [*permutations(turns)]
+    for number, order in ((number, every[number]) for number in orders):
         prompt_ = chat(llm, prompt(300, 110 + number), order, 60)
         answer, expected = with_and_without_cache(llm, prompt_, {"exact": True}, 4)
         exact = 300 + 80 * (1 + order.index({"exact": True}))
@@ -305,10 +316,10 @@ def test_a_read_error_fails_its_requests_alone(llm):
 def test_a_lost_home_fails_requests_but_not_the_engine(llm, steps):
     """Whatever they do with it: read prompts, attend to all, to selected pages, to a short text."""
     requests = {
-        "sparse": Request(prompt(700, 62), 60, {}),
-        "exact": Request(prompt(600, 63), 60, {"exact": True}),
-        "short": Request(prompt(34, 64), 60, {}),
-        "late": Request(prompt(1900, 65), 60, {}),
+        "sparse": Request(prompt(700, 62), 30, {}),
+        "exact": Request(prompt(600, 63), 30, {"exact": True}),
+        "short": Request(prompt(34, 64), 30, {}),
+        "late": Request(prompt(1900, 65), 30, {}),
     }
     alone = [drive(llm, [request]) for request in requests.values()]
     reasons = reasons_to_finish(llm, requests, {steps: "lose_home"})
@@ -438,7 +449,7 @@ def test_integrity_of_encoded_pages(encoded):
 
 
 def test_exact_turns_from_encoded_pages(encoded):
-    turns_are_exact(encoded, WHOLE)
+    turns_are_exact(encoded, WHOLE, (0, 1, 4))  # the exact turn is the last, second or first
 
 
 def test_metrics_of_encoded_pages(encoded):
@@ -487,7 +498,7 @@ def test_temporal_tiers(model):
         settle(llm)
         before = metrics(llm)
         llm.collective_rpc("record_writes")
-        requests = [Request(prompt(900, 40), 200, {}), Request(prompt(700, 41), 30, {}, arrives=9)]
+        requests = [Request(prompt(900, 40), 140, {}), Request(prompt(700, 41), 30, {}, arrives=9)]
         core = llm.llm_engine
         for i, request in enumerate(requests):
             core.add_request(f"r{i}", {"prompt_token_ids": request.prompt}, request.params())

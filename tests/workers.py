@@ -5,7 +5,6 @@ imported as well. Here they are forked by a process that has done nothing but th
 forked from the tests' own process, whose threads would be missing.
 """
 
-import multiprocessing
 import os
 import re
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ class _Process(ForkServerProcess):
 
 
 class _Context(ForkServerContext):
-    Process = _Process  # type: ignore[assignment]
+    Process = _Process
 
 
 @contextmanager

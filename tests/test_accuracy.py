@@ -1,0 +1,22 @@
+"""The quick tier of the accuracy benchmark: a real model answers as well by a part of its cache."""
+
+import os
+from unittest import mock
+
+import pytest
+
+from benchmarks import accuracy
+from tests import workers
+
+pytestmark = [pytest.mark.engine, pytest.mark.model]
+
+
+def test_the_quick_tier(tmp_path, monkeypatch, capsys):
+    """Its program ends with 0 where every criterion of it is met; engines are eager."""
+    monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+    with mock.patch.dict(os.environ, environment), workers.forked():
+        status = accuracy.main(["--quick", "--out", str(tmp_path / "quick.json")])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert said.count("PASS") == 3, said
