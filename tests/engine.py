@@ -24,6 +24,7 @@ from vllm.lora.request import LoRARequest
 from benchmarks.texts import excerpt
 from tests import workers
 from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
+from vllm_kvretrieval.retrieval.presets import preset_names
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 SHUTDOWN_S = 30
@@ -90,8 +91,9 @@ def processes() -> list[psutil.Process]:
 def engine(model: str, **options: Any) -> Iterator[LLM]:
     """A vLLM engine whose processes are gone at the end, so that the next one has the machine.
 
-    It computes on all cores, in float32 where bfloat16 is slow, and its cache holds 1 GiB, unless
-    ``options`` say otherwise; ``collective_rpc`` takes functions. The scheduler runs in this
+    It computes on all cores, in float32 where bfloat16 is slow, its cache holds 1 GiB, and vLLM's
+    kernel attends to whole contexts, so that answers are stock's bit by bit, unless ``options`` say
+    otherwise; ``collective_rpc`` takes functions. The scheduler runs in this
     process and the worker in another, so that a step is a step, and what is handed in between two
     steps arrives between them. Whole contexts are attended to by vLLM's kernel, so that answers are
     stock vLLM's to the last bit, unless ``options`` say otherwise.
@@ -105,6 +107,10 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
         "disable_log_stats": True,
         "distributed_executor_backend": "mp",
     }
+    if options.get("attention_backend") in preset_names():
+        additional = options.get("additional_config", {})
+        retrieval = {"attention": "vllm"} | additional.get("kv_retrieval", {})
+        options |= {"additional_config": additional | {"kv_retrieval": retrieval}}
     with pytest.MonkeyPatch.context() as environment, workers.forked():
         environment.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         for name, value in all_cores(options.get("tensor_parallel_size", 1)).items():

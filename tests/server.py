@@ -50,6 +50,7 @@ class Server:
             *(str(Path(sys.executable).with_name("vllm")), "serve", checkpoint(MODEL)),
             *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL),
             *("--attention-backend", "freekv", "--kv-retrieval.budget", str(BUDGET)),
+            *("--kv-retrieval.attention", "vllm"),  # answers are compared bit by bit
             *("--max-model-len", "4096", "--max-num-seqs", "8", "--async-scheduling"),
             *("--kv-cache-memory-bytes", "1G", "--dtype", preferred_dtype()),
             *options,

@@ -120,6 +120,8 @@ def test_streamingllm_gives_the_budget_to_the_window():
         ({"max_budget": 3000}, r"max_budget=3000 must be a positive multiple .* try 3008"),
         ({"max_budget": "4096"}, r"max_budget='4096' must be a whole number"),
         ({"correction_threshold": 10**400}, r"correction_threshold=1000+ must be a number"),
+        ({"attention": "fast"}, "attention='fast' is unknown.*vllm.*own"),
+        ({"schedule": "whole"}, "'whole' cannot be combined with freekv: full attention and retr"),
         ({"correction_threshold": float("nan")}, r"correction_threshold=nan must be a number"),
     ],
     ids=str,
@@ -263,6 +265,24 @@ def test_flat_keys_complete_nested_ones():
     extra_args = {"kv_retrieval": {"budget": 512}, "kv_retrieval_exact": 1}
     options = RequestOptions.parse(extra_args, SERVER)
     assert options == RequestOptions("freekv", PageBudget(1, 2, 13), 0.9, True, own_budget=True)
+
+
+@pytest.mark.parametrize(("key", "value"), [("window", 64), ("sink", 64), ("index", "min_max")])
+def test_options_that_full_would_ignore(key, value):
+    with pytest.raises(RetrievalConfigError, match=f"{key}={value!r} has no effect with full"):
+        RetrievalConfig.from_options("full", {key: value})
+
+
+def test_full_attention_by_name():
+    """It is offered where it is asked for, and whoever names it attends to everything."""
+    assert "full" not in RetrievalConfig.from_options("freekv", {}).methods
+    server = RetrievalConfig.from_options("freekv", {"also": ["full"], "allow_exact": False})
+    options = RequestOptions.parse({"kv_retrieval_method": "full"}, server)
+    assert options.exact
+    assert server.wants_exact_prefix(options)
+    with pytest.raises(RetrievalConfigError, match="budget=512 has no effect with full"):
+        RequestOptions.parse({"kv_retrieval": {"method": "full", "budget": 512}}, server)
+    assert RequestOptions.parse({}, RetrievalConfig.from_options("full", {})).exact
 
 
 def test_a_request_keeps_the_servers_sink_and_window():

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine import Answer, Request, alone, assert_same, drive, engine, novel, shortened
 from tests.home_worker import LOSSLESS
+from vllm_kvretrieval.config import RetrievalConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -17,7 +18,8 @@ BUDGET = 256
 TOLERANCE = 2e-3
 """Of log-probs, in float32."""
 KINDS: dict[str, dict[str, Any]] = {
-    "memory": {},
+    "memory": {"also": ["full"]},
+    "full": {"method": "full"},
     "rows on disk": {"home": "disk", "also": ["fier"], "recall_cache_bytes": "64MiB"},
     "encoded": {"home": "disk", "codec": LOSSLESS},
 }
@@ -38,9 +40,10 @@ def model(path):
 def house(request, path):
     """An engine whose prompts are read in chunks of 300 tokens."""
     options = {"budget": BUDGET, "attention": "own", **KINDS[request.param]}
+    method = options.pop("method", "kvretrieval")
     with engine(
         path,
-        attention_backend="kvretrieval",
+        attention_backend=method,
         additional_config={"kv_retrieval": options},
         max_model_len=2048,
         max_num_seqs=4,
@@ -65,8 +68,10 @@ def test_whole_contexts_are_exact(house, model):
     """Prompts in chunks, exact requests, and contexts within the budget; alone and together."""
     llm = house
     ids = novel(llm, 1500, 40)
+    config = RetrievalConfig.from_vllm(llm.llm_engine.vllm_config)
+    assert config is not None
     requests = [
-        Request(ids[:900], 12, {"exact": True}),
+        Request(ids[:900], 12, {"method": "full"} if "full" in config.methods else {"exact": True}),
         Request(ids[900:1100], 24, {}),
         Request(ids[300:340], 24, {}, arrives=2),
         Request(ids[:1401], 6, {"exact": True}, arrives=4),

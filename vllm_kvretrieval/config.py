@@ -115,16 +115,15 @@ class RetrievalConfig:
             raise RetrievalConfigError(
                 f"dense_layers={self.dense_layers} must be 0 or more; 1 is FreeKV's choice."
             )
-        if self.window is not None and not self.own.selects:
-            raise RetrievalConfigError(
-                f"window={self.window!r} has no effect with {self.method}, which selects nothing; "
-                "leave it out."
-            )
-        if self.sink is not None and self.own.schedule.whole:
-            raise RetrievalConfigError(
-                f"sink={self.sink!r} has no effect with {self.method}, which attends to "
-                "everything; leave it out."
-            )
+        whole = self.own.schedule.whole
+        unused = (["sink"] if whole else []) + (["window"] if not self.own.selects else [])
+        for key in unused:
+            if getattr(self, key) is not None:
+                why = "attends to everything" if whole else "selects nothing"
+                raise RetrievalConfigError(
+                    f"{key}={getattr(self, key)!r} has no effect with {self.method}, which {why}; "
+                    "leave it out."
+                )
         self._check_filters()
         for key in ("sink", "window"):
             value = getattr(self, key)

@@ -24,7 +24,8 @@ different lengths only: how it then compares with vLLM's kernel, which uses AMX,
 
 FASTER = {
     "avx2": (torch.float32, torch.bfloat16, torch.float16),
-    "avx512_bf16": (torch.bfloat16,),
+    "avx512": (torch.bfloat16, torch.float16),
+    "avx512_bf16": (torch.bfloat16, torch.float16),
 }
 """Where our own kernel attends to prompts faster than vLLM's, by instruction set and element.
 
