@@ -18,6 +18,7 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.engine import checkpoint
 from vllm_kvretrieval.attention.cpu.support import check_home
@@ -503,6 +504,37 @@ def test_what_page_indexes_take_of_memory(sliding, full, share):
     specs_by_name, config = own.get_kv_cache_spec(), own.retrieval_config
     block, index = bytes_per_block(own.vllm_config, specs_by_name, config, own.retrieving)
     assert index / block == pytest.approx(share / 32)
+
+
+KEYS = 8192 * 64 * (2 + 4)
+"""Bytes of one KV head's keys of the longest context, as they are in the cache and in float32."""
+
+
+@pytest.mark.parametrize(
+    ("method", "scratch"),
+    [
+        ("freekv", 64 * 8192 // 32 * 9 * 4),
+        ("fier", 64 * 8192 * 9 * 4),
+        ("omnikv", 64 * 8192 * 9 * 4),
+        ("snapkv", KEYS + 3 * (4 << 20)),
+        ("streamingllm", 0),
+    ],
+)
+def test_memory_for_scores_is_set_aside(monkeypatch, method, scratch):
+    """Of 9 query heads, contexts of up to 8192 tokens and 64 requests."""
+    own = worker([FULL] * 30)
+    own.vllm_config = EngineArgs(
+        model=checkpoint("SmolLM2-135M-Instruct"), attention_backend=method, max_num_seqs=64
+    ).create_engine_config()
+    for part in ("model", "cache", "parallel", "scheduler"):
+        setattr(own, f"{part}_config", getattr(own.vllm_config, f"{part}_config"))
+    own.cache_config.kv_cache_layout = "LBHNC"  # as the engine core finds out first
+    own.retrieval_config = RetrievalConfig.from_vllm(own.vllm_config)
+    monkeypatch.setattr(CPUWorker, "determine_available_memory", lambda _: 1 << 30)
+    specs, config = own.get_kv_cache_spec(), own.retrieval_config
+    block, index = bytes_per_block(own.vllm_config, specs, config, own.retrieving)
+    left = (1 << 30) - own._staging_bytes() - scratch
+    assert own.determine_available_memory() == left * block // (block + index)
 
 
 def test_memory_that_does_not_suffice_is_found_out_at_once():

@@ -85,9 +85,9 @@ class PlanningWorker(CPUWorker):
             raise RetrievalConfigError(
                 f"{self.retrieval_config.method} needs a page index of {format_gib(index)} GiB and "
                 f"{format_gib(working)} GiB for prefill and scores beside a KV cache of "
-                f"{format_gib(cache)} GiB, but {format_gib(node.available_memory)} GiB of memory are available. Lower "
-                "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE) or --max-model-len, or use "
-                "kv_retrieval.home=disk."
+                f"{format_gib(cache)} GiB, but {format_gib(node.available_memory)} GiB of memory "
+                "are available. Lower --kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE) or "
+                "--max-model-len, or use kv_retrieval.home=disk."
             )
 
     def _plan_tiers(self, fast: int, staging: int) -> Tiers | None:
