@@ -1,8 +1,8 @@
 """Options on a command line, or in its YAML file, that vLLM's parser would lose or misread.
 
-The parser drops a line ``name: false`` of the file that ``--config`` names, and makes of ``name:
-true`` and of lists words that do not belong to the option any more. vLLM calls plug-ins before it
-parses, so that all of this can be refused with the right spelling.
+The parser drops a line ``name: false`` of the file that ``--config`` names, and separates ``true``
+and lists from their option. vLLM calls plug-ins before it parses, so all of this can be refused,
+with the right spelling in the message.
 """
 
 import json
@@ -33,13 +33,13 @@ CLIENTS = (("bench", "serve"), ("chat",), ("complete",))
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
-    """Refuse what vLLM's parser would not take as it is meant.
+    """Refuse options that vLLM's parser would misunderstand.
 
     Args:
-        arguments: As in ``sys.argv``, the program first.
+        arguments: The command line as in ``sys.argv``, the program first.
 
     Raises:
-        RetrievalConfigError: Says which option, and how to write it.
+        RetrievalConfigError: Names the option and says how to write it.
     """
     given = list(_options(arguments))
     _check_command(arguments, given)
@@ -61,7 +61,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None, str | None]]:
-    """Ours: the name as it is written, the key after the first dot, and the value if there is."""
+    """Our options: the name as written, the key after the first dot, and the value, if any."""
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name.startswith("--") and (match := _NAME.fullmatch(name[2:])):
@@ -72,7 +72,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None, str | 
 def _check_command(
     arguments: Sequence[str], given: Sequence[tuple[str, str | None, str | None]]
 ) -> None:
-    """Refuse ``--kv-retrieval`` where the command does not know it."""
+    """Refuse ``--kv-retrieval`` with a command that does not know it."""
     written = [(name, key) for name, key, _ in given if not name.startswith(TARGET)]
     if not written:
         return
@@ -97,8 +97,8 @@ def _check_file(path: str, equals: bool, whole: bool) -> None:
     """Refuse lines of a YAML file that vLLM would lose, misread, or prefer to the command line.
 
     Args:
-        path: Of the file.
-        equals: Whether the path follows ``--config=``, which vLLM does not look for.
+        path: The path of the file.
+        equals: Whether the path follows ``--config=``, a spelling that vLLM ignores.
         whole: Whether the command line has options in one JSON object.
     """
     lines = _lines(path)
@@ -124,7 +124,7 @@ def _check_file(path: str, equals: bool, whole: bool) -> None:
 
 
 def _nested(key: str | None, value: Any) -> str:
-    """How an option is written in a file so that vLLM takes it as it is."""
+    """The spelling of an option in a file that vLLM understands."""
     text, keys = (_yaml(value), key.split(".")) if key else ("1024", ["budget"])
     for part in reversed(keys):
         text = f"{{{part}: {text}}}"
@@ -132,7 +132,7 @@ def _nested(key: str | None, value: Any) -> str:
 
 
 def _lines(path: str) -> Mapping[str, Any]:
-    """What a YAML file has at its top; nothing where there is none, of which vLLM complains."""
+    """The top level of a YAML file; empty if there is no file, which vLLM reports itself."""
     try:
         lines = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

@@ -1,4 +1,4 @@
-"""Limits of the system: how much memory it grants, and what its refusals mean to a user."""
+"""Limits of the system: the memory that it grants, and the remedies when it refuses."""
 
 import contextlib
 import errno
@@ -37,26 +37,26 @@ REMEDIES = {
     "(pids.max), and each needs addresses for its stack (ulimit -v); locked memory is limited to "
     "{memlock} (ulimit -l): raise what is too low",
 }
-"""What to do, by the number of the error. In braces: the process's limits, by their names."""
+"""Remedies by the number of the error. In braces: the process's limits, by their names."""
 SCARCE = errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE
-"""Errors of a process that has, or may have, too little of something."""
+"""Errors of a process that has too little of a resource, or may have too little."""
 SIZES = "fsize", "as", "data", "memlock"
 COUNTS = "nofile", "nproc"
 NO_MEMORY = "can't allocate memory"
-"""So torch says that the system has given it none, in a plain RuntimeError."""
+"""Words of torch's plain RuntimeError when the system refuses memory."""
 
 
 @contextlib.contextmanager
 def explained(what: str, only: Collection[int] | None = None) -> Iterator[None]:
-    """Make errors of the system within the block such as say what to do.
+    """Turn errors of the system within the block into errors that say what to do.
 
     Args:
         what: The option that is concerned, and what the system refuses.
-        only: Numbers of the errors that are meant, where others may be about something else.
+        only: Numbers of the errors that are turned; None: all.
 
     Raises:
-        RetrievalConfigError: In place of an OSError or MemoryError, or of torch's error where
-            memory is refused.
+        RetrievalConfigError: Replaces an OSError or MemoryError, or torch's error when memory is
+            refused.
     """
     try:
         yield
@@ -73,17 +73,17 @@ def explained(what: str, only: Collection[int] | None = None) -> Iterator[None]:
 
 
 def check_directory(directory: str) -> None:
-    """Make a file in the directory of a home, and forget it.
+    """Try to make a file in the directory of a home.
 
     Raises:
-        RetrievalConfigError: That cannot be done; says why, and the remedy.
+        RetrievalConfigError: No file can be made there; says why, and the remedy.
     """
     with explained(f"kv_retrieval.home_path={directory!r}: no file can be made there"):
         tempfile.TemporaryFile(dir=directory, buffering=0).close()
 
 
 def remedy(code: int) -> str:
-    """What to do about an error of the system, by its number."""
+    """The remedy for an error of the system, by its number."""
     limits = {name: _limit(name) for name in (*SIZES, *COUNTS)}
     return REMEDIES.get(code, f"If it stays, {ELSEWHERE}").format(**limits)
 
@@ -97,10 +97,10 @@ def _limit(name: str) -> str:
 
 
 def available_memory() -> int:
-    """Bytes of memory that this process may take, by the system and by its control groups.
+    """Bytes of memory that the system and its control groups leave to this process.
 
-    Memory that holds copies of files counts as available: the system takes it back when it needs
-    it. What files in memory (tmpfs) hold does not.
+    Memory that holds copies of files on disks counts as available: the system takes it back when it
+    needs it. Memory of files in memory (tmpfs) does not.
     """
     fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     available = next(int(size) * 1024 for name, size, *_ in fields if name == "MemAvailable:")
@@ -110,11 +110,11 @@ def available_memory() -> int:
 def _available_in_groups(
     membership: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[int]:
-    """Bytes that each of the control groups of this process leaves it, and those above them.
+    """Bytes that each control group of this process leaves it, groups above them included.
 
     Args:
-        membership: Names the process's groups.
-        mounted: Where the hierarchies of groups are.
+        membership: The file that names the process's groups.
+        mounted: The directory with the hierarchies of groups.
     """
     lines = membership.read_text().splitlines() if membership.exists() else ["0::/"]
     for _, controllers, name in (line.split(":", 2) for line in lines):

@@ -1,4 +1,4 @@
-"""Which options name files, and how these are read; see ``retrieval/files.py``."""
+"""Options that name files, and the reading of these files; see ``retrieval/files.py``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +12,11 @@ LOADERS = {
     "heads": heads.KIND.load,
     "budget_shares": shares.load,
 }
-"""What loads the file of an option, by its name."""
+"""Functions that load the file of an option, by the option's name."""
 
 
 def read_files(options: Mapping[str, Any]) -> dict[str, Any]:
-    """An engine's options, with what files hold in place of the files' names.
+    """An engine's options, with the contents of files in place of their names.
 
     Raises:
         RetrievalConfigError: A file cannot be read, or is no JSON.

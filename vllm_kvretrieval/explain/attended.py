@@ -1,4 +1,4 @@
-"""What a method leaves a prompt's next query to attend to."""
+"""The tokens of a prompt that a method lets the next query attend to."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -16,12 +16,13 @@ from vllm_kvretrieval.retrieval.shares import ENTROPY_BOUNDS, Shares, allot
 
 
 class Attended(NamedTuple):
-    """What the KV heads of a layer attend to of a prompt.
+    """The tokens of a prompt that the KV heads of a layer attend to.
 
     Attributes:
-        tokens: bool [kv_heads, tokens]; what they do.
-        always: bool, the same shape; of it what they do whatever its attention: the sink, the
-            window or the most recent tokens; of dense layers and retrieval heads everything.
+        tokens: bool [kv_heads, tokens]; the attended tokens.
+        always: bool, the same shape; those of them that are attended to whatever attention they
+            get: the sink, and the window or the most recent tokens; in dense layers and retrieval
+            heads all tokens.
     """
 
     tokens: torch.Tensor
@@ -41,10 +42,10 @@ class EntropyBudgets(NamedTuple):
 
 
 def entropy_budgets(layers: Sequence[LayerAttention], budget: int, longest: int) -> EntropyBudgets:
-    """By the rule of entropy-guided KV caching, within its bounds.
+    """Budgets of layers by the rule of entropy-guided KV caching, within its bounds.
 
     Args:
-        layers: They.
+        layers: The layers' attention.
         budget: Tokens per KV head on average.
         longest: Tokens of the longest context of the model.
     """
@@ -62,15 +63,15 @@ def attended(
     longest: int,
     whole: np.ndarray | None = None,
 ) -> dict[int, Attended]:
-    """By the method of an engine, with its options. The prompt does not fit in the budget.
+    """Attended tokens with the method and options of an engine, for a prompt beyond the budget.
 
-    Of a method that retrieves: what the prompt's last query selects, and not an earlier one's
-    selection, where a step may attend to that. Of one that drops tokens: what is left of the
-    prompt when it has been read.
+    For a method that retrieves these are the tokens that the prompt's last query selects, also if
+    a step may attend to an earlier query's selection. For a method that drops tokens these are the
+    tokens that are left when the prompt has been read.
 
     Args:
-        config: The engine's.
-        layers: The model's with plain full attention, by number, rising.
+        config: Options of the engine.
+        layers: The model's layers with plain full attention, by number, rising.
         longest: Tokens of the longest context of the model.
         whole: bool [layers that are not dense, kv_heads]; heads that attend to whole contexts.
     """
@@ -117,13 +118,13 @@ def _kept(
 
 
 def _first_recent(rule: Keeping, counts: torch.Tensor, tokens: int) -> list[int]:
-    """Of each KV head, the first of the tokens that are kept since they are the most recent."""
+    """For each KV head, the first of the tokens that are kept because they are the most recent."""
     recents = rule.most_recent(counts.long()).tolist()
     return [tokens // rule.page * rule.page - recent // rule.page * rule.page for recent in recents]
 
 
 def _masks(tokens: int, heads: Sequence[tuple[torch.Tensor, int, int]]) -> Attended:
-    """Of KV heads: positions, where the sink ends, and where the window begins."""
+    """Attended tokens of KV heads from positions, the end of the sink and the window's begin."""
     mask = torch.zeros(len(heads), tokens, dtype=torch.bool)
     always = mask.clone()
     for head, (positions, sink, window) in enumerate(heads):
@@ -155,12 +156,12 @@ def _plan(
     parts: tuple[int, int, int],
     counts: torch.Tensor,
 ) -> Attended:
-    """Of one layer.
+    """What the prompt's last query selects in one layer.
 
     Args:
-        config: The engine's.
-        layer: It.
-        parts: Units of selection: of the sink, selected on average, of the window.
+        config: Options of the engine.
+        layer: The layer's attention.
+        parts: Units of selection in the sink, selected on average, and in the window.
         counts: int32 [kv_heads]; units that each KV head selects.
     """
     method, size, tokens = config.own, config.page_size, layer.keys.shape[1]
@@ -196,7 +197,7 @@ def _plan(
 
 
 def _chooser(config: RetrievalConfig, layer: LayerAttention, counts: torch.Tensor) -> Chooser:
-    """The method's, over a cache in rows that holds the prompt's keys and an index of them."""
+    """The method's chooser, over a token-major cache with the prompt's keys and their index."""
     method, size = config.own, config.page_size
     kv_heads, tokens, head_size = layer.keys.shape
     pages = -(-tokens // size)

@@ -14,15 +14,15 @@ LATEST = 32
 
 @dataclass
 class LayerAttention:
-    """Of one layer.
+    """The observed attention of one layer.
 
     Attributes:
-        mass: float32 [kv_heads, tokens], or [1, tokens] for all heads together; what tokens have
-            received from the observed queries, as :func:`vllm_kvretrieval.kernels.observe.observe`
-            adds it up.
-        entropy: Nats; Shannon entropy of the observed queries' attention, a mean over these and
-            over heads.
-        queries: [heads, n, head_size]; of the prompt's last ``n`` tokens.
+        mass: float32 [kv_heads, tokens], or [1, tokens] for all heads together; the attention that
+            tokens received from the observed queries, summed as
+            :func:`vllm_kvretrieval.kernels.observe.observe` does.
+        entropy: Nats; Shannon entropy of the observed queries' attention, a mean over queries and
+            heads.
+        queries: [heads, n, head_size]; queries of the prompt's last ``n`` tokens.
         keys: [kv_heads, tokens, head_size]; as a KV cache has them.
         scale: Softmax scale.
     """
@@ -39,9 +39,9 @@ class LayerAttention:
         return len(self.keys)
 
     def latest(self, queries: int = LATEST) -> torch.Tensor:
-        """float32 [kv_heads, tokens]; attention of the last queries, at most those at hand.
+        """float32 [kv_heads, tokens]; attention of the last queries, as many as are at hand.
 
-        A mean over these and over the query heads of each KV head, so that a row's sum is 1.
+        It is a mean over queries and over the query heads of each KV head, so a row's sum is 1.
         """
         some = self.queries[:, -queries:]
         tokens = self.keys.shape[1]
@@ -54,12 +54,12 @@ class PromptAttention:
     """Watches a prompt: an :class:`vllm_kvretrieval.calibration.model.Observer`.
 
     Args:
-        tokens: Of the prompt.
+        tokens: Tokens of the prompt.
         observed: Queries at its end whose attention counts; None: all.
-        rule: How attention is taken in, of methods that keep tokens by it.
+        rule: How methods that keep tokens by their attention rate them.
 
     Attributes:
-        layers: What has been seen, by number of the layer.
+        layers: The attention seen so far, by number of the layer.
     """
 
     def __init__(self, tokens: int, observed: int | None, rule: Keeping | None = None) -> None:
@@ -70,7 +70,7 @@ class PromptAttention:
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 [n]; of the queries that are to be shown."""
+        """int64 [n]; positions of the queries that are to be shown."""
         return torch.arange(max(min(self._first, self._tokens - LATEST), 0), self._tokens)
 
     def begin(self) -> None:

@@ -154,7 +154,7 @@ def explain(given: argparse.Namespace) -> None:
 
 
 def _observed(observation: int | str | None) -> int | None:
-    """Of a method that has no say in it; None: all queries."""
+    """The observed queries for a method that does not name them itself; None: all queries."""
     if observation is None:
         return DEFAULT_OBSERVATION
     return None if observation == ALL else int(observation)

@@ -30,7 +30,7 @@ class _Model(NamedTuple):
 def check_heads(
     measurement: Measurement, layers: Sequence[int] | None, heads: Sequence[int] | None
 ) -> None:
-    """What can be said before anything is read.
+    """Check the named layers and heads before anything is read.
 
     Raises:
         ValueError: The model has no such layer or KV head, or there are too many to be shown.
@@ -58,18 +58,18 @@ def explain_prompt(
     Args:
         measurement: The model.
         tokens: int64 [n]; the prompt.
-        config: Of an engine with the method.
+        config: Options of an engine with the method.
         observed: Queries at the prompt's end whose attention counts; None: all.
-        layers: To be shown; None: of those that are not dense, the one with the highest entropy.
-        heads: KV heads of each of these to be shown; None: the one whose last query has the least
-            of its attention on what is left.
+        layers: Layers to be shown; None: the layer that is not dense with the highest entropy.
+        heads: KV heads of these layers to be shown; None: the head whose last query has the least
+            of its attention on the tokens that are left.
 
     Returns:
         A row per layer with full attention, and the heads that are shown.
 
     Raises:
-        ValueError: A layer has no full attention, or not such a head; or it is not known which
-            heads of the model attend to whole contexts, and the method asks.
+        ValueError: A layer has no full attention, or no such head; or the method needs retrieval
+            heads, and those of the model are not known.
     """
     by_head = config.own.heads
     if by_head is not None:

@@ -1,4 +1,4 @@
-"""What ``explain`` says: the numbers, and a table of them."""
+"""The output of ``explain``: the numbers, and a table of them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,20 +16,20 @@ MOST_ATTENDED = 5
 EXCERPT = 60
 """Characters of a stretch's text that are shown."""
 LEVELS = " .:-=+*#%@"
-"""Of a stretch's attention; each has twice that of the one before."""
+"""Levels of a stretch's attention; each means twice as much as the one before."""
 EVEN = 4
-"""The level of a stretch that has as much as any would if all had the same."""
+"""The level of a stretch that has an equal part of the attention."""
 BAR = 30
 
 
 class HeadAttention(NamedTuple):
-    """Of one KV head, over the prompt.
+    """The attention of one KV head over the prompt.
 
     Attributes:
-        layer, head: Numbers.
-        attention: float32 [tokens]; of the last queries, a mean over these.
+        layer, head: Their numbers.
+        attention: float32 [tokens]; attention of the last queries, a mean over queries.
         tokens, always: bool [tokens]; see :class:`Attended`.
-        share: Of the last query's attention, what is on ``tokens``.
+        share: The share of the last query's attention that falls on ``tokens``.
     """
 
     layer: int
@@ -41,18 +41,18 @@ class HeadAttention(NamedTuple):
 
 
 def shares_of(layer: LayerAttention, found: Attended) -> torch.Tensor:
-    """float32 [kv_heads]; of the last query's attention, what is on what heads attend to."""
+    """float32 [kv_heads]; the share of the last query's attention on the attended tokens."""
     return (layer.latest(1) * found.tokens).sum(1)
 
 
 def borders(tokens: int, stretches: int) -> list[int]:
-    """Where so many parts of a prompt begin, and its end; of parts that have a token each."""
+    """The first token of each stretch of a prompt, and the end; no stretch is empty."""
     count = min(stretches, tokens)
     return [part * tokens // count for part in range(count + 1)]
 
 
 def sums(values: torch.Tensor, ends: Sequence[int]) -> list[float]:
-    """Of the parts between :func:`borders`, what values, [tokens], add up to."""
+    """Sums of values, [tokens], over the parts between :func:`borders`."""
     total = torch.cat([torch.zeros(1, dtype=torch.float64), values.double().cumsum(0)])
     return total[list(ends)].diff().tolist()
 
@@ -65,9 +65,9 @@ def layer_rows(
     """A row per layer, for JSON.
 
     Args:
-        layers: By number.
-        budgets: Theirs.
-        found: What their heads attend to.
+        layers: The layers' attention, by number.
+        budgets: Their budgets.
+        found: The tokens that their heads attend to.
     """
     return [
         {
@@ -85,10 +85,10 @@ def layer_rows(
 
 
 def head_row(head: HeadAttention, text_of: Callable[[int, int], str]) -> dict[str, Any]:
-    """Of a KV head, for JSON.
+    """The figures of a KV head, for JSON.
 
     Args:
-        head: It.
+        head: Its attention.
         text_of: The text of the tokens from one position to before another.
     """
     ends = borders(len(head.attention), STRETCHES)
@@ -122,13 +122,13 @@ def _excerpt(text: str) -> str:
 
 
 def runs(mask: torch.Tensor) -> list[list[int]]:
-    """Of a mask, bool [n], the parts that are set: first position, and that after the last."""
+    """The runs that are set in a mask, bool [n]: first position, and the one after the last."""
     steps = torch.diff(mask.int(), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero()
     return steps.view(-1, 2).tolist()
 
 
 def table(result: dict[str, Any]) -> str:
-    """What is printed of a result."""
+    """The text that is printed for a result."""
     tokens, drops = result["tokens"], result["drops"]
     verb = "kept" if drops else "selected"
     lines = [
@@ -192,7 +192,7 @@ def _head_lines(head: dict[str, Any], tokens: int, latest: int, drops: bool) -> 
 
 
 def _level(relative: float) -> str:
-    """Of a stretch that has so many times what it would if all had the same."""
+    """The level of a stretch whose attention is ``relative`` times an equal part."""
     if relative <= 0:
         return LEVELS[0]
     level = math.floor(math.log2(relative) + 0.5) + EVEN

@@ -1,1 +1,1 @@
-"""vLLM's platforms with retrieval: one file each, of which a process imports its own."""
+"""vLLM's platforms with retrieval: one file each; a process imports only its own."""

@@ -8,7 +8,7 @@ from vllm_kvretrieval.platforms.shared import RetrievalPlatform
 
 
 class CpuRetrievalPlatform(RetrievalPlatform, CpuPlatform):
-    """vLLM's CPU platform, which by itself ignores backends of others."""
+    """vLLM's CPU platform, extended so that it accepts the backends of this plug-in."""
 
     worker = "vllm_kvretrieval.engine.cpu.worker.RetrievalCPUWorker"
     support = "vllm_kvretrieval.attention.cpu.support"

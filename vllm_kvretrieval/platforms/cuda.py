@@ -8,7 +8,7 @@ from vllm_kvretrieval.platforms.shared import RetrievalPlatform
 
 
 class CudaRetrievalPlatform(RetrievalPlatform, CudaPlatform):
-    """vLLM's CUDA platform, which by itself has one backend for all layers, windowed or not."""
+    """vLLM's CUDA platform, extended by a backend of its own for layers that retrieve."""
 
     worker = "vllm_kvretrieval.engine.cuda.worker.RetrievalGPUWorker"
     support = "vllm_kvretrieval.attention.cuda.support"

@@ -1,4 +1,4 @@
-"""What the platforms with retrieval share: hooks only."""
+"""The hooks that all platforms with retrieval share."""
 
 import importlib
 import inspect
@@ -29,11 +29,11 @@ class RetrievalRequestError(RetrievalConfigError, VLLMClientError):
 
 
 class RetrievalPlatform(Platform):
-    """Comes before one of vLLM's platforms; differs from it only where a method is selected.
+    """Base class in front of one of vLLM's platforms; without a method it changes nothing.
 
     Attributes:
         worker: Path of the worker's class.
-        support: The module that says what is refused here; imported when it is asked.
+        support: The module with the refusals of this platform; imported when first needed.
     """
 
     worker: ClassVar[str]
@@ -113,10 +113,10 @@ class RetrievalPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuse options that the engine which the request is for does not serve.
+        """Refuse a request's options that its engine does not serve.
 
-        The platform is one for all engines of a process and is not told which of them asks, so
-        the options are those of the caller, vLLM's ``InputProcessor``.
+        All engines of a process share the platform, and vLLM does not say which of them asks, so
+        the options are taken from the caller, vLLM's ``InputProcessor``.
         """
         super().validate_request(processed_inputs, params)
         frame = inspect.currentframe()
@@ -136,10 +136,12 @@ class RetrievalPlatform(Platform):
 
 
 def _set_scheduler(vllm_config: "VllmConfig", method: str) -> None:
-    """Let the scheduler know blocks that are not exact; the platform has settled which kind it is.
+    """Choose our scheduler, which knows blocks that are not exact.
+
+    The platform has decided before whether scheduling is asynchronous.
 
     Raises:
-        RetrievalConfigError: The user brings another one.
+        RetrievalConfigError: The user has named another scheduler.
     """
     scheduler = vllm_config.scheduler_config
     given = scheduler.scheduler_cls
@@ -161,7 +163,7 @@ _configs: WeakKeyDictionary[Any, RetrievalConfig | None] = WeakKeyDictionary()
 
 
 def _config_of(caller: Any) -> RetrievalConfig | None:
-    """Options of the engine that an ``InputProcessor`` belongs to, kept once made."""
+    """Options of the engine that an ``InputProcessor`` belongs to; made once and kept there."""
     if not hasattr(caller, "vllm_config"):
         return None
     if caller not in _configs:

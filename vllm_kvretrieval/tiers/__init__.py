@@ -1,1 +1,1 @@
-"""Where KV pages are: the home of the whole cache, and how much of what fits where."""
+"""Places of KV pages: the home of the whole cache, and the division of memory."""

@@ -1,4 +1,4 @@
-"""The home of a KV cache whose pages are encoded: a file, and memory for those not yet full."""
+"""The home of a KV cache with encoded pages: a file, and memory for pages not yet full."""
 
 import mmap
 import os
@@ -16,19 +16,19 @@ MAP_NORESERVE = 0x4000  # not named by Python 3.11
 class EncodedHome:
     """KV cache of some layers: full pages encoded in a file, the others raw in ``memory``.
 
-    To vLLM ``memory`` is the cache, and it writes there. It has addresses for all of it, but takes
-    memory for what has been written since it was let go of last: a page is, when it is full and
-    the recall cache has encoded it. What is then read there is zeros, so nobody may: attention
-    reads slots, or the staging buffer.
+    To vLLM ``memory`` is the cache, and it writes there. ``memory`` has addresses for the whole
+    cache, but takes memory only for pages that have been written and not yet released. A page is
+    released when it is full and the recall cache has encoded it. Reading it there would give zeros,
+    so attention reads slots, or the staging buffer.
 
     The file is read and written by calls only, through the operating system's page cache. It has
     no name, and its space is reserved when it is made, as :class:`DiskHome`'s.
 
     Args:
-        directory: Where the file is to lie.
-        layers: How many layers.
-        raw_bytes: Bytes of each in vLLM's cache.
-        layer_bytes: Bytes of each in the file.
+        directory: The directory of the file.
+        layers: Number of layers.
+        raw_bytes: Bytes of each layer in vLLM's cache.
+        layer_bytes: Bytes of each layer in the file.
 
     Raises:
         RetrievalConfigError: There is not enough space, or the system refuses the file, or the
@@ -52,7 +52,7 @@ class EncodedHome:
         return layer * self.layer_bytes
 
     def note_written(self, size: int) -> None:
-        """Nothing is mapped that would have to be let go of."""
+        """Do nothing: no memory is mapped that could be released."""
 
     def stage(self, layer: int, runs: np.ndarray, following: np.ndarray | None) -> None:
         """Start on the next layer's parts while this one computes; see :meth:`DiskHome.stage`."""
@@ -67,5 +67,5 @@ class EncodedHome:
         """See :meth:`note_written`."""
 
     def take_lost(self, page_bytes: int) -> set[int]:
-        """None: recall caches tell of what cannot be read or written."""
+        """The empty set: recall caches report pages that cannot be read or written."""
         return set()

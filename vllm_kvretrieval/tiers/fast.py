@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass
 class _Written:
-    """What a request has written and is open, in the order of its context."""
+    """The open pages that a request has written, in the order of its context."""
 
     first: int  # position in the context of the first page
     pages: list[int] = field(default_factory=list)
@@ -16,14 +16,14 @@ class _Written:
 
 
 class FastTier:
-    """Follows running requests; says which pages are to be encoded, and when.
+    """Follows running requests and says which pages are to be encoded, and when.
 
-    A page is open for the request that writes it. Whoever shares it reads it as it is: raw as long
-    as that request has it among its latest, then as it was encoded.
+    A page is open for the request that writes it. Other requests that share the page read it as it
+    is: raw while it is among that request's latest pages, decoded afterwards.
 
     Args:
         page_size: Tokens per page.
-        keeps: Full pages at the end of a context that stay open, the one being filled aside.
+        keeps: Full pages at the end of a context that stay open, beside the one being filled.
     """
 
     def __init__(self, page_size: int, keeps: int) -> None:
@@ -36,9 +36,9 @@ class FastTier:
         """Follow a step.
 
         Args:
-            requests: Those in the batch, by id.
-            before: int [R]; tokens of each one's context that were there before the step.
-            after: int [R]; and that are there after it.
+            requests: The requests in the batch, by id.
+            before: int [R]; tokens of each context before the step.
+            after: int [R]; tokens of each context after the step.
             pages: int [R, >= pages of a context]; ids in context order.
 
         Returns:
@@ -60,13 +60,13 @@ class FastTier:
         return closing
 
     def end(self, requests: Iterable[str]) -> tuple[list[int], list[int]]:
-        """Requests run no more.
+        """Forget requests that no longer run.
 
         Args:
-            requests: By id; unknown ones are fine.
+            requests: Their ids; unknown ones are ignored.
 
         Returns:
-            Pages to be encoded now, and pages that nobody will read, which they have not filled.
+            Pages to be encoded now, and partly filled pages, which will never be read.
         """
         full, unfinished = list[int](), list[int]()
         for request in requests:

@@ -14,18 +14,18 @@ from vllm_kvretrieval.tiers.place import make_file
 WAIT_BEFORE = 1
 """``SYNC_FILE_RANGE_WAIT_BEFORE``, which Python does not name."""
 NO_ANSWER = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EBADF, errno.EPERM)
-"""What a system or a file says that does not know; all else is what has gone wrong on a disk."""
+"""Errors of a system or a file without this call; all other errors are failures of the disk."""
 
 
 class HomeFile:
-    """A file without a name, its space reserved; it goes with the process, however that ends.
+    """A file without a name whose space is reserved; it is gone when the process ends.
 
     Args:
-        directory: Where it is to lie.
+        directory: The directory of the file.
         size: Bytes.
 
     Attributes:
-        fd: Its descriptor.
+        fd: The descriptor of the file.
 
     Raises:
         RetrievalConfigError: There is not enough space, or the system refuses the file.
@@ -41,7 +41,7 @@ class HomeFile:
 
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
-        """A step without which the file is of no use: if it fails, the file's space is given back.
+        """Run a step that the file cannot do without; give its space back if the step fails.
 
         Raises:
             RetrievalConfigError: The system has refused the step.
@@ -55,11 +55,11 @@ class HomeFile:
             raise
 
     def take_write_error(self) -> int:
-        """What has kept the system from writing to the disk since the last call.
+        """The error that has kept the system from writing to the disk since the last call.
 
-        Writing is done when it returns: what the system holds of the file in memory, it takes to
-        the disk later. Where that fails, it drops what it could not write, and what is read there
-        next is what was on the disk before. It tells so to who asks, once, and does not say where.
+        A write call returns when the data is in the system's memory; the system writes it to the
+        disk later. If that fails, the system drops the data, and the next read returns the old
+        contents of the disk. The system reports this once, when asked, and does not say where.
 
         Returns:
             The number of the error; 0 if there was none, or if the system cannot say.

@@ -17,7 +17,7 @@ MADV_POPULATE_READ = 22  # Linux 5.14; not named by Python 3.11
 
 
 class Guard(Protocol):
-    """What keeps a mapping usable; :class:`vllm_kvretrieval.kernels.cpu.MappingGuard`."""
+    """Keeps a mapping usable; see :class:`vllm_kvretrieval.kernels.cpu.MappingGuard`."""
 
     def take(self) -> list[tuple[int, int]]:
         """Parts of the mapping found unreadable since the last call: first byte, and end."""
@@ -25,10 +25,10 @@ class Guard(Protocol):
 
 
 def page_runs(pages: np.ndarray, page_bytes: int) -> np.ndarray:
-    """Where pages lie within a layer.
+    """Byte ranges of pages within a layer.
 
     Args:
-        pages: Their ids in any order, with repetitions; at least one.
+        pages: Ids in any order, with repetitions; at least one.
         page_bytes: Bytes of a layer's page.
 
     Returns:
@@ -43,27 +43,25 @@ def page_runs(pages: np.ndarray, page_bytes: int) -> np.ndarray:
 class DiskHome:
     """KV cache of some layers in a file, mapped into memory, one layer after the other.
 
-    What is written to ``memory`` is in the file at once as far as ``read`` calls are concerned:
-    both go through the operating system's page cache, which writes to the disk when it sees fit,
-    and grows and shrinks with the memory that nobody else needs. The mapping is let go of
-    regularly, so that what the process keeps resident is bounded: by ``TRIM_BYTES`` of new tokens,
-    and by one layer's share of the contexts that a step reads in place. A second mapping, by which
-    single tokens are read, goes with the former, and keeps until then what has been read, which the
-    system takes back when it needs the memory.
+    ``read`` calls see at once what is written to ``memory``: both go through the operating system's
+    page cache, which writes to the disk when it sees fit, and grows and shrinks with the free
+    memory. The mapping is released regularly, so that the resident memory of the process is
+    bounded: by ``TRIM_BYTES`` of new tokens, and by one layer's share of the contexts that a step
+    reads in place. A second mapping, for reading single tokens, is released at the same times;
+    until then it keeps the pages that were read, which the system may take back.
 
-    What cannot be read counts as zeros where it is touched, and is told by :meth:`take_lost`.
+    Parts that cannot be read count as zeros, and :meth:`take_lost` reports them.
 
-    The file never has a name that outlives the call that makes it, so nothing is left behind
-    however the process ends. Its space is reserved when it is made: a full disk is found out at
-    start-up.
+    The file never has a name that outlives the call that makes it, so nothing is left behind when
+    the process ends. Its space is reserved when it is made, so a full disk is found at start-up.
 
     Args:
-        directory: Where the file is to lie.
-        layers: How many layers.
-        layer_bytes: Bytes of each.
-        guard: Keeps the process alive where a part of the file cannot be read, and tells of it;
-            made of the mapping, the descriptor, and whether neighbours of what is read are left
-            out (``MADV_RANDOM``).
+        directory: The directory of the file.
+        layers: Number of layers.
+        layer_bytes: Bytes of each layer.
+        guard: Keeps the process alive where a part of the file cannot be read, and reports it; made
+            of the mapping, the descriptor, and whether the system leaves out neighbours of the
+            parts that are read (``MADV_RANDOM``).
 
     Raises:
         RetrievalConfigError: There is not enough space, or the system refuses to make the file or
@@ -87,7 +85,7 @@ class DiskHome:
         self._scattered: tuple[mmap.mmap, torch.Tensor] | None = None
 
     def _mapping(self, scattered: bool = False) -> tuple[mmap.mmap, torch.Tensor]:
-        """One of the whole file, guarded, and int8 [bytes] of it."""
+        """A guarded mapping of the whole file, and the same as a tensor, int8 [bytes]."""
         with self.file.needed():
             mapping = mmap.mmap(self.fd, self.layers * self.layer_bytes)
             if scattered:
@@ -101,7 +99,7 @@ class DiskHome:
         return layer * self.layer_bytes
 
     def note_written(self, size: int) -> None:
-        """Count bytes written to ``memory``; after ``TRIM_BYTES`` of them the mapping goes."""
+        """Count bytes written to ``memory``; release the mapping after ``TRIM_BYTES`` of them."""
         self._mapped += size
         if self._mapped > TRIM_BYTES:
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -110,7 +108,7 @@ class DiskHome:
             self._mapped = 0
 
     def scattered(self, layer: int) -> torch.Tensor:
-        """A layer as single tokens of it are read: what lies around them is not brought in.
+        """A layer for reading single tokens: the system does not read their neighbours.
 
         Args:
             layer: Its number.
@@ -132,10 +130,10 @@ class DiskHome:
         Args:
             layer: Its number.
             runs: The parts, see :func:`page_runs`.
-            following: Those of the next layer; None where it is not read in place.
+            following: The parts of the next layer; None if it is not read in place.
         """
         start = self.begin(layer)
-        # Neither is more than a hint: who touches a part brings it in, or finds that it is lost.
+        # Both are hints: touching a part brings it in, or shows that it is lost.
         with contextlib.suppress(OSError):
             for first, size in runs.tolist():
                 begin = (start + first) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -147,14 +145,14 @@ class DiskHome:
                     os.posix_fadvise(self.fd, start + first, size, os.POSIX_FADV_WILLNEED)
 
     def unmap(self, layer: int) -> None:
-        """Let go of a layer's part of the mapping; the page cache keeps what it has room for."""
+        """Release a layer's part of the mapping; the page cache keeps what it has room for."""
         begin = self.begin(layer) // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, begin, self.begin(layer + 1) - begin)
 
     def take_lost(self, page_bytes: int) -> set[int]:
-        """Ids of pages of which some layer's part was touched but could not be read.
+        """Ids of pages that could not be read in some layer.
 
-        Each is told once, or as long as the file cannot be mapped there again.
+        Each page is reported once, or as long as the file cannot be mapped there again.
 
         Args:
             page_bytes: Bytes of a layer's page.
@@ -162,5 +160,5 @@ class DiskHome:
         pages, lost = self.layer_bytes // page_bytes, set[int]()
         for first, end in itertools.chain.from_iterable(guard.take() for guard in self._guards):
             parts = range(first // page_bytes, -(-end // page_bytes))
-            lost.update(part % pages for part in parts[:pages])  # more are no others
+            lost.update(part % pages for part in parts[:pages])  # further parts repeat the pages
         return lost

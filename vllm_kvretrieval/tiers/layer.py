@@ -10,22 +10,22 @@ from vllm_kvretrieval.tiers.tokens import TokenSlots
 
 
 class SlowLayer:
-    """What a layer's attention needs to know about its slow home.
+    """A layer's access to its slow home.
 
-    Decode reads pages, or single tokens, through what recalls them. What has to see whole contexts
-    (dense layers, prompts, requests that asked for exact attention) reads home in place.
+    Decode reads pages, or single tokens, from the slots of a recall cache. Attention over whole
+    contexts (dense layers, prompts, requests that asked for exact attention) reads home in place.
 
     Args:
-        home: Home of all layers that are in it.
+        home: The home of all its layers.
         number: The layer's place in it.
-        cache: What decode attends to, the layer's own; None for a dense layer.
+        cache: The layer's recall cache, which decode reads; None for a dense layer.
         dense_follows: Whether the next layer in home is a dense one.
 
     Attributes:
-        encoded: Whether home is; then only slots and what :meth:`RecallCache.stage` lays out are
-            read, and ``stage`` starts on what that reads.
-        slots: The cache's, if there is one: of pages, [slots, 1, 2 * page_size, head_size]; of
-            tokens, [S, kv_heads, capacity, 2 * head_size].
+        encoded: Whether home is encoded. Then only slots and the staging buffer are read, and
+            ``stage`` starts to read ahead for the latter.
+        slots: The slots of the cache, if there is one: of pages, [slots, 1, 2 * page_size,
+            head_size]; of tokens, [S, kv_heads, capacity, 2 * head_size].
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SlowLayer:
             in_place: :func:`page_runs` for dense layers and for retrieval layers.
 
         Returns:
-            Whether there are any; then :meth:`unmap` is due.
+            Whether there are such pages; then :meth:`unmap` has to be called.
         """
         dense, sparse = in_place
         runs = dense if self.cache is None else sparse
@@ -57,11 +57,11 @@ class SlowLayer:
         return runs is not None
 
     def lay_out(self, pages: torch.Tensor, target: torch.Tensor) -> None:
-        """Of an encoded home, see :meth:`RecallCache.stage`."""
+        """Lay out the context from an encoded home; see :meth:`RecallCache.stage`."""
         self._pages.stage(pages, target)
 
     def close(self, pages: torch.Tensor) -> None:
-        """The layer has read an encoded home: encode what is to be."""
+        """Encode the pages that are due, after the layer has read an encoded home."""
         if len(pages):
             self._pages.close(pages)
 
@@ -72,5 +72,5 @@ class SlowLayer:
         return self.cache
 
     def unmap(self) -> None:
-        """The layer has been read in place: let go of its mapped memory."""
+        """Release the layer's mapped memory, after it has been read in place."""
         self._home.unmap(self.number)

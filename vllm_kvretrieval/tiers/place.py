@@ -1,4 +1,4 @@
-"""Where the file of a slow home lies: which directory, on what file system, with how much room."""
+"""The place of a slow home's file: its directory, the file system, and the room there."""
 
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ from vllm_kvretrieval.limits import available_memory, explained
 logger = init_logger("vllm.kvretrieval.home")
 
 DEFAULT_DIRECTORY = "/var/tmp"
-"""For large temporary files by the Filesystem Hierarchy Standard; /tmp often lies in memory."""
+"""The Filesystem Hierarchy Standard's place for large temporary files; /tmp is often in memory."""
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 ZEROS = 16 << 20
@@ -29,11 +29,11 @@ def directory_for(home_path: str | None) -> str:
     """The directory of the home's file.
 
     Args:
-        home_path: What the user has named; then it is that.
+        home_path: The directory that the user has named, if any; it is returned as it is.
 
     Raises:
-        RetrievalConfigError: The default lies in memory, where the file would be of no use, or
-            the system has no directory for temporary files.
+        RetrievalConfigError: The default directory lies in memory, where the file would be of no
+            use, or the system has no directory for temporary files.
     """
     if home_path is not None:
         return home_path
@@ -54,7 +54,7 @@ def file_system(directory: str) -> str:
     """Kind of the file system that holds the directory, such as ``ext4``; empty if unknown.
 
     Raises:
-        RetrievalConfigError: There is no such directory, or it may not be looked at.
+        RetrievalConfigError: There is no such directory, or it may not be read.
     """
     with explained(_refused(directory)):
         device = Path(directory).stat().st_dev
@@ -70,10 +70,10 @@ def file_system(directory: str) -> str:
 
 
 def free_space(directory: str) -> int:
-    """Bytes that files in the directory may take; if it lies in memory, no more than is free there.
+    """Bytes that files in the directory may take; in memory, no more than is free there.
 
-    What such files take ends a server as any other memory does that it cannot have: by a signal,
-    without an error. What files on disks take of memory, the system takes back when it needs it.
+    Files in memory can end a server like any memory that it cannot have: by a signal, without an
+    error. Memory for files on disks is lent: the system takes it back when it needs it.
     """
     with explained(_refused(directory)):
         disk = os.statvfs(directory)
@@ -86,14 +86,14 @@ def check_room(directory: str, size: int, workers: int = 1, memory: int = 0) -> 
     """Find out whether the files of all workers on this machine fit, before any is made.
 
     Args:
-        directory: Where they are to lie.
-        size: Bytes of each.
-        workers: How many there are.
-        memory: Bytes that each of them is yet to take of memory, which count where the directory
-            lies in memory, too.
+        directory: The directory of the files.
+        size: Bytes of each file.
+        workers: Number of workers.
+        memory: Bytes of memory that each worker has yet to take; they count if the directory lies
+            in memory, too.
 
     Raises:
-        RetrievalConfigError: They do not; says by how much, and the remedy.
+        RetrievalConfigError: The files do not fit; says by how much, and the remedy.
     """
     free = free_space(directory)
     if file_system(directory) in MEMORY_FILE_SYSTEMS:
@@ -103,7 +103,11 @@ def check_room(directory: str, size: int, workers: int = 1, memory: int = 0) -> 
 
 
 def make_file(directory: str, size: int) -> io.FileIO:
-    """A file without a name, its space reserved; raises as :func:`check_room`, :func:`reserve`."""
+    """Make a file without a name and reserve its space.
+
+    Raises:
+        RetrievalConfigError: See :func:`check_room` and :func:`reserve`.
+    """
     check_room(directory, size)
     with explained(_refused(directory)):
         file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
@@ -118,16 +122,15 @@ def make_file(directory: str, size: int) -> io.FileIO:
 def reserve(fd: int, size: int, directory: str) -> None:
     """Give a new file its size and its space on the disk.
 
-    Where the file system has no call for that, zeros are written, with a line in the log now and
-    then.
+    If the file system has no call for that, zeros are written, with a line in the log now and then.
 
-    A limit of the size of files (``ulimit -f``) would end the process by SIGXFSZ, if Python did not
-    ignore that signal from its start on: so it is an error as others are.
+    A limit of the size of files (``ulimit -f``) is an error like the others, since Python ignores
+    SIGXFSZ from its start on; otherwise that signal would end the process.
 
     Args:
         fd: Descriptor of the file.
         size: Bytes.
-        directory: Where it lies, for messages.
+        directory: Its directory, for messages.
 
     Raises:
         RetrievalConfigError: The disk is full, or the system refuses it for another reason.
@@ -174,7 +177,7 @@ def _write_zeros(fd: int, size: int, directory: str) -> None:
 
 
 def _refused(directory: str, size: int | None = None) -> str:
-    """What to say when the system refuses a file."""
+    """The message for a file that the system refuses."""
     of = "" if size is None else f" of {format_gib(size)} GiB"
     return f"kv_retrieval.home=disk: a file{of} in {directory} cannot be made"
 

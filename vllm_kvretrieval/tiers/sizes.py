@@ -1,4 +1,4 @@
-"""How much of the KV cache fits where, when its home is a slow tier."""
+"""Division of memory when the home of the KV cache is a slow tier."""
 
 import contextlib
 import mmap
@@ -17,22 +17,22 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 BOOKS_PER_UNIT = 4
 """Bytes that the recall cache keeps per unit of home: the slot that holds it."""
 BOOKS_PER_SLOT = 24
-"""And per slot: its unit, pins, last step, place in the order of use."""
+"""Bytes that it keeps per slot: its unit, pins, last step, place in the order of use."""
 BOOKS_PER_TOKEN = 16
 """Bytes that the recall of tokens keeps per slot: the token's position, its number in home, its
 place, last step."""
 MOST_TOKENS = 4
-"""Of single tokens no more are kept than so many times the largest budget: finding what is there
-takes the longer, and what was attended to long ago is seldom wanted again."""
+"""Slots for single tokens of a request, at most, in budgets of the largest size: more slots take
+longer to search, and tokens that were attended to long ago are seldom wanted again."""
 
 ROOMY = Fraction(3, 2)
-"""Budgets of slots per request where the number of requests follows from the room: one for what a
-step attends to, and half of one for what is read ahead of the next."""
+"""Budgets of slots per request if the number of requests follows from the room: one for the units
+that a step attends to, and half of one for those that are read ahead of the next."""
 HOME_SHARE = Fraction(1, 2)
-"""Of fast memory, for what is in proportion to a home whose size nobody has set. As much it may
-have before requests have slots; beyond that it has what they leave."""
+"""Share of fast memory for the parts that grow with the home, if the user has set no size. They may
+take it before requests get slots; beyond it they get what requests leave."""
 DISK_SHARE = Fraction(3, 4)
-"""Of the free space that a home takes by default; of a request of full length it may take all."""
+"""Share of the free space that a home takes by default; for a single request it may take all."""
 
 
 def most_of(most: int, fits: Callable[[int], bool]) -> int:
@@ -41,14 +41,14 @@ def most_of(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def most_seats(most: int, fits: Callable[[int, Fraction], bool]) -> tuple[int, Fraction]:
-    """How many requests run at once, and for how many budgets of each there are slots.
+    """Number of requests that run at once, and of budgets that each has slots for.
 
     Args:
-        most: More than these never do.
-        fits: Whether there is room for so many, with slots for so many budgets of each.
+        most: Upper bound of the number of requests.
+        fits: Says whether a number of requests fits, with slots for a number of budgets each.
 
     Returns:
-        As many as have ``ROOMY`` slots; where not even one has, as many as have slots for one
+        As many requests as have ``ROOMY`` slots; if not even one has, as many as have slots for one
         budget; 0: none.
     """
     for budgets in (ROOMY, Fraction(1)):
@@ -68,10 +68,10 @@ class Cache:
         block_bytes: Bytes of a block in one layer.
         head_size, dtype: Of keys and values.
         max_num_seqs, max_model_len: Most requests at once, and tokens of each.
-        attended: Of each retrieval layer what a request attends to at most: (page, KV head) units,
-            or where methods select single tokens, tokens of KV heads, of which all have as many;
-            None: for each KV head as many as the largest budget has.
-        step_tokens: Most that a step computes.
+        attended: The most that a request attends to in each retrieval layer: (page, KV head)
+            units, or, if methods select single tokens, tokens of KV heads, all with the same
+            number; None: for each KV head as many as the largest budget has.
+        step_tokens: Most tokens that a step computes.
     """
 
     retrieval_layers: int
@@ -92,11 +92,11 @@ class Cache:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's key and value of one KV head."""
+        """Bytes of a token's key and value of one KV head."""
         return self.block_bytes // (self.block_size * self.kv_heads)
 
     def blocks_for(self, seats: int) -> int:
-        """For so many of the longest requests; one block is vLLM's own."""
+        """Blocks for a number of requests of full length; one block more is vLLM's own."""
         return seats * self.blocks_per_request + 1
 
     def index_bytes(self, blocks: int, config: RetrievalConfig) -> int:
@@ -105,15 +105,17 @@ class Cache:
         return config.index_bytes(kv_bytes, self.head_size, self.dtype)
 
     def bytes_in_home(self, config: RetrievalConfig) -> int:
-        """Of a block of a retrieval layer."""
+        """Bytes in home of a block of a retrieval layer."""
         if config.encoding is None:
             return self.block_bytes
         units = self.block_size // config.page_size * self.kv_heads
         return units * config.encoding.unit_bytes(config.page_size, self.head_size, self.dtype)
 
     def open_bytes(self, config: RetrievalConfig, seats: int) -> int:
-        """Of pages that wait to be encoded: the last ones of so many requests, and a layer's of a
-        step."""
+        """Bytes of pages that wait to be encoded.
+
+        These are the last pages of the requests, and the pages that a step writes in one layer.
+        """
         if config.encoding is None:
             return 0
         token = self.block_bytes // self.block_size
@@ -129,21 +131,21 @@ class Cache:
 
 @dataclass(frozen=True)
 class Tiers:
-    """What goes where. Bytes, unless said otherwise.
+    """A division of memory. Numbers are bytes, unless said otherwise.
 
     Attributes:
         seats: Most requests that run at once; ``Cache.max_num_seqs``, or fewer.
-        blocks: vLLM's blocks in home; what its scheduler deals in.
-        slots: Of each retrieval layer, how much fast memory holds: (page, KV head) units, or where
-            methods select single tokens, tokens of KV heads.
+        blocks: vLLM's blocks in home, the units of its scheduler.
+        slots: Slots of each retrieval layer in fast memory: for (page, KV head) units, or, if
+            methods select single tokens, for tokens of KV heads.
         home: The slow tier.
         streams_dense: Whether dense layers are in home, too, and read from there at every step.
         dense: Dense layers in fast memory.
         index: Page index, in fast memory.
-        books: What says which unit is in which slot, and which part of home could not be read, or
-            which page is encoded.
-        staging: Where prefill lays out its context, see PrefillStaging; 0: it does without.
-        open_pages: What is not yet encoded, where home is.
+        books: Tables of units in slots, of parts of home that could not be read, and of encoded
+            pages.
+        staging: The buffer in which prefill lays out its context, see PrefillStaging; 0: none.
+        open_pages: Pages that are not yet encoded, if home is encoded.
         recall_cache: All slots.
     """
 
@@ -161,12 +163,12 @@ class Tiers:
 
     @property
     def fast(self) -> int:
-        """Fast memory that all of it takes."""
+        """Fast memory that all parts take together."""
         parts = self.dense, self.index, self.books, self.staging, self.open_pages
         return sum(parts) + self.recall_cache
 
     def of(self, blocks: int) -> "Tiers":
-        """The same with fewer blocks, as workers have where another has less room."""
+        """The same division with fewer blocks, if another worker has less room."""
         growing = {name: getattr(self, name) for name in ("home", "dense", "index", "books")}
         return replace(
             self,
@@ -186,28 +188,28 @@ class Tiers:
     ) -> "Tiers":
         """Divide fast memory and home.
 
-        As many requests run at once, up to ``max_num_seqs``, as have slots in what is left of fast
-        memory by the index and books of the home. These may take ``HOME_SHARE`` of it, or what a
-        home for so many contexts of full length needs, if that is less, or one for a single
-        context, if that is more. What requests leave goes to the home, up to as many contexts of
-        full length, and then to slots.
+        The index and books of the home may take ``HOME_SHARE`` of fast memory, or what a home for
+        that many contexts of full length needs, if that is less, or what a home for a single
+        context needs, if that is more. As many requests run at once, up to ``max_num_seqs``, as
+        have slots in the rest. What they leave goes to the home, up to as many contexts of full
+        length, and then to slots.
 
-        Where there is not even room for one, or for all in a home whose size the user has set,
-        prefill does without staging, and then dense layers are streamed from home, if that helps.
-        What is encoded is read in slots and in staging only, so an encoded home needs all of that.
+        If there is not even room for one request, or for all in a home whose size the user has set,
+        prefill does without staging, and next dense layers are streamed from home, if that helps.
+        Encoded pages are read in slots and in staging only, so an encoded home needs both.
 
         Args:
             config: Options of the engine.
-            cache: What is to be kept.
-            fast: Bytes of fast memory that everything may take in all.
+            cache: The KV cache of the worker.
+            fast: Bytes of fast memory for everything together.
             staging: Bytes of the staging buffer.
-            blocks: Number of blocks where the user has fixed it.
-            disk: Bytes that are free where a home is to lie whose size nobody has set; None: not
-                to be looked at.
+            blocks: Number of blocks, if the user has fixed it.
+            disk: Free bytes at the place of a home whose size the user has not set; None: not
+                checked.
 
         Raises:
-            RetrievalConfigError: One request of ``max_model_len`` cannot be served, or what the
-                user has set does not fit; says what, by how much, and the remedy.
+            RetrievalConfigError: One request of ``max_model_len`` cannot be served, or a size that
+                the user has set does not fit; says which, by how much, and the remedy.
         """
         # vLLM's kernel does not read rows, nor what is encoded: prefill cannot do without staging.
         staged = [staging] if config.rows or config.encoding is not None else [staging, 0]
@@ -239,10 +241,10 @@ class _Plan:
     disk: int | None
 
     def make(self) -> Tiers:
-        """For as many requests as there is room for; raises as :meth:`Tiers.plan`."""
+        """Divide memory for as many requests as fit; raises as :meth:`Tiers.plan`."""
         config, cache = self.config, self.cache
         seats, budgets = most_seats(cache.max_num_seqs, self._fits)
-        # Slots are all requests': where fewer run than may, these have more of them.
+        # All requests share the slots: if fewer run than may, each has more.
         if seats < cache.max_num_seqs and self.serves_all:
             seats, budgets = cache.max_num_seqs, Fraction(1)
         if not seats:
@@ -279,20 +281,20 @@ class _Plan:
 
     @property
     def _block_bytes(self) -> int:
-        """Of a block in home."""
+        """Bytes of a block in home."""
         cache = self.cache
         in_home = cache.retrieval_layers * cache.bytes_in_home(self.config)
         return in_home + cache.dense_layers * self.streams_dense * cache.block_bytes
 
     @property
     def _slot_bytes(self) -> int:
-        """Of a slot, and the books beside it."""
+        """Bytes of a slot, and of the books beside it."""
         tokens = 1 if self.config.rows else self.config.page_size
         books = BOOKS_PER_TOKEN if self.config.rows else BOOKS_PER_SLOT
         return tokens * self.cache.token_bytes + books
 
     def _wanted(self, seats: int) -> int:
-        """Blocks of a home for so many requests, as far as the disk has room; or the user's."""
+        """Blocks of a home for ``seats`` requests, as far as the disk has room; or the user's."""
         if self.fixed_blocks is not None:
             return self.fixed_blocks
         if self.config.home_bytes is not None:
@@ -336,7 +338,7 @@ class _Plan:
         return max(least, min(wanted, int(self.fast * HOME_SHARE)))
 
     def _needs(self, seats: int, budgets: Fraction = Fraction(1)) -> list[int]:
-        """Slots of each layer for so many budgets of so many requests."""
+        """Slots of each layer for a number of requests with a number of budgets each."""
         cache = self.cache
         if self.config.rows:
             own = min(int(budgets * self._least_tokens), self._longest)
@@ -353,7 +355,7 @@ class _Plan:
 
     @property
     def _least_tokens(self) -> int:
-        """Of single tokens, the slots that a KV head of a request needs, in whole pages."""
+        """Slots for single tokens that a KV head of a request needs, in whole pages."""
         cache, page = self.cache, self.config.page_size
         if cache.attended is None:
             return min(self.config.budget_limit // page * page, self._longest)
@@ -361,7 +363,7 @@ class _Plan:
         return min(pages * page, self._longest)
 
     def _slots_wanted(self, seats: int, budgets: Fraction) -> int:
-        """Bytes of slots: the user's, or for so many budgets of so many requests."""
+        """Bytes of slots: the user's, or for a number of requests with a number of budgets each."""
         if self.config.recall_cache_bytes is not None:
             return self.config.recall_cache_bytes
         return sum(self._needs(seats, budgets)) * self._slot_bytes
@@ -375,14 +377,14 @@ class _Plan:
         )
 
     def _slots(self, seats: int, blocks: int) -> tuple[int, ...]:
-        """Of each layer, as many as there is room for."""
+        """Slots of each layer, as many as there is room for."""
         config, cache, needs = self.config, self.cache, self._needs(seats)
         recall = config.recall_cache_bytes
         if recall is None:
             recall = self.fast - self._beside(seats) - sum(self._growing(blocks).values())
         room = recall // self._slot_bytes
         if config.rows:
-            # Every request has its own slots, in whole pages, so that their numbers are tokens'.
+            # Every request has its own slots, in whole pages, so slots are numbered like tokens.
             lists = seats * cache.kv_heads
             budget = config.budget_limit // config.page_size * config.page_size
             most = min(max(MOST_TOKENS * budget, self._least_tokens), self._longest)

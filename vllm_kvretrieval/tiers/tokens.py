@@ -1,4 +1,4 @@
-"""Single tokens of one layer in fast memory, its KV cache being in a slow home."""
+"""Single tokens of one layer in fast memory, while its KV cache is in a slow home."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from vllm_kvretrieval.kernels import DecodeRows, TokenRecall
 
 
 class TokenSlots:
-    """What a layer attends to, in place of its KV cache; see :class:`TokenRecall`.
+    """The tokens that a layer attends to, in place of its KV cache; see :class:`TokenRecall`.
 
     Args:
         slots: [S, kv_heads, capacity, 2 * head_size].
-        own: By which its KV heads have what they attend to by themselves.
+        own: The recall of this layer alone, whose KV heads each have their own tokens.
     """
 
     def __init__(self, slots: torch.Tensor, own: TokenRecall) -> None:
@@ -21,27 +21,27 @@ class TokenSlots:
         self._shared: tuple[TokenRecall, int] | None = None
 
     def share(self, recall: TokenRecall, number: int) -> None:
-        """Say with which layers it attends to the same tokens, where a filter selects them.
+        """Join the layers that attend to the same tokens, which a filter selects.
 
         Args:
-            recall: Of all these.
+            recall: The recall of all these layers.
             number: The layer's place among them.
         """
         self._shared = recall, number
 
     def write(self, slot_mapping: torch.Tensor) -> None:
-        """Nothing: the tokens of a request in slots stay what they are, and new ones are read."""
+        """Do nothing: tokens in slots do not change, and new tokens are read from home."""
 
     def resolve(self, rows: DecodeRows) -> None:
-        """Bring all that the rows attend to into slots; their lists get the places."""
+        """Bring all attended tokens of the rows into slots; their lists get the places."""
         self._own.recall(rows)
         self._own.wait(0)
 
     def prefetch(self, rows: DecodeRows, chooser: Any) -> None:
-        """Nothing is read ahead of the step that attends to it."""
+        """Do nothing: single tokens are not read ahead of the step that attends to them."""
 
     def wait(self) -> None:
-        """Wait for the layer's part of what its filter has recalled."""
+        """Wait for the layer's part of the tokens that its filter recalls."""
         assert self._shared is not None, "it follows a filter"
         recall, number = self._shared
         recall.wait(number)

@@ -32,7 +32,7 @@ from vllm_kvretrieval.tiers.sizes import Cache
 logger = init_logger("vllm.kvretrieval.host")
 
 SPARE = 4 << 30
-"""Bytes of host memory that are left to everything else."""
+"""Bytes of host memory that are left to other programs."""
 
 MapHome = Callable[[int, torch.device], torch.Tensor]
 """Makes uint8 [n], in host memory, that the device reads and writes."""
@@ -45,16 +45,17 @@ def plan_tiers(
     retrieving: Retrieving,
     device: int,
 ) -> HostTiers | None:
-    """Sizes of a cache whose home is host memory; None where its home is the device.
+    """Sizes of a cache whose home is host memory; None if its home is the device.
 
-    So it is with ``home=auto`` where all fits there, and where host memory cannot serve.
+    With ``home=auto`` the home is the device if everything fits there, and if host memory cannot
+    serve.
 
     Args:
-        vllm_config: Of the engine.
+        vllm_config: vLLM's configuration.
         config: Options of the engine.
-        specs: What vLLM keeps of each layer of this worker; not empty.
+        specs: vLLM's KV cache specs of this worker's layers; not empty.
         retrieving: Says which layers retrieve.
-        device: Bytes that the KV cache, and what is beside it, may take there.
+        device: Bytes of the device for the KV cache and the state beside it.
 
     Raises:
         RetrievalConfigError: Layers differ, or something does not fit.
@@ -85,7 +86,7 @@ def _plan_home(vllm_config: Any, config: RetrievalConfig, cache: Cache, device: 
 
 
 def log_tiers(config: RetrievalConfig, tiers: HostTiers, block_size: int) -> None:
-    """Say what went where."""
+    """Log how memory was divided."""
     logger.info(
         "home=host: %s GiB of host memory for %d tokens. On the device, dense layers take %s GiB, "
         "page index %s GiB, staging for prefill %s GiB, and %s GiB hold %d slots per KV head and "
@@ -103,7 +104,7 @@ def log_tiers(config: RetrievalConfig, tiers: HostTiers, block_size: int) -> Non
 
 
 def one_block(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
-    """The same cache with a single block, as vLLM makes small ones itself."""
+    """The same cache configuration with a single block, as vLLM makes small caches itself."""
     cache_config = vllm_config.cache_config
     given, cache_config.num_gpu_blocks_override = cache_config.num_gpu_blocks_override, 1
     try:
@@ -119,10 +120,10 @@ def move_home(
     """Put some layers of a model runner's KV cache in host memory.
 
     Args:
-        runner: vLLM's V2 model runner, with a cache of :func:`one_block`, which is given up.
-        kv_cache_config: What it is to have; a single group of layers that are all alike.
+        runner: vLLM's V2 model runner, with a cache of :func:`one_block`, which is released.
+        kv_cache_config: The cache that it gets; a single group of layers that are all alike.
         at_home: Names of the layers in host memory, in the order of the model.
-        map_home: Makes that memory.
+        map_home: Makes the host memory.
     """
     runner.kv_cache_config = kv_cache_config = deepcopy(kv_cache_config)
     (tensor,) = kv_cache_config.kv_cache_tensors
@@ -150,18 +151,18 @@ def move_home(
         kv_cache_groups=kv_cache_config.kv_cache_groups,
     )
     runner.kv_caches = list(kv_caches.values())
-    if has_kv_transfer_group():  # which has been told of the small cache
+    if has_kv_transfer_group():  # the connector knows only the small cache
         get_kv_transfer_group().register_kv_caches(kv_caches)
 
 
 def limit_seats(runner: Any, seats: int) -> None:
-    """Let a model runner number its requests up to what there are slots for.
+    """Let a model runner number as many requests as there are slots for.
 
-    Its buffers, and the graphs that it captures, stay those for as many rows as vLLM has foreseen.
+    Its buffers and captured graphs keep the number of rows that vLLM has planned.
 
     Args:
         runner: vLLM's V2 model runner, before it has any requests.
-        seats: How many there are at most.
+        seats: Most requests.
     """
     states = runner.req_states
     states.free_indices = [number for number in states.free_indices if number < seats]
@@ -179,15 +180,15 @@ def make_tier(
     homes: Sequence[torch.Tensor],
     rows: int,
 ) -> FarTier:
-    """What layers in host memory share.
+    """The state that layers in host memory share.
 
     Args:
         ops: Implementation of the ops.
-        side: Runs what is beside the model.
+        side: Runs work beside the model.
         config: Options of the engine.
         tiers: Sizes.
-        builder: Of the layers' metadata.
-        homes: Their caches, in the order of the model.
+        builder: Builder of the layers' metadata.
+        homes: The layers' caches, in the order of the model.
         rows: Most rows of a step, those of captured graphs included.
     """
     _, kv_heads, page_size, row = homes[0].shape

@@ -1,4 +1,4 @@
-"""What retrieval keeps beside the KV cache on a GPU, and its way into vLLM's layers."""
+"""Retrieval's state beside the KV cache on a GPU, and how it gets into vLLM's layers."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
 
 ROWS = "rows"
-"""How the cache is laid out: each token's key before its value."""
+"""vLLM's name of the cache's layout: each token's key before its value."""
 
 
 Retrieves = list[tuple[RetrievalMetadataBuilder, list[str]]]
@@ -28,13 +28,15 @@ Retrieves = list[tuple[RetrievalMetadataBuilder, list[str]]]
 
 
 def retrieving(config: RetrievalConfig, names: Iterable[str]) -> list[str]:
-    """Those of the layers that attend to parts of long contexts."""
+    """The layers that attend to parts of long contexts."""
     return [name for name in names if extract_layer_index(name) >= config.dense_layers]
 
 
 def groups_that_retrieve(config: RetrievalConfig, attn_groups: Iterable[Any]) -> Retrieves:
-    """Of vLLM's groups of layers; what is built around our backend, as for chunked attention or
-    added sinks, is left as it is."""
+    """The groups of layers that retrieve, among vLLM's.
+
+    Backends built around ours, as for chunked attention or added sinks, are left as they are.
+    """
     found = []
     for group in attn_groups:
         builder = group.get_metadata_builder()
@@ -51,13 +53,13 @@ class RetrievalLayers:
     Args:
         ops: Implementation of the ops: the module ``kernels.triton``.
         config: Options of the engine.
-        requests: Those that run.
+        requests: The running requests.
         max_model_len: Tokens of the longest context.
         device: Where the layers are.
 
     Attributes:
         impls: The retrieval layers, by name.
-        tier: What those share whose home is host memory; None where it is the device.
+        tier: The shared state of layers in host memory; None if the home is the device.
     """
 
     def __init__(
@@ -81,13 +83,13 @@ class RetrievalLayers:
         tiers: HostTiers | None = None,
         side: SideWork | None = None,
     ) -> None:
-        """Make layers such that retrieve, once their KV cache is allocated.
+        """Let layers retrieve, once their KV cache is allocated.
 
         Args:
-            groups: Those of the worker; a single one where there are ``tiers``.
-            layers: vLLM's, by name.
-            tiers: Sizes, where the cache of these layers is in host memory.
-            side: Runs what is then beside the model.
+            groups: The groups of the worker; a single one if there are ``tiers``.
+            layers: vLLM's layers, by name.
+            tiers: Sizes, if the cache of these layers is in host memory.
+            side: Runs work beside the model, if there are ``tiers``.
         """
         for builder, names in groups:
             if tiers is not None:
@@ -101,7 +103,7 @@ class RetrievalLayers:
                 self._attach(name, layers[name], builder, far)
 
     def detach(self) -> None:
-        """Let go of the KV cache, and of all that is kept beside it."""
+        """Release the KV cache and all state beside it."""
         for impl in self.impls.values():
             impl.detach()
         self.impls.clear()
@@ -114,7 +116,7 @@ class RetrievalLayers:
         return [store for impl in self.impls.values() for store in impl.stores]
 
     def index_everything(self) -> None:
-        """Index all pages of the cache, whatever has written them."""
+        """Index all pages of the cache from their keys."""
         for store in self.stores:
             pages = torch.arange(store.pages, dtype=torch.int32, device=self.device)
             self.ops.index_pages(pages, store)
@@ -138,11 +140,11 @@ class RetrievalLayers:
         self.impls[name] = impl
 
     def _choosers(self, impl: RetrievalAttentionImpl, cache: torch.Tensor) -> list[Chooser]:
-        """How a layer selects, by the number of the method."""
+        """The choosers of a layer, by the number of the method."""
         config, methods = self.config, self.config.methods.values()
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size, "dtype": cache.dtype}
         without = [(None, m.entry_tokens) for m in methods if m.index is None]
-        with self.device:  # where tensors are made
+        with self.device:  # tensors are made there
             selection = make_selection(config, self.requests.capacity, impl.group, shape)
             stores = {
                 (index, tokens): IndexStore.empty(
@@ -165,7 +167,7 @@ class RetrievalLayers:
 def make_selection(
     config: RetrievalConfig, seats: int, group: int, shape: dict[str, Any]
 ) -> Selection:
-    """Of one layer, on the device of the context; ``shape`` as ``Selection.empty`` takes it."""
+    """An empty selection of a layer, on torch's device; see ``Selection.empty`` for ``shape``."""
     most = max(*config.most_selected.values(), 1)
     return Selection.empty(seats=seats, group=group, most_selected=most, **shape)
 
@@ -179,7 +181,7 @@ def make_workspace(
     *,
     positions: bool = False,
 ) -> Workspace:
-    """For layers of so many KV heads, query heads of each, and channels."""
+    """The workspace for layers with these KV heads, query heads per KV head, and channels."""
     kv_heads, group, head_size = shape
     finest = min([tokens for _, tokens in config.stores], default=config.page_size)
     return Workspace(
@@ -198,11 +200,11 @@ def make_workspace(
 def fixed_bytes(
     config: RetrievalConfig, layers: Mapping[str, Any], rows: int, max_model_len: int
 ) -> int:
-    """Bytes of all that retrieval keeps whatever the size of the KV cache is.
+    """Bytes of the state whose size does not depend on that of the KV cache.
 
     Args:
         config: Options of the engine.
-        layers: vLLM's, by name.
+        layers: vLLM's layers, by name.
         rows: Most rows of a step.
         max_model_len: Tokens of the longest context.
     """

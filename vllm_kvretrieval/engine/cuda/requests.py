@@ -17,13 +17,13 @@ from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests
 
 @dataclass
 class Usage:
-    """What a request has used so far, its time before interruptions included.
+    """The usage of a request so far, its time before interruptions included.
 
     Attributes:
-        context: Tokens.
+        context: Tokens of its context.
         counts: ``steps``, ``sparse_steps``, ``pages``, ``attended`` of :class:`Counts`.
-        corrected: KV heads that selected anew, as far as the device has said so.
-        unread: Seats that have yet to say it.
+        corrected: KV heads that selected anew, as far as the device has reported.
+        unread: Seats whose report is still to come.
     """
 
     context: int = 0
@@ -39,8 +39,8 @@ class Batch:
     Attributes:
         seats: int64 [n].
         lens: int32 [n]; tokens in the context, those of the step included.
-        prefilling: bool [n]; whose tokens belong to a prompt.
-        decodes: bool [n]; who has one token, and none of a prompt.
+        prefilling: bool [n]; whether the row's tokens belong to a prompt.
+        decodes: bool [n]; whether the row has one token, which is not of a prompt.
     """
 
     seats: np.ndarray
@@ -50,7 +50,7 @@ class Batch:
 
     @classmethod
     def of(cls, batch: Any) -> "Batch":
-        """Of vLLM's ``InputBatch``, whose rows may be padded behind."""
+        """The requests of vLLM's ``InputBatch``, which may have rows of padding at its end."""
         prefilling, count = batch.is_prefilling_np, batch.num_reqs
         return cls(
             batch.idx_mapping_np,
@@ -78,9 +78,9 @@ class RunningRequests:
     """Options and counts of the running requests, by vLLM's numbers of them.
 
     Life of a seat: vLLM's runner numbers a request when it is added, and keeps the number until the
-    request finishes, is aborted or is preempted. Whoever takes a seat writes its options there, in
-    the order of the stream, and forgets what the last step of the seat's former request was: so no
-    other state has to be cleared. A resumed request is added anew, and goes on counting.
+    request finishes, is aborted or is preempted. When a request takes a seat, its options are
+    written there, in the order of the stream, and the note of the seat's last step is erased, so no
+    other state has to be cleared. A resumed request is added anew, and continues its counts.
 
     Args:
         config: Options of the engine.
@@ -92,8 +92,8 @@ class RunningRequests:
         corrected: int64 [capacity], on the device; KV heads that selected anew, by seat.
         attended: Units attended to so far where that was a part of the context.
         batch: The step that the runner is at; :data:`NOBODY` between steps.
-        assumes_sparse: Whether steps launch what rows with a selection need although none may
-            have one, so that all of it is compiled.
+        assumes_sparse: Whether steps launch the kernels for rows with a selection even if no row
+            may have one, so that all kernels are compiled.
     """
 
     def __init__(
@@ -116,14 +116,14 @@ class RunningRequests:
         self._read = np.zeros(capacity, dtype=np.int64)
 
     def device_table(self) -> DeviceRequests:
-        """The requests on the device; a table for each group of layers, whose steps it notes."""
+        """The requests on the device: one table per group of layers, which notes its steps."""
         shape = self.capacity, COLUMNS
         table = StagedWriteTensor(shape, dtype=torch.int32, device=self.device)
         self._tables.append(table)
         return DeviceRequests(table.gpu, self.corrected)
 
     def admit(self, req_id: str, seat: int, extra_args: Mapping[str, Any] | None) -> None:
-        """Give a request its seat; its options are staged."""
+        """Give a request its seat, and stage its options."""
         options = read_options(req_id, extra_args, self.config)
         row = self._options[seat]
         row[:] = 0
@@ -137,30 +137,30 @@ class RunningRequests:
         self._usage[seat] = self._interrupted.pop(req_id, None) or Usage()
 
     def apply(self) -> None:
-        """Write to the device what is staged, before the step that needs it."""
+        """Write the staged options to the device, before the step that needs them."""
         for table in self._tables:
             table.apply_write()
 
     def leave(self, req_id: str) -> None:
-        """Take back a request's seat; it may have finished, or come back. Others are fine."""
+        """Take back the seat of a request that has finished or is interrupted, if it has one."""
         seat = self._seat_of.pop(req_id, None)
         if seat is None:
             return
         usage, self._usage[seat] = self._usage[seat], None
         assert usage is not None
         self._interrupted[req_id] = usage
-        if logger.isEnabledFor(logging.DEBUG):  # nobody else asks, and asking is a copy
+        if logger.isEnabledFor(logging.DEBUG):  # only the log asks, at the cost of a copy
             self._readings.append(self._ask(seat, usage))
 
     def finish(self, req_ids: Iterable[str]) -> None:
-        """Forget requests, which have left; what they have used is logged when it is known."""
+        """Forget requests that have left; their usage is logged when it is known."""
         for req_id in req_ids:
             if (usage := self._interrupted.pop(req_id, None)) is not None:
                 self._finished.append((req_id, usage))
         self._report()
 
     def begin_step(self, batch: Batch) -> None:
-        """Take a step's requests, and book it."""
+        """Note a step's requests and count the step."""
         self.batch = batch
         sparse, pages = self._sparse(batch), self._pages(batch.lens)
         attended = self._budgets(batch.seats) * self.retrieval_heads
@@ -174,7 +174,7 @@ class RunningRequests:
             usage.counts += counts
 
     def end_step(self) -> None:
-        """Whatever comes before the next :meth:`begin_step` is no step of requests."""
+        """End a step: work before the next :meth:`begin_step` belongs to no request."""
         self.batch = NOBODY
 
     def may_be_sparse(self, *, far: bool) -> bool:
@@ -205,7 +205,7 @@ class RunningRequests:
         return -(-lens // self.config.page_size)
 
     def _ask(self, seat: int, usage: Usage) -> _Reading:
-        """Let the device say how often the seat's KV heads have selected anew, whenever it can."""
+        """Ask the device how often the seat's KV heads have selected anew, without waiting."""
         value = torch.empty(1, dtype=torch.int64, pin_memory=self.corrected.is_cuda)
         value.copy_(self.corrected[seat : seat + 1], non_blocking=True)
         arrived = torch.cuda.Event()
@@ -214,7 +214,7 @@ class RunningRequests:
         return _Reading(seat, value, arrived, usage)
 
     def _report(self) -> None:
-        """Log what has become known."""
+        """Log the usage of requests whose reports are complete."""
         while self._readings and self._readings[0].arrived.query():
             reading = self._readings.popleft()
             value, seat = int(reading.value), reading.seat

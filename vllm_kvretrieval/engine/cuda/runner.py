@@ -21,22 +21,22 @@ from vllm_kvretrieval.kernels import triton
 from vllm_kvretrieval.kernels.triton.mapped import map_host
 
 MODEL_STATES = (DefaultModelState, MambaHybridModelState)
-"""How vLLM describes the steps of decoders, and of those with state-space or convolution layers."""
+"""vLLM's descriptions of steps that are served: of decoders, also with state-space layers."""
 
 
 def check_model_state(state: type, config: RetrievalConfig, model: str) -> None:
-    """Refuse a model that describes its steps to vLLM's runner in a way of its own.
+    """Refuse a model that describes its steps to vLLM's runner in its own way.
 
-    Its rows may attend in both directions, for example, or be none of those that the runner has
-    numbered, and nothing in a step says so.
+    Its rows may, for example, attend in both directions, or not be those that the runner has
+    numbered, and nothing in a step shows it.
 
     Args:
         state: The class of the runner's ``model_state``.
         config: Options of the engine.
-        model: Its name.
+        model: The model's name.
 
     Raises:
-        RetrievalConfigError: Names that class.
+        RetrievalConfigError: The model has such a class; names it.
     """
     if state not in MODEL_STATES:
         known = " or ".join(known.__name__ for known in MODEL_STATES)
@@ -47,15 +47,15 @@ def check_model_state(state: type, config: RetrievalConfig, model: str) -> None:
 
 
 class RetrievalModelRunner(GPUModelRunner):
-    """vLLM's V2 model runner; owns what retrieval keeps beside its KV cache.
+    """vLLM's V2 model runner, which also owns retrieval's state beside the KV cache.
 
-    vLLM makes a KV cache twice: a small one, over which it captures CUDA graphs to know what they
-    take, and the real one. What retrieval keeps lives as long as the one that it was made for.
+    vLLM makes a KV cache twice: a small one, over which it captures CUDA graphs to measure their
+    memory, and the real one. Retrieval's state lives as long as the cache that it was made for.
 
     Attributes:
         ops: Implementation of the ops.
-        tiers: Sizes, where the retrieval layers' cache is in host memory; the worker sets it.
-        retrieval_layers: What is kept; None as long as there is no KV cache.
+        tiers: Sizes, if the retrieval layers' cache is in host memory; the worker sets them.
+        retrieval_layers: The state; None as long as there is no KV cache.
     """
 
     ops: ClassVar[Any] = triton
@@ -69,7 +69,7 @@ class RetrievalModelRunner(GPUModelRunner):
 
     @staticmethod
     def make_side(device: torch.device) -> SideWork:
-        """What runs work beside the model."""
+        """The runner of work beside the model."""
         return SideStream(device)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -107,10 +107,10 @@ class RetrievalModelRunner(GPUModelRunner):
             torch.accelerator.empty_cache()
 
     def compile_retrieval(self) -> None:
-        """Compile all that serving may launch, by steps without requests that launch it.
+        """Compile all kernels that serving may launch, by steps without requests.
 
         The number of rows decides which variants of the kernels a step needs. Graphs are captured
-        for some numbers of rows, if at all; eager steps have any.
+        for some numbers of rows, if at all; eager steps may have any number.
         """
         most = self.max_num_reqs
         self.running.assumes_sparse = True
@@ -168,7 +168,7 @@ class RetrievalModelRunner(GPUModelRunner):
         return config
 
     def _attach_retrieval(self, tiers: HostTiers | None) -> None:
-        """Make the layers that retrieve such, over the KV cache that has just been allocated."""
+        """Let the layers retrieve, over the KV cache that has just been allocated."""
         config = self.retrieval_config
         layers = self.compilation_config.static_forward_context
         groups = groups_that_retrieve(config, itertools.chain.from_iterable(self.attn_groups))
@@ -187,7 +187,7 @@ class RetrievalModelRunner(GPUModelRunner):
             self.retrieval_layers = None
 
     def _index_filled(self, kv_cache_config: Any) -> None:
-        """Index what vLLM's benchmark connector has filled the cache with."""
+        """Index the keys that vLLM's benchmark connector has written to the cache."""
         if kv_cache_config.needs_kv_cache_zeroing:
             raise RetrievalConfigError(
                 "DecodeBenchConnector fills blocks of this model one by one, as they are used, and "

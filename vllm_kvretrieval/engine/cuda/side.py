@@ -7,19 +7,19 @@ import torch
 
 
 class SideWork(Protocol):
-    """What runs beside the main work, in the order in which it was submitted."""
+    """Runs work beside the main work, in the order in which it is submitted."""
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Launch ``work`` so that it may run beside what the main work launches from now on.
+        """Launch ``work`` so that it may run beside the main work's later launches.
 
-        It sees what the main work has launched so far; the main work sees what it does after
-        :meth:`wait`, and until then touches nothing that it writes, and writes nothing that it
-        reads.
+        ``work`` sees the results of the main work's launches so far. The main work sees those of
+        ``work`` after :meth:`wait`; until then it neither touches what ``work`` writes nor writes
+        what ``work`` reads.
         """
         ...
 
     def wait(self) -> None:
-        """Let the main work go on after all that was submitted; the host does not wait."""
+        """Let the main work continue after all submitted work; the host does not wait."""
         ...
 
 

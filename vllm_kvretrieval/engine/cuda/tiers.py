@@ -1,4 +1,4 @@
-"""How much of the KV cache goes where, when its home is host memory."""
+"""Division of memory when the home of the KV cache is host memory."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -13,23 +13,23 @@ from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.tiers.sizes import HOME_SHARE, Cache, most_of, most_seats
 
 BOOKS_PER_SLOT = 8
-"""Bytes beside a slot: what it holds, and when that was used."""
+"""Bytes beside a slot: its page, and the step that last used it."""
 BUDGETS = 2
-"""Of slots per request, where there is room: one for the step, one for what comes and goes."""
+"""Budgets of slots per request, if there is room: one for the step, one for pages kept longer."""
 HOST_SHARE = Fraction(1, 2)
-"""Of host memory, that a home takes by default; of a request of full length it may take all."""
+"""Share of host memory that a home takes by default; for a single request it may take all."""
 MOST_HOME = 4
-"""Times the device's room, that it takes by default at most: more of it has to be locked at every
-start, and would leave contexts less and less of the device each."""
+"""Most of a home by default, as a multiple of the device's room: a larger home has more memory to
+lock at every start, and leaves each context less of the device."""
 
 
 @dataclass(frozen=True)
 class HostTiers:
-    """What goes where. Bytes, unless said otherwise.
+    """A division of memory. Numbers are bytes, unless said otherwise.
 
     Attributes:
         seats: Most requests that run at once; ``Cache.max_num_seqs``, or fewer.
-        blocks: vLLM's blocks in home; what its scheduler deals in.
+        blocks: vLLM's blocks in home, the units of its scheduler.
         staged: Pages of a buffer for the contexts of prompts.
         capacity: Slots of a KV head of a request in each retrieval layer, for a page each.
         home: Host memory that is locked: the retrieval layers.
@@ -51,11 +51,11 @@ class HostTiers:
 
     @property
     def device(self) -> int:
-        """Device memory that all of it takes."""
+        """Device memory that all parts take together."""
         return self.dense + self.index + self.staging + self.slots
 
     def of(self, blocks: int) -> "HostTiers":
-        """The same with fewer blocks, as workers have where another has less room."""
+        """The same division with fewer blocks, if another worker has less room."""
         growing = {name: getattr(self, name) for name in ("home", "dense", "index")}
         return replace(
             self,
@@ -75,20 +75,20 @@ class HostTiers:
     ) -> "HostTiers":
         """Divide the memory of the device and of the host.
 
-        As many requests run at once, up to ``max_num_seqs``, as have room for the slots of
-        ``ROOMY`` budgets each in what staging, and dense layers and index of the home, leave of the
-        device. What requests leave goes to the home, then to slots; see ``Tiers.plan``.
+        Staging, and dense layers and index of the home, come first. As many requests run at once,
+        up to ``max_num_seqs``, as the rest of the device has slots for, ``ROOMY`` budgets each.
+        What they leave goes to the home, then to slots; see ``Tiers.plan``.
 
         Args:
             config: Options of the engine.
-            cache: What is to be kept.
-            device: Bytes that everything may take there.
+            cache: The KV cache of the worker.
+            device: Bytes of the device for everything together.
             host: Bytes of host memory that this worker may lock.
-            blocks: Number of blocks where the user has fixed it.
+            blocks: Number of blocks, if the user has fixed it.
 
         Raises:
-            RetrievalConfigError: One request of ``max_model_len`` cannot be served, or what the
-                user has set does not fit; says what, by how much, and the remedy.
+            RetrievalConfigError: One request of ``max_model_len`` cannot be served, or a size that
+                the user has set does not fit; says which, by how much, and the remedy.
         """
         return _Plan(config, cache, device, host, blocks).make()
 
@@ -104,7 +104,7 @@ class _Plan:
     fixed_blocks: int | None
 
     def make(self) -> HostTiers:
-        """For as many requests as there is room for; raises as :meth:`HostTiers.plan`."""
+        """Divide memory for as many requests as fit; raises as :meth:`HostTiers.plan`."""
         cache = self.cache
         seats, budgets = most_seats(cache.max_num_seqs, self._fits)
         if not seats:
@@ -128,7 +128,7 @@ class _Plan:
 
     @property
     def _given(self) -> str | None:
-        """How the user has set the size of the home."""
+        """The option by which the user has set the size of the home."""
         if self.fixed_blocks is not None:
             return f"--num-gpu-blocks-override {self.fixed_blocks}"
         if self.config.home_bytes is not None:
@@ -142,7 +142,7 @@ class _Plan:
 
     @property
     def _page_bytes(self) -> int:
-        """Of a KV head."""
+        """Bytes of a page of a KV head."""
         return self.config.page_size * self.cache.token_bytes
 
     @property
@@ -160,7 +160,7 @@ class _Plan:
         return self.cache.retrieval_layers * self.cache.block_bytes
 
     def _slot_bytes(self, seats: int) -> int:
-        """Of one slot of every KV head of so many requests."""
+        """Bytes of one slot of every KV head of ``seats`` requests."""
         lists = seats * self.cache.kv_heads * self.cache.retrieval_layers
         return lists * (self._page_bytes + BOOKS_PER_SLOT)
 
@@ -170,11 +170,11 @@ class _Plan:
         return dense + self.cache.index_bytes(blocks, self.config)
 
     def _left(self, seats: int, capacity: int) -> int:
-        """Bytes of the device for what is in proportion to the home."""
+        """Bytes of the device for the parts that grow with the home."""
         return self.device - self._staging - capacity * self._slot_bytes(seats)
 
     def _wanted(self, seats: int) -> int:
-        """Blocks of a home for so many requests, as far as there is host memory; or the user's."""
+        """Blocks of a home for ``seats`` requests, as far as host memory allows; or the user's."""
         if self.fixed_blocks is not None:
             return self.fixed_blocks
         if self.config.home_bytes is not None:

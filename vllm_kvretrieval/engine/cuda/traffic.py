@@ -1,4 +1,4 @@
-"""What slots on a GPU have served, for the front end's metrics."""
+"""Hits and misses of slots on a GPU, for the front end's metrics."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from vllm_kvretrieval.kernels.slots import Traffic
 
 
 class TrafficReport:
-    """Counts on their way from the device, which nobody waits for: they come a step late.
+    """Counts on their way from the device; they arrive a step late, since the host does not wait.
 
     Args:
-        traffic: int64 [seats, len(Traffic)]; of all layers. None: nothing has slots.
+        traffic: int64 [seats, len(Traffic)]; sums over all layers. None: no layer has slots.
         corrected: int64 [seats]; KV heads that selected anew.
-        unit_bytes: Of a unit.
-        slots: Of all layers.
-        rank: Of the worker.
+        unit_bytes: Bytes of a unit.
+        slots: Slots of all layers.
+        rank: Rank of the worker.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class TrafficReport:
         self._attended = 0
 
     def take(self, attended: int) -> dict[str, int]:
-        """What the connector reports; empty where nothing new has arrived.
+        """The counts for the connector to report; empty if nothing new has arrived.
 
         Args:
-            attended: Units attended to so far where that was a part of the context.
+            attended: Units attended to so far in steps over a part of the context.
         """
         stats: dict[str, int] = {}
         if self._arrived is not None:

@@ -24,10 +24,10 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 
 
 class RetrievalGPUWorker(Worker):
-    """vLLM's GPU worker; leaves room for what retrieval keeps beside its KV cache.
+    """vLLM's GPU worker, which leaves room for retrieval's state beside the KV cache.
 
     Attributes:
-        tiers: Sizes, where the retrieval layers' cache is in host memory.
+        tiers: Sizes, if the retrieval layers' cache is in host memory.
     """
 
     tiers: HostTiers | None = None
@@ -36,16 +36,16 @@ class RetrievalGPUWorker(Worker):
         return RetrievalModelRunner(self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache, less what page indexes and the work of a step take of them.
+        """Bytes for the KV cache, without those for page indexes and the work of a step.
 
-        A KV cache size that the user fixed is left as it is, and the others come on top. Where the
-        home is host memory, that size is what the device gives to all of it, and these are the
-        bytes of all blocks at home.
+        If the user fixed the size of the KV cache, it stays, and the others come on top. If the
+        home is host memory, the fixed size is what the device gives to everything together, and the
+        result is the bytes of all blocks at home.
 
         Raises:
             RetrievalConfigError: Nothing would be retrieved, or something does not fit.
         """
-        # Before vLLM applies a plan of an earlier start, which looks like a wish of the user's.
+        # Before vLLM applies the plan of an earlier start, which looks like a user's setting.
         given = self.cache_config.kv_cache_memory_bytes is not None
         available = super().determine_available_memory()
         config = self.model_runner.retrieval_config
@@ -64,7 +64,7 @@ class RetrievalGPUWorker(Worker):
         return room * block // (block + index)
 
     def _fixed_bytes(self, config: RetrievalConfig, available: int) -> int:
-        """Of all that does not grow with the KV cache, if it is less than what is available."""
+        """Bytes of the state that does not grow with the KV cache; less than what is available."""
         fixed = fixed_bytes(
             config,
             self.vllm_config.compilation_config.static_forward_context,
@@ -81,7 +81,7 @@ class RetrievalGPUWorker(Worker):
         return fixed
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """See ``Worker.initialize_from_config``; says what retrieval will do."""
+        """See ``Worker.initialize_from_config``; logs what retrieval will do."""
         if self.tiers is not None:
             self.tiers = self.model_runner.tiers = self.tiers.of(kv_cache_config.num_blocks)
         super().initialize_from_config(kv_cache_config)
@@ -94,12 +94,12 @@ class RetrievalGPUWorker(Worker):
             self._report_traffic(kept)
 
     def compile_or_warm_up_model(self) -> Any:
-        """See ``Worker.compile_or_warm_up_model``; graphs are captured of what is compiled here."""
+        """See ``Worker.compile_or_warm_up_model``; compiles the kernels before their capture."""
         self.model_runner.compile_retrieval()
         return super().compile_or_warm_up_model()
 
     def _report_traffic(self, kept: RetrievalLayers) -> None:
-        """Tell the front end, after every step, what the slots have served."""
+        """Report hits and misses of the slots to the front end after every step."""
         requests, unit_bytes = kept.requests, 0
         if kept.tier is not None:
             unit_bytes = kept.tier.far[0].slots[0].nbytes
