@@ -5,7 +5,6 @@ imported as well. Here they are forked by a process that has done nothing but th
 forked from the tests' own process, whose threads would be missing.
 """
 
-import multiprocessing
 import os
 import re
 from collections.abc import Iterator
