@@ -110,10 +110,7 @@ def test_streamingllm_gives_the_budget_to_the_window():
         ({"correction_threshold": True}, r"correction_threshold=True must be a number"),
         ({"correction_threshold": None}, "correction_threshold=None must have a value; leave it"),
         ({"correction_threshold": 1.5}, r"correction_threshold=1\.5 must be .* between -1 and 1"),
-        (
-            {"reuse": "some"},
-            r"kv_retrieval\.reuse='some' is unknown; use one of \('all', 'exact'\)",
-        ),
+        ({"reuse": "some"}, r"kv_retrieval\.reuse='some' is unknown; use one of all, exact"),
         ({"reuse": True}, r"kv_retrieval\.reuse=True is unknown"),
         ({"allow_exact": "no"}, r"allow_exact='no' must be true or false"),
         ({"max_budget": 1024}, r"max_budget=1024 must be budget=2048 or more: .* Raise it"),

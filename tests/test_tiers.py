@@ -72,7 +72,7 @@ def test_sizes_that_are_none(size):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"home": "tape"}, "kv_retrieval.home='tape' is unknown; use one of ('auto', 'device',"),
+        ({"home": "tape"}, "kv_retrieval.home='tape' is unknown; use one of auto, device, host"),
         ({"home_bytes": "1GiB"}, "home_bytes='1GiB' has no effect with home=device; leave it"),
         ({"codec": "zip"}, "codec='zip'"),
         ({"codec": "k8v4"}, "codec='k8v4' is for pages in a file, *use home=disk *, or codec=raw"),

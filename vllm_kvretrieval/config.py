@@ -137,8 +137,7 @@ class RetrievalConfig:
         for method in self.methods.values():
             self.page_budget(method=method.name)
         require_bool("allow_exact", self.allow_exact)
-        if self.reuse not in REUSES:
-            raise RetrievalConfigError(f"reuse={self.reuse!r} is unknown; use one of {REUSES}.")
+        require_name("reuse", self.reuse, REUSES)
         if self.attention is not None:
             require_name("attention", self.attention, ATTENTION)
         if self.max_budget is not None:
@@ -300,8 +299,7 @@ class RetrievalConfig:
         return roles_of(file.filters, layers)
 
     def _check_home(self) -> None:
-        if self.home not in HOMES:
-            raise RetrievalConfigError(f"home={self.home!r} is unknown; use one of {HOMES}.")
+        require_name("home", self.home, HOMES)
         # Filters read keys, too, but of layers that stay in memory as long as they fit there.
         reading = [m.name for m in self.methods.values() if m.reads_keys and not m.shares]
         if self.home != "device" and reading:
