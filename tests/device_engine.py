@@ -5,6 +5,7 @@ of its own. From the request to the token everything is vLLM's and the package's
 vLLM's own for the CPU (streams, events, pinned memory), and attention to whole contexts.
 """
 
+import gc
 import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -56,6 +57,7 @@ def open_engine(model, options):
     global _engine
     from vllm import LLM
 
+    gc.freeze()  # what is imported; vLLM collects garbage around everything that it captures
     defaults = {
         "kv_cache_memory_bytes": 1 << 24,
         "distributed_executor_backend": "uni",

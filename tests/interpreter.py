@@ -4,6 +4,7 @@ Triton decides when it is imported whether kernels are compiled or interpreted, 
 own process, where vLLM imports it too, cannot have both.
 """
 
+import functools
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -14,7 +15,8 @@ def start(*, checked: bool = False) -> ProcessPoolExecutor:
     """A pool of one process, to which functions that launch kernels can be submitted.
 
     Args:
-        checked: Whether tests/memory_checks.py checks every launch.
+        checked: Whether tests/memory_checks.py checks every launch, and the interpreter every
+            sum and product of small integers for overflow.
     """
     pool = ProcessPoolExecutor(
         1,
@@ -31,6 +33,9 @@ def _prepare(checked: bool) -> None:
     _widen_bfloat16()
     _refuse_small_products()
     _take_masks_of_numbers()
+    _patch_the_language_once()
+    if not checked:
+        _count_no_overflows()
     if checked:
         from tests import memory_checks
 
@@ -76,3 +81,45 @@ def _take_masks_of_numbers() -> None:
         return store(self, pointers, value, mask, *rest)
 
     InterpreterBuilder.create_masked_store = masked
+
+
+def _patch_the_language_once() -> None:
+    """Patch Triton's language for a launch as a whole, not again for each function that it calls.
+
+    The interpreter looks through all of the language each time, which takes a fifth of a step.
+    """
+    from types import SimpleNamespace
+
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    patched: set[int] = set()
+
+    @functools.cache
+    def languages(fn):
+        return {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+
+    def patch_lang(fn):
+        if patched >= languages(fn):
+            return SimpleNamespace(restore=lambda: None)
+        scope, outermost = patch(fn), not patched
+        patched.update(languages(fn))
+        if outermost:
+            restore = scope.restore
+
+            def forget():
+                patched.clear()
+                restore()
+
+            scope.restore = forget
+        return scope
+
+    interpreter._patch_lang = patch_lang
+
+
+def _count_no_overflows() -> None:
+    """Sizes of engines here are far from 32 bits, and looking takes a quarter of a step."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    object.__setattr__(interpreter_builder.options, "sanitize_overflow", False)
