@@ -38,7 +38,7 @@ from transformers import AutoConfig
 
 from benchmarks import decode_report, worker_timing
 from benchmarks.common import MODELS, RESULTS, Stopwatch, read_json, result_header, write_json
-from benchmarks.decode_bench import WARM_STEPS, Bench, Settings
+from benchmarks.decode_bench import WARM_STEPS, Bench, Lane, Settings
 from benchmarks.decode_report import Cell
 from benchmarks.engines import LONG_STEPS, EngineError, EngineProcess, EngineSpec
 from benchmarks.models import Documents, kv_bytes_per_token, yarn_overrides
@@ -81,14 +81,17 @@ def engine_specs(
     }
     if settings.fill:
         common["kv_transfer_config"] = FILL
+    options = {"budget": settings.budget} | settings.options
+    if settings.beside:
+        options["also"] = list(settings.beside)
     stock = EngineSpec(STOCK, common, {"VLLM_PLUGINS": ""} | LONG_STEPS)
     if settings.against == "stock":
         return [stock, EngineSpec("stock again", common, {"VLLM_PLUGINS": ""} | LONG_STEPS)]
-    options = {
+    retrieval = {
         "attention_backend": settings.against.upper(),
-        "additional_config": {"kv_retrieval": {"budget": settings.budget} | settings.options},
+        "additional_config": {"kv_retrieval": options},
     }
-    return [stock, EngineSpec(settings.against, common | options, LONG_STEPS)]
+    return [stock, EngineSpec(settings.against, common | retrieval, LONG_STEPS)]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -106,6 +109,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", default=str(MODELS / "SmolLM2-135M-Instruct"), help="any model vLLM serves")
     add("--against", default="freekv", help="attention backend set against stock; "
         "'stock' compares vLLM with itself: the error of the method")  # fmt: skip
+    add("--beside", nargs="+", default=(), metavar="METHOD", help="further methods, such as full, "
+        "that requests to the same engine name")  # fmt: skip
     add("--budget", type=int, default=1024, help="tokens attended to per decode step")
     add("--options", type=json.loads, default={}, help="JSON of further kv_retrieval options")
     contexts = [512, 2048] if quick else [512, 896, 2048, 8192, 16384, 32768]
@@ -141,7 +146,8 @@ def earlier(path: Path, settings: Settings) -> dict[str, Any]:
     stored = read_json(path)
     if stored is None:
         return {}
-    if {"fill": False, "dtype": "auto"} | stored["settings"] != asdict(settings):
+    defaults = {"fill": False, "dtype": "auto", "beside": []}
+    if defaults | stored["settings"] != asdict(settings) | {"beside": [*settings.beside]}:
         sys.exit(f"{path} was made with other settings: drop --resume or name another --output")
     return {key: stored[key] for key in ("cells", "flatness") if key in stored}
 
@@ -182,7 +188,11 @@ def measure(
                 engine.pause()
                 engines[spec.name] = engine
             store["engines"] = {spec.name: engines[spec.name].info for spec in specs}
-            bench = Bench([engines[spec.name] for spec in specs], settings, documents, status)
+            lanes = [Lane(spec.name, engines[spec.name]) for spec in specs]
+            for name in settings.beside:
+                by_name = {"kv_retrieval": {"method": name}}
+                lanes.append(Lane(name, engines[settings.against], by_name))
+            bench = Bench(lanes, settings, documents, status)
             bench.warm_up(min(max(args.contexts), 2 * settings.budget))
             status.clear()
             print(f"{first} started first\n{decode_report.HEADER}")
@@ -230,6 +240,7 @@ def main() -> None:
         enforce_eager=args.enforce_eager,
         fill=args.fill,
         dtype=args.dtype,
+        beside=tuple(args.beside),
     )
     specs = engine_specs(args.model, settings, config, longest, batch)
     done = earlier(args.output, settings) if args.resume else {}

@@ -35,6 +35,7 @@ class Settings:
     enforce_eager: bool
     fill: bool = False
     dtype: str = "auto"
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,33 @@ class Prefill:
     timings: list[Timing]
 
 
+@dataclass(frozen=True)
+class Lane:
+    """One of the compared: an engine, and what its requests ask for."""
+
+    name: str
+    engine: EngineProcess
+    extra_args: dict[str, Any] | None = None
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, temperature: float) -> Timing:
+        """Decode with the engine awake meanwhile; see `EngineProcess.generate`."""
+        self.engine.resume()
+        timing = self.engine.generate(prompts, max_tokens, temperature, self.extra_args)
+        self.engine.pause()
+        return timing
+
+
 class Bench:
-    """Measures both engines, one context length after another."""
+    """Measures all lanes in turn, one context length after another."""
 
     def __init__(
         self,
-        engines: Sequence[EngineProcess],
+        lanes: Sequence[Lane],
         settings: Settings,
         documents: Documents,
         status: Status,
     ) -> None:
-        self._engines = engines
+        self._lanes = lanes
         self._status = status
         self._settings = settings
         self._documents = documents
@@ -112,15 +129,15 @@ class Bench:
             for turn in range(1, 1 + decode_repeats(context, self._settings))
         ]
         cell: Cell = {"context": context, "batch": len(prompts), "engines": {}}
-        for k, engine in enumerate(self._engines):
+        for k, lane in enumerate(self._lanes):
             first = [run.timings[k].first_token for run in prefills if run.timings]
-            cell["engines"][engine.name] = {
+            cell["engines"][lane.name] = {
                 "prefill_s": [round(max(times), 4) for times in first],
                 "first_token_s": [round(statistics.median(times), 4) for times in first],
                 "step_ms": [decode_report.spread(self._steps(pair[k])) for pair in decodes],
             }
             if profile:
-                cell["engines"][engine.name] |= self._profile(engine, prompts)
+                cell["engines"][lane.name] |= self._profile(lane, prompts)
         return cell
 
     def flatness(self, short: int, long: int, profile: bool) -> dict[str, Any]:
@@ -128,30 +145,28 @@ class Bench:
 
         Neighbouring measurements are compared: the cells of two contexts lie an hour apart.
         """
-        engine = self._engines[1]
+        lane = self._lanes[1]
         prompts = {
             context: self._seen.get(context) or self._documents.take(1, context - self._tokens)
             for context in (short, long)
         }
-        engine.resume()
         for context, prompt in prompts.items():
             self._status.set(f"flatness: prefill of {context:,}")
-            engine.generate(prompt, 1)
+            lane.generate(prompt, 1, self._settings.temperature)
         runs: dict[int, list[float]] = {short: [], long: []}
         for turn in range(2 * self._settings.repeats):
             for context in (short, long) if turn % 2 else (long, short):
                 self._status.set(f"flatness: {context:,}, {turn + 1}")
-                timing = engine.generate(prompts[context], self._tokens, self._settings.temperature)
+                timing = lane.generate(prompts[context], self._tokens, self._settings.temperature)
                 runs[context].append(decode_report.spread(self._steps(timing))["mean"])
-        engine.pause()
         measured: dict[str, Any] = {"contexts": [short, long], "step_ms": [runs[short], runs[long]]}
         if profile:
-            profiles = [self._profile(engine, prompts[context]) for context in (short, long)]
+            profiles = [self._profile(lane, prompts[context]) for context in (short, long)]
             measured["profile_ms"] = [parts["profile_ms"] for parts in profiles]
         return measured
 
     def warm_up(self, context: int) -> None:
-        """Let both engines meet every kind of work once; contexts end at `context` tokens."""
+        """Let all lanes meet every kind of work once; contexts end at `context` tokens."""
         for batch in (1, 2):
             prompts = self._documents.take(batch, context - self._tokens)
             self._pair(0, "warm-up", prompts, self._tokens)
@@ -159,28 +174,27 @@ class Bench:
     def _pair(
         self, turn: int, label: str, prompts: list[list[int]], max_tokens: int
     ) -> list[Timing]:
-        """The same batch on both engines; `turn` decides which one goes first."""
+        """The same batch in all lanes; `turn` decides which one goes first."""
         timings: dict[str, Timing] = {}
-        order = self._engines if turn % 2 == 0 else tuple(reversed(self._engines))
-        for engine in order:
-            self._status.set(f"{label}, {engine.name}")
-            engine.resume()
-            timings[engine.name] = engine.generate(prompts, max_tokens, self._settings.temperature)
-            engine.pause()
-        return [timings[engine.name] for engine in self._engines]
+        order = self._lanes if turn % 2 == 0 else tuple(reversed(self._lanes))
+        for lane in order:
+            self._status.set(f"{label}, {lane.name}")
+            timings[lane.name] = lane.generate(prompts, max_tokens, self._settings.temperature)
+        return [timings[lane.name] for lane in self._lanes]
 
     def _steps(self, timing: Timing) -> list[float]:
         """Milliseconds of the measured steps of one repeat."""
         return [1e3 * step for step in timing.steps[WARM_STEPS:]]
 
-    def _profile(self, engine: EngineProcess, prompts: list[list[int]]) -> dict[str, Any]:
+    def _profile(self, lane: Lane, prompts: list[list[int]]) -> dict[str, Any]:
         """One more decode repeat, with timers in the worker: where a step's time goes."""
-        self._status.set(f"profile, {engine.name}")
-        engine.resume()
-        engine.collective_rpc("start_timing")
-        timing = engine.generate(prompts, self._tokens, self._settings.temperature)
-        parts, requests = engine.collective_rpc("stop_timing")
-        engine.pause()
+        self._status.set(f"profile, {lane.name}")
+        lane.engine.resume()
+        lane.engine.collective_rpc("start_timing")
+        timing = lane.generate(prompts, self._tokens, self._settings.temperature)
+        lane.engine.resume()
+        parts, requests = lane.engine.collective_rpc("stop_timing")
+        lane.engine.pause()
         return {
             "profile_ms": decode_report.profile(self._steps(timing), parts),
             "retrieval": decode_report.retrieval(requests),

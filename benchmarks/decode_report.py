@@ -84,8 +84,8 @@ def step_ms(cell: Cell, engine: str) -> float:
 
 
 def pair(cell: Cell) -> tuple[str, str]:
-    """Names of the stock engine and of its counterpart."""
-    stock, other = cell["engines"]
+    """Names of the stock engine and of its counterpart; further methods follow these."""
+    stock, other, *_ = cell["engines"]
     return stock, other
 
 
@@ -121,8 +121,13 @@ def _mean_of_medians(orders: Iterable[Sequence[float]]) -> float:
 
 def decode_ratios(cell: Cell) -> list[float]:
     """Per repeat, the counterpart's step time over stock's."""
-    stock, other = (cell["engines"][name]["step_ms"] for name in pair(cell))
-    return [b["mean"] / a["mean"] for a, b in zip(stock, other, strict=True)]
+    return ratios(cell, *pair(cell))
+
+
+def ratios(cell: Cell, base: str, name: str) -> list[float]:
+    """Per repeat, the step time of one engine or method over another's."""
+    steps = (cell["engines"][each]["step_ms"] for each in (base, name))
+    return [b["mean"] / a["mean"] for a, b in zip(*steps, strict=True)]
 
 
 def _prefill_ratios(cell: Cell) -> list[float]:
@@ -149,6 +154,20 @@ def row(cell: Cell, mine: build.Build) -> str:
         f"{between:>15}{share:>10} | {_medians(prefill):>17}{ratio:>7} | {_medians(first):>17}"
         f"{marks}"
     )
+
+
+def _beside(cell: Cell) -> list[str]:
+    """One line for each further method: its step, and how many times as fast as each other's."""
+    names = [*cell["engines"]]
+    return [
+        f"{cell['context']:8,}{cell['batch']:6} | {name}: {step_ms(cell, name):.1f} ms; "
+        + ", ".join(
+            f"{statistics.median(ratios(cell, name, each)):.2f}x {each}"
+            for each in names
+            if each != name
+        )
+        for name in names[2:]
+    ]
 
 
 def _medians(seconds: Sequence[Sequence[float]]) -> str:
@@ -214,6 +233,7 @@ def summary(store: dict[str, Any]) -> str:
         lines.append("random keys and values, no prefill: for timing only, what is selected is "
             "random, and how often KV heads are corrected, too")  # fmt: skip
     lines += [HEADER, *(row(cell, mine) for cell in cells)]
+    lines += [line for cell in cells for line in _beside(cell)]
     if any(cell["one_by_one"] for cell in cells):
         lines.append("* prefill and first token: the batch's documents handed in one after another")
     others = {build.label(b) for cell in cells for b in cell["builds"] if not build.same(mine, b)}
@@ -235,7 +255,7 @@ def _profile_lines(store: dict[str, Any], cells: list[Cell]) -> list[str]:
     if not cells:
         return []
     lines = ["", "where a step's time goes, ms (measured apart, with timers inside the worker)"]
-    for name in pair(cells[0]):
+    for name in cells[0]["engines"]:
         columns = [cell["engines"][name]["profile_ms"] for cell in cells]
         lines += _part_lines(name, [(cell["context"], cell["batch"]) for cell in cells], columns)
         notes = [cell["engines"][name]["retrieval"] for cell in cells]
@@ -273,7 +293,7 @@ def plot(store: dict[str, Any], path: Path) -> None:
     for axis, batch in zip(axes[0], batches, strict=True):
         cells = [cell for cell in pooled(store["cells"]) if cell["batch"] == batch]
         contexts = [cell["context"] for cell in cells]
-        for name in pair(cells[0]):
+        for name in cells[0]["engines"]:
             axis.plot(contexts, [step_ms(cell, name) for cell in cells], "o-", label=name)
         axis.axvline(store["settings"]["budget"], color="grey", linestyle=":", label="budget")
         axis.set_xscale("log", base=2)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from benchmarks import decode_report
 from benchmarks.tables.markdown import Options, Results, listed, markdown, ratio
 
 Cell = dict[str, Any]
+FULL = "full"
 
 
 def steps(results: Results, options: Options) -> str:
@@ -15,14 +17,27 @@ def steps(results: Results, options: Options) -> str:
     by_file = {name: _by_size(store) for name, store in results.items()}
     header = ["context", "batch"]
     for cells in by_file.values():
-        _, method = decode_report.pair(next(iter(cells.values())))
-        header += ["vLLM alone, ms", f"{method}, ms", "speed-up (min..max)"]
+        header += ["vLLM alone, ms"]
+        names = _methods(cells)
+        for name in names:
+            header += [f"{name}, ms", "speed-up (min..max)", *["over full"] * _beats(name, names)]
     sizes = sorted({size for cells in by_file.values() for size in cells})
     rows = []
     for batch, context in sizes:
         row = [f"{context:,}", str(batch)]
         for cells in by_file.values():
-            row += _figures(cells.get((batch, context)), with_range=True)
+            cell, names = cells.get((batch, context)), _methods(cells)
+            stock = "" if cell is None else _figures(cell, names[0], with_range=True)[0]
+            row.append(stock)
+            for name in names:
+                over_full = _beats(name, names)
+                if cell is None:
+                    row += [""] * (2 + over_full)
+                    continue
+                row += _figures(cell, name, with_range=True)[1:]
+                if over_full:
+                    over = decode_report.ratios(cell, name, FULL)
+                    row.append(ratio(statistics.median(over)))
         rows.append(row)
     return markdown(header, rows)
 
@@ -37,9 +52,11 @@ def methods(results: Results, options: Options) -> str:
     rows = []
     for store in results.values():
         cells = _by_size(store)
-        row = [decode_report.pair(next(iter(cells.values())))[1]]
+        row = _methods(cells)[:1]
         for batch in batches:
-            row += _figures(cells.get((batch, context)), with_range=False)
+            cell = cells.get((batch, context))
+            name = _methods(cells)[0]
+            row += [""] * 3 if cell is None else _figures(cell, name, with_range=False)
         rows.append(row)
     return markdown(header, rows)
 
@@ -61,11 +78,21 @@ def _by_size(store: Any) -> dict[tuple[int, int], Cell]:
     return {(cell["batch"], cell["context"]): cell for cell in decode_report.pooled(store["cells"])}
 
 
-def _figures(cell: Cell | None, *, with_range: bool) -> list[str]:
-    """Milliseconds of both engines and the speed-up; empty where nothing was measured."""
-    if cell is None:
-        return ["", "", ""]
-    ups = sorted(1 / each for each in decode_report.decode_ratios(cell))
+def _methods(cells: dict[tuple[int, int], Cell]) -> list[str]:
+    """Names of what was measured beside vLLM alone."""
+    return [*next(iter(cells.values()))["engines"]][1:]
+
+
+def _beats(name: str, names: list[str]) -> bool:
+    """Whether a method is compared with full attention by our own kernel, too."""
+    return FULL in names and name != FULL
+
+
+def _figures(cell: Cell, name: str, *, with_range: bool) -> list[str]:
+    """Milliseconds of vLLM alone and of a method, and the speed-up."""
+    stock, first = decode_report.pair(cell)
+    ups = sorted(1 / each for each in decode_report.ratios(cell, stock, name))
+    middle = 1 / cell["decode_ratio"] if name == first else statistics.median(ups)
     limits = f" ({ups[0]:.2f}..{ups[-1]:.2f})" if with_range else ""
-    times = [f"{decode_report.step_ms(cell, name):.1f}" for name in decode_report.pair(cell)]
-    return [*times, ratio(1 / cell["decode_ratio"]) + limits]
+    times = [f"{decode_report.step_ms(cell, each):.1f}" for each in (stock, name)]
+    return [*times, ratio(middle) + limits]
