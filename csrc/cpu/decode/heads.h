@@ -81,11 +81,11 @@ struct Heads {
   float* wanted;   // [N, wanted_stride], or null: where logits are to be written
   int64_t wanted_stride;
 
-  // Adds a tile, and fetches the next one meanwhile.
+  // Adds a tile; fetches its values before they are needed, and the next one's keys.
   template <class Queries>
   void add(const Queries& q, int g, const Tile& tile, const Tile& next) const {
     alignas(64) float x[N][kTile];
-    Floats top = score(q, g, tile, next, x);
+    Floats top = score(q, g, tile, x);
     if (tile.count < kTile)
       for (int h = 0; h < N; ++h)
         for (int t = tile.count; t < kTile; ++t) x[h][Tile::token_place(t)] = kLeastLogit;
@@ -106,8 +106,7 @@ struct Heads {
 
  private:
   // Logits less references, in the tile's order of tokens; returns their highest, by column.
-  Floats score(const PageQueries<P>& queries, int g, const Tile& tile, const Tile& next,
-               float (&x)[N][kTile]) const {
+  Floats score(const PageQueries<P>& queries, int g, const Tile& tile, float (&x)[N][kTile]) const {
     const int steps = head_size / P::kDepth;
     Floats top = splat(kLeastLogit);
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -117,7 +116,7 @@ struct Heads {
         KVR_UNROLL for (int v = 0; v < 2 * kPairs; ++v) acc[h][v] = Floats{};
 #pragma GCC unroll 2
       for (int c = 0; c < steps; ++c, q += N) {
-        next.template fetch_keys<kPasses>(pass * steps + c);
+        tile.template fetch_values<kPasses>(pass * steps + c);
         KVR_UNROLL for (int k = 0; k < kPairs; ++k) {
           Panel keys[2];
           tile.keys_of(c, pass * kPairs + k, keys);
@@ -135,11 +134,10 @@ struct Heads {
     return top;
   }
 
-  Floats score(const RowQueries<P>& q, int g, const Tile& tile, const Tile& next,
-               float (&x)[N][kTile]) const {
+  Floats score(const RowQueries<P>& q, int g, const Tile& tile, float (&x)[N][kTile]) const {
     const int d = head_size;
     for (int t = 0; t < tile.count; t += 4) {
-      for (int i = t; i < t + 4; ++i) next.fetch_keys(i);
+      for (int i = t; i < t + 4; ++i) tile.fetch_values(i);
       const E* four[4];
       for (int i = 0; i < 4; ++i) four[i] = tile.keys[std::min(t + i, tile.count - 1)];
       Floats acc[N][4];
@@ -181,7 +179,7 @@ struct Heads {
   static void weigh(float* x, int count, Partial& part) {
     Floats w[kVectors];
     KVR_UNROLL for (int v = 0; v < kVectors; ++v) w[v] = load_as<Floats>(x + v * kWidth);
-    prompt::exp2_of<P::kDegree>(w);
+    prompt::exp2_of<5>(w);
     if (count < kTile)
       for (int t = count; t < kTile; ++t) {
         const int at = Tile::token_place(t);
@@ -206,7 +204,7 @@ struct Heads {
         acc[h][v] = load_as<Floats>(values + h * columns + c + v * kWidth);
 #pragma GCC unroll 2
     for (int t = 0; t < tile.count; t += P::kDepth) {
-      next.template fetch_values<S * kTwo>(c, t);
+      next.template fetch_keys<S * kTwo>(c, t);
       const int at = Tile::token_place(t);
       Word weights[N];
       KVR_UNROLL for (int h = 0; h < N; ++h)

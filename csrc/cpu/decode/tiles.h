@@ -137,16 +137,16 @@ struct RowTile {
   void values_of(int t, int c, Panel (&x)[2]) const {
     load_values<E, rest>(keys[t] + head_size + c, keys[std::min(t + 1, count - 1)] + head_size + c, x);
   }
-  void fetch_all() const {
-    for (int t = 0; t < count; ++t) fetch(keys[t], 2 * head_size);
+  void fetch_keys() const {
+    for (int t = 0; t < count; ++t) fetch(keys[t], head_size);
   }
-  void fetch_keys(int t) const {
-    if (t < count) fetch(keys[t], head_size);
+  void fetch_values(int t) const {
+    if (t < count) fetch(keys[t] + head_size, head_size);
   }
   // What a step of another tile's values, token t from the c-th of some channels on, fetches.
   template <int channels>
-  void fetch_values(int c, int t) const {
-    for (int i = t; i < std::min(t + P::kDepth, count); ++i) fetch(keys[i] + head_size + c, channels);
+  void fetch_keys(int c, int t) const {
+    for (int i = t; i < std::min(t + P::kDepth, count); ++i) fetch(keys[i] + c, channels);
   }
 };
 
@@ -226,20 +226,19 @@ struct PageTile {
     }
   }
 
-  void fetch_all() const {
+  void fetch_keys() const {
     for (int i = 0; i < head_size * kKeyLines; ++i) fetch_line(key_line(i));
-    for (int i = 0; i < head_size * kValueLines; ++i) fetch_line(value_line(i));
   }
-  // What step i of another tile's keys fetches, where `passes` read a part of each of them.
+  // What step i of the keys fetches, where `passes` read a part of each of them.
   template <int passes>
-  void fetch_keys(int i) const {
-    fetch_evenly<kKeyLines * P::kDepth, passes>(i, [&](int line) { fetch_line(key_line(line)); });
+  void fetch_values(int i) const {
+    fetch_evenly<kValueLines * P::kDepth, passes>(i, [&](int line) { fetch_line(value_line(line)); });
   }
   // What a step of another tile's values, token t from the c-th of some channels on, fetches.
   template <int channels>
-  void fetch_values(int c, int t) const {
-    fetch_evenly<channels * kValueLines * P::kDepth, kTile>(
-        t / P::kDepth, [&](int line) { fetch_line(value_line(c * kValueLines + line)); });
+  void fetch_keys(int c, int t) const {
+    fetch_evenly<channels * kKeyLines * P::kDepth, kTile>(
+        t / P::kDepth, [&](int line) { fetch_line(key_line(c * kKeyLines + line)); });
   }
 
  private:
