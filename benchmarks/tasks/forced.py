@@ -12,7 +12,7 @@ COPY_TOKENS = 80
 """Length of the passage that is forced a second time."""
 
 COPY_CUE = 16
-"""So many of its tokens only tell the model which passage it is; they are not scored."""
+"""First tokens of the passage, which only tell the model which passage it is and are not scored."""
 
 COPIES = 4
 """Passages taken from one document, which is prefilled once for all of them."""

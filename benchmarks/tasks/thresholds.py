@@ -1,4 +1,4 @@
-"""Which correction threshold for freekv: its cost in accuracy, and what it saves in waiting."""
+"""Correction thresholds of freekv: their cost in accuracy, and the waiting that they save."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Pooling(IntEnum):
 
     @property
     def raw(self) -> bool:
-        """Whether scores are pooled as they are; otherwise relative to each head's total or best."""
+        """Whether scores are pooled as they are; else relative to each head's total or best."""
         return self in (Pooling.MAX, Pooling.SUM)
 
     def norms(self, scores: torch.Tensor) -> torch.Tensor:

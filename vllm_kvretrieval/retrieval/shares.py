@@ -188,9 +188,9 @@ def _is_number(value: Any) -> bool:
 def distribute(shares: np.ndarray, select: int, heads: np.ndarray | None = None) -> np.ndarray:
     """Divide the selected part of a budget: ``select`` for each KV head on average.
 
-    Each head gets ``share * select``, rounded down or up so that the total is given away. Heads that
-    have one share together get the same, so a rest may stay. Heads that would lose most by rounding
-    down are rounded up first; among equal ones, the earlier.
+    Each head gets ``share * select``, rounded down or up so that the total is given away. Heads
+    that have one share together get the same, so a rest may stay. Heads that would lose most by
+    rounding down are rounded up first; among equal ones, the earlier.
 
     Args:
         shares: float64 [n]; 0 or more, 1 on average.

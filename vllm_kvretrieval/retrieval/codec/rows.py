@@ -105,7 +105,7 @@ class Rows(ABC):
         return found.flatten(1, 2) * step + base
 
     def error_bound(self, rows: torch.Tensor) -> torch.Tensor:
-        """The largest error, float32 [..., rows, n]: half a step, and the rounding of arithmetic."""
+        """The largest error, float32 [..., rows, n]: half a step, and rounding of arithmetic."""
         step, base = self._rounded(self.fit(rows))
         bound = step * 0.5 + (step * self.levels + base.abs()) * 2.0**-22
         return bound[..., None].expand_as(rows)

@@ -13,7 +13,7 @@ LEAST_SCALE = 1e-8
 LEAST_MEAN_STEPS = 64
 MOST_DIRECTIONS = 16
 STEPS, OCTAVES = 16, 16
-"""Steps per octave, and octaves, of a direction's scale; the mean's is the fourth highest octave."""
+"""Steps per octave, and octaves, of a direction's scale; the fourth highest one is the mean's."""
 
 
 @dataclass(frozen=True)
