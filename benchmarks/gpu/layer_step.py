@@ -469,7 +469,7 @@ class LayerStep:
         self.ops.prepare_rows(layer.rows, self.requests, self.page, far=far)
 
     def _step(self, layer: Layer) -> None:
-        """As the engine has it, with what is recalled ahead on the side."""
+        """A layer's step as in the engine, with recall ahead on the side."""
         self._write(layer)
         if self.side is not None:
             self._write_tail(layer)

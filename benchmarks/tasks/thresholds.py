@@ -24,7 +24,7 @@ class Waits:
     """What decoding from disk waits for, by threshold; from `benchmarks.slow_home steady`."""
 
     rows: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
-    """By size: milliseconds per step and threshold."""
+    """Milliseconds per step and threshold, by size."""
 
     note: str = ""
     """What a reader has to know about them."""
