@@ -13,7 +13,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.tiers.sizes import Cache
 
 Retrieving = Callable[[Iterable[str]], list[str]]
-"""Those of some layers that attend to parts of long contexts, by their names."""
+"""Selects, by their names, the layers that attend to parts of long contexts."""
 
 
 def check_retrieving(
