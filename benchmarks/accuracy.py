@@ -1,4 +1,4 @@
-"""How accurate decoding with KV retrieval is, against full attention, on real models.
+"""The accuracy of decoding with KV retrieval, compared with full attention, on real models.
 
     python -m benchmarks.accuracy [--task NAME ...] [--also NAME|GROUP ...] [--quick]
 

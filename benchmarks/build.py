@@ -1,4 +1,4 @@
-"""Which build of the plug-in a figure is of."""
+"""The build of the plug-in that a figure belongs to."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _SOURCES = ("vllm_kvretrieval", "csrc", "benchmarks", "pyproject.toml", "CMakeLi
 _PRODUCTS = ":!benchmarks/results"
 
 Build = Mapping[str, Any]
-"""What `build` returns, fresh or read from a result file."""
+"""The result of `build`, new or read from a result file."""
 
 
 def build() -> dict[str, Any]:
-    """Describe the build in use; figures belong together where its ``code`` is the same.
+    """Describe the build in use; figures with the same ``code`` can be compared.
 
     Returns:
         ``version`` of the package, ``code`` (a hash of the installed Python and compiled code),
-        ``commit`` of this checkout and ``dirty``: whether its sources differ from the commit. What
-        cannot be told (not installed, no git) is None.
+        ``commit`` of this checkout and ``dirty``: whether its sources differ from the commit.
+        Unknown values (not installed, no git) are None.
     """
     version: str | None = None
     code: str | None = None
@@ -49,7 +49,7 @@ def label(stored: Build | None) -> str:
 
 
 def same(one: Build | None, other: Build | None) -> bool:
-    """Tell whether two figures are of the same code; what is not known is never the same."""
+    """Tell whether two figures are of the same code; unknown code is never the same."""
     return bool(one and other and one["code"] and one["code"] == other["code"])
 
 

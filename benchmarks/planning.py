@@ -1,4 +1,4 @@
-"""What an index costs beside the keys and values: bytes, time to select by it, time to build it.
+"""The cost of an index beside the keys and values: bytes, and time to select and to build.
 
     python -m benchmarks.planning [--context 32768] [--batch 1 4]
 
@@ -34,7 +34,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class Case:
-    """One index, whether its candidates are scored again by their keys, and what is selected."""
+    """One index, whether its candidates are scored again by their keys, and the unit selected."""
 
     name: str
     index: Any
@@ -60,7 +60,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model's attention; SmolLM2-135M's by default."""
+    """The shape of a model's attention; by default that of SmolLM2-135M."""
 
     layers: int = 29
     kv_heads: int = 3
@@ -98,7 +98,7 @@ class Layer:
 def rows_of(
     shape: Shape, pages: int, batch: int, budget: Any, per_token: bool = False
 ) -> DecodeRows:
-    """Requests of equal contexts, which select at every step; as many tokens, whatever the unit."""
+    """Requests of equal contexts that select at every step; the same number of tokens per unit."""
     units = PAGE if per_token else 1  # of a page
 
     def each(value: int) -> torch.Tensor:
@@ -200,7 +200,7 @@ def parser_of(module: str, description: str | None, rounds: int) -> argparse.Arg
 
 
 def store(module: str, args: argparse.Namespace, shape: Shape, rows: Sequence[Any]) -> str:
-    """Write such a program's results; returns what it says last."""
+    """Write such a program's results; returns its last line of output."""
     settings = {
         "context": args.context,
         "dtype": args.dtype,

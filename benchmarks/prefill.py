@@ -1,13 +1,13 @@
-"""What sparse prefill (`omnikv`'s ``prefill_budget``) saves and costs, beside exact prefill.
+"""Savings and costs of sparse prefill (`omnikv`'s ``prefill_budget``), beside exact prefill.
 
     python -m benchmarks.prefill [--contexts N ...] [--settings BUDGET:CHUNK ...]
 
 Per setting one engine. At each context a document is prefilled, timed by its first token, and then
 the model is forced through continuations of it, whose distributions are compared with those after
 exact prefill: the novel's own next tokens, and four passages from earlier in the document once
-more. Decoding is exact in all of them, so what differs is what prefill has written. Exact prefill
-is timed and asked once per context, by the first engine that needs it, right before its own. Every
-cell is stored when it is ready, so an interrupted run picks up where it was.
+more. Decoding is exact in all of them, so any difference comes from prefill. Exact prefill is timed
+and asked once per context, by the first engine that needs it, right before its own. Every cell is
+stored when it is ready, so an interrupted run picks up where it was.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ EXACT = {"exact": True}
 
 @dataclass(frozen=True)
 class Setting:
-    """Of an engine: ``prefill_budget`` and ``prefill_chunk``."""
+    """A setting of an engine: ``prefill_budget`` and ``prefill_chunk``."""
 
     budget: int
     chunk: int
@@ -71,7 +71,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Document:
-    """A prompt and what is forced after it."""
+    """A prompt and the tokens that are forced after it."""
 
     context: int
     novel: tuple[Sample, ...]
@@ -146,7 +146,7 @@ class Benchmark:
     def _ask(
         self, llm: LLM, document: Document, options: dict[str, Any], name: str
     ) -> tuple[dict[str, list[float]], list[Generated]]:
-        """Times of prefill, and what came after the last one."""
+        """Times of prefill, and the result of the last one."""
         label = f"{document.context} {name}"
         times: dict[str, list[float]] = {"prefill_s": [], "cpu_s": []}
         for repeat in range(self._repeats):
@@ -197,7 +197,7 @@ class Benchmark:
 
 
 def _processor_time() -> float:
-    """Of the processes below this one."""
+    """Processor time of the processes below this one, in seconds."""
     times = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
     return sum(spent.user + spent.system for spent in times)
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.prefill_layer [--contexts N ...] [--budgets N ...] [--chunk 512]
 
-The ops alone, over random keys and values: what the last step of a prompt takes in a layer that
-follows a filter, staging included, and what selecting for it takes in the filter besides. On one
-thread, in processor time, medians of rounds: a shared machine is enough.
+The ops alone, over random keys and values: the time of the last step of a prompt in a layer that
+follows a filter, staging included, and the time for the selection in the filter. On one thread, in
+processor time, medians of rounds: a shared machine is enough.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEP = 2048
 
 
 class Case:
-    """The last step of a prompt of so many tokens; chunks attend to ``budget`` before them."""
+    """The last step of a prompt; its chunks attend to ``budget`` tokens before them."""
 
     def __init__(
         self, shape: Shape, context: int, budget: int, chunk: int, dtype: torch.dtype
@@ -71,21 +71,21 @@ class Case:
         self.selector = ContextSelector(store, chosen, shape.group, self.scale)
 
     def exact(self) -> None:
-        """A layer that attends to everything."""
+        """Run a layer that attends to everything."""
         cpu.stage_pages(
             self.cache, self.staged.pages, self.staging.buffer, self.staging.isa, rows=True
         )
         self._attend(slice(0, STEP), self.lens, self.starts, self.staged.block_table)
 
     def select(self) -> None:
-        """What a filter does besides."""
+        """Run the selection of a filter."""
         for chunks in self.turns:
             query = self.query[chunks.queries]
             cpu.select_context(query, chunks.weights, chunks.rows, self.selector)
             cpu.list_context(chunks.rows, self.selector, self.shape.kv_heads)
 
     def sparse(self) -> None:
-        """A layer that follows."""
+        """Run a layer that follows a filter."""
         for chunks in self.turns:
             cpu.stage_tokens(self.cache, chunks.lists, self.staging.buffer, self.staging.isa)
             lens = chunks.lists.lengths[:: self.shape.kv_heads].contiguous()

@@ -1,12 +1,12 @@
-"""How many of the tokens with the most attention an index finds, and what it keeps for that.
+"""The share of the tokens with the most attention that an index finds, and the size of the index.
 
     python -m benchmarks.recall [--model PATH ...] [--tokens 8192] [--queries 32]
 
-As in FIER's figure 6: a model reads a novel in transformers, and shows its queries and keys. Of
-each query and KV head the true top are the 64 tokens with the most attention, exactly computed and
+As in FIER's figure 6: a model reads a novel in transformers, and shows its queries and keys. For
+each query and KV head, the true top are the 64 tokens with the most attention, exactly computed and
 pooled over the query heads as every method here pools. Each index selects as many tokens by its
-records, and more: its recall is the share of the true top among them. Nothing is always selected
-here, no sink and no window. Keys are rounded to bfloat16, and so are records, as a cache has them.
+records, and more: its recall is the share of the true top among them. There is no sink and no
+window here. Keys and records are rounded to bfloat16, as in a cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODULE = "benchmarks.recall"
 TOP = 64
 SELECTED = (64, 256, 1024)
 DENSE_LAYERS = 2
-"""Leading layers, in which FIER does not select."""
+"""Number of the first layers, in which FIER does not select."""
 
 ALIGNED = 32
 """Contexts are cut to a multiple of this, so that all indexes cover the same tokens."""
@@ -56,12 +56,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """The name in the table."""
         unit = "tokens" if self.per_token else f"pages of {self.entry_tokens}"
         return f"{self.made.name}, {unit}"
 
     def bytes_per_token(self, head_size: int) -> float:
-        """Kept per token and KV head."""
+        """Bytes that the index keeps per token and KV head."""
         return self.made.record_bytes(head_size, self.entry_tokens, DTYPE) / self.entry_tokens
 
 
@@ -95,7 +95,7 @@ class Records(NamedTuple):
 
 
 class Recall:
-    """Adds up, per case, the recall of every query at every number of tokens selected.
+    """Sums, per case, the recall of every query at every number of tokens selected.
 
     Attributes:
         found: float64 [cases, numbers of tokens selected]; recall, summed.

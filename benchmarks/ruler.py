@@ -1,4 +1,4 @@
-"""RULER, the field's table: how well the presets of KV retrieval answer its 13 tasks.
+"""RULER, the field's benchmark: how well the presets of KV retrieval answer its 13 tasks.
 
     python -m benchmarks.ruler [--task NAME ...] [--context TOKENS] [--budgets TOKENS ...]
 
@@ -48,7 +48,7 @@ BATCH = 10
 """Requests at once."""
 
 _ROOM = 1.1
-"""Blocks of the KV cache for each that the largest task fills."""
+"""Blocks of the KV cache per block that the largest task fills."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Job:
     task: RulerTask
     samples: list[RulerSample]
     key: str
-    """Of whatever can change what full attention answers; part of every cell's key."""
+    """A digest of everything that can change full attention's answers; part of a cell's key."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is put to which model."""
+    """The tasks of a run, and the model that answers them."""
 
     model: Path
     context: int
@@ -191,7 +191,7 @@ class Benchmark:
         return [(variant, b) for variant in self._setup.variants for b in self._setup.budgets]
 
     def _left(self) -> str:
-        """How many cells are to be run, and for about how long, by those that are stored."""
+        """The number of cells to run, and an estimate of the time, from the stored ones."""
         prompts = cells = 0
         for job in self._jobs:
             full = self.cells.get((job.task.name, FULL.name, None))

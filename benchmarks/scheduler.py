@@ -1,4 +1,4 @@
-"""What levels of blocks cost vLLM's scheduler: decode steps, and hits of long prefixes.
+"""The cost of levels of blocks in vLLM's scheduler: decode steps, and hits of long prefixes.
 
     python -m benchmarks.scheduler [--rounds N] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""`benchmarks.slow_home capacity`: what the same fast memory holds, of stock vLLM and from disk.
+"""`benchmarks.slow_home capacity`: tokens in the same fast memory, with stock vLLM and from disk.
 
 Everything that the plug-in keeps in fast memory for its KV cache counts: slots of the recall caches
 and their books, dense layers, page index and its books, prefill staging, the map that guards the
@@ -6,8 +6,8 @@ file's mapping, and where pages are encoded, those that are not yet. How much co
 by the plug-in's own arithmetic, and then served: stock vLLM is started with that much KV memory and
 that context, and retrieval from disk with the same; pass keys in a novel have to be found.
 
-What does not count is told apart: the file's pages in the system's page cache, memory that the
-system lends and takes back, and the state of requests, which is in proportion to them.
+Two things do not count and are shown apart: the file's pages in the system's page cache, which is
+memory that the system lends and takes back, and the state of requests, which grows with them.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ BLOCK = 128
 """Tokens per block of vLLM's on the CPU."""
 
 GOALS = {64 * MIB: 8.0}
-"""By fast memory: how many times the tokens of stock vLLM have to be held."""
+"""Goals by fast memory: how many times as many tokens as stock vLLM's have to fit."""
 
 STEP_TOKENS = 4096
 """Most that a step of ``LLM()`` computes on the CPU, by vLLM's default."""
 
 PARTS = ("dense", "index", "books", "staging", "open_pages", "recall_cache")
-"""What takes fast memory, as `Tiers` names it."""
+"""Parts of fast memory, as `Tiers` names them."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The most context that fits: so many requests of so many tokens."""
+    """The most context that fits: a number of requests, and tokens of each."""
 
     requests: int
     context: int
@@ -64,13 +64,13 @@ class Capacity:
 
 
 def plan(config: RetrievalConfig, model: Any, memory: int, requests: int, context: int) -> Tiers:
-    """Divide fast memory for so many requests of so many tokens.
+    """Divide fast memory for a number of requests of one length.
 
     Args:
         config: the plug-in's options.
         model: the model's Hugging Face configuration.
-        memory: bytes of fast memory, what ``--kv-cache-memory-bytes`` says.
-        requests, context: at most so many at once, of so many tokens.
+        memory: bytes of fast memory, as in ``--kv-cache-memory-bytes``.
+        requests, context: most requests at once, and tokens of each.
 
     Raises:
         RetrievalConfigError: it does not fit.
@@ -194,9 +194,9 @@ def serve(args: argparse.Namespace, memory: int, capacity: Capacity) -> dict[str
 
 
 def verdict(row: Mapping[str, Any]) -> bool | None:
-    """Whether the goal for this much memory is met; None where there is none, or no engine ran.
+    """Whether the goal for this memory is met; None if there is no goal, or no engine ran.
 
-    Tokens, the pass keys, and that no more is allocated than was given.
+    The goal covers tokens, the pass keys, and that no more is allocated than was given.
     """
     goal = GOALS.get(row["fast_memory"])
     if goal is None or "allocated" not in row:

@@ -1,19 +1,19 @@
-"""The KV cache on disk: what it costs per step, and how much more context it holds.
+"""The KV cache on disk: its cost per step, and how much more context it holds.
 
     python -m benchmarks.slow_home steady      # step times beside home=device, and the ablation
     python -m benchmarks.slow_home steady --codecs k8v4 k4v4 k2v2
     python -m benchmarks.slow_home capacity    # tokens held in the same fast memory
     python -m benchmarks.slow_home soak        # memory over thousands of steps
 
-`steady` decodes the same documents with the cache in memory and on disk, the file being in the
-operating system's page cache, and takes from the latter one thing at a time, as FreeKV's ablation
-does: the layout (a page of a KV head is then read as the `2 * page_size` pieces in which a cache
-that is ordered by tokens would keep it), reading ahead (every recall is waited for), speculation
-(selection at every step, so that every change of pages is waited for), and all three; and decodes
-with lower correction thresholds, down to none. Of methods that select single tokens (`--method`) it
-takes reading ahead (`omnikv`: what a filter has selected is waited for before the next layer), and
-what earlier steps have read. The variants take turns, each from an empty recall
-cache, and reported are medians over repeats; see `benchmarks.slow_steady`.
+`steady` decodes the same documents with the cache in memory and on disk, while the file is in the
+operating system's page cache. Like FreeKV's ablation it then takes one part away at a time: the
+layout (a page of a KV head is then read as the `2 * page_size` pieces in which a cache ordered by
+tokens would keep it), reading ahead (every recall is waited for), speculation (selection at every
+step, so that every change of pages is waited for), and all three. It also decodes with lower
+correction thresholds, down to none. From methods that select single tokens (`--method`) it takes
+reading ahead (with `omnikv` the next layer waits for the tokens that a filter selects), and the
+tokens that earlier steps have read. The variants take turns, each from an empty recall cache.
+Medians over repeats are reported; see `benchmarks.slow_steady`.
 """
 
 from __future__ import annotations

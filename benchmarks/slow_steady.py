@@ -85,7 +85,7 @@ TOKEN_VARIANTS = (
     Variant(UNAIDED, "disk", read_ahead=False),
     Variant("disk, nothing kept", "disk", keep=False),
 )
-"""Of methods that select single tokens."""
+"""Variants of methods that select single tokens."""
 VARIANTS_OF = {
     "freekv": VARIANTS,
     "fier": tuple(v for v in TOKEN_VARIANTS if v.read_ahead),  # selects and attends at once

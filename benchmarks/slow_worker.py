@@ -23,7 +23,7 @@ EXTENSION = "benchmarks.slow_worker.SlowHomeExtension"
 
 
 class SlowHomeExtension(CountsExtension):
-    """Adds methods that `LLM.collective_rpc` reaches; none does anything by itself."""
+    """Adds methods for `LLM.collective_rpc`; none runs unless it is called."""
 
     retrieval_layers: dict[str, Any]
     recall_caches: list[Any]
@@ -79,11 +79,11 @@ class SlowHomeExtension(CountsExtension):
         return next(iter(self.retrieval_layers.values())).num_kv_heads
 
     def start_steps(self, cold: bool = False) -> None:
-        """From now on note `recall` before every engine step that runs the model.
+        """Start to note `recall` before every engine step that runs the model.
 
         Args:
-            cold: Whether to drop the home's file from the page cache there, too. What is written
-                meanwhile stays, and what is mapped.
+            cold: Whether to drop the home's file from the page cache there, too. Pages that are
+                being written, and mapped pages, stay.
         """
         self._steps = []
         if cold:
@@ -100,7 +100,7 @@ class SlowHomeExtension(CountsExtension):
         self.model_runner.execute_model = noted
 
     def stop_steps(self) -> list[dict[str, float]]:
-        """Note no more; returns `recall` before every step and after the last one."""
+        """Stop noting; returns `recall` before every step and after the last one."""
         del self.model_runner.execute_model
         return [*self._steps, self.recall()]
 

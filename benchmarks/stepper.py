@@ -27,7 +27,7 @@ BLOCK = 32
 
 
 def full_attention(block: int = BLOCK) -> KVCacheSpec:
-    """A group of layers with blocks of so many tokens."""
+    """vLLM's spec of layers with full attention and blocks of ``block`` tokens."""
     return FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=64, dtype=torch.float32)
 
 
@@ -35,17 +35,18 @@ class Stepper:
     """A scheduler, and requests that get made-up tokens.
 
     Args:
-        options: Of ``kv_retrieval``.
-        blocks: Of the KV cache.
-        groups: Of layers; by default one with full attention.
+        options: Options of ``kv_retrieval``.
+        blocks: Blocks of the KV cache.
+        groups: Groups of layers; by default one with full attention.
         backend: The method.
         ahead: Steps that are scheduled before the tokens of one are known; with async scheduling.
-        scheduler: Whose class stands in for that which the platform has chosen.
+        scheduler: A class in place of the one that the platform has chosen.
         engine: Further arguments of the engine.
 
     Attributes:
         outputs: Tokens that each request has got, by id.
-        shared: Tokens that it had when it was first scheduled; of a session, at each input.
+        shared: Tokens that each request shared when it was first scheduled; of a session, at each
+            input.
         look: Called with every step that has been scheduled, before its tokens are known.
     """
 
@@ -126,7 +127,7 @@ class Stepper:
         return name
 
     def requests(self) -> list[Request]:
-        """Those that have not ended."""
+        """The requests that have not ended."""
         return list(self.scheduler.requests.values())
 
     def step(self) -> SchedulerOutput:

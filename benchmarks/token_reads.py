@@ -1,12 +1,13 @@
-"""Single tokens from a home on disk, or the pages that hold them: what reading either costs.
+"""The cost of reading single tokens from a home on disk, or the pages that hold them.
 
     python -m benchmarks.token_reads
 
-The ops alone, as a decode step of SmolLM2-135M has them: 28 layers of 3 KV heads of 64 channels in
-bfloat16, pages of 32 tokens. In every layer tokens spread at random over the context are missing;
-they are brought into fast memory one by one (`TokenRecall`), or with all of their pages
-(`RecallCache`). Once with the file in the system's page cache, and once after the system was told
-to forget it (`posix_fadvise`), when the time is the disk's. CPU time is that of all threads.
+The ops alone, with the sizes of a decode step of SmolLM2-135M: 28 layers of 3 KV heads of 64
+channels in bfloat16, pages of 32 tokens. In every layer, tokens at random places of the context are
+missing; they are brought into fast memory one by one (`TokenRecall`), or with all of their pages
+(`RecallCache`). This is measured once with the file in the system's page cache, and once after the
+system was told to forget it (`posix_fadvise`), so that the disk is read. CPU time is that of all
+threads.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Layer:
 
 
 def read_bytes() -> int:
-    """What this process has had the disk read."""
+    """Bytes that the disk has read for this process."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 

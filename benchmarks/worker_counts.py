@@ -10,13 +10,13 @@ EXTENSION = "benchmarks.worker_counts.CountsExtension"
 
 
 class CountsExtension:
-    """Adds a method that `LLM.collective_rpc` reaches."""
+    """Adds a method for `LLM.collective_rpc`."""
 
     requests: Any
 
     def retrieval_counts(self) -> dict[str, int]:
-        """What the table of running requests has counted since the start (see its `Counts`), and
-        the KV heads of all sparse steps."""
+        """Counts of the table of running requests since the start (see its `Counts`), and the KV
+        heads of all sparse steps."""
         counts = self.requests.counts()
         heads = counts.sparse_steps * self.requests.retrieval_heads
         return {**counts._asdict(), "sparse_heads": heads}

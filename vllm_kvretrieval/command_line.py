@@ -50,7 +50,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
             )
         if key and (value is None or value.startswith("--")):
             raise RetrievalConfigError(
-                f"{name} has no value; write {OPTION}.{key} true, or what it shall be."
+                f"{name} has no value; write {OPTION}.{key} true, or another value."
             )
     for place, argument in enumerate(arguments):
         name, equals, path = argument.partition("=")

@@ -1,4 +1,4 @@
-"""Checks of what users write as options."""
+"""Checks of options that users write."""
 
 import re
 import sys
@@ -10,11 +10,11 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 MOST_TOKENS = 2**31 - 1
 """Kernels count tokens in 32 bits."""
 MOST = 2**63 - 1
-"""Nothing is larger, bytes included."""
+"""The largest number of an option, bytes included."""
 
 
 def check_digits(key: str, value: Any) -> None:
-    """Refuse numbers that Python does not write out, in lists and mappings, too."""
+    """Refuse numbers with too many digits for Python to print, also in lists and mappings."""
     try:
         repr(value)
     except ValueError:
@@ -23,13 +23,13 @@ def check_digits(key: str, value: Any) -> None:
 
 
 def shortened(value: Any) -> str:
-    """What errors show of a value that may be long."""
+    """The text of a value for error messages, shortened if it is long."""
     text = repr(value)
     return text if len(text) < 80 else f"{text[:76]}..."
 
 
 def require_int(key: str, value: Any) -> int:
-    """A number of tokens or layers."""
+    """Check a number of tokens or layers."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise RetrievalConfigError(f"{key}={value!r} must be a whole number of tokens, e.g. 1024.")
     if abs(value) > MOST_TOKENS:
@@ -38,7 +38,7 @@ def require_int(key: str, value: Any) -> int:
 
 
 def require_number(key: str, value: Any) -> float:
-    """A similarity."""
+    """Check a number between -1 and 1, such as a similarity."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not -1 <= value <= 1:  # NaN compares false
         raise RetrievalConfigError(f"{key}={value!r} must be a number between -1 and 1, e.g. 0.8.")
@@ -46,21 +46,21 @@ def require_number(key: str, value: Any) -> float:
 
 
 def require_bool(key: str, value: Any) -> bool:
-    """A switch."""
+    """Check a switch."""
     if value not in (True, False):  # over HTTP, JSON's true may arrive as 1
         raise RetrievalConfigError(f"{key}={value!r} must be true or false.")
     return bool(value)
 
 
 def require_name(key: str, value: Any, known: Collection[str]) -> str:
-    """One of some names."""
+    """Check that a value is one of some names."""
     if not isinstance(value, str) or value not in known:
         raise RetrievalConfigError(f"{key}={value!r} is unknown; use one of {', '.join(known)}.")
     return value
 
 
 def parse_size(key: str, value: Any) -> int:
-    """Bytes of ``64GiB``, ``512MiB``, or a plain number of them."""
+    """Bytes of a size such as ``64GiB`` or ``512MiB``, or of a plain number."""
     text = str(value).strip() if type(value) in (int, str) else ""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]i)?B)?", text, re.IGNORECASE)
     number, prefix = match.groups() if match is not None else ("0", None)
@@ -74,7 +74,7 @@ def parse_size(key: str, value: Any) -> int:
 
 
 def reject_unknown(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Refuse keys that nobody knows."""
+    """Refuse unknown keys."""
     for key in given:
         if key not in known:
             right = str(key).replace("-", "_")
@@ -86,13 +86,13 @@ def reject_unknown(given: Mapping[str, Any], known: Collection[str], where: str)
 
 
 def reject_misspelt(given: Mapping[Any, Any], name: str, where: str, right: str) -> None:
-    """Refuse keys that are meant to be ours, and would not be read.
+    """Refuse keys that look like ours, but would not be read.
 
     Args:
         given: Options of many kinds.
-        name: Ours.
-        where: That they are in, for messages.
-        right: How ours is written there.
+        name: Our key.
+        where: The place of the options, for messages.
+        right: The right spelling of our key there.
     """
     for key in given:
         plain = re.sub(r"[^a-z]", "", str(key).lower())

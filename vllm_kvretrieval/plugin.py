@@ -9,7 +9,7 @@ BACKENDS = {
     "cpu": "vllm_kvretrieval.attention.cpu.backend",
     "cuda": "vllm_kvretrieval.attention.cuda.backend",
 }
-"""By device, the module of the backends; each has the name of its preset, in capitals."""
+"""The module of the backends per device; a backend's name is that of its preset, in capitals."""
 PLATFORMS = {
     "cpu": "vllm_kvretrieval.platforms.cpu.CpuRetrievalPlatform",
     "cuda": "vllm_kvretrieval.platforms.cuda.CudaRetrievalPlatform",
@@ -19,7 +19,7 @@ NOT_MISSED = {
     "vllm.triton_utils.importing": "Triton is installed, but doesn't include CPU backend",
     "torch._library.triton": "Triton not available",
 }
-"""Warnings of others, by logger, that every process of a server on a CPU would begin with."""
+"""Warnings of other packages, by logger, that every process on a CPU would begin with."""
 
 logger = logging.getLogger("vllm.kvretrieval")
 
@@ -42,7 +42,7 @@ def _vllm_is_supported() -> bool:
 
 @functools.cache
 def _device() -> str | None:
-    """What vLLM is built for, and finds here, of what retrieval has a platform for."""
+    """The device that vLLM is built for and finds here, if retrieval has a platform for it."""
     from vllm.platforms import cpu_platform_plugin, cuda_platform_plugin
 
     if cpu_platform_plugin() is not None:
@@ -52,7 +52,7 @@ def _device() -> str | None:
 
 @functools.cache
 def _platform_is_ours() -> bool:
-    """Whether vLLM runs on one of our platforms; if it does not, says why, and what to do."""
+    """Whether vLLM runs on one of our platforms; if not, log why, and the remedy."""
     from vllm import envs
     from vllm.platforms import current_platform
 

@@ -1,4 +1,4 @@
-"""What one request asks for: its options, checked against what its engine serves."""
+"""The options of one request, checked against those of its engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from vllm_kvretrieval.retrieval.budget import PageBudget
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What one request asks for; the engine's own values where it says nothing.
+    """The options of one request; the engine's values where the request names none.
 
     Attributes:
         method: Name in :attr:`RetrievalConfig.methods`.
@@ -27,8 +27,8 @@ class RequestOptions:
         correction_threshold: See :class:`RetrievalConfig`.
         exact: Full attention at every step.
         own_budget: Whether the request names its budget.
-        exact_prefix: Share only what full attention has computed with other requests, whatever it
-            attends to itself.
+        exact_prefix: Share with other requests only keys and values that full attention has
+            computed, whatever the request itself attends to.
     """
 
     method: str

@@ -1,4 +1,4 @@
-"""What the hardware gives: device copy, host to device by two ways, zero-copy write.
+"""Limits of the hardware: device copy, host to device in two ways, zero-copy write.
 
     python -m benchmarks.gpu.ceilings
 

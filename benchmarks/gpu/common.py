@@ -1,4 +1,4 @@
-"""What the programs share: the GPU's description, timing by graph replay, results, tables."""
+"""Shared by the programs: the GPU's description, timing by graph replay, results, tables."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def gpu_header(module: str, *options: str) -> dict[str, Any]:
     """The header of a result file, with the GPU and the versions that matter on it.
 
     Args:
-        module: The program's.
-        options: It was given, other than where results go.
+        module: The program's module name.
+        options: Options of the command line, without the result file.
 
     Raises:
         SystemExit: There is no GPU; says so.

@@ -1,4 +1,4 @@
-"""What the Triton kernels compile to, for GPUs that need not be there.
+"""Registers, spills and shared memory of the Triton kernels, compiled without a GPU.
 
     python -m benchmarks.gpu.compiled
 
@@ -6,9 +6,9 @@ Calls the ops with launches that are compiled instead of made, so what is compil
 that architecture would run. Records registers and spilled bytes per thread, and shared memory per
 program; exits with status 1 where a kernel spills more than it did, or could not be launched.
 
-The record of a version of Triton says for each launch what it was compiled from, so only what has
-changed is compiled again. For another version than the environment's, as the one that vLLM's CUDA
-wheel is pinned to (requirements/cuda.txt):
+The record of a version of Triton says for each launch what it was compiled from, so only changed
+launches are compiled again. For another version than the environment's, such as the one that vLLM's
+CUDA wheel is pinned to (requirements/cuda.txt):
 
     pip install --no-deps --target build/triton triton==3.7.1
     PYTHONPATH=build/triton python -m benchmarks.gpu.compiled
@@ -48,11 +48,11 @@ VERSION = metadata.version("triton")
 SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 """KiB of shared memory of a multiprocessor, by architecture; each program takes one more."""
 REGISTERS = 65536
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 COLUMNS = ("registers", "spilled_bytes", "shared_bytes", "warps")
 
 Results = dict[str, dict[str, Any]]
-"""By names of launches: the digest, and by architectures numbers in the order of ``COLUMNS``."""
+"""Per launch, by its name: the digest, and per architecture numbers as in ``COLUMNS``."""
 
 
 def record_of(version: str) -> Path:
@@ -62,7 +62,7 @@ def record_of(version: str) -> Path:
 
 @dataclass(frozen=True)
 class _StandIn:
-    """As much of Triton's driver as compiling asks for."""
+    """The part of Triton's driver that the compiler needs."""
 
     arch: int
 
@@ -178,13 +178,13 @@ def missing(held: Results, wanted: Results, arch: int) -> dict[str, str]:
 
 
 def programs(arch: int, used: list[int]) -> int:
-    """How many programs a multiprocessor holds at once."""
+    """Number of programs that a multiprocessor holds at once."""
     registers, _, shared, warps = used
     return min(REGISTERS // (registers * 32 * warps), SHARED[arch] * 1024 // (shared + 1024))
 
 
 def regressions(held: Results, results: Results, archs: list[int]) -> Iterator[str]:
-    """What is worse than it was, or wrong where it was not yet recorded."""
+    """Descriptions of launches that are worse than recorded, or wrong without a record."""
     for name, result in results.items():
         for arch in archs:
             key = f"sm_{arch}"

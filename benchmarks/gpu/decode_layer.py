@@ -42,18 +42,18 @@ CONTEXTS = (131072, 32768, 2048, 1048576)
 BATCHES = (8, 1, 32)
 POOL_BYTES = 20 * 2**30
 POOL_SHARE = 0.5
-"""Of the memory that is free, at most."""
+"""Largest share of the free memory that a pool takes."""
 ROTATED_BYTES = 256 * 2**20
 MOST_LAYERS = 16
 COPY_BYTES = 2**30
 ERROR, AGREEMENT = 1e-2, 0.98
-"""Of attention at most, and of the selection at least."""
+"""Largest relative error of attention, and least share of the selection that has to agree."""
 
 Seconds = Callable[[Sequence[Callable[[], object]]], float]
 
 
 def layers_for(batch: int, context: int, shape: Shape) -> int:
-    """How many layers it takes to be well beyond the L2 cache."""
+    """Number of layers whose contexts together are well beyond the L2 cache."""
     page_bytes = shape.kv_heads * shape.unit_bytes
     config = shape.config
     index = config.index_bytes(context * page_bytes // config.page_size, shape.head_size, DTYPE)

@@ -55,7 +55,7 @@ class Decoding:
         return torch.randint(1000, 30000, (count, length), generator=self._generator).tolist()
 
     def fits(self, context: int, batch: int) -> bool:
-        """Whether the KV cache holds so many requests; vLLM keeps a block for itself."""
+        """Whether the KV cache holds the batch; vLLM keeps a block for itself."""
         blocks = -(-context // self.block_size) * batch
         return (blocks + 1) * self.block_size <= self.capacity
 
@@ -80,12 +80,12 @@ class Decoding:
         }
 
     def gib(self, tokens: int) -> float:
-        """Of keys and values."""
+        """Bytes of a token's keys and values."""
         return round(tokens * self.bytes_per_token / GIB, 2)
 
 
 def cell(decoded: dict[str, Any] | None) -> object:
-    """Of a table: milliseconds per step."""
+    """A cell of a table: milliseconds per step."""
     if decoded is None:
         return "failed"
     return decoded["ms"] if decoded["fits"] else "does not fit"

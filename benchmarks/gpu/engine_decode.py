@@ -36,7 +36,7 @@ ENGINES = ("stock", "device", "host")
 CONTEXTS = (2048, 32768, 131072)
 BATCHES = (1, 8)
 MOST_REQUESTS = 32
-"""Of stock vLLM, and of a KV cache on the device; in host memory as many as the largest batch."""
+"""Most requests at once, except in host memory, where it is the largest batch."""
 FILLED = {
     "kv_connector": "DecodeBenchConnector",
     "kv_role": "kv_both",
@@ -45,7 +45,7 @@ FILLED = {
 
 
 def engine_spec(engine: str, given: argparse.Namespace) -> EngineSpec:
-    """How an engine is started.
+    """The arguments with which an engine is started.
 
     Args:
         engine: One of `ENGINES`.
@@ -90,11 +90,11 @@ class Measured(Decoding):
     requests: int
 
     def figures(self) -> dict[str, Any]:
-        """Of its worker."""
+        """Figures that the worker of the engine reports."""
         return self.engine.collective_rpc("device_figures")
 
     def decode(self, context: int, batch: int) -> dict[str, Any]:
-        """Also what the recall cache found of what was looked up, and KV heads that corrected."""
+        """See the base class; adds the hits of the recall cache and the KV heads that corrected."""
         before = self.figures()
         result = super().decode(context, batch)
         if result["fits"]:
@@ -102,7 +102,7 @@ class Measured(Decoding):
         return result
 
     def memory(self, contexts: Sequence[int]) -> dict[str, Any]:
-        """What the device holds, and what a request of each context takes of it."""
+        """Bytes on the device, and those that a request of each context takes."""
         figures = self.figures()
         needed = {str(c): self.device_bytes(c, figures) for c in contexts}
         return {
@@ -116,7 +116,7 @@ class Measured(Decoding):
         }
 
     def device_bytes(self, context: int, figures: Mapping[str, Any]) -> int:
-        """Of the KV cache, its index and slots, for one request of so many tokens."""
+        """Bytes of the KV cache, its index and slots, for one request of a context."""
         blocks = -(-context // self.block_size)
         if tiers := figures.get("tiers"):
             beside = (tiers["dense"] + tiers["index"]) * blocks // tiers["blocks"]
@@ -128,7 +128,7 @@ class Measured(Decoding):
 def shares(
     before: Mapping[str, int], after: Mapping[str, int], rows: int
 ) -> dict[str, float | None]:
-    """What was found in slots, and which KV heads selected anew, between two readings.
+    """The share of units found in slots, and of heads that corrected, between two readings.
 
     Args:
         before, after: Of `DeviceExtension.device_figures`.

@@ -1,4 +1,4 @@
-"""What is to be reached on a GPU, and what the results in a folder say about it.
+"""Goals on a GPU, and whether the results in a folder reach them.
 
     python -m benchmarks.gpu.goals benchmarks/results
 
@@ -47,7 +47,7 @@ class Goal:
 
     @property
     def wanted(self) -> str:
-        """What is to be reached, for a table."""
+        """The goal, for a table."""
         return f"{'>=' if self.at_least else '<='} {self.limit:g} {self.unit}"
 
     def judge(self, results: Results | None) -> tuple[str, str]:

@@ -149,7 +149,7 @@ class Step:
         self._query = selection.query
 
     def plan(self, pages: int, positions: bool = False) -> DevicePlan:
-        """For a row of so many pages."""
+        """An empty plan for a row with a number of pages."""
         return DevicePlan.empty(
             rows=1,
             kv_heads=KV_HEADS,

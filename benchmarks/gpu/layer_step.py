@@ -26,12 +26,12 @@ DTYPE = torch.bfloat16
 MISSED, AHEAD = 0.04, 0.15
 """Shares of the units attended to that a step is taken to miss, and to recall ahead."""
 BUDGETS, MISSED_PROGRAMS, AHEAD_PROGRAMS = 2, 64, 16
-"""As the engine has them, whose modules need vLLM: slots, and programs of recall."""
+"""Budgets of slots, and programs of recall, as in the engine, whose modules need vLLM."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the layer, by default one of Llama-3.1-8B; ``budget`` in tokens."""
+    """The shape of the layer, by default one of Llama-3.1-8B; ``budget`` in tokens."""
 
     kv_heads: int = 8
     group: int = 4
@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def unit_bytes(self) -> int:
-        """Of a page of a KV head."""
+        """Bytes of a page of a KV head."""
         return self.config.page_size * 2 * self.head_size * DTYPE.itemsize
 
 
@@ -89,7 +89,7 @@ class Pool:
 
 @dataclass
 class Layer:
-    """What one layer has of its own: rows of the pool's pages, tokens, and state.
+    """The tensors of one layer: rows of the pool's pages, tokens, and state.
 
     Attributes:
         rows: Of the step.
@@ -333,7 +333,7 @@ class LayerStep:
         )
 
     def check(self) -> dict[str, float]:
-        """How far the first layer's step is from the specification.
+        """The difference between the first layer's step and the specification.
 
         Returns:
             ``attention``: the relative error of its outputs. ``selection``: the share of the first
@@ -370,7 +370,7 @@ class LayerStep:
         return (found + torch.arange(heads, device=self.device)[:, None]).flatten(0, 1)
 
     def _agreement(self, layer: Layer, units: torch.Tensor) -> float:
-        """With the specification, on the CPU, over a copy of the first request's records."""
+        """Compare with the specification, on the CPU, over the first request's records."""
         own, heads, config = layer.rows.block_table[0].long(), self.shape.kv_heads, self.config
         records = self.pool.store.records.unflatten(0, (-1, self.pool.store.parts))[own]
         shape = {"kv_heads": heads, "head_size": self.shape.head_size, "dtype": DTYPE}
@@ -469,7 +469,7 @@ class LayerStep:
         self.ops.prepare_rows(layer.rows, self.requests, self.page, far=far)
 
     def _step(self, layer: Layer) -> None:
-        """As the engine has it, with what is recalled ahead on the side."""
+        """A layer's step as in the engine, with recall ahead on the side."""
         self._write(layer)
         if self.side is not None:
             self._write_tail(layer)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of queries [rows, group, head_size] over slots [slots, page, 2 * head_size]: outputs."""
+"""Attention of queries [rows, group, head_size] over slots [slots, page, 2 * head_size]."""
 
 WORKSPACE_BYTES = 128 * 2**20
 
@@ -88,5 +88,5 @@ PEERS = {"flashinfer": flashinfer_decode, "xformers": xformers_decode}
 
 
 def installed() -> list[str]:
-    """Those of the libraries that are here."""
+    """The peers whose libraries are installed."""
     return [name for name in PEERS if importlib.util.find_spec(name) is not None]

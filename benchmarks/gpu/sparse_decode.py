@@ -46,7 +46,7 @@ def kv_bytes(batch: int, length: int) -> int:
 
 
 def rotation(batch: int, length: int) -> int:
-    """How many sets of buffers it takes to be well beyond the L2 cache."""
+    """Number of sets of buffers that together are well beyond the L2 cache."""
     return max(2, ROTATED_BYTES // kv_bytes(batch, length))
 
 

@@ -39,7 +39,7 @@ class Baseline(Decoding):
         return {"seconds": seconds, "tokens_per_second": context / seconds}
 
     def memory(self) -> dict[str, Any]:
-        """Where the device's memory goes, and how many requests of a context it holds."""
+        """The division of the device's memory, and the requests of a context that it holds."""
         free, total = torch.cuda.mem_get_info()
         return {
             "used_gib": round((total - free) / GIB, 1),

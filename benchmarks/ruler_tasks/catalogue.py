@@ -77,7 +77,7 @@ VARIANTS = (
     Variant("quest", "Quest's choice, of this engine's pages", {"method": "quest"}),
     Variant("control", "sink and window alone", {"method": "streamingllm"}),
 )
-"""What is put to every task that counts, a row of the table each per budget."""
+"""The variants that answer every task that counts; each has a row of the table per budget."""
 
 
 def engine_options(variants: Sequence[Variant]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _serial = count()
 
 @dataclass(frozen=True)
 class Answers:
-    """What the samples of a task brought back."""
+    """The answers to the samples of a task."""
 
     scores: list[float]
     """Per sample, 0 to 1."""

@@ -57,7 +57,7 @@ class RulerSample:
     """Token ids."""
 
     references: tuple[str, ...]
-    """What the answer should contain."""
+    """The strings that the answer should contain."""
 
 
 class Generator:

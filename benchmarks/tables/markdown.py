@@ -11,7 +11,7 @@ Results = Mapping[str, Mapping[str, Any]]
 """Result files by name, in the order in which the page names them."""
 
 Options = Mapping[str, str]
-"""What the page says besides files: ``budgets=256,1024``."""
+"""Options of the table on the page, such as ``budgets=256,1024``."""
 
 
 def read_results(names: Iterable[str], directory: Path) -> Results:

@@ -1,2 +1,2 @@
-"""The accuracy benchmark's parts: what is asked (needles, forced), of whom (engine), and how it is
-scored (metrics), kept (store) and shown (report)."""
+"""The accuracy benchmark's parts: questions (needles, forced), the engine that answers (engine),
+scores (metrics), stored results (store) and tables (report)."""

@@ -1,4 +1,4 @@
-"""What a task is: prompts whose continuation tells whether attention found what it needed."""
+"""Tasks: prompts whose continuation shows whether attention found the tokens that it needs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TokenText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.prefix: list[int] = list(tokenizer("").input_ids)
-        """What the tokenizer puts before every text (Gemma's ``<bos>``)."""
+        """Tokens that the tokenizer puts before every text (Gemma's ``<bos>``)."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text` alone, without special tokens."""

@@ -1,4 +1,4 @@
-"""Which tasks, methods and budgets the accuracy benchmark knows."""
+"""The tasks, methods and budgets of the accuracy benchmark."""
 
 from __future__ import annotations
 
@@ -66,40 +66,40 @@ class Variant:
     name: str
     meaning: str
     method: str
-    """What a request names."""
+    """The method's name in requests."""
 
     groups: tuple[str, ...]
     """``core``: always run; ``quick``: in the quick tier; others are run where asked for."""
 
     served: dict[str, Any] = field(default_factory=dict)
-    """What the engine's option ``also`` says about the method."""
+    """The method's entry in the engine's option ``also``."""
 
     asks: dict[str, Any] = field(default_factory=dict)
     """Further ``kv_retrieval`` options of a request."""
 
     engine: dict[str, Any] = field(default_factory=dict)
-    """The engine's, where they are others than the defaults: options, or ``method``, its own. Such
-    a variant needs an engine and a prefill of its own."""
+    """Options of the engine that differ from the defaults, or its own ``method``. Such a variant
+    needs an engine and a prefill of its own."""
 
     index: str = ""
-    """What `benchmarks.planning` calls its index; empty: it is not in the comparison of indexes."""
+    """The index's name in `benchmarks.planning`; empty: not in the comparison of indexes."""
 
     style: str = ""
-    """Of its line in the plot, as matplotlib writes it; empty: it is not drawn."""
+    """The style of its line in the plot, as in matplotlib; empty: it is not drawn."""
 
     @property
     def engine_config(self) -> RetrievalConfig:
-        """That of the engine which serves it, as far as all its methods have it in common."""
+        """Options of the engine that serves it, as far as all methods of the engine share them."""
         return RetrievalConfig(**{"method": OWN, "page_size": PAGE, **self.engine})
 
     @property
     def also(self) -> dict[str, Any]:
-        """What the engine's option ``also`` has to hold for the method to be served."""
+        """The engine's option ``also`` with which the method is served."""
         return {} if self.method == self.engine_config.method else {self.method: self.served}
 
     @property
     def config(self) -> RetrievalConfig:
-        """An engine's whose own method is this one: what the method alone needs."""
+        """Options of an engine whose own method is this one, to see what the method alone needs."""
         options = {"page_size": PAGE, **self.engine, **self.served}
         options.pop("method", None)
         preset = options.pop("preset", self.method if self.method in preset_names() else OWN)
@@ -332,7 +332,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What the cell is stored under; one per task, variant and budget."""
+        """The key under which the cell is stored; one per task, variant and budget."""
         return f"{self.task.name}/{self.variant.name}/{'all' if self.covering else self.budget}"
 
     @property

@@ -1,4 +1,4 @@
-"""What the figures have to show for the benchmark to pass."""
+"""Criteria that the figures have to meet for the benchmark to pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COVERED_KL = 0.003
 """With a budget that covers the context, KL to full attention stays below this (rounding)."""
 
 POINTS_LOST = 0.05
-"""Of the answers, no more is lost than this: against full attention ..."""
+"""Largest loss of found answers, as a share: against full attention ..."""
 
 PASSKEY_USABLE = 0.80
 """... in a passkey task where full attention itself reaches this, ..."""
@@ -70,7 +70,7 @@ def check(tasks: Sequence[Task], budgets: Sequence[int], cells: Figures) -> list
 
 
 def _corrected(cell: Mapping[str, Any]) -> str:
-    """How much of a figure is not speculation."""
+    """The share of KV heads that corrected, as text; empty if it is not known."""
     share = cell.get("corrected_share")
     return "" if share is None else f" ({share:.0%} of KV heads corrected)"
 

@@ -28,7 +28,7 @@ BATCH = 4
 """Requests decoded together."""
 
 DTYPE = "float32" if slow_bfloat16() else "bfloat16"
-"""Of weights and KV cache: what this machine computes with at speed."""
+"""Dtype of weights and KV cache in which this machine computes at speed."""
 
 
 def prefix_cache_bytes(model: Path, samples: Sequence[Sample], dtype: str = DTYPE) -> int:

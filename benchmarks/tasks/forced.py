@@ -12,7 +12,7 @@ COPY_TOKENS = 80
 """Length of the passage that is forced a second time."""
 
 COPY_CUE = 16
-"""So many of its tokens only tell the model which passage it is; they are not scored."""
+"""First tokens of the passage, which only tell the model which passage it is and are not scored."""
 
 COPIES = 4
 """Passages taken from one document, which is prefilled once for all of them."""
@@ -22,7 +22,7 @@ NOVEL_TOKENS = 256
 
 
 def second_copy(text: TokenText, context: int, count: int) -> list[Sample]:
-    """Force a passage that occurred earlier in the prompt: easy for whoever can look it up."""
+    """Force a passage that occurred earlier in the prompt: easy for a method that can look it up."""
     samples = []
     length = prompt_length(context)
     documents = -(-count // COPIES)

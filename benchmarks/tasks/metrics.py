@@ -33,7 +33,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Generated:
-    """What one sample's request brought back."""
+    """The results of one sample's request."""
 
     tokens: tuple[int, ...]
     scored: Scored | None

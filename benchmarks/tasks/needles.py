@@ -17,7 +17,7 @@ from benchmarks.tasks.base import Sample, TokenText, blind_positions, prompt_len
 _PASSKEY_INTRO = "There is a pass key hidden in the following text. Find it and remember it.\n\n"
 _PASSKEY_QUESTION = "What is the pass key?"
 _NEAR = 60
-"""So far, in tokens, a needle may move from its depth to stand between two paragraphs."""
+"""Most tokens by which a needle may move from its depth to stand between two paragraphs."""
 
 _SENTENCES = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"

@@ -54,9 +54,9 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _kept(found: Iterable[Any]) -> tuple[str, str]:
-    """Of a variant's cells: bytes of index per token and KV head, share of the KV cache.
+    """Bytes of a variant's index per token and KV head, and its share of the KV cache.
 
-    Models with other heads have others, the least and the most of which are shown.
+    They depend on the model's heads; the least and the most of them are shown.
     """
     known = [cell for cell in found if cell and cell.get("index_bytes") is not None]
     if not known:
@@ -256,7 +256,7 @@ def _height(cell: Mapping[str, Any]) -> float:
 
 
 def _scale(panel: Any, full: Mapping[str, Any]) -> None:
-    """What is drawn upwards: answers found, or KL."""
+    """The figure on the vertical axis: answers found, or KL."""
     if "accuracy" in full:
         panel.axhline(100 * full["accuracy"], color="grey", linewidth=0.8, label=FULL.name)
         panel.set_ylim(-5, 105)

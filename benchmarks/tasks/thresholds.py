@@ -1,4 +1,4 @@
-"""Which correction threshold for freekv: its cost in accuracy, and what it saves in waiting."""
+"""Correction thresholds of freekv: their cost in accuracy, and the waiting that they save."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Waits:
     """What decoding from disk waits for, by threshold; from `benchmarks.slow_home steady`."""
 
     rows: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
-    """By size: milliseconds per step and threshold."""
+    """Milliseconds per step and threshold, by size."""
 
     note: str = ""
     """What a reader has to know about them."""

@@ -55,7 +55,7 @@ LIBRARIES = (
     "spinloop.abi3.so",
     "vllm_flash_attn/_vllm_fa3_C.abi3.so",
 )
-"""Of vLLM's libraries, those that a dense bf16 model needs."""
+"""Libraries of vLLM that a dense bf16 model needs."""
 LEFT_OUT = re.compile(
     r"(\.so$|/vllm-rs$|/__pycache__/|/third_party/(fmha_sm100|deep_gemm|tml_fa4)/"
     r"|/static/swagger|\.jpg$)"
@@ -130,7 +130,7 @@ def everything(payload: bytes) -> bool:
 
 
 def plain_attention(payload: bytes) -> bool:
-    """Of FlashAttention 3's forward kernels those for bf16, head size 64 or 128, no capping."""
+    """Whether to keep a kernel of FlashAttention 3: forward ones for bf16, head size 64 or 128."""
     names = sorted(set(re.findall(rb"\.text\.(_Z\w*FlashAttnFwdSm90\w+)", payload)))
     if not names:
         return True  # none of the forward kernels

@@ -1,4 +1,4 @@
-"""The filter ability of layers, from their queries and keys, and the filters to take."""
+"""The filter ability of layers, from their queries and keys, and the choice of filters."""
 
 import itertools
 import math
@@ -16,19 +16,19 @@ DENSE_SHARE = 0.25
 """Most of the layers that may stay dense, as in the paper: 8 of 32 with {2, 8, 18}."""
 
 TOLERANCE = 0.01
-"""Attention mass, as a share, that is given for having fewer dense layers."""
+"""Share of attention mass that is worth giving up for fewer dense layers."""
 
 
 class FilterAbility:
-    """Adds up, over queries, how much of a layer's attention lies on what earlier layers select.
+    """Sums, over queries, the share of a layer's attention on tokens that earlier layers select.
 
     Attributes:
         mass: float64 [layers, layers]; at [i, j], for j > i, the share of layer j's attention that
             falls on the tokens that layer i selects, summed over the queries.
-        queries: int64 [layers]; of each layer.
+        queries: int64 [layers]; number of queries of each layer.
 
     Args:
-        layers: Of the model.
+        layers: Number of layers of the model.
         tokens: Tokens that a layer selects.
     """
 
@@ -39,7 +39,7 @@ class FilterAbility:
         self._chosen: dict[int, list[torch.Tensor]] = {}
 
     def begin(self) -> None:
-        """Of the same queries, layers are to come in rising order."""
+        """Start with new queries, whose layers have to come in rising order."""
         self._chosen = {}
 
     def observe(
@@ -52,8 +52,8 @@ class FilterAbility:
     ) -> None:
         """Take in one layer's queries.
 
-        What is selected is what OmniKV's context selector selects (section 4.2): the tokens with
-        the highest attention over all heads of the layer. Mass is a mean over the heads.
+        Selected are the tokens that OmniKV's context selector selects (section 4.2): those with the
+        highest attention over all heads of the layer. Mass is a mean over the heads.
 
         Args:
             layer: Its number.
@@ -96,7 +96,7 @@ def abilities(similarity: torch.Tensor, layers: Sequence[int]) -> dict[int, floa
 
     Args:
         similarity: [layers, layers]; see :meth:`FilterAbility.similarity`.
-        layers: Those that were measured, rising.
+        layers: The measured layers, rising.
     """
     return {
         layer: float(similarity[layer, layers[place + 1 :]].mean())
@@ -126,22 +126,23 @@ def choose_filters(
     dense_share: float = DENSE_SHARE,
     tolerance: float = TOLERANCE,
 ) -> Choice:
-    """The filters to take.
+    """Choose filters.
 
-    The paper takes layers of high ability, spread over the model, the first one early, and gives
-    no rule. Ours: of all sets of at most ``most`` filters that leave no more than ``dense_share``
-    of the layers dense (rounded up), find the highest ``kept``; among the sets within ``tolerance``
-    of it take one with the fewest dense layers, and of these the one that keeps most.
+    The paper takes layers of high ability, spread over the model, the first one early, and names
+    no rule. Our rule: of all sets of at most ``most`` filters that leave no more than
+    ``dense_share`` of the layers dense (rounded up), find the highest ``kept``; among the sets
+    within ``tolerance`` of it take one with the fewest dense layers, and of these the one that
+    keeps most.
 
     Args:
         similarity: [layers, layers]; see :meth:`FilterAbility.similarity`.
-        layers: Those with full attention, rising.
-        most: Filters.
-        dense_share: Of the layers with full attention.
+        layers: Layers with full attention, rising.
+        most: Most filters.
+        dense_share: Largest share of dense layers among those with full attention.
         tolerance: Share of attention.
 
     Raises:
-        ValueError: No set of filters would do.
+        ValueError: No set of filters is possible.
     """
     limit = math.ceil(dense_share * len(layers))
     sums = similarity[:, layers].cumsum(1).tolist()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = 8192
 DEFAULT_QUERIES = 64
 SELECTED_SHARE = 16
-"""A layer selects one token in so many of the text, where the user says nothing."""
+"""A layer selects one token in this many of the text, unless the user says otherwise."""
 
 
 def add_calibrate(commands: Any) -> None:
@@ -106,7 +106,7 @@ def calibrate(given: argparse.Namespace) -> None:
 
     measurement = Measurement(given.model, getattr(torch, given.dtype))
     tokens = measurement.tokens_of(text, given.tokens)
-    # The last of equal stretches of the second half each.
+    # The last token of each of equal stretches of the second half.
     places = torch.arange(1, given.queries + 1) * (given.tokens - half) // given.queries
     ability = FilterAbility(measurement.config.num_hidden_layers, selected)
     measurement.run(tokens, half + places - 1, ability)
@@ -144,13 +144,13 @@ def report(
     similarity: "torch.Tensor",
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """What the file holds.
+    """The contents of the file.
 
     Raises:
-        ValueError: No filters would do.
+        ValueError: No filters are possible.
     """
     choice = choose_filters(similarity, layers, settings["most_filters"], settings["dense_share"])
-    roles_of(choice.filters, layers)  # what is written can be read
+    roles_of(choice.filters, layers)  # fails if the file could not be read later
     ability = abilities(similarity, layers)
     return {
         "format": FORMAT,

@@ -1,24 +1,24 @@
-"""How much KV heads look back for what they need (RazorAttention, section 3.2)."""
+"""Echo and induction scores: how much KV heads look far back (RazorAttention, section 3.2)."""
 
 import torch
 
 from vllm_kvretrieval.calibration.abilities import POSITIONS_AT_ONCE, attend
 
 REPEATS = 4
-"""As in the paper."""
+"""Repetitions of the random tokens, as in the paper."""
 
 
 def repeated_tokens(vocabulary: int, excluded: list[int], count: int, seed: int) -> torch.Tensor:
-    """int64 [REPEATS * count]; so many different random tokens, over and over.
+    """int64 [REPEATS * count]; ``count`` different random tokens, repeated.
 
     Args:
-        vocabulary: Tokens that there are.
-        excluded: Those that mean something else.
-        count: Of one repetition.
-        seed: Of the choice.
+        vocabulary: Number of tokens of the model.
+        excluded: Tokens that are not used, since they have a special meaning.
+        count: Tokens of one repetition.
+        seed: Seed of the random choice.
 
     Raises:
-        ValueError: There are not so many.
+        ValueError: There are not as many tokens.
     """
     usable = torch.ones(vocabulary, dtype=torch.bool)
     usable[[token for token in excluded if token < vocabulary]] = False
@@ -30,10 +30,10 @@ def repeated_tokens(vocabulary: int, excluded: list[int], count: int, seed: int)
 
 
 class HeadScores:
-    """Adds up what a text's repetitions get of attention, over queries.
+    """Sums, over queries, the attention that a text's repetitions get.
 
-    A token's *echo* is the attention that it gives to its earlier occurrences, its *induction* what
-    it gives to the tokens right after these.
+    A token's *echo* is the attention that it gives to its earlier occurrences; its *induction* is
+    the attention that it gives to the tokens right after these.
 
     Args:
         period: Tokens of a repetition, all different.
@@ -77,9 +77,9 @@ class HeadScores:
         return [round(score, 4) for score in best.tolist()]
 
     def echo(self, layer: int) -> list[float]:
-        """Per KV head, of its best query head, the mean over the queries."""
+        """The echo score per KV head: the mean over the queries, of its best query head."""
         return self._of(self._echo, layer)
 
     def induction(self, layer: int) -> list[float]:
-        """Likewise."""
+        """The induction score per KV head, as :meth:`echo`."""
         return self._of(self._induction, layer)

@@ -9,7 +9,7 @@ from vllm_kvretrieval.retrieval.heads import FORMAT, SHARE, choose_heads
 from vllm_kvretrieval.retrieval.model_files import name_of, shape_of
 
 MOST_TOKENS = 2500
-"""The paper's."""
+"""Random tokens of a repetition, as in the paper."""
 DEFAULT_QUERIES = 512
 
 

@@ -1,4 +1,4 @@
-"""What subcommands take that run a model over a text, and what they write."""
+"""Inputs and outputs of the subcommands that run a model over a text."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Add the model, the text, and what the former computes in."""
+    """Add the arguments for the model, the text, and the dtype."""
     parser.add_argument("model", metavar="MODEL", help="path, or name on a hub")
     parser.add_argument("text", metavar="TEXT", type=Path, help="a plain text file (UTF-8)")
     parser.add_argument(
@@ -25,24 +25,24 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def number(text: str, least: int = 0, most: int = MOST_TOKENS) -> int:
-    """An argument that is a whole number."""
+    """Parse an argument that is a whole number."""
     if not text.isdecimal() or len(text) > len(str(MOST)) or not least <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
     return int(text)
 
 
 def count(text: str) -> int:
-    """An argument that counts something."""
+    """Parse an argument that is a positive number."""
     return number(text, 1)
 
 
 def seed(text: str) -> int:
-    """An argument that random numbers begin with."""
+    """Parse an argument that is a seed of random numbers."""
     return number(text, most=MOST)
 
 
 def share(text: str) -> float:
-    """An argument that is a part of a whole."""
+    """Parse an argument that is a share of a whole."""
     try:
         number = float(text)
     except ValueError:
@@ -53,10 +53,10 @@ def share(text: str) -> float:
 
 
 def require_plot() -> None:
-    """To be called before anything takes time.
+    """Check, before anything takes time, that a plot can be drawn.
 
     Raises:
-        ValueError: There is nothing to draw with.
+        ValueError: matplotlib is missing.
     """
     if not can_plot():
         raise ValueError(
@@ -66,11 +66,11 @@ def require_plot() -> None:
 
 
 def read_text(path: Path) -> str:
-    """What a file says.
+    """The text of a file.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is no text.
+        OSError: The file cannot be read.
+        ValueError: The file is no text.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def read_text(path: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides the result."""
+    """Versions of the packages that decide the result."""
     return {
         "python": platform.python_version(),
         "vllm-kvretrieval": __version__,
@@ -88,7 +88,7 @@ def versions() -> dict[str, str]:
 
 
 def as_json(result: dict[str, Any], long: Collection[str]) -> str:
-    """A line per field, and per item of those fields that are long lists."""
+    """JSON with a line per field, and per item of fields that are long lists."""
     fields = []
     for key, value in result.items():
         text = json.dumps(value)

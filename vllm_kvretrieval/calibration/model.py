@@ -15,14 +15,14 @@ CHUNK = 512
 
 
 class CalibrationError(ValueError):
-    """The model or the text cannot be measured. Says why, and what to do."""
+    """The model or the text cannot be measured; the message says why, and the remedy."""
 
 
 class Observer(Protocol):
-    """Takes in the queries of some places in a text; what for, is its own affair."""
+    """Receives the queries at some places of a text."""
 
     def begin(self) -> None:
-        """Others follow, of the first layer again."""
+        """Start with new queries, of the first layer again."""
         ...
 
     def observe(
@@ -33,10 +33,10 @@ class Observer(Protocol):
         context: torch.Tensor,
         scale: float,
     ) -> None:
-        """Take in one layer's queries.
+        """Receive one layer's queries.
 
         Args:
-            layer: Its number; layers come in rising order.
+            layer: The layer's number; layers come in rising order.
             query: [heads, n, head_size].
             key: [kv_heads, most tokens of a context, head_size].
             context: int64 [n]; tokens that each query attends to, its own included.
@@ -48,16 +48,16 @@ class Observer(Protocol):
 class Measurement:
     """Runs a model over a text and shows its queries and keys, layer by layer, to an observer.
 
-    The queries at a few places of the text, each over all tokens up to its own, are what decode
-    steps there would have. No attention of more than a few of them is ever in memory.
+    The queries at a few places of the text, each over all tokens up to its own, are those that
+    decode steps there would have. Only the attention of a few of them is in memory at a time.
 
     Args:
         model: Path or name on a hub.
-        dtype: To compute in.
+        dtype: The dtype to compute in.
 
     Attributes:
-        config: The text model's.
-        layers: Those with plain full attention, as seen while running.
+        config: Configuration of the text model.
+        layers: Layers with plain full attention, as seen while running.
 
     Raises:
         CalibrationError: The model is not there, or transformers cannot show its attention.
@@ -81,7 +81,7 @@ class Measurement:
         """int64 [count]; the text's first tokens, or all of them.
 
         Raises:
-            CalibrationError: The text is shorter, or the model takes no such contexts.
+            CalibrationError: The text is shorter, or the model does not take such contexts.
         """
         tokens = self.tokenizer(text, verbose=False, return_tensors="pt")["input_ids"][0]
         wanted = len(tokens) if count is None else count
@@ -107,8 +107,8 @@ class Measurement:
 
         Args:
             tokens: int64 [n]; the text.
-            positions: int64 [m]; where queries are taken, rising.
-            observer: Gets them.
+            positions: int64 [m]; the places of the queries, rising.
+            observer: Gets the queries.
 
         Raises:
             CalibrationError: No layer with full attention has been seen.
@@ -159,7 +159,7 @@ class Measurement:
         sliding_window: int | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """What transformers calls in every layer, [1, heads, tokens, head_size] each."""
+        """Attention as transformers calls it in every layer; [1, heads, tokens, head_size] each."""
         if sliding_window is None:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             self._observe(module.layer_idx, query[0], key[0], scale)

@@ -1,8 +1,7 @@
-"""How the worker reports to vLLM: as a KV connector that never moves anything.
+"""The worker's reports to vLLM, by a KV connector that moves no KV.
 
-The interface carries what the scheduler has to know (how many requests may run at once, blocks that
-could not be read), and what the front end shows (metrics, in vLLM's log line and Prometheus
-endpoint).
+The interface carries facts for the scheduler (how many requests may run at once, blocks that could
+not be read) and metrics for the front end (vLLM's log line and Prometheus endpoint).
 """
 
 from collections.abc import Callable
@@ -46,16 +45,16 @@ engines of data parallelism forget it, but where they share experts."""
 
 @dataclass
 class Seats(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler before the first request: how many may run at once."""
+    """A worker's message to the scheduler before the first request: how many may run at once."""
 
     count: int
 
 
 def connector_config(engines: int = 1) -> KVTransferConfig:
-    """What makes vLLM load the connector; a request with an unreadable page fails.
+    """The configuration with which vLLM loads the connector and fails requests with lost pages.
 
     Args:
-        engines: How many of this server run on one machine.
+        engines: How many engines of this server run on one machine.
     """
     return KVTransferConfig(
         kv_connector_extra_config={ENGINES: engines},
@@ -94,7 +93,7 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed_blocks, self._stats = failed_blocks, stats
 
     def limit_by(self, limit: Callable[[int], None]) -> None:
-        """Of the scheduler's half: tell ``limit``, once it is known, how many may run at once."""
+        """Call ``limit`` with the number of requests at once, when the scheduler's half has it."""
         self._limit = limit
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -103,7 +102,7 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Of the scheduler's half: what the workers of all ranks have said."""
+        """Take the messages of the workers of all ranks, in the scheduler's half."""
         seats = [told.count for told in metadata.values() if isinstance(told, Seats)]
         self._limit(min(seats))
 
@@ -168,14 +167,14 @@ class RetrievalStats(KVConnectorStats):
     """Counters and gauges of some steps; ``data`` is empty or has them all."""
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Of several steps, or of a step's workers: counters add up, of gauges the last counts."""
+        """Merge steps, or workers of a step: counters add up, the last value of a gauge counts."""
         if self.is_empty() or other.is_empty():
             return other if self.is_empty() else self
         summed = {key: self.data[key] + other.data[key] for key in COUNTERS}
         return RetrievalStats({**self.data, **other.data, **summed})
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line."""
+        """The values for vLLM's log line."""
         reduced: dict[str, int | float] = {
             "units attended": self.data["units_attended"],
             "heads corrected": self.data["heads_corrected"],
@@ -208,7 +207,7 @@ class RetrievalMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        # Of several front-end processes, each with its own value, the last one to speak is right.
+        # Several front-end processes may each have a value: the latest one is right.
         gauges = {"multiprocess_mode": "mostrecent"}
         self._metrics = {
             name: create_metric_per_engine(

@@ -1,4 +1,4 @@
-"""The numbers of a worker's layers, as options and files of measurements have them."""
+"""The numbers of a worker's layers, as used in options and files of measurements."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,18 +14,18 @@ from vllm_kvretrieval.retrieval.layers import full_attention_layers
 def number_layers(
     vllm_config: Any, specs: Mapping[str, Any], config: RetrievalConfig
 ) -> dict[str, int]:
-    """Of a worker's layers with plain full attention, their numbers in the model, by name; rising.
+    """Numbers in the model of a worker's layers with plain full attention, by name; rising.
 
-    The names that vLLM gives to layers hold them. Where those count attention layers alone
-    (Zamba2), the model's configuration has the numbers.
+    vLLM's names of layers contain the numbers. If the names count only attention layers (Zamba2),
+    the model's configuration has the numbers.
 
     Args:
-        vllm_config: Of the engine.
-        specs: What vLLM keeps of each layer of this worker.
+        vllm_config: vLLM's configuration.
+        specs: vLLM's KV cache specs of this worker's layers.
         config: Options of the engine.
 
     Raises:
-        RetrievalConfigError: The front end has checked options by layers other than these.
+        RetrievalConfigError: The front end has checked options by other layers.
     """
     plain = [name for name, spec in specs.items() if type(spec) is FullAttentionSpec]
     names = {name: extract_layer_index(name) for name in plain}

@@ -1,8 +1,8 @@
-"""How far the keys and values in vLLM's blocks are from those that full attention computes.
+"""Levels: how exact the keys and values in vLLM's blocks are.
 
 Keys and values at a position are exact if every layer attended to the whole context before it, and
 if that context is exact itself. So a context is exact up to some position, and nowhere beyond.
-Levels say how, and tell requests apart that may share blocks.
+Levels say how the rest was computed, and decide which requests may share blocks.
 """
 
 import sys
@@ -19,7 +19,7 @@ NEVER = sys.maxsize
 
 
 class Level(IntEnum):
-    """How a block's keys and values were computed; the worse, the larger."""
+    """How a block's keys and values were computed; a larger level is worse."""
 
     EXACT = 0
     DECODED = 1
@@ -32,7 +32,7 @@ UNKNOWN = Level.PREFILLED
 
 
 class Block(Protocol):
-    """One of vLLM's (``KVCacheBlock``)."""
+    """One of vLLM's blocks (``KVCacheBlock``)."""
 
     block_id: int
 
@@ -43,37 +43,37 @@ class Block(Protocol):
 
 
 class Taint(NamedTuple):
-    """From where on a context is not exact.
+    """The end of the exact part of a context.
 
     Attributes:
-        position: The first position that is not; ``NEVER`` where all are.
-        level: Of those from there on, the worst.
+        position: The first position that is not exact; ``NEVER`` if all are.
+        level: The worst level from there on.
     """
 
     position: int = NEVER
     level: Level = Level.EXACT
 
     def level_of(self, end: int) -> Level:
-        """Of a block whose last position is before ``end``."""
+        """The level of a block whose last position is before ``end``."""
         return self.level if end > self.position else Level.EXACT
 
     def plus(self, other: "Taint") -> "Taint":
-        """Of a context to which both apply."""
+        """The exactness of a context to which both apply."""
         return Taint(min(self.position, other.position), max(self.level, other.level))
 
 
 class BlockLevels:
     """Levels of the blocks in the prefix cache.
 
-    A note is about a block's contents, which its hash names. It counts as long as the block has
-    this hash: what vLLM recycles or forgets need not be told.
+    A note belongs to a block's contents, which the hash names. It counts as long as the block has
+    this hash, so blocks that vLLM recycles or forgets need no further note.
     """
 
     def __init__(self) -> None:
         self._notes: dict[int, tuple[bytes | None, Level]] = {}
 
     def note(self, block: Block, level: Level) -> None:
-        """Say what has been, or in this step will be, written to a block that has its hash."""
+        """Note the level of what is, or will be in this step, written to a hashed block."""
         self._notes[block.block_id] = block.block_hash, level
 
     def copy(self, source: int, target: int) -> None:
@@ -82,7 +82,7 @@ class BlockLevels:
             self._notes[target] = note
 
     def of(self, block: Block) -> Level:
-        """A block's level; the null block, which nobody reads, is exact."""
+        """A block's level; the null block, which is never read, is exact."""
         if block.is_null:
             return Level.EXACT
         noted, level = self._notes.get(block.block_id, (None, UNKNOWN))
@@ -95,16 +95,16 @@ class BlockLevels:
     def look(
         self, groups: Iterable[tuple[Sequence[Block], int]], tolerance: Level
     ) -> tuple[int, Taint]:
-        """Find out how much of a prefix may be shared, and from where on that is not exact.
+        """Find out how much of a prefix may be shared, and how exact that part is.
 
         Args:
-            groups: Of each group of layers, the blocks that hold the prefix, in order, and the
+            groups: For each group of layers, the blocks that hold the prefix, in order, and the
                 tokens of a block.
             tolerance: The worst level that may be shared.
 
         Returns:
-            Tokens before the first block beyond that level, of any group; ``NEVER`` if there is no
-            such block. And what the blocks before it are.
+            Tokens before the first block beyond that level, in any group; ``NEVER`` if there is no
+            such block. And the exactness of the blocks before it.
         """
         notes, shared, first, worst = self._notes, NEVER, NEVER, Level.EXACT
         for blocks, size in groups:
@@ -130,12 +130,12 @@ EXACT = Taint()
 
 @dataclass(frozen=True)
 class Exactness:
-    """What a request's options say about exact contexts.
+    """The consequences of a request's options for exact contexts.
 
     Attributes:
-        tolerance: Worst level of the blocks that it may share.
-        reads_cache: Whether it may share any: methods that rate tokens by all queries of a prompt
-            have to compute them all.
+        tolerance: Worst level of the blocks that the request may share.
+        reads_cache: Whether the request may share blocks at all: methods that rate tokens by all
+            queries of a prompt have to compute them all.
         decodes_exactly: Tokens; a decode step attends to the whole context if it is no longer.
         prefills_exactly: Tokens at the start of a prompt that attend to everything before them.
     """
@@ -147,10 +147,10 @@ class Exactness:
 
     @classmethod
     def of(cls, options: RequestOptions, config: RetrievalConfig) -> "Exactness":
-        """What a request's options say on this engine.
+        """Derive the exactness from a request's options on this engine.
 
-        Where the worker knows better (a share of the prompt as a budget, what methods that drop
-        tokens have kept) this is the worst that can be.
+        Where only the worker knows more (a share of the prompt as a budget, tokens that were kept
+        by methods that drop others), this is the worst possible case.
         """
         sparse = config.prefills_sparsely(options)
         tolerance = Level.PREFILLED if sparse else Level.DECODED
@@ -164,12 +164,12 @@ class Exactness:
         )
 
     def taint(self, start: int, tokens: int, decodes: bool) -> Taint:
-        """What a step does to the context.
+        """The exactness of the context after a step.
 
         Args:
             start: Tokens that were computed before.
-            tokens: Of the step.
-            decodes: Whether it is a single one behind the prompt.
+            tokens: Tokens of the step.
+            decodes: Whether the step has a single token behind the prompt.
         """
         if decodes:
             return Taint(start, Level.DECODED) if start >= self.decodes_exactly else EXACT

@@ -1,4 +1,4 @@
-"""What page indexes take beside vLLM's KV cache; the same on every device."""
+"""Memory of page indexes beside vLLM's KV cache; the same on every device."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.tiers.sizes import Cache
 
 Retrieving = Callable[[Iterable[str]], list[str]]
-"""Those of some layers that attend to parts of long contexts, by their names."""
+"""Selects, by their names, the layers that attend to parts of long contexts."""
 
 
 def check_retrieving(
@@ -22,13 +22,13 @@ def check_retrieving(
     """Refuse a model that would be served as if there were no retrieval.
 
     Args:
-        vllm_config: Of the engine.
-        specs: What vLLM keeps of each layer of this worker.
+        vllm_config: vLLM's configuration.
+        specs: vLLM's KV cache specs of this worker's layers.
         config: Options of the engine.
         retrieving: Says which layers retrieve.
 
     Raises:
-        RetrievalConfigError: None does.
+        RetrievalConfigError: No layer retrieves.
     """
     in_pages = [name for name, spec in specs.items() if type(spec) is FullAttentionSpec]
     if not retrieving(in_pages) and vllm_config.parallel_config.pipeline_parallel_size == 1:
@@ -38,11 +38,11 @@ def check_retrieving(
 def bytes_per_block(
     vllm_config: Any, specs: dict[str, Any], config: RetrievalConfig, retrieving: Retrieving
 ) -> tuple[int, int]:
-    """What a block of vLLM's takes of its KV cache, and of page indexes beside it.
+    """Bytes of one of vLLM's blocks in its KV cache, and in the page indexes beside it.
 
     Args:
-        vllm_config: Of the engine.
-        specs: What vLLM keeps of each layer of this worker; not empty.
+        vllm_config: vLLM's configuration.
+        specs: vLLM's KV cache specs of this worker's layers; not empty.
         config: Options of the engine.
         retrieving: Says which layers retrieve.
     """
@@ -66,19 +66,19 @@ def bytes_per_block(
 def cache_with_slow_home(
     vllm_config: Any, specs: Mapping[str, Any], config: RetrievalConfig, retrieving: Retrieving
 ) -> Cache | None:
-    """What is to be kept by a home that is slow, of a worker whose layers are all alike.
+    """The KV cache that a slow home would hold, of a worker whose layers are all alike.
 
     Args:
-        vllm_config: Of the engine.
-        specs: What vLLM keeps of each layer of this worker; not empty.
+        vllm_config: vLLM's configuration.
+        specs: vLLM's KV cache specs of this worker's layers; not empty.
         config: Options of the engine.
         retrieving: Says which layers retrieve.
 
     Returns:
-        None where layers differ, or none retrieves, and the home is ``auto``.
+        The cache; None if layers differ, or none retrieves, and the home is ``auto``.
 
     Raises:
-        RetrievalConfigError: So it is, and the home was named.
+        RetrievalConfigError: Layers differ, or none retrieves, and the home is not ``auto``.
     """
     at_home, spec = retrieving(specs), next(iter(specs.values()))
     if not at_home or type(spec) is not FullAttentionSpec or len(set(specs.values())) > 1:
@@ -104,7 +104,7 @@ def cache_with_slow_home(
 
 
 def requests_at_once(vllm_config: Any) -> int:
-    """How many requests vLLM's scheduler runs at once, as long as nobody tells it otherwise."""
+    """Number of requests that vLLM's scheduler runs at once, unless it is told another one."""
     scheduler = vllm_config.scheduler_config
     return int(scheduler.max_num_active_seqs or scheduler.max_num_seqs)
 
@@ -113,11 +113,11 @@ def check_scheduler_knows(vllm_config: Any, seats: int) -> None:
     """Refuse to serve fewer requests at once than the scheduler would run if it cannot be told.
 
     Args:
-        vllm_config: Of the engine.
-        seats: How many there is room for.
+        vllm_config: vLLM's configuration.
+        seats: Number of requests that there is room for.
 
     Raises:
-        RetrievalConfigError: Another connector is in the place of ours, which tells it.
+        RetrievalConfigError: Another connector takes the place of ours, which would tell it.
     """
     wanted = requests_at_once(vllm_config)
     if seats < wanted and has_foreign_connector(vllm_config):
@@ -129,9 +129,9 @@ def check_scheduler_knows(vllm_config: Any, seats: int) -> None:
 
 
 def workers_here(vllm_config: Any) -> int:
-    """Workers that share this machine's memory and disk, those of all its engines.
+    """Number of workers that share this machine's memory and disk, of all engines of a server.
 
-    Engines that run behind a load balancer of somebody else's do not know of each other.
+    Engines behind a load balancer of another program do not know of each other.
     """
     parallel, engines = vllm_config.parallel_config, 1
     if (connector := vllm_config.kv_transfer_config) is not None:

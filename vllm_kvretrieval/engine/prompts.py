@@ -16,17 +16,17 @@ NEVER = 1 << 20
 """Pages of context that a request which attends to everything never exceeds."""
 
 AddUp = Callable[[torch.Tensor], object]
-"""Makes every number of a tensor the sum of all workers', in place."""
+"""Adds up a tensor over all workers, in place."""
 
 
 @dataclass
 class Watched:
-    """What attention gave to the tokens of one prompt, until the first token after it.
+    """The attention that the tokens of one prompt received, until the first token after it.
 
     Attributes:
-        mass: float32 [KV heads of all retrieval layers, tokens]; or [retrieval layers, tokens], of
-            methods by which a layer's heads keep the same.
-        entropies: float64 [retrieval layers]; of the layer's heads here, added up over queries.
+        mass: float32 [KV heads of all retrieval layers, tokens]; or [retrieval layers, tokens], if
+            all heads of a layer keep the same tokens.
+        entropies: float64 [retrieval layers]; sums over queries, for the layer's heads here.
         settled: Whether it is known how many tokens each KV head keeps.
     """
 
@@ -37,11 +37,11 @@ class Watched:
 
 @dataclass(frozen=True)
 class Heads:
-    """Those of the retrieval layers of a worker.
+    """The KV heads of a worker's retrieval layers.
 
     Attributes:
-        slices: Of each layer, its KV heads among all of them.
-        add_up: Where other workers have heads of these layers, too.
+        slices: For each layer, the places of its KV heads among all.
+        add_up: Adds up over workers, if other workers have heads of these layers, too.
     """
 
     slices: Sequence[slice]
@@ -54,19 +54,19 @@ class Heads:
 
 @dataclass
 class KeptPrompts:
-    """Of each seat, what its request keeps.
+    """The tokens that the request of each seat keeps.
 
     Attributes:
-        methods: Those that keep, by their numbers among the engine's.
-        rules: What they keep.
-        heads: Of this worker.
+        methods: The methods that drop tokens, by their numbers among the engine's.
+        rules: Their rules.
+        heads: The heads of this worker.
         selected: int32 [seats, KV heads]; see ``RequestTable``.
-        room: What requests get of each head.
+        room: Tokens that requests get of each head.
         page_size: Tokens per page.
-        keeps: bool [seats]; whether the request drops tokens, now or later. It does not where its
+        keeps: bool [seats]; whether the request drops tokens, now or later. It does not if its
             prompt fits in its budget and nothing is dropped afterwards.
-        ends: int32 [seats]; tokens of the prompt; of a request that was interrupted, what it had
-            generated included.
+        ends: int32 [seats]; tokens of the prompt, in a resumed request including those that it had
+            generated.
         budgets: int32 [seats, KV heads]; tokens that each KV head may keep.
     """
 
@@ -90,17 +90,17 @@ class KeptPrompts:
     def admit(
         self, seat: int, method: int, prompt: int, budget: PageBudget, exact: bool
     ) -> int | None:
-        """Take note of a request, and of one whose options or prompt are others from now on.
+        """Take note of a new request, or of one whose options or prompt have changed.
 
         Args:
-            seat: Its own.
+            seat: The request's seat.
             method: The number of its method.
-            prompt: Tokens.
-            budget: Per KV head on average.
+            prompt: Tokens of its prompt.
+            budget: Its budget per KV head on average.
             exact: Whether it attends to everything.
 
         Returns:
-            Pages of context from which on it decodes sparsely; None: as other methods do.
+            Pages of context beyond which the request decodes sparsely; None: as with other methods.
         """
         self._watched.pop(seat, None)
         self.keeps[seat] = False
@@ -116,12 +116,12 @@ class KeptPrompts:
         return 0 if rule.schedule.drops else None
 
     def leave(self, seat: int) -> None:
-        """The seat's request has ended, or is interrupted."""
+        """Forget the seat's request, which has ended or is interrupted."""
         self._watched.pop(seat, None)
         self.keeps[seat] = False
 
     def watched(self, seat: int, method: int) -> Watched:
-        """What there is to be added to while the seat's prompt is read."""
+        """The sums of attention for the seat's prompt while it is read."""
         if seat not in self._watched:
             layers = len(self.heads.slices)
             per_layer = self.rules[method].per_layer
@@ -131,11 +131,11 @@ class KeptPrompts:
         return self._watched[seat]
 
     def settle(self, seat: int, method: int) -> None:
-        """The prompt has been read: find out how many tokens of it each KV head keeps.
+        """Fix how many tokens each KV head keeps of a prompt that has been read.
 
         Args:
-            seat: Of the request.
-            method: Of the request.
+            seat: The request's seat.
+            method: The number of its method.
         """
         watched = self.watched(seat, method)
         if watched.settled:
@@ -154,11 +154,11 @@ class KeptPrompts:
             self.selected[seat] = kept
 
     def step(self, seats: np.ndarray, method: int, lens: np.ndarray) -> np.ndarray:
-        """int32 [n]; tokens at the end of each context that are attended to beside what is kept.
+        """int32 [n]; tokens at the end of each context that are attended to beside the kept ones.
 
         Args:
-            seats: Of requests of one method that decode a token.
-            method: Its number.
+            seats: Seats of requests of one method that decode a token.
+            method: The number of the method.
             lens: Tokens of their contexts, the new one included.
         """
         drops = self.methods[method].schedule.drops
@@ -177,9 +177,9 @@ class KeptPrompts:
         """int64 [n]; tokens that all KV heads of requests attend to in a step.
 
         Args:
-            seats: Theirs.
+            seats: Seats of the requests.
             lens: Tokens of their contexts, the new one included.
-            methods: Theirs, by number.
+            methods: Numbers of their methods.
         """
         beside = (lens - self.ends[seats]).astype(np.int64) * self.heads.count
         tokens = self.selected.numpy()[seats].sum(1, dtype=np.int64) + beside
@@ -190,7 +190,7 @@ class KeptPrompts:
         return tokens
 
     def end_step(self) -> None:
-        """What has been settled is chosen by now."""
+        """Forget the attention of prompts whose tokens have been chosen."""
         done = [seat for seat, watched in self._watched.items() if watched.settled]
         for seat in done:
             del self._watched[seat]
@@ -202,7 +202,7 @@ def kept_prompts(
     selected: torch.Tensor,
     room: Capacity,
 ) -> KeptPrompts | None:
-    """Of an engine; None where no method drops tokens."""
+    """The kept prompts of an engine; None if no method drops tokens."""
     methods, rules = dict[int, Method](), dict[int, Keeping]()
     for number, method in enumerate(config.methods.values()):
         if (rule := method.keeping) is None:

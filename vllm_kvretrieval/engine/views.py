@@ -1,4 +1,4 @@
-"""vLLM's KV cache, where its layers lie in several places."""
+"""Views of vLLM's KV cache if its layers lie in several places."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ def layer_views(
     kernel_block_size: int,
     places: Iterable[tuple[Sequence[str], torch.Tensor]],
 ) -> dict[str, torch.Tensor]:
-    """The layers' caches by name, as vLLM makes them of one memory.
+    """The layers' caches by name, as vLLM would make them from one memory.
 
     Args:
         kv_cache_config: A single group of layers that are all alike.

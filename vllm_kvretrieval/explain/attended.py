@@ -93,7 +93,7 @@ def attended(
 def _kept(
     config: RetrievalConfig, layers: Sequence[LayerAttention], longest: int
 ) -> list[Attended]:
-    """As an engine has it, when the first token after the prompt is decoded."""
+    """The tokens that an engine keeps when the first token after the prompt is decoded."""
     method, tokens = config.own, layers[0].keys.shape[1]
     ends = np.cumsum([layer.kv_heads for layer in layers]).tolist()
     heads = Heads(

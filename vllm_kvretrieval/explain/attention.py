@@ -35,7 +35,7 @@ class LayerAttention:
 
     @property
     def kv_heads(self) -> int:
-        """Of the layer."""
+        """Number of KV heads of the layer."""
         return len(self.keys)
 
     def latest(self, queries: int = LATEST) -> torch.Tensor:

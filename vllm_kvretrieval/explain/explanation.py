@@ -23,7 +23,7 @@ class _Model(NamedTuple):
     kv_heads: int
 
     def get_total_num_kv_heads(self) -> int:
-        """Of each layer."""
+        """KV heads of each layer."""
         return self.kv_heads
 
 

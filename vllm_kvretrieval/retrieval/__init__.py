@@ -1,1 +1,1 @@
-"""What a retrieval method is: no vLLM and no devices in here."""
+"""Retrieval methods, without vLLM and without devices."""

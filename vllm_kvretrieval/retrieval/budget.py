@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 DEFAULT_BUDGET = 2048
 DEFAULT_SHARE = 16
-"""Sink and window are one part in this many of the budget: 128 tokens each of 2048, FreeKV's
-setting for long inputs (section 5.1)."""
+"""Sink and window are each the budget divided by this: 128 tokens of 2048, FreeKV's setting for
+long inputs (section 5.2)."""
 
 
 class PageBudget(NamedTuple):
@@ -22,10 +22,10 @@ class PageBudget(NamedTuple):
 
 
 def default_parts(budget: int, page_size: int) -> tuple[int, int]:
-    """Tokens of sink and window where the user names none.
+    """Tokens of sink and window, if the user names none.
 
-    The window has at least two pages: the tail page may hold a single token, and what comes just
-    before it matters most.
+    The window has at least two pages: the tail page may hold a single token, and the tokens just
+    before it matter most.
     """
     part = budget // DEFAULT_SHARE // page_size * page_size
     return max(part, page_size), max(part, 2 * page_size)

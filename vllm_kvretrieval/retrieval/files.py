@@ -1,7 +1,7 @@
 """Files that options name: read once, when an engine is set up.
 
-An option that names a file becomes a mapping of the file's path and of what it holds. That goes to
-every process of the engine, so all of them agree, whatever becomes of the file.
+An option that names a file becomes a mapping with the file's path and contents. Every process of
+the engine gets this mapping, so all of them agree, even if the file changes later.
 """
 
 import json
@@ -16,16 +16,16 @@ FILE, HOLDS = "file", "holds"
 
 
 def has_file(value: Any) -> bool:
-    """Whether an option is one of a file that has been read."""
+    """Whether an option holds a file that has been read."""
     return isinstance(value, Mapping) and HOLDS in value and isinstance(value.get(FILE), str)
 
 
 def contents(given: Any, refuse: Callable[[Exception], RetrievalConfigError]) -> Any:
-    """What a file of JSON holds.
+    """The contents of a JSON file.
 
     Args:
-        given: Its path, or an option that has been read.
-        refuse: Makes the error of a file that cannot be read, or is no JSON, of what Python says.
+        given: Its path, or an option whose file has been read.
+        refuse: Makes the error for a file that cannot be read, or is no JSON, from Python's error.
 
     Raises:
         RetrievalConfigError: As ``refuse`` makes it.
@@ -39,5 +39,5 @@ def contents(given: Any, refuse: Callable[[Exception], RetrievalConfigError]) ->
 
 
 def path_of(given: Any) -> Path:
-    """Of a file, given as :func:`contents` takes it."""
+    """The path of a file, given as :func:`contents` takes it."""
     return Path(given[FILE] if has_file(given) else given)

@@ -1,4 +1,4 @@
-"""What methods keep of a prompt that drop the rest, by the attention its tokens received."""
+"""Methods that drop tokens: which tokens of a prompt they keep, by the attention received."""
 
 import math
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.parsing import require_int
 
 ALL = "all"
-"""As ``observation``: every query of a prompt counts."""
+"""Value of ``observation``: every query of a prompt counts."""
 
 RATINGS = ("sum", "latest", "stamp")
-"""What a token has received in all; from the latest query alone; or the position of the latest
-query of which a head gave it more than ``STAMPED``."""
+"""A token's rating is the sum of all attention that it received; that of the latest query alone; or
+the position of the latest query whose attention in some head was more than ``STAMPED``."""
 
 STAMPED = 1e-4
 """RaaS's threshold of a high attention."""
@@ -23,18 +23,18 @@ STAMPED = 1e-4
 
 @dataclass(frozen=True)
 class Keeping:
-    """How a prompt's tokens are rated, and which of them are kept whatever their rating.
+    """How a prompt's tokens are rated, and which of them are always kept.
 
-    A token's rating follows from the attention that it receives: softmax weights of the query heads
-    of a KV head, or of the layer, summed.
+    A token's rating follows from the attention that it receives: the softmax weights of the query
+    heads of a KV head, or of the layer, summed.
 
     Attributes:
         observation: Queries at the end of a prompt whose attention counts; None: all.
         per_layer: Whether all KV heads of a layer keep the same tokens; else each its own.
         sink: First tokens, always kept.
-        recent_share: Of what is kept, the part that is the most recent.
-        recent: Tokens that are, where that is more.
-        smoothing: A token is rated as the best of so many around it.
+        recent_share: The share of the kept tokens that are the most recent ones.
+        recent: The least number of most recent tokens that are kept.
+        smoothing: A token is rated as the best of this many tokens around it.
         rating: One of ``RATINGS``.
         page: Tokens that are kept or dropped together, rated as the best of them.
     """
@@ -49,21 +49,21 @@ class Keeping:
     page: int = 1
 
     def first_observed(self, end: int) -> int:
-        """Position of the first query that counts, of a prompt of ``end`` tokens."""
+        """Position of the first query that counts in a prompt of ``end`` tokens."""
         return 0 if self.observation is None else max(end - self.observation, 0)
 
     def most_recent(self, counts: torch.Tensor) -> torch.Tensor:
-        """int64 [n]; of so many kept tokens, those kept since they are the most recent."""
+        """int64 [n]; how many of ``counts`` kept tokens are kept because they are recent."""
         share = (counts.double() * self.recent_share).long()
         return torch.minimum(share.clamp(min=self.recent), (counts - self.sink).clamp(min=0))
 
     def kept(self, room: torch.Tensor, prompt: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        """int64; how many tokens are kept, by any head.
+        """int64; how many tokens a head keeps.
 
         Args:
-            room: int64; most tokens that may be.
-            prompt: int64; tokens of the prompt, of which so many are kept as fit.
-            added: int64; tokens since then, for which others have been dropped where need be.
+            room: int64; most tokens that it may keep.
+            prompt: int64; tokens of the prompt, of which as many are kept as fit.
+            added: int64; tokens since then; others are dropped for them if there is no room.
         """
         tail = prompt % self.page
         whole = tail + (room - tail).clamp(min=0) // self.page * self.page
@@ -75,11 +75,12 @@ class Keeping:
         """Positions that each KV head keeps.
 
         Args:
-            mass: float32 [n, tokens]; of a prompt, n being KV heads, or 1: the same for all.
+            mass: float32 [n, tokens]; attention that the prompt's tokens received, with a row per
+                KV head, or one row for all heads.
             counts: int [heads]; tokens to keep, no more than there are.
 
         Returns:
-            Per head int64 [its count], rising. Of equal ones the earlier are kept.
+            Per head int64 [its count], rising. Of equally rated tokens the earlier are kept.
         """
         kept = []
         recents = self.most_recent(counts.long()).tolist()
@@ -101,7 +102,7 @@ class Keeping:
         return torch.cat([best.sort().values, torch.arange(end - recent, end)])
 
     def _best_pages(self, mass: torch.Tensor, count: int) -> torch.Tensor:
-        """The last one, perhaps unfinished, and the best others; of equal ones the latest."""
+        """The last page, perhaps unfinished, and the best others; of equal ones the latest."""
         end, size = len(mass), self.page
         tail = min(end % size, count)
         rated = mass[: end // size * size].unflatten(0, (-1, size)).amax(1)
@@ -142,7 +143,7 @@ def entropy_shares(entropies: np.ndarray, least: float, most: float) -> np.ndarr
 
     Args:
         entropies: float64 [n]; 0 or more.
-        least, most: Of each share; 1 lies between them.
+        least, most: Bounds of each share; 1 lies between them.
 
     Returns:
         float64 [n]; 1 on average.
@@ -150,7 +151,7 @@ def entropy_shares(entropies: np.ndarray, least: float, most: float) -> np.ndarr
     if not entropies.sum() > 0:
         return np.ones(len(entropies))
     low, high = 0.0, most / entropies[entropies > 0].min()
-    for _ in range(100):  # what entropies are multiplied by, so that the clipped shares add up
+    for _ in range(100):  # find the factor with which the clipped shares add up
         factor = (low + high) / 2
         if np.clip(entropies * factor, least, most).mean() < 1:
             low = factor

@@ -187,7 +187,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
 
 
 def _shares(name: str, value: Any) -> Shares:
-    """Of a method that observes no prompts."""
+    """The shares of a method that observes no prompts."""
     shares = make_shares(value)
     if shares.entropy is not None:
         raise RetrievalConfigError(

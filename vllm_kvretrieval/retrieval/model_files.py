@@ -1,4 +1,4 @@
-"""Files of what has been measured of a model: how they are read, and of which model they are."""
+"""Files of measurements of a model: how they are read, and to which model they belong."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ SHAPE = (
     "num_key_value_heads",
     "vocab_size",
 )
-"""Fields of a model's configuration, by which its fine-tunes are the same model."""
+"""Fields of a model's configuration that its fine-tunes share."""
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """Of one model.
+    """A file of measurements of one model.
 
     Attributes:
-        model: Its name, the last part of a path.
-        shape: Of its configuration, the fields of ``SHAPE``.
-        path: Where this was read.
+        model: The model's name, the last part of its path.
+        shape: The fields of ``SHAPE`` in its configuration.
+        path: Path of the file.
     """
 
     model: str
@@ -39,13 +39,13 @@ File = TypeVar("File", bound=ModelFile)
 
 @dataclass(frozen=True)
 class Kind:
-    """What such files hold.
+    """One kind of such files.
 
     Attributes:
-        option: That names one; its value is what they hold.
-        otherwise: What else it may be, for messages.
-        format: Value of the field of this name.
-        command: That writes them.
+        option: The option that names such a file.
+        otherwise: Other values of the option, for messages.
+        format: The value of the file's field of this name.
+        command: The command that writes such files.
     """
 
     option: str
@@ -54,7 +54,7 @@ class Kind:
     command: str
 
     def load(self, given: Any) -> Any:
-        """What a file holds, whatever that is.
+        """The contents of a file, not yet checked.
 
         Args:
             given: See :func:`vllm_kvretrieval.retrieval.files.contents`.
@@ -73,13 +73,13 @@ class Kind:
         )
 
     def read(self, given: Any) -> dict[str, Any]:
-        """A file's fields; those of :class:`ModelFile` are right.
+        """A file's fields, after those of :class:`ModelFile` have been checked.
 
         Args:
             given: See :func:`vllm_kvretrieval.retrieval.files.contents`.
 
         Raises:
-            RetrievalConfigError: There is no such file, or it is none of these.
+            RetrievalConfigError: There is no such file, or it is of another kind.
         """
         data, path = self.load(given), path_of(given)
         if not isinstance(data, dict) or data.get("format") != self.format:
@@ -92,7 +92,7 @@ class Kind:
         return data
 
     def refuse(self, path: Path, why: str) -> RetrievalConfigError:
-        """The error of a file that is none of these."""
+        """The error for a file of another kind."""
         return RetrievalConfigError(
             f"{self.option}={str(path)!r} {why}; write it anew by {self.command}."
         )
@@ -101,7 +101,7 @@ class Kind:
         """Refuse a file of another model.
 
         Raises:
-            RetrievalConfigError: Says in what they differ.
+            RetrievalConfigError: The file is of another model; says in which fields they differ.
         """
         shape = shape_of(config)
         differing = [key for key in SHAPE if file.shape[key] != shape[key]]
@@ -119,12 +119,12 @@ def shape_of(config: Any) -> dict[str, Any]:
 
 
 def name_of(model: str) -> str:
-    """A model's name of its path or of its place on a hub."""
+    """A model's name, from its path or its place on a hub."""
     return Path(model).name
 
 
 def best_known(files: Sequence[File], model: str, config: Any) -> File | None:
-    """Of the files for a model's shape, the one of its name, or else the first."""
+    """The file for a model's shape that has its name, or else the first for the shape."""
     shape = shape_of(config)
     alike = [file for file in files if file.shape == shape]
     named = [file for file in alike if file.model.lower() == name_of(model).lower()]

@@ -1,4 +1,4 @@
-"""What other packages bring, by entry points (see docs/extending.md)."""
+"""Indexes and presets of other packages, found by entry points (see docs/extending.md)."""
 
 import functools
 from importlib import metadata
@@ -14,7 +14,7 @@ def names(group: str) -> tuple[str, ...]:
 
 
 def entry_points(group: str) -> dict[str, Any]:
-    """What the group's entry points name, loaded.
+    """The loaded objects that a group's entry points name.
 
     Raises:
         RetrievalConfigError: One cannot be loaded, or two have one name.

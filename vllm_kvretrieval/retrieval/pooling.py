@@ -1,4 +1,4 @@
-"""How the scores of a KV head's query heads become one, which pages are then chosen by."""
+"""Pooling: the scores of a KV head's query heads become one score, by which pages are chosen."""
 
 from enum import IntEnum
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Pooling(IntEnum):
-    """Over the group of query heads. Options call it by its name in lower case.
+    """Pooling over the group of query heads. Options use the name in lower case.
 
     ``MEAN_SOFTMAX``: the mean of each head's softmax over all entries (FreeKV, section 3.2).
     ``RELATIVE``: the sum of each head's mass relative to that of its best entry: softmax without
@@ -21,14 +21,14 @@ class Pooling(IntEnum):
 
     @property
     def raw(self) -> bool:
-        """Whether scores are pooled as they are; else as parts of what each head gives in all."""
+        """Whether scores are pooled as they are; else relative to each head's total or best."""
         return self in (Pooling.MAX, Pooling.SUM)
 
     def norms(self, scores: torch.Tensor) -> torch.Tensor:
-        """float64 [group, 1]; what is taken off each head's scores before they are pooled.
+        """float64 [group, 1]; the number subtracted from each head's scores before pooling.
 
         Args:
-            scores: [group, n]; of all entries of a context.
+            scores: [group, n]; scores of all entries of a context.
         """
         scores = scores.double()
         if self is Pooling.MEAN_SOFTMAX:
@@ -38,15 +38,15 @@ class Pooling(IntEnum):
         return torch.zeros(len(scores), 1, dtype=torch.float64)
 
     def pool(self, scores: torch.Tensor, parts: int) -> torch.Tensor:
-        """Over the group and the entries of a page.
+        """Pool over the group and over the entries of a page.
 
         Args:
-            scores: [group, pages * parts]; less :meth:`norms`. The last page may have fewer.
+            scores: [group, pages * parts]; minus :meth:`norms`. The last page may have fewer.
             parts: Entries per page.
 
         Returns:
-            float64 [pages]. For all but raw poolings the logarithm of what is pooled, so that pages
-            keep their order however far apart they are.
+            float64 [pages]. For all but raw poolings this is the logarithm of the pooled score, so
+            that pages keep their order however far apart they are.
         """
         scores = scores.double()
         missing = -scores.shape[1] % parts

@@ -159,7 +159,7 @@ EXPLAINED = "entropykv"
 
 
 def preset_names() -> tuple[str, ...]:
-    """Of all presets, those of other packages included; nothing is imported."""
+    """Names of all presets, those of other packages included; nothing is imported."""
     return *OWN, *(name for name in names(ENTRY_POINTS) if name not in OWN)
 
 

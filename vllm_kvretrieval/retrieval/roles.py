@@ -1,4 +1,4 @@
-"""What each layer of a model does where layers share what one of them selects (OmniKV)."""
+"""Roles of a model's layers if layers share the selection of one of them (OmniKV)."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from vllm_kvretrieval.errors import RetrievalConfigError
 
 MOST_FILTERS = 3
-"""As in the paper (section 4.1): every filter adds two dense layers."""
+"""Most filters, as in the paper (section 4.1): every filter adds two dense layers."""
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Attends to the whole context, as vLLM has it."""
+    """Attends to the whole context, as in vLLM."""
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Attends to the whole context, and selects what the layers after it attend to."""
+    """Attends to the whole context, and selects tokens for the layers after it."""
 
 
 @dataclass(frozen=True)
 class Follows:
-    """Attends to what layer ``filter`` selected in the same step."""
+    """Attends to the tokens that layer ``filter`` selected in the same step."""
 
     filter: int
 
@@ -47,11 +47,11 @@ def roles_of(filters: Sequence[int], layers: Collection[int]) -> dict[int, Role]
 
     Args:
         filters: Numbers of layers, rising.
-        layers: Those with plain full attention; the model's others count as layers, but have no
+        layers: The layers with plain full attention; the model's others are counted, but have no
             role.
 
     Raises:
-        RetrievalConfigError: These layers cannot be filters; says why.
+        RetrievalConfigError: The named layers cannot be filters; says why.
     """
     if not 1 <= len(filters) <= MOST_FILTERS:
         raise RetrievalConfigError(

@@ -1,22 +1,22 @@
-"""When pages are selected, and which selection a step attends to."""
+"""Schedules: when pages are selected, and which selection a step attends to."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One schedule. Dense are the layers that ``dense_layers`` names, or the filters say.
+    """One schedule. ``dense_layers``, or the filters, say which layers are dense.
 
     Attributes:
         selects: Whether queries select pages beyond sink and window.
-        speculates: Whether a step attends to what the previous step's query selected, except for KV
-            heads whose query has turned too far since (FreeKV, sections 3.3 and 3.4). Otherwise it
-            attends to what its own query selects.
-        meaning: One line.
+        speculates: Whether a step attends to the selection of the previous step's query, except in
+            KV heads whose query has turned too far since (FreeKV, sections 3.2 and 3.3). Otherwise
+            it attends to the selection of its own query.
+        meaning: One line for ``vllm serve --help``.
         shares: Whether some layers, the *filters*, select tokens for the layers after them
             (:mod:`vllm_kvretrieval.retrieval.roles`). Otherwise each layer selects for itself.
-        keeps: Whether tokens are selected when a prompt has been read, and the others dropped
-            (:mod:`vllm_kvretrieval.retrieval.keeping`): none comes back.
+        keeps: Whether tokens are selected when a prompt has been read, and the others dropped for
+            good (:mod:`vllm_kvretrieval.retrieval.keeping`).
         drops: Whether each step then drops a token for the one that it adds.
         by_head: Whether the model's *retrieval heads* (:mod:`vllm_kvretrieval.retrieval.heads`)
             attend to whole contexts, and its other KV heads to sink and window.

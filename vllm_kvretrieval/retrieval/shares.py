@@ -12,11 +12,11 @@ from vllm_kvretrieval.parsing import shortened
 from vllm_kvretrieval.retrieval.files import FILE, contents, has_file
 
 PYRAMID_BETA = 20
-"""As in the paper's experiments."""
+"""The default of the paper's experiments."""
 ENTROPY_BOUNDS = (0.125, 2.0)
-"""Least and most that a layer gets, as a part of the mean. The paper's are 8 and 128 tokens."""
+"""Least and most share of a layer; 1 is the mean. The paper's bounds are 8 and 128 tokens."""
 RULES = ("uniform", "pyramid", "entropy")
-"""Those that need no numbers, by name."""
+"""Names of rules that need no numbers."""
 EXAMPLES = (
     "uniform, pyramid, {'pyramid': {'beta': 20}}, entropy (with methods that go by a prompt's "
     "attention), a list with a number per retrieval layer (or a list of numbers, one per KV head), "
@@ -25,7 +25,7 @@ EXAMPLES = (
 
 
 def pyramid(layers: int, beta: float = PYRAMID_BETA) -> np.ndarray:
-    """float64 [layers]; falls linearly with depth (PyramidKV, arXiv 2406.02069, section 4.2).
+    """float64 [layers]; shares that fall linearly with depth (PyramidKV, 2406.02069, section 4.2).
 
     The last layer has ``1 / beta`` of the mean, the first one the rest of twice the mean.
     """
@@ -34,15 +34,14 @@ def pyramid(layers: int, beta: float = PYRAMID_BETA) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Shares:
-    """A rule by which (layer, KV head) pairs share what is selected.
+    """A rule by which (layer, KV head) pairs divide the selected part of a budget.
 
     Attributes:
-        given: What the user wrote, for messages.
-        beta: Of ``pyramid``; None: it is another rule.
-        entropy: Least and most share of a layer, which gets it by the entropy of its attention once
-            a prompt has been read; None: it is another rule.
-        numbers: In proportion to which they share, per retrieval layer one, or one per KV head;
-            None: by a rule.
+        given: The option as the user wrote it, for messages.
+        beta: The parameter of ``pyramid``; None: another rule.
+        entropy: Least and most share of a layer, if shares follow the entropy of its attention once
+            a prompt has been read; None: another rule.
+        numbers: Weights, one per retrieval layer, or one per KV head of it; None: a rule.
     """
 
     given: str = "uniform"
@@ -52,7 +51,7 @@ class Shares:
 
     @property
     def uniform(self) -> bool:
-        """Whether all have the same, whatever the model."""
+        """Whether all pairs have the same share in every model."""
         return self.beta is None and self.numbers is None and self.entropy is None
 
     @property
@@ -62,13 +61,13 @@ class Shares:
         return any(len({*row}) > 1 for row in rows)
 
     def of(self, kv_heads: Sequence[int]) -> np.ndarray:
-        """float64 [all KV heads], layer after layer; their mean is 1. By entropy, all alike.
+        """float64 [all KV heads], layer after layer; the mean is 1. With ``entropy`` all are equal.
 
         Args:
-            kv_heads: Of each retrieval layer, in the model's order.
+            kv_heads: KV heads of each retrieval layer, in the model's order.
 
         Raises:
-            RetrievalConfigError: The numbers are not of this shape; says why.
+            RetrievalConfigError: The numbers have another shape; says which.
         """
         per_layer: Any = self.numbers
         if per_layer is None:
@@ -101,7 +100,7 @@ def make_shares(value: Any) -> Shares:
     """The shares that the option ``budget_shares`` describes.
 
     Raises:
-        RetrievalConfigError: It is none of ``EXAMPLES``; says why.
+        RetrievalConfigError: The option is none of ``EXAMPLES``; says why.
     """
     given = shortened(value[FILE] if has_file(value) else value)
     if value == "uniform":
@@ -140,14 +139,14 @@ def _bounds(value: dict[Any, Any], given: str) -> tuple[float, float]:
     valid = known and value.keys() == {"entropy"} and all(map(_is_number, numbers.values()))
     if not valid or not 0 <= numbers["least"] <= 1 <= numbers["most"] < math.inf:
         raise RetrievalConfigError(
-            f"budget_shares={given}: entropy has least (0 to 1) and most (1 or more), parts of the "
-            f"mean that a layer gets at least and at most, such as {ENTROPY_BOUNDS}."
+            f"budget_shares={given}: entropy has least (0 to 1) and most (1 or more), the bounds of "
+            f"a layer's share, where 1 is the mean, such as {ENTROPY_BOUNDS}."
         )
     return float(numbers["least"]), float(numbers["most"])
 
 
 def load(given: Any) -> Any:
-    """What a file of shares holds, whatever that is.
+    """The contents of a file of shares, not yet checked.
 
     Args:
         given: See :func:`vllm_kvretrieval.retrieval.files.contents`.
@@ -180,18 +179,18 @@ def _numbers(value: Any, given: str) -> tuple[float | tuple[float, ...], ...]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one that a float can be."""
+    """Whether the value is a number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return isinstance(value, float) or abs(value) <= 2**1000
 
 
 def distribute(shares: np.ndarray, select: int, heads: np.ndarray | None = None) -> np.ndarray:
-    """Divide what is selected: ``select`` for each KV head on average.
+    """Divide the selected part of a budget: ``select`` for each KV head on average.
 
-    Each head gets ``share * select``, rounded down or up so that all of it is given away, as far as
-    heads that have a share together get the same: up where most would be lost by rounding down, and
-    of equal ones first the earlier.
+    Each head gets ``share * select``, rounded down or up so that the total is given away. Heads
+    that have one share together get the same, so a rest may stay. Heads that would lose most by
+    rounding down are rounded up first; among equal ones, the earlier.
 
     Args:
         shares: float64 [n]; 0 or more, 1 on average.
@@ -199,7 +198,7 @@ def distribute(shares: np.ndarray, select: int, heads: np.ndarray | None = None)
         heads: int64 [n]; KV heads that have each share; None: one.
 
     Returns:
-        int64 [n]; of each head with the share.
+        int64 [n]; pages or tokens of each head with the share.
     """
     heads = np.ones(len(shares), dtype=np.int64) if heads is None else heads
     exact = shares * select
@@ -212,14 +211,14 @@ def distribute(shares: np.ndarray, select: int, heads: np.ndarray | None = None)
 
 @dataclass(frozen=True)
 class Allotment:
-    """What a method gives to the KV heads of one worker.
+    """The pages or tokens that a method gives to the KV heads of one worker.
 
     Attributes:
-        shares: float64 [n]; of all KV heads of all retrieval layers of the model.
-        own: int64 [m]; those of them that are this worker's.
-        longest: Pages or tokens of the longest context; nobody selects more.
-        highest: Share that any may get, where they are found once a prompt has been read.
-        kv_heads: Of each retrieval layer of the model.
+        shares: float64 [n]; shares of all KV heads of all retrieval layers of the model.
+        own: int64 [m]; places of this worker's heads among them.
+        longest: Pages or tokens of the longest context; no head selects more.
+        highest: The largest possible share, if shares are found once a prompt has been read.
+        kv_heads: KV heads of each retrieval layer of the model.
         together: Whether all KV heads of a layer get the same, rounding included.
     """
 
@@ -231,12 +230,12 @@ class Allotment:
     together: bool = False
 
     def of_layers(self, shares: np.ndarray) -> "Allotment":
-        """The same with a share for each retrieval layer, float64 [layers], 1 on average."""
+        """The same allotment with a share per retrieval layer, float64 [layers], 1 on average."""
         by_head = np.repeat(shares, self.kv_heads)
         return replace(self, shares=by_head * (len(by_head) / by_head.sum()))
 
     def counts(self, select: int) -> np.ndarray:
-        """int64 [m]; pages or tokens, of a request with so many on average."""
+        """int64 [m]; pages or tokens of each head, with ``select`` on average."""
         if self.together:
             heads = np.array(self.kv_heads)
             of_layers = self.shares[heads.cumsum() - heads]
@@ -246,7 +245,7 @@ class Allotment:
         return np.minimum(counts[self.own], self.most(select))
 
     def most(self, select: int) -> np.ndarray:
-        """int64 [m]; no request with at most so many on average gets more."""
+        """int64 [m]; the most that any request gets with at most ``select`` on average."""
         shares = self.shares[self.own]
         if self.highest is not None:
             shares = np.full_like(shares, self.highest)
@@ -264,10 +263,10 @@ def allot(
     """The allotment of a worker.
 
     Args:
-        shares: The method's.
-        kv_heads: Of each retrieval layer of the model, all workers' together.
+        shares: Shares of the method.
+        kv_heads: KV heads of each retrieval layer of the model, all workers' together.
         longest: Pages or tokens of the longest context.
-        part: Which of how many equal parts of each layer's KV heads are this worker's.
+        part: This worker's part of each layer's KV heads: its number, and the number of parts.
         together: Whether all KV heads of a layer get the same.
     """
     highest = None if shares.entropy is None else shares.entropy[1]
@@ -276,7 +275,7 @@ def allot(
 
 
 def own_heads(kv_heads: Sequence[int], part: tuple[int, int]) -> np.ndarray:
-    """int64; a worker's among all KV heads, counted layer after layer; see :func:`allot`."""
+    """int64; places of a worker's KV heads among all, layer after layer; see :func:`allot`."""
     number, parts = part
     ends = np.cumsum(kv_heads)
     own = [

@@ -1,4 +1,4 @@
-"""What a codec is: bytes for the keys and values of a (page, KV head)."""
+"""Base class of codecs, which turn the keys and values of a (page, KV head) into bytes."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -7,13 +7,13 @@ import torch
 
 
 class Codec(ABC):
-    """Encodes units, the tokens that a page holds for one KV head.
+    """Encodes units; a unit is the tokens of a page for one KV head.
 
-    Its methods are the specification in plain torch, and kernels agree with them byte by byte.
+    The methods are the specification in plain torch, and kernels agree with them byte by byte.
 
     Attributes:
-        name: What the option ``codec`` calls it.
-        meaning: In a few words.
+        name: The name in the option ``codec``.
+        meaning: A few words for ``vllm serve --help``.
     """
 
     name: ClassVar[str]
@@ -21,15 +21,15 @@ class Codec(ABC):
 
     @abstractmethod
     def unit_bytes(self, page_size: int, head_size: int, dtype: torch.dtype) -> int:
-        """Of an encoded unit, where the KV cache is in ``dtype``."""
+        """Bytes of an encoded unit of a KV cache in ``dtype``."""
 
     def bytes_per_token(self, page_size: int, head_size: int, dtype: torch.dtype) -> float:
-        """Of a token's key and value in one KV head, what its page has in common included."""
+        """Bytes per token of one KV head, with its part of the bytes that belong to the page."""
         return self.unit_bytes(page_size, head_size, dtype) / page_size
 
     @abstractmethod
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Units as bytes.
+        """Encode units.
 
         Args:
             keys, values: [n, page_size, head_size] in the KV cache's dtype; both sizes are
@@ -43,19 +43,19 @@ class Codec(ABC):
     def decode(
         self, data: torch.Tensor, page_size: int, head_size: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values from what :meth:`encode` returned; in its shapes and ``dtype``."""
+        """Decode the result of :meth:`encode` into keys and values of its shapes and ``dtype``."""
 
     @abstractmethod
     def error_bounds(
         self, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """How far, at most, finite keys and values are from what comes back.
+        """The largest difference between finite keys and values and their decoded ones.
 
-        What rounding to the KV cache's dtype adds is left out.
+        Rounding to the KV cache's dtype comes on top.
 
         Args:
             keys, values: As for :meth:`encode`.
 
         Returns:
-            float32 of their shapes; NaN where the row of an element has what cannot be encoded.
+            float32 of their shapes; NaN if the row of an element cannot be encoded.
         """

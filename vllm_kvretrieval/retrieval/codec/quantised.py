@@ -1,4 +1,4 @@
-"""Units in few bits: keys by channel within the page, values by token, as KIVI has it."""
+"""Units in few bits: keys by channel within the page, values by token, as in KIVI."""
 
 from typing import ClassVar
 
@@ -9,13 +9,13 @@ from vllm_kvretrieval.retrieval.codec.rows import Rows
 
 
 class Quantised(Codec):
-    """Keys are rows of channels, ``[head_size, page_size]``; values of tokens.
+    """A codec whose rows are channels for keys, ``[head_size, page_size]``, and tokens for values.
 
     An encoded unit is the words of its key rows, those of its value rows, the codes of its keys,
     and those of its values.
 
     Attributes:
-        keys, values: How a row of each is encoded.
+        keys, values: The encoding of a row of keys, and of values.
     """
 
     keys: ClassVar[Rows]

@@ -1,4 +1,4 @@
-"""raw: units as the KV cache has them."""
+"""raw: units as they are in the KV cache."""
 
 import torch
 
@@ -6,7 +6,7 @@ from vllm_kvretrieval.retrieval.codec.base import Codec
 
 
 class Raw(Codec):
-    """Bit by bit what was written: keys ``[head_size, page_size]``, then values."""
+    """Stores a unit bit by bit: keys ``[head_size, page_size]``, then values."""
 
     name = "raw"
     meaning = "as the model made them"

@@ -2,7 +2,7 @@
 
 The step and base of a row are kept in one or two words of 16 bits, and are rounded so that every
 element of the row has a code that is at most half a step away. A row with an element that is not
-finite, or beyond ``MOST``, comes back as NaN from end to end: what was no number is never made one.
+finite, or beyond ``MOST``, is decoded as NaN from end to end, never as numbers.
 """
 
 from abc import ABC, abstractmethod
@@ -13,14 +13,14 @@ import torch
 MOST = 2.0**120
 """Largest magnitude that is encoded."""
 LEAST_STEP = 2.0**-100
-"""Rows of nothing else than smaller numbers lose them."""
+"""Rows with only smaller numbers are decoded as zeros."""
 
 
 class Scale(NamedTuple):
-    """Of rows: float32 [..., rows] each.
+    """Step and base of rows, float32 [..., rows] each.
 
     Attributes:
-        step: NaN where a row cannot be encoded; ``base`` is then 0.
+        step: NaN if a row cannot be encoded; ``base`` is then 0.
     """
 
     step: torch.Tensor
@@ -28,7 +28,7 @@ class Scale(NamedTuple):
 
 
 def keep_bits(x: torch.Tensor, mantissa: int) -> torch.Tensor:
-    """float32 of magnitudes rounded up to so many bits of mantissa."""
+    """float32; magnitudes rounded up to a number of bits of mantissa."""
     drop = 23 - mantissa
     bits = x.contiguous().view(torch.int32)
     return ((bits + ((1 << drop) - 1)) >> drop << drop).view(torch.float32)
@@ -44,10 +44,10 @@ class Rows(ABC):
     """One way to encode rows.
 
     Args:
-        bits: Of a code; 2, 4 or 8.
+        bits: Bits of a code; 2, 4 or 8.
 
     Attributes:
-        words: Of 16 bits, that hold a row's scale.
+        words: Words of 16 bits that hold a row's scale.
         levels: The largest code.
     """
 
@@ -58,15 +58,15 @@ class Rows(ABC):
 
     @abstractmethod
     def _fit(self, low: torch.Tensor, high: torch.Tensor) -> Scale:
-        """Scale of rows that lie between these; both float32 [..., rows]."""
+        """Scale of rows between a lowest and a highest element, both float32 [..., rows]."""
 
     @abstractmethod
     def _pack(self, scale: Scale) -> torch.Tensor:
-        """int32 [..., rows, words]; below 2 to the 16."""
+        """The words of scales, int32 [..., rows, words], each below 2 to the 16."""
 
     @abstractmethod
     def _unpack(self, words: torch.Tensor) -> Scale:
-        """The scale again."""
+        """The scale that is held in words."""
 
     def fit(self, rows: torch.Tensor) -> Scale:
         """Scale of rows, float32 [..., rows, n]."""
@@ -79,10 +79,10 @@ class Rows(ABC):
         return Scale(torch.where(encodable, step, torch.nan), torch.where(encodable, base, zero))
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Words and codes, uint8 [n, bytes] each, of rows, float32 [n, rows, elements].
+        """Encode rows, float32 [n, rows, elements], into words and codes, uint8 [n, bytes] each.
 
-        Where a byte has several codes, they are those of an element in rows ``rows * bits / 8``
-        apart, the first in the lowest bits.
+        If a byte has several codes, they belong to the same element of rows that are
+        ``rows * bits / 8`` apart, the first in the lowest bits.
         """
         scale = self.fit(rows)
         step, base = (part[..., None] for part in self._rounded(scale))
@@ -96,7 +96,7 @@ class Rows(ABC):
         return split.flatten(1), data.flatten(1)
 
     def decode(self, words: torch.Tensor, codes: torch.Tensor, elements: int) -> torch.Tensor:
-        """float32 [n, rows, elements] from what :meth:`encode` returned."""
+        """Decode the result of :meth:`encode` into float32 [n, rows, elements]."""
         low, high = words.int().unflatten(1, (-1, self.words, 2)).unbind(-1)
         step, base = (part[..., None] for part in self._unpack(low + (high << 8)))
         together = codes.int().unflatten(1, (1, -1, elements))
@@ -105,7 +105,7 @@ class Rows(ABC):
         return found.flatten(1, 2) * step + base
 
     def error_bound(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [..., rows, n]; half a step, and the rounding of the arithmetic."""
+        """The largest error, float32 [..., rows, n]: half a step, and rounding of arithmetic."""
         step, base = self._rounded(self.fit(rows))
         bound = step * 0.5 + (step * self.levels + base.abs()) * 2.0**-22
         return bound[..., None].expand_as(rows)

@@ -1,4 +1,4 @@
-"""Which layers of a model are its filters (OmniKV): files that ``calibrate`` writes, and ours."""
+"""Filter layers of models (OmniKV): files that ``calibrate`` writes, and those of this package."""
 
 import functools
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ class FilterFile(ModelFile):
 
 
 def read_filters(given: Any) -> FilterFile:
-    """Read what ``calibrate`` wrote.
+    """Read a file that ``calibrate`` wrote.
 
     Args:
-        given: Path of the file, or the option, if that has been read.
+        given: Path of the file, or the option whose file has been read.
 
     Raises:
-        RetrievalConfigError: There is no such file, or it is none of these.
+        RetrievalConfigError: There is no such file, or it is of another kind.
     """
     path, data = path_of(given), KIND.read(given)
     filters = data.get("filters")
@@ -44,15 +44,15 @@ def read_filters(given: Any) -> FilterFile:
 
 @functools.cache
 def shipped() -> tuple[FilterFile, ...]:
-    """Those that come with the package, by the names of their files."""
+    """The files of this package, by their names."""
     return tuple(read_filters(path) for path in sorted(SHIPPED.glob("*.json")))
 
 
 def filters_for(model: str, config: Any) -> FilterFile:
-    """What comes with the package for a model.
+    """The file of this package for a model.
 
     Raises:
-        RetrievalConfigError: There is none.
+        RetrievalConfigError: There is no such file.
     """
     file = best_known(shipped(), model, config)
     if file is None:
@@ -69,6 +69,6 @@ def check_model(file: FilterFile, model: str, config: Any) -> None:
     """Refuse a file of another model.
 
     Raises:
-        RetrievalConfigError: Says in what they differ.
+        RetrievalConfigError: The file is of another model; says in which fields they differ.
     """
     KIND.check_model(file, model, config)

@@ -1,6 +1,7 @@
-"""Which KV heads of a model are its retrieval heads (RazorAttention, arXiv 2407.15891, section 3).
+"""Retrieval heads of models (RazorAttention, arXiv 2407.15891, section 3).
 
-Files of scores, which ``vllm-kvretrieval heads`` writes, and ours.
+They follow from files of scores: files that ``vllm-kvretrieval heads`` writes, and those of this
+package.
 """
 
 import functools
@@ -23,11 +24,11 @@ OTHERWISE = "a list per retrieval layer of 0 or 1 per KV head"
 KIND = Kind("heads", OTHERWISE, FORMAT, MEASURE)
 
 SHARE = 0.15
-"""Of the KV heads, those that are retrieval heads: the paper's 14 % by induction, 1 % by echo."""
+"""Share of KV heads that are retrieval heads: the paper's 14 % by induction and 1 % by echo."""
 ECHO_PART = 15
-"""One in so many of them is by echo."""
+"""One in this many retrieval heads is chosen by echo."""
 EVERYTHING = 1 << 20
-"""Pages that a head selects which attends to its whole context: more than any has."""
+"""Pages that a head with a whole context selects: more than any context has."""
 
 Flags = tuple[tuple[bool, ...], ...]
 
@@ -37,8 +38,8 @@ class HeadFile(ModelFile):
     """The scores of one model's KV heads.
 
     Attributes:
-        layers: With full attention, rising.
-        induction, echo: Of each of them, a score per KV head.
+        layers: Layers with full attention, rising.
+        induction, echo: Per layer, a score per KV head.
     """
 
     layers: tuple[int, ...]
@@ -49,11 +50,11 @@ class HeadFile(ModelFile):
 def choose_heads(
     induction: Sequence[Sequence[float]], echo: Sequence[Sequence[float]], share: float
 ) -> Flags:
-    """The retrieval heads: those of the highest induction score, and of echo score among the rest.
+    """The retrieval heads: the heads with the highest induction scores, and by echo among the rest.
 
     Args:
         induction, echo: Per layer, a score per KV head.
-        share: Of all heads; one at least is chosen.
+        share: Share of all heads; one at least is chosen.
     """
     places = [(layer, head) for layer, row in enumerate(induction) for head in range(len(row))]
     count = max(round(share * len(places)), 1)
@@ -68,13 +69,13 @@ def choose_heads(
 
 
 def read_heads(given: Any) -> HeadFile:
-    """Read what ``vllm-kvretrieval heads`` wrote.
+    """Read a file that ``vllm-kvretrieval heads`` wrote.
 
     Args:
-        given: Path of the file, or the option, if that has been read.
+        given: Path of the file, or the option whose file has been read.
 
     Raises:
-        RetrievalConfigError: There is no such file, or it is none of these.
+        RetrievalConfigError: There is no such file, or it is of another kind.
     """
     path, data = path_of(given), KIND.read(given)
     layers = data.get("layers")
@@ -99,15 +100,15 @@ def _scores(rows: Any, layers: int) -> tuple[tuple[float, ...], ...]:
 
 @functools.cache
 def shipped() -> tuple[HeadFile, ...]:
-    """Those that come with the package, by the names of their files."""
+    """The files of this package, by their names."""
     return tuple(read_heads(path) for path in sorted(SHIPPED.glob("*.json")))
 
 
 def heads_for(model: str, config: Any) -> HeadFile:
-    """What comes with the package for a model.
+    """The file of this package for a model.
 
     Raises:
-        RetrievalConfigError: There is nothing.
+        RetrievalConfigError: There is no such file.
     """
     file = best_known(shipped(), model, config)
     if file is None:
@@ -121,13 +122,13 @@ def heads_for(model: str, config: Any) -> HeadFile:
 
 @dataclass(frozen=True)
 class RetrievalHeads:
-    """What a user says of them.
+    """The value of the option ``heads``.
 
     Attributes:
-        given: What was written, for messages.
-        flags: Of each retrieval layer, which KV heads they are; None: by scores.
-        file: The scores; None: what comes with the package.
-        share: Of the model's KV heads in layers with full attention.
+        given: The option as the user wrote it, for messages.
+        flags: For each retrieval layer, which KV heads are retrieval heads; None: by scores.
+        file: The scores; None: those of this package.
+        share: Share of the model's KV heads in layers with full attention.
     """
 
     given: str
@@ -136,14 +137,15 @@ class RetrievalHeads:
     share: float = SHARE
 
     def of(self, model_config: Any, layers: Sequence[int]) -> np.ndarray:
-        """bool [len(layers), KV heads]; which are retrieval heads.
+        """bool [len(layers), KV heads]; which heads are retrieval heads.
 
         Args:
-            model_config: vLLM's.
-            layers: Those that retrieve, rising.
+            model_config: vLLM's model configuration.
+            layers: The layers that retrieve, rising.
 
         Raises:
-            RetrievalConfigError: They are not known, or what is given is of another shape.
+            RetrievalConfigError: The heads of the model are not known, or the option has another
+                shape.
         """
         by_layer = self._by_layer(model_config, layers)
         count = model_config.get_total_num_kv_heads()
@@ -179,10 +181,10 @@ class RetrievalHeads:
 
 
 def make_heads(value: Any) -> RetrievalHeads:
-    """What the option ``heads`` describes; None: the package's scores.
+    """Read the option ``heads``; None: the package's scores.
 
     Raises:
-        RetrievalConfigError: It is nothing of the kind; says why.
+        RetrievalConfigError: The option is not valid; says why.
     """
     read = has_file(value)
     given = shortened(value[FILE] if read else value)

@@ -1,4 +1,4 @@
-"""What an index is: a record of the keys of some adjacent tokens, and how queries score it."""
+"""Base class of indexes: records of the keys of adjacent tokens, and scores of queries for them."""
 
 import math
 from abc import ABC, abstractmethod
@@ -11,9 +11,9 @@ class Field(NamedTuple):
     """One field of a record.
 
     Attributes:
-        name: What :meth:`Index.build` and :meth:`Index.score` call it.
-        dtype: Of its elements; None: the KV cache's.
-        shape: Of one record's field.
+        name: The key in the mappings of :meth:`Index.build` and :meth:`Index.score`.
+        dtype: The dtype of its elements; None: the KV cache's.
+        shape: The shape of one record's field.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Field(NamedTuple):
     shape: tuple[int, ...]
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Of one record, where the KV cache is in ``dtype``."""
+        """Bytes of the field in one record, with a KV cache in ``dtype``."""
         return (self.dtype or dtype).itemsize * math.prod(self.shape)
 
 
@@ -29,16 +29,16 @@ class Index(ABC):
     """An index over entries: runs of ``entry_tokens`` tokens of a page, for one KV head each.
 
     An index is a frozen dataclass of its parameters; equal ones share their records. Its methods
-    are the specification in plain torch: kernels have to agree with them, and where there is none
-    (indexes from outside the package) they are what serves.
+    are the specification in plain torch. Kernels have to agree with them; if there are no kernels
+    (indexes from outside the package), the methods themselves serve.
 
     Attributes:
-        name: What the option ``index`` calls it.
+        name: The name in the option ``index``.
         grows: Whether the record of an unfinished entry covers the tokens that it has. Otherwise an
-            entry counts when it is complete. Of the package's own: another's stays False.
-        per_token: Whether it also scores single tokens, see :meth:`score_tokens`.
-        reads_keys: Whether scoring reads the keys themselves; there is a field ``keys`` then, that
-            nobody stores: float32 [entry_tokens, head_size].
+            entry counts when it is complete. False in indexes of other packages.
+        per_token: Whether the index also scores single tokens, see :meth:`score_tokens`.
+        reads_keys: Whether scoring reads the keys themselves. Records then have a field ``keys``
+            that is not stored: float32 [entry_tokens, head_size].
     """
 
     name: ClassVar[str]
@@ -47,20 +47,19 @@ class Index(ABC):
     reads_keys: ClassVar[bool] = False
 
     def check(self, entry_tokens: int) -> str:
-        """Why there can be no such entries; empty if there can."""
+        """The reason why entries of this size are impossible; empty if they are possible."""
         return ""
 
     @abstractmethod
     def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
-        """What a record holds, in its order, without gaps."""
+        """The fields of a record, in their order, without gaps."""
 
     @abstractmethod
     def build(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         """Make records.
 
         Args:
-            keys: float32 [n, entry_tokens, head_size]; as the KV cache has them, so of its
-                precision.
+            keys: float32 [n, entry_tokens, head_size]; keys of the KV cache, with its precision.
 
         Returns:
             The fields, [n, *shape] each; they are rounded to their dtypes when they are stored.
@@ -85,7 +84,7 @@ class Index(ABC):
     def score_tokens(
         self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
     ) -> torch.Tensor:
-        """Score the tokens of records; of indexes that say so (``per_token``).
+        """Score the tokens of records, in indexes with ``per_token``.
 
         Args:
             query, record, scale: See :meth:`score`.
@@ -96,14 +95,14 @@ class Index(ABC):
         raise NotImplementedError(f"an index of {self.name} scores entries, not tokens")
 
     def record_bytes(self, head_size: int, entry_tokens: int, dtype: torch.dtype) -> int:
-        """Bytes kept per entry and KV head; as many are read when it is scored."""
+        """Bytes of a record, which are kept per entry and KV head and read when it is scored."""
         return sum(field.bytes(dtype) for field in self.fields(head_size, entry_tokens))
 
 
 def pack(
     fields: tuple[Field, ...], record: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Fields, [n, *shape] each -> uint8 [n, record_bytes]."""
+    """Pack fields, [n, *shape] each, into records, uint8 [n, record_bytes]."""
     stored = (record[field.name].to(field.dtype or dtype).contiguous() for field in fields)
     return torch.cat([tensor.flatten(1).view(torch.uint8) for tensor in stored], dim=1)
 
@@ -111,7 +110,7 @@ def pack(
 def unpack(
     fields: tuple[Field, ...], records: torch.Tensor, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The reverse of :func:`pack`."""
+    """Reverse :func:`pack`."""
     record, start = {}, 0
     for field in fields:
         part = records[:, start : start + field.bytes(dtype)]

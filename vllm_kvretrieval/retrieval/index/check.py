@@ -1,4 +1,4 @@
-"""Whether an index of another package keeps to what :class:`Index` says, before it serves."""
+"""Check, before it serves, that an index of another package does what :class:`Index` requires."""
 
 import functools
 from collections.abc import Iterable
@@ -12,11 +12,11 @@ from vllm_kvretrieval.retrieval.index.min_max import MinMax
 
 ENTRIES, GROUP, SCALE = 5, 3, 0.125
 CLOSE = 0.02
-"""Of the largest score: what rounding may change when an entry is by itself."""
+"""Largest change of scores by rounding, relative to the largest score, for an entry by itself."""
 
 
 def check_outside(stores: Iterable[tuple[Index, int]], head_size: int, dtype: torch.dtype) -> None:
-    """:func:`check_index` for those of these indexes, with their entries, that are not our own."""
+    """Call :func:`check_index` for the given indexes of other packages, with their entries."""
     for index, entry_tokens in stores:
         if type(index) not in OWN:
             check_index(index, entry_tokens, head_size, dtype)
@@ -27,12 +27,12 @@ def check_index(index: Index, entry_tokens: int, head_size: int, dtype: torch.dt
     """Try an index on keys drawn at random.
 
     Args:
-        index: What to try.
+        index: The index.
         entry_tokens: Tokens per entry.
-        head_size, dtype: Of the KV cache.
+        head_size, dtype: Head size and dtype of the KV cache.
 
     Raises:
-        RetrievalConfigError: It does not keep to :class:`Index`; says where.
+        RetrievalConfigError: The index does not do what :class:`Index` requires; says where.
     """
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(ENTRIES, entry_tokens, head_size, generator=generator).to(dtype).float()
@@ -59,7 +59,7 @@ def check_index(index: Index, entry_tokens: int, head_size: int, dtype: torch.dt
 
 
 class _MisfitError(Exception):
-    """What is wrong."""
+    """An index does not do what :class:`Index` requires; the message says where."""
 
 
 def _fields(index: Index, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
@@ -90,7 +90,7 @@ def _scores(
     query: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """float32 [group, n, ...]; by way of records as they are stored, of tokens where it can."""
+    """Scores from stored records, float32 [group, n, ...]; of single tokens with ``per_token``."""
     built = index.build(keys)
     for field in fields:
         _check_tensor(f"build's {field.name}", built.get(field.name), (len(keys), *field.shape))

@@ -13,7 +13,7 @@ LEAST_SCALE = 1e-8
 LEAST_MEAN_STEPS = 64
 MOST_DIRECTIONS = 16
 STEPS, OCTAVES = 16, 16
-"""Of a direction's scale: steps per octave, and octaves; the highest but three is the mean's."""
+"""Steps per octave, and octaves, of a direction's scale; the fourth highest one is the mean's."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LowRank(Index):
         return f"rank={self.rank} must be a whole number from 1 to {most}, or 0 for the default"
 
     def directions(self, head_size: int) -> int:
-        """How many there are."""
+        """The number of directions for heads of this size."""
         return self.rank or (12 if head_size <= 64 else 10)
 
     def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
@@ -108,13 +108,13 @@ class LowRank(Index):
 
 
 def _rounded(values: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole numbers from -most to most, and what to multiply them with, per last dimension."""
+    """Whole numbers from -most to most, and their factors, per last dimension."""
     scale = values.abs().amax(-1, keepdim=True).div(most).clamp(min=LEAST_SCALE)
     return (values / scale).round(), scale
 
 
 def _in_bytes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole numbers from -128 to 127, and the powers of two that they count, per last dimension."""
+    """Whole numbers from -128 to 127, and powers of two as their factors, per last dimension."""
     most = values.abs().amax(-1, keepdim=True)
     unit = torch.ldexp(torch.ones_like(most), torch.frexp(most).exponent.clamp(min=-62) - 7)
     return (values / unit).round().clamp(-128, 127), unit
@@ -134,7 +134,7 @@ def scales_of(steps: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(rank: int) -> list[int]:
-    """How many directions are kept together: eights, then at most one each of 4, 2 and 1."""
+    """Sizes of the blocks of directions: as many 8 as fit, then at most one each of 4, 2 and 1."""
     return [8] * (rank // 8) + [size for size in (4, 2, 1) if rank & size]
 
 

@@ -8,7 +8,7 @@ import torch
 from vllm_kvretrieval.retrieval.index.base import Field, Index
 
 MOST = 32000
-"""Multiples of a unit that a query's steps come to in all: each of them fits in 16 bits."""
+"""Sum of a query's steps as a multiple of their unit, so that each step fits in 16 bits."""
 
 BYTES, BLOCK = 4, 32
 """Bytes per token and block of channels; bit k of byte j is that of its channel 4 k + j."""
@@ -23,9 +23,9 @@ class OneBit(Index):
     In each channel a key is near the entry's minimum or its maximum; FIER's groups of 32 tokens are
     the entries. An entry's own score is the log-sum-exp over its tokens.
 
-    A query's *step* in a channel is what it gains where a bit is set: ``q * (maximum - minimum)``.
-    Steps are rounded to multiples of a unit, so small a part of their sum that the error of a score
-    is about a thousandth of what scores within an entry vary by.
+    A query's *step* in a channel is the gain of a set bit: ``q * (maximum - minimum)``. Steps are
+    rounded to multiples of a unit. The unit is such a small part of their sum that a score is off
+    by about a thousandth of the spread of scores within an entry.
 
     Bytes: 2 elements of the cache per channel and entry, and a bit per channel and token, of 32
     channels at a time.
