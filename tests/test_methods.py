@@ -93,7 +93,7 @@ HOUSES = {
             **{
                 name: {}
                 for name, preset in OWN.items()
-                if preset.unit == "page" and name not in ("kvretrieval", "ttkv", "razor")
+                if preset.unit == "page" and name not in ("kvretrieval", "full", "ttkv", "razor")
             },
             "reranked": {"index": "mean", "rerank": 2},
             "fine": {"summary_size": 16, "schedule": "speculative"},
