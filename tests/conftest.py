@@ -18,6 +18,20 @@ WORKER_BYTES = 5 << 30
 """What a worker and its engine may take; most of them take less."""
 
 
+LONGEST = """
+    test_device_home test_device_engine test_slow_home test_serving test_accuracy test_batching
+    test_dropping test_slow_tokens test_device_lora test_hybrid test_gpu_benchmarks test_fier
+    test_own_attention test_methods test_razor test_omnikv test_plugin test_limits test_capacity
+""".split()
+"""Modules that take longest, first: what is left to the end is short, and no worker waits long."""
+
+
+def pytest_collection_modifyitems(items):
+    """Modules in that order; the others follow as they come."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
 @pytest.fixture(params=ISAS)
 def isa(request):
     """Runs a test once per instruction set of the kernels, with this one in use."""
@@ -72,6 +86,7 @@ def pytest_xdist_auto_num_workers():
 
 def pytest_configure(config):
     """In a worker: before torch is imported, since OpenMP counts its CPUs then."""
+    config.option.loadscopereorder = False  # pytest-xdist would begin with many short tests
     if worker := getattr(config, "workerinput", None):
         cores = _cores()
         first = int(worker["workerid"].removeprefix("gw")) % min(worker["workercount"], len(cores))

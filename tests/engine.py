@@ -95,12 +95,9 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
     kernel attends to whole contexts, so that answers are stock's bit by bit, unless ``options`` say
     otherwise; ``collective_rpc`` takes functions. The scheduler runs in this
     process and the worker in another, so that a step is a step, and what is handed in between two
-    steps arrives between them. Whole contexts are attended to by vLLM's kernel, so that answers are
-    stock vLLM's to the last bit, unless ``options`` say otherwise.
+    steps arrives between them.
     """
     before = set(processes())
-    if own := options.get("additional_config"):
-        options["additional_config"] = {"kv_retrieval": {"attention": "vllm"} | own["kv_retrieval"]}
     defaults = {
         "dtype": preferred_dtype(),
         "kv_cache_memory_bytes": 1 << 30,

@@ -20,7 +20,7 @@ COMMON = re.compile(r"d64\b|d96\b|d128\b|^(?!.*\bd\d)")
 MOST_SPILLED = 64
 """Bytes per thread; next to nothing where it comes up."""
 SPILLING = re.compile(r"sparse_decode d16\b")
-SAMPLE = ("sparse_decode d128 bfloat16", "select 1024 pages d128", "write_kv d64")
+SAMPLE = ("write_kv d64",)
 
 
 def read(path):

@@ -1,7 +1,7 @@
 """Methods that drop tokens, in an engine: what they keep is what their papers say.
 
-Held against a replay of recorded queries and keys (``tests/keeping_recorder.py``); what requests
-are answered, against stock vLLM and the same requests by themselves.
+Held against a replay of recorded queries and keys (``tests/keeping_recorder.py``). Company, prefix
+hits and preemption: ``tests/test_methods.py``.
 """
 
 from typing import Any
@@ -10,15 +10,12 @@ import pytest
 
 from tests.engine import (
     Request,
-    alone,
-    assert_resumed,
     assert_same,
     by,
     difference,
     drive,
     engine,
     novel,
-    preemptions,
     shortened,
 )
 from tests.keeping_recorder import Rule
@@ -67,9 +64,7 @@ def model(tmp_path_factory):
 def stock(model):
     """What vLLM without retrieval answers; its engine is gone before ours starts."""
     with engine(model, **STOCK) as llm:
-        short = Request(novel(llm, 200, 0), 30)
-        long = Request(novel(llm, 700, 50), 16)
-        return {"short": drive(llm, [short])[0], "long": drive(llm, [long])[0]}
+        return drive(llm, [Request(novel(llm, 700, 50), 16)])[0]
 
 
 @pytest.fixture(scope="module")
@@ -84,20 +79,13 @@ def llm(model, stock):
         yield llm
 
 
-def test_prompts_within_the_budget_are_answered_as_by_stock_vllm(llm, stock):
-    """All that is read and generated fits, and nothing is dropped."""
-    answers = drive(llm, [Request(novel(llm, 200, 0), 30, by(m)) for m in RULES])
-    for answer in answers:
-        assert_same(answer, stock["short"], TOLERANCE)
-
-
 def test_longer_ones_are_not(llm, stock):
     """The first token comes of exact prefill; exact requests are exact to the end."""
     prompt = novel(llm, 700, 50)
     exact, *dropping = drive(
         llm, [Request(prompt, 16, o) for o in (by("h2o", exact=True), *map(by, RULES))]
     )
-    assert_same(exact, stock["long"], TOLERANCE)
+    assert_same(exact, stock, TOLERANCE)
     for answer in dropping:
         assert answer.logprobs[0] == pytest.approx(exact.logprobs[0], abs=TOLERANCE)
         assert difference(answer, exact) > 10 * TOLERANCE
@@ -126,41 +114,6 @@ def test_the_tokens_of_the_papers_are_kept(llm):
     assert found["even"]["least"] == found["even"]["most"] == BUDGET
 
 
-def test_a_crowd_of_different_requests(llm):
-    """More requests than run at once; long prompts are read in chunks beside decoding ones."""
-    crowd = [
-        Request(novel(llm, 600, 0), 40, {}),
-        Request(novel(llm, 60, 100), 50, by("h2o")),
-        Request(novel(llm, 1100, 200), 24, by("snapkv", budget=128), arrives=3),
-        Request(novel(llm, 500, 300), 12, by("streamingllm"), arrives=5),
-        Request(novel(llm, 700, 400), 30, by("freekv"), arrives=14),
-        Request(novel(llm, 500, 500), 20, by("tova", exact=True), arrives=20),
-        Request(novel(llm, 250, 600), 30, by("raas"), arrives=21),
-        Request(novel(llm, 3 * CHUNK + 1, 60), 4, by("tova"), arrives=22),
-        Request(novel(llm, 300, 700), 9, by("cheap"), arrives=30),
-    ]
-    expected = [alone(llm, request) for request in crowd]
-    for answer, request in zip(drive(llm, crowd), expected, strict=True):
-        assert_same(answer, request, TOLERANCE)
-
-
-def test_prefix_hits(llm):
-    """A window is observed as far as it is computed; who observes all reads no cached prefix."""
-    document = novel(llm, 600, 80)
-    requests = [
-        Request(document + novel(llm, 60, question), 12, by(m), cache=True)
-        for question, m in enumerate(("snapkv", "cheap", "h2o"), 180)
-    ]
-    expected = [alone(llm, request) for request in requests]
-    llm.reset_prefix_cache()
-    drive(llm, [Request(document, 1, {}, cache=True)])
-    answers = drive(llm, requests)
-    cached = len(document) // BLOCK * BLOCK
-    assert [answer.cached for answer in answers] == [cached, cached, 0]
-    for answer, request in zip(answers, expected, strict=True):
-        assert_same(answer, request, TOLERANCE)
-
-
 def test_what_was_decoded_before_is_no_prefix(llm):
     """Prompts are rated by exact attention: blocks 3 and 4 hold an approximate answer.
 
@@ -177,20 +130,6 @@ def test_what_was_decoded_before_is_no_prefix(llm):
     answer, expected = with_and_without_cache(llm, prompt, {"exact": True})
     assert answer.cached == cached
     assert_same(answer, expected, TOLERANCE)
-
-
-@pytest.mark.parametrize("method", ["h2o", pytest.param("entropykv", marks=pytest.mark.slow)])
-def test_preemption(llm, monkeypatch, method):
-    """A request that is resumed has another prompt: all that it had. It is observed again."""
-    preempted = preemptions(llm, monkeypatch)
-    lengths = {1011: "snapkv", 1010: "raas", 950: method}
-    crowd = [Request(novel(llm, n, n), 40, by(m)) for n, m in lengths.items()]
-    expected = [alone(llm, request) for request in crowd]
-    answers = drive(llm, crowd)
-    assert [request_id.split("-")[0] for request_id in preempted] == ["2"]
-    for answer, request in zip(answers[:2], expected[:2], strict=True):
-        assert_same(answer, request, TOLERANCE)
-    assert_resumed(llm, crowd[2], answers[2], expected[2], TOLERANCE)
 
 
 def test_counts_and_state(llm):

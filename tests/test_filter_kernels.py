@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.covering import covering
 from tests.isas import visited
 from tests.test_kernels import DTYPES, specified
 from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, IndexStore, cpu, reference
@@ -110,9 +111,7 @@ def weights_of(rows, count):
     return weights
 
 
-@pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kv_heads", "group", "head_size", "page_size"), GROUPS)
+@covering(queries=[1, 5], dtype=DTYPES, kv_heads__group__head_size__page_size=GROUPS)
 def test_selection_equals_reference(dtype, kv_heads, group, head_size, page_size, queries):
     torch.manual_seed(head_size + queries)
     layouts = ["vec", "rows"] + ["amx"] * (dtype is torch.bfloat16)

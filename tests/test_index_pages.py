@@ -8,6 +8,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
+from tests.covering import covering
 from tests.isas import visited
 from tests.test_kernels import (
     DTYPES,
@@ -84,9 +85,7 @@ def copy_of(store):
     return replace(store, records=store.records.clone(), handle=None)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("layout", "head_size", "page_size", "entry_tokens"), SHAPES)
-@pytest.mark.parametrize("index", KERNELS)
+@covering(index=KERNELS, layout__head_size__page_size__entry_tokens=SHAPES, dtype=DTYPES)
 def test_index_is_that_of_writes(index, dtype, layout, head_size, page_size, entry_tokens):
     """And what is read for an index without kernels, or with no record, are the keys."""
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from tests.covering import covering
 from tests.isas import visited
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, cpu, reference
 from vllm_kvretrieval.retrieval.index import Field, Index, make_index, pack, unpack
@@ -243,9 +244,7 @@ def chunks_of(page_count, kv_heads, head_size, dtype, rounds):
 PADDING = torch.tensor([-1] * 3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_size", "parts"), [(64, 1), (80, 2), (256, 4)])
-@pytest.mark.parametrize("index", RECORDED)
+@covering(index=RECORDED, head_size__parts=[(64, 1), (80, 2), (256, 4)], dtype=DTYPES)
 def test_index_equals_reference(index, dtype, head_size, parts):
     torch.manual_seed(0)
     pages, rounds = (40, 12) if index == "min_max" else (16, 8)
@@ -317,10 +316,7 @@ def test_plan_equals_reference(dtype, kv_heads, group, head_size, parts):
     assert 0 < corrections < 5 * 4 * kv_heads, "both speculation and correction are exercised"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("pooling", Pooling)
-@pytest.mark.parametrize("index", KERNELS)
+@covering(index=KERNELS, pooling=Pooling, parts=[1, 4], dtype=DTYPES)
 def test_every_index_and_pooling(index, pooling, parts, dtype):
     torch.manual_seed(2)
     kind = make_index(index)
@@ -333,12 +329,15 @@ def test_every_index_and_pooling(index, pooling, parts, dtype):
         assert_same_plan(actual, expected, query, rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("kv_heads", "group", "head_size", "page_size", "parts"),
-    [(1, 11, 80, 16, 2), (3, 1, 256, 32, 1), (2, 6, 128, 128, 1)],
+@covering(
+    index=KERNELS,
+    kv_heads__group__head_size__page_size__parts=[
+        (1, 11, 80, 16, 2),
+        (3, 1, 256, 32, 1),
+        (2, 6, 128, 128, 1),
+    ],
+    dtype=DTYPES,
 )
-@pytest.mark.parametrize("index", KERNELS)
 def test_every_index_and_shape(index, kv_heads, group, head_size, page_size, parts, dtype):
     """A context of more entries than one task scores, and one beside it."""
     torch.manual_seed(3)
@@ -362,11 +361,13 @@ def test_spread(spread):
     assert_same_plan(chooser, copy_of(chooser), query, rows)
 
 
-@pytest.mark.parametrize("far", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("pooling", Pooling)
-@pytest.mark.parametrize("index", RECORDED)
+@covering(
+    index=RECORDED,
+    pooling=Pooling,
+    parts=[1, 4],
+    dtype=[torch.bfloat16, torch.float32],
+    far=[False, True],
+)
 def test_rerank_equals_reference(index, pooling, parts, dtype, far):
     """Also where a page of the sink has all of the mass."""
     torch.manual_seed(5)
@@ -459,11 +460,13 @@ class Given(Index):
 TWINS = {"mean": OutsideMean(), "exact": OutsideExact()}
 
 
-@pytest.mark.parametrize("far", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("pooling", Pooling)
-@pytest.mark.parametrize(("name", "rerank"), [("mean", 0), ("mean", 3), ("exact", 0)])
+@covering(
+    name__rerank=[("mean", 0), ("mean", 3), ("exact", 0)],
+    pooling=Pooling,
+    parts=[1, 4],
+    dtype=DTYPES,
+    far=[False, True],
+)
 def test_an_index_of_another_package(name, rerank, pooling, parts, dtype, far):
     """Without kernels, it gives what an index that is the same and has some gives."""
     torch.manual_seed(7)
@@ -623,9 +626,7 @@ def test_a_page_far_above_the_others(gap, parts, group, pooling):
             assert actual.selection.chosen[0].T.equal(best.int())
 
 
-@pytest.mark.parametrize("rerank", [0, 3])
-@pytest.mark.parametrize("pooling", Pooling)
-@pytest.mark.parametrize("index", [*KERNELS, "outside_mean", "outside_exact"])
+@covering(index=[*KERNELS, "outside_mean", "outside_exact"], pooling=Pooling, rerank=[0, 3])
 def test_queries_that_are_no_numbers_select_pages(isa, index, pooling, rerank):
     """Some pages of the context, each once."""
     torch.manual_seed(9)

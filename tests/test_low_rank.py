@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.covering import covering
 from tests.test_kernels import (
     DTYPES,
     PAGE,
@@ -41,11 +42,8 @@ def approximated(store, records):
     return mean[:, None] + parts
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pooling", [Pooling.MEAN_SOFTMAX, Pooling.MAX])
-@pytest.mark.parametrize(
-    ("kv_heads", "group", "head_size", "page_size", "parts", "rank"),
-    [
+@covering(
+    kv_heads__group__head_size__page_size__parts__rank=[
         (3, 3, 64, 32, 1, 0),
         (2, 7, 64, 32, 2, 4),
         (1, 4, 256, 32, 1, 0),
@@ -53,6 +51,8 @@ def approximated(store, records):
         (1, 11, 80, 16, 1, 1),
         (2, 1, 96, 128, 1, 8),
     ],
+    pooling=[Pooling.MEAN_SOFTMAX, Pooling.MAX],
+    dtype=DTYPES,
 )
 def test_plan_equals_reference(dtype, pooling, kv_heads, group, head_size, page_size, parts, rank):
     """On the same records: a context of more entries than one task scores, and one beside it."""

@@ -12,14 +12,12 @@ import pytest
 from tests.engine import (
     Request,
     alone,
-    assert_resumed,
     assert_same,
     by,
     difference,
     drive,
     engine,
     novel,
-    preemptions,
     shortened,
 )
 from tests.heads_recorder import scored
@@ -35,7 +33,6 @@ LAYERS, KV_HEADS = 6, 3
 BUDGET = 256
 PAGE = 32
 CHUNK = 256  # tokens per step
-BLOCK = 128
 STOCK: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 2048,
@@ -156,54 +153,6 @@ def test_all_heads_or_none(llm, stock):
     for answer in (nothing, some):
         assert difference(answer, everything) > 10 * TOLERANCE
     assert difference(nothing, some) > 10 * TOLERANCE
-
-
-def test_a_crowd_of_different_requests(llm):
-    """More requests than run at once; long prompts are read in chunks beside decoding ones."""
-    crowd = [
-        Request(novel(llm, 600, 0), 40, {}),
-        Request(novel(llm, 60, 100), 50, {}),
-        Request(novel(llm, 1100, 200), 24, by("by_hand", budget=128), arrives=3),
-        Request(novel(llm, 500, 300), 12, by("streamingllm"), arrives=5),
-        Request(novel(llm, 700, 400), 30, by("freekv"), arrives=14),
-        Request(novel(llm, 500, 500), 20, by("razor", exact=True), arrives=20),
-        Request(novel(llm, 250, 600), 30, by("many"), arrives=21),
-        Request(novel(llm, 3 * CHUNK + 1, 60), 4, {}, arrives=22),
-        Request(novel(llm, 300, 700), 9, by("razor", budget=64), arrives=30),
-    ]
-    expected = [alone(llm, request) for request in crowd]
-    for answer, request in zip(drive(llm, crowd), expected, strict=True):
-        assert_same(answer, request, TOLERANCE)
-
-
-def test_prefix_hits(llm):
-    """There is nothing to observe: whoever hits the cache is answered as without it."""
-    document = novel(llm, 600, 80)
-    requests = [
-        Request(document + novel(llm, 60, question), 12, by(m), cache=True)
-        for question, m in enumerate(("razor", "by_hand"), 180)
-    ]
-    expected = [alone(llm, request) for request in requests]
-    llm.reset_prefix_cache()
-    drive(llm, [Request(document, 1, {}, cache=True)])
-    for request, once in zip(requests, expected, strict=True):
-        answer = drive(llm, [request])[0]
-        assert answer.cached == len(document) // BLOCK * BLOCK
-        assert_same(answer, once, TOLERANCE)
-
-
-@pytest.mark.slow
-def test_preemption(llm, monkeypatch):
-    """Who is resumed reads all that it had as its prompt, exactly, and goes on as before."""
-    preempted = preemptions(llm, monkeypatch)
-    lengths = {1011: "freekv", 1010: "by_hand", 950: "razor"}
-    crowd = [Request(novel(llm, n, n), 40, by(m)) for n, m in lengths.items()]
-    expected = [alone(llm, request) for request in crowd]
-    answers = drive(llm, crowd)
-    assert [request_id.split("-")[0] for request_id in preempted] == ["2"]
-    for answer, request in zip(answers[:2], expected[:2], strict=True):
-        assert_same(answer, request, TOLERANCE)
-    assert_resumed(llm, crowd[2], answers[2], expected[2], TOLERANCE)
 
 
 def test_counts(llm):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from tests.covering import covering
 from tests.test_kernels import DTYPES, assert_same_plan, copy_of, make_chooser, make_rows
 from vllm_kvretrieval.kernels import Selection, cpu
 from vllm_kvretrieval.retrieval.index import make_index
@@ -46,10 +47,9 @@ def plans(chooser, lens, budget=BUDGET, **options):
     return last
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("shape", "page_size", "parts"),
-    [
+@covering(
+    index=["one_bit", "exact"],
+    shape__page_size__parts=[
         ((3, 3, 64), 32, 1),
         ((1, 7, 80), 32, 2),
         ((2, 11, 64), 32, 4),
@@ -58,8 +58,8 @@ def plans(chooser, lens, budget=BUDGET, **options):
         ((2, 2, 96), 128, 16),
         ((2, 5, 64), 16, 1),
     ],
+    dtype=DTYPES,
 )
-@pytest.mark.parametrize("index", ["one_bit", "exact"])
 def test_equals_reference(index, shape, page_size, parts, dtype):
     torch.manual_seed(0)
     chooser = chooser_of(index, shape, dtype, 2000 // page_size, page_size=page_size, parts=parts)
