@@ -6,8 +6,8 @@ The ops alone, over random queries, keys and values: a step that reads the last 
 prompt of CONTEXT tokens. vLLM's kernel reads blocks of 128 tokens, as it does by default, and ours
 scattered pages of 32. A CHUNK of 1 is a decode step, with so many layers that the cache comes from
 memory; there the table has what is read per second, too, and what a plain sum of all numbers reads.
-On one thread, in processor time, medians of rounds: a shared machine is enough. It exits with 1 where
-ours is slower than the machine's goal (``GOALS``).
+On one thread, in processor time, medians of rounds: a shared machine is enough. It exits with 1
+where ours is slower than the machine's goal (``GOALS``).
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ class Case:
         self.tokens = TokenLists(
             table[None], self.lens.expand(heads).contiguous(), PAGE, heads, per_head=False
         )
-        self.logits = (
-            layers * heads * shape.group * (chunk * context - chunk * (chunk - 1) // 2)
-        )
+        self.logits = layers * heads * shape.group * (chunk * context - chunk * (chunk - 1) // 2)
         self.bytes = layers * layer
 
     def own(self) -> None:
