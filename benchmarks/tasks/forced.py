@@ -22,7 +22,7 @@ NOVEL_TOKENS = 256
 
 
 def second_copy(text: TokenText, context: int, count: int) -> list[Sample]:
-    """Force a passage that occurred earlier in the prompt: easy for a method that can look it up."""
+    """Force a passage that occurred earlier in the prompt: easy for methods that can look it up."""
     samples = []
     length = prompt_length(context)
     documents = -(-count // COPIES)

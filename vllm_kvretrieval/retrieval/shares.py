@@ -139,8 +139,8 @@ def _bounds(value: dict[Any, Any], given: str) -> tuple[float, float]:
     valid = known and value.keys() == {"entropy"} and all(map(_is_number, numbers.values()))
     if not valid or not 0 <= numbers["least"] <= 1 <= numbers["most"] < math.inf:
         raise RetrievalConfigError(
-            f"budget_shares={given}: entropy has least (0 to 1) and most (1 or more), the bounds of "
-            f"a layer's share, where 1 is the mean, such as {ENTROPY_BOUNDS}."
+            f"budget_shares={given}: entropy has least (0 to 1) and most (1 or more), the bounds "
+            f"of a layer's share, where 1 is the mean, such as {ENTROPY_BOUNDS}."
         )
     return float(numbers["least"]), float(numbers["most"])
 
