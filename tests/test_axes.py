@@ -22,8 +22,9 @@ SELECTING = [n for n, s in SCHEDULES.items() if s.selects and not s.shares and n
 KEEPING = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].keeps]
 SHARING = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].shares]
 BY_HEAD = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].by_head]
+WHOLE = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].whole]
 # Whose layers select for themselves.
-BY_LAYER = [name for name in OWN if name not in SHARING + KEEPING + BY_HEAD]
+BY_LAYER = [name for name in OWN if name not in SHARING + KEEPING + BY_HEAD + WHOLE]
 # Of a head of 64 channels in bfloat16 and an entry of 32 tokens, as the papers and docs have it.
 BYTES = {
     "min_max": 2 * 64 * 2,
@@ -55,6 +56,7 @@ def test_the_axes_are_all_here():
     assert SELECTING == ["speculative", "every_step"]
     assert SHARING == ["omnikv"]
     assert BY_HEAD == ["razor"]
+    assert WHOLE == ["full"]
     assert KEEPING == ["entropykv", "snapkv", "h2o", "tova", "raas"]
 
 
