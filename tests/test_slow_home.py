@@ -376,7 +376,7 @@ def test_dense_layers_on_disk(model, expected):
 def test_more_than_memory_would_hold(model):
     """With home=auto and as many requests as vLLM runs by default: what does not fit in memory goes
     to disk, prompts of full length included, and requests wait for others' slots."""
-    fast = 15 << 20
+    fast = 63 << 18
     assert fast < OPTIONS["max_model_len"] * LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4
     options = OPTIONS | {"kv_cache_memory_bytes": fast, "num_gpu_blocks_override": None}
     options |= {"additional_config": {"kv_retrieval": BUDGET | {"home": "auto"}}}

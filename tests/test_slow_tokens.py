@@ -191,7 +191,7 @@ def test_filters_that_do_not_fit_in_memory(model, method, expected):
     """These and dense layers then are in the file, and read there at every step."""
     if method != "omnikv":
         pytest.skip("dense layers on disk are those of other methods: test_slow_home")
-    fast = len(FOLLOW[method]) * LEAST * (TOKEN_BYTES + 16) + (6 << 20)
+    fast = len(FOLLOW[method]) * LEAST * (TOKEN_BYTES + 16) + (7 << 20)
     options = options_of(method, home="disk") | {"kv_cache_memory_bytes": fast}
     with engine(model, **options) as llm:
         tiers = llm.collective_rpc(lambda worker: vars(worker.tiers))[0]
