@@ -7,7 +7,7 @@ prompt of CONTEXT tokens. vLLM's kernel reads blocks of 128 tokens, as it does b
 scattered pages of 32. A CHUNK of 1 is a decode step, with so many layers that the cache comes from
 memory; there the table has what is read per second, too, and what a plain sum of all numbers reads.
 On one thread, in processor time, medians of rounds: a shared machine is enough. It exits with 1
-where ours is slower than the machine's goal (``GOALS``).
+where ours is slower than the machine's goal (``GOALS``, ``DECODE_GOALS``).
 """
 
 from __future__ import annotations

@@ -125,6 +125,48 @@ def test_far_scores(isa):
         keys[token, :64] = old
 
 
+def pages_of(keys, values, layout):
+    """A cache of one KV head, of [pages, 32, head_size] each."""
+    pages, _, head_size = keys.shape
+    rows = torch.cat([keys, values], -1)[:, None].contiguous()
+    if layout == "rows":
+        return rows
+    cache = torch.empty(pages, 1, 32, 2 * head_size, dtype=keys.dtype)
+    if layout == "vec":
+        cache.view(pages, -1)[:, : 32 * head_size] = keys.transpose(1, 2).flatten(1)
+        cache.view(pages, -1)[:, 32 * head_size :] = values.flatten(1)
+    else:
+        cpu.stage_pages(rows, torch.arange(pages).int(), cache, layout, rows=True)
+    return cache
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["rows", "vec", "amx"])
+@pytest.mark.parametrize("last", [13, 32])
+def test_rising_scores_over_pages(isa, layout, dtype, last):
+    """Each page outweighs those before by far; what lies behind the last token is no number."""
+    if layout == "amx" and dtype == torch.float32:
+        pytest.skip("no layout for it")
+    torch.manual_seed(last)
+    length = 9 * 32 + last
+    query = torch.randn(1, 3, 80).to(dtype)
+    steps = torch.arange(320).view(10, 32, 1) // 7 * 2.0
+    keys = (steps * query[0].mean(0) + torch.randn(10, 32, 80) / 4).to(dtype)
+    values = torch.randn(10, 32, 80).to(dtype)
+    keys[-1, last:], values[-1, last:] = float("nan"), float("nan")
+    cache = pages_of(keys, values, layout)
+    lists = TokenLists(torch.arange(10).int()[None], torch.tensor([length]).int(), 32, 1)
+    output, lse = torch.empty_like(query), torch.empty(1, 3)
+    cpu.attend(query, lists, cache, output, layout, 0.3, lse)
+    keys, values = (part.flatten(0, 1)[:length].double() for part in (keys, values))
+    logits = query[0].double() @ keys.T * 0.3
+    expected = (logits.softmax(-1) @ values)[None]
+    # Logits are sums in float32, whose error grows with them.
+    tolerance = TOLERANCE[dtype] + 4 * torch.finfo(torch.float32).eps * float(logits.abs().max())
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse[0].double(), logits.logsumexp(-1), atol=1e-3, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_written_and_staged(dtype):
     torch.manual_seed(1)

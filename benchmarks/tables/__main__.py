@@ -25,6 +25,7 @@ from benchmarks.tables.markdown import Options, Results, read_results, source
 KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "attention": indexes.attention,
     "capacity": places.capacity,
+    "decode": prompts.decode,
     "disk": places.disk,
     "layers": prompts.layers,
     "levels": indexes.levels,

@@ -43,6 +43,21 @@ def _span(values: Iterable[float]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
+def decode(results: Results, options: Options) -> str:
+    """Single tokens over whole contexts: rows per shape, columns for each file."""
+    header = ["heads", "element"]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for store in results.values():
+        isa = store["settings"]["isa"]
+        header += [f"{isa}: speed-up", "ours, GB/s", "a plain read, GB/s"]
+        for row in store["rows"]:
+            shape, dtype = row["shape"], row["dtype"]
+            cells = rows.setdefault((shape, dtype), [SHAPES.get(shape, shape), dtype])
+            cells.append(ratio(row["ratio"]))
+            cells += [f"{row[key]:.1f}" for key in ("own_gb_per_s", "read_gb_per_s")]
+    return markdown(header, list(rows.values()))
+
+
 def layers(results: Results, options: Options) -> str:
     """A layer's attention with sparse prefill: rows per context, columns per budget."""
     (store,) = results.values()
