@@ -33,8 +33,9 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         _described_shares(worker),
     )
     logger.info(
-        "Whole contexts are attended to by %s.",
-        "our own kernels" if worker.attends_itself else "vLLM's kernel",
+        "Whole contexts are attended to by %s: %s.",
+        "our own kernels, exact to rounding" if worker.attention.own else "vLLM's kernel",
+        worker.attention.why,
     )
     if config.prefill_budget is not None:
         parts = config.page_budget(config.prefill_budget)

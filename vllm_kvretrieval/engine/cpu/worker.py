@@ -187,7 +187,7 @@ class RetrievalCPUWorker(PlanningWorker):
                 config.rows or builder.isa in ATTENDED,
                 config.rows and bool(names),
                 self.fast,
-                self.attends_itself,
+                self.attention.own,
             )
         if streams_dense:
             self._attach_streamed(layers)
