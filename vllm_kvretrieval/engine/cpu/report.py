@@ -21,7 +21,11 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         num_layers: Layers of its model with attention.
     """
     config = worker.retrieval_config
-    advice = startup_advice(worker.model_config.dtype, worker.parallel_config.local_world_size)
+    advice = startup_advice(
+        worker.model_config.dtype,
+        worker.parallel_config.local_world_size,
+        widened=worker.attention.own,
+    )
     if advice is not None and worker.rank == 0:
         logger.warning(advice)
     log_method(

@@ -23,6 +23,7 @@ from vllm_kvretrieval.attention.cpu.support import ATTENDED
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.allocation import allocate_kv_cache
+from vllm_kvretrieval.engine.cpu.linear import widen_linear_layers
 from vllm_kvretrieval.engine.cpu.lost import LostBlocks
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.cpu.report import log_start
@@ -76,6 +77,12 @@ class RetrievalCPUWorker(PlanningWorker):
         self.token_slots: dict[str, TokenSlots] = {}
         self.token_recalls: list[TokenRecall] = []  # of layers, and of filters
         self.lost: LostBlocks | None = None  # of home
+
+    def load_model(self, **options: Any) -> None:
+        """See ``CPUWorker.load_model``; with ``attention=vllm`` all is computed as vLLM does."""
+        super().load_model(**options)
+        if self.attention.own and (count := widen_linear_layers(self.model_runner.get_model())):
+            logger.info("%d linear layers multiply prompts in float32.", count)
 
     def _allocate_kv_cache(
         self, kv_cache_config: Any, kernel_block_sizes: list[int], **_: Any
