@@ -96,9 +96,8 @@ def test_soft_capping_and_sinks(isa, dtype, layout, run, softcap, with_sinks):
     specified(reference.attend, *known, expected, layout, 0.3, sums, weights, softcap, sinks)
     cpu.attend(*known, actual, layout, 0.3, ours, given, softcap, sinks)
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    bound = 0.05 if dtype == torch.bfloat16 else 2e-4  # of queries and keys of 16 bits
-    torch.testing.assert_close(ours, sums, atol=bound, rtol=1e-5)
-    torch.testing.assert_close(given, weights, atol=bound, rtol=bound)
+    torch.testing.assert_close(ours, sums, atol=2e-5, rtol=1e-6)
+    torch.testing.assert_close(given, weights, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
