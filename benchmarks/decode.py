@@ -40,7 +40,7 @@ from benchmarks import decode_report, worker_timing
 from benchmarks.common import MODELS, RESULTS, Stopwatch, read_json, result_header, write_json
 from benchmarks.decode_bench import WARM_STEPS, Bench, Lane, Settings
 from benchmarks.decode_report import Cell
-from benchmarks.engines import LONG_STEPS, EngineError, EngineProcess, EngineSpec
+from benchmarks.engines import AVX2, LONG_STEPS, EngineError, EngineProcess, EngineSpec
 from benchmarks.models import Documents, kv_bytes_per_token, yarn_overrides
 from benchmarks.status import Status
 
@@ -84,14 +84,15 @@ def engine_specs(
     options = {"budget": settings.budget} | settings.options
     if settings.beside:
         options["also"] = list(settings.beside)
-    stock = EngineSpec(STOCK, common, {"VLLM_PLUGINS": ""} | LONG_STEPS)
+    env = LONG_STEPS | (AVX2 if settings.avx2 else {})
+    stock = EngineSpec(STOCK, common, {"VLLM_PLUGINS": ""} | env)
     if settings.against == "stock":
-        return [stock, EngineSpec("stock again", common, {"VLLM_PLUGINS": ""} | LONG_STEPS)]
+        return [stock, EngineSpec("stock again", common, stock.env)]
     retrieval = {
         "attention_backend": settings.against.upper(),
         "additional_config": {"kv_retrieval": options},
     }
-    return [stock, EngineSpec(settings.against, common | retrieval, LONG_STEPS)]
+    return [stock, EngineSpec(settings.against, common | retrieval, env)]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -126,6 +127,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
         help="of weights and KV cache; auto: the checkpoint's")  # fmt: skip
+    add("--avx2", action="store_true", help="both engines as on a machine without AVX-512")
     add("--enforce-eager", action="store_true", help="without torch.compile")
     add("--hf-overrides", type=json.loads, default=None, help="JSON for the model's config "
         "(default: YaRN where a context exceeds the model's own limit)")  # fmt: skip
@@ -146,7 +148,7 @@ def earlier(path: Path, settings: Settings) -> dict[str, Any]:
     stored = read_json(path)
     if stored is None:
         return {}
-    defaults = {"fill": False, "dtype": "auto", "beside": []}
+    defaults = {"fill": False, "dtype": "auto", "beside": [], "avx2": False}
     if defaults | stored["settings"] != asdict(settings) | {"beside": [*settings.beside]}:
         sys.exit(f"{path} was made with other settings: drop --resume or name another --output")
     return {key: stored[key] for key in ("cells", "flatness") if key in stored}
@@ -241,6 +243,7 @@ def main() -> None:
         fill=args.fill,
         dtype=args.dtype,
         beside=tuple(args.beside),
+        avx2=args.avx2,
     )
     specs = engine_specs(args.model, settings, config, longest, batch)
     done = earlier(args.output, settings) if args.resume else {}

@@ -36,6 +36,7 @@ class Settings:
     fill: bool = False
     dtype: str = "auto"
     beside: tuple[str, ...] = ()
+    avx2: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,12 @@ class Lane:
     engine: EngineProcess
     extra_args: dict[str, Any] | None = None
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, temperature: float) -> Timing:
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, temperature: float, fresh: bool = False
+    ) -> Timing:
         """Decode with the engine awake meanwhile; see `EngineProcess.generate`."""
         self.engine.resume()
-        timing = self.engine.generate(prompts, max_tokens, temperature, self.extra_args)
+        timing = self.engine.generate(prompts, max_tokens, temperature, self.extra_args, fresh)
         self.engine.pause()
         return timing
 
@@ -116,9 +119,10 @@ class Bench:
         return max(1, min(affordable, self._settings.prefill_repeats)) if wanted else 1
 
     def _fresh(self, context: int, batch: int, turn: int) -> Prefill:
-        """Prefill `batch` documents that neither engine has seen."""
+        """Prefill `batch` documents, all of them in each lane; two lanes may be one engine's."""
         prompts = self._documents.take(batch, context - self._tokens)
-        return Prefill(prompts, self._pair(turn, f"prefill {turn} of {batch}", prompts, 1))
+        timings = self._pair(turn, f"prefill {turn} of {batch}", prompts, 1, fresh=True)
+        return Prefill(prompts, timings)
 
     def _cell(self, context: int, prefills: Sequence[Prefill], profile: bool) -> Cell:
         """Decode times on the documents prefilled last, beside the prefill times."""
@@ -172,14 +176,15 @@ class Bench:
             self._pair(0, "warm-up", prompts, self._tokens)
 
     def _pair(
-        self, turn: int, label: str, prompts: list[list[int]], max_tokens: int
+        self, turn: int, label: str, prompts: list[list[int]], max_tokens: int, fresh: bool = False
     ) -> list[Timing]:
         """The same batch in all lanes; `turn` decides which one goes first."""
         timings: dict[str, Timing] = {}
         order = self._lanes if turn % 2 == 0 else tuple(reversed(self._lanes))
         for lane in order:
             self._status.set(f"{label}, {lane.name}")
-            timings[lane.name] = lane.generate(prompts, max_tokens, self._settings.temperature)
+            temperature = self._settings.temperature
+            timings[lane.name] = lane.generate(prompts, max_tokens, temperature, fresh)
         return [timings[lane.name] for lane in self._lanes]
 
     def _steps(self, timing: Timing) -> list[float]:

@@ -157,10 +157,13 @@ def row(cell: Cell, mine: build.Build) -> str:
 
 
 def _beside(cell: Cell) -> list[str]:
-    """One line for each further method: its step, and how many times as fast as each other's."""
+    """One line for each further method: its step, how many times as fast as each other's, and its
+    time to the first token where there was a prefill."""
     names = [*cell["engines"]]
+    firsts = {name: cell["engines"][name]["first_token_s"] for name in names}
     return [
         f"{cell['context']:8,}{cell['batch']:6} | {name}: {step_ms(cell, name):.1f} ms; "
+        + (f"first token {statistics.median(firsts[name]):.2f} s; " if firsts[name] else "")
         + ", ".join(
             f"{statistics.median(ratios(cell, name, each)):.2f}x {each}"
             for each in names

@@ -43,6 +43,14 @@ LOG_TAIL_LINES = 40
 LONG_STEPS = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600"}
 """Environment of an engine: a chunk of a long prompt may exceed vLLM's five minutes."""
 
+AVX2 = {
+    "PYTHONPATH": str(ROOT / "benchmarks" / "avx2"),
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+}
+"""Environment of an engine as on a machine without AVX-512: vLLM's library and what it compiles,
+oneDNN, PyTorch, and our kernels."""
+
 Progress = Callable[[float], None]
 
 
@@ -83,7 +91,8 @@ class EngineProcess:
         self._progress = progress
         self._connection, far_end = Pipe()
         log.parent.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        paths = spec.env.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")
+        path = os.pathsep.join(filter(None, paths))
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import serve; serve({far_end.fileno()})"],
@@ -122,9 +131,13 @@ class EngineProcess:
         max_tokens: int,
         temperature: float = 0.0,
         extra_args: dict[str, Any] | None = None,
+        fresh: bool = False,
     ) -> Timing:
-        """Decode exactly `max_tokens` tokens for each of `prompts`, handed in at once."""
-        return self._call("generate", prompts, max_tokens, temperature, extra_args)
+        """Decode exactly `max_tokens` tokens for each of `prompts`, handed in at once.
+
+        fresh: whether all of the prompts is computed, whatever the prefix cache has.
+        """
+        return self._call("generate", prompts, max_tokens, temperature, extra_args, fresh)
 
     def collective_rpc(self, method: str, *args: Any) -> Any:
         """Call `method` of the first worker (see `LLM.collective_rpc`)."""
@@ -227,6 +240,7 @@ class _Engine:
         max_tokens: int,
         temperature: float,
         extra_args: dict[str, Any] | None,
+        fresh: bool,
     ) -> Timing:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -238,6 +252,7 @@ class _Engine:
             ignore_eos=True,
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra_args,
+            skip_reading_prefix_cache=fresh,
         )
         self._serial += 1
         first: dict[str, float] = {}

@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pair = lambda text: tuple(int(part) for part in text.split(":"))  # noqa: E731
     parser.add_argument("--cases", type=pair, nargs="+", default=CASES, metavar="CHUNK:CONTEXT")
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=SHAPES)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
+    parser.add_argument("--dtypes", nargs="+", default=[*DTYPES], choices=DTYPES)
     parser.add_argument("--isa", choices=cpu.isas(), help="instruction set of our kernel")
     parser.add_argument("--avx2", action="store_true", help="both as on a machine without AVX-512")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")

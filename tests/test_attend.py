@@ -70,6 +70,55 @@ def test_equals_reference(isa, dtype, layout, kv_heads, group, head_size, page_s
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("layout", "run"), [("rows", 1), ("vec", 32), ("amx", 32)])
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(3.0, False), (0.0, True), (30.0, True)])
+def test_soft_capping_and_sinks(isa, dtype, layout, run, softcap, with_sinks):
+    """Logits far beyond the cap, sinks far above and below them, several parts of one list.
+
+    Behind a context's last token lies whatever lay there before.
+    """
+    if layout == "amx" and dtype == torch.float32:
+        pytest.skip("no layout for it")
+    torch.manual_seed(4)
+    kv_heads, group, size, lengths = 2, 5, 64, (1, 700, 31, 1029)
+    cache = cache_of(120, kv_heads, 32, size, dtype)
+    lists, heads = token_lists(lengths, cache, run), kv_heads * group
+    if layout == "vec":
+        last = min({*range(240)} - {*lists.entries.flatten().tolist()})
+        lists.entries[1, 700 // 32] = last
+        cache.view(-1, 2, size, 32)[last, 0, :, 700 % 32 :] = float("nan")
+    query = (3 * torch.randn(2, heads, size)).to(dtype)
+    sinks = torch.linspace(-40, 40, heads) if with_sinks else None
+    expected, actual = torch.empty_like(query), torch.empty_like(query)
+    sums, ours = torch.empty(2, heads), torch.empty(2, heads)
+    weights, given = torch.zeros(2, heads, 1030), torch.zeros(2, heads, 1030)
+    known = query, lists, cache
+    specified(reference.attend, *known, expected, layout, 0.3, sums, weights, softcap, sinks)
+    cpu.attend(*known, actual, layout, 0.3, ours, given, softcap, sinks)
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(ours, sums, atol=2e-5, rtol=1e-6)
+    torch.testing.assert_close(given, weights, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"softcap": -1.0}, "softcap=-1.0 cannot be"),
+        ({"softcap": float("nan")}, "softcap=nan cannot be"),
+        ({"sinks": torch.zeros(3)}, r"sinks must be \(2,\), got \(3,\)"),
+        ({"sinks": torch.zeros(2).double()}, "sinks must be torch.float32"),
+    ],
+)
+def test_refused_rules(rule, message):
+    cache = cache_of(2, 1, 32, 64, torch.float32)
+    query, lists = torch.randn(1, 2, 64), token_lists([40], cache, 32)
+    output = torch.zeros_like(query)
+    with pytest.raises(ValueError, match=message):
+        cpu.attend(query, lists, cache, output, "vec", 0.3, **rule)
+    assert output.eq(0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_size", [64, 80])
 def test_words_hold_what_rows_do(isa, dtype, head_size):

@@ -102,7 +102,10 @@ class Draw:
             options["max_budget"] = budget + page * self.random.randint(0, 512 // page)
         if self.chance(0.25):
             options["memory_fraction"] = self.one(0.1, 0.3, 0.6, 1.0)
-        names = [*SELECTING, *(DROPPING if self.tokens else ()), *(("razor",) * (not self.disk))]
+        if self.chance(0.4):
+            options["attention"] = self.one("own", "vllm")
+        names = ["full", *SELECTING, *(("razor",) * (not self.disk))]
+        names += DROPPING if self.tokens else ()
         names = [name for name in names if name != self.method]
         also = self.random.sample(names, self.random.randint(0, 4))
         options["also"] = {
@@ -268,6 +271,17 @@ def test_heads_that_keep_nothing(home, tmp_path):
 def test_a_stage_of_a_pipeline_without_retrieval_layers(method):
     engine = BareEngine(method, {"budget": 128, "dense_layers": LAYERS}, stages=2)
     assert not engine.worker.retrieval_layers
+    for prompt in (300, 1, 128):
+        engine.add({}, prompt, 20)
+    run(engine)
+
+
+@pytest.mark.parametrize("attention", ["own", "vllm"])
+@pytest.mark.parametrize("page", [16, 128])
+def test_full_attention(page, attention):
+    engine = BareEngine("full", {"page_size": page, "attention": attention})
+    assert not any(impl.stores for impl in engine.worker.retrieval_layers.values())
+    assert engine.worker._scratch_bytes() == 0
     for prompt in (300, 1, 128):
         engine.add({}, prompt, 20)
     run(engine)

@@ -270,6 +270,16 @@ def test_options_that_full_would_ignore(key, value):
         RetrievalConfig.from_options("full", {key: value})
 
 
+@pytest.mark.parametrize("home", ["disk", "auto"])
+def test_full_attention_stays_in_memory(home):
+    """Each step would read the whole file; requests to a server that retrieves may want that."""
+    with pytest.raises(RetrievalConfigError, match="with full steps read everything; leave it out"):
+        RetrievalConfig.from_options("full", {"home": home})
+    assert (
+        "full" in RetrievalConfig.from_options("freekv", {"home": home, "also": ["full"]}).methods
+    )
+
+
 def test_full_attention_by_name():
     """It is offered where it is asked for, and whoever names it attends to everything."""
     assert "full" not in RetrievalConfig.from_options("freekv", {}).methods
@@ -279,6 +289,9 @@ def test_full_attention_by_name():
     assert server.wants_exact_prefix(options)
     with pytest.raises(RetrievalConfigError, match="budget=512 has no effect with full"):
         RequestOptions.parse({"kv_retrieval": {"method": "full", "budget": 512}}, server)
+    with pytest.raises(RetrievalConfigError, match="exact=False cannot be had with full"):
+        RequestOptions.parse({"kv_retrieval": {"method": "full", "exact": False}}, server)
+    assert RequestOptions.parse({"kv_retrieval": {"method": "full", "exact": True}}, server).exact
     assert RequestOptions.parse({}, RetrievalConfig.from_options("full", {})).exact
 
 

@@ -169,6 +169,8 @@ def attend(
     dtype: int,
     torch_dtype: torch.dtype,
     scale: float,
+    softcap: float,
+    sinks: int,
 ) -> None: ...
 def attend_prompt(
     query: int,

@@ -321,11 +321,12 @@ class RetrievalConfig:
                 "or use home=device."
             )
         by_head = [m.name for m in self.methods.values() if m.heads is not None]
-        if self.home != "device" and by_head:
+        whole = self.own.schedule.whole
+        if self.home != "device" and (by_head or whole):
+            some, who = ("some heads read", by_head) if by_head else ("steps read", [self.method])
             raise RetrievalConfigError(
                 f"home={self.home!r} is for contexts of which little is read at a step, and with "
-                f"{', '.join(by_head)} some heads read everything; leave it out, or use "
-                "home=device."
+                f"{', '.join(who)} {some} everything; leave it out, or use home=device."
             )
         self._check_codec()
         for key in ("home_bytes", "home_path", "recall_cache_bytes"):

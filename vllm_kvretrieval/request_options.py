@@ -88,8 +88,13 @@ class RequestOptions:
                 f"kv_retrieval.budget={budget} has no effect with {method}, which attends to "
                 "everything; leave it out."
             )
-        exact = require_bool("kv_retrieval.exact", options.get("exact", False))
-        if exact and not config.allow_exact:
+        exact = require_bool("kv_retrieval.exact", options.get("exact", whole))
+        if whole and not exact:
+            raise RetrievalConfigError(
+                f"kv_retrieval.exact=False cannot be had with {method}, which attends to "
+                "everything; leave it out, or name another method."
+            )
+        if exact and not (config.allow_exact or whole):
             raise RetrievalConfigError(
                 "kv_retrieval.exact=True is not allowed by this server (--kv-retrieval.allow_exact "
                 f"false); ask for a budget of up to {config.budget_limit} instead."
@@ -109,7 +114,7 @@ class RequestOptions:
         except RetrievalConfigError as e:
             raise RetrievalConfigError(f"kv_retrieval.{e}") from None
         named = "budget" in options
-        return cls(served.name, pages, threshold, exact or whole, named, exact_prefix)
+        return cls(served.name, pages, threshold, exact, named, exact_prefix)
 
 
 def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "planning": indexes.planning,
     "prompts": prompts.kernels,
     "quality": quality.quality,
+    "ratios": prompts.ratios,
     "recall": quality.recall,
     "ruler": quality.ruler,
     "sparse": prompts.sparse,

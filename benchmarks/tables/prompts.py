@@ -15,6 +15,8 @@ SHAPES = {
 }
 """Words for the shapes of `benchmarks.prompt_attention`."""
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 def kernels(results: Results, options: Options) -> str:
     """Attention of prompts, vLLM's kernel and ours: rows per shape, columns for each file."""
@@ -34,6 +36,18 @@ def kernels(results: Results, options: Options) -> str:
             row += [_span(case[key] for case in cases) for key in ("vllm_ns", "own_ns", "ratio")]
         rows.append(row)
     return markdown(header, rows)
+
+
+def ratios(results: Results, options: Options) -> str:
+    """How many times as fast as vLLM's our kernel reads prompts at least: a row per file."""
+    rows = []
+    for store in results.values():
+        least: dict[str, float] = {}
+        for row in store["rows"]:
+            if row["chunk"] > 1:
+                least[row["dtype"]] = min(row["ratio"], least.get(row["dtype"], row["ratio"]))
+        rows.append([store["settings"]["isa"], *(f"{least[dtype]:.2f}" for dtype in DTYPES)])
+    return markdown(["kernels for", *DTYPES], rows)
 
 
 def _span(values: Iterable[float]) -> str:

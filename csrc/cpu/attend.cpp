@@ -107,7 +107,7 @@ class Attending {
   template <int N>
   void add_to(const Queries& q, int g, const Tile& tile, const Tile& next, float* values,
               Partial* parts, float* wanted) const {
-    Heads<Tile, N>{a_.head_size, a_.scale * kLog2E, values, columns_, parts, wanted, a_.weight_stride}
+    Heads<Tile, N>{a_.head_size, a_.scale * kLog2E, a_.softcap * kLog2E, values, columns_, parts, wanted, a_.weight_stride}
         .add(q, g, tile, next);
   }
 
@@ -131,9 +131,12 @@ class Attending {
   void merge(int unit, int g, const float* values, const Partial* parts) const {
     const int d = a_.head_size, group = a_.group;
     const int first = first_task_[unit], last = first_task_[unit + 1];
-    float top = kLeastLogit, total = 0, mass = 0;
+    const int64_t head = int64_t(unit % a_.kv_heads) * group + g, row = unit / a_.kv_heads;
+    const float sink = a_.sinks == nullptr ? kLeastLogit : a_.sinks[head] * kLog2E;
+    float top = sink;
     for (int task = first; task < last; ++task)
       top = std::max(top, parts[task * group + g].reference);
+    float total = std::exp2(sink - top), mass = total;
     for (int task = first; task < last; ++task) {
       const Partial& part = parts[task * group + g];
       const float factor = std::exp2(part.reference - top);
@@ -152,7 +155,6 @@ class Attending {
       }
     }
     for (int c = 0; c < d; ++c) ordered[c] = sums[Tile::channel_place(c)];
-    const int64_t head = int64_t(unit % a_.kv_heads) * group + g, row = unit / a_.kv_heads;
     E* out = static_cast<E*>(a_.out) + row * a_.out_stride + head * d;
     for (int c = 0; c < d; c += kWidth)
       store_rounded<E>(out + c, load_as<Floats>(ordered.data() + c));

@@ -241,7 +241,8 @@ NB_MODULE(_cpu, m) {
            uintptr_t out, nb::tuple out_shape, nb::tuple out_strides, nb::handle out_dtype,
            uintptr_t lse, uintptr_t weights, int64_t weight_stride, uintptr_t entries, int64_t width,
            int64_t stride, bool per_head, uintptr_t lengths, int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
-           int group, int head_size, int page_size, int dtype, nb::handle torch_dtype, float scale) {
+           int group, int head_size, int page_size, int dtype, nb::handle torch_dtype, float scale,
+           float softcap, uintptr_t sinks) {
           const Vectors query{queries, shape, strides, query_dtype};
           const Vectors output{out, out_shape, out_strides, out_dtype};
           query.check("query", rows, kv_heads * group, head_size, torch_dtype);
@@ -268,7 +269,9 @@ NB_MODULE(_cpu, m) {
                                          per_head,
                                          at<int32_t>(lengths),
                                          run,
-                                         scale};
+                                         scale,
+                                         softcap,
+                                         at<float>(sinks)};
           const nb::gil_scoped_release release;
           kvr::check_lists(attention);
           active->attend(attention);

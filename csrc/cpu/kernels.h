@@ -253,6 +253,8 @@ struct Attention {
   const int32_t* lengths;        // [rows * kv_heads]; tokens, the last entry's may be fewer than run
   int32_t run;                   // a power of two; but for kRows: 16 or more, in a page
   float scale;
+  float softcap;                 // logits become softcap * tanh(logit / softcap); 0: they stay
+  const float* sinks;            // [kv_heads * group]; a logit besides, whose value is zero; or null
 };
 
 // What queries of prompts attend to: sequences of queries, each with lists of pages. A query sees so

@@ -1,5 +1,6 @@
 """What retrieval cannot serve on any device, refused at start-up with what to do instead."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -248,7 +249,6 @@ def check_layer(selector: Any) -> None:
     unsupported = {
         "multi-head latent attention (MLA)": selector.use_mla,
         "a model-native sparse attention": selector.use_sparse,
-        "learned attention sinks": selector.has_sink,
         "bidirectional multimodal prefixes": selector.use_mm_prefix,
         "non-causal attention": selector.use_non_causal,
         "reference sliding windows": selector.use_rswa,
@@ -269,10 +269,17 @@ def check_impl(impl: Any) -> None:
     """Refuse what a layer turns out to need (vLLM's implementation of its attention)."""
     unsupported = {
         "ALiBi": impl.alibi_slopes is not None,
-        "logits soft-capping": bool(impl.logits_soft_cap),
-        "learned attention sinks": impl.sinks is not None,
         "cross-layer KV sharing": impl.kv_sharing_target_layer_name is not None,
     }
+    refuse_of_model(unsupported)
+
+
+def refuse_of_model(unsupported: Mapping[str, bool]) -> None:
+    """Refuse what a model uses.
+
+    Args:
+        unsupported: Its name, and whether the model does.
+    """
     for what, present in unsupported.items():
         if present:
             raise RetrievalConfigError(

@@ -405,6 +405,8 @@ def attend(
     scale: float,
     lse: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.attend`."""
     units = cache.flatten(0, -3)
@@ -417,12 +419,17 @@ def attend(
         units = entries if lists.per_head else entries * lists.kv_heads + head
         stretches = units * lists.run
         chosen = (stretches[:, None] + torch.arange(lists.run)).flatten()[:length]
-        scores = query[row, heads].double() @ keys[chosen].T * scale
-        output[row, heads] = (scores.softmax(-1) @ values[chosen]).to(output.dtype)
+        logits = query[row, heads].double() @ keys[chosen].T * scale
+        if softcap:
+            logits = softcap * (logits / softcap).tanh()
+        if sinks is not None:
+            logits = torch.cat([logits, sinks[heads].double()[:, None]], -1)
+        found = logits.softmax(-1)[:, :length]
+        output[row, heads] = (found @ values[chosen]).to(output.dtype)
         if lse is not None:
-            lse[row, heads] = scores.logsumexp(-1).float()
+            lse[row, heads] = logits.logsumexp(-1).float()
         if weights is not None:
-            weights[row, heads, :length] = scores.softmax(-1).float()
+            weights[row, heads, :length] = found.float()
 
 
 def attend_prompt(

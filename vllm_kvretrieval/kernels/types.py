@@ -501,6 +501,8 @@ class Ops(Protocol):
         scale: float,
         lse: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Softmax attention of single tokens over lists of tokens or pages.
 
@@ -517,6 +519,8 @@ class Ops(Protocol):
             lse: float32 [R, kv_heads * group], written: the logarithm of the sum of exponentials.
             weights: float32 [R, kv_heads * group, >= the longest list's tokens], written: what each
                 token of a list weighs; what lies behind is left as it is.
+            softcap: Logits become ``softcap * tanh(logit / softcap)``; 0: they stay.
+            sinks: float32 [kv_heads * group]; a logit of every head besides, whose value is zero.
 
         Raises:
             ValueError: ``query`` or ``output`` is not of the cache's shape and dtype, a list is

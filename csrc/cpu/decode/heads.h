@@ -75,6 +75,7 @@ struct Heads {
 
   int head_size;
   float scale;     // times log2(e)
+  float cap;       // of logits, times log2(e); 0: none
   float* values;   // [N, columns]
   int columns;
   Partial* parts;  // [N]
@@ -86,6 +87,7 @@ struct Heads {
   void add(const Queries& q, int g, const Tile& tile, const Tile& next) const {
     alignas(64) float x[N][kTile];
     Floats top = score(q, g, tile, x);
+    if (cap > 0) top = cap_logits(x);
     if (tile.count < kTile)
       for (int h = 0; h < N; ++h)
         for (int t = tile.count; t < kTile; ++t) x[h][Tile::token_place(t)] = kLeastLogit;
@@ -151,6 +153,20 @@ struct Heads {
     Floats top = splat(kLeastLogit);
     for (int h = 0; h < N; ++h)
       for (int t = 0; t < tile.count; t += kWidth) top = max(load_as<Floats>(x[h] + t), top);
+    return top;
+  }
+
+  // Logits less references -> capped ones less references; returns their highest, by column.
+  __attribute__((noinline)) Floats cap_logits(float (&x)[N][kTile]) const {
+    const prompt::Logits capped{1, cap};
+    Floats top = splat(kLeastLogit);
+    for (int h = 0; h < N; ++h)
+      for (int t = 0; t < kTile; t += kWidth) {
+        const Floats logits = load_as<Floats>(x[h] + t) + parts[h].reference;
+        const Floats less = capped.of<true>(logits) - parts[h].reference;
+        top = max(less, top);
+        std::memcpy(x[h] + t, &less, sizeof less);
+      }
     return top;
   }
 

@@ -273,7 +273,16 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         in_cache = part.staged is None and part.chunks is None
         layout = self._layout(layer) if in_cache else layer.isa
         new = part.tokens
-        self.kernels.attend_prompt(query[new], part.by, context, output[new], layout, self.scale)
+        self.kernels.attend_prompt(
+            query[new],
+            part.by,
+            context,
+            output[new],
+            layout,
+            self.scale,
+            softcap=self.logits_soft_cap,
+            sinks=self._sinks,
+        )
 
     def _attend_to_rows(
         self,
@@ -285,7 +294,32 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     ) -> None:
         """Rows of one token by our own kernel, over whole contexts in the KV cache."""
         units = kv_cache.view(-1, kv_cache.shape[2], 2 * self.head_size)
-        self.kernels.attend(query, lists, units, output, self._layout(layer), self.scale)
+        self._attend(query, lists, units, output, self._layout(layer))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        lists: TokenLists,
+        units: torch.Tensor,
+        output: torch.Tensor,
+        layout: str,
+    ) -> None:
+        """Rows of one token by our own kernel."""
+        self.kernels.attend(
+            query,
+            lists,
+            units,
+            output,
+            layout,
+            self.scale,
+            softcap=self.logits_soft_cap,
+            sinks=self._sinks,
+        )
+
+    @property
+    def _sinks(self) -> torch.Tensor | None:
+        """float32 [num_heads]; the layer's learned attention sinks."""
+        return None if self.sinks is None else self.sinks.detach().float()
 
     def _layout(self, layer: Any) -> str:
         """How the layer's KV cache holds keys."""
@@ -361,8 +395,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         else:
             self._list_selected(plan)
         if plan.schedule is None:
-            layout = chooser.store.layout
-            self.kernels.attend(query, plan.lists, self.pages, output, layout, self.scale)
+            self._attend(query, plan.lists, self.pages, output, chooser.store.layout)
         else:
             self._attend_by_vllm(query, plan, plan.schedule, output)
 
@@ -425,7 +458,10 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     def _attend_by_vllm(
         self, query: torch.Tensor, plan: DecodePlan, schedule: Schedule, output: torch.Tensor
     ) -> None:
-        """Where keys lie as AMX has them, which vLLM's kernel has, or as only that one knows."""
+        """Where keys lie as AMX has them, which vLLM's kernel has, or as only that one knows.
+
+        Every KV head is a sequence of its own then, so there are no sinks of single heads.
+        """
         single_heads = self.pages.view(len(self.pages), 1, -1, self.head_size)
         keys, values = single_heads.chunk(2, dim=2)
         shape = (len(schedule.seq_lens), -1, self.head_size)
@@ -441,7 +477,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             alibi_slopes=None,
             sliding_window=-1,
             block_table=plan.lists.entries,
-            softcap=0.0,
+            softcap=self.logits_soft_cap,
             scheduler_metadata=schedule.scheduler_metadata,
             s_aux=None,
         )

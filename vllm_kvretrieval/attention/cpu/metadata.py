@@ -126,7 +126,10 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> RetrievalMetadata:
         """See ``CPUAttentionMetadataBuilder.build``."""
-        dense = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self.own and common_attn_metadata.causal is True:
+            dense = _without_schedule(common_attn_metadata)
+        else:
+            dense = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = RetrievalMetadata(**vars(dense))
         # Attention that is not causal, as in prefix-LM layers, is vLLM's own affair.
         if self.requests is None:
@@ -594,6 +597,20 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             isa=self.isa,
             enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
         )
+
+
+def _without_schedule(common: CommonAttentionMetadata) -> CPUAttentionMetadata:
+    """vLLM's metadata of a step, but for the schedule, which its kernel alone reads."""
+    return CPUAttentionMetadata(
+        num_actual_tokens=common.num_actual_tokens,
+        max_query_len=common.max_query_len,
+        query_start_loc=common.query_start_loc,
+        max_seq_len=common.max_seq_len,
+        seq_lens=common.seq_lens,
+        block_table=common.block_table_tensor,
+        slot_mapping=common.slot_mapping,
+        scheduler_metadata=None,
+    )
 
 
 def _leading(query_start_loc: torch.Tensor) -> int:

@@ -1,6 +1,6 @@
 """What retrieval cannot serve on the CPU, refused at start-up with what to do instead."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -22,26 +22,47 @@ ATTENDED = ("vec", "vec16")
 """Layouts of vLLM's that our kernel attends to in its place. That of AMX it reads for lists of
 different lengths only: how it then compares with vLLM's kernel, which uses AMX, is not known."""
 
-FASTER = {
-    "avx2": (torch.float32, torch.bfloat16, torch.float16),
-    "avx512": (torch.bfloat16, torch.float16),
-    "avx512_bf16": (torch.bfloat16, torch.float16),
+RATIOS = {
+    "avx512_bf16": {"float32": 0.98, "bfloat16": 2.0, "float16": 1.1},
+    "avx512": {"float32": 0.98, "bfloat16": 1.16, "float16": 1.09},
+    "avx2": {"float32": 1.84, "bfloat16": 1.93, "float16": 1.94},
 }
-"""Where our own kernel attends to prompts faster than vLLM's, by instruction set and element.
+"""How many times as fast as vLLM's our own kernel reads prompts, by instruction set and element.
 
-`python -m benchmarks.prompt_attention` measures it; docs/benchmarks.md has the figures.
+The least of what `python -m benchmarks.prompt_attention` found; its results are
+``benchmarks/results/prompt-attention-*.json``.
 """
 
+FASTER = 1.05
+"""The ratio from which on our own kernel is the default."""
 
-def attends_itself(config: RetrievalConfig, dtype: torch.dtype, head_size: int) -> bool:
-    """Tell whether our own kernels attend to whole contexts; else vLLM's does.
 
-    The option says so. Without it, they do where they are faster, unless vLLM's kernel uses AMX.
+class Choice(NamedTuple):
+    """Whose kernel attends to whole contexts.
+
+    Attributes:
+        own: Whether ours does; else vLLM's.
+        why: Why, for the log.
+    """
+
+    own: bool
+    why: str
+
+
+def choose_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int) -> Choice:
+    """Whose kernel attends to whole contexts.
+
+    The option says so. Without it, ours does where it is faster, unless vLLM's uses AMX.
     """
     if config.attention is not None:
-        return config.attention == "own"
+        return Choice(config.attention == "own", f"attention={config.attention}")
     layout = _get_attn_isa(dtype, config.page_size, head_size)
-    return layout in ATTENDED and dtype in FASTER.get(cpu.isa(), ())
+    kernels, name = cpu.isa(), str(dtype).removeprefix("torch.")
+    ratio = RATIOS.get(kernels, {}).get(name)
+    if layout not in ATTENDED or ratio is None:
+        return Choice(False, f"ours is not measured here ({layout}, {kernels}, {name})")
+    why = f"ours is measured at {ratio} times the speed of vLLM's ({kernels}, {name})"
+    return Choice(ratio >= FASTER, why)
 
 
 def check_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int) -> None:

@@ -11,7 +11,7 @@ from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_kvretrieval.attention.cpu.support import attends_itself
+from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
@@ -193,13 +193,13 @@ class PlanningWorker(CPUWorker):
         """
         config = self.retrieval_config
         copied = config.encoding is not None or config.prefill_budget is not None
-        return copied or not self.attends_itself
+        return copied or not self.attention.own
 
     @functools.cached_property
-    def attends_itself(self) -> bool:
-        """Whether our own kernels attend to whole contexts; else vLLM's does."""
+    def attention(self) -> Choice:
+        """Whose kernel attends to whole contexts."""
         model = self.model_config
-        return attends_itself(self.retrieval_config, model.dtype, model.get_head_size())
+        return choose_attention(self.retrieval_config, model.dtype, model.get_head_size())
 
     def _scratch_bytes(self) -> int:
         """What layers choose in: scores of pages and tokens, and keys by which prompts are watched.

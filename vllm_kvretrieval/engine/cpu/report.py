@@ -21,7 +21,11 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         num_layers: Layers of its model with attention.
     """
     config = worker.retrieval_config
-    advice = startup_advice(worker.model_config.dtype, worker.parallel_config.local_world_size)
+    advice = startup_advice(
+        worker.model_config.dtype,
+        worker.parallel_config.local_world_size,
+        widened=worker.attention.own,
+    )
     if advice is not None and worker.rank == 0:
         logger.warning(advice)
     log_method(
@@ -33,8 +37,9 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         _described_shares(worker),
     )
     logger.info(
-        "Whole contexts are attended to by %s.",
-        "our own kernels" if worker.attends_itself else "vLLM's kernel",
+        "Whole contexts are attended to by %s: %s.",
+        "our own kernels, exact to rounding" if worker.attention.own else "vLLM's kernel",
+        worker.attention.why,
     )
     if config.prefill_budget is not None:
         parts = config.page_budget(config.prefill_budget)

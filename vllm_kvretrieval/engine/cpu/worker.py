@@ -23,6 +23,7 @@ from vllm_kvretrieval.attention.cpu.support import ATTENDED
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.allocation import allocate_kv_cache
+from vllm_kvretrieval.engine.cpu.linear import widen_linear_layers
 from vllm_kvretrieval.engine.cpu.lost import LostBlocks
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.cpu.report import log_start
@@ -76,6 +77,12 @@ class RetrievalCPUWorker(PlanningWorker):
         self.token_slots: dict[str, TokenSlots] = {}
         self.token_recalls: list[TokenRecall] = []  # of layers, and of filters
         self.lost: LostBlocks | None = None  # of home
+
+    def load_model(self, **options: Any) -> None:
+        """See ``CPUWorker.load_model``; with ``attention=vllm`` all is computed as vLLM does."""
+        super().load_model(**options)
+        if self.attention.own and (count := widen_linear_layers(self.model_runner.get_model())):
+            logger.info("%d linear layers multiply prompts in float32.", count)
 
     def _allocate_kv_cache(
         self, kv_cache_config: Any, kernel_block_sizes: list[int], **_: Any
@@ -136,6 +143,7 @@ class RetrievalCPUWorker(PlanningWorker):
             groups.append((builder, stagings[shape], self.retrieving(group.layer_names)))
             for name in group.layer_names:
                 layers[name].impl.kernels = cpu
+        sinks = self._check_logits(groups, layers)
         foreign = has_foreign_connector(self.vllm_config)
         self._check_reading({builder.isa for builder, *_ in groups}, foreign)
         heads = sum(layers[name].impl.num_kv_heads for *_, names in groups for name in names)
@@ -184,10 +192,10 @@ class RetrievalCPUWorker(PlanningWorker):
                 staging,
                 page_bytes,
                 streams_dense,
-                config.rows or builder.isa in ATTENDED,
+                config.rows or sinks or builder.isa in ATTENDED,
                 config.rows and bool(names),
                 self.fast,
-                self.attends_itself,
+                self.attention.own,
             )
         if streams_dense:
             self._attach_streamed(layers)
@@ -213,6 +221,37 @@ class RetrievalCPUWorker(PlanningWorker):
         full = [name for name, spec in specs if isinstance(spec, FullAttentionSpec)]
         done = use_huge_pages(layers[n].kv_cache for n in full if n not in self.in_home)
         logger.info("%s GiB of the KV cache are in huge pages.", format_gib(done))
+
+    def _check_logits(self, groups: Sequence[Any], layers: dict[str, Any]) -> bool:
+        """Refuse what goes by other logits than those of the model, with soft-capping or sinks.
+
+        Args:
+            groups: Metadata builders, staging, and names of retrieval layers.
+            layers: All layers by name.
+
+        Returns:
+            Whether any of the layers has sinks, which vLLM's kernel cannot give to a KV head alone.
+        """
+        config = self.retrieval_config
+        impls = [layers[name].impl for *_, names in groups for name in names]
+        capped = any(impl.logits_soft_cap for impl in impls)
+        sinks = any(impl.sinks is not None for impl in impls)
+        model = self.model_config.model
+        rating = [m.name for m in config.methods.values() if m.keeping is not None or m.shares]
+        if (capped or sinks) and rating:
+            what = "soft-capping of logits" if capped else "learned attention sinks"
+            raise RetrievalConfigError(
+                f"{', '.join(rating)} rates tokens by attention without the {what} of {model}. Use "
+                "methods that select pages, such as kvretrieval."
+            )
+        others = {builder.isa for builder, *_ in groups} - cpu.LAYOUTS.keys()
+        if sinks and others:
+            raise RetrievalConfigError(
+                f"{config.method} does not support the learned attention sinks of {model}, whose "
+                f"keys vLLM lays out in a way that is not known ({', '.join(others)}). Serve it "
+                "without --attention-backend."
+            )
+        return sinks
 
     def _check_reading(self, isas: set[str], foreign: bool) -> None:
         """Refuse what reads keys in the cache where that cannot be done.

@@ -329,6 +329,8 @@ def attend(
     scale: float,
     lse: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.attend`."""
     page_size, width = cache.shape[-2:]
@@ -361,6 +363,7 @@ def attend(
                 f"weights must be {(rows, heads)} by tokens and contiguous, got "
                 f"{tuple(weights.shape)}"
             )
+    _check_rule(scale, softcap, sinks, heads)
     _cpu.attend(
         *vectors(query),
         *vectors(output),
@@ -384,6 +387,8 @@ def attend(
         DTYPES[cache.dtype],
         cache.dtype,
         scale,
+        softcap,
+        0 if sinks is None else sinks.data_ptr(),
     )
 
 
@@ -415,16 +420,13 @@ def attend_prompt(
     _check_cache(cache, layout)
     if page_size > MOST_TOKENS_OF_PAGE or page_size % 16 or page_size & (page_size - 1):
         raise ValueError(f"pages of {page_size} tokens: 16, 32, 64 and 128 can be attended to")
-    if not (scale > 0 and math.isfinite(scale) and 0 <= softcap < math.inf and window >= 0):
-        raise ValueError(f"scale={scale}, softcap={softcap}, window={window} cannot be")
+    _check_rule(scale, softcap, sinks, heads)
+    if window < 0:
+        raise ValueError(f"window={window} cannot be")
     if lse is not None:
         check("lse", lse, torch.float32)
         if lse.shape != query.shape[:2] or not lse.is_contiguous():
             raise ValueError(f"lse must be {tuple(query.shape[:2])}, got {tuple(lse.shape)}")
-    if sinks is not None:
-        check("sinks", sinks, torch.float32)
-        if sinks.shape != (heads,):
-            raise ValueError(f"sinks must be {(heads,)}, got {tuple(sinks.shape)}")
     _cpu.attend_prompt(
         *vectors(query),
         *vectors(output),
@@ -451,6 +453,16 @@ def attend_prompt(
         softcap,
         0 if sinks is None else sinks.data_ptr(),
     )
+
+
+def _check_rule(scale: float, softcap: float, sinks: torch.Tensor | None, heads: int) -> None:
+    """Raise ValueError for what no logits can be made with."""
+    if not (scale > 0 and math.isfinite(scale) and 0 <= softcap < math.inf):
+        raise ValueError(f"scale={scale}, softcap={softcap} cannot be")
+    if sinks is not None:
+        check("sinks", sinks, torch.float32)
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks must be {(heads,)}, got {tuple(sinks.shape)}")
 
 
 def _check_cache(cache: torch.Tensor, layout: str) -> None:

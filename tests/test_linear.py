@@ -1,0 +1,90 @@
+"""Linear layers in 16 bits on CPUs without instructions for it, against float64."""
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.utils import cpu_unquantized_gemm, dispatch_cpu_unquantized_gemm
+
+from vllm_kvretrieval.engine.cpu import linear
+from vllm_kvretrieval.engine.cpu.linear import AT_ONCE, MANY, widen_linear_layers
+
+
+class Layer(torch.nn.Module):
+    """What vLLM's products read of one."""
+
+    def __init__(self, outputs, inputs, dtype, bias):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(outputs, inputs).to(dtype), False)
+        self.bias = torch.nn.Parameter(torch.randn(outputs).to(dtype), False) if bias else None
+
+
+@pytest.fixture
+def avx2(monkeypatch):
+    """A CPU with AVX2 only, where oneDNN has no products of 16 bits."""
+
+    def refuse(*_):
+        raise RuntimeError("could not create a primitive descriptor for the matmul primitive")
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(ops, "create_onednn_mm", refuse)
+    monkeypatch.setattr(linear, "slow_bfloat16", lambda: True)
+
+
+def loaded(*shape):
+    layer = Layer(*shape)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("shape", [(1, MANY - 1), (MANY,), (2, 3, 40)], ids=str)
+def test_products(avx2, shape, bias, dtype):
+    torch.manual_seed(0)
+    layer = loaded(96, 200, dtype, bias)
+    assert widen_linear_layers(torch.nn.Sequential(layer, torch.nn.ReLU())) == 1
+    x = torch.randn(*shape, 200).to(dtype)
+    found = cpu_unquantized_gemm(layer, x, layer.weight, layer.bias)
+    exact = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
+    assert found.dtype == dtype
+    assert found.shape == exact.shape
+    if x.numel() >= MANY * 200:  # rounded once; PyTorch's own sums are not ours to judge
+        assert torch.equal(found, exact.to(dtype)) or (found - exact).abs().max() < 0.6 * (
+            exact.abs().max() * torch.finfo(dtype).eps
+        )
+    torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=0.3)
+
+
+def test_weights_are_converted_in_parts(avx2, monkeypatch):
+    """Of many outputs; the last part is shorter."""
+    monkeypatch.setattr(linear, "AT_ONCE", 64 * 50)
+    layer, x = loaded(170, 64, torch.bfloat16, True), torch.randn(20, 64).bfloat16()
+    expected = torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
+    found = linear.linear(x, layer.weight, layer.bias)
+    assert torch.equal(found, expected.bfloat16())
+    assert AT_ONCE > 1 << 20
+
+
+def test_what_is_fast_stays(avx2, monkeypatch):
+    """Products that vLLM has packed weights for, float32, and CPUs that multiply 16 bits."""
+    monkeypatch.setattr(linear, "slow_bfloat16", lambda: False)
+    assert widen_linear_layers(loaded(32, 32, torch.bfloat16, False)) == 0
+    monkeypatch.setattr(linear, "slow_bfloat16", lambda: True)
+    assert widen_linear_layers(loaded(32, 32, torch.float32, False)) == 0
+    monkeypatch.setattr(ops, "create_onednn_mm", lambda *_: object())
+    assert widen_linear_layers(loaded(32, 32, torch.bfloat16, False)) == 0
+
+
+def test_a_compiled_model_takes_any_number_of_tokens(avx2):
+    """One graph, whatever it was compiled with."""
+    layer = loaded(48, 32, torch.bfloat16, False)
+    widen_linear_layers(layer)
+    compiled = torch.compile(
+        lambda x: cpu_unquantized_gemm(layer, x, layer.weight, None) * 2,
+        fullgraph=True,
+        dynamic=True,
+        backend="eager",
+    )
+    for tokens in (3, 300, 7):
+        x = torch.randn(tokens, 32).bfloat16()
+        assert torch.equal(compiled(x), linear.linear(x, layer.weight) * 2)

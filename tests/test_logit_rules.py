@@ -1,0 +1,162 @@
+"""Models that cap logits (Gemma 2) or have learned attention sinks (gpt-oss), in an engine.
+
+Small ones with random weights, against transformers, with layers of sliding windows between those
+that retrieve.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
+
+from tests.bare_engine import BareEngine
+from tests.device_models import SHAPE
+from tests.engine import Answer, Request, assert_same, drive, engine
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels import cpu, reference
+
+pytestmark = pytest.mark.engine
+
+BUDGET = 256
+CAP = 2.0
+"""Of logits that are far larger."""
+TOLERANCE = 2e-3
+LAYERS = {"num_hidden_layers": 4, "head_dim": 64, "sliding_window": 128}
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 300,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "num_gpu_blocks_override": 48,
+}
+
+
+def capped():
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            attn_logit_softcapping=CAP,
+            final_logit_softcapping=None,
+            query_pre_attn_scalar=16,
+            attn_implementation="eager",
+            **LAYERS,
+            **SHAPE,
+        )
+    )
+
+
+def sinks():
+    config = GptOssConfig(
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attn_implementation="eager",
+        **LAYERS,
+        **SHAPE,
+    )
+    model = GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, 3.0, 3.0)
+    return model
+
+
+@pytest.fixture(scope="module", params=[capped, sinks], ids=lambda model: model.__name__)
+def model(request, tmp_path_factory):
+    """It, and where it is saved."""
+    torch.manual_seed(0)
+    made = request.param().eval()
+    path = tmp_path_factory.mktemp("model")
+    made.save_pretrained(path)
+    return made, str(path)
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    retrieval = {"budget": BUDGET, "attention": "own"}
+    with engine(
+        model[1],
+        attention_backend="kvretrieval",
+        additional_config={"kv_retrieval": retrieval},
+        **OPTIONS,
+    ) as llm:
+        yield llm
+
+
+def prompt(length):
+    return torch.randint(512, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def likely(model, asked, answer):
+    """The likeliest token at each place of an answer, and the log-prob of the token there."""
+    with torch.no_grad():
+        logits = model(torch.tensor([asked + answer.tokens])).logits[0, len(asked) - 1 : -1]
+    logprobs = logits.log_softmax(-1)
+    places = torch.tensor(answer.tokens)[:, None]
+    return Answer(logits.argmax(-1).tolist(), logprobs.gather(1, places)[:, 0].tolist())
+
+
+def test_whole_contexts(llm, model):
+    """Prompts in chunks, contexts within the budget, and exact steps, together."""
+    (layers,) = llm.collective_rpc(lambda worker: [*worker.retrieval_layers])
+    assert [int(name.split(".")[2]) for name in layers] == [1, 3]
+    requests = [
+        Request(prompt(700), 8, {"exact": True}),
+        Request(prompt(120), 12, {}),
+        Request(prompt(500), 4, {"exact": True}, arrives=2),
+    ]
+    for request, answer in zip(requests, drive(llm, requests), strict=True):
+        assert_same(answer, likely(model[0], request.prompt, answer), TOLERANCE)
+
+
+def test_selected_pages(llm, model):
+    """What layers attend to in decode steps has the model's cap and sinks."""
+
+    def watch(worker):
+        worker.compared = 0
+
+        def attend(query, lists, cache, output, layout, scale, **rule):
+            cpu.attend(query, lists, cache, output, layout, scale, **rule)
+            expected = torch.empty_like(output)
+            own = impl_of[cache.data_ptr()]
+            reference.attend(
+                query, lists, cache, expected, layout, scale, softcap=own[0], sinks=own[1]
+            )
+            torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+            worker.compared += 1
+
+        impl_of = {}
+        for impl in worker.retrieval_layers.values():
+            weight = impl.sinks
+            impl_of[impl.pages.data_ptr()] = (
+                CAP if weight is None else 0.0,
+                None if weight is None else weight.float(),
+            )
+            impl.kernels = SimpleNamespace(**vars(cpu))
+            impl.kernels.attend = attend
+
+    llm.collective_rpc(watch)
+    request = Request(prompt(700), 8, {})
+    answer = drive(llm, [request])[0]
+    (compared,) = llm.collective_rpc(lambda worker: worker.compared)
+    assert compared == 2 * 7, "each decode step, in both layers"
+    expected = likely(model[0], request.prompt, answer)
+    assert answer.logprobs[0] == pytest.approx(expected.logprobs[0], abs=TOLERANCE)
+    assert answer.logprobs[1:] != pytest.approx(expected.logprobs[1:], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("rule", "what"),
+    [({"logits_soft_cap": CAP}, "soft-capping of logits"), ({"sinks": torch.zeros(4)}, "sinks")],
+    ids=["capped", "sinks"],
+)
+@pytest.mark.parametrize("also", ["snapkv", "h2o"])
+def test_methods_that_rate_by_attention_are_refused(rule, what, also):
+    """Their ratings would not be the model's attention."""
+    bare = BareEngine("freekv", {"also": [also]})
+    groups = [(bare.builder, None, [*bare.layers])]
+    assert not bare.worker._check_logits(groups, bare.layers)
+    for name, value in rule.items():
+        setattr(bare.layers["model.layers.2"].impl, name, value)
+    with pytest.raises(RetrievalConfigError, match=f"{also} rates tokens by attention .*{what}"):
+        bare.worker._check_logits(groups, bare.layers)

@@ -1,0 +1,81 @@
+"""Linear layers in 16 bits on CPUs that have no instructions for them: prompts in float32.
+
+vLLM multiplies by oneDNN, which refuses 16 bits on a CPU with AVX2 only, and then by PyTorch, which
+is slow there. To convert the weights and multiply in float32 takes less time from a few tokens on,
+and its sums are rounded once, at the end.
+"""
+
+import torch
+from torch.nn import functional
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
+
+MANY = 16
+"""Tokens from which on the conversion of weights pays."""
+AT_ONCE = 1 << 22
+"""Elements of weights that are converted at a time, so that they take little memory."""
+
+NARROW = (torch.bfloat16, torch.float16)
+
+_library = torch.library.Library("kv_retrieval", "FRAGMENT")
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T + bias``; of many tokens with products in float32.
+
+    Args:
+        x: [..., inputs], of 16 bits.
+        weight: [outputs, inputs].
+        bias: [outputs].
+
+    Returns:
+        [..., outputs], in the type of ``x``.
+    """
+    outputs, inputs = weight.shape
+    if x.numel() < MANY * inputs:
+        return functional.linear(x, weight, bias)
+    result = x.new_empty(*x.shape[:-1], outputs)
+    wide = x.float()
+    rows = max(AT_ONCE // inputs, 1)
+    for first in range(0, outputs, rows):
+        part = slice(first, first + rows)
+        own = None if bias is None else bias[part].float()
+        result[..., part] = functional.linear(wide, weight[part].float(), own)
+    return result
+
+
+def _shape_of(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What the compiler needs to know of :func:`linear`."""
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+# An op of its own: what is compiled is one graph for any number of tokens.
+direct_register_custom_op(
+    "linear", linear, fake_impl=_shape_of, target_lib=_library, dispatch_key="CPU"
+)
+
+
+def widen_linear_layers(model: torch.nn.Module) -> int:
+    """Let a model's linear layers use :func:`linear` where vLLM left them to PyTorch.
+
+    Args:
+        model: As vLLM has loaded it.
+
+    Returns:
+        How many do.
+    """
+    if not slow_bfloat16():
+        return 0
+    found = 0
+    for module in model.modules():
+        chosen, weight = getattr(module, "cpu_linear", None), getattr(module, "weight", None)
+        # vLLM's faster products are closures over what they have packed; its last resort is none.
+        if chosen is None or getattr(chosen, "__closure__", None) is not None:
+            continue
+        if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.dtype in NARROW:
+            module.cpu_linear = torch.ops.kv_retrieval.linear
+            found += 1
+    return found
