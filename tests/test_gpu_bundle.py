@@ -74,7 +74,9 @@ def test_files_come_back_where_they_were(tmp_path):
     assert (site / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so").read_bytes() == b"library"
 
 
-ON_THE_MACHINE = "numpy packaging prometheus_client psutil pytest regex torch safetensors transformers triton"
+ON_THE_MACHINE = (
+    "numpy packaging prometheus_client psutil pytest regex safetensors torch transformers triton"
+)
 """Beside Python itself and what is bundled; vLLM needs all of it but pytest, too."""
 OPTIONAL = "flashinfer xformers"
 OURS = "benchmarks tests vllm_kvretrieval"
