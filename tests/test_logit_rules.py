@@ -35,16 +35,17 @@ OPTIONS = {
 
 
 def capped():
-    return Gemma2ForCausalLM(
-        Gemma2Config(
-            attn_logit_softcapping=CAP,
-            final_logit_softcapping=None,
-            query_pre_attn_scalar=16,
-            attn_implementation="eager",
-            **LAYERS,
-            **SHAPE,
-        )
+    config = Gemma2Config(
+        attn_logit_softcapping=CAP,
+        final_logit_softcapping=None,
+        query_pre_attn_scalar=16,
+        attn_implementation="eager",
+        **LAYERS,
+        **SHAPE,
     )
+    model = Gemma2ForCausalLM(config)
+    model.model.embed_tokens.weight.data *= 0.3  # else the last token is repeated, whatever it sees
+    return model
 
 
 def sinks():
