@@ -16,12 +16,18 @@ ENGINE = {
     "attention_backend": "freekv",
     "dtype": "float16",
     "max_num_seqs": 4,
-    "max_model_len": 256,
+    "hf_overrides": {"max_position_embeddings": 8192},
+    "max_model_len": 8192,  # scores then take more than a block
     "max_num_batched_tokens": 64,
     "block_size": 2 * PAGE,
     "gpu_memory_utilization": UTILIZATION,
     "skip_tokenizer_init": True,
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    # Some batches have graphs, others have not.
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1],
+    },
     "additional_config": {
         "kv_retrieval": {"page_size": PAGE, "sink": PAGE, "window": PAGE, "budget": 4 * PAGE}
     },
