@@ -275,6 +275,28 @@ def assert_same(answer: Answer, expected: Answer, tolerance: float) -> None:
     assert answer.logprobs == pytest.approx(expected.logprobs, abs=tolerance)
 
 
+def prompt(length: int, seed: int | None = None) -> list[int]:
+    """Token ids without meaning, of a vocabulary of 512; without a seed, the length is the seed."""
+    generator = torch.Generator().manual_seed(length if seed is None else seed)
+    ids: list[int] = torch.randint(512, (length,), generator=generator).tolist()
+    return ids
+
+
+def likely(model: Any, asked: list[int], answer: Answer) -> Answer:
+    """The likeliest token at each place of an answer, and the log-prob of the token there.
+
+    Args:
+        model: A causal model of transformers.
+        asked: The prompt.
+        answer: What followed.
+    """
+    with torch.no_grad():
+        logits = model(torch.tensor([asked + answer.tokens])).logits[0, len(asked) - 1 : -1]
+    logprobs = logits.log_softmax(-1)
+    places = torch.tensor(answer.tokens)[:, None]
+    return Answer(logits.argmax(-1).tolist(), logprobs.gather(1, places)[:, 0].tolist())
+
+
 def novel(llm: LLM, tokens: int, paragraph: int) -> list[int]:
     """Token ids of the novel from a paragraph on."""
     ids: list[int] = llm.get_tokenizer().encode(excerpt(6 * tokens, paragraph))

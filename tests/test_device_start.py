@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import device_engine, device_start
-from tests.engine import Request, random_llama
+from tests.engine import Request, prompt, random_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -46,11 +46,6 @@ def started(tmp_path_factory):
 
         call(device_start.open_engine, model, ENGINE)
         yield call
-
-
-def prompt(tokens, seed):
-    """Token ids."""
-    return [(place * place * 7 + place * seed + 11 * seed) % 509 + 1 for place in range(tokens)]
 
 
 def test_memory(started):

@@ -7,9 +7,8 @@ has dropped not at all. A small Llama with random weights, in float32.
 from typing import Any
 
 import pytest
-import torch
 
-from tests.engine import Request, assert_same, drive, engine, random_llama
+from tests.engine import Request, assert_same, drive, engine, prompt, random_llama
 
 pytestmark = pytest.mark.engine
 
@@ -23,10 +22,6 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
-
-
-def prompt(length):
-    return torch.randint(512, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
 def requests():

@@ -11,7 +11,7 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from tests import device_models
 from tests.device_models import SHAPE
-from tests.engine import Request, assert_same, drive, engine
+from tests.engine import Request, assert_same, drive, engine, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -47,11 +47,6 @@ def chunks():
 
 
 RETRIEVING = {"convolutions": [1, 3, 5], "chunks": [1, 3]}
-
-
-def prompt(length, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(512, (length,), generator=generator).tolist()
 
 
 def crowd(options=None):

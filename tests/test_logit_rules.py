@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssFo
 
 from tests.bare_engine import BareEngine
 from tests.device_models import SHAPE
-from tests.engine import Answer, Request, assert_same, drive, engine
+from tests.engine import Request, assert_same, drive, engine, likely, prompt
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu, reference
 
@@ -82,19 +82,6 @@ def llm(model):
         **OPTIONS,
     ) as llm:
         yield llm
-
-
-def prompt(length):
-    return torch.randint(512, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
-def likely(model, asked, answer):
-    """The likeliest token at each place of an answer, and the log-prob of the token there."""
-    with torch.no_grad():
-        logits = model(torch.tensor([asked + answer.tokens])).logits[0, len(asked) - 1 : -1]
-    logprobs = logits.log_softmax(-1)
-    places = torch.tensor(answer.tokens)[:, None]
-    return Answer(logits.argmax(-1).tolist(), logprobs.gather(1, places)[:, 0].tolist())
 
 
 def test_whole_contexts(llm, model):

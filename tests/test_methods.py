@@ -14,7 +14,6 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine import (
     Request,
@@ -26,6 +25,7 @@ from tests.engine import (
     drive,
     engine,
     preemptions,
+    prompt,
     random_llama,
 )
 from tests.outside import MEDIAN, POINTS, install, installed
@@ -130,11 +130,6 @@ HOUSES = {
         near_ties=5e-3,
     ),
 }
-
-
-def prompt(length, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(512, (length,), generator=generator).tolist()
 
 
 DOCUMENT = prompt(600, 100)

@@ -6,7 +6,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine import Answer, Request, alone, assert_same, drive, engine, novel, shortened
+from tests.engine import (
+    Request,
+    alone,
+    assert_same,
+    drive,
+    engine,
+    likely,
+    novel,
+    shortened,
+)
 from tests.home_worker import LOSSLESS
 from vllm_kvretrieval.config import RetrievalConfig
 
@@ -53,15 +62,6 @@ def house(request, path):
         worker_extension_cls="tests.home_worker.HomeWorker",  # knows the codec
     ) as llm:
         yield llm
-
-
-def likely(model, prompt: list[int], answer: Answer) -> Answer:
-    """The likeliest token at each place of an answer, and the log-prob of the token there."""
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
-    logprobs = logits.log_softmax(-1)
-    places = torch.tensor(answer.tokens)[:, None]
-    return Answer(logits.argmax(-1).tolist(), logprobs.gather(1, places)[:, 0].tolist())
 
 
 def test_whole_contexts_are_exact(house, model):

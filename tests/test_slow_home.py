@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.config import CompilationMode
 
-from tests.engine import Answer, Request, alone, assert_same, drive, engine, random_llama
+from tests.engine import Answer, Request, alone, assert_same, drive, engine, prompt, random_llama
 from tests.home_worker import LOSSLESS
 from tests.turns import chat, with_and_without_cache
 
@@ -41,11 +41,6 @@ OPTIONS: dict[str, Any] = {
     "enforce_eager": True,
     "worker_extension_cls": "tests.home_worker.HomeWorker",
 }
-
-
-def prompt(length, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(512, (length,), generator=generator).tolist()
 
 
 DOCUMENT = prompt(700, 100)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine import Request, drive, engine, random_llama
+from tests.engine import Request, drive, engine, prompt, random_llama
 from tests.test_slow_home import (
     BUDGET,
     DOCUMENT,
@@ -22,7 +22,6 @@ from tests.test_slow_home import (
     life,
     metrics,
     outgrowing,
-    prompt,
     reasons_to_finish,
     settle,
     shared,
