@@ -159,7 +159,7 @@ class Attending {
     for (int c = 0; c < d; c += kWidth)
       store_rounded<E>(out + c, load_as<Floats>(ordered.data() + c));
     const float lse = top + std::log2(mass);
-    if (a_.lse != nullptr) a_.lse[row * a_.kv_heads * group + head] = lse * kLn2Of;
+    if (a_.lse != nullptr) a_.lse[row * a_.kv_heads * group + head] = lse * kLn2;
     if (a_.weights != nullptr) exponentiate(weights_of(unit, g), a_.lengths[unit], lse);
   }
 

@@ -18,7 +18,6 @@ namespace kvr {
 namespace KVR_ISA {
 namespace prompt {
 
-constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 constexpr int kStretch = 2048;        // tokens
 constexpr int kTaskElements = 32768;  // of queries, and of outputs: with the panels they stay in L2
 constexpr int kTogether = 3072;       // elements of queries that meet a panel in L1

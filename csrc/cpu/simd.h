@@ -31,6 +31,8 @@ using Ints = int32_t __attribute__((vector_size(4 * kWidth)));
 using Words = uint32_t __attribute__((vector_size(4 * kWidth)));
 using Halves = uint16_t __attribute__((vector_size(2 * kWidth)));
 
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+
 template <class V>
 inline V load_as(const void* p) {
   V v;

@@ -12,7 +12,6 @@ namespace kvr {
 namespace KVR_ISA {
 
 constexpr int kHeadBlock = kWidth == 16 ? 8 : 4;  // query heads together
-constexpr float kLog2E = 1.44269504f, kLn2Of = 0.693147181f;
 constexpr float kMostAbove = 16;  // powers of two by which a logit may exceed its head's reference
 constexpr float kLeastLogit = -1e30f;
 

@@ -14,8 +14,6 @@
 namespace kvr {
 namespace KVR_ISA {
 
-constexpr float kLn2 = 0.693147181f;
-
 // 2^(x * unit) for |x * unit| < 126, relative error below 3e-6.
 inline Floats power_of_two(Floats x, float unit) {
   constexpr float kShift = 12582912;

@@ -15,7 +15,6 @@ namespace kvr {
 namespace KVR_ISA {
 
 constexpr float kMeanMost = 16383;
-constexpr float kLog2E = 1.44269504f;
 constexpr float kFarthest = 100;      // powers of two; masses beyond it are summed anew
 constexpr int kTokens = 32;           // of an entry, whose masses are summed together
 constexpr int kLeastExponent = 64 << 23, kExponents = 0x7f800000;
