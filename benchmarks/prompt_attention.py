@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import RESULTS, Stopwatch, result_header, write_json
+from benchmarks.emulation import avx2_only
 from benchmarks.planning import DTYPES, PAGE, Shape
 from benchmarks.stock_attention import StockAttention
 from vllm_kvretrieval.kernels import PromptLists, TokenLists, cpu
@@ -162,9 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     if args.avx2:  # vLLM chooses one of its libraries when it is imported
-        torch.cpu._is_avx512_supported = lambda: False
-    if args.isa or args.avx2:
-        cpu.use_isa(args.isa or "avx2")
+        avx2_only()
+    if args.isa:
+        cpu.use_isa(args.isa)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     clock = Stopwatch()
