@@ -27,15 +27,13 @@ def steps(results: Results, options: Options) -> str:
         row = [f"{context:,}", str(batch)]
         for cells in by_file.values():
             cell, names = cells.get((batch, context)), _methods(cells)
-            stock = "" if cell is None else _figures(cell, names[0], with_range=True)[0]
-            row.append(stock)
+            if cell is None:
+                row += [""] * (1 + sum(2 + _beats(name, names) for name in names))
+                continue
+            row.append(_stock_ms(cell))
             for name in names:
-                over_full = _beats(name, names)
-                if cell is None:
-                    row += [""] * (2 + over_full)
-                    continue
-                row += _figures(cell, name, with_range=True)[1:]
-                if over_full:
+                row += _figures(cell, name, with_range=True)
+                if _beats(name, names):
                     over = decode_report.ratios(cell, name, FULL)
                     row.append(ratio(statistics.median(over)))
         rows.append(row)
@@ -52,11 +50,14 @@ def methods(results: Results, options: Options) -> str:
     rows = []
     for store in results.values():
         cells = _by_size(store)
-        row = _methods(cells)[:1]
+        name = _methods(cells)[0]
+        row = [name]
         for batch in batches:
             cell = cells.get((batch, context))
-            name = _methods(cells)[0]
-            row += [""] * 3 if cell is None else _figures(cell, name, with_range=False)
+            if cell is None:
+                row += [""] * 3
+            else:
+                row += [_stock_ms(cell), *_figures(cell, name, with_range=False)]
         rows.append(row)
     return markdown(header, rows)
 
@@ -88,11 +89,15 @@ def _beats(name: str, names: list[str]) -> bool:
     return FULL in names and name != FULL
 
 
+def _stock_ms(cell: Cell) -> str:
+    """Milliseconds of vLLM alone."""
+    return f"{decode_report.step_ms(cell, decode_report.pair(cell)[0]):.1f}"
+
+
 def _figures(cell: Cell, name: str, *, with_range: bool) -> list[str]:
-    """Milliseconds of vLLM alone and of a method, and the speed-up."""
+    """Milliseconds of a method, and the speed-up."""
     stock, first = decode_report.pair(cell)
     ups = sorted(1 / each for each in decode_report.ratios(cell, stock, name))
     middle = 1 / cell["decode_ratio"] if name == first else statistics.median(ups)
     limits = f" ({ups[0]:.2f}..{ups[-1]:.2f})" if with_range else ""
-    times = [f"{decode_report.step_ms(cell, each):.1f}" for each in (stock, name)]
-    return [*times, ratio(middle) + limits]
+    return [f"{decode_report.step_ms(cell, name):.1f}", ratio(middle) + limits]
