@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from benchmarks.common import RESULTS, Stopwatch, result_header, write_json
 from benchmarks.planning import DTYPES, PAGE, Shape
 from benchmarks.stock_attention import StockAttention
-from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
+from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
@@ -44,7 +44,7 @@ class Case:
     ) -> None:
         heads, size = shape.kv_heads, shape.head_size
         options = {"prefill_budget": budget, "prefill_chunk": chunk}
-        sparse = SparsePrefill(RetrievalConfig.from_options("omnikv", options))
+        sparse = ChunkPlanner(RetrievalConfig.from_options("omnikv", options))
         isa = _get_attn_isa(dtype, PAGE, size)
         self.shape, self.scale, self.dtype = shape, size**-0.5, dtype
         self.cache = torch.randn(context // PAGE, heads, PAGE, 2 * size).to(dtype)
@@ -67,7 +67,7 @@ class Case:
             cache=self.cache,
             layout=isa,  # filters keep vLLM's; the numbers are random anyway
         )
-        chosen = torch.zeros(sparse.most_chunks(STEP, 1), sparse.select, dtype=torch.int32)
+        chosen = torch.zeros(sparse.most(STEP, 1), sparse.select, dtype=torch.int32)
         self.selector = ContextSelector(store, chosen, shape.group, self.scale)
 
     def exact(self) -> None:

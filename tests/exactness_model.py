@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from benchmarks.stepper import Stepper
 from tests.steps import request_table
-from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
+from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
 from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.engine.levels import Level
 from vllm_kvretrieval.engine.prompts import Heads
@@ -39,7 +39,7 @@ class Truth:
         heads = Heads([slice(0, 1)])
         self.table = request_table(self.config, seats, [1], self.runner, heads=heads)
         sparse = self.config.prefill_budget is not None
-        self.prefill = SparsePrefill(self.config) if sparse else None
+        self.prefill = ChunkPlanner(self.config) if sparse else None
         pool = self.scheduler.kv_cache_manager.block_pool
         specs = [g.kv_cache_spec for g in self.scheduler.kv_cache_config.kv_cache_groups]
         self.sizes = [spec.block_size for spec in specs]
@@ -104,7 +104,7 @@ class Truth:
         end = start + tokens
         if (
             self.prefill is not None
-            and table.prefills_sparsely(seat)[0]
+            and table.prefill_budgets(seat).any()
             and end > self.prefill.exact
         ):
             division = self.prefill.divide(np.array([end]), np.array([tokens]))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
+from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -24,7 +24,7 @@ def config(**options):
 def divided(*contexts):
     """(request, end, new, sparse) of each chunk, given (tokens before, tokens of the step)."""
     before, new = np.array(contexts).T
-    return list(zip(*SparsePrefill(config()).divide(before + new, new), strict=True))
+    return list(zip(*ChunkPlanner(config()).divide(before + new, new)[:4], strict=True))
 
 
 def test_chunks_begin_at_multiples_of_their_length():
@@ -63,11 +63,11 @@ def test_what_is_skipped_is_counted():
     lens, new = np.array([512, 280]), np.array([512, 30])
     # Before each of the sparse chunks lies more than the budget.
     skipped = 100 * (300 - 256) + 100 * (400 - 256) + 12 * (500 - 256)
-    assert SparsePrefill(config()).skipped(lens, new).tolist() == [skipped, 0]
+    assert ChunkPlanner(config()).skipped(lens, new).tolist() == [skipped, 0]
 
 
 def test_rows_have_their_chunk_as_window():
-    by, staging = SparsePrefill(config()), PrefillStaging(32, 2, 32, torch.float32, 1024, rows=True)
+    by, staging = ChunkPlanner(config()), PrefillStaging(32, 2, 32, torch.float32, 1024, rows=True)
     division = by.divide(np.array([512, 460]), np.array([512, 110]))
     table = torch.arange(2 * 16, dtype=torch.int32).view(2, 16)
     made = by.plan(division, table, 5, staging, 2, 3)
@@ -105,8 +105,8 @@ def test_who_prefills_sparsely():
         ({"method": "streamingllm"}, False),
     ]:
         parsed = RequestOptions.parse({"kv_retrieval": options}, served)
-        assert served.prefills_sparsely(parsed) == sparse
-        assert not exactly.prefills_sparsely(parsed)
+        assert (parsed.prefill_budget is not None) == sparse
+        assert RequestOptions.parse({"kv_retrieval": options}, exactly).prefill_budget is None
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,11 @@ ATTENTION = ("vllm", "own")
 
 
 DEFAULT_CHUNK = 512
+"""Tokens of a prompt that a filter selects for at once."""
+DEFAULT_BLOCK = 128
+"""Tokens of a prompt that select pages at once."""
+DEFAULT_QUERIES = 8
+MOST_QUERIES = 64
 REUSES = ("all", "exact")
 
 
@@ -88,6 +93,7 @@ class RetrievalConfig:
     heads: Any = None
     prefill_budget: int | None = None
     prefill_chunk: int | None = None
+    prefill_queries: int | None = None
     dense_layers: int = None  # type: ignore[assignment]  # the preset's
     max_budget: int | None = None
     memory_fraction: float | None = None
@@ -251,30 +257,64 @@ class RetrievalConfig:
 
     def _check_prefill(self) -> None:
         if self.prefill_budget is None:
-            if self.prefill_chunk is not None:
-                raise RetrievalConfigError(
-                    f"prefill_chunk={self.prefill_chunk!r} has no effect without prefill_budget; "
-                    "leave it out."
-                )
+            for key in ("prefill_chunk", "prefill_queries"):
+                if getattr(self, key) is not None:
+                    raise RetrievalConfigError(
+                        f"{key}={getattr(self, key)!r} has no effect without prefill_budget; "
+                        "leave it out."
+                    )
             return
-        if not self.own.shares:
+        if not (self.own.shares or self.own.selects_for_blocks):
             raise RetrievalConfigError(
-                f"prefill_budget={self.prefill_budget!r} cannot be used with {self.method}: no "
-                "layer selects for the others, and its prefill is exact. Leave it out."
+                f"prefill_budget={self.prefill_budget!r} cannot be used with {self.method}, which "
+                "selects no pages by an index: its prefill is exact. Leave it out."
             )
         if self.home != "device":
             raise RetrievalConfigError(
-                f"prefill_budget={self.prefill_budget!r} needs home=device: chunks gather single "
-                f"tokens, which home={self.home!r} does not serve. Leave one out."
+                f"prefill_budget={self.prefill_budget!r} needs home=device: parts of prompts read "
+                f"scattered keys, which home={self.home!r} does not serve. Leave one out."
             )
         budget = require_int("prefill_budget", self.prefill_budget)
-        self.page_budget(budget, key="prefill_budget")
+        for method in self.methods.values():
+            if self.prefills_sparsely(method):
+                self.page_budget(budget, method.name, key="prefill_budget")
+        if self.own.shares:
+            self._check_chunks()
+        else:
+            self._check_blocks()
+
+    def _check_chunks(self) -> None:
+        """Check the options of chunks of prompts, for which filters select."""
+        if self.prefill_queries is not None:
+            raise RetrievalConfigError(
+                f"prefill_queries={self.prefill_queries!r} has no effect with {self.method}, whose "
+                f"filters select by the last {WINDOW} queries of a chunk; leave it out."
+            )
         if self.prefill_chunk is None:
             object.__setattr__(self, "prefill_chunk", DEFAULT_CHUNK)
         if require_int("prefill_chunk", self.prefill_chunk) < WINDOW:
             raise RetrievalConfigError(
                 f"prefill_chunk={self.prefill_chunk} must be {WINDOW} or more: filters select by "
                 f"so many queries of a chunk. Try {DEFAULT_CHUNK}, or leave it out."
+            )
+
+    def _check_blocks(self) -> None:
+        """Check the options of blocks of prompts, which select pages themselves."""
+        if self.prefill_chunk is None:
+            object.__setattr__(self, "prefill_chunk", max(DEFAULT_BLOCK, self.page_size))
+        chunk = require_int("prefill_chunk", self.prefill_chunk)
+        if chunk < self.page_size or chunk % self.page_size:
+            raise RetrievalConfigError(
+                f"prefill_chunk={chunk} must be a positive multiple of page_size={self.page_size}; "
+                f"try {self._nearest(chunk)}, or leave it out."
+            )
+        most = min(MOST_QUERIES, chunk)
+        if self.prefill_queries is None:
+            object.__setattr__(self, "prefill_queries", min(DEFAULT_QUERIES, most))
+        if not 1 <= require_int("prefill_queries", self.prefill_queries) <= most:
+            raise RetrievalConfigError(
+                f"prefill_queries={self.prefill_queries} must be from 1 to {most}; try "
+                f"{min(DEFAULT_QUERIES, most)}, or leave it out."
             )
 
     def roles(self, model_config: Any, layers: Collection[int]) -> dict[int, Role]:
@@ -549,10 +589,10 @@ class RetrievalConfig:
     def _nearest(self, tokens: int) -> int:
         return max(1, round(tokens / self.page_size)) * self.page_size
 
-    def prefills_sparsely(self, options: "RequestOptions") -> bool:
-        """Whether chunks of the request's prompt attend to a part of what lies before them."""
-        shares = self.methods[options.method].shares
-        return self.prefill_budget is not None and shares and not options.exact
+    def prefills_sparsely(self, method: Method) -> bool:
+        """Whether parts of prompts attend to a part of what lies before them, by this method."""
+        selects = method.shares if self.own.shares else method.selects_for_blocks
+        return self.prefill_budget is not None and selects
 
     @property
     def exact_prefill(self) -> int:

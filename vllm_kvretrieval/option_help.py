@@ -1,6 +1,6 @@
 """What each option of an engine is, for ``vllm serve --help``."""
 
-from vllm_kvretrieval.config import DEFAULT_CHUNK, PAGE_SIZES
+from vllm_kvretrieval.config import DEFAULT_BLOCK, DEFAULT_CHUNK, DEFAULT_QUERIES, PAGE_SIZES
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.retrieval.heads import SHARE as RETRIEVAL_HEADS
 from vllm_kvretrieval.retrieval.index import OWN as OWN_INDEXES
@@ -52,11 +52,13 @@ HELP = {
     "vllm-kvretrieval heads wrote, {file: path, share: of the KV heads}, or a list per layer that "
     "retrieves of 1 or 0 per KV head (default: what is known of the model, a share of "
     f"{RETRIEVAL_HEADS})",
-    "prefill_budget": "tokens before a chunk of a prompt that it attends to in layers after a "
-    "filter: sink, window, and what the filter selects for it; prompts beyond are approximate then "
-    "(default: none; prefill is exact)",
-    "prefill_chunk": "with prefill_budget: tokens of a prompt for which a filter selects at once "
-    f"(default: {DEFAULT_CHUNK})",
+    "prefill_budget": "tokens before a chunk of a prompt that it attends to: sink, window, and "
+    "pages that some of its queries select, or tokens that a filter selects for the layers after "
+    "it; prompts beyond are approximate then (default: none; prefill is exact)",
+    "prefill_chunk": "with prefill_budget: tokens of a prompt that select at once (default: "
+    f"{DEFAULT_BLOCK}), or for which a filter selects at once ({DEFAULT_CHUNK})",
+    "prefill_queries": "with prefill_budget: how many queries of a chunk select pages for it "
+    f"(default: {DEFAULT_QUERIES})",
     "dense_layers": "leading layers of the model that keep their own attention, of whatever kind "
     "it is (default: the method's, 1 for most)",
     "max_budget": "most that a request may ask for as its budget (default: budget: requests may "

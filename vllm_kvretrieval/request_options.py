@@ -15,6 +15,7 @@ from vllm_kvretrieval.parsing import (
     require_number,
 )
 from vllm_kvretrieval.retrieval.budget import PageBudget
+from vllm_kvretrieval.retrieval.method import Method
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class RequestOptions:
         own_budget: Whether the request names its budget.
         exact_prefix: Share with other requests only keys and values that full attention has
             computed, whatever the request itself attends to.
+        prefill_budget: Pages before a part of the prompt that it attends to; None: all of them.
     """
 
     method: str
@@ -37,6 +39,7 @@ class RequestOptions:
     exact: bool = False
     own_budget: bool = False
     exact_prefix: bool = False
+    prefill_budget: PageBudget | None = None
 
     @classmethod
     def parse(
@@ -54,7 +57,7 @@ class RequestOptions:
         options = _request_options(extra_args or {})
         reject_unknown(
             options,
-            ["budget", "correction_threshold", "exact", "exact_prefix", "method"],
+            ["budget", "correction_threshold", "exact", "exact_prefix", "method", "prefill_budget"],
             f"{CONFIG_KEY} of a request",
         )
         method = options.get("method", config.method)
@@ -113,8 +116,54 @@ class RequestOptions:
             pages = config.page_budget(budget, served.name)
         except RetrievalConfigError as e:
             raise RetrievalConfigError(f"kv_retrieval.{e}") from None
-        named = "budget" in options
-        return cls(served.name, pages, threshold, exact, named, exact_prefix)
+        named, prefill = "budget" in options, options.get("prefill_budget")
+        by_page = _prefill_budget(prefill, served, exact, config)
+        return cls(served.name, pages, threshold, exact, named, exact_prefix, by_page)
+
+
+def _prefill_budget(
+    given: Any, method: Method, exact: bool, config: RetrievalConfig
+) -> PageBudget | None:
+    """The pages before a part of the prompt that it attends to; None: all of them.
+
+    Args:
+        given: ``prefill_budget`` of the request, in tokens; None: the engine's.
+        method: The method of the request.
+        exact: Whether the request asks for full attention.
+        config: Options of the engine.
+    """
+    key, most = "kv_retrieval.prefill_budget", config.prefill_budget
+    sparse = config.prefills_sparsely(method) and not exact
+    if given is None:
+        return config.page_budget(most, method.name) if sparse else None
+    tokens = require_int(key, given)
+    if tokens == 0:
+        return None
+    if most is None:
+        raise RetrievalConfigError(
+            f"{key}={tokens} is not served, since all prompts attend to everything here; leave it "
+            "out, or start the server with --kv-retrieval.prefill_budget."
+        )
+    if not sparse:
+        why = "a request with exact=True" if exact else method.name
+        raise RetrievalConfigError(
+            f"{key}={tokens} has no effect with {why}, whose prompt attends to everything; leave "
+            "it out."
+        )
+    if method.shares and tokens != most:
+        raise RetrievalConfigError(
+            f"{key}={tokens} must be {most} or 0 with {method.name}, whose filters select as much "
+            "for all requests."
+        )
+    if tokens > most:
+        raise RetrievalConfigError(
+            f"{key}={tokens} exceeds the server's {most}. Ask for less, or for 0: full attention; "
+            f"or start the server with --kv-retrieval.prefill_budget {tokens}."
+        )
+    try:
+        return config.page_budget(tokens, method.name, key="prefill_budget")
+    except RetrievalConfigError as e:
+        raise RetrievalConfigError(f"kv_retrieval.{e}") from None
 
 
 def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:

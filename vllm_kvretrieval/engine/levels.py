@@ -152,7 +152,7 @@ class Exactness:
         Where only the worker knows more (a share of the prompt as a budget, tokens that were kept
         by methods that drop others), this is the worst possible case.
         """
-        sparse = config.prefills_sparsely(options)
+        sparse = options.prefill_budget is not None
         tolerance = Level.PREFILLED if sparse else Level.DECODED
         if config.wants_exact_prefix(options):
             tolerance = Level.EXACT

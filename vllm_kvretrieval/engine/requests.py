@@ -141,7 +141,7 @@ class RequestTable:
         self._exact = np.zeros(capacity, dtype=bool)
         self._method = np.zeros(capacity, dtype=np.int32)
         self._units = np.ones(capacity, dtype=np.int64)  # of selection, in a page
-        self._sparse_prefill = np.zeros(capacity, dtype=bool)
+        self._prefill = np.zeros((3, capacity), dtype=np.int32)
         self._methods = {name: number for number, name in enumerate(config.methods)}
         self._context = np.zeros(capacity, dtype=np.int32)
         self.arrived: frozenset[str] = frozenset()
@@ -300,9 +300,12 @@ class RequestTable:
         booked = np.stack((decodes, sparse, sparse * pages, sparse * attended), axis=1)
         self._steps.numpy()[seats, :4] += booked * new[:, None]
 
-    def prefills_sparsely(self, seats: np.ndarray) -> np.ndarray:
-        """bool [n]; of the requests in ``seats``: see :meth:`RetrievalConfig.prefills_sparsely`."""
-        return self._sparse_prefill[seats]
+    def prefill_budgets(self, seats: np.ndarray) -> np.ndarray:
+        """int32 [3, n]; pages of sink, window and selection that parts of prompts attend to.
+
+        Zeros: they attend to everything.
+        """
+        return self._prefill[:, seats]
 
     def count_prefill(
         self, seats: np.ndarray, lens: np.ndarray, before: np.ndarray, attended: np.ndarray
@@ -376,7 +379,10 @@ class RequestTable:
             number, known = self._methods[options.method], self.runner.requests[req_id]
             least = self.kept.admit(seat, number, known.num_tokens, budget, options.exact)
             self._total[seat] = budget.total if least is None else least
-        self._sparse_prefill[seat] = self.config.prefills_sparsely(options)
+        prefill = options.prefill_budget
+        self._prefill[:, seat] = (
+            0 if prefill is None else (prefill.sink, prefill.window, prefill.select)
+        )
         for entries in self._per_seat:
             entries[seat] = 0
 

@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.connector import RetrievalConnector
-from vllm_kvretrieval.engine.levels import EXACT, BlockLevels, Exactness, Level, Taint
+from vllm_kvretrieval.engine.levels import EXACT, NEVER, BlockLevels, Exactness, Level, Taint
 from vllm_kvretrieval.engine.loads import LoadReports
 from vllm_kvretrieval.engine.requests import read_options
 
@@ -72,6 +72,10 @@ class RetrievalScheduler(Scheduler):
         self._looked_at = (0, 0)
         if isinstance(self.connector, RetrievalConnector):
             self.connector.limit_by(self._limit)
+        # Prompts that select pages for themselves do so block by block: steps end with a block.
+        self._block = config.prefill_chunk if config.prefill_queries is not None else None
+        self._by_mamba = self.need_mamba_block_aligned_split
+        self.need_mamba_block_aligned_split |= self._block is not None
         # Another connector may load into the cache.
         self._loads: LoadReports | None = None
         if self.connector is not None and not isinstance(self.connector, RetrievalConnector):
@@ -111,7 +115,7 @@ class RetrievalScheduler(Scheduler):
             blocks, tokens, *rest = manager.get_computed_blocks(request)
         found = tokens
         shared, taint = self._look(blocks, exactness.tolerance)
-        while shared < tokens:
+        while (shared := min(shared, self._begin_of_block(exactness, tokens))) < tokens:
             by_group, tokens, _ = manager.coordinator.find_longest_cache_hit(
                 request.block_hashes, shared
             )
@@ -132,6 +136,36 @@ class RetrievalScheduler(Scheduler):
             request, request.sampling_params, exactness, taint, noted
         )
         return blocks, tokens, *rest, False
+
+    def _begin_of_block(self, exactness: Exactness, position: int) -> int:
+        """Where the block of a prompt begins that has this position, if blocks select pages."""
+        if self._block is None or exactness.prefills_exactly == NEVER:
+            return position
+        return position // self._block * self._block
+
+    def _mamba_block_aligned_split(
+        self, request: Request, num_new_tokens: int, *found: int, **named: int
+    ) -> int:
+        """Tokens of a prompt in a step; vLLM asks for models with Mamba layers, and we let it ask.
+
+        Blocks that select pages must not be cut: what a block selects would depend on the other
+        requests of the step.
+
+        Args:
+            request: Whose prompt it is.
+            num_new_tokens: As many as the step has room for, at most.
+            found: Tokens found in the prefix cache, and by a KV connector.
+            named: The same by name.
+        """
+        if self._by_mamba:
+            num_new_tokens = super()._mamba_block_aligned_split(
+                request, num_new_tokens, *found, **named
+            )
+        start = request.num_computed_tokens + sum(found) + sum(named.values())
+        end = start + num_new_tokens
+        if end >= max(request.num_prompt_tokens, request.num_tokens - 1):
+            return num_new_tokens
+        return max(self._begin_of_block(self._read(request), end) - start, 0)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Note what the step does to contexts, before vLLM counts its tokens."""

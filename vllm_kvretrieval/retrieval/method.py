@@ -69,6 +69,11 @@ class Method:
         return self.schedule.shares
 
     @property
+    def selects_for_blocks(self) -> bool:
+        """Whether blocks of a prompt can select pages by the method's index."""
+        return self.index is not None and not self.per_token
+
+    @property
     def together(self) -> bool:
         """Whether all KV heads of a layer keep the same tokens, unless their shares differ."""
         by_head = self.budget_shares.by_head

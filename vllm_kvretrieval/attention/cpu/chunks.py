@@ -1,11 +1,12 @@
 """Sparse prefill: chunks of a prompt attend to a part of what lies before them (OmniKV, D.10)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from vllm_kvretrieval.attention.cpu.division import Division, Divisor
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, PrefillStaging
 from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, TokenLists
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
@@ -15,22 +16,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = OBSERVATIONS["uniform"]
 """Of a chunk's last queries, by which filters select for it."""
-
-
-class Division(NamedTuple):
-    """Prompts of a step, divided into chunks; int64 [C] each, in the order of the step's tokens.
-
-    Attributes:
-        request: Which one of the prompts.
-        ends: Tokens of its context up to the chunk's end.
-        new: Tokens of the chunk.
-        sparse: bool; whether it attends to a part of what lies before it.
-    """
-
-    request: np.ndarray
-    ends: np.ndarray
-    new: np.ndarray
-    sparse: np.ndarray
 
 
 @dataclass
@@ -59,59 +44,19 @@ class Chunks:
     listed: ContextSelector | None = None
 
 
-class SparsePrefill:
-    """Divides prompts into chunks, and says what each attends to.
-
-    Chunks begin at multiples of their length, wherever a step begins, so that the same tokens
-    mostly are one in any company. Those that begin within the budget are one chunk, which is exact.
+class ChunkPlanner(Divisor):
+    """Plans chunks of prompts, which attend to tokens that filter layers select for them.
 
     Args:
         config: With a ``prefill_budget``.
     """
 
     def __init__(self, config: "RetrievalConfig") -> None:
-        assert config.prefill_budget is not None
-        assert config.prefill_chunk is not None
-        self.budget, self.chunk = config.prefill_budget, config.prefill_chunk
+        super().__init__(config)
         parts = config.page_budget(config.prefill_budget)
         self.sink, self.window, self.select = (
             pages * config.page_size for pages in (parts.sink, parts.window, parts.select)
         )
-        self.exact = config.exact_prefill
-        """Tokens at the start of a prompt that attend to everything before them."""
-
-    def most_chunks(self, tokens: int, requests: int) -> int:
-        """Of a step of so many tokens and requests."""
-        return tokens // self.chunk + 2 * requests
-
-    def divide(self, lens: np.ndarray, new: np.ndarray) -> Division:
-        """Divide prompts.
-
-        Args:
-            lens: int [n]; tokens of each context, those of the step included.
-            new: int [n]; tokens of the step.
-        """
-        request, ends, begins = list[int](), list[int](), list[int]()
-        for r, (end, count) in enumerate(zip(lens.tolist(), new.tolist(), strict=True)):
-            begin = end - count
-            while begin < end:
-                border = max((begin // self.chunk + 1) * self.chunk, self.exact)
-                request.append(r)
-                begins.append(begin)
-                ends.append(min(border, end))
-                begin = border
-        to, first = np.array(ends, dtype=np.int64), np.array(begins, dtype=np.int64)
-        return Division(np.array(request, dtype=np.int64), to, to - first, first >= self.exact)
-
-    def attended(self, division: Division) -> np.ndarray:
-        """int64 [C]; tokens that each chunk attends to, its own included."""
-        return np.where(division.sparse, self.budget + division.new, division.ends)
-
-    def skipped(self, lens: np.ndarray, new: np.ndarray) -> np.ndarray:
-        """int64 [n]; pairs of tokens that these prompts' divisions leave out."""
-        division = self.divide(lens, new)
-        left = division.ends - self.attended(division)
-        return np.bincount(division.request, left * division.new, len(lens)).astype(np.int64)
 
     def plan(
         self,
@@ -132,7 +77,7 @@ class SparsePrefill:
             kv_heads: Of the layers that follow.
             first_seat: Of the first chunk.
         """
-        lens = self.attended(division)
+        lens = division.attended
         blocks = -(-lens // BLOCK_SIZE)
         starts = start + np.concatenate([[0], division.new.cumsum()])
         made = []

@@ -6,6 +6,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
+from vllm_kvretrieval.attention.cpu.blocks import Blocks
 from vllm_kvretrieval.attention.cpu.chunks import Chunks
 from vllm_kvretrieval.attention.cpu.keeping import Keeper
 from vllm_kvretrieval.attention.cpu.observation import LatestQueries
@@ -41,6 +42,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     Attributes:
         choosers: How the layer selects pages, by the number of the method; empty in a dense layer.
             Set by the worker once the KV cache is allocated.
+        block_choosers: The same for blocks of prompts; empty where prompts attend to everything.
         stores: The page indexes that these have, each once.
         selector: What the layer selects with for others (a filter layer), or what has selected for
             it (one that follows); None: it selects for itself.
@@ -53,6 +55,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         super().__init__(*args, **kwargs)
         check_impl(self)
         self.choosers: list[Chooser] = []
+        self.block_choosers: dict[int, Chooser] = {}
         self.stores: list[IndexStore] = []
         self.selector: ContextSelector | None = None
         self.prefill_selector: ContextSelector | None = None
@@ -240,11 +243,19 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         if split.whole is not None:
             self._attend_to_all(layer, query, key, value, kv_cache, split.whole, output)
         for part in split.prefill:
+            if part.blocks is not None:
+                self._select_for_blocks(query, part.blocks)
             context, new = self._stage(kv_cache, part), part.tokens
             if isinstance(part.by, PromptLists):
                 self._attend_to_prompts(layer, query, context, part, output)
                 continue
             super().forward(layer, query[new], key[new], value[new], context, part.by, output[new])
+
+    def _select_for_blocks(self, query: torch.Tensor, blocks: Blocks) -> None:
+        """List the pages that blocks of prompts attend to."""
+        chooser = self.block_choosers[blocks.method]
+        queries = blocks.grouped(query, self.num_kv_heads)
+        self.kernels.plan_decode(queries, blocks.rows, chooser)
 
     def _attend_fully(
         self,

@@ -14,7 +14,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
+from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner
+from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
 from vllm_kvretrieval.attention.cpu.keeping import KeptRows, Watch
 from vllm_kvretrieval.attention.cpu.observation import Observation
 from vllm_kvretrieval.attention.cpu.plans import (
@@ -55,7 +56,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.group = self.num_heads // self.num_kv_heads
         self.requests: RequestTable | None = None
         self.staging: PrefillStaging | None = None
-        self.sparse_prefill: SparsePrefill | None = None
+        self.sparse_prefill: ChunkPlanner | BlockPlanner | None = None
         self.home_page_bytes = 0
         self.streams_dense = self.attends = self.rows = self.own = False
         self.fast: FastTier | None = None
@@ -116,8 +117,10 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             weights = OBSERVATIONS[requests.config.observation or "last"]
             self.observation = Observation(weights, requests.per_seat(), requests.per_seat())
         self.one_token_starts = torch.arange(seats * heads + 1, dtype=torch.int32)
-        sparse = requests.config.prefill_budget is not None
-        self.sparse_prefill = SparsePrefill(requests.config) if sparse else None
+        if requests.config.prefill_budget is not None and requests.config.own.shares:
+            self.sparse_prefill = ChunkPlanner(requests.config)
+        elif requests.config.prefill_budget is not None:
+            self.sparse_prefill = BlockPlanner(requests.config, heads)
 
     def build(
         self,
@@ -274,7 +277,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.fast is not None:
             alone = [self._staged_row(dense, row) for row in others.tolist()]
             return Split(rows, decode, None, alone + prefill)
-        in_place = all(part.staged is None and part.chunks is None for part in prefill)
+        in_place = all(part.in_place for part in prefill)
         if not decode and in_place and (self.own or not self.rows):
             return None
         whole = None
@@ -313,21 +316,28 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             return self._prefill_exactly(dense, everything)
         assert self.requests is not None
         seats = self.requests.seats(everything.stop)[rows:]
-        sparse = self.requests.prefills_sparsely(seats)
+        budgets = self.requests.prefill_budgets(seats)
+        sparse = budgets.any(0)
         lens = dense.seq_lens.numpy()[rows:]
         new = np.diff(dense.query_start_loc.numpy()[rows:])
         pairs = new * (2 * lens.astype(np.int64) - new + 1) // 2
-        skipped = np.where(sparse, self.sparse_prefill.skipped(lens, new), 0)
+        tokens = budgets.sum(0) * self.block_size
+        skipped = np.where(sparse, self.sparse_prefill.skipped(lens, new, tokens), 0)
         self.requests.count_prefill(seats, lens, pairs, pairs - skipped)
         sparse &= lens > self.sparse_prefill.exact
+        methods = np.where(sparse, self.requests.select(seats).method, -1)
         parts = list[Prefill]()
-        borders = np.flatnonzero(np.diff(sparse)) + 1
+        borders = np.flatnonzero(np.diff(methods)) + 1
         for begin, end in pairwise([0, *borders.tolist(), len(sparse)]):
             requests = slice(rows + begin, rows + end)
-            if sparse[begin]:
-                parts += self._prefill_sparsely(dense, requests, self.sparse_prefill, parts)
-            else:
+            if not sparse[begin]:
                 parts += self._prefill_exactly(dense, requests)
+            elif isinstance(self.sparse_prefill, BlockPlanner):
+                of = budgets[:, begin:end]
+                by, method = self.sparse_prefill, int(methods[begin])
+                parts.append(self._prefill_blocks(dense, requests, by, method, of))
+            else:
+                parts += self._prefill_sparsely(dense, requests, self.sparse_prefill, parts)
         return parts
 
     def _prefill_exactly(self, dense: CPUAttentionMetadata, requests: slice) -> list[Prefill]:
@@ -350,11 +360,26 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             for part in staged
         ]
 
+    @staticmethod
+    def _prefill_blocks(
+        dense: CPUAttentionMetadata,
+        requests: slice,
+        by: BlockPlanner,
+        method: int,
+        budgets: np.ndarray,
+    ) -> Prefill:
+        """Requests whose prompts are divided into blocks that select pages."""
+        starts = dense.query_start_loc[requests.start : requests.stop + 1].numpy()
+        division = by.divide(dense.seq_lens[requests].numpy(), np.diff(starts))
+        first = int(starts[0])
+        blocks = by.plan(method, division, budgets, dense.block_table[requests], first)
+        return Prefill(first, blocks.lists, None, blocks=blocks)
+
     def _prefill_sparsely(
         self,
         dense: CPUAttentionMetadata,
         requests: slice,
-        by: SparsePrefill,
+        by: ChunkPlanner,
         earlier: list[Prefill],
     ) -> list[Prefill]:
         """Requests whose prompts are divided into chunks, after those of this step before them."""

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
+from vllm_kvretrieval.attention.cpu.blocks import Blocks
 from vllm_kvretrieval.attention.cpu.chunks import Chunks
 from vllm_kvretrieval.attention.cpu.keeping import KeptRows, Watch
 from vllm_kvretrieval.attention.cpu.observation import Observed
@@ -91,13 +92,20 @@ class Prefill:
             Tokens are counted from ``start``.
         staged: The pages to copy into the staging buffer, which is then read, as
             :class:`StagedContext` has them; None where the cache itself is.
-        chunks: Where prefill is sparse, what to copy there instead; ``by`` is of these.
+        chunks: Where filters select for prompts, what to copy there instead; ``by`` is of these.
+        blocks: Where prompts select pages themselves, what selects; ``by`` are its lists.
     """
 
     start: int
     by: CPUAttentionMetadata | PromptLists
     staged: torch.Tensor | None
     chunks: Chunks | None = None
+    blocks: Blocks | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the prompts attend to whole contexts where these are."""
+        return self.staged is None and self.chunks is None and self.blocks is None
 
     @property
     def tokens(self) -> slice:

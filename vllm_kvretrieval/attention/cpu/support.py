@@ -13,7 +13,7 @@ from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.index.check import check_outside
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SchedulerConfig, VllmConfig
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -94,9 +94,25 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         raise RetrievalConfigError(
             f"{method} on the CPU needs vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0."
         )
+    check_steps(vllm_config.scheduler_config, config)
     check_shape(model.dtype, head_size, method)
     check_attention(config, model.dtype, head_size)
     check_outside(config.stores, head_size, model.dtype)
+
+
+def check_steps(scheduler: "SchedulerConfig", config: RetrievalConfig) -> None:
+    """Refuse steps with less room than a block of a prompt and the requests that decode need."""
+    if config.prefill_queries is None:
+        return
+    assert config.prefill_chunk is not None
+    needed = config.prefill_chunk + scheduler.max_num_seqs
+    if scheduler.max_num_batched_tokens < needed:
+        raise RetrievalConfigError(
+            f"kv_retrieval.prefill_budget={config.prefill_budget} computes prompts in blocks of "
+            f"{config.prefill_chunk} tokens, and steps have {scheduler.max_num_batched_tokens}. "
+            f"Raise --max-num-batched-tokens to {needed} or more, or lower "
+            "kv_retrieval.prefill_chunk or --max-num-seqs."
+        )
 
 
 def check_home(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:

@@ -11,6 +11,7 @@ from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.layers import number_layers
@@ -185,6 +186,12 @@ class PlanningWorker(CPUWorker):
         return [name for name in names if numbers.get(name) in found]
 
     @property
+    def most_pieces(self) -> int:
+        """Most chunks or blocks of prompts in a step."""
+        tokens = self.scheduler_config.max_num_batched_tokens
+        return Divisor(self.retrieval_config).most(tokens, requests_at_once(self.vllm_config))
+
+    @property
     def stages(self) -> bool:
         """Whether something has to be laid out for prompts, see PrefillStaging.
 
@@ -192,7 +199,8 @@ class PlanningWorker(CPUWorker):
         selected for a chunk.
         """
         config = self.retrieval_config
-        copied = config.encoding is not None or config.prefill_budget is not None
+        chunks = config.prefill_budget is not None and config.own.shares
+        copied = config.encoding is not None or chunks
         return copied or not self.attention.own
 
     @functools.cached_property
@@ -217,6 +225,10 @@ class PlanningWorker(CPUWorker):
         ]
         if scored:
             scratch += cpu.scratch_bytes(max(scored) * heads, rows)
+        if scored and (queries := self.retrieval_config.prefill_queries) is not None:
+            scratch += cpu.scratch_bytes(max(scored) * heads * queries, self.most_pieces)
+            width = model.get_head_size() * model.dtype.itemsize
+            scratch += self.most_pieces * heads * queries * width
         if any(m.shares for m in methods):
             scratch += cpu.scratch_bytes(tokens * heads, rows)
         if any(m.keeping is not None for m in methods):

@@ -45,10 +45,11 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         parts = config.page_budget(config.prefill_budget)
         logger.info(
             "Prefill is sparse in these layers: chunks of %d tokens attend to %d before them "
-            "(sink %d, window %d, selected %d).",
+            "(sink %d, window %d, selected %d%s).",
             config.prefill_chunk,
             config.prefill_budget,
             *(pages * config.page_size for pages in (parts.sink, parts.window, parts.select)),
+            f" by {config.prefill_queries} queries" if config.prefill_queries else "",
         )
     if worker.tiers is not None:
         tiers = worker.tiers

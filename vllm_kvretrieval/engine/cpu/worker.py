@@ -13,7 +13,8 @@ from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_kvretrieval.attention.cpu.chunks import SparsePrefill
+from vllm_kvretrieval.attention.cpu.blocks import block_choosers
+from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.keeping import Keeper
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
@@ -77,6 +78,7 @@ class RetrievalCPUWorker(PlanningWorker):
         self.token_slots: dict[str, TokenSlots] = {}
         self.token_recalls: list[TokenRecall] = []  # of layers, and of filters
         self.lost: LostBlocks | None = None  # of home
+        self.block_selections: dict[Any, Selection] = {}  # of prompts, by the layers' shape
 
     def load_model(self, **options: Any) -> None:
         """See ``CPUWorker.load_model``; with ``attention=vllm`` all is computed as vLLM does."""
@@ -279,6 +281,11 @@ class RetrievalCPUWorker(PlanningWorker):
                 "vLLM's own attention reads lists of one length. Use methods without budget_shares "
                 "by which all KV heads attend alike."
             )
+        if others and config.prefill_queries is not None:
+            raise RetrievalConfigError(
+                f"kv_retrieval.prefill_budget={config.prefill_budget} cannot be had with "
+                f"{self.model_config.model}, {why}. Leave it out."
+            )
         if others and config.rows:
             raise RetrievalConfigError(
                 f"{config.method} cannot serve {self.model_config.model} token by token, {why}. "
@@ -344,6 +351,8 @@ class RetrievalCPUWorker(PlanningWorker):
                 slow = self._slow_layer(name, cache)
                 self.recall_caches.append(cache)
         impl.attach(cpu, choosers, kv_cache, staging, slow, layout == cpu.ROWS)
+        if (selection := self._block_selection(impl, kv_cache)) is not None:
+            impl.block_choosers = block_choosers(self.retrieval_config, choosers, selection)
         impl.keeper = self._keeper(name, impl, choosers, kv_cache)
         self.retrieval_layers[name] = impl
 
@@ -458,10 +467,28 @@ class RetrievalCPUWorker(PlanningWorker):
         """What a filter selects with for chunks of prompts; None where prefill is exact."""
         if self.retrieval_config.prefill_budget is None:
             return None
-        by, scheduler = SparsePrefill(self.retrieval_config), self.scheduler_config
-        most = by.most_chunks(scheduler.max_num_batched_tokens, self.seats)
-        chosen = torch.zeros(most, by.select, dtype=torch.int32)
+        by = ChunkPlanner(self.retrieval_config)
+        chosen = torch.zeros(self.most_pieces, by.select, dtype=torch.int32)
         return replace(selector, chosen=chosen, handle=None)
+
+    def _block_selection(self, impl: Any, kv_cache: torch.Tensor) -> Selection | None:
+        """Room for the blocks of a step, the same for all layers of a shape; None: no blocks."""
+        config = self.retrieval_config
+        if config.prefill_queries is None:
+            return None
+        assert config.prefill_budget is not None
+        shape = impl.num_kv_heads, impl.num_queries_per_kv, impl.head_size
+        if shape not in self.block_selections:
+            kv_heads, group, head_size = shape
+            self.block_selections[shape] = Selection.empty(
+                seats=self.most_pieces,
+                kv_heads=kv_heads,
+                group=group * config.prefill_queries,
+                head_size=head_size,
+                most_selected=config.prefill_budget // config.page_size,
+                dtype=kv_cache.dtype,
+            )
+        return self.block_selections[shape]
 
     def _choosers(self, name: str, impl: Any, kv_cache: torch.Tensor, layout: str) -> list[Chooser]:
         """How a layer selects, by the number of the method."""

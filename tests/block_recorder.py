@@ -1,0 +1,145 @@
+"""A worker extension that replays blocks of prompts from recorded queries, keys and values.
+
+Its rules are those of docs/methods.md: it computes where blocks begin, which queries select, and
+which pages are best, without the package's code.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from tests.recorder import Oracle, RecordingWorker
+
+
+@dataclass
+class Block:
+    """One block of a prompt in one layer; positions are those of the context.
+
+    Attributes:
+        method: The request's.
+        begin, end: Its tokens.
+        query: [tokens, kv_heads, group, d].
+        output: The same of what the layer made of it.
+        keys, values: [kv_heads, end, d].
+        listed: Per KV head, the pages that it attends to.
+        budget: Pages of sink, window before the block, and selection; zeros: everything.
+    """
+
+    method: str
+    begin: int
+    end: int
+    query: torch.Tensor
+    output: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    listed: list[list[int]]
+    budget: tuple[int, int, int]
+
+
+class BlockRecorder(RecordingWorker):
+    """Mixed into the worker by vLLM (``worker_extension_cls``)."""
+
+    def start_recording_blocks(self, layer_indices, chunk, queries, exact):
+        """Record the prompts to come.
+
+        Args:
+            layer_indices: Counted among retrieval layers.
+            chunk: Tokens of a block.
+            queries: How many queries of a block select.
+            exact: Tokens at the start of a prompt that attend to everything before them.
+        """
+        self._blocks, self._rule = [], (chunk, queries, exact)
+        self.start_recording(layer_indices)
+
+    def _record(self, name, impl):
+        super()._record(name, impl)
+        attend, tokens = impl._attend_to_prompts, self._written[name]
+
+        def attend_to_prompts(layer, query, context, part, output):
+            attend(layer, query, context, part, output)
+            if part.blocks is not None:
+                self._blocks += self._recorded(impl, query, part, output, tokens)
+
+        impl._attend_to_prompts = attend_to_prompts
+
+    def _recorded(self, impl, query, part, output, tokens):
+        blocks, heads, size = part.blocks, impl.num_kv_heads, self.retrieval_config.page_size
+        rows, starts = blocks.rows, (part.start + blocks.lists.starts).tolist()
+        method = list(self.retrieval_config.methods)[blocks.method]
+        for r, end in enumerate(rows.seq_lens.tolist()):
+            of_step = slice(starts[r], starts[r + 1])
+            begin = end - (of_step.stop - of_step.start)
+            pages = rows.block_table[r, : -(-end // size)].tolist()
+            slots = [pages[t // size] * size + t % size for t in range(end)]
+            keys, values = (torch.stack([tokens[s][i] for s in slots], 1) for i in (0, 1))
+            position = {page: j for j, page in enumerate(pages)}
+            listed = []
+            for head in range(heads):
+                count = -(-int(rows.lengths[r * heads + head]) // size)
+                units = rows.lists[r * heads + head, :count].tolist()
+                assert all(unit % heads == head for unit in units), "pages of another head"
+                listed.append([position[unit // heads] for unit in units])
+            own = len(pages) - begin // size  # the block's own pages
+            sink, select = int(rows.sink[r]), int(rows.select[r])
+            shape = (-1, heads, query.shape[1] // heads, query.shape[2])
+            yield Block(
+                method, begin, end, query[of_step].float().view(shape).clone(),
+                output[of_step].float().view(shape).clone(), keys, values, listed,
+                (sink, int(rows.window[r]) - own if select else 0, select),
+            )  # fmt: skip
+
+    def check_blocks(self, methods, budgets):
+        """Compare every recorded block with the rules.
+
+        Args:
+            methods: What the engine's methods are said to be, by name.
+            budgets: The budgets (sink, window, select) that there may be, in pages.
+
+        Returns:
+            A summary: blocks that select, exact ones, wrong ones, near ties, pages selected, and
+            the largest error of attention relative to the largest value.
+        """
+        impl = next(iter(self.retrieval_layers.values()))
+        store = impl.choosers[0].store
+        chunk, queries, exact = self._rule
+        summary = defaultdict(float)
+        for block in self._blocks:
+            oracle = Oracle(methods[block.method], store.page_size, impl.scale, store.dtype)
+            begin, end, size = block.begin, block.end, store.page_size
+            selects = begin >= exact
+            assert end <= (begin // chunk + 1) * chunk if selects else end <= exact
+            assert block.budget in (budgets if selects else [(0, 0, 0)])
+            summary["sparse" if selects else "exact"] += 1
+            sink, window, select = block.budget
+            own = range(begin // size - window, -(-end // size))
+            count = end - begin
+            sampled = [max((i + 1) * count // queries, 1) - 1 for i in range(queries)]
+            for head, pages in enumerate(block.listed):
+                if selects:
+                    middle = pages[sink : len(pages) - len(own)]
+                    right = pages == [*range(sink), *middle, *own] and middle == sorted(middle)
+                    query = block.query[sampled, head].flatten(0, 1)
+                    budget = (sink, len(own), select)
+                    choice = oracle.choose(query, block.keys[head], budget)
+                    selected = {page - sink for page in middle}
+                    explained = choice.explains(selected)
+                    summary["wrong"] += not (right and explained)
+                    summary["near_ties"] += explained and selected != choice.best
+                    summary["selected"] += len(middle)
+                else:
+                    summary["wrong"] += pages != [*range(-(-end // size))]
+                error = self._error(block, head, pages, size, impl.scale)
+                summary["worst_error"] = max(summary["worst_error"], error)
+        return dict(summary)
+
+    def _error(self, block, head, pages, size, scale):
+        """Of the attention to exactly these pages, up to each token itself."""
+        tokens = torch.cat([torch.arange(block.end).split(size)[page] for page in pages])
+        keys, values = block.keys[head, tokens], block.values[head, tokens]
+        scores = torch.einsum("ngd,td->ngt", block.query[:, head], keys) * scale
+        later = tokens > torch.arange(block.begin, block.end)[:, None]
+        scores.masked_fill_(later[:, None], float("-inf"))
+        expected = torch.einsum("ngt,td->ngd", scores.softmax(-1), values)
+        error = (block.output[:, head] - expected).abs().max()
+        return float(error / block.values[head].abs().max())

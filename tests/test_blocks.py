@@ -1,0 +1,178 @@
+"""How prompts are divided into blocks that select pages, and the options for it; no engine."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner
+from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels import Chooser, IndexStore, Selection, cpu, reference
+from vllm_kvretrieval.request_options import RequestOptions
+from vllm_kvretrieval.retrieval.index import make_index
+from vllm_kvretrieval.retrieval.pooling import Pooling
+
+pytestmark = pytest.mark.cores
+
+BUDGET, CHUNK, PAGE = 256, 64, 32
+EXACT = 320  # the first multiple of the chunk beyond the budget
+PARTS = 1, 2, 5
+
+
+def config(method="kvretrieval", **options):
+    sparse = {"prefill_budget": BUDGET, "prefill_chunk": CHUNK, "sink": 32, "window": 64}
+    return RetrievalConfig.from_options(method, {**sparse, **options})
+
+
+def planned(*contexts, queries=4, budget=PARTS):
+    """The blocks of requests, given (tokens before, tokens of the step); their first token is 5."""
+    before, new = np.array(contexts).T
+    planner = BlockPlanner(config(prefill_queries=queries), kv_heads=2)
+    budgets = np.repeat(np.array(budget)[:, None], len(new), 1)
+    table = torch.arange(len(new) * 32, dtype=torch.int32).view(len(new), 32)
+    division = planner.divide(before + new, new, budgets.sum(0) * PAGE)
+    return planner.plan(0, division, budgets, table, 5), division
+
+
+def test_rows_have_their_block_as_window():
+    blocks, division = planned((0, 430), (384, 64))
+    rows = blocks.rows
+    assert rows.seq_lens.tolist() == [320, 384, 430, 448]
+    assert rows.sink.tolist() == [0, 1, 1, 1]
+    assert rows.window.tolist() == [10, 4, 4, 4]
+    assert rows.select.tolist() == [0, 5, 5, 5]
+    assert rows.block_table[:, 0].tolist() == [0, 0, 0, 32]
+    assert blocks.lists.starts.tolist() == [0, 320, 384, 430, 494]
+    attended = [320, 256 + 64, 256 + 46, 256 + 64]
+    assert division.attended.tolist() == attended
+    assert blocks.lists.seen.tolist() == [1, 257, 257, 257]
+
+
+def test_the_last_query_of_each_part_of_a_block_selects():
+    blocks, _ = planned((320, 64), (384, 3))
+    assert blocks.queries.view(2, 4).tolist() == [
+        [5 + 15, 5 + 31, 5 + 47, 5 + 63],
+        [69, 69 + 0, 69 + 1, 69 + 2],
+    ]
+
+
+def test_a_budget_of_a_request():
+    blocks, division = planned((320, 64), budget=(1, 1, 2))
+    assert blocks.rows.select.tolist() == [2]
+    assert blocks.rows.window.tolist() == [3]
+    assert division.attended.tolist() == [128 + 64]
+
+
+@pytest.mark.parametrize("begin", [320, 352, 350])
+def test_selection_and_attention_equal_reference(begin):
+    """Also of blocks that begin in the middle of a page, as after a KV connector's tokens."""
+    torch.manual_seed(begin)
+    blocks, _ = planned((begin, 384 - begin), (384, 40))
+    shape = {"kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    cache = torch.randn(64, 2, PAGE, 128)
+    query = torch.randn(5 + 384 - begin + 40, 6, 64)
+    outputs, lists = [], []
+    for ops in (cpu, reference):
+        store = IndexStore.empty(
+            make_index("mean"), pages=64, page_size=PAGE, cache=cache, layout="vec", **shape
+        )
+        ops.index_pages(torch.arange(64).int(), torch.full((64,), PAGE).int(), store)
+        selection = Selection.empty(seats=2, group=3 * 4, most_selected=5, **shape)
+        chooser = Chooser(store, selection, Pooling.MEAN_SOFTMAX, 0.125)
+        grouped = blocks.grouped(query, 2)
+        assert torch.equal(grouped[1, 12 + 3], query[blocks.queries[4 + 1], 3])
+        blocks.rows.handle = None
+        ops.plan_decode(grouped, blocks.rows, chooser)
+        output = torch.zeros(len(query) - 5, 6, 64)
+        ops.attend_prompt(query[5:], blocks.lists, cache, output, "vec", 0.125)
+        outputs.append(output)
+        lists.append([*zip(blocks.rows.lengths.tolist(), blocks.rows.lists.tolist(), strict=True)])
+    assert lists[0] == lists[1]
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
+    seen = blocks.lists.seen + blocks.lists.starts.diff() - 1
+    assert blocks.rows.lengths[::2].tolist() == seen.tolist()
+
+
+def test_defaults():
+    made = RetrievalConfig.from_options("kvretrieval", {"prefill_budget": 1024})
+    assert (made.prefill_chunk, made.prefill_queries) == (128, 8)
+    assert RetrievalConfig.from_options("kvretrieval", {}).prefill_queries is None
+
+
+def test_requests_choose():
+    served = config(also=["freekv", "fier", "h2o"])
+    for options, tokens in [
+        ({}, 256),
+        ({"prefill_budget": 128}, 128),
+        ({"prefill_budget": 0}, None),
+        ({"exact": True}, None),
+        ({"method": "freekv"}, 256),
+        ({"method": "fier"}, None),
+        ({"method": "h2o"}, None),
+        ({"method": "streamingllm"}, None),
+    ]:
+        parsed = RequestOptions.parse({"kv_retrieval": options}, served).prefill_budget
+        assert (parsed and parsed.total * PAGE) == tokens, options
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"prefill_budget": 512}, "prefill_budget=512 exceeds the server's 256"),
+        ({"prefill_budget": 100}, "prefill_budget=100 must be a positive multiple"),
+        ({"prefill_budget": 96}, "prefill_budget=96 is too small"),
+        ({"prefill_budget": -32}, "prefill_budget=-32 must be a positive multiple"),
+        ({"prefill_budget": True}, "prefill_budget=True must be a whole number"),
+        ({"prefill_budget": 128, "exact": True}, "prefill_budget=128 has no effect with a request"),
+        ({"prefill_budget": 128, "method": "fier"}, "prefill_budget=128 has no effect with fier"),
+    ],
+)
+def test_refused_to_requests(options, why):
+    served = config(also=["fier"])
+    with pytest.raises(RetrievalConfigError, match=f"kv_retrieval.{why}"):
+        RequestOptions.parse({"kv_retrieval": options}, served)
+
+
+def test_refused_to_requests_where_prompts_are_exact():
+    exactly = RetrievalConfig.from_options("kvretrieval", {})
+    with pytest.raises(RetrievalConfigError, match="prefill_budget=128 is not served"):
+        RequestOptions.parse({"kv_retrieval": {"prefill_budget": 128}}, exactly)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "why"),
+    [
+        ("kvretrieval", {"prefill_chunk": 64}, "prefill_chunk=64 has no effect without"),
+        ("kvretrieval", {"prefill_queries": 4}, "prefill_queries=4 has no effect without"),
+        (
+            "streamingllm",
+            {"prefill_budget": 1024},
+            "prefill_budget=1024 cannot be used",
+        ),
+        ("snapkv", {"prefill_budget": 1024}, "prefill_budget=1024 cannot be used with snapkv"),
+        (
+            "kvretrieval",
+            {"prefill_budget": 1000},
+            "prefill_budget=1000 must be a positive multiple",
+        ),
+        (
+            "kvretrieval",
+            {"prefill_budget": 1024, "prefill_chunk": 48},
+            "prefill_chunk=48 must be a positive multiple of page_size=32",
+        ),
+        (
+            "kvretrieval",
+            {"prefill_budget": 1024, "prefill_queries": 65},
+            "prefill_queries=65 must be from 1 to 64",
+        ),
+        (
+            "kvretrieval",
+            {"prefill_budget": 1024, "home": "disk"},
+            "prefill_budget=1024 needs home=device",
+        ),
+        ("omnikv", {"prefill_budget": 1024, "prefill_queries": 4}, "prefill_queries=4 has no eff"),
+    ],
+)
+def test_refused(method, options, why):
+    with pytest.raises(RetrievalConfigError, match=f"kv_retrieval.{why}"):
+        RetrievalConfig.from_options(method, options)

@@ -1,0 +1,140 @@
+"""Prompts that retrieve, served: an independent replay of blocks, company, and the prefix cache.
+
+One engine. Its model runs in float32, so that rounding leaves next to nothing open.
+"""
+
+import pytest
+
+from tests.engine import Request, alone, assert_same, difference, drive, engine, novel, shortened
+from tests.recorder import Method
+
+pytestmark = [pytest.mark.engine, pytest.mark.model]
+
+LAYERS = 5
+BUDGET, OWN = 512, 256
+BUDGETS = [(1, 2, 13), (1, 2, 5)]  # pages of sink, window and selection: the engine's, and OWN
+CHUNK, QUERIES = 64, 4
+EXACT = 576  # the first multiple of the chunk beyond the budget
+STEP = 350
+TOLERANCE = 2e-4
+METHODS = {"kvretrieval": Method("low_rank"), "freekv": Method()}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    with engine(
+        shortened(tmp_path_factory.mktemp("model"), "SmolLM2-135M-Instruct", LAYERS),
+        attention_backend="kvretrieval",
+        additional_config={
+            "kv_retrieval": {
+                "budget": 256,
+                "max_budget": 2048,
+                "sink": 32,
+                "window": 64,
+                "also": ["freekv", "snapkv"],
+                "prefill_budget": BUDGET,
+                "prefill_chunk": CHUNK,
+                "prefill_queries": QUERIES,
+                "attention": "own",
+            }
+        },
+        worker_extension_cls="tests.block_recorder.BlockRecorder",
+        dtype="float32",
+        max_model_len=2048,
+        max_num_seqs=4,
+        max_num_batched_tokens=STEP,
+        num_gpu_blocks_override=100,
+        enforce_eager=True,
+    ) as llm:
+        yield llm
+
+
+def test_a_replay_gives_the_same(llm):
+    """Prompts of different lengths and options, of which some are exact, while others decode."""
+    requests = [
+        Request(novel(llm, 900, 50), 6, {}),
+        Request(novel(llm, 1100, 100), 6, {"prefill_budget": OWN}, arrives=1),
+        Request(novel(llm, 700, 150), 6, {"exact": True}, arrives=2),
+        Request(novel(llm, 230, 10), 6, {}, arrives=3),
+        Request(novel(llm, 800, 10), 6, {"method": "freekv"}, arrives=9),
+        Request(novel(llm, 700, 30), 6, {"method": "snapkv"}, arrives=10),
+    ]
+    llm.collective_rpc("start_recording_blocks", args=([0, 3], CHUNK, QUERIES, EXACT))
+    drive(llm, requests)
+    (summary,) = llm.collective_rpc("check_blocks", args=(METHODS, BUDGETS))
+    assert summary["sparse"] == 2 * (6 + 9 + 4)
+    assert summary["exact"] > 0
+    assert summary["wrong"] == 0
+    assert summary["near_ties"] < 1e-2 * summary["selected"]
+    assert summary["worst_error"] < 1e-4
+
+
+def test_company_changes_nothing(llm):
+    """Steps end with a block, however many tokens the other requests leave to a prompt."""
+    first = Request(novel(llm, 1200, 50), 8, {})
+    expected = alone(llm, first)
+    others = [Request(novel(llm, n, n), 20, {}, arrives=a) for n, a in ((333, 0), (901, 1))]
+    for arrives in (0, 2):
+        request = Request(first.prompt, first.tokens, {}, arrives=arrives)
+        answers = drive(llm, [*others, request])
+        assert_same(answers[-1], expected, TOLERANCE)
+
+
+def test_prompts_within_the_budget_are_exact(llm):
+    """And all that ask for it; decoding is, too: requests may raise their budgets."""
+    whole = {"budget": 2048}
+    for length, same in ((EXACT, True), (EXACT + 300, False)):
+        prompt = novel(llm, length, 50)
+        exact = alone(llm, Request(prompt, 4, {"exact": True}))
+        sparse = alone(llm, Request(prompt, 4, whole))
+        if same:
+            assert_same(sparse, exact, TOLERANCE)
+        else:
+            assert difference(sparse, exact) > TOLERANCE
+            own = alone(llm, Request(prompt, 4, whole | {"prefill_budget": OWN}))
+            assert difference(own, sparse) > TOLERANCE
+        assert_same(alone(llm, Request(prompt, 4, whole | {"prefill_budget": 0})), exact, TOLERANCE)
+
+
+def test_hits_of_the_prefix_cache_begin_with_a_block(llm):
+    """So an answer after a hit is the same as without one."""
+    prompt = novel(llm, 1000, 250)
+    request = Request(prompt + novel(llm, 300, 400), 6, {}, cache=True)
+    expected = alone(llm, request)
+    llm.reset_prefix_cache()
+    drive(llm, [Request(prompt, 2, {}, cache=True)])
+    (answer,) = drive(llm, [request])
+    assert answer.cached == 1000 // CHUNK * CHUNK
+    assert_same(answer, expected, TOLERANCE)
+
+
+def test_exact_requests_read_only_exact_blocks_of_sparse_ones(llm):
+    prompt = novel(llm, 1000, 200)
+
+    def ask(options):
+        return drive(llm, [Request(prompt, 4, options, cache=True)])[0]
+
+    exact = alone(llm, Request(prompt, 4, {"exact": True}))
+    llm.reset_prefix_cache()
+    ask({})
+    assert ask({"exact": True}).cached == EXACT
+    answer = ask({"exact": True})
+    assert answer.cached == 1000 // 32 * 32
+    assert_same(answer, exact, TOLERANCE)
+
+
+def test_pairs_attended_to_are_counted(llm):
+    def counts():
+        return llm.collective_rpc(lambda worker: worker.requests.counts())[0]
+
+    shares = []
+    for options in ({"exact": True}, {}, {"prefill_budget": OWN}):
+        before = counts()
+        alone(llm, Request(novel(llm, 1500, 300), 2, options))
+        new = [b - a for a, b in zip(before, counts(), strict=True)]
+        assert new[-2] == 1500 * 1501 // 2
+        shares.append(new[-1] / new[-2])
+    assert shares[0] == 1
+    for share, budget in zip(shares[1:], (BUDGET, OWN), strict=True):
+        expected = (EXACT * EXACT / 2 + (1500 - EXACT) * (budget + CHUNK / 2)) / (1500 * 750)
+        assert share == pytest.approx(expected, rel=0.05)

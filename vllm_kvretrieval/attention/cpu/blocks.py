@@ -1,0 +1,132 @@
+"""Prompts that retrieve: each block of a prompt's queries attends to pages of its own choice."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_kvretrieval.attention.cpu.division import Division, Divisor
+from vllm_kvretrieval.kernels import Chooser, DecodeRows, PromptLists, Selection
+
+if TYPE_CHECKING:
+    from vllm_kvretrieval.config import RetrievalConfig
+
+
+@dataclass
+class Blocks:
+    """Adjacent blocks of a step that select by one method; each is a row of the plan.
+
+    Attributes:
+        method: The method's number among those of the engine.
+        queries: int64 [R * n]; places of the queries that select, among the step's tokens.
+        rows: What the blocks select. The window of a row ends with the block itself. A block that
+            attends to its whole context is all window.
+        lists: The same lists for attention. The block's own tokens are at the end.
+    """
+
+    method: int
+    queries: torch.Tensor
+    rows: DecodeRows
+    lists: PromptLists
+
+    def grouped(self, query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """The queries that select, as one token per block whose KV heads have more query heads.
+
+        Args:
+            query: [tokens, num_heads, head_size]; the step's.
+            kv_heads: KV heads of the layer.
+
+        Returns:
+            [R, kv_heads * n * group, head_size].
+        """
+        rows = len(self.rows)
+        sampled = query[self.queries].unflatten(1, (kv_heads, -1))
+        return sampled.unflatten(0, (rows, -1)).transpose(1, 2).flatten(1, 3)
+
+
+class BlockPlanner(Divisor):
+    """Plans blocks of prompts, which attend to pages that some of their queries select.
+
+    Blocks begin at multiples of their length in the prompt. The scheduler ends steps there, too, so
+    that a block does not depend on the other requests.
+
+    Args:
+        config: Options of the engine, with a ``prefill_budget``.
+        kv_heads: KV heads of a layer.
+    """
+
+    def __init__(self, config: "RetrievalConfig", kv_heads: int) -> None:
+        super().__init__(config)
+        assert config.prefill_queries is not None
+        self.page_size, self.kv_heads = config.page_size, kv_heads
+        self.samples = config.prefill_queries
+
+    def plan(
+        self,
+        method: int,
+        division: Division,
+        budgets: np.ndarray,
+        block_table: torch.Tensor,
+        start: int,
+    ) -> Blocks:
+        """Plan the blocks of adjacent requests.
+
+        Args:
+            method: Number of the method that selects.
+            division: The requests' tokens, divided into blocks.
+            budgets: int [3, requests]; pages of sink, window before a block, and selection.
+            block_table: int32 [requests, >= pages]; theirs.
+            start: The first token of the requests in the step.
+        """
+        ends, new, sparse = division.ends, division.new, division.sparse
+        pages, before = -(-ends // self.page_size), (ends - new) // self.page_size
+        sink, window, select = budgets[:, division.request] * sparse
+        window = np.where(sparse, window + pages - before, pages)
+        attended = (sink + select + window - pages) * self.page_size + ends
+        width = int((sink + select + window).max())
+        count = len(ends)
+        rows = DecodeRows(
+            block_table=block_table[torch.from_numpy(division.request)],
+            seq_lens=_int32(ends),
+            seats=torch.arange(count, dtype=torch.int32),
+            sink=_int32(sink),
+            window=_int32(window),
+            select=_int32(select),
+            threshold=torch.ones(count),
+            fresh=torch.ones(count, dtype=torch.uint8),
+            corrected=torch.zeros(count, dtype=torch.int64),
+            lists=torch.empty(count * self.kv_heads, width, dtype=torch.int32),
+            lengths=torch.empty(count * self.kv_heads, dtype=torch.int32),
+        )
+        starts = np.concatenate([[0], new.cumsum()])
+        # The last query of each of as many equal parts; a short block takes some more than once.
+        steps = np.arange(1, self.samples + 1)
+        places = np.maximum(steps * new[:, None] // self.samples, 1) - 1
+        queries = torch.from_numpy((start + starts[:-1, None] + places).flatten())
+        seen = _int32(attended - new + 1)
+        lists = PromptLists(rows.lists, _int32(starts), seen, self.kv_heads, per_head=True)
+        return Blocks(method, queries, rows, lists)
+
+
+def block_choosers(
+    config: "RetrievalConfig", choosers: list[Chooser], selection: Selection
+) -> dict[int, Chooser]:
+    """How a layer selects for blocks, by the number of the method.
+
+    Args:
+        config: Options of the engine.
+        choosers: How the layer selects when it decodes, by the number of the method.
+        selection: Room for the blocks of a step; layers may share it.
+    """
+    return {
+        number: Chooser(chooser.store, selection, chooser.pooling, chooser.scale)
+        for number, (method, chooser) in enumerate(
+            zip(config.methods.values(), choosers, strict=True)
+        )
+        if method.selects_for_blocks
+    }
+
+
+def _int32(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32))

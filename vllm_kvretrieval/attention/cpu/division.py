@@ -1,0 +1,81 @@
+"""How prompts are divided into chunks, each of which attends to a part of what lies before it."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from vllm_kvretrieval.config import RetrievalConfig
+
+
+class Division(NamedTuple):
+    """Prompts of a step, divided into chunks; int64 [C] each, in the order of the step's tokens.
+
+    Attributes:
+        request: Which one of the prompts.
+        ends: Tokens of its context up to the chunk's end.
+        new: Tokens of the chunk.
+        sparse: bool; whether it attends to a part of what lies before it.
+        attended: Tokens that it attends to, its own included.
+    """
+
+    request: np.ndarray
+    ends: np.ndarray
+    new: np.ndarray
+    sparse: np.ndarray
+    attended: np.ndarray
+
+
+class Divisor:
+    """Divides prompts into chunks.
+
+    Chunks begin at multiples of their length, wherever a step begins, so that the same tokens
+    mostly are one in any company. Those that begin within the budget are one chunk, which is exact.
+
+    Args:
+        config: Options of the engine, with a ``prefill_budget``.
+    """
+
+    def __init__(self, config: "RetrievalConfig") -> None:
+        assert config.prefill_budget is not None
+        assert config.prefill_chunk is not None
+        self.budget, self.chunk = config.prefill_budget, config.prefill_chunk
+        self.exact = config.exact_prefill
+        """Tokens at the start of a prompt that attend to everything before them."""
+
+    def most(self, tokens: int, requests: int) -> int:
+        """Most chunks in a step of so many tokens and requests."""
+        return tokens // self.chunk + 2 * requests
+
+    def divide(
+        self, lens: np.ndarray, new: np.ndarray, budgets: np.ndarray | None = None
+    ) -> Division:
+        """Divide prompts.
+
+        Args:
+            lens: int [n]; tokens of each context, those of the step included.
+            new: int [n]; tokens of the step.
+            budgets: int [n]; tokens before a chunk that it attends to; None: those of the engine,
+                which are the most.
+        """
+        request, ends, begins = list[int](), list[int](), list[int]()
+        for r, (end, count) in enumerate(zip(lens.tolist(), new.tolist(), strict=True)):
+            begin = end - count
+            while begin < end:
+                border = max((begin // self.chunk + 1) * self.chunk, self.exact)
+                request.append(r)
+                begins.append(begin)
+                ends.append(min(border, end))
+                begin = border
+        to, first = np.array(ends, dtype=np.int64), np.array(begins, dtype=np.int64)
+        of, sparse = np.array(request, dtype=np.int64), first >= self.exact
+        before = self.budget if budgets is None else budgets[of]
+        return Division(of, to, to - first, sparse, np.where(sparse, before + to - first, to))
+
+    def skipped(
+        self, lens: np.ndarray, new: np.ndarray, budgets: np.ndarray | None = None
+    ) -> np.ndarray:
+        """int64 [n]; pairs of tokens that these prompts' divisions leave out."""
+        division = self.divide(lens, new, budgets)
+        left = division.ends - division.attended
+        return np.bincount(division.request, left * division.new, len(lens)).astype(np.int64)
