@@ -1,6 +1,6 @@
-"""Savings and costs of sparse prefill (`omnikv`'s ``prefill_budget``), beside exact prefill.
+"""Savings and costs of sparse prefill (``prefill_budget``), beside exact prefill.
 
-    python -m benchmarks.prefill [--contexts N ...] [--settings BUDGET:CHUNK ...]
+    python -m benchmarks.prefill [--method omnikv] [--contexts N ...] [--settings BUDGET:CHUNK ...]
 
 Per setting one engine. At each context a document is prefilled, timed by its first token, and then
 the model is forced through continuations of it, whose distributions are compared with those after
@@ -13,6 +13,7 @@ stored when it is ready, so an interrupted run picks up where it was.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -55,18 +56,29 @@ EXACT = {"exact": True}
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of an engine: ``prefill_budget`` and ``prefill_chunk``."""
+    """A setting of an engine: ``prefill_budget``, ``prefill_chunk`` and ``prefill_queries``."""
 
     budget: int
     chunk: int
+    queries: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        budget, chunk = map(int, text.split(":"))
-        return cls(budget, chunk)
+        return cls(*map(int, text.split(":")))
 
     def __str__(self) -> str:
-        return f"{self.budget}:{self.chunk}"
+        queries = "" if self.queries is None else f":{self.queries}"
+        return f"{self.budget}:{self.chunk}{queries}"
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The options of the engine."""
+        given = {
+            "prefill_budget": self.budget,
+            "prefill_chunk": self.chunk,
+            "prefill_queries": self.queries,
+        }
+        return {key: value for key, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -97,9 +109,17 @@ class Benchmark:
     """Runs settings engine by engine and keeps their figures."""
 
     def __init__(
-        self, model: Path, contexts: Sequence[int], results: Results, repeats: int
+        self,
+        model: Path,
+        method: str,
+        contexts: Sequence[int],
+        results: Results,
+        repeats: int,
+        dtype: str,
+        further: dict[str, Any],
     ) -> None:
         self._model, self._results, self._repeats = model, results, repeats
+        self._method, self._dtype, self._further = method, dtype, further
         self._references = References(RESULTS / ".reference")
         self._code = build.code_fingerprint()
         self._clock = Stopwatch()
@@ -116,10 +136,12 @@ class Benchmark:
             return
         longest = todo[-1]
         context = -(-max(sample.total for sample in longest.samples) // PAGE) * PAGE
-        size = 3 * prefix_cache_bytes(self._model, longest.novel)  # exact, sparse, forced tokens
+        size = 3 * prefix_cache_bytes(self._model, longest.novel, self._dtype)
         self._say(f"{setting}: starting the engine for {len(todo)} context(s)")
-        options: dict[str, Any] = {"prefill_budget": setting.budget, "prefill_chunk": setting.chunk}
-        with open_engine(self._model, context, context, size, method="omnikv", **options) as llm:
+        options = setting.options | self._further
+        with open_engine(
+            self._model, context, context, size, dtype=self._dtype, method=self._method, **options
+        ) as llm:
             self._prefill(llm, longest.prompt[: 4 * setting.chunk], EXACT)  # warm up
             self._prefill(llm, longest.prompt[: 4 * setting.chunk], {})
             for document in todo:
@@ -175,10 +197,13 @@ class Benchmark:
 
     def _reference_key(self, document: Document) -> str:
         vllm = versions().get("vllm", "unknown")
-        return reference_key(f"omnikv-{self._weights}", document.samples, vllm, DTYPE)
+        return reference_key(f"{self._method}-{self._weights}", document.samples, vllm, self._dtype)
 
     def _cell_key(self, document: Document, name: str) -> str:
-        return fingerprint([self._reference_key(document), name, self._repeats, self._code])
+        further = [self._further] if self._further else []
+        return fingerprint(
+            [self._reference_key(document), name, self._repeats, self._code, *further]
+        )
 
     def _stored(self, document: Document, name: str) -> bool:
         label = f"{document.context}/{name}"
@@ -236,7 +261,16 @@ def _gain(exact: dict[str, Any] | None, cell: dict[str, Any], key: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}", description="Sparse prefill of omnikv beside exact prefill."
+        prog=f"python -m {MODULE}", description="Sparse prefill beside exact prefill."
+    )
+    parser.add_argument("--method", default="omnikv", help="attention backend (default: omnikv)")
+    parser.add_argument("--dtype", default=DTYPE, help=f"of model and cache (default: {DTYPE})")
+    parser.add_argument(
+        "--options",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="further options of the engine",
     )
     parser.add_argument(
         "--model", type=Path, default=MODELS / "SmolLM2-135M-Instruct-32K", metavar="PATH"
@@ -247,16 +281,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         type=Setting.parse,
         default=list(map(Setting.parse, SETTINGS)),
-        metavar="BUDGET:CHUNK",
-        help=f"prefill_budget and prefill_chunk (default: {' '.join(SETTINGS)})",
+        metavar="BUDGET:CHUNK[:QUERIES]",
+        help=f"prefill_budget, prefill_chunk and prefill_queries (default: {' '.join(SETTINGS)})",
     )
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of each prefill")
     parser.add_argument("--out", type=Path, default=RESULTS / "prefill.json", metavar="FILE")
     options = parser.parse_args(arguments)
-    header = {**result_header(MODULE), "settings": {"dtype": DTYPE, "model": options.model.name}}
+    header = {
+        **result_header(MODULE),
+        "settings": {"dtype": options.dtype, "model": options.model.name},
+    }
     try:
         results = Results(options.out, header)
-        benchmark = Benchmark(options.model, options.contexts, results, options.repeats)
+        benchmark = Benchmark(
+            options.model,
+            options.method,
+            options.contexts,
+            results,
+            options.repeats,
+            options.dtype,
+            options.options,
+        )
         for setting in options.settings:
             benchmark.run(setting)
     except (FileNotFoundError, ValueError) as error:
