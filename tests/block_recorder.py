@@ -97,8 +97,9 @@ class BlockRecorder(RecordingWorker):
             budgets: The budgets (sink, window, select) that there may be, in pages.
 
         Returns:
-            A summary: blocks that select, exact ones, wrong ones, near ties, pages selected, and
-            the largest error of attention relative to the largest value.
+            A summary: blocks that select, exact ones, lists that are wrong, by method the lists
+            that rounding decides and the pages selected, and the largest error of attention
+            relative to the largest value.
         """
         impl = next(iter(self.retrieval_layers.values()))
         store = impl.choosers[0].store
@@ -125,8 +126,9 @@ class BlockRecorder(RecordingWorker):
                     selected = {page - sink for page in middle}
                     explained = choice.explains(selected)
                     summary["wrong"] += not (right and explained)
-                    summary["near_ties"] += explained and selected != choice.best
-                    summary["selected"] += len(middle)
+                    near = explained and selected != choice.best
+                    summary[f"near ties of {block.method}"] += near
+                    summary[f"selected by {block.method}"] += len(middle)
                 else:
                     summary["wrong"] += pages != [*range(-(-end // size))]
                 error = self._error(block, head, pages, size, impl.scale)

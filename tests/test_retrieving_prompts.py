@@ -16,6 +16,7 @@ BUDGETS = [(1, 2, 13), (1, 2, 5)]  # pages of sink, window and selection: the en
 CHUNK, QUERIES = 64, 4
 EXACT = 576  # the first multiple of the chunk beyond the budget
 STEP = 350
+CACHE = 128  # tokens of a block of the prefix cache
 TOLERANCE = 2e-4
 METHODS = {"kvretrieval": Method("low_rank"), "freekv": Method()}
 
@@ -65,7 +66,8 @@ def test_a_replay_gives_the_same(llm):
     assert summary["sparse"] == 2 * (6 + 9 + 4)
     assert summary["exact"] > 0
     assert summary["wrong"] == 0
-    assert summary["near_ties"] < 1e-2 * summary["selected"]
+    # The other index rounds what it holds, which the replay only bounds.
+    assert summary["near ties of freekv"] == 0 < summary["selected by freekv"]
     assert summary["worst_error"] < 1e-4
 
 
@@ -96,15 +98,15 @@ def test_prompts_within_the_budget_are_exact(llm):
         assert_same(alone(llm, Request(prompt, 4, whole | {"prefill_budget": 0})), exact, TOLERANCE)
 
 
-def test_hits_of_the_prefix_cache_begin_with_a_block(llm):
-    """So an answer after a hit is the same as without one."""
+def test_an_answer_after_a_hit_is_the_same(llm):
+    """Of the prefix cache; blocks go on behind it."""
     prompt = novel(llm, 1000, 250)
     request = Request(prompt + novel(llm, 300, 400), 6, {}, cache=True)
     expected = alone(llm, request)
     llm.reset_prefix_cache()
     drive(llm, [Request(prompt, 2, {}, cache=True)])
     (answer,) = drive(llm, [request])
-    assert answer.cached == 1000 // CHUNK * CHUNK
+    assert answer.cached == 1000 // CACHE * CACHE
     assert_same(answer, expected, TOLERANCE)
 
 
@@ -117,9 +119,9 @@ def test_exact_requests_read_only_exact_blocks_of_sparse_ones(llm):
     exact = alone(llm, Request(prompt, 4, {"exact": True}))
     llm.reset_prefix_cache()
     ask({})
-    assert ask({"exact": True}).cached == EXACT
+    assert ask({"exact": True}).cached == EXACT // CACHE * CACHE
     answer = ask({"exact": True})
-    assert answer.cached == 1000 // 32 * 32
+    assert answer.cached == 1000 // CACHE * CACHE
     assert_same(answer, exact, TOLERANCE)
 
 
