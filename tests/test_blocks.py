@@ -65,7 +65,7 @@ def test_a_budget_of_a_request():
 
 @pytest.mark.parametrize("begin", [320, 352, 350])
 def test_selection_and_attention_equal_reference(begin):
-    """Also of blocks that begin in the middle of a page, as after a KV connector's tokens."""
+    """Also of blocks that begin in the middle of a page."""
     torch.manual_seed(begin)
     blocks, _ = planned((begin, 384 - begin), (384, 40))
     shape = {"kv_heads": 2, "head_size": 64, "dtype": torch.float32}
