@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from benchmarks.stepper import Stepper
 from tests.steps import request_table
-from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
+from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.engine.levels import Level
 from vllm_kvretrieval.engine.prompts import Heads
@@ -39,7 +39,7 @@ class Truth:
         heads = Heads([slice(0, 1)])
         self.table = request_table(self.config, seats, [1], self.runner, heads=heads)
         sparse = self.config.prefill_budget is not None
-        self.prefill = ChunkPlanner(self.config) if sparse else None
+        self.prefill = Divisor(self.config) if sparse else None
         pool = self.scheduler.kv_cache_manager.block_pool
         specs = [g.kv_cache_spec for g in self.scheduler.kv_cache_config.kv_cache_groups]
         self.sizes = [spec.block_size for spec in specs]
@@ -107,6 +107,8 @@ class Truth:
             and table.prefill_budgets(seat).any()
             and end > self.prefill.exact
         ):
+            if self.config.prefill_queries is not None and not request.resumable:
+                assert start % self.config.prefill_chunk == 0, "the step before has cut a block"
             division = self.prefill.divide(np.array([end]), np.array([tokens]))
             written = np.repeat(~division.sparse, division.new)
         return written

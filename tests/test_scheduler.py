@@ -160,16 +160,21 @@ def test_reuse_exact():
     assert stepper.ask(chat, 1)[1] == full(609)
 
 
-def test_sparse_prefill_shares_exact_chunks():
-    """And exact requests share those with it; ordinary ones stop where they do."""
+@pytest.mark.parametrize(("backend", "aligned"), [("omnikv", 1), ("kvretrieval", 96)])
+def test_sparse_prefill_shares_exact_chunks(backend, aligned):
+    """And exact requests share those with it; ordinary ones stop where they do.
+
+    Where chunks select pages, a hit ends with a chunk.
+    """
     options = {"budget": 1024, "prefill_budget": 256, "prefill_chunk": 96}  # exact up to 288
     for first, second, shared in (
         ({}, EXACT, 288),
         ({}, {"method": "streamingllm"}, 288),
-        ({}, {}, full(800)),
-        (EXACT, {}, full(800)),
+        ({}, {}, full(800) // aligned * aligned),
+        (EXACT, {}, full(800) // aligned * aligned),
+        (EXACT, EXACT, full(800)),
     ):
-        stepper = Stepper(options, backend="omnikv")
+        stepper = Stepper(options, backend=backend)
         stepper.ask(text(800), 1, first)
         assert stepper.ask(text(800), 1, second)[1] == shared
 
@@ -269,10 +274,11 @@ def test_no_approximate_token_is_in_an_exact_block(kind, ahead):
     assert not stepper.scheduler._contexts, "finished requests are forgotten"
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_sparse_prefill_is_marked(seed):
+@pytest.mark.parametrize(("seed", "backend"), [(1, "omnikv"), (2, "omnikv"), (3, "kvretrieval")])
+def test_sparse_prefill_is_marked(seed, backend):
+    """And chunks that select pages are never cut."""
     options = {"budget": 256, "max_budget": 512, "prefill_budget": 256, "prefill_chunk": 96}
-    stepper = Stepper(options, 130, backend="omnikv")
+    stepper = Stepper(options, 130, backend=backend)
     _, truth = mixed(
         stepper, seed, [{}, {"budget": 512}, {"method": "streamingllm"}, EXACT, WHOLE], 500
     )
