@@ -69,7 +69,7 @@ def test_streamingllm_gives_the_budget_to_the_window():
             r"no option 'bugdet' \(value 1024\)\. Known: budget, sink, window, page_size, "
             "summary_size, index, pooling, schedule, rerank, unit, correction_threshold, "
             "budget_shares, also, filters, observation, heads, prefill_budget, prefill_chunk, "
-            "dense_layers",
+            "prefill_queries, dense_layers",
         ),
         ({"method": "freekv"}, "method='freekv'.*use --attention-backend freekv"),
         ({"budget": "1024"}, r"kv_retrieval\.budget='1024' must be a whole number.*e\.g\. 1024"),

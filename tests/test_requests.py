@@ -129,10 +129,10 @@ def test_how_a_session_prefills_is_up_to_its_next_input(runner):
             sampling_params=SamplingParams(extra_args=extra_args)
         )
         table.begin_step({"a": 5}, 5, {"a"})
-        return table.prefills_sparsely(table.seats(1)).tolist()
+        return table.prefill_budgets(table.seats(1)).any(0).tolist()
 
     runner.batch("a", a={"exact": True})
-    assert not table.prefills_sparsely(table.seats(1)).any()
+    assert not table.prefill_budgets(table.seats(1)).any()
     assert ask() == [True]
     assert ask(exact=True) == [False]
 

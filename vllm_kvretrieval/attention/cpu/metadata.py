@@ -117,6 +117,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             weights = OBSERVATIONS[requests.config.observation or "last"]
             self.observation = Observation(weights, requests.per_seat(), requests.per_seat())
         self.one_token_starts = torch.arange(seats * heads + 1, dtype=torch.int32)
+        self.sparse_prefill = None
         if requests.config.prefill_budget is not None and requests.config.own.shares:
             self.sparse_prefill = ChunkPlanner(requests.config)
         elif requests.config.prefill_budget is not None:
