@@ -104,7 +104,7 @@ class BlockRecorder(RecordingWorker):
         impl = next(iter(self.retrieval_layers.values()))
         store = impl.choosers[0].store
         chunk, queries, exact = self._rule
-        summary = defaultdict(float)
+        summary: defaultdict[str, float] = defaultdict(float)
         for block in self._blocks:
             oracle = Oracle(methods[block.method], store.page_size, impl.scale, store.dtype)
             begin, end, size = block.begin, block.end, store.page_size
