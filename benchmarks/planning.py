@@ -23,7 +23,7 @@ import torch
 from benchmarks.common import RESULTS, Stopwatch, result_header, write_json
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
-from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, cpu
+from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, IndexStore, Selection, cpu
 from vllm_kvretrieval.retrieval.index import Index, make_index
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
@@ -101,21 +101,16 @@ def rows_of(
     """Requests of equal contexts that select at every step; the same number of tokens per unit."""
     units = PAGE if per_token else 1  # of a page
 
-    def each(value: int) -> torch.Tensor:
-        return torch.full((batch,), value, dtype=torch.int32)
-
-    return DecodeRows(
-        block_table=torch.randperm(pages * batch).int().view(batch, pages),
-        seq_lens=each(pages * PAGE),
-        seats=torch.arange(batch, dtype=torch.int32),
-        sink=each(budget.sink * units),
-        window=each(budget.window * units),
-        select=each(budget.select * units),
-        threshold=torch.ones(batch),
-        fresh=torch.zeros(batch, dtype=torch.uint8),
+    tables = torch.randperm(pages * batch).int().view(batch, pages)
+    lens = torch.full((batch,), pages * PAGE, dtype=torch.int32)
+    return DecodeRows.selecting(
+        Contexts(tables, lens, torch.arange(batch, dtype=torch.int32)),
+        torch.empty(batch * shape.kv_heads, pages * units, dtype=torch.int32),
+        sink=budget.sink * units,
+        window=budget.window * units,
+        select=budget.select * units,
+        fresh=False,
         corrected=torch.zeros(batch, dtype=torch.int64),
-        lists=torch.empty(batch * shape.kv_heads, pages * units, dtype=torch.int32),
-        lengths=torch.empty(batch * shape.kv_heads, dtype=torch.int32),
         per_token=per_token,
     )
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import RESULTS, result_header, write_json
-from vllm_kvretrieval.kernels import DecodeRows, cpu
+from vllm_kvretrieval.kernels import Contexts, DecodeRows, cpu
 from vllm_kvretrieval.tiers.home import DiskHome
 
 LAYERS, HEADS, HEAD_SIZE, PAGE = 28, 3, 64, 32
@@ -35,18 +35,15 @@ MIB = 1 << 20
 def rows_of(lists: torch.Tensor, context: int, per_token: bool) -> DecodeRows:
     """One request that attends to these tokens or units, [kv_heads, n]."""
     one = torch.ones(1, dtype=torch.int32)
-    return DecodeRows(
-        block_table=torch.arange(context // PAGE, dtype=torch.int32)[None],
-        seq_lens=one * context,
-        seats=one * 0,
-        sink=one * 0,
-        window=one * 0,
-        select=one * lists.shape[1],
-        threshold=torch.ones(1),
-        fresh=torch.ones(1, dtype=torch.uint8),
-        corrected=torch.zeros(1, dtype=torch.int64),
-        lists=lists.int().contiguous(),
+    pages = torch.arange(context // PAGE, dtype=torch.int32)[None]
+    return DecodeRows.selecting(
+        Contexts(pages, one * context, one * 0),
+        lists.int().contiguous(),
         lengths=torch.full((len(lists),), lists.shape[1], dtype=torch.int32),
+        sink=0,
+        window=0,
+        select=lists.shape[1],
+        corrected=torch.zeros(1, dtype=torch.int64),
         per_token=per_token,
     )
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from vllm_kvretrieval.kernels import Mode
+
 ROUNDING = 1e-5
 """How far scores may be off that are computed in float32, in units of ``q.k * scale``."""
 SIGMAS = 3
@@ -364,7 +366,7 @@ class RecordingWorker:
         places = range(len(rows)) if plan.index is None else plan.index.tolist()
         method = list(self.retrieval_config.methods)[plan.method]
         for r, place in enumerate(places):
-            if rows.select[r] < 0:
+            if rows.mode[r] == Mode.WHOLE:
                 continue
             length = int(rows.seq_lens[r])
             pages = rows.block_table[r, : -(-length // size)].tolist()

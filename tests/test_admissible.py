@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from tests.steps import Runner, metadata_builder, request_table, split
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, cpu, reference
+from vllm_kvretrieval.kernels import (
+    Chooser,
+    DecodeRows,
+    IndexStore,
+    Mode,
+    Selection,
+    cpu,
+    reference,
+)
 from vllm_kvretrieval.request_options import RequestOptions
 from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
@@ -110,12 +118,12 @@ class Engine:
             pages = -(-tokens // self.config.page_size)
             sink, window, select = (int(t[row]) for t in (rows.sink, rows.window, rows.select))
             assert (positions.diff() > 0).all(), "each page once, in order"
-            counts = self.chooser.selection.counts
-            if counts is not None and select > 0:
+            counts, given = self.chooser.selection.counts, rows.mode[row] == Mode.GIVEN
+            if counts is not None and (given or select > 0):
                 share = counts[rows.seats[row], head]
-                assert abs(int(share) - self.share(head) * select) < 1
+                assert abs(int(share) - self.share(head) * (1 if given else select)) < 1
                 select = min(int(share), pages - sink - window)
-            count = pages if select < 0 else sink + select + window
+            count = sink + select + window
             assert len(positions) == count
             most = max(self.config.budget_limit, tokens)
             assert count * self.config.page_size <= most or counts is not None

@@ -8,7 +8,15 @@ import torch
 from tests.covering import covering
 from tests.isas import visited
 from tests.test_kernels import DTYPES, specified
-from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, IndexStore, cpu, reference
+from vllm_kvretrieval.kernels import (
+    Contexts,
+    ContextSelector,
+    DecodeRows,
+    IndexStore,
+    Mode,
+    cpu,
+    reference,
+)
 from vllm_kvretrieval.retrieval.index.exact import Exact
 
 pytestmark = pytest.mark.cores
@@ -37,20 +45,17 @@ def make_rows(lens, selector, sink=20, window=30, select=100, kv_heads=None):
     store, count = selector.store, len(lens)
     width = -(-max(lens) // store.page_size)
     table = torch.stack([torch.randperm(store.pages)[:width] for _ in lens]).int()
-    selects = torch.full((count,), select, dtype=torch.int32)
     heads = kv_heads or store.kv_heads
-    return DecodeRows(
-        block_table=table,
-        seq_lens=torch.tensor(lens, dtype=torch.int32),
-        seats=torch.randperm(len(selector.chosen))[:count].int(),
-        sink=torch.full((count,), sink, dtype=torch.int32),
-        window=torch.full((count,), window, dtype=torch.int32),
-        select=selects,
-        threshold=torch.ones(count),
-        fresh=torch.zeros(count, dtype=torch.uint8),
-        corrected=torch.zeros(len(selector.chosen), dtype=torch.int64),
-        lists=torch.full((count * heads, sink + window + select + 2), -1, dtype=torch.int32),
+    seats = torch.randperm(len(selector.chosen))[:count].int()
+    return DecodeRows.selecting(
+        Contexts(table, torch.tensor(lens, dtype=torch.int32), seats),
+        torch.full((count * heads, sink + window + select + 2), -1, dtype=torch.int32),
         lengths=torch.full((count * heads,), -1, dtype=torch.int32),
+        sink=sink,
+        window=window,
+        select=select,
+        fresh=False,
+        corrected=torch.zeros(len(selector.chosen), dtype=torch.int64),
         per_token=True,
     )
 
@@ -249,7 +254,9 @@ def test_lists_equal_reference(kv_heads):
             lambda rows: rows.select.fill_(251),
             "sink, window and selection are 301, 1 more",
         ),
-        (lambda rows: rows.select.fill_(-1), "more than|attends to the whole context"),
+        (lambda rows: rows.select.fill_(-1), "-1 tokens to select"),
+        (lambda rows: rows.mode.fill_(Mode.GIVEN), "row 0: does not select"),
+        (lambda rows: rows.mode.fill_(3), "row 0: mode 3 is none"),
         (lambda rows: rows.sink.fill_(-1), "cannot be"),
         (lambda rows: rows.window.fill_(2**31 - 1), "sink, window and selection"),
         (lambda rows: rows.seq_lens.fill_(0), "cannot be"),

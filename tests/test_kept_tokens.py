@@ -9,9 +9,11 @@ import torch
 from tests.test_attend import cache_of, token_lists
 from vllm_kvretrieval.kernels import (
     Chooser,
+    Contexts,
     DecodeRows,
     IndexStore,
     KeptTokens,
+    Mode,
     Selection,
     cpu,
     reference,
@@ -24,22 +26,20 @@ SEATS, HEADS, GROUP, MOST = 5, 3, 2, 40
 LENGTH = 300
 
 
-def rows_of(lens, seats, kept=False, window=1, width=64, select=1):
-    rows, each = len(lens), torch.zeros(len(lens), dtype=torch.int32)
-    return DecodeRows(
-        block_table=torch.stack([torch.randperm(64, dtype=torch.int32)[:20] for _ in lens]),
-        seq_lens=torch.tensor(lens, dtype=torch.int32),
-        seats=torch.tensor(seats, dtype=torch.int32),
-        sink=each,
-        window=each + window,
-        select=each + select,
-        threshold=each.float(),
-        fresh=each.to(torch.uint8),
-        corrected=torch.zeros(SEATS, dtype=torch.int64),
-        lists=torch.full((rows * HEADS, width), -1, dtype=torch.int32),
-        lengths=torch.zeros(rows * HEADS, dtype=torch.int32),
+def rows_of(lens, seats, window=1, width=64):
+    contexts = Contexts(
+        torch.stack([torch.randperm(64, dtype=torch.int32)[:20] for _ in lens]),
+        torch.tensor(lens, dtype=torch.int32),
+        torch.tensor(seats, dtype=torch.int32),
+    )
+    return DecodeRows.given(
+        contexts,
+        torch.full((len(lens) * HEADS, width), -1, dtype=torch.int32),
+        lengths=torch.zeros(len(lens) * HEADS, dtype=torch.int32),
+        sink=0,
+        window=window,
+        fresh=False,
         per_token=True,
-        kept=kept,
     )
 
 
@@ -109,7 +109,7 @@ def kept_rows(window):
         for head in range(HEADS):
             chosen = torch.randperm(LENGTH)[:MOST].sort().values
             chooser.selection.chosen[seat, head] = chosen
-    return rows_of((400, 333, 310), (3, 1, 4), True, window), chooser
+    return rows_of((400, 333, 310), (3, 1, 4), window), chooser
 
 
 @pytest.mark.parametrize("window", [1, 10])
@@ -122,7 +122,7 @@ def test_lists_of_what_has_been_kept(isa, window):
         ops.plan_decode(torch.randn(3, HEADS * GROUP, 64), rows, chooser)
         assert torch.equal(chooser.selection.chosen, before)
         assert chooser.selection.query.eq(7).all()
-        assert rows.corrected.eq(0).all()
+        assert not len(rows.corrected)
         listed.append((rows.lists, rows.lengths))
     for actual, expected in zip(*listed, strict=True):
         assert torch.equal(actual, expected)
@@ -140,15 +140,18 @@ def test_heads_that_leave_nothing_out(isa, per_token):
     counts[:, 1] = 0
     window = 3
     for ops in (reference, cpu):
-        rows, chooser = rows_of((400, 333, 65), (3, 1, 4), True, window, 512), chooser_of(counts)
-        rows.per_token, rows.sink = per_token, torch.zeros(3, dtype=torch.int32) + 1
-        rows.select[:] = 1 if per_token else torch.tensor([1, 1, -1])
+        rows, chooser = rows_of((400, 333, 65), (3, 1, 4), window, 512), chooser_of(counts)
+        rows.per_token = per_token
+        rows.sink[:] = 1
+        if not per_token:
+            rows.sink[2] = rows.window[2] = 0
+            rows.mode[2] = Mode.WHOLE
         ops.plan_decode(torch.randn(3, HEADS * GROUP, 64), rows, chooser)
         for unit, listed in enumerate(rows.lists):
             row, head = divmod(unit, HEADS)
             units = int(rows.seq_lens[row]) if per_token else -(-int(rows.seq_lens[row]) // 32)
             positions = list(range(units))
-            if head == 1 and rows.select[row] > 0:
+            if head == 1 and rows.mode[row] == Mode.GIVEN:
                 positions = [0, *positions[-window:]]
             page, offset = torch.tensor(positions), torch.zeros(len(positions), dtype=torch.int64)
             if per_token:

@@ -9,7 +9,16 @@ import torch
 
 from tests.covering import covering
 from tests.isas import visited
-from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, cpu, reference
+from vllm_kvretrieval.kernels import (
+    Chooser,
+    Contexts,
+    DecodeRows,
+    IndexStore,
+    Mode,
+    Selection,
+    cpu,
+    reference,
+)
 from vllm_kvretrieval.retrieval.index import Field, Index, make_index, pack, unpack
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.pooling import Pooling
@@ -97,26 +106,34 @@ def make_rows(lens, chooser, budget, *, tau=0.5, fresh=0, exact=(), per_token=Fa
     pages = store.pages
     width = -(-max(lens) // store.page_size)
     seats = len(chooser.selection.query)
-    as_int = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
     sink, window, select = budget
-    return DecodeRows(
-        block_table=torch.stack([torch.randperm(pages)[:width] for _ in lens]).int(),
-        seq_lens=as_int(lens),
-        seats=torch.randperm(seats)[:count].int(),
-        sink=as_int([sink] * count),
-        window=as_int([window] * count),
-        select=as_int([-1 if r in exact else select for r in range(count)]),
-        threshold=torch.full((count,), tau),
-        fresh=torch.full((count,), fresh, dtype=torch.uint8),
-        corrected=torch.zeros(seats, dtype=torch.int64),
-        lists=torch.full(
-            (count * store.kv_heads, width * (store.page_size if per_token else 1)),
-            -1,
-            dtype=torch.int32,
-        ),
+    contexts = Contexts(
+        torch.stack([torch.randperm(pages)[:width] for _ in lens]).int(),
+        torch.tensor(lens, dtype=torch.int32),
+        torch.randperm(seats)[:count].int(),
+    )
+    units = width * (store.page_size if per_token else 1)
+    rows = DecodeRows.selecting(
+        contexts,
+        torch.full((count * store.kv_heads, units), -1, dtype=torch.int32),
         lengths=torch.full((count * store.kv_heads,), -1, dtype=torch.int32),
+        sink=sink,
+        window=window,
+        select=select,
+        threshold=tau,
+        fresh=fresh,
+        corrected=torch.zeros(seats, dtype=torch.int64),
         per_token=per_token,
     )
+    for row in exact:
+        attend_to_all(rows, row)
+    return rows
+
+
+def attend_to_all(rows, row):
+    """Let a row attend to its whole context."""
+    rows.mode[row] = Mode.WHOLE
+    rows.sink[row] = rows.window[row] = rows.select[row] = 0
 
 
 def clone_rows(rows):
@@ -848,6 +865,19 @@ MISFITS = {
         fields(select=[7, 10]),
         "row 1: select is 10, 1 more than the 9 that the selection holds",
     ),
+    "negative select": (fields(select=[7, -1]), "row 1: -1 pages to select"),
+    "no mode": (
+        lambda rows, chooser: {"mode": torch.tensor([0, 3]).to(torch.uint8)},
+        "row 1: mode 3 is none",
+    ),
+    "given without counts": (
+        lambda rows, chooser: {"mode": torch.tensor([0, Mode.GIVEN]).to(torch.uint8)},
+        "row 1: a selection is given without counts",
+    ),
+    "sink of a whole context": (
+        lambda rows, chooser: {"mode": torch.tensor([0, Mode.WHOLE]).to(torch.uint8)},
+        "row 1: attends to the whole context, which has no sink or window",
+    ),
     "seat": (fields(seats=[0, 4]), "row 1: seat 4 is outside the state's 4"),
     "negative seat": (fields(seats=[-1, 0]), "row 0: seat -1 is outside the state's 4"),
     "corrected": (
@@ -878,7 +908,9 @@ MISFITS = {
     ),
     "exact in lists": (
         lambda rows, chooser: {
-            "select": torch.tensor([7, -1]).int(),
+            "mode": torch.tensor([Mode.SELECT, Mode.WHOLE]).to(torch.uint8),
+            "sink": torch.tensor([1, 0]).int(),
+            "window": torch.tensor([2, 0]).int(),
             "seq_lens": torch.tensor([640, 449]).int(),
             "lists": rows.lists[:, :14],
         },

@@ -310,7 +310,8 @@ def test_rows_that_do_not_fit_are_refused(home):
         (as_rows(seats=REQUESTS), f"row 0: seat {REQUESTS} is outside the state's {REQUESTS}"),
         (as_rows(sink=-1), "-1 pages of sink"),
         (as_rows(select=8), "are 11, 1 more than the 10 pages of the context"),
-        (as_rows(seq_lens=PAGE * 10 + 1, select=-1), "are 11, 1 more than the 10 of block"),
+        (as_rows(select=-1), "-1 pages to select"),
+        (as_rows(seq_lens=PAGE * 10 + 1), "are 11, 1 more than the 10 of block"),
         (replace(rows, handle=None, lists=rows.lists[:1]), "has 1 rows, .* need 2"),
         (replace(rows, handle=None, lengths=rows.lengths[:1]), "1 lengths for 1 requests of 2 KV"),
     ):

@@ -170,7 +170,7 @@ def test_rows_that_do_not_fit_are_refused():
     for changed, message in (
         ({"seats": [REQUESTS]}, f"seat {REQUESTS} is outside"),
         (
-            {"select": [-1], "seq_lens": [150]},
+            {"mode": [2], "sink": [0], "window": [0], "seq_lens": [150]},
             "attends to the whole context, which is not recalled",
         ),
         ({"lists": twice}, "entry 1 of KV head 0 is .* or out of order"),

@@ -103,18 +103,24 @@ NB_MODULE(_cpu, m) {
       .def("__init__",
            [](kvr::DecodeRows* self, int rows, uintptr_t block_table, int64_t block_table_width,
               int64_t block_table_stride, uintptr_t seq_lens, uintptr_t seats,
-              uintptr_t sink, uintptr_t window, uintptr_t select, uintptr_t threshold,
+              uintptr_t sink, uintptr_t window, uintptr_t mode, uintptr_t select, uintptr_t threshold,
               uintptr_t fresh, uintptr_t corrected, int64_t corrected_seats, uintptr_t lists,
               int64_t lists_rows, int64_t lists_width, int64_t lists_stride, uintptr_t lengths,
-              int64_t lengths_size, bool per_token, bool kept) {
+              int64_t lengths_size, bool per_token) {
              new (self) kvr::DecodeRows{
                  rows, at<int32_t>(block_table), block_table_width, block_table_stride,
                  at<int32_t>(seq_lens), at<int32_t>(seats), at<int32_t>(sink), at<int32_t>(window),
-                 at<int32_t>(select), at<float>(threshold), at<uint8_t>(fresh),
+                 at<kvr::Mode>(mode), at<int32_t>(select), at<float>(threshold), at<uint8_t>(fresh),
                  at<int64_t>(corrected), corrected_seats, at<int32_t>(lists), lists_rows,
-                 lists_width, lists_stride, at<int32_t>(lengths), lengths_size, per_token,
-                 kept};
-           });
+                 lists_width, lists_stride, at<int32_t>(lengths), lengths_size, per_token};
+           },
+           nb::kw_only(),
+           nb::arg("rows"), nb::arg("block_table"), nb::arg("block_table_width"),
+           nb::arg("block_table_stride"), nb::arg("seq_lens"), nb::arg("seats"), nb::arg("sink"),
+           nb::arg("window"), nb::arg("mode"), nb::arg("select"), nb::arg("threshold"),
+           nb::arg("fresh"), nb::arg("corrected"), nb::arg("corrected_seats"), nb::arg("lists"),
+           nb::arg("lists_rows"), nb::arg("lists_width"), nb::arg("lists_stride"),
+           nb::arg("lengths"), nb::arg("lengths_size"), nb::arg("per_token"));
 
   nb::class_<Index>(m, "Index")
       .def("__init__",
@@ -126,7 +132,12 @@ NB_MODULE(_cpu, m) {
                                at<uint8_t>(records), entries, record_bytes, at<void>(cache),
                                static_cast<kvr::KeyLayout>(layout)},
                               std::move(torch_dtype)};
-           });
+           },
+           nb::kw_only(),
+           nb::arg("kind"), nb::arg("dtype"), nb::arg("torch_dtype"), nb::arg("kv_heads"),
+           nb::arg("head_size"), nb::arg("page_size"), nb::arg("entry_tokens"), nb::arg("rank"),
+           nb::arg("spread"), nb::arg("records"), nb::arg("entries"), nb::arg("record_bytes"),
+           nb::arg("cache"), nb::arg("layout"));
 
   nb::class_<Chooser>(m, "Chooser")
       .def("__init__",
@@ -137,14 +148,22 @@ NB_MODULE(_cpu, m) {
                                  at<void>(prev_query), at<int32_t>(selected), seats, max_selected,
                                  at<int32_t>(counts), count_stride},
                                 index.torch_dtype};
-           });
+           },
+           nb::kw_only(),
+           nb::arg("index"), nb::arg("pooling"), nb::arg("group"), nb::arg("scale"),
+           nb::arg("rerank"), nb::arg("prev_query"), nb::arg("selected"), nb::arg("seats"),
+           nb::arg("max_selected"), nb::arg("counts"), nb::arg("count_stride"));
 
   nb::class_<ContextSelector>(m, "ContextSelector")
-      .def("__init__", [](ContextSelector* self, const Index& index, int group, float scale,
-                          uintptr_t selected, int seats, int max_selected) {
-        new (self) ContextSelector{
-            {index, group, scale, at<int32_t>(selected), seats, max_selected}, index.torch_dtype};
-      });
+      .def("__init__",
+           [](ContextSelector* self, const Index& index, int group, float scale, uintptr_t selected,
+              int seats, int max_selected) {
+             new (self) ContextSelector{
+                 {index, group, scale, at<int32_t>(selected), seats, max_selected}, index.torch_dtype};
+           },
+           nb::kw_only(),
+           nb::arg("index"), nb::arg("group"), nb::arg("scale"), nb::arg("selected"),
+           nb::arg("seats"), nb::arg("max_selected"));
 
   m.def("update_index",
         [](uintptr_t keys, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,
@@ -377,6 +396,13 @@ NB_MODULE(_cpu, m) {
         kvr::check_dropping(dropping);
         kvr::drop_tokens(dropping);
       },
+      nb::kw_only(),
+      nb::arg("rows"), nb::arg("kv_heads"), nb::arg("weights"), nb::arg("sets"),
+      nb::arg("heads_per_set"), nb::arg("weight_stride"), nb::arg("chosen"),
+      nb::arg("ratings"), nb::arg("seats"), nb::arg("most"), nb::arg("counts"),
+      nb::arg("count_stride"), nb::arg("budgets"), nb::arg("budget_stride"), nb::arg("sink"),
+      nb::arg("recent"), nb::arg("recent_share"), nb::arg("page"), nb::arg("rating"),
+      nb::arg("stamped"),
       nb::call_guard<nb::gil_scoped_release>());
 
   m.def(

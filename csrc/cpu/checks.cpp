@@ -39,12 +39,16 @@ void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t
   const std::string units = rows.per_token ? "tokens" : "pages";
   for (int r = 0; r < rows.rows; ++r) {
     const int64_t sink = rows.sink[r], window = rows.window[r];
-    const int64_t select = rows.select[r], seat = rows.seats[r], len = rows.seq_lens[r];
+    const int64_t seat = rows.seats[r], len = rows.seq_lens[r];
+    const bool selects = rows.mode[r] == Mode::kSelect;
+    if (rows.mode[r] > Mode::kWhole)
+      refuse(r, {"mode", std::to_string(static_cast<int>(rows.mode[r])), "is none"});
     if (seat < 0 || seat >= seats)
       refuse(r, {"seat", std::to_string(seat), "is outside the state's", std::to_string(seats)});
-    if (seat >= rows.corrected_seats)
+    if (selects && seat >= rows.corrected_seats)
       refuse(r, {"seat", std::to_string(seat), "is outside the", std::to_string(rows.corrected_seats),
                  "of corrected"});
+    if (selects && rows.select[r] < 0) refuse(r, {std::to_string(rows.select[r]), units, "to select"});
     if (sink < 0 || window < 0 || len < 1)
       refuse(r, {"a context of", std::to_string(len), "tokens,", std::to_string(sink),
                  units, "of sink and", std::to_string(window), "of window cannot be"});
@@ -52,7 +56,10 @@ void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t
     if (pages > rows.block_table_width)
       refuse_more(r, "the context's pages are", pages, rows.block_table_width, "of block_table");
     const int64_t all = rows.per_token ? len : pages;
-    const int64_t attended = select < 0 ? all : sink + window + select;
+    const bool whole = rows.mode[r] == Mode::kWhole;
+    if (whole && sink + window > 0)
+      refuse(r, {"attends to the whole context, which has no sink or window"});
+    const int64_t attended = whole ? all : sink + window + (selects ? rows.select[r] : 0);
     if (attended > all)
       refuse_more(r, "sink, window and selection are", attended, all, units + " of the context");
     if (attended > rows.lists_width)
@@ -66,7 +73,7 @@ void check_lengths(const DecodeRows& rows, int32_t kv_heads, int32_t page_size) 
     for (int h = 0; h < kv_heads; ++h) {
       const int64_t length = rows.lengths[int64_t(r) * kv_heads + h];
       const int64_t count = length < 0 ? -1 : (length + unit - 1) / unit;
-      const int64_t least = rows.select[r] < 0 ? 0 : int64_t(rows.sink[r]) + rows.window[r];
+      const int64_t least = int64_t(rows.sink[r]) + rows.window[r];
       if (count < least || count > rows.lists_width)
         refuse(r, {"a list of", std::to_string(length), "tokens, of which there is room for",
                    std::to_string(rows.lists_width), rows.per_token ? "and" : "pages, and",
@@ -74,19 +81,20 @@ void check_lengths(const DecodeRows& rows, int32_t kv_heads, int32_t page_size) 
     }
 }
 
-// Whether a head whose selection stays as it is attends to the whole context, wherever its units are.
-static bool keeps_all(const DecodeRows& rows, const Chooser& chooser, int row, int head) {
-  const int32_t attended = rows.sink[row] + chooser.select(rows, row, head) + rows.window[row];
-  return rows.kept && attended == rows.units(row, chooser.index.page_size);
+// Whether a head with a given selection attends to the whole context, wherever its units are.
+static bool given_all(const DecodeRows& rows, const Chooser& chooser, int row, int head) {
+  return rows.mode[row] == Mode::kGiven &&
+         chooser.select(rows, row, head) == rows.between(row, chooser.index.page_size);
 }
 
-// What has been selected earlier is in the context.
-static void check_kept(const DecodeRows& rows, const Chooser& chooser) {
+// What is given is in the context.
+static void check_given(const DecodeRows& rows, const Chooser& chooser) {
   const Index& index = chooser.index;
   for (int r = 0; r < rows.rows; ++r) {
+    if (rows.mode[r] != Mode::kGiven) continue;
     const int32_t units = rows.units(r, index.page_size);
     for (int h = 0; h < index.kv_heads; ++h) {
-      if (keeps_all(rows, chooser, r, h)) continue;
+      if (given_all(rows, chooser, r, h)) continue;
       const int64_t unit = int64_t(rows.seats[r]) * index.kv_heads + h;
       const int32_t* chosen = chooser.selected + unit * chooser.max_selected;
       for (int i = 0; i < chooser.select(rows, r, h); ++i)
@@ -99,7 +107,10 @@ static void check_kept(const DecodeRows& rows, const Chooser& chooser) {
 
 void check_selection(const DecodeRows& rows, const Chooser& chooser) {
   for (int r = 0; r < rows.rows; ++r) {
-    if (chooser.counts == nullptr || rows.select[r] <= 0) {
+    const bool given = rows.mode[r] == Mode::kGiven;
+    if (rows.mode[r] == Mode::kWhole) continue;
+    if (given && chooser.counts == nullptr) refuse(r, {"a selection is given without counts"});
+    if (!given && (chooser.counts == nullptr || rows.select[r] == 0)) {
       if (rows.select[r] > chooser.max_selected)
         refuse_more(r, "select is", rows.select[r], chooser.max_selected, "that the selection holds");
       continue;
@@ -108,7 +119,7 @@ void check_selection(const DecodeRows& rows, const Chooser& chooser) {
       const int64_t count = chooser.counts[rows.seats[r] * chooser.count_stride + h];
       if (count < 0) refuse(r, {"a count of", std::to_string(count), "to select"});
       const int64_t chosen = chooser.select(rows, r, h);
-      if (chosen > chooser.max_selected && !keeps_all(rows, chooser, r, h))
+      if (chosen > chooser.max_selected && !given_all(rows, chooser, r, h))
         refuse_more(r, "the count to select is", chosen, chooser.max_selected,
                     "that the selection holds");
       const int64_t attended = int64_t(rows.sink[r]) + chosen + rows.window[r];
@@ -117,14 +128,16 @@ void check_selection(const DecodeRows& rows, const Chooser& chooser) {
                     attended, rows.lists_width, "of lists");
     }
   }
-  if (rows.kept) check_kept(rows, chooser);
+  check_given(rows, chooser);
   if (rows.per_token && chooser.rerank > 0)
     throw std::invalid_argument("candidates that are tokens are not scored again");
 }
 
 void check_scoring(const DecodeRows& rows, const Index& index) {
+  bool scores = false;
   for (int r = 0; r < rows.rows; ++r) {
-    if (rows.select[r] <= 0 || rows.kept) continue;
+    if (!rows.scores(r)) continue;
+    scores = true;
     const std::string units = std::to_string(rows.select[r]) +
                               (rows.per_token ? " tokens" : " pages") + " are to be selected";
     if (index.kind == IndexKind::kNone) refuse(r, {units, "by no index"});
@@ -139,7 +152,7 @@ void check_scoring(const DecodeRows& rows, const Index& index) {
   if (tokens > std::numeric_limits<int32_t>::max() || (index.page_size & (index.page_size - 1)))
     throw std::invalid_argument(std::to_string(tokens) + " tokens in pages of " +
                                 std::to_string(index.page_size) + " cannot be numbered");
-  if (!rows.kept && index.kind != IndexKind::kOneBit && index.kind != IndexKind::kExact &&
+  if (scores && index.kind != IndexKind::kOneBit && index.kind != IndexKind::kExact &&
       index.kind != IndexKind::kOutside && index.kind != IndexKind::kNone)
     throw std::invalid_argument("the index scores entries, not tokens");
 }
@@ -151,7 +164,7 @@ void check_context(const DecodeRows& rows, const ContextSelector& selector, int3
     throw std::invalid_argument("more tokens than 31 bits number");
   check_rows(rows, selector.seats, kv_heads, index.page_size);
   for (int r = 0; r < rows.rows; ++r) {
-    if (rows.select[r] < 0) refuse(r, {"attends to the whole context, of which filters select a part"});
+    if (rows.mode[r] != Mode::kSelect) refuse(r, {"does not select, and filters select"});
     if (rows.select[r] > selector.max_selected)
       refuse_more(r, "select is", rows.select[r], selector.max_selected, "that the selection holds");
   }

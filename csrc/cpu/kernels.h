@@ -16,6 +16,13 @@ constexpr int64_t kMostScores = 32 << 20;
 
 enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
+// How a row comes to what lies between its sink and its window; kernels/rows.py has the same numbers.
+enum class Mode : uint8_t {
+  kSelect = 0,                   // scores select it
+  kGiven = 1,                    // the selection holds it already, and stays as it is
+  kWhole = 2,                    // it is all there is: the row attends to the whole context
+};
+
 // The requests of a step that decode one token each; the same for every layer.
 struct DecodeRows {
   int32_t rows;
@@ -25,7 +32,8 @@ struct DecodeRows {
   const int32_t* seats;          // [rows]; the request's entry in per-request state
   const int32_t* sink;           // [rows]; in units of selection: pages, or tokens
   const int32_t* window;         // [rows]
-  const int32_t* select;         // [rows]; negative: attend to the whole context
+  const Mode* mode;              // [rows]
+  const int32_t* select;         // [rows]; units to select, of rows that do
   const float* threshold;        // [rows]; correction threshold tau
   const uint8_t* fresh;          // [rows]; no previous decode step: correct every head
   int64_t* corrected;            // [corrected_seats]; counts corrected heads
@@ -35,11 +43,14 @@ struct DecodeRows {
   int32_t* lengths;              // out, [lengths_size >= rows * kv_heads]; tokens of each list
   int64_t lengths_size;
   bool per_token;                // whether units of selection are single tokens
-  bool kept;                     // whether the selection is what it was: nothing is scored
 
+  bool scores(int row) const { return mode[row] == Mode::kSelect && select[row] > 0; }
   int32_t unit(int32_t page_size) const { return per_token ? 1 : page_size; }  // tokens
   int32_t units(int row, int32_t page_size) const {  // of the context
     return (seq_lens[row] + unit(page_size) - 1) / unit(page_size);
+  }
+  int32_t between(int row, int32_t page_size) const {  // sink and window
+    return units(row, page_size) - sink[row] - window[row];
   }
 };
 
@@ -110,11 +121,12 @@ struct Chooser {
   const int32_t* counts;         // [seats, kv_heads]; units that a KV head selects, or null: the row's
   int64_t count_stride;          // from one seat to the next
 
-  // Units that a KV head selects, as far as the context has them; negative: it attends to all.
+  // Units between sink and window that a KV head attends to.
   int32_t select(const DecodeRows& rows, int row, int head) const {
-    if (counts == nullptr || rows.select[row] <= 0) return rows.select[row];
-    const int32_t between =
-        rows.units(row, index.page_size) - rows.sink[row] - rows.window[row];
+    const int32_t between = rows.between(row, index.page_size);
+    if (rows.mode[row] == Mode::kWhole) return between;
+    if (rows.mode[row] == Mode::kSelect && (counts == nullptr || rows.select[row] == 0))
+      return rows.select[row];
     return std::min(counts[rows.seats[row] * count_stride + head], between);
   }
 };

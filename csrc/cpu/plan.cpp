@@ -69,7 +69,7 @@ struct Planner {
         per_entry(rows.per_token ? index.entry_tokens : 1),
         parts(rows.per_token ? 1 : index.parts()) {
     for (int r = 0; r < rows.rows; ++r)
-      if (rows.select[r] > 0 && !rows.kept) most = std::max(most, entries(r));
+      if (rows.scores(r)) most = std::max(most, entries(r));
     while (rows.per_token && chunk > kTokenChunk && most < 2 * chunk * omp_get_max_threads()) chunk /= 2;
   }
 
@@ -122,7 +122,7 @@ struct Planner {
     const int64_t number = int64_t(row) * index.kv_heads + head;
     int32_t* list = rows.lists + number * rows.lists_stride;
     // Tokens of the list, less the rest of the tail page where it is in.
-    const int attended = k < 0 ? n : sink + k + window, size = rows.unit(index.page_size);
+    const int attended = sink + k + window, size = rows.unit(index.page_size);
     const bool tail = attended == n || (window > 0 && attended > 0);
     rows.lengths[number] = attended * size - (tail ? n * size - rows.seq_lens[row] : 0);
     // Numbers of pages, where the cache is seen as [pages * kv_heads] single-head ones, or of tokens.
@@ -132,7 +132,7 @@ struct Planner {
                     ? (block[j >> shift] * index.kv_heads + head) << shift | (j & last)
                     : block[j] * index.kv_heads + head;
     };
-    if (attended == n && (k < 0 || rows.kept)) {
+    if (attended == n && rows.mode[row] != Mode::kSelect) {
       for (int j = 0; j < n; ++j) append(j);
       return;
     }
@@ -140,7 +140,7 @@ struct Planner {
     if (k > 0) {
       const int64_t unit = int64_t(rows.seats[row]) * index.kv_heads + head;
       int32_t* kept = chooser.selected + unit * chooser.max_selected;
-      if (rows.kept) {
+      if (rows.mode[row] == Mode::kGiven) {
         for (int i = 0; i < k; ++i) append(kept[i]);
       } else {
         select_anew(row, head, k, attended == n, scores, stride, masses, chunks, kept, append);
@@ -264,7 +264,7 @@ static void plan_decode_of(const DecodePlan& p) {
 #pragma omp for schedule(dynamic, 1)
     for (int task = 0; task < count * chunks; ++task) {
       const int at = task / chunks, row = first + at, begin = task % chunks * chunk;
-      if (rows.select[row] <= 0 || begin >= planner.entries(row)) continue;
+      if (!rows.scores(row) || begin >= planner.entries(row)) continue;
       planner.score_task(row, begin, scores + at * heads * unit_stride, unit_stride, stride,
                          masses + int64_t(at) * heads * group * chunks + task % chunks, chunks);
     }

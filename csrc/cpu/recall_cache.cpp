@@ -188,7 +188,7 @@ void RecallCache::resolve(const DecodeRows& rows) {
     waited_ns_ += now_ns() - start;
   }
   for (int r = 0; r < rows.rows; ++r) {
-    if (rows.select[r] < 0) continue;
+    if (rows.mode[r] == Mode::kWhole) continue;
     std::vector<int32_t>& pinned = pinned_by_[rows.seats[r]];
     for (int head = 0; head < config_.kv_heads; ++head) {
       const int32_t* first =
@@ -212,6 +212,7 @@ void RecallCache::prefetch(const DecodeRows& rows, const Chooser& chooser) {
   ahead_.clear();
   bool room = true;
   for (int r = 0; r < rows.rows; ++r) {
+    if (rows.mode[r] != Mode::kSelect) continue;  // nothing has been selected for a next step
     const int32_t* block = rows.block_table + r * rows.block_table_stride;
     int64_t recalled = 0;
     for (int head = 0; head < config_.kv_heads; ++head) {

@@ -156,7 +156,7 @@ void TokenRecall::recall(const DecodeRows& rows) {
   join();
   std::fill(seen_.begin(), seen_.end(), 0);
   for (int r = 0; r < rows.rows; ++r) {
-    if (rows.select[r] < 0)
+    if (rows.mode[r] == Mode::kWhole)
       throw std::invalid_argument(at_row(r, "attends to the whole context, which is not recalled"));
     if (seen_[rows.seats[r]]++)
       throw std::invalid_argument(at_row(r, "another one has its seat"));

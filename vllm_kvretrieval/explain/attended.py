@@ -9,7 +9,7 @@ import torch
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.prompts import Heads, kept_prompts
 from vllm_kvretrieval.explain.attention import LayerAttention
-from vllm_kvretrieval.kernels import Chooser, DecodeRows, IndexStore, Selection, reference
+from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, IndexStore, Selection, reference
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.keeping import Keeping, entropy_shares
 from vllm_kvretrieval.retrieval.shares import ENTROPY_BOUNDS, Shares, allot
@@ -168,18 +168,17 @@ def _plan(
     (sink, select, window), most = parts, int(counts.max())
     chooser = _chooser(config, layer, counts)
     pages, width = chooser.store.pages, sink + most + window
-    rows = DecodeRows(
-        block_table=torch.arange(pages, dtype=torch.int32)[None],
-        seq_lens=torch.tensor([tokens], dtype=torch.int32),
-        seats=torch.zeros(1, dtype=torch.int32),
-        sink=torch.tensor([sink], dtype=torch.int32),
-        window=torch.tensor([window], dtype=torch.int32),
-        select=torch.tensor([select], dtype=torch.int32),
-        threshold=torch.ones(1),
-        fresh=torch.ones(1, dtype=torch.uint8),
+    rows = DecodeRows.selecting(
+        Contexts(
+            torch.arange(pages, dtype=torch.int32)[None],
+            torch.tensor([tokens], dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int32),
+        ),
+        torch.zeros(layer.kv_heads, width, dtype=torch.int32),
+        sink=sink,
+        window=window,
+        select=select,
         corrected=torch.zeros(1, dtype=torch.int64),
-        lists=torch.zeros(layer.kv_heads, width, dtype=torch.int32),
-        lengths=torch.zeros(layer.kv_heads, dtype=torch.int32),
         per_token=method.per_token,
     )
     reference.plan_decode(layer.queries[:, -1][None], rows, chooser)

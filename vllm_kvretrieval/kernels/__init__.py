@@ -8,27 +8,27 @@ implementation offers the functions of :class:`Ops`. The ops of a cache in two t
 """
 
 from vllm_kvretrieval.kernels.kept import KeptTokens
+from vllm_kvretrieval.kernels.rows import Contexts, DecodeRows, Mode, PromptLists, TokenLists
 from vllm_kvretrieval.kernels.tokens import TokenRecall
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
-    DecodeRows,
     IndexStore,
     Merge,
     Ops,
-    PromptLists,
     RecallCache,
     Selection,
-    TokenLists,
 )
 
 __all__ = [
     "Chooser",
     "ContextSelector",
+    "Contexts",
     "DecodeRows",
     "IndexStore",
     "KeptTokens",
     "Merge",
+    "Mode",
     "Ops",
     "PromptLists",
     "RecallCache",

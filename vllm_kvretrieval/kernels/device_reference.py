@@ -6,7 +6,8 @@ import torch
 
 from vllm_kvretrieval.kernels import reference
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
-from vllm_kvretrieval.kernels.types import Chooser, DecodeRows, IndexStore
+from vllm_kvretrieval.kernels.rows import DecodeRows, Mode
+from vllm_kvretrieval.kernels.types import Chooser, IndexStore
 
 
 def prepare_rows(
@@ -87,9 +88,10 @@ def _step(
         block_table=rows.block_table[own],
         seq_lens=lengths,
         seats=seats,
-        sink=sink,
-        window=window,
-        select=torch.where(whole, -1, select),
+        sink=torch.where(whole, 0, sink),
+        window=torch.where(whole, 0, window),
+        mode=torch.where(whole, int(Mode.WHOLE), int(Mode.SELECT)).to(torch.uint8),
+        select=torch.where(whole, 0, select),
         threshold=options[:, Column.THRESHOLD].contiguous().view(torch.float32),
         fresh=((rows.fresh[own] != 0) | was_whole).to(torch.uint8),
         corrected=requests.corrected,

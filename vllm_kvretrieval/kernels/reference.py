@@ -7,15 +7,13 @@ from itertools import pairwise
 import torch
 
 from vllm_kvretrieval.kernels.kept import KeptTokens
+from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, PromptLists, TokenLists
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
-    DecodeRows,
     IndexStore,
     Merge,
-    PromptLists,
     Selection,
-    TokenLists,
 )
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.index import Field, Index, pack, unpack
@@ -115,41 +113,34 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
     """See :meth:`vllm_kvretrieval.kernels.types.Ops.plan_decode`."""
     store, selection = chooser.store, chooser.selection
     for r in range(len(rows)):
-        seat = int(rows.seats[r])
         length, size = int(rows.seq_lens[r]), store.page_size
         pages = rows.block_table[r, : -(-length // size)].long()
         entries = (pages[:, None] * store.parts + torch.arange(store.parts)).flatten()
         entries = entries[: entry_count(length, store)]
         count = length if rows.per_token else len(pages)  # of units of selection
         sink, window = int(rows.sink[r]), int(rows.window[r])
+        mode, seat = Mode(int(rows.mode[r])), int(rows.seats[r])
         grouped = query[r].view(store.kv_heads, chooser.group, store.head_size)
         previous = selection.query[seat].view_as(grouped)
         for head in range(store.kv_heads):
             select = selected(rows, r, head, count, selection)
-            if select < 0:
-                attended = torch.arange(count)
-            else:
-                chosen = torch.empty(0, dtype=torch.int64)
-                if rows.kept and sink + select + window == count:
-                    chosen = torch.arange(sink, sink + select)
-                elif select > 0 and rows.kept:
-                    chosen = selection.chosen[seat, head, :select].long()
-                elif select > 0:
-                    best = select_units(
-                        grouped[head].float(), entries, head, chooser, (sink, count - window),
-                        select, rows.per_token,
-                    )  # fmt: skip
-                    corrected = bool(rows.fresh[r]) or _turned(
-                        grouped[head], previous[head], float(rows.threshold[r])
-                    )
-                    kept = selection.chosen[seat, head, :select]
-                    everything = sink + select + window == count
-                    chosen = best if corrected or everything else kept.long()
-                    rows.corrected[seat] += corrected
-                    kept.copy_(best)
-                attended = torch.cat(
-                    [torch.arange(sink), chosen, torch.arange(count - window, count)]
+            chosen = torch.arange(sink, sink + select)
+            everything = sink + select + window == count
+            if mode is Mode.SELECT and select > 0:
+                best = select_units(
+                    grouped[head].float(), entries, head, chooser, (sink, count - window),
+                    select, rows.per_token,
+                )  # fmt: skip
+                corrected = bool(rows.fresh[r]) or _turned(
+                    grouped[head], previous[head], float(rows.threshold[r])
                 )
+                former = selection.chosen[seat, head, :select]
+                chosen = best if corrected or everything else former.long()
+                rows.corrected[seat] += corrected
+                former.copy_(best)
+            elif mode is Mode.GIVEN and not everything:
+                chosen = selection.chosen[seat, head, :select].long()
+            attended = torch.cat([torch.arange(sink), chosen, torch.arange(count - window, count)])
             page, offset = (attended // size, attended % size) if rows.per_token else (attended, 0)
             numbers = pages[page] * store.kv_heads + head
             listed = rows.lists[r * store.kv_heads + head]
@@ -158,16 +149,19 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
             if not rows.per_token and attended[-1:].eq(count - 1).any():
                 tokens -= len(pages) * size - length  # the tail page's rest
             rows.lengths[r * store.kv_heads + head] = tokens
-            if select > 0 and not rows.kept:
+            if select > 0 and mode is Mode.SELECT:
                 previous[head] = grouped[head]
 
 
 def selected(rows: DecodeRows, r: int, head: int, units: int, selection: Selection) -> int:
-    """How many units a KV head selects of so many in the context; negative: it attends to all."""
-    select = int(rows.select[r])
-    if select <= 0 or selection.counts is None:
+    """How many units between sink and window a KV head attends to, of so many in the context."""
+    mode, select = Mode(int(rows.mode[r])), int(rows.select[r])
+    if mode is Mode.SELECT and (select == 0 or selection.counts is None):
         return select
     between = units - int(rows.sink[r]) - int(rows.window[r])
+    if mode is Mode.WHOLE:
+        return between
+    assert selection.counts is not None, "what is given is counted"
     return min(int(selection.counts[rows.seats[r], head]), between)
 
 
@@ -614,7 +608,7 @@ class RecallCache:
             for head, units in enumerate(per_head):
                 entry = rows.lists[r * self.kv_heads + head]
                 entry[: len(units)] = torch.tensor([self._slot_of[unit] for unit in units])
-                if rows.select[r] >= 0:
+                if rows.mode[r] != Mode.WHOLE:
                     pinned += units[:sink] + units[len(units) - window :]
             for unit in pinned:
                 self._unpinned.pop(unit, None)
@@ -623,9 +617,11 @@ class RecallCache:
         """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.prefetch`."""
         room = True
         for r, request in enumerate(rows.seats.tolist()):
+            if rows.mode[r] != Mode.SELECT:
+                continue
             pages = -(-int(rows.seq_lens[r]) // self.page_size)
             for head in range(self.kv_heads):
-                count = max(0, selected(rows, r, head, pages, chooser.selection))
+                count = selected(rows, r, head, pages, chooser.selection)
                 chosen = chooser.selection.chosen[request, head, :count]
                 for page in rows.block_table[r, chosen.long()].tolist():
                     unit = page * self.kv_heads + head

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from vllm_kvretrieval.kernels.types import DecodeRows
+from vllm_kvretrieval.kernels.rows import DecodeRows
 
 
 class TokenRecall(Protocol):

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvretrieval.kernels.types import DecodeRows
+from vllm_kvretrieval.kernels.rows import DecodeRows
 
 
 class TokenRecall:

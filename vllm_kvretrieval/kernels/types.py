@@ -1,4 +1,4 @@
-"""What the ops take: the rows of a decode step, what a layer keeps, and the ops' signatures."""
+"""What the ops take beside rows: what a layer keeps; and the ops' signatures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,108 +7,11 @@ from typing import Any, Protocol
 import torch
 
 from vllm_kvretrieval.kernels.kept import KeptTokens
+from vllm_kvretrieval.kernels.rows import DecodeRows, PromptLists, TokenLists
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.keeping import Keeping
 from vllm_kvretrieval.retrieval.pooling import Pooling
-
-
-@dataclass
-class DecodeRows:
-    """The requests of a step that decode one token each, in batch order; the same for all layers.
-
-    ``R`` rows, ``S`` seats (entries of the per-request state). All tensors are contiguous in
-    their last dimension.
-
-    Attributes:
-        block_table: int32 [R, >= pages]; page ids in context order.
-        seq_lens: int32 [R]; tokens in the context, the new one included.
-        seats: int32 [R]; each request's entry in the per-request state.
-        sink, window: int32 [R]; units of selection always attended to: pages, or tokens. Of pages,
-            the window's last one is the tail page, which may be partly filled.
-        select: int32 [R]; units chosen by score, per KV head on average: where a layer's
-            :attr:`Selection.counts` say how many of them each head chooses, these count. 0: none,
-            sink and window only. Negative: attend to the whole context. Where it is not negative,
-            the context has at least as many units as sink, window and selection together.
-        threshold: float32 [R]; correction threshold tau.
-        fresh: uint8 [R]; 1 where the previous step was no sparse decode step of this request.
-        corrected: int64 [S]; incremented for every KV head corrected.
-        lists: int32 [R * kv_heads, width], written: per (row, KV head) what to attend to in context
-            order, as :class:`TokenLists` numbers it: pages as ``page_id * kv_heads + kv_head``,
-            tokens as that times ``page_size``, plus their place in the page.
-        lengths: int32 [R * kv_heads], written: how many tokens these are.
-        per_token: Whether units of selection are single tokens; else they are pages.
-        kept: Whether :attr:`Selection.chosen` already holds what is selected, which stays as it is;
-            not of heads that select all there is between sink and window, and need no room there.
-        handle: The implementation's own view of these tensors, made on first use.
-    """
-
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    seats: torch.Tensor
-    sink: torch.Tensor
-    window: torch.Tensor
-    select: torch.Tensor
-    threshold: torch.Tensor
-    fresh: torch.Tensor
-    corrected: torch.Tensor
-    lists: torch.Tensor
-    lengths: torch.Tensor
-    per_token: bool = False
-    kept: bool = False
-    handle: Any = None
-
-    def __len__(self) -> int:
-        return self.seq_lens.shape[0]
-
-
-@dataclass
-class TokenLists:
-    """What rows of one token each attend to.
-
-    A *unit* is the part of a page that belongs to a KV head. Its tokens are numbered ``unit *
-    page_size + offset``.
-
-    Attributes:
-        entries: int32 [>= R * kv_heads, W]; per (row, KV head) the numbers of tokens, or of
-            stretches of ``run`` of them: with ``run = page_size`` units. Not ``per_head``:
-            [>= R, W], pages.
-        lengths: int32 [R * kv_heads]; tokens to attend to, one at least. The last stretch may have
-            fewer than ``run``.
-        run: Tokens per entry, a power of two.
-        kv_heads: KV heads of the layer.
-        per_head: Whether every KV head has a list of its own. Otherwise the KV heads of a row share
-            a list of pages, and ``run`` is ``page_size``.
-    """
-
-    entries: torch.Tensor
-    lengths: torch.Tensor
-    run: int
-    kv_heads: int
-    per_head: bool = True
-
-
-@dataclass
-class PromptLists:
-    """What the queries of prompts attend to.
-
-    A query sees the first tokens of its sequence's list, and the next query one token more.
-
-    Attributes:
-        entries: int32; the pages of each list, in order: [>= S, W] where all KV heads of a sequence
-            share a list, which is a block table; or, ``per_head``, *units* (``page * kv_heads +
-            head``), [>= S * kv_heads, W].
-        starts: int32 [S + 1]; the first query of each sequence, and the end of the last.
-        seen: int32 [S]; tokens of the list that the sequence's first query sees, one at least.
-        kv_heads: KV heads of the layer.
-        per_head: Whether every KV head has a list of its own.
-    """
-
-    entries: torch.Tensor
-    starts: torch.Tensor
-    seen: torch.Tensor
-    kv_heads: int
-    per_head: bool = False
 
 
 @dataclass
@@ -318,9 +221,9 @@ class Ops(Protocol):
         between sink and window attends to all of that. With ``rerank``, so many times
         ``select`` are scored again by their keys, and the best of these selected. Ties go to the
         earlier unit; scores that underflow do not tie, but keep the order of their logarithms.
-        Of rows that are ``kept`` nothing is scored, compared or remembered: each head attends to
-        what the selection holds, or to everything where its count leaves nothing out. Bytes moved:
-        the records of the context.
+        Of rows of other modes nothing is scored, compared or remembered. Where a selection is
+        given, each head attends to what it holds, or to everything where its count leaves nothing
+        out. Bytes moved: the records of the context.
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided.
@@ -328,12 +231,12 @@ class Ops(Protocol):
             chooser: Its selection is written, at the rows' seats.
 
         Raises:
-            ValueError: A row does not fit: more units to select (or less than none, by the
-                selection's counts) than the selection holds, or, where it is ``kept``, others than
-                the context has; more to attend to than the context or ``lists`` has, or pages in
-                the context than in
-                ``block_table``; a seat outside the selection or ``corrected``; a negative sink or
-                window; units to select by no index, tokens by one that scores entries only or with
+            ValueError: A row does not fit: more units to select (or less than none) than the
+                selection holds, or given ones that the context has not; a given selection without
+                counts; more to attend to than the context or ``lists`` has, or pages in the context
+                than in ``block_table``; a seat outside the selection or ``corrected``; a negative
+                sink or window; units to select by no index, tokens by one that scores entries only
+                or with
                 ``rerank``, or beside a window without the tail page or all of an unfinished entry;
                 or tokens that 31 bits do not number. Or ``query`` is not
                 of the layer's shape and dtype. Nothing is written then.

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.attention.cpu.division import Division, Divisor
-from vllm_kvretrieval.kernels import Chooser, DecodeRows, PromptLists, Selection
+from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, PromptLists, Selection
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.config import RetrievalConfig
@@ -86,18 +86,14 @@ class BlockPlanner(Divisor):
         attended = (sink + select + window - pages) * self.page_size + ends
         width = int((sink + select + window).max())
         count = len(ends)
-        rows = DecodeRows(
-            block_table=block_table[torch.from_numpy(division.request)],
-            seq_lens=_int32(ends),
-            seats=torch.arange(count, dtype=torch.int32),
+        tables = block_table[torch.from_numpy(division.request)]
+        rows = DecodeRows.selecting(
+            Contexts(tables, _int32(ends), torch.arange(count, dtype=torch.int32)),
+            torch.empty(count * self.kv_heads, width, dtype=torch.int32),
             sink=_int32(sink),
             window=_int32(window),
             select=_int32(select),
-            threshold=torch.ones(count),
-            fresh=torch.ones(count, dtype=torch.uint8),
             corrected=torch.zeros(count, dtype=torch.int64),
-            lists=torch.empty(count * self.kv_heads, width, dtype=torch.int32),
-            lengths=torch.empty(count * self.kv_heads, dtype=torch.int32),
         )
         starts = np.concatenate([[0], new.cumsum()])
         # The last query of each of as many equal parts; a short block takes some more than once.

@@ -8,7 +8,7 @@ import torch
 
 from vllm_kvretrieval.attention.cpu.division import Division, Divisor
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, PrefillStaging
-from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, TokenLists
+from vllm_kvretrieval.kernels import Contexts, ContextSelector, DecodeRows, TokenLists
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 
 if TYPE_CHECKING:
@@ -100,18 +100,16 @@ class ChunkPlanner(Divisor):
     ) -> DecodeRows:
         count, sparse = len(lens), chunks.sparse
         sink, select = sparse * self.sink, sparse * self.select
-        return DecodeRows(
-            block_table=table[torch.from_numpy(chunks.request)],
-            seq_lens=_int32(chunks.ends),
-            seats=torch.arange(seat, seat + count, dtype=torch.int32),
+        seats = torch.arange(seat, seat + count, dtype=torch.int32)
+        context = table[torch.from_numpy(chunks.request)]
+        return DecodeRows.selecting(
+            Contexts(context, _int32(chunks.ends), seats),
+            torch.empty(count * kv_heads, int(lens.max()), dtype=torch.int32),
+            lengths=_int32(lens.repeat(kv_heads)),
             sink=_int32(sink),
             window=_int32(lens - sink - select),
             select=_int32(select),
-            threshold=torch.ones(count),
-            fresh=torch.ones(count, dtype=torch.uint8),
             corrected=torch.zeros(seat + count, dtype=torch.int64),
-            lists=torch.empty(count * kv_heads, int(lens.max()), dtype=torch.int32),
-            lengths=_int32(lens.repeat(kv_heads)),
             per_token=True,
         )
 

@@ -31,7 +31,7 @@ from vllm_kvretrieval.attention.cpu.plans import (
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import DecodeRows, PromptLists, TokenLists
+from vllm_kvretrieval.kernels import Contexts, DecodeRows, PromptLists, TokenLists
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 from vllm_kvretrieval.tiers.fast import FastTier
 from vllm_kvretrieval.tiers.home import page_runs
@@ -39,10 +39,6 @@ from vllm_kvretrieval.tiers.home import page_runs
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.prompts import KeptPrompts
     from vllm_kvretrieval.engine.requests import RequestTable
-
-
-_WRITTEN = ("lists", "lengths")
-"""Of rows, what planning them writes."""
 
 
 class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -447,20 +443,9 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         """Rows that attend to whole contexts, of which slots hold as much as any budget allows."""
         assert self.requests is not None
         rows, heads, index = len(seats), self.num_kv_heads, torch.from_numpy(places)
-        seq_lens = dense.seq_lens[index]
-        nothing = torch.zeros(rows, dtype=torch.int32)
-        decode_rows = DecodeRows(
-            block_table=dense.block_table[index],
-            seq_lens=seq_lens,
-            seats=torch.from_numpy(seats),
-            sink=nothing,
-            window=nothing,
-            select=nothing - 1,
-            threshold=nothing.float(),
-            fresh=nothing.to(torch.uint8),
-            corrected=self.requests.corrected,
-            lists=self.lists[: rows * heads],
-            lengths=self.lengths[: rows * heads],
+        context = Contexts(dense.block_table[index], dense.seq_lens[index], torch.from_numpy(seats))
+        decode_rows = DecodeRows.whole(
+            context, self.lists[: rows * heads], lengths=self.lengths[: rows * heads]
         )
         lists = TokenLists(decode_rows.lists, decode_rows.lengths, self.block_size, heads)
         return DecodePlan(0, decode_rows, index, lists, None)
@@ -487,26 +472,27 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         batch = self.requests.select(seats)
         per_token, shares = self.per_token[method], self.shares[method]
         units = self.block_size if per_token else 1  # of selection, in a page
-        decode_rows = DecodeRows(
-            block_table=block_table,
-            seq_lens=seq_lens,
-            seats=torch.from_numpy(seats),
-            sink=torch.from_numpy(batch.sink_pages * units),
-            window=torch.from_numpy(batch.window_pages * units),
-            select=torch.from_numpy(batch.select_pages * units),
-            threshold=torch.from_numpy(batch.threshold),
-            fresh=torch.from_numpy(fresh.astype(np.uint8)),
-            corrected=self.requests.corrected,
-            lists=(self.shared_lists if shares else self.lists)[: rows * heads],
-            lengths=(self.shared_lengths if shares else self.lengths)[: rows * heads],
-            per_token=per_token,
-        )
+        context = Contexts(block_table, seq_lens, torch.from_numpy(seats))
+        sink, window = (torch.from_numpy(p) for p in (batch.sink_pages, batch.window_pages))
+        new = torch.from_numpy(fresh.astype(np.uint8))
         if self.by_head[method]:
             # What heads attend to is known: it is no selection, and may be everything.
             pages = -(-int(lens.max()) // self.block_size)
-            decode_rows.lists = torch.empty(rows * heads, pages, dtype=torch.int32)
-            decode_rows.select = torch.ones(rows, dtype=torch.int32)
-            decode_rows.kept = True
+            lists_of = torch.empty(rows * heads, pages, dtype=torch.int32)
+            decode_rows = DecodeRows.given(context, lists_of, sink=sink, window=window, fresh=new)
+        else:
+            decode_rows = DecodeRows.selecting(
+                context,
+                (self.shared_lists if shares else self.lists)[: rows * heads],
+                lengths=(self.shared_lengths if shares else self.lengths)[: rows * heads],
+                sink=sink * units,
+                window=window * units,
+                select=torch.from_numpy(batch.select_pages * units),
+                threshold=torch.from_numpy(batch.threshold),
+                fresh=new,
+                corrected=self.requests.corrected,
+                per_token=per_token,
+            )
         # Recalled from a slow home are tokens one by one, whoever selects them.
         run = 1 if self.rows and self.home_page_bytes else self.block_size // units
         lists = TokenLists(decode_rows.lists, decode_rows.lengths, run, heads)
@@ -538,29 +524,30 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             kept.settle(int(seats[row]), method)
         window = kept.step(seats, method, seq_lens.numpy())
         most = min(self.requests.room.most_chosen() + int(window.max()), int(seq_lens.max()))
-        lengths = torch.empty(rows * heads, dtype=torch.int32)
-        nothing = torch.zeros(rows, dtype=torch.int32)
-        decode_rows = DecodeRows(
-            block_table=block_table,
-            seq_lens=seq_lens,
-            seats=torch.from_numpy(seats),
-            sink=nothing,
-            window=torch.from_numpy(window.astype(np.int32)),
-            select=nothing + 1,  # what each head keeps counts
-            threshold=nothing.float(),
+        context = Contexts(block_table, seq_lens, torch.from_numpy(seats))
+        beside = torch.from_numpy(window.astype(np.int32))
+        room = torch.empty(rows * heads, most, dtype=torch.int32)
+        decode_rows = DecodeRows.given(
+            context,
+            room,
+            sink=0,
+            window=beside,
             fresh=torch.from_numpy(fresh.astype(np.uint8)),
-            corrected=self.requests.corrected,
-            lists=torch.empty(rows * heads, most, dtype=torch.int32),
-            lengths=lengths,
             per_token=True,
-            kept=True,
         )
-        lists = TokenLists(decode_rows.lists, lengths, 1, heads)
+        lists = TokenLists(decode_rows.lists, decode_rows.lengths, 1, heads)
         index_of_seats = torch.from_numpy(seats).long()
         drops, tail = kept.methods[method].schedule.drops, None
         if self.home_page_bytes and not drops:
-            apart = {name: torch.empty_like(getattr(decode_rows, name)) for name in _WRITTEN}
-            tail = replace(decode_rows, select=nothing, handle=None, **apart)
+            tail = DecodeRows.selecting(
+                context,
+                torch.empty_like(room),
+                sink=0,
+                window=beside,
+                select=0,
+                corrected=self.requests.corrected,
+                per_token=True,
+            )
         keeps = KeptRows(kept.rules[method], drops, index_of_seats, new, tail)
         return DecodePlan(method, decode_rows, index, lists, None, kept=keeps)
 

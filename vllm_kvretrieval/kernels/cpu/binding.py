@@ -3,7 +3,8 @@
 import torch
 
 from vllm_kvretrieval import _cpu
-from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, DecodeRows, IndexStore
+from vllm_kvretrieval.kernels.rows import DecodeRows
+from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexStore
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
 
@@ -31,6 +32,7 @@ PER_ROW = {
     "seats": torch.int32,
     "sink": torch.int32,
     "window": torch.int32,
+    "mode": torch.uint8,
     "select": torch.int32,
     "threshold": torch.float32,
     "fresh": torch.uint8,
@@ -57,26 +59,27 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
     if rows.lengths.dim() != 1:
         raise ValueError(f"lengths must have one dimension, got {tuple(rows.lengths.shape)}")
     return _cpu.DecodeRows(
-        count,
-        rows.block_table.data_ptr(),
-        rows.block_table.shape[1],
-        rows.block_table.stride(0),
-        rows.seq_lens.data_ptr(),
-        rows.seats.data_ptr(),
-        rows.sink.data_ptr(),
-        rows.window.data_ptr(),
-        rows.select.data_ptr(),
-        rows.threshold.data_ptr(),
-        rows.fresh.data_ptr(),
-        rows.corrected.data_ptr(),
-        rows.corrected.shape[0],
-        rows.lists.data_ptr(),
-        *rows.lists.shape,
-        rows.lists.stride(0),
-        rows.lengths.data_ptr(),
-        len(rows.lengths),
-        rows.per_token,
-        rows.kept,
+        rows=count,
+        block_table=rows.block_table.data_ptr(),
+        block_table_width=rows.block_table.shape[1],
+        block_table_stride=rows.block_table.stride(0),
+        seq_lens=rows.seq_lens.data_ptr(),
+        seats=rows.seats.data_ptr(),
+        sink=rows.sink.data_ptr(),
+        window=rows.window.data_ptr(),
+        mode=rows.mode.data_ptr(),
+        select=rows.select.data_ptr(),
+        threshold=rows.threshold.data_ptr(),
+        fresh=rows.fresh.data_ptr(),
+        corrected=rows.corrected.data_ptr(),
+        corrected_seats=rows.corrected.shape[0],
+        lists=rows.lists.data_ptr(),
+        lists_rows=rows.lists.shape[0],
+        lists_width=rows.lists.shape[1],
+        lists_stride=rows.lists.stride(0),
+        lengths=rows.lengths.data_ptr(),
+        lengths_size=len(rows.lengths),
+        per_token=rows.per_token,
     )
 
 
@@ -123,20 +126,20 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
     if not store.records.is_contiguous():
         raise ValueError(f"records must be contiguous, their strides are {store.records.stride()}")
     return _cpu.Index(
-        NONE if index is None else KINDS.get(index.name, OUTSIDE),
-        DTYPES[store.dtype],
-        store.dtype,
-        store.kv_heads,
-        size,
-        store.page_size,
-        store.entry_tokens,
-        index.directions(size) if isinstance(index, LowRank) else 0,
-        index.spread if isinstance(index, MeanStd) else 0.0,
-        store.records.data_ptr(),
-        len(store.records),
-        width,
-        0 if cache is None else cache.data_ptr(),
-        LAYOUTS.get(store.layout, 0),
+        kind=NONE if index is None else KINDS.get(index.name, OUTSIDE),
+        dtype=DTYPES[store.dtype],
+        torch_dtype=store.dtype,
+        kv_heads=store.kv_heads,
+        head_size=size,
+        page_size=store.page_size,
+        entry_tokens=store.entry_tokens,
+        rank=index.directions(size) if isinstance(index, LowRank) else 0,
+        spread=index.spread if isinstance(index, MeanStd) else 0.0,
+        records=store.records.data_ptr(),
+        entries=len(store.records),
+        record_bytes=width,
+        cache=0 if cache is None else cache.data_ptr(),
+        layout=LAYOUTS.get(store.layout, 0),
     )
 
 
@@ -172,17 +175,17 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
     if chooser.rerank and store.cache is None:
         raise ValueError("candidates are scored by the keys in the cache, and there is none")
     return _cpu.Chooser(
-        index,
-        int(chooser.pooling),
-        chooser.group,
-        chooser.scale,
-        chooser.rerank,
-        selection.query.data_ptr(),
-        selection.chosen.data_ptr(),
-        seats,
-        selection.chosen.shape[2],
-        0 if counts is None else counts.data_ptr(),
-        0 if counts is None else counts.stride(0),
+        index=index,
+        pooling=int(chooser.pooling),
+        group=chooser.group,
+        scale=chooser.scale,
+        rerank=chooser.rerank,
+        prev_query=selection.query.data_ptr(),
+        selected=selection.chosen.data_ptr(),
+        seats=seats,
+        max_selected=selection.chosen.shape[2],
+        counts=0 if counts is None else counts.data_ptr(),
+        count_stride=0 if counts is None else counts.stride(0),
     )
 
 
@@ -198,8 +201,14 @@ def selector_handle(selector: ContextSelector) -> "_cpu.ContextSelector":
         )
     if chosen.dtype != torch.int32 or chosen.dim() != 2 or not chosen.is_contiguous():
         raise ValueError(f"chosen must be int32 [seats, tokens], contiguous; got {chosen.dtype}")
+    seats, most = chosen.shape
     selector.handle = _cpu.ContextSelector(
-        store_handle(store), selector.group, selector.scale, chosen.data_ptr(), *chosen.shape
+        index=store_handle(store),
+        group=selector.group,
+        scale=selector.scale,
+        selected=chosen.data_ptr(),
+        seats=seats,
+        max_selected=most,
     )
     return selector.handle
 

@@ -19,14 +19,12 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     vectors,
 )
 from vllm_kvretrieval.kernels.kept import KeptTokens
+from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, PromptLists, TokenLists
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
-    DecodeRows,
     IndexStore,
     Merge,
-    PromptLists,
-    TokenLists,
 )
 from vllm_kvretrieval.retrieval.index import Index, pack, unpack
 from vllm_kvretrieval.retrieval.keeping import RATINGS, STAMPED, Keeping
@@ -206,7 +204,7 @@ def _scores(index: Index, query: torch.Tensor, rows: DecodeRows, chooser: Choose
     each = store.entry_tokens if rows.per_token else 1
     scores = torch.zeros(len(rows), store.kv_heads, chooser.group, max(counts) * each)
     fields = index.fields(store.head_size, store.entry_tokens)
-    selecting = (rows.select > 0).tolist()
+    selecting = ((rows.mode == Mode.SELECT) & (rows.select > 0)).tolist()
     for r in range(len(rows)):
         if not selecting[r]:
             continue
@@ -497,23 +495,26 @@ def drop_tokens(weights: torch.Tensor, rows: DecodeRows, kept: KeptTokens, rule:
             f"weights must be contiguous, sets of heads for each of {len(rows)} rows, got "
             f"{tuple(weights.shape)}"
         )
+    _, sets, heads_per_set, weight_stride = weights.shape
     _cpu.drop_tokens(
-        rows_handle(rows),
-        kv_heads,
-        weights.data_ptr(),
-        *weights.shape[1:],
-        kept.chosen.data_ptr(),
-        kept.ratings.data_ptr(),
-        seats,
-        most,
-        kept.counts.data_ptr(),
-        kept.counts.stride(0),
-        kept.budgets.data_ptr(),
-        kept.budgets.stride(0),
-        rule.sink,
-        rule.recent,
-        rule.recent_share,
-        rule.page,
-        RATINGS.index(rule.rating),
-        STAMPED,
+        rows=rows_handle(rows),
+        kv_heads=kv_heads,
+        weights=weights.data_ptr(),
+        sets=sets,
+        heads_per_set=heads_per_set,
+        weight_stride=weight_stride,
+        chosen=kept.chosen.data_ptr(),
+        ratings=kept.ratings.data_ptr(),
+        seats=seats,
+        most=most,
+        counts=kept.counts.data_ptr(),
+        count_stride=kept.counts.stride(0),
+        budgets=kept.budgets.data_ptr(),
+        budget_stride=kept.budgets.stride(0),
+        sink=rule.sink,
+        recent=rule.recent,
+        recent_share=rule.recent_share,
+        page=rule.page,
+        rating=RATINGS.index(rule.rating),
+        stamped=STAMPED,
     )

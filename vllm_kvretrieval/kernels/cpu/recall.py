@@ -11,7 +11,8 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     rows_handle,
     tokens,
 )
-from vllm_kvretrieval.kernels.types import Chooser, DecodeRows
+from vllm_kvretrieval.kernels.rows import DecodeRows
+from vllm_kvretrieval.kernels.types import Chooser
 from vllm_kvretrieval.retrieval.codec import Codec
 
 
