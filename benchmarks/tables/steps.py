@@ -41,7 +41,7 @@ def steps(results: Results, options: Options) -> str:
 
 
 def methods(results: Results, options: Options) -> str:
-    """Decode steps of several methods at one ``context``: a row for each file."""
+    """Decode steps of several methods at one ``context``: a row for each method of a file."""
     context = int(options["context"])
     batches = [int(batch) for batch in listed(options, "batches")]
     header = ["method"]
@@ -50,15 +50,15 @@ def methods(results: Results, options: Options) -> str:
     rows = []
     for store in results.values():
         cells = _by_size(store)
-        name = _methods(cells)[0]
-        row = [name]
-        for batch in batches:
-            cell = cells.get((batch, context))
-            if cell is None:
-                row += [""] * 3
-            else:
-                row += [_stock_ms(cell), *_figures(cell, name, with_range=False)]
-        rows.append(row)
+        for name in _methods(cells):
+            row = [name]
+            for batch in batches:
+                cell = cells.get((batch, context))
+                if cell is None:
+                    row += [""] * 3
+                else:
+                    row += [_stock_ms(cell), *_figures(cell, name, with_range=False)]
+            rows.append(row)
     return markdown(header, rows)
 
 
