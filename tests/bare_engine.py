@@ -387,8 +387,7 @@ class BareEngine:
         self._arrived = [name for name in self._arrived if name not in scheduled]
         with self._vllm():
             self.worker.execute_model(output)
-            for recall in self.worker._recalls:
-                assert recall.check() == ""
+            assert self.worker.storage.check() == ""
         for request in [r for r in self.running if r.name in scheduled]:
             request.computed += scheduled[request.name]
             if request.done:

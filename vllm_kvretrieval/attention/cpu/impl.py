@@ -1,5 +1,7 @@
 """Attention of one layer."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,11 +31,9 @@ from vllm_kvretrieval.kernels import (
     Ops,
     PromptLists,
     TokenLists,
-    TokenRecall,
 )
 from vllm_kvretrieval.kernels.cpu import ROWS
-from vllm_kvretrieval.tiers.layer import SlowLayer
-from vllm_kvretrieval.tiers.tokens import TokenSlots
+from vllm_kvretrieval.storage import IN_PLACE, LayerStorage, Part, Ready
 
 
 class RetrievalAttentionImpl(CPUAttentionBackendImpl):
@@ -48,7 +48,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             it (one that follows); None: it selects for itself.
         prefill_selector: The same for chunks of prompts; None: prefill is exact.
         keeper: What keeps tokens for methods that drop the others; None: no method does.
-        recall: Of a filter layer: what recalls for those that follow it, from a slow home.
+        storage: Where the layer's KV is.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,13 +61,10 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self.prefill_selector: ContextSelector | None = None
         self.latest: LatestQueries | None = None
         self.merge: Merge | None = None
-        self.recall: TokenRecall | None = None
         self.keeper: Keeper | None = None
         self.kernels: Ops
         self.staging: PrefillStaging | None = None
-        self.slow: SlowLayer | None = None
-        self.rows = False
-        self.pages = self.home_pages = torch.empty(0)
+        self.storage: LayerStorage = IN_PLACE
 
     def attach(
         self,
@@ -75,8 +72,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         choosers: list[Chooser],
         kv_cache: torch.Tensor,
         staging: PrefillStaging | None,
-        slow: SlowLayer | None,
-        rows: bool = False,
+        storage: LayerStorage,
     ) -> None:
         """Make this a retrieval layer.
 
@@ -85,9 +81,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             choosers: Freshly made, by the number of the method; one at least.
             kv_cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
             staging: What the metadata builder plans prefill with.
-            slow: Where ``kv_cache`` lies in a slow home, the way to read it.
-            rows: Whether ``kv_cache`` is to have rows, each token's key before its value, instead
-                of vLLM's layout; needs ``staging``.
+            storage: Where ``kv_cache`` is.
 
         Raises:
             ValueError: vLLM's pages are not those of a page index.
@@ -100,12 +94,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                     f"match a page index for {store.pages} of {store.kv_heads} and "
                     f"{store.page_size}"
                 )
-        # What decode attends to: units, [units, page_size, 2 * head_size]; and whole contexts.
-        self.home_pages = kv_cache.view(-1, page_size, 2 * self.head_size)
-        units = kv_cache if slow is None else slow.slots
-        self.pages = units.view(-1, page_size, 2 * self.head_size)
-        self.kernels, self.choosers, self.staging, self.slow = kernels, choosers, staging, slow
-        self.rows = rows
+        self.kernels, self.choosers = kernels, choosers
+        self.staging, self.storage = staging, storage
         kept = (c.store for c in choosers if c.store.records.numel())
         self.stores = list({id(store): store for store in kept}.values())
 
@@ -142,14 +132,13 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        if self.rows:
+        if self.storage.token_major:
             self.kernels.write_rows(key, value, slot_mapping, kv_cache)
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         for store in self.stores:
             self.kernels.update_index(key, slot_mapping, store)
-        if self.slow is not None and self.slow.cache is not None:
-            self.slow.cache.write(slot_mapping)
+        self.storage.written(slot_mapping)
 
     def forward(
         self,
@@ -164,41 +153,37 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``CPUAttentionBackendImpl.forward``."""
-        ours = isinstance(attn_metadata, RetrievalMetadata)
-        slow = self.slow if ours else None
-        if slow is not None and not slow.stage(attn_metadata.in_place):
-            slow = None
-        if ours and (pages := attn_metadata.loaded):
-            # Where keys are in an unknown layout, bounds of a copied page stay too wide.
-            for store in (store for store in self.stores if store.cache is not None):
-                self.kernels.index_pages(pages.ids, pages.lengths, store)
-        split = attn_metadata.split if ours else None
-        encoded = self.slow is not None and self.slow.encoded
-        assert split is not None or not (ours and encoded), "nobody reads what is encoded"
-        if self.choosers and split is not None:
-            self._attend_in_parts(layer, query, key, value, kv_cache, split, output)
-        elif ours and attn_metadata.full is not None:
-            self._attend_fully(layer, query, kv_cache, attn_metadata.full, output)
-        else:
-            super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
-        if ours and self.keeper is not None and attn_metadata.watches:
-            self.keeper.observe(query, kv_cache, attn_metadata.watches)
-        if ours and self.selector is not None and not self.choosers:
-            self._select_for_others(query, attn_metadata)
-        if slow is not None:
-            slow.unmap()
-        if ours and self.slow is not None and encoded:
-            self.slow.close(attn_metadata.leaving)
+        by_vllm = functools.partial(
+            super().forward,
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output,
+            output_scale,
+            output_block_scale,
+        )
+        if not isinstance(attn_metadata, RetrievalMetadata):
+            return by_vllm()
+        with self.storage.contexts(attn_metadata.reads):
+            if pages := attn_metadata.loaded:
+                # Where keys are in an unknown layout, bounds of a copied page stay too wide.
+                for store in (store for store in self.stores if store.cache is not None):
+                    self.kernels.index_pages(pages.ids, pages.lengths, store)
+            if self.choosers and attn_metadata.split is not None:
+                self._attend_in_parts(
+                    layer, query, key, value, kv_cache, attn_metadata.split, output
+                )
+            elif attn_metadata.full is not None:
+                self._attend_fully(layer, query, kv_cache, attn_metadata.full, output)
+            else:
+                by_vllm()
+            if self.keeper is not None and attn_metadata.watches:
+                self.keeper.observe(query, kv_cache, attn_metadata.watches)
+            if self.selector is not None and not self.choosers:
+                self._select_for_others(query, attn_metadata)
         return output
 
     def _select_for_others(self, query: torch.Tensor, metadata: RetrievalMetadata) -> None:
@@ -216,9 +201,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             else:
                 queries = query if plan.index is None else query[plan.index]
             self.kernels.select_context(queries, plan.weights, plan.rows, self.selector, self.merge)
-            if self.recall is not None:
-                self._list_selected(plan)
-                self.recall.recall(plan.rows)
+            self._list_selected(plan)
+            self.storage.announce(plan.rows)
         for chunks in (part.chunks for part in metadata.split.prefill):
             if chunks is not None:
                 assert self.prefill_selector is not None
@@ -314,6 +298,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         units: torch.Tensor,
         output: torch.Tensor,
         layout: str,
+        lse: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
     ) -> None:
         """Rows of one token by our own kernel."""
         self.kernels.attend(
@@ -323,6 +309,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             output,
             layout,
             self.scale,
+            lse,
+            weights,
             softcap=self.logits_soft_cap,
             sinks=self._sinks,
         )
@@ -334,7 +322,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
 
     def _layout(self, layer: Any) -> str:
         """How the layer's KV cache holds keys."""
-        return ROWS if self.rows else layer.isa
+        return ROWS if self.storage.token_major else layer.isa
 
     def _stage(self, kv_cache: torch.Tensor, part: Prefill) -> torch.Tensor:
         """Where vLLM's kernel is to read the context of prompts."""
@@ -342,10 +330,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             return kv_cache
         assert self.staging is not None
         buffer, isa = self.staging.buffer, self.staging.isa
-        if part.staged is not None and self.slow is not None and self.slow.encoded:
-            self.slow.lay_out(part.staged, buffer)
-        elif part.staged is not None:
-            self.kernels.stage_pages(kv_cache, part.staged, buffer, isa, self.rows)
+        if part.staged is not None:
+            self.storage.lay_out(part.staged, buffer, isa)
         if part.chunks is not None:
             self._list_chunks(part.chunks)
             self.kernels.stage_tokens(kv_cache, part.chunks.lists, buffer, isa)
@@ -395,20 +381,13 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, chooser: Chooser
     ) -> None:
         """What queries select, or filters for them."""
-        cache = None if self.slow is None else self.slow.cache
+        ready = Ready.NOTHING
         if plan.weights is None:
             self.kernels.plan_decode(query, plan.rows, chooser)
-            if cache is not None:
-                cache.resolve(plan.rows)
-                cache.prefetch(plan.rows, chooser)
-        elif isinstance(cache, TokenSlots):
-            cache.wait()  # for what the filter has listed and recalled
         else:
             self._list_selected(plan)
-        if plan.schedule is None:
-            self._attend(query, plan.lists, self.pages, output, chooser.store.layout)
-        else:
-            self._attend_by_vllm(query, plan, plan.schedule, output)
+            ready = Ready.ANNOUNCED
+        self._attend_to_lists(query, output, plan, chooser, ready)
 
     def _attend_to_kept(
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, chooser: Chooser
@@ -418,38 +397,51 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         assert kept is not None
         assert keeper is not None
         keeper.settle(kept, plan.method, plan.rows)
-        if kept.tail is not None:
-            self._attend_to_packed(query, output, plan, chooser)
-            return
         self.kernels.plan_decode(query, plan.rows, chooser)
-        if self.slow is not None and self.slow.cache is not None:
-            self.slow.cache.resolve(plan.rows)
         weights = keeper.weights(query) if kept.drops else None
-        self.kernels.attend(
-            query, plan.lists, self.pages, output, ROWS, self.scale, weights=weights
-        )
+        ready = Ready.NOTHING if kept.drops else Ready.HELD
+        self._attend_to_lists(query, output, plan, chooser, ready, weights)
         if weights is not None:
             keeper.drop(kept, plan.rows, weights)
 
-    def _attend_to_packed(
-        self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, chooser: Chooser
+    def _attend_to_lists(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        plan: DecodePlan,
+        chooser: Chooser,
+        ready: Ready,
+        weights: torch.Tensor | None = None,
     ) -> None:
-        """What is kept lies in slots, and in home what came after: two parts of one softmax."""
-        assert self.keeper is not None
-        assert plan.kept is not None
-        assert plan.kept.tail is not None
-        tail = plan.kept.tail
-        self.kernels.plan_decode(query, tail, chooser)
-        later = TokenLists(tail.lists, tail.lengths, 1, plan.lists.kv_heads)
-        parts = (self.keeper.packed(plan.kept), self.pages), (later, self.home_pages)
-        attended, sums = list[torch.Tensor](), list[torch.Tensor]()
-        for lists, cache in parts:
+        """What the rows' lists say, wherever that is."""
+        parts = self.storage.reach(plan.rows, plan.lists, ready)
+        self.storage.ahead(plan.rows, chooser)
+        layout = chooser.store.layout
+        if plan.schedule is not None:
+            ((lists, units),) = parts
+            self._attend_by_vllm(query, lists, units, plan.schedule, output)
+        elif len(parts) == 1:
+            ((lists, units),) = parts
+            self._attend(query, lists, units, output, layout, weights=weights)
+        else:
+            self._attend_to_several(query, parts, output, layout)
+
+    def _attend_to_several(
+        self, query: torch.Tensor, parts: Sequence[Part], output: torch.Tensor, layout: str
+    ) -> None:
+        """Parts of one softmax, merged by the logarithms of their sums."""
+        merged = total = torch.empty(0)
+        for number, (lists, units) in enumerate(parts):
             part, lse = torch.empty_like(query), torch.empty(query.shape[:2])
-            self.kernels.attend(query, lists, cache, part, ROWS, self.scale, lse)
-            attended.append(part.float())
-            sums.append(lse)
-        share = torch.sigmoid(sums[0] - sums[1])[..., None]
-        output[: len(query)] = (attended[1] + share * (attended[0] - attended[1])).to(output.dtype)
+            self._attend(query, lists, units, part, layout, lse)
+            attended = part.float()
+            if number == 0:
+                merged, total = attended, lse
+                continue
+            share = torch.sigmoid(total - lse)[..., None]
+            merged = attended + share * (merged - attended)
+            total = torch.logaddexp(total, lse)
+        output[: len(query)] = merged.to(output.dtype)
 
     def _list_selected(self, plan: DecodePlan) -> None:
         """What a filter has selected is listed once: by the first of the layers that follow it, or
@@ -467,13 +459,18 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             chunks.listed = self.prefill_selector
 
     def _attend_by_vllm(
-        self, query: torch.Tensor, plan: DecodePlan, schedule: Schedule, output: torch.Tensor
+        self,
+        query: torch.Tensor,
+        lists: TokenLists,
+        units: torch.Tensor,
+        schedule: Schedule,
+        output: torch.Tensor,
     ) -> None:
         """Where keys lie as AMX has them, which vLLM's kernel has, or as only that one knows.
 
         Every KV head is a sequence of its own then, so there are no sinks of single heads.
         """
-        single_heads = self.pages.view(len(self.pages), 1, -1, self.head_size)
+        single_heads = units.view(len(units), 1, -1, self.head_size)
         keys, values = single_heads.chunk(2, dim=2)
         shape = (len(schedule.seq_lens), -1, self.head_size)
         ops.cpu_attention_with_kv_cache(
@@ -487,7 +484,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             causal=True,
             alibi_slopes=None,
             sliding_window=-1,
-            block_table=plan.lists.entries,
+            block_table=lists.entries,
             softcap=self.logits_soft_cap,
             scheduler_metadata=schedule.scheduler_metadata,
             s_aux=None,

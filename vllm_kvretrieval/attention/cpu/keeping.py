@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 
 from vllm_kvretrieval.engine.prompts import AddUp, KeptPrompts, Watched
-from vllm_kvretrieval.kernels import DecodeRows, KeptTokens, Ops, Selection, TokenLists
+from vllm_kvretrieval.kernels import DecodeRows, KeptTokens, Ops, Selection
 from vllm_kvretrieval.kernels.observe import context_keys, observe
 from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
+from vllm_kvretrieval.storage import LayerStorage
 
 
 class Watch(NamedTuple):
@@ -40,15 +41,12 @@ class KeptRows:
         drops: Whether each drops a token in this step.
         seats: int64 [R].
         new: Those whose prompts have just been read.
-        tail: With a slow home, where nothing is dropped any more: the same rows, of which only what
-            came after their prompts is listed; it is read in place, and what is kept in slots.
     """
 
     rule: Keeping
     drops: bool
     seats: torch.Tensor
     new: list[int]
-    tail: DecodeRows | None = None
 
 
 class Keeper:
@@ -61,8 +59,7 @@ class Keeper:
         selection: The layer's.
         scale: Softmax scale.
         most: Tokens; most that a KV head keeps, where some method drops one at each step; else 0.
-        slots: [S, kv_heads, capacity, 2 * head_size]; fast memory, where the home is slow.
-        home: [P, kv_heads, page_size, 2 * head_size]; that, as single tokens of it are read.
+        storage: Where the layer's KV is.
     """
 
     def __init__(
@@ -73,10 +70,9 @@ class Keeper:
         selection: Selection,
         scale: float,
         most: int,
-        slots: torch.Tensor | None = None,
-        home: torch.Tensor | None = None,
+        storage: LayerStorage,
     ) -> None:
-        self._slots, self._home = slots, home
+        self._storage = storage
         self._prompts, self._number = prompts, number
         self._heads = prompts.heads.slices[number]
         self._kernels, self._scale = kernels, scale
@@ -127,25 +123,8 @@ class Keeper:
                 if kept.drops:
                     of_mass = min(head, len(mass) - 1)
                     self._kept.ratings[seat, head, : len(positions)] = mass[of_mass, positions]
-                if kept.tail is not None:
-                    self._pack(rows.block_table[row], seat, head, positions)
-
-    def _pack(self, table: torch.Tensor, seat: int, head: int, positions: torch.Tensor) -> None:
-        """Bring what a KV head keeps into fast memory."""
-        assert self._home is not None
-        assert self._slots is not None
-        size = self._home.shape[2]
-        pages = table[positions // size].long()
-        self._slots[seat, head, : len(positions)] = self._home[pages, head, positions % size]
-
-    def packed(self, kept: KeptRows) -> TokenLists:
-        """Lists of what rows keep in slots."""
-        assert self._slots is not None
-        _, kv_heads, capacity, _ = self._slots.shape
-        counts = self._prompts.selected[kept.seats, self._heads].flatten()
-        first = (kept.seats[:, None] * kv_heads + torch.arange(kv_heads)).flatten() * capacity
-        entries = first[:, None] + torch.arange(int(counts.max()))
-        return TokenLists(entries.int(), counts.contiguous(), 1, kv_heads)
+                else:
+                    self._storage.hold(seat, head, rows.block_table[row], positions)
 
     def weights(self, query: torch.Tensor) -> torch.Tensor:
         """Room for what the tokens of lists weigh, float32 [R, heads, most of them and one]."""

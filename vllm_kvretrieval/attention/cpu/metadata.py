@@ -30,11 +30,9 @@ from vllm_kvretrieval.attention.cpu.plans import (
 )
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.parts import split_rows
-from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Contexts, DecodeRows, PromptLists, TokenLists
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
-from vllm_kvretrieval.tiers.fast import FastTier
-from vllm_kvretrieval.tiers.home import page_runs
+from vllm_kvretrieval.storage import Memory, StepContexts, Storage
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.prompts import KeptPrompts
@@ -53,20 +51,16 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.requests: RequestTable | None = None
         self.staging: PrefillStaging | None = None
         self.sparse_prefill: ChunkPlanner | BlockPlanner | None = None
-        self.home_page_bytes = 0
-        self.streams_dense = self.attends = self.rows = self.own = False
-        self.fast: FastTier | None = None
+        self.storage: Storage = Memory()
+        self.attends = self.own = False
 
     def attach(
         self,
         requests: "RequestTable",
         page_size: int,
         staging: PrefillStaging | None,
-        home_page_bytes: int = 0,
-        streams_dense: bool = False,
+        storage: Storage,
         attends: bool = False,
-        rows: bool = False,
-        fast: FastTier | None = None,
         own: bool = False,
     ) -> None:
         """Switch retrieval on, once the worker has allocated the layers' state.
@@ -75,13 +69,10 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             requests: Table of the running requests.
             page_size: Tokens per page of the layers' state.
             staging: Where prefill reads its context from; None: the cache itself.
-            home_page_bytes: Bytes of a layer's page in a slow home; 0: the home is fast memory.
-            streams_dense: Whether dense layers are in the slow home, too.
+            storage: Where the KV of the group's layers is. If vLLM's kernel does not read it, there
+                is ``staging``, and our own kernel attends.
             attends: Whether our own kernel attends to pages; else vLLM's does, but for methods of
                 lists of different lengths, which no schedule of a step says.
-            rows: Whether the KV cache of retrieval layers has rows; ``attends`` then, and staging.
-            fast: Which pages of a slow home are not encoded; ``attends`` then, and staging. None:
-                the home is not.
             own: Whether our own kernels attend to whole contexts; else vLLM's does.
 
         Raises:
@@ -91,9 +82,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             raise ValueError(f"block tables in blocks of {self.block_size}, pages of {page_size}")
         seats, heads = requests.capacity, self.num_kv_heads
         self.requests, self.staging = requests, staging
-        self.home_page_bytes = home_page_bytes
-        self.streams_dense, self.attends = streams_dense, attends
-        self.rows, self.fast, self.own = rows, fast, own
+        self.storage, self.attends, self.own = storage, attends, own
         methods = requests.config.methods.values()
         self.per_token = [method.per_token for method in methods]
         self.shares = [method.shares for method in methods]
@@ -135,16 +124,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.requests is None:
             return metadata
         if not dense.causal or dense.dynamic_causal is not None:
-            if self.rows:
-                raise RetrievalConfigError(
-                    f"{self.requests.config.method} selects single tokens, and this model attends "
-                    "to some of its input in both directions. Use a method that selects pages."
-                )
-            if self.fast is not None:
-                raise RetrievalConfigError(
-                    f"kv_retrieval.codec={self.requests.config.codec} is not supported for models "
-                    "that attend to some of their input in both directions, as this one; use raw."
-                )
+            self.storage.refuse_two_directions(self.requests.config)
             return metadata
         if self.own:
             metadata.full = self._full(dense)
@@ -156,15 +136,12 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             metadata.watches = self._watches(self.requests, self.requests.kept, dense)
         if not self.requests.calm:
             metadata.split = self._split(common_attn_metadata, dense)
-        elif self.rows and not self.own:
+        elif self.storage.token_major and not self.own:
             everything = self._all_pages(dense.seq_lens, dense.block_table)
             metadata.split = Split(len(dense.seq_lens), [], Whole(None, everything), [])
-        if self.fast is not None:
-            metadata.leaving = self._leaving(self.requests, dense)
-            metadata.in_place = None, self._staged_runs(metadata.split)
-        elif self.home_page_bytes:
-            metadata.in_place = self._in_place(dense, metadata.split)
-        if self.requests.arrived and not self.home_page_bytes:
+        assert metadata.split is not None or self.storage.in_place, "nobody reads it"
+        metadata.reads = self.storage.plan(self._contexts(self.requests, dense, metadata.split))
+        if self.requests.arrived and self.storage.at_hand:
             metadata.loaded = self._loaded(self.requests, dense)
         return metadata
 
@@ -228,54 +205,38 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             watches.append(Watch(tokens, first, pages, rule, entropies, watched))
         return watches
 
-    def _leaving(self, requests: "RequestTable", dense: CPUAttentionMetadata) -> torch.Tensor:
-        """See :attr:`RetrievalMetadata.leaving`."""
-        assert self.fast is not None, "an encoded home has it"
+    def _contexts(
+        self, requests: "RequestTable", dense: CPUAttentionMetadata, split: Split | None
+    ) -> StepContexts:
+        """The step, for the storage."""
         lens, before = _lengths(dense)
-        ids = requests.runner.input_batch.req_ids[: len(lens)]
-        closing = self.fast.advance(ids, before, lens, dense.block_table.numpy())
-        return torch.tensor(closing, dtype=torch.int64)
-
-    def _staged_runs(self, split: Split | None) -> np.ndarray | None:
-        """Where what the step stages lies in an encoded home."""
-        parts = [] if split is None else split.prefill
-        staged = [part.staged for part in parts if part.staged is not None]
-        if not staged:
-            return None
-        pages = torch.cat(staged).numpy()
-        return page_runs(pages[pages >= 0], self.home_page_bytes)
-
-    def _in_place(
-        self, dense: CPUAttentionMetadata, split: Split | None
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """See :attr:`RetrievalMetadata.in_place`."""
-        if split is None or not split.decode:
-            everything = self._runs(dense, slice(None))
-            return everything, everything
-        others = np.arange(split.rows, len(dense.seq_lens))
-        if split.whole is not None:
-            assert split.whole.index is not None, "others are in plans"
-            others = np.concatenate([split.whole.index.numpy(), others])
-        of_dense = self._runs(dense, slice(None)) if self.streams_dense else None
-        return of_dense, self._runs(dense, others)
-
-    def _runs(self, dense: CPUAttentionMetadata, requests: Any) -> np.ndarray | None:
-        pages = -(-dense.seq_lens.numpy()[requests] // self.block_size)
-        if not (pages > self.budget_pages).any():
-            return None
-        table = dense.block_table.numpy()[requests]
-        used = table[np.arange(table.shape[1]) < pages[:, None]]
-        return page_runs(used, self.home_page_bytes)
+        whole, laid_out = None, list[torch.Tensor]()
+        if split is not None:
+            laid_out = [part.staged for part in split.prefill if part.staged is not None]
+            if split.decode:
+                whole = np.arange(split.rows, len(lens))
+                if split.whole is not None:
+                    assert split.whole.index is not None, "others are in plans"
+                    whole = np.concatenate([split.whole.index.numpy(), whole])
+        return StepContexts(
+            requests=requests.runner.input_batch.req_ids[: len(lens)],
+            before=before,
+            lens=lens,
+            block_table=dense.block_table.numpy(),
+            whole=whole,
+            laid_out=laid_out,
+            most_pages=self.budget_pages,
+        )
 
     def _split(self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata) -> Split | None:
         rows = _leading(common.query_start_loc_cpu)
         decode, others = self._plan(common, dense, rows)
         prefill = self._prefill(dense, rows) if rows < common.num_reqs else []
-        if self.fast is not None:
+        if not self.storage.in_place:
             alone = [self._staged_row(dense, row) for row in others.tolist()]
             return Split(rows, decode, None, alone + prefill)
         in_place = all(part.in_place for part in prefill)
-        if not decode and in_place and (self.own or not self.rows):
+        if not decode and in_place and (self.own or not self.storage.token_major):
             return None
         whole = None
         if not decode and rows:
@@ -290,7 +251,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata | TokenLists:
         """How rows of one token attend to their whole contexts."""
         lens, table = dense.seq_lens[rows], dense.block_table[rows]
-        if self.rows or self.own:
+        if self.storage.token_major or self.own:
             return self._all_pages(lens, table)
         return self._with_schedule(dense, self.one_token_starts[: len(lens) + 1], lens, table)
 
@@ -300,7 +261,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def _staged_row(self, dense: CPUAttentionMetadata, row: int) -> Prefill:
         """A row of one token that attends to a whole context, read as prompts are."""
-        assert self.staging is not None, "an encoded home has it"
+        assert self.staging is not None, "what is not read in place is laid out"
         alone = slice(row, row + 1)
         starts = dense.query_start_loc[row : row + 2]
         (staged,) = self.staging.plan(dense.block_table[alone], dense.seq_lens[alone], starts)
@@ -340,7 +301,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
     def _prefill_exactly(self, dense: CPUAttentionMetadata, requests: slice) -> list[Prefill]:
         first, starts = requests.start, dense.query_start_loc[requests.start : requests.stop + 1]
         lens, table = dense.seq_lens[requests], dense.block_table[requests]
-        staging = None if self.own and self.fast is None else self.staging
+        staging = None if self.own and self.storage.in_place else self.staging
         staged = staging.plan(table, lens, starts) if staging else []
         if not staged:
             return [self._in_cache(dense, requests)]
@@ -419,7 +380,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         parts = split_rows(batch, pages, decodes)
         self.requests.count_steps(seats, lens, pages, parts.sparse, decodes)
         keeps = self.observation is not None and self.observation.keeps
-        looks = keeps or self.fast is not None
+        looks = keeps or not self.storage.in_place
         if not parts.sparsely and count == common.num_reqs and decodes.all() and not looks:
             room = batch.total_pages * self.block_size - lens
             never = np.iinfo(np.int32).max
@@ -430,17 +391,17 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             place = None if rows is None else torch.from_numpy(rows)
             plans.append(self._decode_plan(dense, method, seats[index], place))
         whole = parts.whole
-        if self.fast is not None:
+        if not self.storage.in_place:
             fits = pages[whole] <= self.budget_pages
             if fits.any():
-                plans.append(self._whole_in_slots(dense, seats[whole[fits]], whole[fits]))
+                plans.append(self._whole_by_lists(dense, seats[whole[fits]], whole[fits]))
             whole = whole[~fits]
         return plans, whole
 
-    def _whole_in_slots(
+    def _whole_by_lists(
         self, dense: CPUAttentionMetadata, seats: np.ndarray, places: np.ndarray
     ) -> DecodePlan:
-        """Rows that attend to whole contexts, of which slots hold as much as any budget allows."""
+        """Rows that attend to whole contexts within budget, and reach for them as others do."""
         assert self.requests is not None
         rows, heads, index = len(seats), self.num_kv_heads, torch.from_numpy(places)
         context = Contexts(dense.block_table[index], dense.seq_lens[index], torch.from_numpy(seats))
@@ -493,8 +454,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
                 corrected=self.requests.corrected,
                 per_token=per_token,
             )
-        # Recalled from a slow home are tokens one by one, whoever selects them.
-        run = 1 if self.rows and self.home_page_bytes else self.block_size // units
+        run = self.block_size // units
         lists = TokenLists(decode_rows.lists, decode_rows.lengths, run, heads)
         schedule = None
         if not self.attends and not (self.uneven[method] or self.by_head[method]):
@@ -537,18 +497,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         lists = TokenLists(decode_rows.lists, decode_rows.lengths, 1, heads)
         index_of_seats = torch.from_numpy(seats).long()
-        drops, tail = kept.methods[method].schedule.drops, None
-        if self.home_page_bytes and not drops:
-            tail = DecodeRows.selecting(
-                context,
-                torch.empty_like(room),
-                sink=0,
-                window=beside,
-                select=0,
-                corrected=self.requests.corrected,
-                per_token=True,
-            )
-        keeps = KeptRows(kept.rules[method], drops, index_of_seats, new, tail)
+        drops = kept.methods[method].schedule.drops
+        keeps = KeptRows(kept.rules[method], drops, index_of_seats, new)
         return DecodePlan(method, decode_rows, index, lists, None, kept=keeps)
 
     def _part(

@@ -1,9 +1,8 @@
 """How the layers of a group attend in one step; built by `metadata`."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
@@ -133,8 +132,8 @@ class Split:
     """A step whose requests do not all take vLLM's own path.
 
     Attributes:
-        rows: Requests with a single token; they lead the batch. Over an encoded home, those of them
-            that neither choose nor fit in slots are prefill, too.
+        rows: Requests with a single token; they lead the batch. Where contexts are not read in
+            place, those of them that neither choose nor fit in slots are prefill, too.
         decode: Those of them that attend to pages of their own choice, by method.
         whole: The others.
         prefill: The requests after them, in turns.
@@ -154,18 +153,15 @@ class RetrievalMetadata(CPUAttentionMetadata):
         full: How dense layers attend, and retrieval layers whose contexts are within budget; None:
             by vLLM's kernel.
         split: How retrieval layers attend otherwise; None where they attend as dense layers do.
-        in_place: With a slow home, the :func:`page_runs` of the requests that read it in place, if
-            one of these is longer than the budget: in a dense layer, and in a retrieval layer.
+        reads: What layers make ready; see :meth:`LayerStorage.contexts`.
         loaded: Pages whose indexes are to be built from their keys.
         observed: Queries that filter layers keep, where they select by more than the last.
-        leaving: int64 [n]; over an encoded home, pages to be encoded at the end of the step.
         watches: Queries by whose attention tokens are kept.
     """
 
     full: Full | None = None
     split: Split | None = None
-    in_place: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    reads: Any = None
     loaded: Pages | None = None
     observed: Observed | None = None
-    leaving: torch.Tensor | None = None
     watches: list[Watch] = field(default_factory=list)

@@ -25,7 +25,6 @@ from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.allocation import allocate_kv_cache
 from vllm_kvretrieval.engine.cpu.linear import widen_linear_layers
-from vllm_kvretrieval.engine.cpu.lost import LostBlocks
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.cpu.report import log_start
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
@@ -37,9 +36,7 @@ from vllm_kvretrieval.kernels import (
     ContextSelector,
     IndexStore,
     Merge,
-    RecallCache,
     Selection,
-    TokenRecall,
     cpu,
 )
 from vllm_kvretrieval.limits import SCARCE, explained
@@ -47,13 +44,12 @@ from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.index.check import check_outside
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, Filters, Follows
+from vllm_kvretrieval.storage import LayerPlace, LayerStorage, Memory, Storage
+from vllm_kvretrieval.storage.places import FileFacts, file_storage
 from vllm_kvretrieval.tiers.encoded import EncodedHome
-from vllm_kvretrieval.tiers.fast import FastTier
 from vllm_kvretrieval.tiers.home import DiskHome
 from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
-from vllm_kvretrieval.tiers.layer import SlowLayer
 from vllm_kvretrieval.tiers.place import directory_for
-from vllm_kvretrieval.tiers.tokens import TokenSlots
 
 logger = init_logger("vllm.kvretrieval.worker")
 
@@ -71,13 +67,8 @@ class RetrievalCPUWorker(PlanningWorker):
         self.requests: RequestTable | None = None
         self.retrieval_layers: dict[str, RetrievalAttentionImpl] = {}
         self.home: DiskHome | EncodedHome | None = None
-        self.fast: FastTier | None = None  # of a home that is encoded
         self.in_home: list[str] = []  # names of the layers in home, in its order
-        # Those of the retrieval layers among them, where pages are recalled, or single tokens.
-        self.recall_caches: list[RecallCache] = []
-        self.token_slots: dict[str, TokenSlots] = {}
-        self.token_recalls: list[TokenRecall] = []  # of layers, and of filters
-        self.lost: LostBlocks | None = None  # of home
+        self.storage: Storage = Memory()
         self.block_selections: dict[Any, Selection] = {}  # of prompts, by the layers' shape
 
     def load_model(self, **options: Any) -> None:
@@ -153,8 +144,6 @@ class RetrievalCPUWorker(PlanningWorker):
         dense_share = 1 - sum(len(names) for *_, names in groups) / full if full else 0.0
         if config.memory_fraction is not None:
             config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
-        if self.encoding is not None:
-            self.fast = FastTier(config.page_size, config.open_pages)
         retrieving = {name for *_, names in groups for name in names}
         keeping = any(method.keeping is not None for method in config.methods.values())
         uneven = self.room.allotments or self.whole_contexts
@@ -178,7 +167,7 @@ class RetrievalCPUWorker(PlanningWorker):
         )
         if foreign:
             self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks)
-        streams_dense = self.tiers is not None and self.tiers.streams_dense
+        self.storage = self._make_storage(self.requests)
         filters = self._attach_filters(layers)
         for builder, staging, names in groups:
             for name in names:
@@ -187,33 +176,20 @@ class RetrievalCPUWorker(PlanningWorker):
                 role = self.roles.get(self.layer_numbers[name])
                 if isinstance(role, Follows):
                     layers[name].impl.follow(filters[role.filter])
-            page_bytes = self._home_bytes_per_page()
             builder.attach(
                 self.requests,
                 config.page_size,
                 staging,
-                page_bytes,
-                streams_dense,
+                self.storage if names else Memory(),
                 config.rows or sinks or builder.isa in ATTENDED,
-                config.rows and bool(names),
-                self.fast,
                 self.attention.own,
             )
-        if streams_dense:
-            self._attach_streamed(layers)
-        if self.home is not None:
-            self._share_recalls(layers)
-            self.lost = LostBlocks(
-                self.home,
-                self.recall_caches,
-                directory_for(config.home_path),
-                self.cache_config.num_gpu_blocks,
-                self.cache_config.block_size,
-                self._pages_per_block,
-            )
+        for name in self.in_home:
+            if name not in self.retrieval_layers:
+                layers[name].impl.storage = self.storage.dense_layer(name)
+        self._share_storage(layers)
         if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
-            lost = set if self.lost is None else self.lost.take
-            get_kv_transfer_group().report(self.seats, lost, self._take_stats)
+            get_kv_transfer_group().report(self.seats, self.storage.take_lost, self._take_stats)
         log_start(self, len(layers))
 
     def _use_huge_pages(self) -> None:
@@ -302,18 +278,25 @@ class RetrievalCPUWorker(PlanningWorker):
                 "Use a method with index=min_max, which reads keys as they are written."
             )
 
-    def _attach_streamed(self, layers: dict[str, Any]) -> None:
-        """Let the dense layers in home read it in place."""
-        for name in self.in_home:
-            if name not in self.retrieval_layers:
-                layers[name].impl.slow = self._slow_layer(name, None)
-
-    def _home_bytes_per_page(self) -> int:
-        """Of one layer; 0 without a slow home."""
+    def _make_storage(self, requests: RequestTable) -> Storage:
+        """Where the KV of retrieval layers is."""
+        config = self.retrieval_config
         if self.home is None:
-            return 0
-        pages = self.cache_config.num_gpu_blocks * self._pages_per_block
-        return self.home.layer_bytes // pages
+            return Memory(config.rows)
+        assert self.tiers is not None
+        facts = FileFacts(
+            home=self.home,
+            directory=directory_for(config.home_path),
+            names=self.in_home,
+            dense=frozenset(self.in_home).difference(self.retrieving(self.in_home)),
+            slots=dict(zip(self.retrieval_heads, self.tiers.slots, strict=True)),
+            seats=requests.capacity,
+            counts=requests.recalls,
+            blocks=self.cache_config.num_gpu_blocks,
+            block_size=self.cache_config.block_size,
+            page_size=config.page_size,
+        )
+        return file_storage(facts, config)
 
     @property
     def _pages_per_block(self) -> int:
@@ -322,7 +305,6 @@ class RetrievalCPUWorker(PlanningWorker):
     def _attach(self, name: str, layer: Any, layout: str, staging: PrefillStaging | None) -> None:
         """Make the layer a retrieval layer."""
         impl, kv_cache = layer.impl, layer.kv_cache
-        page_size = self.retrieval_config.page_size
         tokens = kv_cache.numel() // kv_cache.shape[-1]
         if layout == cpu.ROWS and tokens > torch.iinfo(torch.int32).max:
             raise RetrievalConfigError(
@@ -331,37 +313,15 @@ class RetrievalCPUWorker(PlanningWorker):
                 "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)."
             )
         choosers = self._choosers(name, impl, kv_cache, layout)
-        slow = None
-        if self.home is not None:
-            assert self.tiers is not None
-            assert self.requests is not None
-            if layout == cpu.ROWS:
-                self.token_slots[name] = self._token_slots(name, kv_cache)
-                slow = self._slow_layer(name, self.token_slots[name])
-            else:
-                units = kv_cache.view(-1, 1, 2 * page_size, impl.head_size)
-                cache = cpu.RecallCache(
-                    units,
-                    self._slots_of(name),
-                    impl.num_kv_heads,
-                    self.requests.recalls,
-                    (self.home.fd, self.home.begin(self.in_home.index(name))),
-                    self.encoding,
-                )
-                slow = self._slow_layer(name, cache)
-                self.recall_caches.append(cache)
-        impl.attach(cpu, choosers, kv_cache, staging, slow, layout == cpu.ROWS)
+        storage = self.storage.layer(LayerPlace(name, kv_cache, layout, cpu))
+        impl.attach(cpu, choosers, kv_cache, staging, storage)
         if (selection := self._block_selection(impl, kv_cache)) is not None:
             impl.block_choosers = block_choosers(self.retrieval_config, choosers, selection)
-        impl.keeper = self._keeper(name, impl, choosers, kv_cache)
+        impl.keeper = self._keeper(name, impl, choosers)
         self.retrieval_layers[name] = impl
 
     def _keeper(
-        self,
-        name: str,
-        impl: RetrievalAttentionImpl,
-        choosers: list[Chooser],
-        kv_cache: torch.Tensor,
+        self, name: str, impl: RetrievalAttentionImpl, choosers: list[Chooser]
     ) -> Keeper | None:
         """What keeps tokens in a layer; None where no method drops any."""
         assert self.requests is not None
@@ -370,54 +330,18 @@ class RetrievalCPUWorker(PlanningWorker):
         selection, number = choosers[0].selection, [*self.retrieval_heads].index(name)
         drops = any(m.schedule.drops for m in self.retrieval_config.methods.values())
         most = selection.chosen.shape[2] if drops else 0
-        slots = home = None
-        if name in self.token_slots:
-            slots, home = self.token_slots[name].slots, self._scattered(name, kv_cache)
-        return Keeper(cpu, self.requests.kept, number, selection, impl.scale, most, slots, home)
+        kept = self.requests.kept
+        return Keeper(cpu, kept, number, selection, impl.scale, most, impl.storage)
 
-    def _slots_of(self, name: str) -> int:
-        """How many the layer has."""
-        assert self.tiers is not None
-        return self.tiers.slots[[*self.retrieval_heads].index(name)]
-
-    def _scattered(self, name: str, kv_cache: torch.Tensor) -> torch.Tensor:
-        """The layer's KV cache as single tokens of it are read."""
-        assert isinstance(self.home, DiskHome), "rows are not encoded"
-        memory = self.home.scattered(self.in_home.index(name))
-        return memory[: kv_cache.nbytes].view(kv_cache.dtype).view(kv_cache.shape)
-
-    def _token_slots(self, name: str, kv_cache: torch.Tensor) -> TokenSlots:
-        """Slots for single tokens of a layer in home."""
-        assert self.requests is not None
-        seats, (_, kv_heads, _, width) = self.requests.capacity, kv_cache.shape
-        capacity = self._slots_of(name) // (seats * kv_heads)
-        slots = torch.empty(seats, kv_heads, capacity, width, dtype=kv_cache.dtype)
-        homes = [self._scattered(name, kv_cache)]
-        own = cpu.TokenRecall(homes, [slots], self.requests.recalls, shared=False)
-        self.token_recalls.append(own)
-        return TokenSlots(slots, own)
-
-    def _share_recalls(self, layers: dict[str, Any]) -> None:
-        """Let each filter recall what it selects for all layers that follow it, at once."""
-        assert self.requests is not None
-        followers: dict[int, list[str]] = {}
-        for name in self.in_home:
-            role = self.roles.get(self.layer_numbers[name])
-            if isinstance(role, Follows):
-                followers.setdefault(role.filter, []).append(name)
+    def _share_storage(self, layers: dict[str, Any]) -> None:
+        """Let each filter announce what it selects to all layers that follow it, at once."""
         impls = {number: layers[name].impl for name, number in self.layer_numbers.items()}
-        for number, names in followers.items():
-            slots = [self.token_slots[name] for name in names]
-            recall = cpu.TokenRecall(
-                [self._scattered(name, layers[name].kv_cache) for name in names],
-                [of_layer.slots for of_layer in slots],
-                self.requests.recalls,
-                shared=True,
-            )
-            for place, of_layer in enumerate(slots):
-                of_layer.share(recall, place)
-            impls[number].recall = recall
-            self.token_recalls.append(recall)
+        following: dict[int, list[LayerStorage]] = {}
+        for number, role in self.roles.items():
+            if isinstance(role, Follows):
+                following.setdefault(role.filter, []).append(impls[number].storage)
+        for number, storages in following.items():
+            impls[number].storage = self.storage.share(impls[number].storage, storages)
 
     def _attach_filters(self, layers: dict[str, Any]) -> dict[int, RetrievalAttentionImpl]:
         """Make the filter layers such; by their numbers."""
@@ -525,14 +449,6 @@ class RetrievalCPUWorker(PlanningWorker):
             for m in config.methods.values()
         ]
 
-    def _slow_layer(self, name: str, cache: RecallCache | TokenSlots | None) -> SlowLayer:
-        assert self.home is not None
-        number = self.in_home.index(name)
-        dense_follows = bool(self.in_home[number + 1 :]) and not self.retrieving(
-            self.in_home[number + 1 : number + 2]
-        )
-        return SlowLayer(self.home, number, cache, dense_follows)
-
     def _staging(self, builder: RetrievalMetadataBuilder) -> PrefillStaging | None:
         """The group's staging buffer; None where the pages serve vLLM's prefill kernel as well."""
         page_size, rows = self.retrieval_config.page_size, self.retrieval_config.rows
@@ -564,14 +480,8 @@ class RetrievalCPUWorker(PlanningWorker):
         assert self.requests is not None
         finished, preempted = scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids
         if finished or preempted:
-            for slot in self.requests.release(finished, preempted or ()):
-                for cache in self._recalls:
-                    cache.release(slot)
-            if self.fast is not None:
-                full, unfinished = self.fast.end(itertools.chain(finished, preempted or ()))
-                for cache in self.recall_caches:
-                    cache.close(torch.tensor(full, dtype=torch.int64))
-                    cache.abandon(unfinished)
+            seats = self.requests.release(finished, preempted or ())
+            self.storage.leave(seats, [*finished, *(preempted or ())])
         arrived = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         arrived |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
         self.requests.begin_step(
@@ -579,41 +489,29 @@ class RetrievalCPUWorker(PlanningWorker):
             scheduler_output.total_num_scheduled_tokens,
             arrived,
         )
-        if self.lost is not None:
-            self.lost.begin_step(scheduler_output)
-        if scheduler_output.kv_cache_block_copies and self.encoding is not None:
-            raise RuntimeError("vLLM copies blocks of a KV cache that is encoded elsewhere")
+        self.storage.begin_step(scheduler_output)
         self._copy_index(scheduler_output.kv_cache_block_copies)
         if self.requests.loaded is not None:
             self.requests.loaded.begin_step(getattr(scheduler_output, FIELD))
         output = super().execute_model(scheduler_output)
         if self.requests.kept is not None:
             self.requests.kept.end_step()
-        if self.home is not None:
-            tokens = scheduler_output.total_num_scheduled_tokens
-            capacity = self.cache_config.num_gpu_blocks * self.cache_config.block_size
-            self.home.note_written(tokens * self.home.memory.numel() // capacity)
+        self.storage.end_step(scheduler_output.total_num_scheduled_tokens)
         return output
-
-    @property
-    def _recalls(self) -> Sequence[RecallCache | TokenRecall]:
-        return self.recall_caches or self.token_recalls
 
     def _take_stats(self) -> dict[str, int]:
         """What the connector reports."""
         assert self.requests is not None
-        recalls = self._recalls
-        bytes_per_read = recalls[0].bytes_per_read if recalls else 0
-        slots = sum(self.tiers.slots) if self.tiers is not None else 0
+        usage = self.storage.usage
         counts = self.requests.take_counts()
         return {
             "units_attended": counts.attended,
             "units_looked_up": counts.looked_up,
             "units_missed": counts.missed,
-            "bytes_recalled": counts.recalled * bytes_per_read,
+            "bytes_recalled": counts.recalled * usage.bytes_per_read,
             "heads_corrected": counts.corrected,
-            f"slots_used/{self.rank}": sum(recall.used for recall in recalls),
-            f"slots/{self.rank}": slots,
+            f"slots_used/{self.rank}": usage.used,
+            f"slots/{self.rank}": usage.slots,
         }
 
     def _copy_index(self, copies: Any) -> None:
@@ -625,8 +523,3 @@ class RetrievalCPUWorker(PlanningWorker):
             for store in impl.stores:
                 blocks = store.records.view(self.cache_config.num_gpu_blocks, -1)
                 blocks[target] = blocks[source]
-        pages = range(self._pages_per_block)
-        for cache in self.recall_caches:
-            cache.drop_pages(
-                [block * len(pages) + page for block in target.tolist() for page in pages]
-            )
