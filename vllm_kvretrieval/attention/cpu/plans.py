@@ -1,67 +1,16 @@
 """How the layers of a group attend in one step; built by `metadata`."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from vllm_kvretrieval.attention.cpu.blocks import Blocks
 from vllm_kvretrieval.attention.cpu.chunks import Chunks
-from vllm_kvretrieval.attention.cpu.keeping import KeptRows, Watch
-from vllm_kvretrieval.attention.cpu.observation import Observed
-from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, PromptLists, TokenLists
-
-
-class Pages(NamedTuple):
-    """Pages of some requests' contexts.
-
-    Attributes:
-        ids: int32 [n]; each page once.
-        lengths: int32 [n]; tokens in each.
-    """
-
-    ids: torch.Tensor
-    lengths: torch.Tensor
-
-
-@dataclass
-class DecodePlan:
-    """How rows of one method decode whose contexts exceed their budgets.
-
-    Attributes:
-        method: Its number among the engine's methods.
-        rows: The requests, each of which decodes one token.
-        index: int64 [rows]; their places in the batch, None where they are the first ones in it.
-        lists: What each (row, KV head) attends to; its entries are the rows' ``lists``.
-        schedule: Where vLLM's kernel attends, how; None: ours does.
-        weights: float32 [rows, n]; where filter layers select, those of their n latest queries.
-        listed: Whose selection the lists hold, of filter layers.
-        kept: Of a method that drops tokens, what these rows keep.
-    """
-
-    method: int
-    rows: DecodeRows
-    index: torch.Tensor | None
-    lists: TokenLists
-    schedule: "Schedule | None"
-    weights: torch.Tensor | None = None
-    listed: ContextSelector | None = None
-    kept: KeptRows | None = None
-
-
-class Schedule(NamedTuple):
-    """For vLLM's kernel, to which every (row, KV head) is a sequence of its own.
-
-    Attributes:
-        seq_lens: int32 [rows * kv_heads]; tokens that each attends to, in every layer.
-        query_start_loc: int32 [rows * kv_heads + 1]; 0, 1, 2, ...
-        scheduler_metadata: vLLM's own.
-    """
-
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    scheduler_metadata: torch.Tensor
+from vllm_kvretrieval.attention.cpu.loaded import Pages
+from vllm_kvretrieval.kernels import PromptLists, TokenLists
+from vllm_kvretrieval.methods.base import DecodePlan
 
 
 @dataclass
@@ -155,13 +104,11 @@ class RetrievalMetadata(CPUAttentionMetadata):
         split: How retrieval layers attend otherwise; None where they attend as dense layers do.
         reads: What layers make ready; see :meth:`LayerStorage.contexts`.
         loaded: Pages whose indexes are to be built from their keys.
-        observed: Queries that filter layers keep, where they select by more than the last.
-        watches: Queries by whose attention tokens are kept.
+        seen: What methods note of the step, by their numbers.
     """
 
     full: Full | None = None
     split: Split | None = None
     reads: Any = None
     loaded: Pages | None = None
-    observed: Observed | None = None
-    watches: list[Watch] = field(default_factory=list)
+    seen: dict[int, Any] = field(default_factory=dict)

@@ -1,0 +1,38 @@
+"""Methods by which some KV heads attend to whole contexts and others to sink and window (razor)."""
+
+import numpy as np
+import torch
+
+from vllm_kvretrieval.kernels import DecodeRows, TokenLists
+from vllm_kvretrieval.methods.base import DecodePlan, GroupFacts, StepRows
+from vllm_kvretrieval.methods.scored import Scored, connect, layer_method
+from vllm_kvretrieval.retrieval.method import Method
+
+__all__ = ["connect", "group_method", "layer_method"]
+
+
+class Heads(Scored):
+    """A group's rows of one method; see :class:`GroupMethod`."""
+
+    def __init__(self, facts: GroupFacts, number: int, method: Method) -> None:
+        super().__init__(facts, number, method)
+        self.even = False
+
+    def plan(self, rows: StepRows) -> DecodePlan:
+        """Rows whose heads attend to what is known beforehand, perhaps to everything."""
+        heads, size = self.facts.kv_heads, self.facts.page_size
+        pages = -(-int(rows.lens.max()) // size)
+        decode_rows = DecodeRows.given(
+            rows.context,
+            torch.empty(len(rows.seats) * heads, pages, dtype=torch.int32),
+            sink=torch.from_numpy(rows.options.sink_pages),
+            window=torch.from_numpy(rows.options.window_pages),
+            fresh=torch.from_numpy(rows.fresh.astype(np.uint8)),
+        )
+        lists = TokenLists(decode_rows.lists, decode_rows.lengths, size, heads)
+        return DecodePlan(self.number, decode_rows, rows.index, lists)
+
+
+def group_method(facts: GroupFacts, number: int, method: Method) -> Heads:
+    """See :meth:`Family.group_method`."""
+    return Heads(facts, number, method)
