@@ -237,6 +237,11 @@ class RequestTable:
         else:
             self._settle()
 
+    def end_step(self) -> None:
+        """Forget what only the step needed."""
+        if self.kept is not None:
+            self.kept.end_step()
+
     def expect_calm(self, steps: int) -> None:
         """All rows of this step decode within their budgets, and will for so many more steps."""
         self._calm_batch = set(self.runner.input_batch.req_ids)

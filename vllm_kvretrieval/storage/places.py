@@ -1,4 +1,6 @@
-"""Which kind of storage an engine's options ask for."""
+"""Which storage serves an engine."""
+
+from collections.abc import Callable
 
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.storage.base import Storage
@@ -6,19 +8,29 @@ from vllm_kvretrieval.storage.encoded import Encoded
 from vllm_kvretrieval.storage.file import FileFacts
 from vllm_kvretrieval.storage.file_pages import FilePages
 from vllm_kvretrieval.storage.file_tokens import FileTokens
+from vllm_kvretrieval.storage.memory import Memory
 
-__all__ = ["FileFacts", "file_storage"]
+__all__ = ["STORAGES", "FileFacts"]
 
 
-def file_storage(facts: FileFacts, config: RetrievalConfig) -> Storage:
-    """The storage of an engine whose KV cache is in a file.
+def _in_memory(config: RetrievalConfig, facts: FileFacts | None) -> Storage:
+    return Memory(config.rows)
 
-    Args:
-        facts: The home, and the fast memory in front of it.
-        config: Options of the engine.
-    """
+
+def _in_file(config: RetrievalConfig, facts: FileFacts | None) -> Storage:
+    assert facts is not None
     if config.rows:
         return FileTokens(facts)
     if config.encoding is not None:
         return Encoded(facts, config.encoding, config.open_pages)
     return FilePages(facts)
+
+
+STORAGES: dict[str, Callable[[RetrievalConfig, FileFacts | None], Storage]] = {
+    "memory": _in_memory,
+    "file": _in_file,
+}
+"""What makes the storage, by where the KV cache has been allocated.
+
+Each takes the options of the engine and, of a file, the home with the fast memory in front of it.
+"""

@@ -40,7 +40,8 @@ class Prefill:
             Tokens are counted from ``start``.
         staged: The pages to copy into the staging buffer, which is then read, as
             :class:`StagedContext` has them; None where the cache itself is.
-        chunks: Where filters select for prompts, what to copy there instead; ``by`` is of these.
+        chunks: Where other layers select for prompts, what to copy there instead; ``by`` is of
+            these.
         blocks: Where prompts select pages themselves, what selects; ``by`` are its lists.
     """
 

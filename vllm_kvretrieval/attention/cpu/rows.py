@@ -113,7 +113,7 @@ class RowPlanner:
         if not self.attends and method.even:
             # Pages, of which the last is the tail page, partly filled.
             attended = options.total_pages * self._page_size - (-lens % self._page_size)
-            plan.schedule = self._scheduler.by_head(attended)
+            plan.schedule = self._scheduler.of_lists(attended)
         return plan
 
 

@@ -37,7 +37,7 @@ class Scheduler:
         self._of = builder
         self._one_token_starts = torch.arange(most + 1, dtype=torch.int32)
 
-    def by_head(self, attended: np.ndarray) -> Schedule:
+    def of_lists(self, attended: np.ndarray) -> Schedule:
         """For rows whose KV heads each attend to a list of their own.
 
         Args:

@@ -144,7 +144,7 @@ class PlanningWorker(CPUWorker):
         return Capacity(self.retrieval_config, heads, self.model_config.max_model_len, part)
 
     @functools.cached_property
-    def whole_contexts(self) -> dict[str, torch.Tensor]:
+    def fixed_counts(self) -> dict[str, torch.Tensor]:
         """Of methods by which some KV heads attend to everything; see ``RequestTable.fixed``."""
         heads, part = self._all_heads
         layers = [self.layer_numbers[name] for name in self.retrieval_heads]

@@ -19,10 +19,10 @@ def check_layers(worker: "PlanningWorker", retrieving: set[str]) -> None:
         retrieving: Names of the layers that attend to parts of long contexts.
     """
     config = worker.retrieval_config
-    keeping = any(method.needs_prompts for method in config.methods.values())
-    uneven = worker.room.allotments or worker.whole_contexts
-    if (uneven or keeping) and retrieving != {*worker.retrieval_heads}:
-        shares = worker.room.allotments and not keeping
+    prompts = any(method.needs_prompts for method in config.methods.values())
+    uneven = worker.room.allotments or worker.fixed_counts
+    if (uneven or prompts) and retrieving != {*worker.retrieval_heads}:
+        shares = worker.room.allotments and not prompts
         what = "kv_retrieval.budget_shares:" if shares else f"{config.method} cannot serve"
         raise RetrievalConfigError(
             f"{what} {worker.model_config.model}, not all of whose layers with full attention "
@@ -86,7 +86,7 @@ def check_reading(worker: "PlanningWorker", isas: set[str], foreign: bool) -> No
             f"{worker.model_config.model}, {why}. Leave --kv-transfer-config and "
             "--kv-offloading-size out."
         )
-    if others and (uneven := worker.room.allotments | worker.whole_contexts):
+    if others and (uneven := worker.room.allotments | worker.fixed_counts):
         raise RetrievalConfigError(
             f"{', '.join(uneven)} cannot be served with {worker.model_config.model}, {why}: "
             "vLLM's own attention reads lists of one length. Use methods without budget_shares "

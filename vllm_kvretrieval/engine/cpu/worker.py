@@ -39,7 +39,7 @@ from vllm_kvretrieval.methods import (
 from vllm_kvretrieval.methods.prompts import Heads
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.storage import LayerPlace, Memory, Storage
-from vllm_kvretrieval.storage.places import FileFacts, file_storage
+from vllm_kvretrieval.storage.places import STORAGES, FileFacts
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
 from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
@@ -141,7 +141,7 @@ class RetrievalCPUWorker(PlanningWorker):
         if config.memory_fraction is not None:
             config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
         check_layers(self, {name for group in groups for name in group.names})
-        kept = Heads([*self.retrieval_heads.values()], self._over_workers(ReduceOp.SUM))
+        own_heads = Heads([*self.retrieval_heads.values()], self._over_workers(ReduceOp.SUM))
         self.requests = RequestTable(
             config,
             self.seats,
@@ -149,8 +149,8 @@ class RetrievalCPUWorker(PlanningWorker):
             self.room,
             self.model_runner,
             dense_share,
-            kept,
-            self.whole_contexts,
+            own_heads,
+            self.fixed_counts,
         )
         if foreign:
             self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks)
@@ -207,7 +207,7 @@ class RetrievalCPUWorker(PlanningWorker):
         """Where the KV of retrieval layers is."""
         config = self.retrieval_config
         if self.home is None:
-            return Memory(config.rows)
+            return STORAGES["memory"](config, None)
         assert self.tiers is not None
         facts = FileFacts(
             home=self.home,
@@ -221,7 +221,7 @@ class RetrievalCPUWorker(PlanningWorker):
             block_size=self.cache_config.block_size,
             page_size=config.page_size,
         )
-        return file_storage(facts, config)
+        return STORAGES["file"](config, facts)
 
     @property
     def _pages_per_block(self) -> int:
@@ -327,8 +327,7 @@ class RetrievalCPUWorker(PlanningWorker):
         if self.requests.loaded is not None:
             self.requests.loaded.begin_step(getattr(scheduler_output, FIELD))
         output = super().execute_model(scheduler_output)
-        if self.requests.kept is not None:
-            self.requests.kept.end_step()
+        self.requests.end_step()
         self.storage.end_step(scheduler_output.total_num_scheduled_tokens)
         return output
 
