@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "vllm_kvretrieval"
 FAMILIES = re.compile(
     r"\b("
     r"filters?|followers?|observ\w*|kept|keeper|keeping|drops?|dropp\w+|razor|retrieval head"
-    r"|by_head|shares|whole_contexts|roles_of|speculat\w*"
+    r"|by_head|whole_contexts|roles_of|speculat\w*"
     r")\b"
 )
 STORAGES = re.compile(r"\b(disk|encod\w*|codec|slow|recall\w*|mmap|in_home|home|fast)\b")
@@ -28,8 +28,8 @@ ROOMS = {
 }
 PLAIN = ("full", "kvretrieval")
 """Presets whose names are words of their own, or the package's."""
-ALLOCATES = "engine/cpu/worker.py"
-"""Makes a file for the KV cache where there is to be one, and so knows of it."""
+WORKER = [f"engine/cpu/{name}.py" for name in ("worker", "choosers", "memory", "refusals")]
+"""These allocate, and so know kinds of storage, but no methods."""
 
 
 def known(*folders):
@@ -48,7 +48,7 @@ def words(name, pattern):
     ]
 
 
-@pytest.mark.parametrize("name", [*known("attention/cpu"), ALLOCATES, "engine/cpu/choosers.py"])
+@pytest.mark.parametrize("name", [*known("attention/cpu"), *WORKER])
 def test_no_family_is_known(name):
     presets = re.compile(rf"\b({'|'.join(n for n in preset_names() if n not in PLAIN)})\b")
     assert words(name, FAMILIES) == []

@@ -17,8 +17,14 @@ from vllm_kvretrieval.methods.base import (
     Sees,
     Step,
     StepRows,
+    WorkSize,
 )
-from vllm_kvretrieval.methods.registry import connect_layers, group_methods, layer_methods
+from vllm_kvretrieval.methods.registry import (
+    connect_layers,
+    group_methods,
+    layer_methods,
+    scratch_bytes,
+)
 from vllm_kvretrieval.methods.whole import plan_whole
 
 __all__ = [
@@ -33,8 +39,10 @@ __all__ = [
     "Sees",
     "Step",
     "StepRows",
+    "WorkSize",
     "connect_layers",
     "group_methods",
     "layer_methods",
     "plan_whole",
+    "scratch_bytes",
 ]

@@ -1,6 +1,6 @@
 """What attention asks of a method."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -259,6 +259,29 @@ class EngineFacts(NamedTuple):
     over_workers: Callable[[Any], Callable[[torch.Tensor], object] | None]
 
 
+class WorkSize(NamedTuple):
+    """The largest work of a worker's layer.
+
+    Attributes:
+        tokens: Tokens of the longest context.
+        heads: Query heads.
+        kv_heads: KV heads.
+        head_size, dtype: Of keys and values.
+        rows: Most requests that run at once.
+        pieces: Most blocks of prompts in a step.
+        piece_queries: Queries by which each of them selects; 0: prompts select nothing.
+    """
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    rows: int
+    pieces: int
+    piece_queries: int
+
+
 class Family(Protocol):
     """What a file of this package provides."""
 
@@ -282,5 +305,14 @@ class Family(Protocol):
             number: The number of the method.
             method: The method.
             layers: By their numbers in the model.
+        """
+        ...
+
+    def scratch_bytes(self, methods: Sequence[Method], size: WorkSize) -> int:
+        """Bytes in which a layer chooses; one layer works at a time.
+
+        Args:
+            methods: Those of this family, one at least.
+            size: The largest work.
         """
         ...

@@ -3,21 +3,30 @@
 Those of the schedule ``running`` drop a token at each step, too.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, KeptTokens, Ops, TokenLists
-from vllm_kvretrieval.kernels.observe import context_keys, observe
-from vllm_kvretrieval.methods.base import DecodePlan, GroupFacts, LayerFacts, Sees, Step, StepRows
+from vllm_kvretrieval.kernels.observe import context_keys, observe, observing_bytes
+from vllm_kvretrieval.methods.base import (
+    DecodePlan,
+    GroupFacts,
+    LayerFacts,
+    Sees,
+    Step,
+    StepRows,
+    WorkSize,
+)
 from vllm_kvretrieval.methods.prompts import AddUp, KeptPrompts, Watched
 from vllm_kvretrieval.methods.scored import ScoredLayer, connect
 from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
 from vllm_kvretrieval.retrieval.method import Method
 from vllm_kvretrieval.storage import Ready
 
-__all__ = ["connect", "group_method", "layer_method"]
+__all__ = ["connect", "group_method", "layer_method", "scratch_bytes"]
 
 
 class Watch(NamedTuple):
@@ -196,3 +205,8 @@ def group_method(facts: GroupFacts, number: int, method: Method) -> Dropping:
 def layer_method(facts: LayerFacts, number: int, method: Method, chooser: Chooser) -> DroppingLayer:
     """See :meth:`Family.layer_method`."""
     return DroppingLayer(facts, number, method, chooser)
+
+
+def scratch_bytes(methods: Sequence[Method], size: WorkSize) -> int:
+    """Keys by which prompts are watched; see :meth:`Family.scratch_bytes`."""
+    return observing_bytes(size.tokens, size.heads // size.kv_heads, size.head_size, size.dtype)

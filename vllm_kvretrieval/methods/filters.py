@@ -4,7 +4,7 @@ A filter attends to whole contexts itself. What it selects is listed once for th
 and announced to their storage.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner, Chunks
-from vllm_kvretrieval.kernels import Chooser, ContextSelector, IndexStore, Merge, Ops
+from vllm_kvretrieval.kernels import Chooser, ContextSelector, IndexStore, Merge, Ops, cpu
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
     EngineFacts,
@@ -22,6 +22,7 @@ from vllm_kvretrieval.methods.base import (
     Sees,
     Step,
     StepRows,
+    WorkSize,
 )
 from vllm_kvretrieval.methods.observation import LatestQueries, Observation, Observed
 from vllm_kvretrieval.methods.scored import Scored, ScoredLayer
@@ -243,3 +244,8 @@ def _chunk_selector(facts: EngineFacts, selector: ContextSelector) -> ContextSel
     by = ChunkPlanner(facts.config)
     chosen = torch.zeros(facts.most_chunks, by.select, dtype=torch.int32)
     return replace(selector, chosen=chosen, handle=None)
+
+
+def scratch_bytes(methods: Sequence[Method], size: WorkSize) -> int:
+    """Scores of tokens; see :meth:`Family.scratch_bytes`."""
+    return cpu.scratch_bytes(size.tokens * size.heads, size.rows)

@@ -1,6 +1,6 @@
 """Which file serves a method."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from vllm_kvretrieval.kernels import Chooser
 from vllm_kvretrieval.methods import dropping, filters, heads, scored
@@ -12,6 +12,7 @@ from vllm_kvretrieval.methods.base import (
     Layer,
     LayerFacts,
     LayerMethod,
+    WorkSize,
 )
 from vllm_kvretrieval.retrieval.method import Method
 
@@ -52,3 +53,17 @@ def connect_layers(facts: EngineFacts, layers: Mapping[int, Layer]) -> None:
     """
     for number, method in enumerate(facts.config.methods.values()):
         family_of(method).connect(facts, number, method, layers)
+
+
+def scratch_bytes(methods: Iterable[Method], size: WorkSize) -> int:
+    """Bytes in which the layers of a worker choose.
+
+    Args:
+        methods: The engine's.
+        size: The largest work.
+    """
+    by_family: dict[int, tuple[Family, list[Method]]] = {}
+    for method in methods:
+        family = family_of(method)
+        by_family.setdefault(id(family), (family, []))[1].append(method)
+    return sum(family.scratch_bytes(own, size) for family, own in by_family.values())

@@ -3,13 +3,13 @@
 Those that select nothing beyond sink and window are of this family, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, TokenLists
+from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, TokenLists, cpu
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
     EngineFacts,
@@ -19,6 +19,7 @@ from vllm_kvretrieval.methods.base import (
     Sees,
     Step,
     StepRows,
+    WorkSize,
 )
 from vllm_kvretrieval.retrieval.method import Method
 from vllm_kvretrieval.storage import Ready
@@ -110,3 +111,20 @@ def layer_method(facts: LayerFacts, number: int, method: Method, chooser: Choose
 
 def connect(facts: EngineFacts, number: int, method: Method, layers: Mapping[int, Layer]) -> None:
     """Each layer selects for itself; see :meth:`Family.connect`."""
+
+
+def scratch_bytes(methods: Sequence[Method], size: WorkSize) -> int:
+    """Scores of pages or tokens; see :meth:`Family.scratch_bytes`."""
+    scored = [
+        size.tokens if method.per_token else -(-size.tokens // method.entry_tokens)
+        for method in methods
+        if method.index is not None
+    ]
+    if not scored:
+        return 0
+    scratch = cpu.scratch_bytes(max(scored) * size.heads, size.rows)
+    if size.piece_queries:
+        asking = size.heads * size.piece_queries
+        scratch += cpu.scratch_bytes(max(scored) * asking, size.pieces)
+        scratch += size.pieces * asking * size.head_size * size.dtype.itemsize
+    return scratch
