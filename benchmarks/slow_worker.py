@@ -26,9 +26,7 @@ class SlowHomeExtension(CountsExtension):
     """Adds methods for `LLM.collective_rpc`; none runs unless it is called."""
 
     retrieval_layers: dict[str, Any]
-    recall_caches: list[Any]
-    token_recalls: list[Any]
-    token_slots: dict[str, Any]
+    storage: Any
     model_runner: Any
     tiers: Any
     home: Any
@@ -44,7 +42,7 @@ class SlowHomeExtension(CountsExtension):
                 values at a time.
             keep: Of single tokens, whether a step finds those that earlier ones have read.
         """
-        for cache in self.recall_caches:
+        for cache in getattr(self.storage, "pages", []):
             for entry in range(self.requests.capacity):
                 cache.release(entry)
             cache.drop_pages(sorted({unit // self.kv_heads() for unit in cache.resident()}))
@@ -53,7 +51,7 @@ class SlowHomeExtension(CountsExtension):
                 cache.prefetch = lambda rows, state: None
             slot = cache.slots[0, 0]
             cache.read_in_pieces(slot.nbytes if layout else slot[0].nbytes)
-        for recall in self.token_recalls:
+        for recall in getattr(self.storage, "tokens", []):
             for entry in range(self.requests.capacity):
                 recall.release(entry)
             vars(recall).pop("recall", None)
@@ -107,7 +105,7 @@ class SlowHomeExtension(CountsExtension):
     def recall(self) -> dict[str, float]:
         """Since the start: `retrieval_counts`, bytes read from home, seconds that steps waited for
         reads, page faults of the process that took no disk, and that did."""
-        recalls = [*self.recall_caches, *self.token_recalls]
+        recalls = [*getattr(self.storage, "pages", []), *getattr(self.storage, "tokens", [])]
         counts = self.retrieval_counts()
         faults = resource.getrusage(resource.RUSAGE_SELF)
         return {
@@ -131,11 +129,11 @@ class SlowHomeExtension(CountsExtension):
         """
         layers = list(self.retrieval_layers.values())
         units = sum(impl.choosers[0].store.pages * impl.num_kv_heads for impl in layers)
-        slots = [impl.slow.slots for impl in layers]
+        slots = [impl.storage.slots for impl in layers]
         # A slot is a unit, or a token of a KV head.
         each = sum(s.nbytes for s in slots) // sum(self.tiers.slots)
         per_slot, per_unit, mappings = sizes.BOOKS_PER_SLOT, sizes.BOOKS_PER_UNIT, 1
-        if self.token_slots:
+        if self.storage.token_major:
             per_slot, per_unit, mappings = sizes.BOOKS_PER_TOKEN, 0, 2
         staging = {id(impl.staging): impl.staging for impl in layers if impl.staging is not None}
         home = self.home.memory

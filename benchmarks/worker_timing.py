@@ -27,7 +27,7 @@ PLANNING = "planning"
 INDEX_UPDATE = "index_update"
 OBSERVATION = "observation"
 
-KEEPER = "vllm_kvretrieval.attention.cpu.keeping"
+KEEPER = "vllm_kvretrieval.methods.dropping"
 FUNCTIONS = (
     (ATTENTION_KERNEL, "vllm._custom_ops", "cpu_attention_with_kv_cache"),
     (ATTENTION_KERNEL, "vllm_kvretrieval.kernels.cpu", "attend"),

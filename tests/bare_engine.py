@@ -28,6 +28,7 @@ from vllm_kvretrieval.engine.cpu import worker as worker_module
 from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.kernels import DecodeRows, KeptTokens, cpu
 from vllm_kvretrieval.kernels.cpu import MappingGuard
+from vllm_kvretrieval.methods.filters import Filter
 from vllm_kvretrieval.retrieval.keeping import Keeping
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
@@ -331,12 +332,17 @@ class BareEngine:
         """What is zero at first, and yet means nothing, is something else."""
         for impl in self.worker.retrieval_layers.values():
             impl.choosers[0].selection.chosen.fill_(-1)
-            if impl.keeper is not None:
-                impl.keeper._kept.ratings.fill_(float("nan"))
-                impl.keeper._kernels = WrittenWeights()
-        for layer in self.layers.values():
-            if layer.impl.selector is not None:
-                layer.impl.selector.chosen.fill_(-1)
+        for watcher in self.watchers:
+            if isinstance(watcher, Filter):
+                watcher.selectors.rows.chosen.fill_(-1)
+            else:
+                watcher._kept.ratings.fill_(float("nan"))
+                watcher._kernels = WrittenWeights()
+
+    @property
+    def watchers(self) -> list[Any]:
+        """The methods that look at attention after it, of all layers."""
+        return [w for layer in self.layers.values() for w in layer.impl.watchers.values()]
 
     # --------------------------------------------------------------------------------- requests
 
@@ -387,8 +393,7 @@ class BareEngine:
         self._arrived = [name for name in self._arrived if name not in scheduled]
         with self._vllm():
             self.worker.execute_model(output)
-            for recall in self.worker._recalls:
-                assert recall.check() == ""
+            assert self.worker.storage.check() == ""
         for request in [r for r in self.running if r.name in scheduled]:
             request.computed += scheduled[request.name]
             if request.done:

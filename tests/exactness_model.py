@@ -13,7 +13,7 @@ from tests.steps import request_table
 from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.engine.levels import Level
-from vllm_kvretrieval.engine.prompts import Heads
+from vllm_kvretrieval.methods.prompts import Heads
 
 
 class Truth:

@@ -37,7 +37,7 @@ class HomeWorker:
     home: Any
     retrieval_config: Any
     requests: Any
-    recall_caches: list[Any]
+    storage: Any
     vllm_config: Any
     _plans: defaultdict[str, list[list[int]]]
     _written: dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
@@ -131,7 +131,7 @@ class HomeWorker:
                     (expected, key, value),
                     (mark, torch.ones_like(key), torch.ones_like(value)),
                 ):
-                    if impl.rows:
+                    if impl.storage.token_major:
                         reference.write_rows(k, v, slots, cache)
                         continue
                     pages, heads, size, width = cache.shape
@@ -156,7 +156,9 @@ class HomeWorker:
     def _in_file(self, impl, like):
         """What the file holds of a layer, in the shape of vLLM's cache."""
         home, codec = self.home, self.retrieval_config.encoding
-        data = bytearray(os.pread(home.fd, home.layer_bytes, home.begin(impl.slow.number)))
+        data = bytearray(
+            os.pread(home.fd, home.layer_bytes, home.begin(impl.storage.reader.number))
+        )
         if codec is None:
             return torch.frombuffer(data, dtype=like.dtype).view_as(like)
         units = torch.empty_like(like).view(-1, 2 * like.shape[2], like.shape[3] // 2)
@@ -164,14 +166,19 @@ class HomeWorker:
         reference.decode_units(encoded, codec, units)
         return units.view_as(like)
 
+    @property
+    def _caches(self):
+        """The recall caches, if pages are recalled."""
+        return getattr(self.storage, "pages", [])
+
     def check_caches(self):
         """Complaints of the recall caches, and how many slots are pinned in all."""
-        caches = self.recall_caches
+        caches = self._caches
         return [c.check() for c in caches if c.check()], sum(c.pinned for c in caches)
 
     def cache_state(self):
         """Slots per layer, requests' counts, seconds."""
-        return [len(c.slots) for c in self.recall_caches], self.requests.recalls.tolist()
+        return [len(c.slots) for c in self._caches], self.requests.recalls.tolist()
 
     def open_bytes(self):
         """Bytes of memory that the open pages of an encoded home take."""

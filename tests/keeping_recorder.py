@@ -82,7 +82,7 @@ class KeepingRecorder:
                 self._record(number_of(name), impl)
 
     def _record(self, number, impl):
-        forward, attend = impl.forward, impl._attend_to_kept
+        forward, attend = impl.forward, impl._attend_to_plan
 
         def recorded_forward(layer, query, key, value, kv_cache, metadata, output, **rest):
             if metadata is not None:
@@ -98,11 +98,12 @@ class KeepingRecorder:
                         self._keys[number, request][position] = pair
             return forward(layer, query, key, value, kv_cache, metadata, output, **rest)
 
-        def attend_to_kept(query, output, plan, chooser):
-            attend(query, output, plan, chooser)
-            self._steps += self._rows(number, impl, output, plan)
+        def attend_to_plan(query, output, plan, method):
+            attend(query, output, plan, method)
+            if hasattr(method, "watch"):  # else its method drops nothing
+                self._steps += self._rows(number, impl, output, plan)
 
-        impl.forward, impl._attend_to_kept = recorded_forward, attend_to_kept
+        impl.forward, impl._attend_to_plan = recorded_forward, attend_to_plan
 
     def _rows(self, number, impl, output, plan):
         rows, heads, size = plan.rows, impl.num_kv_heads, self.retrieval_config.page_size
@@ -114,7 +115,7 @@ class KeepingRecorder:
             attended = attended_tokens(plan.lists, r, pages, size)
             shape = (heads, impl.num_queries_per_kv, impl.head_size)
             request = self.model_runner.input_batch.req_ids[place]
-            yield method, request, number, length, attended, output[r].double().reshape(shape)
+            yield method, request, number, length, attended, output[place].double().reshape(shape)
 
     def check_recording(self, rules, budget, layers):
         """Hold every step of some layers against the papers.

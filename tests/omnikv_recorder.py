@@ -79,11 +79,11 @@ class OmniKVRecorder:
         self._queries: defaultdict[int, dict[tuple[str, int], torch.Tensor]] = defaultdict(dict)
         layers = self.vllm_config.compilation_config.static_forward_context
         for name, layer in layers.items():
-            if hasattr(layer.impl, "_attend_to_pages"):  # else a layer of another kind
+            if hasattr(layer.impl, "_attend_to_plan"):  # else a layer of another kind
                 self._record(number_of(name), layer.impl)
 
     def _record(self, number, impl):
-        write, forward, attend = impl.do_kv_cache_update, impl.forward, impl._attend_to_pages
+        write, forward, attend = impl.do_kv_cache_update, impl.forward, impl._attend_to_plan
 
         def do_kv_cache_update(layer, key, value, kv_cache, slot_mapping):
             if number not in self._written:
@@ -103,14 +103,14 @@ class OmniKVRecorder:
                         self._queries[number][request, length - back] = token
             return forward(layer, query, key, value, kv_cache, metadata, output, **rest)
 
-        def attend_to_pages(query, output, plan, chooser):
-            attend(query, output, plan, chooser)
+        def attend_to_plan(query, output, plan, method):
+            attend(query, output, plan, method)
             if list(self.retrieval_config.methods.values())[plan.method].shares:
                 for step in self._steps(number, impl, query, output, plan):
                     self._check(step)
 
         impl.do_kv_cache_update, impl.forward = do_kv_cache_update, recorded_forward
-        impl._attend_to_pages = attend_to_pages
+        impl._attend_to_plan = attend_to_plan
 
     def _steps(self, number, impl, query, output, plan):
         rows, heads, size = plan.rows, impl.num_kv_heads, self.retrieval_config.page_size

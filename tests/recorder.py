@@ -347,7 +347,7 @@ class RecordingWorker:
             self._record(names[i], self.retrieval_layers[names[i]])
 
     def _record(self, name, impl):
-        write, attend = impl.do_kv_cache_update, impl._attend_to_pages
+        write, attend = impl.do_kv_cache_update, impl._attend_to_plan
         tokens = self._written[name]
 
         def do_kv_cache_update(layer, key, value, kv_cache, slot_mapping):
@@ -355,11 +355,11 @@ class RecordingWorker:
                 tokens[slot] = (key[t].float(), value[t].float())
             return write(layer, key, value, kv_cache, slot_mapping)
 
-        def attend_to_pages(query, output, plan, chooser):
-            attend(query, output, plan, chooser)
-            self._steps += self._rows(name, query, output, plan, chooser, tokens)
+        def attend_to_plan(query, output, plan, method):
+            attend(query, output, plan, method)
+            self._steps += self._rows(name, query, output, plan, method.chooser, tokens)
 
-        impl.do_kv_cache_update, impl._attend_to_pages = do_kv_cache_update, attend_to_pages
+        impl.do_kv_cache_update, impl._attend_to_plan = do_kv_cache_update, attend_to_plan
 
     def _rows(self, name, query, output, plan, chooser, tokens):
         rows, heads, size = plan.rows, chooser.store.kv_heads, chooser.store.page_size

@@ -13,6 +13,7 @@ from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.retrieval.capacity import Capacity
+from vllm_kvretrieval.storage import Memory
 
 
 class Runner:
@@ -54,7 +55,7 @@ def metadata_builder(
     builder.group = 1
     builder.head_dim, builder.dtype, builder.isa = 64, torch.float32, "vec"
     staging = PrefillStaging(page_size, heads, 64, torch.float32, 2048, rows=rows)
-    builder.attach(table, page_size, staging, attends=rows, rows=rows)
+    builder.attach(table, page_size, staging, Memory(rows), attends=rows)
     return builder
 
 

@@ -114,9 +114,10 @@ def test_selected_pages(llm, model):
             worker.compared += 1
 
         impl_of = {}
-        for impl in worker.retrieval_layers.values():
+        layers = worker.vllm_config.compilation_config.static_forward_context
+        for name, impl in worker.retrieval_layers.items():
             weight = impl.sinks
-            impl_of[impl.pages.data_ptr()] = (
+            impl_of[layers[name].kv_cache.data_ptr()] = (
                 CAP if weight is None else 0.0,
                 None if weight is None else weight.float(),
             )

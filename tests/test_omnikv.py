@@ -39,19 +39,20 @@ def observe(llm, name):
     """Let the filters select by another window, between requests."""
 
     def change(worker):
-        from vllm_kvretrieval.attention.cpu.observation import LatestQueries, Observation
+        from vllm_kvretrieval.methods.observation import LatestQueries, Observation
         from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 
         weights = OBSERVATIONS[name]
         for group in worker.model_runner.attn_groups[0]:
-            builder, requests = group.get_metadata_builder(), worker.requests
-            builder.observation = Observation(weights, requests.per_seat(), requests.per_seat())
+            methods, requests = group.get_metadata_builder().methods, worker.requests
+            method = next(m for m in methods if hasattr(m, "observation"))
+            method.observation = Observation(weights, requests.per_seat(), requests.per_seat())
         for layer in worker.vllm_config.compilation_config.static_forward_context.values():
             impl = layer.impl
-            if impl.selector is not None and not impl.choosers:
+            for watcher in impl.watchers.values():
                 heads = impl.num_kv_heads * impl.num_queries_per_kv
                 keep = LatestQueries(4, len(weights), heads, impl.head_size, layer.kv_cache.dtype)
-                impl.latest = keep if len(weights) > 1 else None
+                watcher.latest = keep if len(weights) > 1 else None
 
     llm.collective_rpc(change)
 

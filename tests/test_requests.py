@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from tests.steps import Runner, metadata_builder, request_table, split
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.storage import Memory
 
 PAGE = 32
 # 1 + 1 + 2 pages
@@ -185,7 +186,7 @@ def test_nothing_to_split_within_the_budget(runner, builder):
     schedule = step.decode[0].schedule
     assert schedule.seq_lens.tolist() == [3 * PAGE + 1], "vLLM's kernel, unless ours attends"
     assert step.whole.index.tolist() == [1], "the other row keeps its whole context"
-    builder.attends = True
+    builder.rows.attends = True
     step = split(builder, [4 * PAGE + 2, 19])
     assert step.decode[0].schedule is None
 
@@ -300,7 +301,7 @@ def test_attention_that_is_not_causal_is_vllms_affair(runner, builder, table, mo
     metadata = builder.build(0, common)
     assert (metadata.split is not None) == causal
     assert metadata.causal == causal
-    builder.rows = True
+    builder.storage = Memory(token_major=True)
     if causal:
         table.calm = True
         assert builder.build(0, common).split.whole.by.lengths.tolist() == [900]

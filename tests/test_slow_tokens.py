@@ -112,11 +112,11 @@ def llm(model, method, expected):
 
 
 def complaints(llm):
-    return llm.collective_rpc(lambda worker: [c.check() for c in worker.token_recalls])[0]
+    return llm.collective_rpc(lambda worker: [c.check() for c in worker.storage.tokens])[0]
 
 
 def test_same_answers_as_in_memory(llm, method, expected):
-    slots = llm.collective_rpc(lambda worker: (worker.tiers.slots, [*worker.token_slots]))[0]
+    slots = llm.collective_rpc(lambda worker: (worker.tiers.slots, [*worker.retrieval_layers]))[0]
     names = [f"model.layers.{i}.self_attn.attn" for i in FOLLOW[method]]
     assert slots == (len(names) * (LEAST,), names)
     results = run_scenarios(llm, method)
@@ -156,7 +156,7 @@ def test_integrity_in_the_middle_of_things(llm, method):
     while core.has_unfinished_requests():
         core.step()
         assert set(complaints(llm)) == {""}
-        used += llm.collective_rpc(lambda w: sum(recall.used for recall in w.token_recalls))
+        used += llm.collective_rpc(lambda w: sum(recall.used for recall in w.storage.tokens))
     assert 0 < max(used) <= len(FOLLOW[method]) * LEAST
 
 

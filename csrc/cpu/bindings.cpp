@@ -204,6 +204,9 @@ NB_MODULE(_cpu, m) {
                           pages_per_block, kv_heads, page_size, head_size, element_size,
                           static_cast<kvr::KeyLayout>(from), static_cast<kvr::KeyLayout>(to)});
       },
+      nb::kw_only(), nb::arg("source"), nb::arg("pages"), nb::arg("num_pages"), nb::arg("target"),
+      nb::arg("pages_per_block"), nb::arg("kv_heads"), nb::arg("page_size"), nb::arg("head_size"),
+      nb::arg("element_size"), nb::arg("source_layout"), nb::arg("target_layout"),
       nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
@@ -228,6 +231,10 @@ NB_MODULE(_cpu, m) {
         kvr::check_staging(staging);
         kvr::stage_tokens(staging);
       },
+      nb::kw_only(), nb::arg("source"), nb::arg("cache_tokens"), nb::arg("entries"),
+      nb::arg("entries_width"), nb::arg("entries_stride"), nb::arg("lengths"), nb::arg("target"),
+      nb::arg("blocks"), nb::arg("rows"), nb::arg("block_tokens"), nb::arg("kv_heads"),
+      nb::arg("head_size"), nb::arg("element_size"), nb::arg("target_layout"),
       nb::call_guard<nb::gil_scoped_release>());
 
   m.def("write_rows",
@@ -253,7 +260,12 @@ NB_MODULE(_cpu, m) {
           const nb::gil_scoped_release release;
           kvr::check_slots(write.slot_mapping, num_tokens, pages * page_size);
           kvr::write_rows(write);
-        });
+        },
+        nb::arg("key"), nb::arg("key_shape"), nb::arg("key_strides"), nb::arg("key_dtype"),
+        nb::arg("value"), nb::arg("value_shape"), nb::arg("value_strides"), nb::arg("value_dtype"),
+        nb::arg("slot_mapping"), nb::arg("num_tokens"), nb::kw_only(), nb::arg("cache"),
+        nb::arg("pages"), nb::arg("kv_heads"), nb::arg("page_size"), nb::arg("head_size"),
+        nb::arg("element_size"), nb::arg("torch_dtype"));
 
   m.def("attend",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
@@ -294,7 +306,16 @@ NB_MODULE(_cpu, m) {
           const nb::gil_scoped_release release;
           kvr::check_lists(attention);
           active->attend(attention);
-        });
+        },
+        nb::arg("query"), nb::arg("shape"), nb::arg("strides"), nb::arg("query_dtype"),
+        nb::arg("output"), nb::arg("output_shape"), nb::arg("output_strides"),
+        nb::arg("output_dtype"), nb::kw_only(), nb::arg("lse"), nb::arg("weights"),
+        nb::arg("weight_stride"), nb::arg("entries"), nb::arg("entries_width"),
+        nb::arg("entries_stride"), nb::arg("per_head"), nb::arg("lengths"), nb::arg("rows"),
+        nb::arg("run"), nb::arg("cache"), nb::arg("cache_tokens"), nb::arg("layout"),
+        nb::arg("kv_heads"), nb::arg("group"), nb::arg("head_size"), nb::arg("page_size"),
+        nb::arg("dtype"), nb::arg("torch_dtype"), nb::arg("scale"), nb::arg("softcap"),
+        nb::arg("sinks"));
 
   m.def("attend_prompt",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
@@ -335,7 +356,15 @@ NB_MODULE(_cpu, m) {
           const nb::gil_scoped_release release;
           kvr::check_prompt(attention);
           active->attend_prompt(attention);
-        });
+        },
+        nb::arg("query"), nb::arg("shape"), nb::arg("strides"), nb::arg("query_dtype"),
+        nb::arg("output"), nb::arg("output_shape"), nb::arg("output_strides"),
+        nb::arg("output_dtype"), nb::kw_only(), nb::arg("lse"), nb::arg("tokens"),
+        nb::arg("starts"), nb::arg("seen"), nb::arg("sequences"), nb::arg("entries"),
+        nb::arg("entries_width"), nb::arg("entries_stride"), nb::arg("per_head"), nb::arg("cache"),
+        nb::arg("units"), nb::arg("layout"), nb::arg("kv_heads"), nb::arg("group"),
+        nb::arg("head_size"), nb::arg("page_size"), nb::arg("dtype"), nb::arg("torch_dtype"),
+        nb::arg("window"), nb::arg("scale"), nb::arg("softcap"), nb::arg("sinks"));
 
   m.def("check_plan",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,
@@ -424,7 +453,10 @@ NB_MODULE(_cpu, m) {
              new (self) kvr::EncodedHome({static_cast<kvr::Codec>(codec),
                                           static_cast<kvr::DType>(dtype), pages, kv_heads, page_size,
                                           head_size, at<char>(raw), fd, offset, active});
-           });
+           },
+           nb::kw_only(), nb::arg("codec"), nb::arg("dtype"), nb::arg("pages"), nb::arg("kv_heads"),
+           nb::arg("page_size"), nb::arg("head_size"), nb::arg("raw"), nb::arg("fd"),
+           nb::arg("offset"));
 
   using Cache = kvr::RecallCache;
   const auto release_gil = nb::call_guard<nb::gil_scoped_release>();
@@ -437,8 +469,10 @@ NB_MODULE(_cpu, m) {
                                at<char>(slot_memory), at<const char>(home), fd, offset,
                                at<int64_t>(counts), encoded});
            },
-           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
+           nb::kw_only(), nb::arg("units"), nb::arg("slots"), nb::arg("kv_heads"),
+           nb::arg("page_size"), nb::arg("requests"), nb::arg("unit_bytes"), nb::arg("slot_memory"),
+           nb::arg("home"), nb::arg("fd"), nb::arg("offset"), nb::arg("counts"),
+           nb::arg("encoded").none())
       .def("write",
            [](Cache& self, uintptr_t slot_mapping, int64_t tokens) {
              self.write(at<int64_t>(slot_mapping), tokens);
@@ -488,7 +522,10 @@ NB_MODULE(_cpu, m) {
                layers.push_back({at<char>(memory[i]), at<const char>(homes.at(i))});
              new (self) Tokens({requests, kv_heads, page_size, capacity, lists, pages, token_bytes,
                                 at<int64_t>(counts), std::move(layers)});
-           })
+           },
+           nb::kw_only(), nb::arg("requests"), nb::arg("kv_heads"), nb::arg("page_size"),
+           nb::arg("capacity"), nb::arg("lists"), nb::arg("pages"), nb::arg("token_bytes"),
+           nb::arg("counts"), nb::arg("memory"), nb::arg("homes"))
       .def("recall", &Tokens::recall, release_gil)
       .def("wait", &Tokens::wait, release_gil)
       .def("release", &Tokens::release)

@@ -9,8 +9,8 @@ from vllm.logger import init_logger
 
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.loads import LoadedPages
-from vllm_kvretrieval.engine.prompts import Heads, kept_prompts
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
 from vllm_kvretrieval.request_options import RequestOptions
 from vllm_kvretrieval.retrieval.capacity import Capacity
 
@@ -237,6 +237,11 @@ class RequestTable:
         else:
             self._settle()
 
+    def end_step(self) -> None:
+        """Forget what only the step needed."""
+        if self.kept is not None:
+            self.kept.end_step()
+
     def expect_calm(self, steps: int) -> None:
         """All rows of this step decode within their budgets, and will for so many more steps."""
         self._calm_batch = set(self.runner.input_batch.req_ids)
@@ -281,6 +286,15 @@ class RequestTable:
             self._exact[seats],
             self._method[seats],
         )
+
+    def reading(self, seats: np.ndarray, lens: np.ndarray) -> np.ndarray:
+        """bool [n]; whether a method still takes a context of so many tokens for a prompt.
+
+        The last chunk of a prompt, or of what a resumed request computes anew, may be one token.
+        """
+        if self.kept is None:
+            return np.zeros(len(seats), dtype=bool)
+        return self.kept.keeps[seats] & (lens <= self.kept.ends[seats])
 
     def count_steps(
         self,

@@ -74,6 +74,16 @@ class Method:
         return self.index is not None and not self.per_token
 
     @property
+    def needs_prompts(self) -> bool:
+        """Whether the attention of a whole prompt decides what is attended to after it."""
+        return self.keeping is not None
+
+    @property
+    def rates_attention(self) -> bool:
+        """Whether tokens are rated by attention as the model computes it."""
+        return self.needs_prompts or self.shares
+
+    @property
     def together(self) -> bool:
         """Whether all KV heads of a layer keep the same tokens, unless their shares differ."""
         by_head = self.budget_shares.by_head

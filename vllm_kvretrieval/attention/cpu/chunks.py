@@ -23,6 +23,7 @@ class Chunks:
     """Adjacent chunks of a step that are staged together; each is a row.
 
     Attributes:
+        method: The number of the method that selects for them.
         rows: What filters select for, and what that is; the window is the chunk itself and what
             lies right before it. They have seats of their own, their numbers in the step.
         queries: int64 [R * n]; places of their last queries among the step's tokens.
@@ -34,6 +35,7 @@ class Chunks:
         listed: Whose selection the lists hold, of filter layers.
     """
 
+    method: int
     rows: DecodeRows
     queries: torch.Tensor
     weights: torch.Tensor
@@ -53,6 +55,7 @@ class ChunkPlanner(Divisor):
 
     def __init__(self, config: "RetrievalConfig") -> None:
         super().__init__(config)
+        self.method = list(config.methods).index(config.method)
         parts = config.page_budget(config.prefill_budget)
         self.sink, self.window, self.select = (
             pages * config.page_size for pages in (parts.sink, parts.window, parts.select)
@@ -92,7 +95,9 @@ class ChunkPlanner(Divisor):
             queries, weights = _last_queries(begins[1:], chunks.new)
             starts_of = _int32(begins - begins[0])
             where = int(begins[0])
-            made.append(Chunks(rows, queries, weights, lists, _int32(table), where, starts_of))
+            made.append(
+                Chunks(self.method, rows, queries, weights, lists, _int32(table), where, starts_of)
+            )
         return made
 
     def _rows(

@@ -1,68 +1,16 @@
 """How the layers of a group attend in one step; built by `metadata`."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from vllm_kvretrieval.attention.cpu.blocks import Blocks
 from vllm_kvretrieval.attention.cpu.chunks import Chunks
-from vllm_kvretrieval.attention.cpu.keeping import KeptRows, Watch
-from vllm_kvretrieval.attention.cpu.observation import Observed
-from vllm_kvretrieval.kernels import ContextSelector, DecodeRows, PromptLists, TokenLists
-
-
-class Pages(NamedTuple):
-    """Pages of some requests' contexts.
-
-    Attributes:
-        ids: int32 [n]; each page once.
-        lengths: int32 [n]; tokens in each.
-    """
-
-    ids: torch.Tensor
-    lengths: torch.Tensor
-
-
-@dataclass
-class DecodePlan:
-    """How rows of one method decode whose contexts exceed their budgets.
-
-    Attributes:
-        method: Its number among the engine's methods.
-        rows: The requests, each of which decodes one token.
-        index: int64 [rows]; their places in the batch, None where they are the first ones in it.
-        lists: What each (row, KV head) attends to; its entries are the rows' ``lists``.
-        schedule: Where vLLM's kernel attends, how; None: ours does.
-        weights: float32 [rows, n]; where filter layers select, those of their n latest queries.
-        listed: Whose selection the lists hold, of filter layers.
-        kept: Of a method that drops tokens, what these rows keep.
-    """
-
-    method: int
-    rows: DecodeRows
-    index: torch.Tensor | None
-    lists: TokenLists
-    schedule: "Schedule | None"
-    weights: torch.Tensor | None = None
-    listed: ContextSelector | None = None
-    kept: KeptRows | None = None
-
-
-class Schedule(NamedTuple):
-    """For vLLM's kernel, to which every (row, KV head) is a sequence of its own.
-
-    Attributes:
-        seq_lens: int32 [rows * kv_heads]; tokens that each attends to, in every layer.
-        query_start_loc: int32 [rows * kv_heads + 1]; 0, 1, 2, ...
-        scheduler_metadata: vLLM's own.
-    """
-
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    scheduler_metadata: torch.Tensor
+from vllm_kvretrieval.attention.cpu.loaded import Pages
+from vllm_kvretrieval.kernels import PromptLists, TokenLists
+from vllm_kvretrieval.methods.base import DecodePlan
 
 
 @dataclass
@@ -92,7 +40,8 @@ class Prefill:
             Tokens are counted from ``start``.
         staged: The pages to copy into the staging buffer, which is then read, as
             :class:`StagedContext` has them; None where the cache itself is.
-        chunks: Where filters select for prompts, what to copy there instead; ``by`` is of these.
+        chunks: Where other layers select for prompts, what to copy there instead; ``by`` is of
+            these.
         blocks: Where prompts select pages themselves, what selects; ``by`` are its lists.
     """
 
@@ -133,8 +82,8 @@ class Split:
     """A step whose requests do not all take vLLM's own path.
 
     Attributes:
-        rows: Requests with a single token; they lead the batch. Over an encoded home, those of them
-            that neither choose nor fit in slots are prefill, too.
+        rows: Requests with a single token; they lead the batch. Where contexts are not read in
+            place, those of them that neither choose nor fit in slots are prefill, too.
         decode: Those of them that attend to pages of their own choice, by method.
         whole: The others.
         prefill: The requests after them, in turns.
@@ -154,18 +103,13 @@ class RetrievalMetadata(CPUAttentionMetadata):
         full: How dense layers attend, and retrieval layers whose contexts are within budget; None:
             by vLLM's kernel.
         split: How retrieval layers attend otherwise; None where they attend as dense layers do.
-        in_place: With a slow home, the :func:`page_runs` of the requests that read it in place, if
-            one of these is longer than the budget: in a dense layer, and in a retrieval layer.
+        reads: What layers make ready; see :meth:`LayerStorage.contexts`.
         loaded: Pages whose indexes are to be built from their keys.
-        observed: Queries that filter layers keep, where they select by more than the last.
-        leaving: int64 [n]; over an encoded home, pages to be encoded at the end of the step.
-        watches: Queries by whose attention tokens are kept.
+        seen: What methods note of the step, by their numbers.
     """
 
     full: Full | None = None
     split: Split | None = None
-    in_place: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    reads: Any = None
     loaded: Pages | None = None
-    observed: Observed | None = None
-    leaving: torch.Tensor | None = None
-    watches: list[Watch] = field(default_factory=list)
+    seen: dict[int, Any] = field(default_factory=dict)

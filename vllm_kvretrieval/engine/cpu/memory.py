@@ -24,10 +24,9 @@ from vllm_kvretrieval.engine.memory import (
     workers_here,
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import cpu
-from vllm_kvretrieval.kernels.observe import observing_bytes
+from vllm_kvretrieval.methods import WorkSize, scratch_bytes
+from vllm_kvretrieval.methods.heads import fixed_counts
 from vllm_kvretrieval.retrieval.capacity import Capacity
-from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.layers import retrieving_layers
 from vllm_kvretrieval.retrieval.roles import Role
 from vllm_kvretrieval.retrieval.shares import own_heads
@@ -57,7 +56,7 @@ class PlanningWorker(CPUWorker):
 
         Without a slow home, a KV cache size that the user fixed is left as it is, and the others
         come on top. With one, all of them share that size, and these are the bytes of all blocks
-        that home holds, wherever their layers are kept and however they are encoded.
+        that home holds, wherever their layers lie and however they are encoded.
 
         Raises:
             RetrievalConfigError: Nothing would be retrieved, or memory does not suffice.
@@ -144,16 +143,15 @@ class PlanningWorker(CPUWorker):
         return Capacity(self.retrieval_config, heads, self.model_config.max_model_len, part)
 
     @functools.cached_property
-    def whole_contexts(self) -> dict[str, torch.Tensor]:
-        """Of methods by which some KV heads attend to everything; see ``RequestTable.fixed``."""
-        heads, part = self._all_heads
+    def fixed_counts(self) -> dict[str, torch.Tensor]:
+        """How many pages KV heads select by methods that fix it; see ``RequestTable.fixed``."""
+        own = own_heads(*self._all_heads)
         layers = [self.layer_numbers[name] for name in self.retrieval_heads]
-        fixed = {}
-        for name, method in self.retrieval_config.methods.items():
-            if method.heads is not None:
-                flags = torch.from_numpy(method.heads.of(self.model_config, layers)).flatten()
-                fixed[name] = flags[own_heads(heads, part)].int() * EVERYTHING
-        return fixed
+        fixed = {
+            name: fixed_counts(method, self.model_config, layers)
+            for name, method in self.retrieval_config.methods.items()
+        }
+        return {name: counts[own] for name, counts in fixed.items() if counts is not None}
 
     @property
     def _all_heads(self) -> tuple[list[int], tuple[int, int]]:
@@ -195,11 +193,11 @@ class PlanningWorker(CPUWorker):
     def stages(self) -> bool:
         """Whether something has to be laid out for prompts, see PrefillStaging.
 
-        Our own kernels read every layout, but nothing that is encoded, nor tokens that a filter has
-        selected for a chunk.
+        Our own kernels read every layout, but nothing that is encoded, nor tokens that another
+        layer has selected for a chunk.
         """
         config = self.retrieval_config
-        chunks = config.prefill_budget is not None and config.own.shares
+        chunks = config.prefill_budget is not None and config.prefill_queries is None
         copied = config.encoding is not None or chunks
         return copied or not self.attention.own
 
@@ -210,31 +208,19 @@ class PlanningWorker(CPUWorker):
         return choose_attention(self.retrieval_config, model.dtype, model.get_head_size())
 
     def _scratch_bytes(self) -> int:
-        """What layers choose in: scores of pages and tokens, and keys by which prompts are watched.
-
-        One layer works at a time. Filters and the layers that choose for themselves have each
-        their own room for scores.
-        """
-        model, methods = self.model_config, self.retrieval_config.methods.values()
-        tokens, heads = model.max_model_len, model.get_num_attention_heads(self.parallel_config)
-        rows, scratch = requests_at_once(self.vllm_config), 0
-        scored = [
-            tokens if m.per_token else -(-tokens // m.entry_tokens)
-            for m in methods
-            if m.index is not None
-        ]
-        if scored:
-            scratch += cpu.scratch_bytes(max(scored) * heads, rows)
-        if scored and (queries := self.retrieval_config.prefill_queries) is not None:
-            scratch += cpu.scratch_bytes(max(scored) * heads * queries, self.most_pieces)
-            width = model.get_head_size() * model.dtype.itemsize
-            scratch += self.most_pieces * heads * queries * width
-        if any(m.shares for m in methods):
-            scratch += cpu.scratch_bytes(tokens * heads, rows)
-        if any(m.keeping is not None for m in methods):
-            group = heads // model.get_num_kv_heads(self.parallel_config)
-            scratch += observing_bytes(tokens, group, model.get_head_size(), model.dtype)
-        return scratch
+        """What layers choose in; see :meth:`Family.scratch_bytes`."""
+        model, config = self.model_config, self.retrieval_config
+        size = WorkSize(
+            tokens=model.max_model_len,
+            heads=model.get_num_attention_heads(self.parallel_config),
+            kv_heads=model.get_num_kv_heads(self.parallel_config),
+            head_size=model.get_head_size(),
+            dtype=model.dtype,
+            rows=requests_at_once(self.vllm_config),
+            pieces=0 if config.prefill_queries is None else self.most_pieces,
+            piece_queries=config.prefill_queries or 0,
+        )
+        return scratch_bytes(config.methods.values(), size)
 
     def _staging_bytes(self) -> int:
         """One layer's keys and values of the longest context; see PrefillStaging."""

@@ -87,7 +87,7 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
 def _described_shares(worker: "RetrievalCPUWorker") -> str:
     """How far KV heads differ in what they select, by the engine's own method."""
     method = worker.retrieval_config.method
-    if (fixed := worker.whole_contexts.get(method)) is not None:
+    if (fixed := worker.fixed_counts.get(method)) is not None:
         return f", {int(fixed.count_nonzero())} of {len(fixed)} KV heads to everything"
     allotment = worker.room.allotments.get(method)
     if allotment is None:

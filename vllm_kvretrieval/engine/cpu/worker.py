@@ -1,9 +1,8 @@
 """The CPU worker with retrieval."""
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
@@ -13,49 +12,56 @@ from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_kvretrieval.attention.cpu.blocks import block_choosers
-from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
-from vllm_kvretrieval.attention.cpu.keeping import Keeper
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
-from vllm_kvretrieval.attention.cpu.observation import LatestQueries
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, ISAS, ISAS_OF_ROWS, PrefillStaging
 from vllm_kvretrieval.attention.cpu.support import ATTENDED
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.allocation import allocate_kv_cache
+from vllm_kvretrieval.engine.cpu.choosers import Choosers
 from vllm_kvretrieval.engine.cpu.linear import widen_linear_layers
-from vllm_kvretrieval.engine.cpu.lost import LostBlocks
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
+from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.report import log_start
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
-from vllm_kvretrieval.engine.prompts import AddUp, Heads
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import (
-    Chooser,
-    ContextSelector,
-    IndexStore,
-    Merge,
-    RecallCache,
-    Selection,
-    TokenRecall,
-    cpu,
-)
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.limits import SCARCE, explained
+from vllm_kvretrieval.methods import (
+    EngineFacts,
+    Layer,
+    LayerFacts,
+    connect_layers,
+    layer_methods,
+)
+from vllm_kvretrieval.methods.prompts import Heads
 from vllm_kvretrieval.retrieval.codec import Codec
-from vllm_kvretrieval.retrieval.index.check import check_outside
-from vllm_kvretrieval.retrieval.index.exact import Exact
-from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, Filters, Follows
+from vllm_kvretrieval.storage import LayerPlace, Memory, Storage
+from vllm_kvretrieval.storage.places import STORAGES, FileFacts
 from vllm_kvretrieval.tiers.encoded import EncodedHome
-from vllm_kvretrieval.tiers.fast import FastTier
 from vllm_kvretrieval.tiers.home import DiskHome
 from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
-from vllm_kvretrieval.tiers.layer import SlowLayer
 from vllm_kvretrieval.tiers.place import directory_for
-from vllm_kvretrieval.tiers.tokens import TokenSlots
 
 logger = init_logger("vllm.kvretrieval.worker")
+
+
+class Group(NamedTuple):
+    """Layers with plain full attention that share metadata.
+
+    Attributes:
+        builder: Their metadata builder.
+        staging: Where they lay out contexts of prompts; None: they read them where they are.
+        names: Names of the layers that attend to parts of long contexts.
+        all_names: Names of all.
+    """
+
+    builder: RetrievalMetadataBuilder
+    staging: PrefillStaging | None
+    names: list[str]
+    all_names: list[str]
 
 
 class RetrievalCPUWorker(PlanningWorker):
@@ -71,14 +77,8 @@ class RetrievalCPUWorker(PlanningWorker):
         self.requests: RequestTable | None = None
         self.retrieval_layers: dict[str, RetrievalAttentionImpl] = {}
         self.home: DiskHome | EncodedHome | None = None
-        self.fast: FastTier | None = None  # of a home that is encoded
         self.in_home: list[str] = []  # names of the layers in home, in its order
-        # Those of the retrieval layers among them, where pages are recalled, or single tokens.
-        self.recall_caches: list[RecallCache] = []
-        self.token_slots: dict[str, TokenSlots] = {}
-        self.token_recalls: list[TokenRecall] = []  # of layers, and of filters
-        self.lost: LostBlocks | None = None  # of home
-        self.block_selections: dict[Any, Selection] = {}  # of prompts, by the layers' shape
+        self.storage: Storage = Memory()
 
     def load_model(self, **options: Any) -> None:
         """See ``CPUWorker.load_model``; with ``attention=vllm`` all is computed as vLLM does."""
@@ -131,6 +131,53 @@ class RetrievalCPUWorker(PlanningWorker):
         self._use_huge_pages()
         config = self.retrieval_config
         layers = self.vllm_config.compilation_config.static_forward_context
+        groups = self._groups(layers)
+        sinks = check_logits(self, groups, layers)
+        foreign = has_foreign_connector(self.vllm_config)
+        check_reading(self, {group.builder.isa for group in groups}, foreign)
+        heads = sum(layers[name].impl.num_kv_heads for group in groups for name in group.names)
+        full = sum(type(s) is FullAttentionSpec for s in self.get_kv_cache_spec().values())
+        dense_share = 1 - sum(len(group.names) for group in groups) / full if full else 0.0
+        if config.memory_fraction is not None:
+            config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
+        check_layers(self, {name for group in groups for name in group.names})
+        own_heads = Heads([*self.retrieval_heads.values()], self._over_workers(ReduceOp.SUM))
+        self.requests = RequestTable(
+            config,
+            self.seats,
+            heads,
+            self.room,
+            self.model_runner,
+            dense_share,
+            own_heads,
+            self.fixed_counts,
+        )
+        if foreign:
+            self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks)
+        self.storage = self._make_storage(self.requests)
+        self.choosers = Choosers(self, self.requests)
+        for group in groups:
+            for name in group.names:
+                layout = cpu.ROWS if config.rows else group.builder.isa
+                self._attach(name, layers[name], layout, group.staging)
+            group.builder.attach(
+                self.requests,
+                config.page_size,
+                group.staging,
+                self.storage if group.names else Memory(),
+                config.rows or sinks or group.builder.isa in ATTENDED,
+                self.attention.own,
+            )
+        for name in self.in_home:
+            if name not in self.retrieval_layers:
+                layers[name].impl.storage = self.storage.dense_layer(name)
+        self._connect(layers, groups)
+        if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
+            get_kv_transfer_group().report(self.seats, self.storage.take_lost, self._take_stats)
+        log_start(self, len(layers))
+
+    def _groups(self, layers: dict[str, Any]) -> list[Group]:
+        """The layers with plain full attention, by metadata builder."""
         stagings: dict[Any, PrefillStaging | None] = {}
         groups = []
         for group in itertools.chain.from_iterable(self.model_runner.attn_groups):
@@ -142,79 +189,11 @@ class RetrievalCPUWorker(PlanningWorker):
             shape = (builder.num_kv_heads, builder.head_dim, builder.dtype)
             if shape not in stagings:
                 stagings[shape] = self._staging(builder)
-            groups.append((builder, stagings[shape], self.retrieving(group.layer_names)))
+            names = self.retrieving(group.layer_names)
+            groups.append(Group(builder, stagings[shape], names, group.layer_names))
             for name in group.layer_names:
                 layers[name].impl.kernels = cpu
-        sinks = self._check_logits(groups, layers)
-        foreign = has_foreign_connector(self.vllm_config)
-        self._check_reading({builder.isa for builder, *_ in groups}, foreign)
-        heads = sum(layers[name].impl.num_kv_heads for *_, names in groups for name in names)
-        full = sum(type(s) is FullAttentionSpec for s in self.get_kv_cache_spec().values())
-        dense_share = 1 - sum(len(names) for *_, names in groups) / full if full else 0.0
-        if config.memory_fraction is not None:
-            config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
-        if self.encoding is not None:
-            self.fast = FastTier(config.page_size, config.open_pages)
-        retrieving = {name for *_, names in groups for name in names}
-        keeping = any(method.keeping is not None for method in config.methods.values())
-        uneven = self.room.allotments or self.whole_contexts
-        if (uneven or keeping) and retrieving != {*self.retrieval_heads}:
-            shares = self.room.allotments and not keeping
-            what = "kv_retrieval.budget_shares:" if shares else f"{config.method} cannot serve"
-            raise RetrievalConfigError(
-                f"{what} {self.model_config.model}, not all of whose layers with full attention "
-                "take pages of their own choice; use a method of pages, without shares."
-            )
-        kept = Heads([*self.retrieval_heads.values()], self._over_workers(ReduceOp.SUM))
-        self.requests = RequestTable(
-            config,
-            self.seats,
-            heads,
-            self.room,
-            self.model_runner,
-            dense_share,
-            kept,
-            self.whole_contexts,
-        )
-        if foreign:
-            self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks)
-        streams_dense = self.tiers is not None and self.tiers.streams_dense
-        filters = self._attach_filters(layers)
-        for builder, staging, names in groups:
-            for name in names:
-                layout = cpu.ROWS if config.rows else builder.isa
-                self._attach(name, layers[name], layout, staging)
-                role = self.roles.get(self.layer_numbers[name])
-                if isinstance(role, Follows):
-                    layers[name].impl.follow(filters[role.filter])
-            page_bytes = self._home_bytes_per_page()
-            builder.attach(
-                self.requests,
-                config.page_size,
-                staging,
-                page_bytes,
-                streams_dense,
-                config.rows or sinks or builder.isa in ATTENDED,
-                config.rows and bool(names),
-                self.fast,
-                self.attention.own,
-            )
-        if streams_dense:
-            self._attach_streamed(layers)
-        if self.home is not None:
-            self._share_recalls(layers)
-            self.lost = LostBlocks(
-                self.home,
-                self.recall_caches,
-                directory_for(config.home_path),
-                self.cache_config.num_gpu_blocks,
-                self.cache_config.block_size,
-                self._pages_per_block,
-            )
-        if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
-            lost = set if self.lost is None else self.lost.take
-            get_kv_transfer_group().report(self.seats, lost, self._take_stats)
-        log_start(self, len(layers))
+        return groups
 
     def _use_huge_pages(self) -> None:
         """For the KV cache in memory, of which a step reads scattered pages or tokens."""
@@ -224,96 +203,25 @@ class RetrievalCPUWorker(PlanningWorker):
         done = use_huge_pages(layers[n].kv_cache for n in full if n not in self.in_home)
         logger.info("%s GiB of the KV cache are in huge pages.", format_gib(done))
 
-    def _check_logits(self, groups: Sequence[Any], layers: dict[str, Any]) -> bool:
-        """Refuse what goes by other logits than those of the model, with soft-capping or sinks.
-
-        Args:
-            groups: Metadata builders, staging, and names of retrieval layers.
-            layers: All layers by name.
-
-        Returns:
-            Whether any of the layers has sinks, which vLLM's kernel cannot give to a KV head alone.
-        """
+    def _make_storage(self, requests: RequestTable) -> Storage:
+        """Where the KV of retrieval layers is."""
         config = self.retrieval_config
-        impls = [layers[name].impl for *_, names in groups for name in names]
-        capped = any(impl.logits_soft_cap for impl in impls)
-        sinks = any(impl.sinks is not None for impl in impls)
-        model = self.model_config.model
-        rating = [m.name for m in config.methods.values() if m.keeping is not None or m.shares]
-        if (capped or sinks) and rating:
-            what = "soft-capping of logits" if capped else "learned attention sinks"
-            raise RetrievalConfigError(
-                f"{', '.join(rating)} rates tokens by attention without the {what} of {model}. Use "
-                "methods that select pages, such as kvretrieval."
-            )
-        others = {builder.isa for builder, *_ in groups} - cpu.LAYOUTS.keys()
-        if sinks and others:
-            raise RetrievalConfigError(
-                f"{config.method} does not support the learned attention sinks of {model}, whose "
-                f"keys vLLM lays out in a way that is not known ({', '.join(others)}). Serve it "
-                "without --attention-backend."
-            )
-        return sinks
-
-    def _check_reading(self, isas: set[str], foreign: bool) -> None:
-        """Refuse what reads keys in the cache where that cannot be done.
-
-        Args:
-            isas: Variants of vLLM's attention that lay out the keys.
-            foreign: Whether a KV connector may load pages.
-        """
-        config, why = self.retrieval_config, ""
-        if foreign and self._pages_per_block != 1:
-            why = f"whose blocks of {self.cache_config.block_size} tokens are not pages of "
-            why += str(config.page_size)
-        others = ", ".join(isas - cpu.LAYOUTS.keys())
-        if others:
-            why = f"whose keys vLLM lays out in a way that is not known ({others})"
-        if foreign and why:
-            raise RetrievalConfigError(
-                f"{config.method} cannot be combined with a KV connector for "
-                f"{self.model_config.model}, {why}. Leave --kv-transfer-config and "
-                "--kv-offloading-size out."
-            )
-        if others and (uneven := self.room.allotments | self.whole_contexts):
-            raise RetrievalConfigError(
-                f"{', '.join(uneven)} cannot be served with {self.model_config.model}, {why}: "
-                "vLLM's own attention reads lists of one length. Use methods without budget_shares "
-                "by which all KV heads attend alike."
-            )
-        if others and config.prefill_queries is not None:
-            raise RetrievalConfigError(
-                f"kv_retrieval.prefill_budget={config.prefill_budget} cannot be had with "
-                f"{self.model_config.model}, {why}. Leave it out."
-            )
-        if others and config.rows:
-            raise RetrievalConfigError(
-                f"{config.method} cannot serve {self.model_config.model} token by token, {why}. "
-                "Use methods that select pages."
-            )
-        reading = [
-            m.name
-            for m in config.methods.values()
-            if m.reads_keys or (m.index is not None and not m.index.grows)
-        ]
-        if others and reading:
-            raise RetrievalConfigError(
-                f"{', '.join(reading)} cannot select pages of {self.model_config.model}, {why}. "
-                "Use a method with index=min_max, which reads keys as they are written."
-            )
-
-    def _attach_streamed(self, layers: dict[str, Any]) -> None:
-        """Let the dense layers in home read it in place."""
-        for name in self.in_home:
-            if name not in self.retrieval_layers:
-                layers[name].impl.slow = self._slow_layer(name, None)
-
-    def _home_bytes_per_page(self) -> int:
-        """Of one layer; 0 without a slow home."""
         if self.home is None:
-            return 0
-        pages = self.cache_config.num_gpu_blocks * self._pages_per_block
-        return self.home.layer_bytes // pages
+            return STORAGES["memory"](config, None)
+        assert self.tiers is not None
+        facts = FileFacts(
+            home=self.home,
+            directory=directory_for(config.home_path),
+            names=self.in_home,
+            dense=frozenset(self.in_home).difference(self.retrieving(self.in_home)),
+            slots=dict(zip(self.retrieval_heads, self.tiers.slots, strict=True)),
+            seats=requests.capacity,
+            counts=requests.recalls,
+            blocks=self.cache_config.num_gpu_blocks,
+            block_size=self.cache_config.block_size,
+            page_size=config.page_size,
+        )
+        return STORAGES["file"](config, facts)
 
     @property
     def _pages_per_block(self) -> int:
@@ -322,7 +230,6 @@ class RetrievalCPUWorker(PlanningWorker):
     def _attach(self, name: str, layer: Any, layout: str, staging: PrefillStaging | None) -> None:
         """Make the layer a retrieval layer."""
         impl, kv_cache = layer.impl, layer.kv_cache
-        page_size = self.retrieval_config.page_size
         tokens = kv_cache.numel() // kv_cache.shape[-1]
         if layout == cpu.ROWS and tokens > torch.iinfo(torch.int32).max:
             raise RetrievalConfigError(
@@ -330,129 +237,41 @@ class RetrievalCPUWorker(PlanningWorker):
                 f"cache has {tokens} (times KV heads), more than 31 bits number. Lower "
                 "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)."
             )
-        choosers = self._choosers(name, impl, kv_cache, layout)
-        slow = None
-        if self.home is not None:
-            assert self.tiers is not None
-            assert self.requests is not None
-            if layout == cpu.ROWS:
-                self.token_slots[name] = self._token_slots(name, kv_cache)
-                slow = self._slow_layer(name, self.token_slots[name])
-            else:
-                units = kv_cache.view(-1, 1, 2 * page_size, impl.head_size)
-                cache = cpu.RecallCache(
-                    units,
-                    self._slots_of(name),
-                    impl.num_kv_heads,
-                    self.requests.recalls,
-                    (self.home.fd, self.home.begin(self.in_home.index(name))),
-                    self.encoding,
-                )
-                slow = self._slow_layer(name, cache)
-                self.recall_caches.append(cache)
-        impl.attach(cpu, choosers, kv_cache, staging, slow, layout == cpu.ROWS)
-        if (selection := self._block_selection(impl, kv_cache)) is not None:
-            impl.block_choosers = block_choosers(self.retrieval_config, choosers, selection)
-        impl.keeper = self._keeper(name, impl, choosers, kv_cache)
+        assert self.requests is not None
+        choosers = self.choosers.of(name, impl, kv_cache, layout)
+        storage = self.storage.layer(LayerPlace(name, kv_cache, layout, cpu))
+        number = [*self.retrieval_heads].index(name)
+        facts = LayerFacts(number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale)
+        methods = layer_methods(facts, choosers)
+        impl.attach(cpu, choosers, methods, kv_cache, staging, storage)
+        impl.block_choosers = self.choosers.for_blocks(impl, kv_cache, choosers)
         self.retrieval_layers[name] = impl
 
-    def _keeper(
-        self,
-        name: str,
-        impl: RetrievalAttentionImpl,
-        choosers: list[Chooser],
-        kv_cache: torch.Tensor,
-    ) -> Keeper | None:
-        """What keeps tokens in a layer; None where no method drops any."""
-        assert self.requests is not None
-        if self.requests.kept is None:
-            return None
-        selection, number = choosers[0].selection, [*self.retrieval_heads].index(name)
-        drops = any(m.schedule.drops for m in self.retrieval_config.methods.values())
-        most = selection.chosen.shape[2] if drops else 0
-        slots = home = None
-        if name in self.token_slots:
-            slots, home = self.token_slots[name].slots, self._scattered(name, kv_cache)
-        return Keeper(cpu, self.requests.kept, number, selection, impl.scale, most, slots, home)
-
-    def _slots_of(self, name: str) -> int:
-        """How many the layer has."""
-        assert self.tiers is not None
-        return self.tiers.slots[[*self.retrieval_heads].index(name)]
-
-    def _scattered(self, name: str, kv_cache: torch.Tensor) -> torch.Tensor:
-        """The layer's KV cache as single tokens of it are read."""
-        assert isinstance(self.home, DiskHome), "rows are not encoded"
-        memory = self.home.scattered(self.in_home.index(name))
-        return memory[: kv_cache.nbytes].view(kv_cache.dtype).view(kv_cache.shape)
-
-    def _token_slots(self, name: str, kv_cache: torch.Tensor) -> TokenSlots:
-        """Slots for single tokens of a layer in home."""
-        assert self.requests is not None
-        seats, (_, kv_heads, _, width) = self.requests.capacity, kv_cache.shape
-        capacity = self._slots_of(name) // (seats * kv_heads)
-        slots = torch.empty(seats, kv_heads, capacity, width, dtype=kv_cache.dtype)
-        homes = [self._scattered(name, kv_cache)]
-        own = cpu.TokenRecall(homes, [slots], self.requests.recalls, shared=False)
-        self.token_recalls.append(own)
-        return TokenSlots(slots, own)
-
-    def _share_recalls(self, layers: dict[str, Any]) -> None:
-        """Let each filter recall what it selects for all layers that follow it, at once."""
-        assert self.requests is not None
-        followers: dict[int, list[str]] = {}
-        for name in self.in_home:
-            role = self.roles.get(self.layer_numbers[name])
-            if isinstance(role, Follows):
-                followers.setdefault(role.filter, []).append(name)
-        impls = {number: layers[name].impl for name, number in self.layer_numbers.items()}
-        for number, names in followers.items():
-            slots = [self.token_slots[name] for name in names]
-            recall = cpu.TokenRecall(
-                [self._scattered(name, layers[name].kv_cache) for name in names],
-                [of_layer.slots for of_layer in slots],
-                self.requests.recalls,
-                shared=True,
-            )
-            for place, of_layer in enumerate(slots):
-                of_layer.share(recall, place)
-            impls[number].recall = recall
-            self.token_recalls.append(recall)
-
-    def _attach_filters(self, layers: dict[str, Any]) -> dict[int, RetrievalAttentionImpl]:
-        """Make the filter layers such; by their numbers."""
-        config, seats = self.retrieval_config, self.seats
-        window = len(OBSERVATIONS[config.observation or "last"]) if self.roles else 0
-        filters, highest = {}, self._over_workers(ReduceOp.MAX)
-        for group in itertools.chain.from_iterable(self.model_runner.attn_groups):
-            for name in group.layer_names:
-                number = self.layer_numbers.get(name, -1)
-                if not isinstance(self.roles.get(number), Filters):
-                    continue
-                impl, kv_cache = layers[name].impl, layers[name].kv_cache
-                store = IndexStore.empty(
-                    Exact(),
-                    pages=kv_cache.shape[0],
-                    kv_heads=impl.num_kv_heads,
-                    head_size=impl.head_size,
-                    page_size=config.page_size,
-                    dtype=kv_cache.dtype,
-                    cache=kv_cache,
-                    layout=group.get_metadata_builder().isa,
-                )
-                chosen = torch.zeros(seats, max(self.room.filtered, 1), dtype=torch.int32)
-                selector = ContextSelector(store, chosen, impl.num_queries_per_kv, impl.scale)
-                latest = None
-                if window > 1:
-                    heads = impl.num_kv_heads * impl.num_queries_per_kv
-                    latest = LatestQueries(seats, window, heads, impl.head_size, kv_cache.dtype)
-                chunk_selector = self._chunk_selector(selector)
-                impl.filter(cpu, selector, latest, chunk_selector, highest)
-                filters[number] = impl
-        return filters
+    def _connect(self, layers: dict[str, Any], groups: Sequence[Group]) -> None:
+        """Let layers know of each other."""
+        config = self.retrieval_config
+        isa = {name: group.builder.isa for group in groups for name in group.all_names}
+        facts = EngineFacts(
+            config=config,
+            kernels=cpu,
+            storage=self.storage,
+            room=self.room,
+            roles=self.roles,
+            seats=self.seats,
+            most_chunks=self.most_pieces if config.prefill_budget is not None else 0,
+            over_workers=self._over_workers,
+        )
+        connect_layers(
+            facts,
+            {
+                self.layer_numbers[name]: Layer(layers[name].impl, layers[name].kv_cache, isa[name])
+                for name in isa
+                if name in self.layer_numbers
+            },
+        )
 
     @staticmethod
-    def _over_workers(by: ReduceOp.RedOpType) -> Merge | AddUp | None:
+    def _over_workers(by: ReduceOp.RedOpType) -> Callable[[torch.Tensor], object] | None:
         """How the heads of other workers are taken into account; None where there are none.
 
         Args:
@@ -462,76 +281,6 @@ class RetrievalCPUWorker(PlanningWorker):
         if workers.world_size == 1:
             return None
         return lambda numbers: torch.distributed.all_reduce(numbers, by, workers.cpu_group)
-
-    def _chunk_selector(self, selector: ContextSelector) -> ContextSelector | None:
-        """What a filter selects with for chunks of prompts; None where prefill is exact."""
-        if self.retrieval_config.prefill_budget is None:
-            return None
-        by = ChunkPlanner(self.retrieval_config)
-        chosen = torch.zeros(self.most_pieces, by.select, dtype=torch.int32)
-        return replace(selector, chosen=chosen, handle=None)
-
-    def _block_selection(self, impl: Any, kv_cache: torch.Tensor) -> Selection | None:
-        """Room for the blocks of a step, the same for all layers of a shape; None: no blocks."""
-        config = self.retrieval_config
-        if config.prefill_queries is None:
-            return None
-        assert config.prefill_budget is not None
-        shape = impl.num_kv_heads, impl.num_queries_per_kv, impl.head_size
-        if shape not in self.block_selections:
-            kv_heads, group, head_size = shape
-            self.block_selections[shape] = Selection.empty(
-                seats=self.most_pieces,
-                kv_heads=kv_heads,
-                group=group * config.prefill_queries,
-                head_size=head_size,
-                most_selected=config.prefill_budget // config.page_size,
-                dtype=kv_cache.dtype,
-            )
-        return self.block_selections[shape]
-
-    def _choosers(self, name: str, impl: Any, kv_cache: torch.Tensor, layout: str) -> list[Chooser]:
-        """How a layer selects, by the number of the method."""
-        assert self.requests is not None
-        config, requests, heads = self.retrieval_config, self.requests, self.retrieval_heads[name]
-        shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
-        check_outside(config.stores, impl.head_size, kv_cache.dtype)
-        selection = Selection.empty(
-            seats=self.seats,
-            group=impl.num_queries_per_kv,
-            most_selected=self.room.most_chosen(heads),
-            dtype=kv_cache.dtype,
-            counts=None if requests.selected is None else requests.selected[:, heads],
-            **shape,
-        )
-        stores = {
-            (index, tokens): IndexStore.empty(
-                index,
-                pages=kv_cache.shape[0],
-                page_size=config.page_size,
-                entry_tokens=tokens,
-                dtype=kv_cache.dtype,
-                cache=kv_cache if layout in cpu.LAYOUTS else None,
-                layout=layout,
-                **shape,
-            )
-            for index, tokens in [
-                *config.stores,
-                *((None, m.entry_tokens) for m in config.methods.values() if m.index is None),
-            ]
-        }
-        return [
-            Chooser(stores[m.index, m.entry_tokens], selection, m.pooling, impl.scale, m.rerank)
-            for m in config.methods.values()
-        ]
-
-    def _slow_layer(self, name: str, cache: RecallCache | TokenSlots | None) -> SlowLayer:
-        assert self.home is not None
-        number = self.in_home.index(name)
-        dense_follows = bool(self.in_home[number + 1 :]) and not self.retrieving(
-            self.in_home[number + 1 : number + 2]
-        )
-        return SlowLayer(self.home, number, cache, dense_follows)
 
     def _staging(self, builder: RetrievalMetadataBuilder) -> PrefillStaging | None:
         """The group's staging buffer; None where the pages serve vLLM's prefill kernel as well."""
@@ -564,14 +313,8 @@ class RetrievalCPUWorker(PlanningWorker):
         assert self.requests is not None
         finished, preempted = scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids
         if finished or preempted:
-            for slot in self.requests.release(finished, preempted or ()):
-                for cache in self._recalls:
-                    cache.release(slot)
-            if self.fast is not None:
-                full, unfinished = self.fast.end(itertools.chain(finished, preempted or ()))
-                for cache in self.recall_caches:
-                    cache.close(torch.tensor(full, dtype=torch.int64))
-                    cache.abandon(unfinished)
+            seats = self.requests.release(finished, preempted or ())
+            self.storage.leave(seats, [*finished, *(preempted or ())])
         arrived = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         arrived |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
         self.requests.begin_step(
@@ -579,41 +322,28 @@ class RetrievalCPUWorker(PlanningWorker):
             scheduler_output.total_num_scheduled_tokens,
             arrived,
         )
-        if self.lost is not None:
-            self.lost.begin_step(scheduler_output)
-        if scheduler_output.kv_cache_block_copies and self.encoding is not None:
-            raise RuntimeError("vLLM copies blocks of a KV cache that is encoded elsewhere")
+        self.storage.begin_step(scheduler_output)
         self._copy_index(scheduler_output.kv_cache_block_copies)
         if self.requests.loaded is not None:
             self.requests.loaded.begin_step(getattr(scheduler_output, FIELD))
         output = super().execute_model(scheduler_output)
-        if self.requests.kept is not None:
-            self.requests.kept.end_step()
-        if self.home is not None:
-            tokens = scheduler_output.total_num_scheduled_tokens
-            capacity = self.cache_config.num_gpu_blocks * self.cache_config.block_size
-            self.home.note_written(tokens * self.home.memory.numel() // capacity)
+        self.requests.end_step()
+        self.storage.end_step(scheduler_output.total_num_scheduled_tokens)
         return output
-
-    @property
-    def _recalls(self) -> Sequence[RecallCache | TokenRecall]:
-        return self.recall_caches or self.token_recalls
 
     def _take_stats(self) -> dict[str, int]:
         """What the connector reports."""
         assert self.requests is not None
-        recalls = self._recalls
-        bytes_per_read = recalls[0].bytes_per_read if recalls else 0
-        slots = sum(self.tiers.slots) if self.tiers is not None else 0
+        usage = self.storage.usage
         counts = self.requests.take_counts()
         return {
             "units_attended": counts.attended,
             "units_looked_up": counts.looked_up,
             "units_missed": counts.missed,
-            "bytes_recalled": counts.recalled * bytes_per_read,
+            "bytes_recalled": counts.recalled * usage.bytes_per_read,
             "heads_corrected": counts.corrected,
-            f"slots_used/{self.rank}": sum(recall.used for recall in recalls),
-            f"slots/{self.rank}": slots,
+            f"slots_used/{self.rank}": usage.used,
+            f"slots/{self.rank}": usage.slots,
         }
 
     def _copy_index(self, copies: Any) -> None:
@@ -625,8 +355,3 @@ class RetrievalCPUWorker(PlanningWorker):
             for store in impl.stores:
                 blocks = store.records.view(self.cache_config.num_gpu_blocks, -1)
                 blocks[target] = blocks[source]
-        pages = range(self._pages_per_block)
-        for cache in self.recall_caches:
-            cache.drop_pages(
-                [block * len(pages) + page for block in target.tolist() for page in pages]
-            )

@@ -87,18 +87,20 @@ class RecallCache:
         self.kv_heads, self.codec = kv_heads, codec
         encoded = None if codec is None else _bind_encoded(home, kv_heads, file, codec)
         self._kept = home, counts, encoded  # the addresses below stay valid as long as these
+        fd, offset = file
         self._cache = _cpu.RecallCache(
-            home.shape[0],
-            slots,
-            kv_heads,
-            home.shape[2] // 2,
-            counts.shape[0],
-            home[0].numel() * home.element_size(),
-            self.slots.data_ptr(),
-            home.data_ptr(),
-            *file,
-            counts.data_ptr(),
-            encoded,
+            units=home.shape[0],
+            slots=slots,
+            kv_heads=kv_heads,
+            page_size=home.shape[2] // 2,
+            requests=counts.shape[0],
+            unit_bytes=home[0].numel() * home.element_size(),
+            slot_memory=self.slots.data_ptr(),
+            home=home.data_ptr(),
+            fd=fd,
+            offset=offset,
+            counts=counts.data_ptr(),
+            encoded=encoded,
         )
         self.abandon = self._cache.abandon
         self.drop_pages = self._cache.drop_pages
@@ -208,16 +210,16 @@ class TokenRecall:
         self.layers, self.bytes_per_read = len(homes), width * home.element_size()
         self._tensors = homes, memories, counts  # the addresses below stay valid as long as these
         self._recall = _cpu.TokenRecall(
-            seats,
-            kv_heads,
-            page_size,
-            capacity,
-            1 if shared else kv_heads,
-            pages,
-            self.bytes_per_read,
-            counts.data_ptr(),
-            [memory.data_ptr() for memory in memories],
-            [home.data_ptr() for home in homes],
+            requests=seats,
+            kv_heads=kv_heads,
+            page_size=page_size,
+            capacity=capacity,
+            lists=1 if shared else kv_heads,
+            pages=pages,
+            token_bytes=self.bytes_per_read,
+            counts=counts.data_ptr(),
+            memory=[memory.data_ptr() for memory in memories],
+            homes=[home.data_ptr() for home in homes],
         )
         self.wait = self._recall.wait
         self.release = self._recall.release
@@ -246,15 +248,17 @@ def _bind_encoded(
             f"{len(home)} units of {kv_heads} KV heads in {home.dtype} cannot be encoded by "
             f"{codec.name}: codecs are {', '.join(CODINGS)}"
         )
+    fd, offset = file
     return _cpu.EncodedHome(
-        CODINGS[codec.name],
-        DTYPES[home.dtype],
-        len(home) // kv_heads,
-        kv_heads,
-        home.shape[2] // 2,
-        home.shape[3],
-        home.data_ptr(),
-        *file,
+        codec=CODINGS[codec.name],
+        dtype=DTYPES[home.dtype],
+        pages=len(home) // kv_heads,
+        kv_heads=kv_heads,
+        page_size=home.shape[2] // 2,
+        head_size=home.shape[3],
+        raw=home.data_ptr(),
+        fd=fd,
+        offset=offset,
     )
 
 

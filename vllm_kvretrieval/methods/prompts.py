@@ -86,6 +86,16 @@ class KeptPrompts:
         self.budgets = torch.zeros_like(self.selected)
         self._budget: dict[int, PageBudget] = {}
         self._watched: dict[int, Watched] = {}
+        self._ratings: dict[int, torch.Tensor] = {}
+
+    def ratings(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:
+        """float32, of the shape of ``chosen``; of the tokens kept in a layer, one for all methods.
+
+        Args:
+            layer: The layer's place among retrieval layers.
+            chosen: The layer's :attr:`Selection.chosen`.
+        """
+        return self._ratings.setdefault(layer, torch.zeros(chosen.shape))
 
     def admit(
         self, seat: int, method: int, prompt: int, budget: PageBudget, exact: bool

@@ -1,0 +1,171 @@
+"""How the requests of a step that read their prompts attend."""
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner
+from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
+from vllm_kvretrieval.attention.cpu.plans import Prefill
+from vllm_kvretrieval.attention.cpu.schedules import Scheduler
+from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
+from vllm_kvretrieval.engine.requests import RequestTable
+from vllm_kvretrieval.kernels import PromptLists
+
+
+class PromptPlanner:
+    """Plans prompts for layers that share metadata.
+
+    Args:
+        requests: Table of the running requests.
+        scheduler: Makes vLLM's schedules; None: our own kernel attends to whole contexts.
+        staging: Where contexts are laid out.
+        in_place: Whether contexts can be read where they are.
+        kv_heads: KV heads of each layer.
+    """
+
+    def __init__(
+        self,
+        requests: RequestTable,
+        scheduler: Scheduler | None,
+        staging: PrefillStaging | None,
+        in_place: bool,
+        kv_heads: int,
+    ) -> None:
+        self._requests, self._scheduler, self._kv_heads = requests, scheduler, kv_heads
+        self._staging = staging
+        # Our own kernel reads every layout, but in place only.
+        self._lays_out = None if scheduler is None and in_place else staging
+        self._page_size = requests.config.page_size
+        self._sparse: ChunkPlanner | BlockPlanner | None = None
+        if requests.config.prefill_queries is not None:
+            self._sparse = BlockPlanner(requests.config, kv_heads)
+        elif requests.config.prefill_budget is not None:
+            self._sparse = ChunkPlanner(requests.config)
+
+    def plan(self, dense: CPUAttentionMetadata, first: int) -> list[Prefill]:
+        """Plan the requests from the one with this place on.
+
+        Args:
+            dense: vLLM's metadata of the batch.
+            first: The first one's place.
+        """
+        everything = slice(first, len(dense.seq_lens))
+        if self._sparse is None:
+            return self._exactly(dense, everything)
+        seats = self._requests.seats(everything.stop)[first:]
+        budgets = self._requests.prefill_budgets(seats)
+        sparse = budgets.any(0)
+        lens = dense.seq_lens.numpy()[first:]
+        new = np.diff(dense.query_start_loc.numpy()[first:])
+        pairs = new * (2 * lens.astype(np.int64) - new + 1) // 2
+        tokens = budgets.sum(0) * self._page_size
+        skipped = np.where(sparse, self._sparse.skipped(lens, new, tokens), 0)
+        self._requests.count_prefill(seats, lens, pairs, pairs - skipped)
+        sparse &= lens > self._sparse.exact
+        methods = np.where(sparse, self._requests.select(seats).method, -1)
+        parts = list[Prefill]()
+        borders = np.flatnonzero(np.diff(methods)) + 1
+        for begin, end in pairwise([0, *borders.tolist(), len(sparse)]):
+            requests = slice(first + begin, first + end)
+            if not sparse[begin]:
+                parts += self._exactly(dense, requests)
+            elif isinstance(self._sparse, BlockPlanner):
+                of = budgets[:, begin:end]
+                parts.append(_blocks(dense, requests, self._sparse, int(methods[begin]), of))
+            else:
+                parts += self._chunks(dense, requests, self._sparse, parts)
+        return parts
+
+    def in_cache(self, dense: CPUAttentionMetadata, requests: slice) -> Prefill:
+        """Requests whose contexts are read where they are."""
+        first = int(dense.query_start_loc[requests.start])
+        return Prefill(first, self._part(dense, requests, dense.block_table[requests]), None)
+
+    def row(self, dense: CPUAttentionMetadata, row: int) -> Prefill:
+        """A row of one token that attends to a whole context, read as prompts are."""
+        assert self._staging is not None, "what is not read in place is laid out"
+        alone = slice(row, row + 1)
+        starts = dense.query_start_loc[row : row + 2]
+        (staged,) = self._staging.plan(dense.block_table[alone], dense.seq_lens[alone], starts)
+        return Prefill(row, self._part(dense, alone, staged.block_table), staged.pages)
+
+    def _exactly(self, dense: CPUAttentionMetadata, requests: slice) -> list[Prefill]:
+        first, starts = requests.start, dense.query_start_loc[requests.start : requests.stop + 1]
+        lens, table = dense.seq_lens[requests], dense.block_table[requests]
+        staged = self._lays_out.plan(table, lens, starts) if self._lays_out else []
+        if not staged:
+            return [self.in_cache(dense, requests)]
+        return [
+            Prefill(
+                int(starts[part.requests.start]),
+                self._part(
+                    dense,
+                    slice(first + part.requests.start, first + part.requests.stop),
+                    part.block_table,
+                ),
+                part.pages,
+            )
+            for part in staged
+        ]
+
+    def _chunks(
+        self,
+        dense: CPUAttentionMetadata,
+        requests: slice,
+        by: ChunkPlanner,
+        earlier: list[Prefill],
+    ) -> list[Prefill]:
+        """Requests whose prompts are divided into chunks, after those of this step before them."""
+        assert self._staging is not None, "chunks are laid out"
+        starts = dense.query_start_loc[requests.start : requests.stop + 1].numpy()
+        division = by.divide(dense.seq_lens[requests].numpy(), np.diff(starts))
+        seat = sum(len(part.chunks.rows) for part in earlier if part.chunks is not None)
+        planned = by.plan(
+            division,
+            dense.block_table[requests],
+            int(starts[0]),
+            self._staging,
+            self._kv_heads,
+            seat,
+        )
+        parts = list[Prefill]()
+        for chunks in planned:
+            lens = chunks.lists.lengths[:: self._kv_heads].contiguous()
+            lists = self._sequences(dense, chunks.query_start_loc, lens, chunks.block_table)
+            parts.append(Prefill(chunks.start, lists, None, chunks))
+        return parts
+
+    def _part(
+        self, dense: CPUAttentionMetadata, requests: slice, block_table: torch.Tensor
+    ) -> CPUAttentionMetadata | PromptLists:
+        """How some of the requests attend, their tokens counted from the first of them."""
+        starts = dense.query_start_loc[requests.start : requests.stop + 1]
+        lens = dense.seq_lens[requests]
+        return self._sequences(dense, starts - starts[0], lens, block_table)
+
+    def _sequences(
+        self,
+        dense: CPUAttentionMetadata,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> CPUAttentionMetadata | PromptLists:
+        """How sequences of queries attend to the contexts that end with them."""
+        if self._scheduler is not None:
+            return self._scheduler.of_sequences(dense, query_start_loc, seq_lens, block_table)
+        seen = seq_lens - query_start_loc.diff() + 1
+        return PromptLists(block_table, query_start_loc, seen, self._kv_heads)
+
+
+def _blocks(
+    dense: CPUAttentionMetadata, requests: slice, by: BlockPlanner, method: int, budgets: np.ndarray
+) -> Prefill:
+    """Requests whose prompts are divided into blocks that select pages by a method."""
+    starts = dense.query_start_loc[requests.start : requests.stop + 1].numpy()
+    division = by.divide(dense.seq_lens[requests].numpy(), np.diff(starts))
+    first = int(starts[0])
+    blocks = by.plan(method, division, budgets, dense.block_table[requests], first)
+    return Prefill(first, blocks.lists, None, blocks=blocks)

@@ -1,0 +1,95 @@
+"""How the layers of a worker select, and the state that they keep for it."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_kvretrieval.attention.cpu.blocks import block_choosers
+from vllm_kvretrieval.engine.requests import RequestTable
+from vllm_kvretrieval.kernels import Chooser, IndexStore, Selection, cpu
+from vllm_kvretrieval.retrieval.index.check import check_outside
+
+if TYPE_CHECKING:
+    from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
+
+
+class Choosers:
+    """Makes what layers select with.
+
+    Args:
+        worker: The worker.
+        requests: Table of its running requests.
+    """
+
+    def __init__(self, worker: "PlanningWorker", requests: RequestTable) -> None:
+        self._worker, self._requests = worker, requests
+        self._for_blocks: dict[Any, Selection] = {}  # by the shape of layers, which share it
+
+    def of(self, name: str, impl: Any, kv_cache: torch.Tensor, layout: str) -> list[Chooser]:
+        """How a layer selects, by the number of the method.
+
+        Args:
+            name: The layer's name.
+            impl: Its attention.
+            kv_cache: [pages, kv_heads, page_size, 2 * head_size].
+            layout: How that lays out keys.
+        """
+        config, requests = self._worker.retrieval_config, self._requests
+        heads = self._worker.retrieval_heads[name]
+        shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
+        check_outside(config.stores, impl.head_size, kv_cache.dtype)
+        selection = Selection.empty(
+            seats=self._worker.seats,
+            group=impl.num_queries_per_kv,
+            most_selected=self._worker.room.most_chosen(heads),
+            dtype=kv_cache.dtype,
+            counts=None if requests.selected is None else requests.selected[:, heads],
+            **shape,
+        )
+        stores = {
+            (index, tokens): IndexStore.empty(
+                index,
+                pages=kv_cache.shape[0],
+                page_size=config.page_size,
+                entry_tokens=tokens,
+                dtype=kv_cache.dtype,
+                cache=kv_cache if layout in cpu.LAYOUTS else None,
+                layout=layout,
+                **shape,
+            )
+            for index, tokens in [
+                *config.stores,
+                *((None, m.entry_tokens) for m in config.methods.values() if m.index is None),
+            ]
+        }
+        return [
+            Chooser(stores[m.index, m.entry_tokens], selection, m.pooling, impl.scale, m.rerank)
+            for m in config.methods.values()
+        ]
+
+    def for_blocks(
+        self, impl: Any, kv_cache: torch.Tensor, choosers: list[Chooser]
+    ) -> dict[int, Chooser]:
+        """How a layer selects for blocks of prompts, by the number of the method.
+
+        Args:
+            impl: The layer's attention.
+            kv_cache: As for :meth:`of`.
+            choosers: What that returned.
+        """
+        config = self._worker.retrieval_config
+        if config.prefill_queries is None:
+            return {}
+        assert config.prefill_budget is not None
+        shape = impl.num_kv_heads, impl.num_queries_per_kv, impl.head_size
+        if shape not in self._for_blocks:
+            kv_heads, group, head_size = shape
+            self._for_blocks[shape] = Selection.empty(
+                seats=self._worker.most_pieces,
+                kv_heads=kv_heads,
+                group=group * config.prefill_queries,
+                head_size=head_size,
+                most_selected=config.prefill_budget // config.page_size,
+                dtype=kv_cache.dtype,
+            )
+        return block_choosers(config, choosers, self._for_blocks[shape])

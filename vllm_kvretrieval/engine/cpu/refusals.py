@@ -1,0 +1,114 @@
+"""What a worker refuses once it knows its layers."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels import cpu
+
+if TYPE_CHECKING:
+    from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
+    from vllm_kvretrieval.engine.cpu.worker import Group
+
+
+def check_layers(worker: "PlanningWorker", retrieving: set[str]) -> None:
+    """Refuse methods that need all layers with full attention, where some are left as they are.
+
+    Args:
+        worker: The worker.
+        retrieving: Names of the layers that attend to parts of long contexts.
+    """
+    config = worker.retrieval_config
+    prompts = any(method.needs_prompts for method in config.methods.values())
+    uneven = worker.room.allotments or worker.fixed_counts
+    if (uneven or prompts) and retrieving != {*worker.retrieval_heads}:
+        shares = worker.room.allotments and not prompts
+        what = "kv_retrieval.budget_shares:" if shares else f"{config.method} cannot serve"
+        raise RetrievalConfigError(
+            f"{what} {worker.model_config.model}, not all of whose layers with full attention "
+            "take pages of their own choice; use a method of pages, without shares."
+        )
+
+
+def check_logits(
+    worker: "PlanningWorker", groups: Sequence["Group"], layers: dict[str, Any]
+) -> bool:
+    """Refuse what goes by other logits than those of the model, with soft-capping or sinks.
+
+    Args:
+        worker: The worker.
+        groups: Its layers.
+        layers: All layers by name.
+
+    Returns:
+        Whether any of the layers has sinks, which vLLM's kernel cannot give to a KV head alone.
+    """
+    config = worker.retrieval_config
+    impls = [layers[name].impl for group in groups for name in group.names]
+    capped = any(impl.logits_soft_cap for impl in impls)
+    sinks = any(impl.sinks is not None for impl in impls)
+    model = worker.model_config.model
+    rating = [m.name for m in config.methods.values() if m.rates_attention]
+    if (capped or sinks) and rating:
+        what = "soft-capping of logits" if capped else "learned attention sinks"
+        raise RetrievalConfigError(
+            f"{', '.join(rating)} rates tokens by attention without the {what} of {model}. Use "
+            "methods that select pages, such as kvretrieval."
+        )
+    others = {group.builder.isa for group in groups} - cpu.LAYOUTS.keys()
+    if sinks and others:
+        raise RetrievalConfigError(
+            f"{config.method} does not support the learned attention sinks of {model}, whose "
+            f"keys vLLM lays out in a way that is not known ({', '.join(others)}). Serve it "
+            "without --attention-backend."
+        )
+    return sinks
+
+
+def check_reading(worker: "PlanningWorker", isas: set[str], foreign: bool) -> None:
+    """Refuse what reads keys in the cache where that cannot be done.
+
+    Args:
+        worker: The worker.
+        isas: Variants of vLLM's attention that lay out the keys.
+        foreign: Whether a KV connector may load pages.
+    """
+    config, why = worker.retrieval_config, ""
+    if foreign and worker.cache_config.block_size != config.page_size:
+        why = f"whose blocks of {worker.cache_config.block_size} tokens are not pages of "
+        why += str(config.page_size)
+    others = ", ".join(isas - cpu.LAYOUTS.keys())
+    if others:
+        why = f"whose keys vLLM lays out in a way that is not known ({others})"
+    if foreign and why:
+        raise RetrievalConfigError(
+            f"{config.method} cannot be combined with a KV connector for "
+            f"{worker.model_config.model}, {why}. Leave --kv-transfer-config and "
+            "--kv-offloading-size out."
+        )
+    if others and (uneven := worker.room.allotments | worker.fixed_counts):
+        raise RetrievalConfigError(
+            f"{', '.join(uneven)} cannot be served with {worker.model_config.model}, {why}: "
+            "vLLM's own attention reads lists of one length. Use methods without budget_shares "
+            "by which all KV heads attend alike."
+        )
+    if others and config.prefill_queries is not None:
+        raise RetrievalConfigError(
+            f"kv_retrieval.prefill_budget={config.prefill_budget} cannot be had with "
+            f"{worker.model_config.model}, {why}. Leave it out."
+        )
+    if others and config.rows:
+        raise RetrievalConfigError(
+            f"{config.method} cannot serve {worker.model_config.model} token by token, {why}. "
+            "Use methods that select pages."
+        )
+    reading = [
+        m.name
+        for m in config.methods.values()
+        if m.reads_keys or (m.index is not None and not m.index.grows)
+    ]
+    if others and reading:
+        raise RetrievalConfigError(
+            f"{', '.join(reading)} cannot select pages of {worker.model_config.model}, {why}. "
+            "Use a method with index=min_max, which reads keys as they are written."
+        )

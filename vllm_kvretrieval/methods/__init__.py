@@ -1,0 +1,48 @@
+"""How the methods of an engine come to what rows attend to: one file per family.
+
+A family says what a row attends to, and knows neither vLLM nor where the KV is. Its group object
+plans the rows of a step once for all layers that share metadata. Its layer object chooses in each
+layer. A new family is a file here and a line in :func:`family_of`.
+"""
+
+from vllm_kvretrieval.methods.base import (
+    DecodePlan,
+    EngineFacts,
+    GroupFacts,
+    GroupMethod,
+    Layer,
+    LayerFacts,
+    LayerMethod,
+    LayerWatcher,
+    Sees,
+    Step,
+    StepRows,
+    WorkSize,
+)
+from vllm_kvretrieval.methods.registry import (
+    connect_layers,
+    group_methods,
+    layer_methods,
+    scratch_bytes,
+)
+from vllm_kvretrieval.methods.whole import plan_whole
+
+__all__ = [
+    "DecodePlan",
+    "EngineFacts",
+    "GroupFacts",
+    "GroupMethod",
+    "Layer",
+    "LayerFacts",
+    "LayerMethod",
+    "LayerWatcher",
+    "Sees",
+    "Step",
+    "StepRows",
+    "WorkSize",
+    "connect_layers",
+    "group_methods",
+    "layer_methods",
+    "plan_whole",
+    "scratch_bytes",
+]

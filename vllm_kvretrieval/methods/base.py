@@ -1,0 +1,318 @@
+"""What attention asks of a method."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, Ops, TokenLists
+from vllm_kvretrieval.retrieval.capacity import Capacity
+from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval.roles import Role
+from vllm_kvretrieval.storage import LayerStorage, Ready, Storage
+
+if TYPE_CHECKING:
+    from vllm_kvretrieval.config import RetrievalConfig
+    from vllm_kvretrieval.engine.requests import RequestTable, RowOptions
+
+WHOLE = -1
+"""The number of the method by which rows attend to whole contexts; the last of a layer's."""
+
+
+@dataclass
+class DecodePlan:
+    """How rows of one method decode.
+
+    Attributes:
+        method: Its number among the engine's methods, or ``WHOLE``.
+        rows: The requests, each of which decodes one token.
+        index: int64 [rows]; their places in the batch, None where they are the first ones in it.
+        lists: What each (row, KV head) attends to; its entries are the rows' ``lists``.
+        own: What the method's layers have to know besides.
+        schedule: How vLLM's kernel attends; None: ours does.
+    """
+
+    method: int
+    rows: DecodeRows
+    index: torch.Tensor | None
+    lists: TokenLists
+    own: Any = None
+    schedule: Any = None
+
+
+class GroupFacts(NamedTuple):
+    """Layers that share metadata, and what they share.
+
+    Attributes:
+        requests: Table of the running requests.
+        page_size: Tokens per page.
+        kv_heads: KV heads of each layer.
+        lists: int32 [seats * kv_heads, entries]; room for the lists of a step's rows.
+        lengths: int32 [seats * kv_heads]; the same for their lengths.
+    """
+
+    requests: "RequestTable"
+    page_size: int
+    kv_heads: int
+    lists: torch.Tensor
+    lengths: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Rows of one method that attend to parts of their contexts.
+
+    Attributes:
+        seats: int32 [R].
+        context: Their contexts.
+        fresh: bool [R]; whether the previous step was no sparse decode step of the request.
+        index: See :class:`DecodePlan`.
+        options: What their requests ask for.
+    """
+
+    seats: np.ndarray
+    context: Contexts
+    fresh: np.ndarray
+    index: torch.Tensor | None
+    options: "RowOptions"
+
+    @property
+    def lens(self) -> np.ndarray:
+        """int32 [R]; tokens of the contexts."""
+        return self.context.seq_lens.numpy()
+
+
+class Step(NamedTuple):
+    """The whole batch of a step.
+
+    Attributes:
+        seats: int32 [R].
+        lens: int32 [R]; tokens of each context with the step.
+        before: int32 [R]; tokens of each context before it.
+        starts: int32 [R + 1]; first token of each request in the step.
+        block_table: int32 [R, >= pages]; page ids in context order.
+    """
+
+    seats: np.ndarray
+    lens: np.ndarray
+    before: np.ndarray
+    starts: np.ndarray
+    block_table: torch.Tensor
+
+
+class Sees(IntEnum):
+    """Steps that a method has to see beside those of its rows."""
+
+    NOTHING = 0
+    PROMPTS = 1
+    """All but those in which all rows are known to decode within their budgets."""
+    ALL = 2
+
+
+class GroupMethod(Protocol):
+    """One method, for layers that share metadata."""
+
+    @property
+    def even(self) -> bool:
+        """Whether all KV heads of all layers attend to as many tokens."""
+        ...
+
+    @property
+    def sees(self) -> Sees:
+        """Which steps the method has to see."""
+        ...
+
+    def plan(self, rows: StepRows) -> DecodePlan:
+        """Say how rows decode; once a step."""
+        ...
+
+    def see(self, step: Step) -> Any:
+        """Look at a step; returns what the method's layers note of it, None: nothing."""
+        ...
+
+
+class LayerFacts(NamedTuple):
+    """A retrieval layer.
+
+    Attributes:
+        number: The layer's place among the worker's retrieval layers.
+        kernels: Implementation of the ops.
+        storage: Where the layer's KV is.
+        requests: Table of the running requests.
+        kv_heads: KV heads of the layer.
+        scale: Softmax scale.
+    """
+
+    number: int
+    kernels: Ops
+    storage: LayerStorage
+    requests: "RequestTable"
+    kv_heads: int
+    scale: float
+
+
+class LayerMethod(Protocol):
+    """One method, in one layer."""
+
+    chooser: Chooser
+
+    @property
+    def ready(self) -> Ready:
+        """What has been done for the rows when the layer reaches for what they attend to."""
+        ...
+
+    def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> None:
+        """Write what the rows attend to into their lists.
+
+        Args:
+            kernels: Implementation of the ops.
+            query: [R, heads, head_size]; theirs.
+            plan: What :meth:`GroupMethod.plan` returned.
+        """
+        ...
+
+    def weights(self, query: torch.Tensor) -> torch.Tensor | None:
+        """Room for what the tokens of the lists weigh; None: the method does not ask.
+
+        Args:
+            query: As for :meth:`choose`.
+
+        Returns:
+            float32 [R, heads, most tokens].
+        """
+        ...
+
+    def attended(self, plan: DecodePlan, weights: torch.Tensor) -> None:
+        """Take note of what the tokens weighed.
+
+        Args:
+            plan: As for :meth:`choose`.
+            weights: What :meth:`weights` returned, written.
+        """
+        ...
+
+    def gather(self, kernels: Ops, chunks: Any) -> None:
+        """Write what chunks of prompts attend to into their lists, where prefill is sparse.
+
+        Args:
+            kernels: Implementation of the ops.
+            chunks: Adjacent chunks of a step.
+        """
+        ...
+
+
+@runtime_checkable
+class LayerWatcher(Protocol):
+    """What looks at a layer's attention after it."""
+
+    def watch(self, query: torch.Tensor, kv_cache: torch.Tensor, seen: Any, split: Any) -> None:
+        """Look at a step.
+
+        Args:
+            query: [tokens, heads, head_size]; the step's.
+            kv_cache: [pages, kv_heads, page_size, 2 * head_size]; the layer's, with the step's.
+            seen: What :meth:`GroupMethod.see` returned.
+            split: How the batch is split; None: it is not.
+        """
+        ...
+
+
+class Layer(NamedTuple):
+    """A layer with plain full attention.
+
+    Attributes:
+        impl: Its attention.
+        kv_cache: [pages, kv_heads, page_size, 2 * head_size].
+        layout: The name of vLLM's attention ``isa``.
+    """
+
+    impl: Any
+    kv_cache: torch.Tensor
+    layout: str
+
+
+class EngineFacts(NamedTuple):
+    """An engine's worker.
+
+    Attributes:
+        config: Options of the engine.
+        kernels: Implementation of the ops.
+        storage: Where the KV is.
+        room: What requests get of the KV heads.
+        roles: Roles of the layers, by their numbers in the model, if layers differ in them.
+        seats: Most requests that run at once.
+        most_chunks: Most chunks of prompts in a step, where prefill is sparse.
+        over_workers: Makes a function that reduces tensors over workers with other heads of the
+            same layers, in place; None where there are none.
+    """
+
+    config: "RetrievalConfig"
+    kernels: Ops
+    storage: Storage
+    room: Capacity
+    roles: Mapping[int, Role]
+    seats: int
+    most_chunks: int
+    over_workers: Callable[[Any], Callable[[torch.Tensor], object] | None]
+
+
+class WorkSize(NamedTuple):
+    """The largest work of a worker's layer.
+
+    Attributes:
+        tokens: Tokens of the longest context.
+        heads: Query heads.
+        kv_heads: KV heads.
+        head_size, dtype: Of keys and values.
+        rows: Most requests that run at once.
+        pieces: Most blocks of prompts in a step.
+        piece_queries: Queries by which each of them selects; 0: prompts select nothing.
+    """
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    rows: int
+    pieces: int
+    piece_queries: int
+
+
+class Family(Protocol):
+    """What a file of this package provides."""
+
+    def group_method(self, facts: GroupFacts, number: int, method: Method) -> GroupMethod:
+        """The method with this number, for a group of layers."""
+        ...
+
+    def layer_method(
+        self, facts: LayerFacts, number: int, method: Method, chooser: Chooser
+    ) -> LayerMethod:
+        """The method with this number, in a layer."""
+        ...
+
+    def connect(
+        self, facts: EngineFacts, number: int, method: Method, layers: Mapping[int, Layer]
+    ) -> None:
+        """Let layers of an engine know of each other, once all are attached.
+
+        Args:
+            facts: The engine.
+            number: The number of the method.
+            method: The method.
+            layers: By their numbers in the model.
+        """
+        ...
+
+    def scratch_bytes(self, methods: Sequence[Method], size: WorkSize) -> int:
+        """Bytes in which a layer chooses; one layer works at a time.
+
+        Args:
+            methods: Those of this family, one at least.
+            size: The largest work.
+        """
+        ...

@@ -1,0 +1,251 @@
+"""Methods by which filter layers select tokens for the layers after them (omnikv).
+
+A filter attends to whole contexts itself. What it selects is listed once for the layers after it,
+and announced to their storage.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ReduceOp
+
+from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner, Chunks
+from vllm_kvretrieval.kernels import Chooser, ContextSelector, IndexStore, Merge, Ops, cpu
+from vllm_kvretrieval.methods.base import (
+    DecodePlan,
+    EngineFacts,
+    GroupFacts,
+    Layer,
+    LayerFacts,
+    Sees,
+    Step,
+    StepRows,
+    WorkSize,
+)
+from vllm_kvretrieval.methods.observation import LatestQueries, Observation, Observed
+from vllm_kvretrieval.methods.scored import Scored, ScoredLayer
+from vllm_kvretrieval.retrieval.index.exact import Exact
+from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, Filters, Follows
+from vllm_kvretrieval.storage import LayerStorage, Ready
+
+
+class Selectors(NamedTuple):
+    """What a filter and the layers after it share.
+
+    Attributes:
+        rows: What it selects with for rows that decode.
+        chunks: What it selects with for chunks of prompts; None: prefill is exact.
+    """
+
+    rows: ContextSelector
+    chunks: ContextSelector | None
+
+
+class Listed:
+    """What rows of a step have been selected.
+
+    Args:
+        weights: float32 [R, n]; of the rows' n latest queries.
+
+    Attributes:
+        by: The filter whose selection the rows' lists hold; None: none's yet.
+    """
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights
+        self.by: ContextSelector | None = None
+
+    def list(self, kernels: Ops, plan: DecodePlan, selector: ContextSelector) -> None:
+        """Write the lists, unless they hold this filter's selection already."""
+        if self.by is not selector:
+            kernels.list_context(plan.rows, selector, plan.lists.kv_heads)
+            self.by = selector
+
+
+class Filtered(Scored):
+    """A group's rows of one method; see :class:`GroupMethod`."""
+
+    def __init__(self, facts: GroupFacts, number: int, method: Method) -> None:
+        super().__init__(facts, number, method)
+        # What one filter has selected, until the next one has: other methods' rows have theirs.
+        self._lists = torch.empty_like(facts.lists)
+        self._lengths = torch.empty_like(facts.lengths)
+        requests = facts.requests
+        weights = OBSERVATIONS[requests.config.observation or "last"]
+        self.observation = Observation(weights, requests.per_seat(), requests.per_seat())
+
+    @property
+    def sees(self) -> Sees:
+        """All steps, where queries of earlier steps count."""
+        return Sees.ALL if self.observation.keeps else Sees.NOTHING
+
+    def plan(self, rows: StepRows) -> DecodePlan:
+        """Rows whose lists filters write."""
+        plan = self.selecting(rows, self._lists, self._lengths)
+        plan.own = Listed(self.observation.weights_of(rows.seats))
+        return plan
+
+    def see(self, step: Step) -> Observed:
+        """Which queries of the step filters keep."""
+        return self.observation.observe(step.seats, step.lens, step.starts)
+
+
+class FilteredLayer(ScoredLayer):
+    """A layer after a filter; see :class:`LayerMethod`.
+
+    Args:
+        chooser: The layer's.
+        selectors: The filter's; None: no filter is before the layer.
+    """
+
+    def __init__(self, chooser: Chooser, selectors: Selectors | None = None) -> None:
+        super().__init__(chooser)
+        self.selectors = selectors
+
+    @property
+    def ready(self) -> Ready:
+        """The filter has announced it."""
+        return Ready.ANNOUNCED
+
+    def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> None:
+        """Take what the filter has selected."""
+        assert self.selectors is not None, "the layer follows a filter"
+        plan.own.list(kernels, plan, self.selectors.rows)
+
+    def gather(self, kernels: Ops, chunks: Chunks) -> None:
+        """List what the filter has selected for chunks, once for all layers after it."""
+        assert self.selectors is not None, "the layer follows a filter"
+        selector = self.selectors.chunks
+        assert selector is not None, "prefill is sparse"
+        if chunks.listed is not selector:
+            kernels.list_context(chunks.rows, selector, chunks.lists.kv_heads)
+            chunks.listed = selector
+
+
+class Filter:
+    """A filter layer; see :class:`LayerWatcher`.
+
+    Args:
+        kernels: Implementation of the ops.
+        number: The number of the method.
+        selectors: What it selects with.
+        latest: Where its latest queries are kept; None: it selects by the last one alone.
+        merge: Where other workers have heads of this layer, too; see :meth:`Ops.select_context`.
+
+    Attributes:
+        storage: Where what it selects is announced.
+    """
+
+    storage: LayerStorage
+
+    def __init__(
+        self,
+        kernels: Ops,
+        number: int,
+        selectors: Selectors,
+        latest: LatestQueries | None,
+        merge: Merge | None,
+    ) -> None:
+        self._kernels, self._number, self._merge = kernels, number, merge
+        self.selectors, self.latest = selectors, latest
+
+    def watch(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, seen: Observed | None, split: Any
+    ) -> None:
+        """Select what the layers after this one attend to in this step."""
+        if self.latest is not None and seen is not None:
+            self.latest.take(query, seen)
+        if split is None:
+            return
+        for plan in split.decode:
+            if plan.method == self._number:
+                self._select(query, plan)
+        for chunks in (part.chunks for part in split.prefill):
+            if chunks is not None:
+                assert self.selectors.chunks is not None
+                queries = query[chunks.queries]
+                self._kernels.select_context(
+                    queries, chunks.weights, chunks.rows, self.selectors.chunks, self._merge
+                )
+
+    def _select(self, query: torch.Tensor, plan: DecodePlan) -> None:
+        if self.latest is not None:
+            queries = self.latest.of(plan.rows)
+        else:
+            queries = query if plan.index is None else query[plan.index]
+        selector = self.selectors.rows
+        self._kernels.select_context(queries, plan.own.weights, plan.rows, selector, self._merge)
+        plan.own.list(self._kernels, plan, selector)
+        self.storage.announce(plan.rows)
+
+
+def group_method(facts: GroupFacts, number: int, method: Method) -> Filtered:
+    """See :meth:`Family.group_method`."""
+    return Filtered(facts, number, method)
+
+
+def layer_method(facts: LayerFacts, number: int, method: Method, chooser: Chooser) -> FilteredLayer:
+    """See :meth:`Family.layer_method`."""
+    return FilteredLayer(chooser)
+
+
+def connect(facts: EngineFacts, number: int, method: Method, layers: Mapping[int, Layer]) -> None:
+    """Let filter layers select, and the layers after them follow; see :meth:`Family.connect`."""
+    selectors = {
+        layer: _make_filter(facts, number, layers[layer])
+        for layer, role in facts.roles.items()
+        if isinstance(role, Filters)
+    }
+    following: dict[int, list[LayerStorage]] = {}
+    for layer, role in facts.roles.items():
+        if isinstance(role, Follows):
+            follower = layers[layer].impl
+            follower.methods[number].selectors = selectors[role.filter]
+            following.setdefault(role.filter, []).append(follower.storage)
+    for layer, storages in following.items():
+        impl = layers[layer].impl
+        impl.storage = facts.storage.share(impl.storage, storages)
+        impl.watchers[number].storage = impl.storage
+
+
+def _make_filter(facts: EngineFacts, number: int, layer: Layer) -> Selectors:
+    """Make a dense layer a filter."""
+    config, impl, kv_cache = facts.config, layer.impl, layer.kv_cache
+    store = IndexStore.empty(
+        Exact(),
+        pages=kv_cache.shape[0],
+        kv_heads=impl.num_kv_heads,
+        head_size=impl.head_size,
+        page_size=config.page_size,
+        dtype=kv_cache.dtype,
+        cache=kv_cache,
+        layout=layer.layout,
+    )
+    chosen = torch.zeros(facts.seats, max(facts.room.filtered, 1), dtype=torch.int32)
+    selector = ContextSelector(store, chosen, impl.num_queries_per_kv, impl.scale)
+    window = len(OBSERVATIONS[config.observation or "last"])
+    latest = None
+    if window > 1:
+        heads = impl.num_kv_heads * impl.num_queries_per_kv
+        latest = LatestQueries(facts.seats, window, heads, impl.head_size, kv_cache.dtype)
+    selectors = Selectors(selector, _chunk_selector(facts, selector))
+    merge = facts.over_workers(ReduceOp.MAX)
+    impl.watchers[number] = Filter(facts.kernels, number, selectors, latest, merge)
+    return selectors
+
+
+def _chunk_selector(facts: EngineFacts, selector: ContextSelector) -> ContextSelector | None:
+    """What a filter selects with for chunks of prompts; None: prefill is exact."""
+    if facts.config.prefill_budget is None:
+        return None
+    by = ChunkPlanner(facts.config)
+    chosen = torch.zeros(facts.most_chunks, by.select, dtype=torch.int32)
+    return replace(selector, chosen=chosen, handle=None)
+
+
+def scratch_bytes(methods: Sequence[Method], size: WorkSize) -> int:
+    """Scores of tokens; see :meth:`Family.scratch_bytes`."""
+    return cpu.scratch_bytes(size.tokens * size.heads, size.rows)

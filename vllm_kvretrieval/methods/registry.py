@@ -1,0 +1,69 @@
+"""Which file serves a method."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from vllm_kvretrieval.kernels import Chooser
+from vllm_kvretrieval.methods import dropping, filters, heads, scored
+from vllm_kvretrieval.methods.base import (
+    EngineFacts,
+    Family,
+    GroupFacts,
+    GroupMethod,
+    Layer,
+    LayerFacts,
+    LayerMethod,
+    WorkSize,
+)
+from vllm_kvretrieval.retrieval.method import Method
+
+
+def family_of(method: Method) -> Family:
+    """The file that serves a method."""
+    if method.schedule.by_head:
+        return heads
+    if method.keeping is not None:
+        return dropping
+    return filters if method.shares else scored
+
+
+def group_methods(facts: GroupFacts) -> list[GroupMethod]:
+    """The methods of an engine, for a group of layers."""
+    methods = enumerate(facts.requests.config.methods.values())
+    return [family_of(method).group_method(facts, n, method) for n, method in methods]
+
+
+def layer_methods(facts: LayerFacts, choosers: Sequence[Chooser]) -> list[LayerMethod]:
+    """The methods of an engine in a layer, and last the one of number ``WHOLE``.
+
+    Args:
+        facts: The layer.
+        choosers: What it selects with, by the number of the method.
+    """
+    methods = enumerate(facts.requests.config.methods.values())
+    made = [family_of(method).layer_method(facts, n, method, choosers[n]) for n, method in methods]
+    return [*made, scored.ScoredLayer(choosers[0])]
+
+
+def connect_layers(facts: EngineFacts, layers: Mapping[int, Layer]) -> None:
+    """Let layers know of each other, once all are attached.
+
+    Args:
+        facts: The engine.
+        layers: Those with plain full attention, by their numbers in the model.
+    """
+    for number, method in enumerate(facts.config.methods.values()):
+        family_of(method).connect(facts, number, method, layers)
+
+
+def scratch_bytes(methods: Iterable[Method], size: WorkSize) -> int:
+    """Bytes in which the layers of a worker choose.
+
+    Args:
+        methods: The engine's.
+        size: The largest work.
+    """
+    by_family: dict[int, tuple[Family, list[Method]]] = {}
+    for method in methods:
+        family = family_of(method)
+        by_family.setdefault(id(family), (family, []))[1].append(method)
+    return sum(family.scratch_bytes(own, size) for family, own in by_family.values())

@@ -1,0 +1,130 @@
+"""Methods whose layers each score an index over the context (kvretrieval, freekv, quest, ...).
+
+Those that select nothing beyond sink and window are of this family, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, TokenLists, cpu
+from vllm_kvretrieval.methods.base import (
+    DecodePlan,
+    EngineFacts,
+    GroupFacts,
+    Layer,
+    LayerFacts,
+    Sees,
+    Step,
+    StepRows,
+    WorkSize,
+)
+from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.storage import Ready
+
+
+class Scored:
+    """A group's rows of one method; see :class:`GroupMethod`."""
+
+    def __init__(self, facts: GroupFacts, number: int, method: Method) -> None:
+        self.facts, self.number = facts, number
+        self.per_token = method.per_token
+        self.even = method.name not in facts.requests.room.allotments
+
+    def plan(self, rows: StepRows) -> DecodePlan:
+        """Rows that select in each layer."""
+        return self.selecting(rows, self.facts.lists, self.facts.lengths)
+
+    def selecting(self, rows: StepRows, lists: torch.Tensor, lengths: torch.Tensor) -> DecodePlan:
+        """The same, with lists of the caller's.
+
+        Args:
+            rows: The rows.
+            lists, lengths: See :class:`GroupFacts`.
+        """
+        facts, options = self.facts, rows.options
+        units = facts.page_size if self.per_token else 1  # of selection, in a page
+        count = len(rows.seats) * facts.kv_heads
+        decode_rows = DecodeRows.selecting(
+            rows.context,
+            lists[:count],
+            lengths=lengths[:count],
+            sink=torch.from_numpy(options.sink_pages * units),
+            window=torch.from_numpy(options.window_pages * units),
+            select=torch.from_numpy(options.select_pages * units),
+            threshold=torch.from_numpy(options.threshold),
+            fresh=torch.from_numpy(rows.fresh.astype(np.uint8)),
+            corrected=facts.requests.corrected,
+            per_token=self.per_token,
+        )
+        run = facts.page_size // units
+        listed = TokenLists(decode_rows.lists, decode_rows.lengths, run, facts.kv_heads)
+        return DecodePlan(self.number, decode_rows, rows.index, listed)
+
+    @property
+    def sees(self) -> Sees:
+        """See :attr:`GroupMethod.sees`."""
+        return Sees.NOTHING
+
+    def see(self, step: Step) -> Any:
+        """Nothing is noted."""
+
+
+class ScoredLayer:
+    """A layer's rows of one method; see :class:`LayerMethod`."""
+
+    def __init__(self, chooser: Chooser) -> None:
+        self.chooser = chooser
+
+    @property
+    def ready(self) -> Ready:
+        """Nothing has been done."""
+        return Ready.NOTHING
+
+    def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> None:
+        """See :meth:`Ops.plan_decode`."""
+        kernels.plan_decode(query, plan.rows, self.chooser)
+
+    def weights(self, query: torch.Tensor) -> torch.Tensor | None:
+        """The method does not ask."""
+        return None
+
+    def attended(self, plan: DecodePlan, weights: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def gather(self, kernels: Ops, chunks: Any) -> None:
+        """Prefill is exact."""
+        raise NotImplementedError("prefill is exact")
+
+
+def group_method(facts: GroupFacts, number: int, method: Method) -> Scored:
+    """See :meth:`Family.group_method`."""
+    return Scored(facts, number, method)
+
+
+def layer_method(facts: LayerFacts, number: int, method: Method, chooser: Chooser) -> ScoredLayer:
+    """See :meth:`Family.layer_method`."""
+    return ScoredLayer(chooser)
+
+
+def connect(facts: EngineFacts, number: int, method: Method, layers: Mapping[int, Layer]) -> None:
+    """Each layer selects for itself; see :meth:`Family.connect`."""
+
+
+def scratch_bytes(methods: Sequence[Method], size: WorkSize) -> int:
+    """Scores of pages or tokens; see :meth:`Family.scratch_bytes`."""
+    scored = [
+        size.tokens if method.per_token else -(-size.tokens // method.entry_tokens)
+        for method in methods
+        if method.index is not None
+    ]
+    if not scored:
+        return 0
+    scratch = cpu.scratch_bytes(max(scored) * size.heads, size.rows)
+    if size.piece_queries:
+        asking = size.heads * size.piece_queries
+        scratch += cpu.scratch_bytes(max(scored) * asking, size.pieces)
+        scratch += size.pieces * asking * size.head_size * size.dtype.itemsize
+    return scratch
