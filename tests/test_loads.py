@@ -1,12 +1,11 @@
 """Which pages are indexed in a step: those that a connector has filled, and copies of pages."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import torch
 
-from tests.steps import Runner, metadata_builder, request_table
+from tests.steps import Runner, request_table
 from tests.test_kernels import make_chooser
+from vllm_kvretrieval.attention.cpu.loaded import loaded_pages
 from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.kernels import cpu, reference
@@ -27,32 +26,28 @@ def test_loaded_pages_are_indexed_once_whenever_a_request_comes():
     assert pages.among(some).tolist() == [False, True, False], "loaded into again"
 
 
-def loaded(builder, lens, new):
+def loaded(table, lens, new):
     """Pages to be indexed, and tokens in each."""
-    starts = torch.tensor([0, *new]).cumsum(0)
-    dense = SimpleNamespace(
-        seq_lens=torch.tensor(lens), query_start_loc=starts, block_table=TABLE[: len(lens)]
-    )
-    pages = builder._loaded(builder.requests, dense)
+    after, before = np.array(lens), np.array(lens) - np.array(new)
+    pages = loaded_pages(table, after, before, TABLE[: len(lens)], table.config.page_size)
     return {} if pages is None else dict(zip(*(part.tolist() for part in pages), strict=True))
 
 
 def test_arriving_requests_index_loaded_pages_and_copies():
     config, runner = RetrievalConfig.from_options("freekv", {}), Runner()
     table = request_table(config, 2, [1], runner)
-    builder = metadata_builder(table)
     runner.batch("a", "b")
     table.begin_step({}, 0, ["a", "b"])
-    assert loaded(builder, [100, 70], [36, 6]) == {}, "a hit of whole pages"
-    assert loaded(builder, [100, 70], [61, 3]) == {1: 32, 130: 6}, "copies, with the step's tokens"
+    assert loaded(table, [100, 70], [36, 6]) == {}, "a hit of whole pages"
+    assert loaded(table, [100, 70], [61, 3]) == {1: 32, 130: 6}, "copies, with the step's tokens"
     table.loaded = LoadedPages(256)
     table.loaded.begin_step([0, 1, 2, 129])
-    assert loaded(builder, [100, 70], [36, 6]) == {0: 32, 1: 32, 129: 32}
+    assert loaded(table, [100, 70], [36, 6]) == {0: 32, 1: 32, 129: 32}
     table.loaded.begin_step([])
-    assert loaded(builder, [100, 70], [36, 6]) == {}
+    assert loaded(table, [100, 70], [36, 6]) == {}
     table.begin_step({}, 0)
     table.loaded.begin_step([0])
-    assert loaded(builder, [100, 70], [36, 6]) == {}, "nothing arrives"
+    assert loaded(table, [100, 70], [36, 6]) == {}, "nothing arrives"
 
 
 def test_bounds_of_a_copied_page_are_those_of_its_own_keys():

@@ -13,6 +13,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssFo
 from tests.bare_engine import BareEngine
 from tests.device_models import SHAPE
 from tests.engine import Request, assert_same, drive, engine, likely, prompt
+from vllm_kvretrieval.engine.cpu.refusals import check_logits
+from vllm_kvretrieval.engine.cpu.worker import Group
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu, reference
 
@@ -143,9 +145,9 @@ def test_selected_pages(llm, model):
 def test_methods_that_rate_by_attention_are_refused(rule, what, also):
     """Their ratings would not be the model's attention."""
     bare = BareEngine("freekv", {"also": [also]})
-    groups = [(bare.builder, None, [*bare.layers])]
-    assert not bare.worker._check_logits(groups, bare.layers)
+    groups = [Group(bare.builder, None, [*bare.layers], [*bare.layers])]
+    assert not check_logits(bare.worker, groups, bare.layers)
     for name, value in rule.items():
         setattr(bare.layers["model.layers.2"].impl, name, value)
     with pytest.raises(RetrievalConfigError, match=f"{also} rates tokens by attention .*{what}"):
-        bare.worker._check_logits(groups, bare.layers)
+        check_logits(bare.worker, groups, bare.layers)
