@@ -27,7 +27,7 @@ PLANNING = "planning"
 INDEX_UPDATE = "index_update"
 OBSERVATION = "observation"
 
-KEEPER = "vllm_kvretrieval.methods.dropping"
+DROPPING = "vllm_kvretrieval.methods.dropping"
 FUNCTIONS = (
     (ATTENTION_KERNEL, "vllm._custom_ops", "cpu_attention_with_kv_cache"),
     (ATTENTION_KERNEL, "vllm_kvretrieval.kernels.cpu", "attend"),
@@ -74,10 +74,10 @@ class TimingExtension:
         for implementation in {type(layer.impl) for layer in layers if hasattr(layer, "impl")}:
             self._wrap(implementation, "forward", ATTENTION_LAYER)
             self._wrap(implementation, "do_kv_cache_update", KV_WRITE)
-        if KEEPER in sys.modules:
-            keeper = importlib.import_module(KEEPER).Keeper
-            for name in ("observe", "settle"):
-                self._wrap(keeper, name, OBSERVATION)
+        if DROPPING in sys.modules:
+            layer = importlib.import_module(DROPPING).DroppingLayer
+            for name in ("watch", "settle"):
+                self._wrap(layer, name, OBSERVATION)
         for label, module, function in FUNCTIONS:
             if module in sys.modules:
                 self._wrap_everywhere(importlib.import_module(module), function, label)

@@ -155,10 +155,10 @@ class DroppingLayer(ScoredLayer):
     def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> None:
         """List what is kept, after choosing it of prompts that have just been read."""
         for row in plan.own:
-            self._settle(int(plan.rows.seats[row]), plan.rows.block_table[row])
+            self.settle(int(plan.rows.seats[row]), plan.rows.block_table[row])
         super().choose(kernels, query, plan)
 
-    def _settle(self, seat: int, pages: torch.Tensor) -> None:
+    def settle(self, seat: int, pages: torch.Tensor) -> None:
         """Choose what is kept of a prompt that has been read."""
         mass = self._prompts.watched(seat, self._number).mass[self._row]
         _all_workers(mass, self._rule, self._prompts.heads.add_up)
