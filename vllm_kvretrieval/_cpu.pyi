@@ -3,6 +3,12 @@
 import torch
 
 MOST_SCORES: int
+MODES: dict[str, int]
+INDEX_KINDS: dict[str, int]
+OUTSIDE: int
+NO_INDEX: int
+LAYOUTS: dict[str, int]
+CODECS: dict[str, int]
 
 class DecodeRows:
     def __init__(self, **fields: int) -> None: ...

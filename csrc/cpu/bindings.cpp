@@ -7,9 +7,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "checks.h"
 #include "dropping.h"
@@ -34,6 +36,14 @@ void use_isa(const std::string& isa) {
   if (table == nullptr)
     throw std::invalid_argument("instruction set '" + isa + "' is not available on this machine");
   active = table;
+}
+
+// The numbers of an enum, by the names that Python has for them.
+template <class E>
+nb::dict numbers(std::initializer_list<std::pair<const char*, E>> named) {
+  nb::dict found;
+  for (const auto& [name, value] : named) found[name] = static_cast<int>(value);
+  return found;
 }
 
 // An index, and the torch.dtype of the layer's keys and queries.
@@ -94,6 +104,27 @@ NB_MODULE(_cpu, m) {
     }
   });
   m.attr("MOST_SCORES") = kvr::kMostScores;
+  using kvr::Codec, kvr::IndexKind, kvr::KeyLayout, kvr::Mode;
+  m.attr("MODES") = numbers<Mode>(
+      {{"select", Mode::kSelect}, {"given", Mode::kGiven}, {"whole", Mode::kWhole}});
+  m.attr("INDEX_KINDS") = numbers<IndexKind>({{"min_max", IndexKind::kMinMax},
+                                              {"mean", IndexKind::kMean},
+                                              {"mean_std", IndexKind::kMeanStd},
+                                              {"bounding", IndexKind::kBounding},
+                                              {"representative", IndexKind::kRepresentative},
+                                              {"one_bit", IndexKind::kOneBit},
+                                              {"low_rank", IndexKind::kLowRank},
+                                              {"exact", IndexKind::kExact}});
+  m.attr("OUTSIDE") = static_cast<int>(IndexKind::kOutside);
+  m.attr("NO_INDEX") = static_cast<int>(IndexKind::kNone);
+  m.attr("LAYOUTS") = numbers<KeyLayout>({{"vec", KeyLayout::kTransposed},
+                                          {"vec16", KeyLayout::kTransposed},
+                                          {"amx", KeyLayout::kAmx},
+                                          {"rows", KeyLayout::kRows}});
+  m.attr("CODECS") = numbers<Codec>({{"raw", Codec::kRaw},
+                                     {"k8v4", Codec::kK8V4},
+                                     {"k4v4", Codec::kK4V4},
+                                     {"k2v2", Codec::kK2V2}});
   m.def("isa", [] { return active->isa; }, "Name of the instruction set in use.");
   m.def("isas", &kvr::compiled_isas, "Names of all that are compiled in, fastest first.");
   m.def("use_isa", &use_isa, nb::arg("isa"),

@@ -8,7 +8,7 @@
 
 namespace kvr {
 
-// Python has the same numbers in kernels/cpu/binding.py.
+// Python has the numbers from bindings.cpp.
 enum class Codec : int32_t { kRaw = 0, kK8V4 = 1, kK4V4 = 2, kK2V2 = 3, kCount = 4 };
 
 constexpr int32_t kMostRows = 512;  // of a unit's keys, and of its values

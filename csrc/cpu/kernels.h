@@ -16,7 +16,7 @@ constexpr int64_t kMostScores = 32 << 20;
 
 enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
-// How a row comes to what lies between its sink and its window; kernels/rows.py has the same numbers.
+// How a row comes to what lies between its sink and its window; kernels/rows.py says the same.
 enum class Mode : uint8_t {
   kSelect = 0,                   // scores select it
   kGiven = 1,                    // the selection holds it already, and stays as it is
@@ -62,8 +62,8 @@ enum class KeyLayout : int32_t {
   kRows = 2,                     // [page_size, 2 * head_size], each key before its value; ours
 };
 
-// What is kept of the keys of an entry's tokens; index/ has one file per kind. Python has the same
-// numbers in kernels/cpu/binding.py.
+// What is kept of the keys of an entry's tokens; index/ has one file per kind. Python has the numbers
+// from bindings.cpp.
 enum class IndexKind : int32_t {
   kMinMax = 0,
   kMean = 1,

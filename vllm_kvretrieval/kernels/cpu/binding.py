@@ -3,27 +3,22 @@
 import torch
 
 from vllm_kvretrieval import _cpu
-from vllm_kvretrieval.kernels.rows import DecodeRows
+from vllm_kvretrieval.kernels.rows import DecodeRows, Mode
 from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexStore
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 INT64 = torch.int64
-KINDS = {
-    name: kind
-    for kind, name in enumerate(
-        "min_max mean mean_std bounding representative one_bit low_rank exact".split()
-    )
-}
+KINDS = _cpu.INDEX_KINDS
 """Indexes with kernels (IndexKind in csrc/cpu/kernels.h); others serve by their own methods."""
-OUTSIDE, NONE = len(KINDS), len(KINDS) + 1
 ROWS = "rows"
 """The layout of a cache of rows, each token's key before its value."""
-LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1, ROWS: 2}
+LAYOUTS = _cpu.LAYOUTS
 """How a cache lays out keys (KeyLayout in csrc/cpu/kernels.h): vLLM's by its own ``isa``."""
-CODINGS = {name: kind for kind, name in enumerate("raw k8v4 k4v4 k2v2".split())}
+CODINGS = _cpu.CODECS
 """Codecs by name (Codec in csrc/cpu/codec.h)."""
+assert {name.upper(): number for name, number in _cpu.MODES.items()} == Mode.__members__
 
 
 PER_ROW = {
@@ -126,7 +121,7 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
     if not store.records.is_contiguous():
         raise ValueError(f"records must be contiguous, their strides are {store.records.stride()}")
     return _cpu.Index(
-        kind=NONE if index is None else KINDS.get(index.name, OUTSIDE),
+        kind=_cpu.NO_INDEX if index is None else KINDS.get(index.name, _cpu.OUTSIDE),
         dtype=DTYPES[store.dtype],
         torch_dtype=store.dtype,
         kv_heads=store.kv_heads,
