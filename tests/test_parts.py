@@ -1,0 +1,40 @@
+"""Parts of one softmax, in different memories, are merged to what one list would give."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kvretrieval.attention.cpu.attend import AttendingLayer
+from vllm_kvretrieval.kernels import TokenLists, cpu
+
+HEADS, GROUP, SIZE, PAGE = 2, 3, 64, 32
+ROWS = 2
+
+
+def layer():
+    """As much of a layer as attends to lists."""
+    layer: Any = object.__new__(AttendingLayer)
+    layer.kernels, layer.scale, layer.logits_soft_cap, layer.sinks = cpu, SIZE**-0.5, 0.0, None
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("borders", [(700,), (1, 400), (5, 6, 690)])
+def test_parts_are_one_softmax(dtype, borders):
+    torch.manual_seed(len(borders))
+    cache = torch.randn(60, PAGE, 2 * SIZE).to(dtype)
+    query = (3 * torch.randn(ROWS, HEADS * GROUP, SIZE)).to(dtype)
+    tokens = torch.stack([torch.randperm(60 * PAGE)[:900] for _ in range(ROWS * HEADS)]).int()
+    tokens[1, :300] = tokens[1, 0]  # a part whose share is far from its size
+    lists = [
+        TokenLists(part.contiguous(), torch.full((len(part),), part.shape[1]).int(), 1, HEADS)
+        for part in tokens.tensor_split(borders, dim=1)
+    ]
+    whole = TokenLists(tokens, torch.full((len(tokens),), 900).int(), 1, HEADS)
+    expected, merged = torch.empty_like(query), torch.empty_like(query)
+    layer()._attend_to_reached(query, [(whole, cache)], expected, "rows")
+    parts = [(part, cache.clone()) for part in lists]
+    layer()._attend_to_reached(query, parts, merged, "rows")
+    off = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(merged, expected, atol=off, rtol=off)
