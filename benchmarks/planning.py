@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import RESULTS, Stopwatch, result_header, write_json
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
 from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, IndexStore, Selection, cpu
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.index import Index, make_index
 from vllm_kvretrieval.retrieval.pooling import Pooling
 

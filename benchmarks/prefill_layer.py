@@ -26,9 +26,9 @@ from benchmarks.planning import DTYPES, PAGE, Shape
 from benchmarks.stock_attention import StockAttention
 from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
 from vllm_kvretrieval.kernels import ContextSelector, IndexStore, cpu
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.index.exact import Exact
 
 MODULE = "benchmarks.prefill_layer"

@@ -31,8 +31,8 @@ from benchmarks.tasks.base import TokenText
 from benchmarks.tasks.engine import open_engine, run_samples
 from benchmarks.tasks.metrics import answer_found
 from benchmarks.tasks.needles import passkey_in_novel
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.tiers.sizes import Cache, Tiers
 
 MIB = 1 << 20

@@ -23,12 +23,12 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cpu import worker as worker_module
 from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.kernels import DecodeRows, KeptTokens, cpu
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.methods.filters import Filter
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.keeping import Keeping
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome

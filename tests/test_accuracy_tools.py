@@ -39,8 +39,8 @@ from benchmarks.tasks.base import (
 )
 from benchmarks.tasks.forcing import FORCED_TOKENS, ForceTokens
 from benchmarks.tasks.metrics import Generated, Scored
-from vllm_kvretrieval.config import RetrievalConfig
-from vllm_kvretrieval.request_options import RequestOptions
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
 VARIANT = {variant.name: variant for variant in catalogue.VARIANTS}

@@ -21,9 +21,9 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.registry import _RegisteredModel
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.layers import full_attention_layers
 
 SHAPE: dict[str, Any] = {

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.request_options import RequestOptions
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.filters import shipped
 from vllm_kvretrieval.retrieval.index import indexes
 from vllm_kvretrieval.retrieval.method import POOLINGS, make_method

@@ -18,8 +18,8 @@ from benchmarks import (
     slow_steady,
 )
 from benchmarks.tasks import thresholds
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 
 def noted(recalled: int, missed: int, corrected: int, waited_s: float) -> dict[str, float]:

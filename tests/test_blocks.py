@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, IndexStore, Selection, cpu, reference
-from vllm_kvretrieval.request_options import RequestOptions
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.index import make_index
 from vllm_kvretrieval.retrieval.pooling import Pooling
 

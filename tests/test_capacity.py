@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.bare_engine import HEADS, LAYERS, MIB, BareEngine
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.request_options import RequestOptions
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.presets import OWN
 
 REQUESTS, STEPS = 6, 40

@@ -15,11 +15,11 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvretrieval.cli import add_options
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.option_help import HELP
-from vllm_kvretrieval.parsing import parse_size
-from vllm_kvretrieval.request_options import RequestOptions
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.help import HELP
+from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.options.values import parse_size
 from vllm_kvretrieval.retrieval.budget import PageBudget
 from vllm_kvretrieval.retrieval.presets import OWN
 

@@ -18,11 +18,11 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from tests.test_refusals import LLAMA, TRANSFER, configure, pattern  # noqa: F401
 from vllm_kvretrieval.attention.cuda import support
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cuda.runner import MODEL_STATES, RetrievalModelRunner
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms.cpu import CpuRetrievalPlatform
 
 HEADS = LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}

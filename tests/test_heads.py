@@ -7,8 +7,8 @@ import pytest
 
 from tests.heads_recorder import scored
 from tests.test_refusals import LLAMA, configure  # noqa: F401  # a fixture
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.heads import SHIPPED, choose_heads, read_heads, shipped
 
 MODEL = "SmolLM2-135M-Instruct"

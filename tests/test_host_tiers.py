@@ -18,7 +18,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.engine import checkpoint
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.connector import connector_config
 from vllm_kvretrieval.engine.cuda import host as host_module
 from vllm_kvretrieval.engine.cuda.tiers import BOOKS_PER_SLOT, HostTiers
@@ -26,6 +25,7 @@ from vllm_kvretrieval.engine.cuda.worker import RetrievalGPUWorker
 from vllm_kvretrieval.engine.memory import workers_here
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton import mapped, pages
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.tiers.sizes import Cache
 
 GIB = 2**30

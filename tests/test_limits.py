@@ -21,10 +21,10 @@ import torch
 from benchmarks.common import ROOT
 from tests.server import Server
 from vllm_kvretrieval import limits
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.limits import available_memory, explained
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage import lost as lost_module
 from vllm_kvretrieval.storage.lost import LostBlocks
 from vllm_kvretrieval.tiers import place

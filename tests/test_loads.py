@@ -6,9 +6,9 @@ import torch
 from tests.steps import Runner, request_table
 from tests.test_kernels import make_chooser
 from vllm_kvretrieval.attention.cpu.loaded import loaded_pages
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 TABLE = torch.arange(256, dtype=torch.int32).view(2, 128)
 

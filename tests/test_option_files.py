@@ -12,7 +12,7 @@ from vllm.inputs import tokens_input
 from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine import checkpoint
-from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval import filters, heads
 
 pytestmark = pytest.mark.model

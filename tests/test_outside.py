@@ -9,8 +9,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine import checkpoint
 from tests.outside import MEDIAN, POINTS, install, installed
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.index import OWN, Field, Index
 from vllm_kvretrieval.retrieval.index.check import check_index, check_outside
 from vllm_kvretrieval.retrieval.presets import preset_names

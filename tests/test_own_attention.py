@@ -17,7 +17,7 @@ from tests.engine import (
     shortened,
 )
 from tests.home_worker import LOSSLESS
-from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 

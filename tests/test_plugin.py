@@ -20,8 +20,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine import checkpoint
 from vllm_kvretrieval import __version__, plugin
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.scheduler import RetrievalScheduler
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms.cpu import CpuRetrievalPlatform
 from vllm_kvretrieval.retrieval.presets import OWN
 

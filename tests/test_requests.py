@@ -12,8 +12,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from tests.steps import Runner, metadata_builder, request_table, split
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage import Memory
 
 PAGE = 32

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.steps import Runner, metadata_builder, request_table, split
 from vllm_kvretrieval.attention.support import check_shares
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.shares import allot, distribute, make_shares, pyramid
 
 

@@ -19,9 +19,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.engine import checkpoint
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.request_options import RequestOptions
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestOptions
 
 BOOLEANS = [("freekv", "allow_exact", value) for value in (True, False)]
 LISTS = [

@@ -22,13 +22,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.engine import checkpoint
 from vllm_kvretrieval.attention.cpu.support import check_home
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.connector import connector_config
 from vllm_kvretrieval.engine.cpu.refusals import check_reading
 from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.engine.memory import bytes_per_block
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.cpu import MappingGuard
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.tiers import home as home_module
 from vllm_kvretrieval.tiers.home import DiskHome, page_runs
 from vllm_kvretrieval.tiers.sizes import Cache, Tiers

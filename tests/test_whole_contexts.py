@@ -9,8 +9,8 @@ from vllm.v1.attention.backends import cpu_attn
 from benchmarks.common import RESULTS
 from tests.bare_engine import BareEngine
 from vllm_kvretrieval.attention.cpu import support
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 
 @pytest.fixture

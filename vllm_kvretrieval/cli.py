@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 from vllm_kvretrieval.command_line import OPTION, TARGET
-from vllm_kvretrieval.config import CONFIG_KEY
-from vllm_kvretrieval.option_help import HELP
+from vllm_kvretrieval.options.engine import CONFIG_KEY
+from vllm_kvretrieval.options.help import HELP
 from vllm_kvretrieval.retrieval.presets import presets
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from vllm_kvretrieval.config import CONFIG_KEY
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import CONFIG_KEY
 
 OPTION = "--kv-retrieval"
 TARGET = "--additional-config"

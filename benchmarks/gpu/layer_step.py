@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from vllm_kvretrieval.attention.cuda.workspace import PROGRAMS_PER_UNIT, SPLITS_PER_UNIT
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.kernels import device_reference, slots_reference
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.scores import score_entries
 from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 DTYPE = torch.bfloat16
 MISSED, AHEAD = 0.04, 0.15

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_kvretrieval import __version__
 from vllm_kvretrieval.calibration.plot import can_plot
-from vllm_kvretrieval.parsing import MOST, MOST_TOKENS
+from vllm_kvretrieval.options.values import MOST, MOST_TOKENS
 
 DTYPES = ("float32", "bfloat16", "float16")
 

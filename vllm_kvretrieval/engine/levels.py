@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from vllm_kvretrieval.config import RetrievalConfig
-from vllm_kvretrieval.request_options import RequestOptions
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestOptions
 
 NEVER = sys.maxsize
 """A position that no context reaches."""

@@ -7,9 +7,9 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from vllm_kvretrieval.attention.support import has_foreign_connector, nothing_retrieves
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.connector import ENGINES
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.tiers.sizes import Cache
 
 Retrieving = Callable[[Iterable[str]], list[str]]

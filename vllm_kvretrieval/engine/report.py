@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.kernels.types import IndexStore
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 logger = init_logger("vllm.kvretrieval.worker")
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
-from vllm_kvretrieval.request_options import RequestOptions
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.capacity import Capacity
 
 logger = init_logger("vllm.kvretrieval.requests")

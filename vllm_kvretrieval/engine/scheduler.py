@@ -14,11 +14,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.levels import EXACT, NEVER, BlockLevels, Exactness, Level, Taint
 from vllm_kvretrieval.engine.loads import LoadReports
 from vllm_kvretrieval.engine.requests import read_options
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 logger = init_logger("vllm.kvretrieval.scheduler")
 

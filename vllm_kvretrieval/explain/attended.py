@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.explain.attention import LayerAttention
 from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, IndexStore, Selection, reference
 from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.keeping import Keeping, entropy_shares
 from vllm_kvretrieval.retrieval.shares import ENTROPY_BOUNDS, Shares, allot

@@ -13,7 +13,7 @@ from vllm_kvretrieval.calibration.inputs import (
     require_plot,
     versions,
 )
-from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.heads import MEASURE
 from vllm_kvretrieval.retrieval.keeping import ALL
 from vllm_kvretrieval.retrieval.model_files import name_of

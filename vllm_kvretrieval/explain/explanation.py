@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_kvretrieval.calibration.model import Measurement
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.explain.attended import Attended, attended, entropy_budgets
 from vllm_kvretrieval.explain.attention import LayerAttention, PromptAttention
 from vllm_kvretrieval.explain.report import HeadAttention, layer_rows, shares_of
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 MOST_SHOWN = 16
 """KV heads that are shown one by one."""

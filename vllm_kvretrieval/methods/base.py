@@ -15,8 +15,8 @@ from vllm_kvretrieval.retrieval.roles import Role
 from vllm_kvretrieval.storage import LayerStorage, Ready, Storage
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.config import RetrievalConfig
     from vllm_kvretrieval.engine.requests import RequestTable, RowOptions
+    from vllm_kvretrieval.options.engine import RetrievalConfig
 
 WHOLE = -1
 """The number of the method by which rows attend to whole contexts; the last of a layer's."""

@@ -12,9 +12,9 @@ from vllm.platforms.interface import Platform
 
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.command_line import check_command_line
-from vllm_kvretrieval.config import RetrievalConfig, options_of, selected_method
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.request_options import RequestOptions
+from vllm_kvretrieval.options.engine import RetrievalConfig, options_of, selected_method
+from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.presets import preset_names
 
 if TYPE_CHECKING:

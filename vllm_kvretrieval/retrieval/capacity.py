@@ -10,7 +10,7 @@ from vllm_kvretrieval.retrieval.method import Method
 from vllm_kvretrieval.retrieval.shares import Allotment, allot, own_heads
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.config import RetrievalConfig
+    from vllm_kvretrieval.options.engine import RetrievalConfig
 
 
 class Capacity:
@@ -54,7 +54,7 @@ class Capacity:
                 self.allotments[name] = allot(
                     method.budget_shares, kv_heads, self._longest_of(method), part, method.together
                 )
-            for budget in config.largest_budgets[name]:
+            for budget in config.budgets.largest(method):
                 always, units = self._divide(method, budget)
                 most = self._most(name, units)
                 if method.shares:

@@ -5,7 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.parsing import reject_unknown, require_int, require_name, require_number
+from vllm_kvretrieval.options.values import (
+    reject_unknown,
+    require_int,
+    require_name,
+    require_number,
+)
 from vllm_kvretrieval.retrieval.heads import RetrievalHeads, make_heads
 from vllm_kvretrieval.retrieval.index import Index, indexes, make_index
 from vllm_kvretrieval.retrieval.keeping import Keeping, observation_of

@@ -28,7 +28,7 @@ class Preset:
         dense_layers: Leading layers that keep full attention.
         codec: Of pages in a slow home; name in :data:`vllm_kvretrieval.retrieval.codec.CODECS`.
         raw_window: Whether the window is raw in fast memory where home is encoded.
-        home: One of :data:`vllm_kvretrieval.config.HOMES`.
+        home: One of :data:`vllm_kvretrieval.options.engine.HOMES`.
         keeping: Where the schedule keeps some tokens and drops the others, which.
         budget_shares: See :func:`vllm_kvretrieval.retrieval.shares.make_shares`.
     """

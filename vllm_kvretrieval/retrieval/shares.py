@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.parsing import shortened
+from vllm_kvretrieval.options.values import shortened
 from vllm_kvretrieval.retrieval.files import FILE, contents, has_file
 
 PYRAMID_BETA = 20

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, TokenLists
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 Part = tuple[TokenLists, torch.Tensor]
 """What rows attend to, and the memory whose tokens the lists number: [units, page_size, 2 *

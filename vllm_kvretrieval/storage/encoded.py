@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.storage.base import LayerPlace, StepContexts
 from vllm_kvretrieval.storage.file import FileFacts, Reads

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, TokenLists, cpu
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.storage.base import LayerPlace, Part, Ready
 from vllm_kvretrieval.storage.file import FileFacts, FileLayer, FileStorage

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.kernels import DecodeRows, TokenLists, TokenRecall, cpu
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.base import LayerPlace, Part, Ready
 from vllm_kvretrieval.storage.file import FileFacts, FileLayer, FileStorage
 from vllm_kvretrieval.storage.memory import InPlace, refuse_two_directions

@@ -6,10 +6,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, TokenLists
 from vllm_kvretrieval.kernels.cpu import ROWS
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.base import LayerPlace, Part, Ready, StepContexts, Usage
 
 _NOTHING = nullcontext()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from vllm_kvretrieval.config import RetrievalConfig
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.base import Storage
 from vllm_kvretrieval.storage.encoded import Encoded
 from vllm_kvretrieval.storage.file import FileFacts

@@ -11,8 +11,8 @@ from typing import NoReturn
 import torch
 from vllm.utils.mem_utils import format_gib
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 BOOKS_PER_UNIT = 4
 """Bytes that the recall cache keeps per unit of home: the slot that holds it."""

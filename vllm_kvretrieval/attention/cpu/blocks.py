@@ -10,7 +10,7 @@ from vllm_kvretrieval.attention.cpu.division import Division, Divisor
 from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, PromptLists, Selection
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.config import RetrievalConfig
+    from vllm_kvretrieval.options.engine import RetrievalConfig
 
 
 @dataclass

@@ -12,7 +12,7 @@ from vllm_kvretrieval.kernels import Contexts, ContextSelector, DecodeRows, Toke
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.config import RetrievalConfig
+    from vllm_kvretrieval.options.engine import RetrievalConfig
 
 WEIGHTS = OBSERVATIONS["uniform"]
 """Of a chunk's last queries, by which filters select for it."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.config import RetrievalConfig
+    from vllm_kvretrieval.options.engine import RetrievalConfig
 
 
 class Division(NamedTuple):

@@ -6,11 +6,11 @@ import torch
 
 from vllm_kvretrieval.attention import support
 from vllm_kvretrieval.attention.support import WITHOUT, has_foreign_connector
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton.index import KINDS
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.method import Method
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
     bytes_per_block,
@@ -26,6 +25,7 @@ from vllm_kvretrieval.engine.memory import (
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.methods import WorkSize, scratch_bytes
 from vllm_kvretrieval.methods.heads import fixed_counts
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import retrieving_layers
 from vllm_kvretrieval.retrieval.roles import Role

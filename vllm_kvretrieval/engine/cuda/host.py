@@ -15,7 +15,6 @@ from vllm.v1.worker.utils import bind_kv_cache_to_layers, map_kv_caches_to_kerne
 
 from vllm_kvretrieval.attention.cuda.far import FarTier
 from vllm_kvretrieval.attention.cuda.staging import Staging
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.engine.memory import (
@@ -27,6 +26,7 @@ from vllm_kvretrieval.engine.memory import (
 from vllm_kvretrieval.engine.views import layer_views
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import available_memory
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.tiers.sizes import Cache
 
 logger = init_logger("vllm.kvretrieval.host")

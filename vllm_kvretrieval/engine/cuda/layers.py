@@ -12,12 +12,12 @@ from vllm_kvretrieval.attention.cuda.far import FarLayer, FarTier
 from vllm_kvretrieval.attention.cuda.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cuda.host import make_tier
 from vllm_kvretrieval.engine.cuda.requests import RunningRequests
 from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 ROWS = "rows"
 """vLLM's name of the cache's layout: each token's key before its value."""

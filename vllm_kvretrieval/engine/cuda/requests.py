@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.requests import Counts, log_usage, logger, read_options
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 
 @dataclass

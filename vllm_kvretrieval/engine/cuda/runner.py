@@ -10,7 +10,6 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.support import WITHOUT, has_foreign_connector
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.cuda.host import limit_seats, move_home, one_block
 from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, groups_that_retrieve, retrieving
 from vllm_kvretrieval.engine.cuda.requests import Batch, RunningRequests
@@ -19,6 +18,7 @@ from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import triton
 from vllm_kvretrieval.kernels.triton.mapped import map_host
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 MODEL_STATES = (DefaultModelState, MambaHybridModelState)
 """vLLM's descriptions of steps that are served: of decoders, also with state-space layers."""

@@ -7,9 +7,9 @@ from typing import NoReturn
 
 from vllm.utils.mem_utils import format_gib
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.tiers.sizes import HOME_SHARE, Cache, most_of, most_seats
 
 BOOKS_PER_SLOT = 8

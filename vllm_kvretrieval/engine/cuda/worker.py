@@ -7,7 +7,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_kvretrieval.config import RetrievalConfig
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cuda.host import log_tiers, plan_tiers
 from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, fixed_bytes, retrieving
@@ -21,6 +20,7 @@ from vllm_kvretrieval.engine.memory import (
 )
 from vllm_kvretrieval.engine.report import log_method
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 
 class RetrievalGPUWorker(Worker):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.parsing import shortened
+from vllm_kvretrieval.options.values import shortened
 from vllm_kvretrieval.retrieval.files import FILE, HOLDS, has_file, path_of
 from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile, best_known
 

@@ -6,7 +6,7 @@ from inspect import isabstract
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.parsing import MOST
+from vllm_kvretrieval.options.values import MOST
 from vllm_kvretrieval.retrieval.index.base import Field, Index, pack, unpack
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvretrieval.config import CONFIG_KEY, RetrievalConfig
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.parsing import (
+from vllm_kvretrieval.options.engine import CONFIG_KEY, RetrievalConfig
+from vllm_kvretrieval.options.values import (
     check_digits,
     reject_misspelt,
     reject_unknown,

@@ -1,6 +1,11 @@
 """What each option of an engine is, for ``vllm serve --help``."""
 
-from vllm_kvretrieval.config import DEFAULT_BLOCK, DEFAULT_CHUNK, DEFAULT_QUERIES, PAGE_SIZES
+from vllm_kvretrieval.options.engine import (
+    DEFAULT_BLOCK,
+    DEFAULT_CHUNK,
+    DEFAULT_QUERIES,
+    PAGE_SIZES,
+)
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.retrieval.heads import SHARE as RETRIEVAL_HEADS
 from vllm_kvretrieval.retrieval.index import OWN as OWN_INDEXES

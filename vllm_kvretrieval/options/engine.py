@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import check_directory
-from vllm_kvretrieval.option_files import read_files
-from vllm_kvretrieval.parsing import (
+from vllm_kvretrieval.options.files import read_files
+from vllm_kvretrieval.options.values import (
     check_digits,
     parse_size,
     reject_misspelt,
@@ -20,9 +20,8 @@ from vllm_kvretrieval.parsing import (
 )
 from vllm_kvretrieval.retrieval.budget import (
     DEFAULT_BUDGET,
-    DEFAULT_SHARE,
+    Budgets,
     PageBudget,
-    default_parts,
 )
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
 from vllm_kvretrieval.retrieval.files import has_file
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from vllm_kvretrieval.request_options import RequestOptions
+    from vllm_kvretrieval.options.request import RequestOptions
 
 CONFIG_KEY = "kv_retrieval"
 """Key in vLLM's ``additional_config``, and in ``SamplingParams.extra_args``."""
@@ -138,7 +137,7 @@ class RetrievalConfig:
             if require_int(key, value) < self.page_size or value % self.page_size:
                 raise RetrievalConfigError(
                     f"{key}={value} must be a positive multiple of page_size={self.page_size}; "
-                    f"try {self._nearest(value)}, or leave it out."
+                    f"try {self.budgets.nearest(value)}, or leave it out."
                 )
         for method in self.methods.values():
             self.page_budget(method=method.name)
@@ -207,7 +206,7 @@ class RetrievalConfig:
             asked_for = schedule.selects or schedule.by_head or schedule.whole
             if not asked_for and name not in made:
                 method = make_method(name, name, {}, self.page_size)
-                if self.budget >= self._needed(self.budget, method):
+                if self.budgets.fits(self.budget, method):
                     made[name] = method
         return made
 
@@ -306,7 +305,7 @@ class RetrievalConfig:
         if chunk < self.page_size or chunk % self.page_size:
             raise RetrievalConfigError(
                 f"prefill_chunk={chunk} must be a positive multiple of page_size={self.page_size}; "
-                f"try {self._nearest(chunk)}, or leave it out."
+                f"try {self.budgets.nearest(chunk)}, or leave it out."
             )
         most = min(MOST_QUERIES, chunk)
         if self.prefill_queries is None:
@@ -420,8 +419,7 @@ class RetrievalConfig:
         """Full pages at the end of a context that are not encoded: the window's, if that is raw."""
         if not presets()[self.method].raw_window:
             return 0
-        budgets = self._upper_budgets
-        return max(self.page_budget(b).window for b in budgets if b >= self._needed(b, self.own))
+        return max(budget.window for budget in self.budgets.largest(self.own))
 
     @functools.cached_property
     def stores(self) -> tuple[tuple[Index, int], ...]:
@@ -447,45 +445,15 @@ class RetrievalConfig:
         """Tokens; the largest budget that any request may have."""
         return self.budget if self.max_budget is None else self.max_budget
 
-    @property
-    def _upper_budgets(self) -> range:
-        """Tokens; those among which some request selects most.
-
-        In so many pages sink and window grow by a page each at most; so smaller budgets select
-        less.
-        """
-        pages = self.budget_limit // self.page_size
-        return range(
-            max(pages - DEFAULT_SHARE, 1) * self.page_size, self.budget_limit + 1, self.page_size
-        )
-
     @functools.cached_property
-    def largest_budgets(self) -> dict[str, tuple[PageBudget, ...]]:
-        """Of the budgets that requests may have those that none exceeds in every part, by method.
-
-        Sink and window are rounded to pages, so a smaller budget may select more than a larger one.
-        """
-        largest = {}
-        for name, method in self.methods.items():
-            budgets = self._upper_budgets
-            if not method.selects:  # sink and window are all of it
-                budgets = budgets[-1:]
-            by_parts: dict[tuple[int, int], PageBudget] = {}  # rising, so the last is the largest
-            for tokens in budgets:
-                if tokens >= self._needed(tokens, method):
-                    budget = self.page_budget(tokens, name)
-                    by_parts[budget.sink, budget.window] = budget
-            largest[name] = tuple(by_parts.values())
-        return largest
+    def budgets(self) -> Budgets:
+        """The budgets that requests may have, and what they divide into."""
+        return Budgets(self.page_size, self.budget_limit, self.sink, self.window, self.method)
 
     @functools.cached_property
     def most_selected(self) -> dict[str, int]:
         """Most pages or tokens that a request selects per KV head on average, by method."""
-        return {
-            name: max((budget.select for budget in self.largest_budgets[name]), default=0)
-            * (self.page_size if method.per_token else 1)
-            for name, method in self.methods.items()
-        }
+        return {name: self.budgets.most_selected(m) for name, m in self.methods.items()}
 
     def budget_of_share(self, prompt: int, dense_share: float, method: str) -> int:
         """Tokens of the budget that ``memory_fraction`` leaves to a prompt (OmniKV, section 5).
@@ -508,10 +476,7 @@ class RetrievalConfig:
                 f"kv_retrieval.memory_fraction={self.memory_fraction} is too little: dense layers "
                 f"alone are {dense_share:.2f} of the KV cache. Raise it, or have fewer of them."
             )
-        pages = round(prompt * share / self.page_size)
-        least = self._least_budget(self.methods[method])
-        most = max(self.budget_limit // self.page_size * self.page_size, least)
-        return min(max(pages * self.page_size, least), most)
+        return self.budgets.of_share(share, prompt, self.methods[method])
 
     def page_budget(
         self, budget: int | None = None, method: str | None = None, key: str = "budget"
@@ -524,70 +489,10 @@ class RetrievalConfig:
             key: What errors call it.
 
         Raises:
-            RetrievalConfigError: The budget is no multiple of the page, or too small for sink,
-                window and (where the method selects) one page.
+            RetrievalConfigError: See :meth:`Budgets.pages`.
         """
-        budget = self.budget if budget is None else budget
         by = self.own if method is None else self.methods[method]
-        if budget <= 0 or budget % self.page_size:
-            nearest = max(self._nearest(budget), self._least_budget(by))
-            raise RetrievalConfigError(
-                f"{key}={budget} must be a positive multiple of page_size={self.page_size}; "
-                f"try {nearest}."
-            )
-        sink, window = self._parts(budget, by)
-        if budget < self._needed(budget, by):
-            needed = self._least_budget(by)
-            sink, window = self._parts(needed, by)
-            parts = f"sink={sink}" + (f" + window={window}" if by.selects else "")
-            whose = "" if by is self.own else f" for {by.name}"
-            raise RetrievalConfigError(
-                f"{key}={budget} is too small{whose}: {parts} + one page of {self.page_size} need "
-                f"at least {needed} tokens. {self._more_room(key, by)}."
-            )
-        if not by.selects:
-            window = budget - sink  # nothing is selected: the window takes all the rest
-        select = budget - sink - window
-        return PageBudget(*(tokens // self.page_size for tokens in (sink, window, select)))
-
-    def _more_room(self, key: str, by: Method) -> str:
-        """What to do where a budget is too small for a method."""
-        given = [part for part in ("sink", "window") if getattr(self, part) is not None]
-        remedies = [f"Raise {key}"]
-        if given and (by.selects or "sink" in given):
-            remedies.append(f"lower {' and '.join(given)}")
-        if by is not self.own:
-            remedies.append(f"leave {by.name} out")
-        return ", or ".join(remedies)
-
-    def _parts(self, budget: int, by: Method) -> tuple[int, int]:
-        """Tokens of sink and window."""
-        shares = default_parts(budget, self.page_size)
-        pages = by.sink_pages, by.window_pages
-        own = (
-            share if count is None else count * self.page_size
-            for share, count in zip(shares, pages, strict=True)
-        )
-        given = self.sink, self.window
-        sink, window = (
-            part if tokens is None else tokens for part, tokens in zip(own, given, strict=True)
-        )
-        return sink, window
-
-    def _needed(self, budget: int, by: Method) -> int:
-        """Tokens; room for sink, window (where pages are selected) and one page."""
-        sink, window = self._parts(budget, by)
-        return sink + (window if by.selects else 0) + self.page_size
-
-    def _least_budget(self, by: Method) -> int:
-        """Tokens; the smallest budget that has this room."""
-        budget = self.page_size
-        while budget < (needed := self._needed(budget, by)):  # which grows with the budget
-            budget = needed
-        return budget
-
-    def _nearest(self, tokens: int) -> int:
-        return max(1, round(tokens / self.page_size)) * self.page_size
+        return self.budgets.pages(self.budget if budget is None else budget, by, key)
 
     def prefills_sparsely(self, method: Method) -> bool:
         """Whether parts of prompts attend to a part of what lies before them, by this method."""
@@ -611,7 +516,7 @@ class RetrievalConfig:
         if method.schedule.drops:
             return 0
         if self.memory_fraction is not None and not options.own_budget:
-            return self._least_budget(method)
+            return self.budgets.least(method)
         return options.budget.total * self.page_size
 
     def wants_exact_prefix(self, options: "RequestOptions") -> bool:
