@@ -30,7 +30,7 @@ from benchmarks.engines import EngineError, EngineProcess
 from benchmarks.models import Documents, yarn_overrides
 from benchmarks.slow_capacity import capacity
 from benchmarks.slow_steady import TIERED, VARIANTS_OF, engine_specs, steady
-from vllm_kvretrieval.options.engine import DEFAULT_METHOD
+from vllm_kvretrieval.options.table import DEFAULT_METHOD
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
 from vllm_kvretrieval.retrieval.presets import preset_names
 

@@ -32,7 +32,7 @@ from benchmarks.engines import LONG_STEPS, EngineError, EngineProcess, EngineSpe
 from benchmarks.models import Documents, kv_bytes_per_token, yarn_overrides
 from benchmarks.status import Status
 from benchmarks.worker_counts import corrected_share
-from vllm_kvretrieval.retrieval.method import DEFAULT_THRESHOLD
+from vllm_kvretrieval.options.table import DEFAULT_THRESHOLD
 
 MIB = 1 << 20
 SLACK = 8 * 128  # tokens beside the documents

@@ -12,8 +12,8 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.filters import shipped
 from vllm_kvretrieval.retrieval.index import indexes
-from vllm_kvretrieval.retrieval.method import POOLINGS, make_method
-from vllm_kvretrieval.retrieval.pooling import Pooling
+from vllm_kvretrieval.retrieval.method import make_method
+from vllm_kvretrieval.retrieval.pooling import POOLINGS, Pooling
 from vllm_kvretrieval.retrieval.presets import OWN, presets
 from vllm_kvretrieval.retrieval.roles import roles_of
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES

@@ -17,7 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_kvretrieval.cli import add_options
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.help import HELP
+from vllm_kvretrieval.options.help import help_texts
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.options.values import parse_size
 from vllm_kvretrieval.retrieval.budget import PageBudget
@@ -286,7 +286,7 @@ def test_full_attention_by_name():
     server = RetrievalConfig.from_options("freekv", {"also": ["full"], "allow_exact": False})
     options = RequestOptions.parse({"kv_retrieval_method": "full"}, server)
     assert options.exact
-    assert server.wants_exact_prefix(options)
+    assert options.wants_exact_prefix(server)
     with pytest.raises(RetrievalConfigError, match="budget=512 has no effect with full"):
         RequestOptions.parse({"kv_retrieval": {"method": "full", "budget": 512}}, server)
     with pytest.raises(RetrievalConfigError, match="exact=False cannot be had with full"):
@@ -455,8 +455,8 @@ def test_help_explains_every_option():
         text=True,
         check=True,
     ).stdout
-    for key, text in HELP.items():
+    for key, text in help_texts().items():
         assert f"--kv-retrieval.{key}: {text}" in shown
-    assert set(HELP) == set(RetrievalConfig.__dataclass_fields__) - {"method"}
+    assert set(help_texts()) == set(RetrievalConfig.__dataclass_fields__) - {"method"}
     for method in OWN:
         assert method in shown

@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 from vllm_kvretrieval.command_line import OPTION, TARGET
-from vllm_kvretrieval.options.engine import CONFIG_KEY
-from vllm_kvretrieval.options.help import HELP
+from vllm_kvretrieval.options.help import help_texts
+from vllm_kvretrieval.options.table import CONFIG_KEY
 from vllm_kvretrieval.retrieval.presets import presets
 
 
@@ -32,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             super().__call__(parser, namespace, _merge(values, earlier), option)
 
     target.__class__ = KeepStored
+    options = "\n".join(f"- {OPTION}.{key}: {text}" for key, text in help_texts().items())
     methods = ", ".join(f"{name} ({m.summary})" for name, m in presets().items())
     group = parser.add_argument_group(
         "kv-retrieval",
@@ -44,8 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         metavar="JSON",
         help="Options of KV-cache retrieval, as JSON or one by one "
-        "(--kv-retrieval.budget 1024):\n\n"
-        + "\n".join(f"- {OPTION}.{key}: {text}" for key, text in HELP.items()).replace("%", "%%"),
+        "(--kv-retrieval.budget 1024):\n\n" + options.replace("%", "%%"),
     )
 
 

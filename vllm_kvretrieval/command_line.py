@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.engine import CONFIG_KEY
+from vllm_kvretrieval.options.table import CONFIG_KEY
 
 OPTION = "--kv-retrieval"
 TARGET = "--additional-config"

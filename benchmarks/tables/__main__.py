@@ -7,7 +7,8 @@ A page asks for a table by a comment, and this program writes the table below it
     <!-- end of table -->
 
 The words after ``table:`` are a kind of table, files of ``benchmarks/results``, and options such
-as ``budgets=256,1024``. ``--list`` prints the kinds.
+as ``budgets=256,1024``. ``--list`` prints the kinds. Tables of the options of an engine or a
+request take no file: they come from ``vllm_kvretrieval.options``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, write_text
-from benchmarks.tables import indexes, places, prompts, quality, steps
+from benchmarks.tables import indexes, options, places, prompts, quality, steps
 from benchmarks.tables.markdown import Options, Results, read_results, source
 
 KINDS: Mapping[str, Callable[[Results, Options], str]] = {
@@ -31,12 +32,14 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "levels": indexes.levels,
     "methods": steps.methods,
     "observation": prompts.observation,
+    "options": options.engine,
     "parts": steps.parts,
     "planning": indexes.planning,
     "prompts": prompts.kernels,
     "quality": quality.quality,
     "ratios": prompts.ratios,
     "recall": quality.recall,
+    "request": options.request,
     "ruler": quality.ruler,
     "sparse": prompts.sparse,
     "steps": steps.steps,

@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks.common import MODELS
 from benchmarks.tasks import forced, needles
 from benchmarks.tasks.base import Task
-from vllm_kvretrieval.options.engine import DEFAULT_METHOD, RetrievalConfig
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.table import DEFAULT_METHOD, DEFAULT_THRESHOLD
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
-from vllm_kvretrieval.retrieval.method import DEFAULT_THRESHOLD
 from vllm_kvretrieval.retrieval.presets import preset_names
 
 _QWEN = MODELS / "Qwen2.5-Coder-0.5B-Instruct"

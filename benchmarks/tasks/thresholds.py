@@ -11,7 +11,7 @@ from benchmarks import build
 from benchmarks.tasks.base import Task
 from benchmarks.tasks.catalogue import VARIANTS
 from benchmarks.tasks.criteria import Figures
-from vllm_kvretrieval.retrieval.method import DEFAULT_THRESHOLD
+from vllm_kvretrieval.options.table import DEFAULT_THRESHOLD
 
 EVERY_STEP = 1.0
 _VARIANTS = {v.threshold: v.name for v in VARIANTS if v.threshold is not None}

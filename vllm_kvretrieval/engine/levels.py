@@ -154,12 +154,12 @@ class Exactness:
         """
         sparse = options.prefill_budget is not None
         tolerance = Level.PREFILLED if sparse else Level.DECODED
-        if config.wants_exact_prefix(options):
+        if options.wants_exact_prefix(config):
             tolerance = Level.EXACT
         return cls(
             tolerance,
-            not config.observes_all(options),
-            NEVER if options.exact else config.certain_budget(options),
+            not options.observes_all(config),
+            NEVER if options.exact else options.certain_budget(config),
             config.exact_prefill if sparse else NEVER,
         )
 

@@ -1,175 +1,80 @@
-"""Options of KV retrieval: typed and validated here, and nowhere else."""
+"""The options of an engine, checked, and what follows from them."""
 
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.limits import check_directory
 from vllm_kvretrieval.options.files import read_files
-from vllm_kvretrieval.options.values import (
-    check_digits,
-    parse_size,
-    reject_misspelt,
-    reject_unknown,
-    require_bool,
-    require_int,
-    require_name,
-    require_number,
-)
-from vllm_kvretrieval.retrieval.budget import (
-    DEFAULT_BUDGET,
-    Budgets,
-    PageBudget,
-)
-from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
-from vllm_kvretrieval.retrieval.files import has_file
-from vllm_kvretrieval.retrieval.filters import (
-    CALIBRATE,
-    check_model,
-    filters_for,
-    read_filters,
-)
-from vllm_kvretrieval.retrieval.index import Index
-from vllm_kvretrieval.retrieval.method import (
+from vllm_kvretrieval.options.refusals import check_combinations
+from vllm_kvretrieval.options.source import options_of, selected_method, window_tokens
+from vllm_kvretrieval.options.table import (
+    DEFAULT_BLOCK,
+    DEFAULT_CHUNK,
+    DEFAULT_QUERIES,
+    OF_METHOD,
     OPTIONS,
-    Method,
-    make_method,
+    Options,
+    checked,
 )
-from vllm_kvretrieval.retrieval.presets import OWN, preset_names, presets
-from vllm_kvretrieval.retrieval.roles import WINDOW, Role, roles_of
+from vllm_kvretrieval.options.values import check_digits, reject_unknown, require_name
+from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
+from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
+from vllm_kvretrieval.retrieval.family import NOTHING, family_of
+from vllm_kvretrieval.retrieval.filters import check_model, filters_for, read_filters
+from vllm_kvretrieval.retrieval.index import Index
+from vllm_kvretrieval.retrieval.method import Method, make_method
+from vllm_kvretrieval.retrieval.presets import presets
+from vllm_kvretrieval.retrieval.roles import Role, roles_of
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from vllm_kvretrieval.options.request import RequestOptions
-
-CONFIG_KEY = "kv_retrieval"
-"""Key in vLLM's ``additional_config``, and in ``SamplingParams.extra_args``."""
-
-DEFAULT_METHOD = next(iter(OWN))
-PAGE_SIZES = (16, 32, 64, 128)
-HOMES = ("auto", "device", "host", "disk")
-ATTENTION = ("vllm", "own")
-
-
-DEFAULT_CHUNK = 512
-"""Tokens of a prompt that a filter selects for at once."""
-DEFAULT_BLOCK = 128
-"""Tokens of a prompt that select pages at once."""
-DEFAULT_QUERIES = 8
-MOST_QUERIES = 64
-REUSES = ("all", "exact")
-
 
 @dataclass(frozen=True)
-class RetrievalConfig:
-    """Validated options of one engine. Lengths are in tokens, sizes in bytes per worker.
+class RetrievalConfig(Options):
+    """Validated options of one engine, with the values that the user leaves to the method.
 
     Build it with :meth:`from_options` or :meth:`from_vllm`; both raise
     :class:`RetrievalConfigError` on anything that cannot work.
     """
 
-    method: str = DEFAULT_METHOD
-    budget: int = DEFAULT_BUDGET
-    sink: int | None = None
-    window: int | None = None
-    page_size: int = None  # type: ignore[assignment]  # the preset's
-    summary_size: int | None = None
-    index: Any = None
-    pooling: str | None = None
-    schedule: str | None = None
-    rerank: int | None = None
-    unit: str | None = None
-    correction_threshold: float | None = None
-    budget_shares: Any = None
-    also: Any = ()
-    filters: Any = None
-    observation: Any = None
-    heads: Any = None
-    prefill_budget: int | None = None
-    prefill_chunk: int | None = None
-    prefill_queries: int | None = None
-    dense_layers: int = None  # type: ignore[assignment]  # the preset's
-    max_budget: int | None = None
-    memory_fraction: float | None = None
-    allow_exact: bool = True
-    reuse: str = "all"
-    attention: str | None = None
-    home: str = None  # type: ignore[assignment]  # the preset's
-    home_bytes: int | None = None
-    home_path: str | None = None
-    codec: str = None  # type: ignore[assignment]  # the preset's
-    recall_cache_bytes: int | None = None
-
     def __post_init__(self) -> None:
-        preset = presets()[self.method]
-        for key in ("page_size", "dense_layers", "codec", "home"):
-            if getattr(self, key) is None:
-                object.__setattr__(self, key, getattr(preset, key))
-        for key in ("budget", "page_size", "dense_layers"):
-            require_int(key, getattr(self, key))
-        if self.page_size not in PAGE_SIZES:
-            raise RetrievalConfigError(
-                f"page_size={self.page_size} is not supported; use one of {PAGE_SIZES}."
-            )
-        if self.dense_layers < 0:
-            raise RetrievalConfigError(
-                f"dense_layers={self.dense_layers} must be 0 or more; 1 is FreeKV's choice."
-            )
-        whole = self.own.schedule.whole
-        unused = (["sink"] if whole else []) + (["window"] if not self.own.selects else [])
-        for key in unused:
-            if getattr(self, key) is not None:
-                why = "attends to everything" if whole else "selects nothing"
-                raise RetrievalConfigError(
-                    f"{key}={getattr(self, key)!r} has no effect with {self.method}, which {why}; "
-                    "leave it out."
-                )
-        self._check_filters()
-        for key in ("sink", "window"):
+        preset, given = presets()[self.method], {}
+        for key, known in OPTIONS.items():
             value = getattr(self, key)
-            if value is None:
-                continue
-            if require_int(key, value) < self.page_size or value % self.page_size:
-                raise RetrievalConfigError(
-                    f"{key}={value} must be a positive multiple of page_size={self.page_size}; "
-                    f"try {self.budgets.nearest(value)}, or leave it out."
-                )
-        for method in self.methods.values():
-            self.page_budget(method=method.name)
-        require_bool("allow_exact", self.allow_exact)
-        require_name("reuse", self.reuse, REUSES)
-        if self.attention is not None:
-            require_name("attention", self.attention, ATTENTION)
-        if self.max_budget is not None:
-            if require_int("max_budget", self.max_budget) < self.budget:
-                raise RetrievalConfigError(
-                    f"max_budget={self.max_budget} must be budget={self.budget} or more: requests "
-                    "may raise theirs up to it. Raise it, or leave it out."
-                )
-            self.page_budget(self.max_budget, key="max_budget")
-        by_head = [method.name for method in self.methods.values() if method.heads is not None]
-        share = self.memory_fraction
-        if share is not None and by_head:
-            raise RetrievalConfigError(
-                f"memory_fraction={share!r} makes budgets of what a request may read, and with "
-                f"{', '.join(by_head)} some heads read everything; leave one out."
-            )
-        if share is not None and require_number("memory_fraction", share) <= 0:
-            raise RetrievalConfigError(f"memory_fraction={share} must be more than 0, such as 0.3.")
-        self._check_prefill()
-        self._check_home()
+            if known.of_method:
+                continue  # methods check theirs
+            if value is not None:
+                given[key] = value
+            else:
+                value = getattr(preset, key, None)
+            if value is not None or getattr(Options, key) is not None:
+                object.__setattr__(self, key, checked(key, value))
+        if self.prefill_budget is not None:
+            for key, value in self._prefill_defaults().items():
+                if getattr(self, key) is None:
+                    object.__setattr__(self, key, value)
+        check_combinations(self, given)
+
+    def _prefill_defaults(self) -> dict[str, int]:
+        """Options of chunks of prompts that the user leaves out."""
+        if self.own.shares:
+            return {"prefill_chunk": DEFAULT_CHUNK}
+        chunk = self.prefill_chunk or max(DEFAULT_BLOCK, self.page_size)
+        return {"prefill_chunk": chunk, "prefill_queries": min(DEFAULT_QUERIES, chunk)}
 
     @functools.cached_property
     def own(self) -> Method:
         """The engine's own method, for requests that name none."""
-        return make_method(
-            self.method, self.method, {key: getattr(self, key) for key in OPTIONS}, self.page_size
-        )
+        return make_method(self.method, self.method, self._of_method(), self.page_size)
+
+    def _of_method(self) -> dict[str, Any]:
+        """The options of the engine's own method as the user wrote them."""
+        return {key: getattr(self, key) for key in OF_METHOD}
 
     @functools.cached_property
     def methods(self) -> dict[str, Method]:
@@ -182,7 +87,7 @@ class RetrievalConfig:
             if name in made:
                 raise RetrievalConfigError(f"also={self.also!r} names {name} twice; leave one out.")
             base = options.get("preset", name if name in presets() else self.method)
-            own = {} if base != self.method else {k: getattr(self, k) for k in OPTIONS}
+            own = {} if base != self.method else self._of_method()
             for key, depends_on in (("correction_threshold", "schedule"), ("rerank", "index")):
                 if depends_on in options:
                     own.pop(key, None)
@@ -202,9 +107,7 @@ class RetrievalConfig:
                     f"needs others than {self.method}. Use --attention-backend {base}."
                 )
         for name, preset in presets().items():
-            schedule = SCHEDULES[preset.schedule]
-            asked_for = schedule.selects or schedule.by_head or schedule.whole
-            if not asked_for and name not in made:
+            if family_of(SCHEDULES[preset.schedule]) is NOTHING and name not in made:
                 method = make_method(name, name, {}, self.page_size)
                 if self.budgets.fits(self.budget, method):
                     made[name] = method
@@ -228,94 +131,6 @@ class RetrievalConfig:
                 )
         return given
 
-    def _check_filters(self) -> None:
-        if self.filters is None and not self.own.shares:
-            return
-        for key in ("filters", "dense_layers"):
-            value = getattr(self, key)
-            if key == "dense_layers" and value:
-                raise RetrievalConfigError(
-                    f"dense_layers={value} has no effect with {self.method}, whose filters say "
-                    "which layers are dense; leave it out."
-                )
-            if key != "dense_layers" and value is not None and not self.own.shares:
-                raise RetrievalConfigError(
-                    f"{key}={value!r} has no effect with {self.method}, whose layers select for "
-                    "themselves; leave it out."
-                )
-        filters = self.filters
-        if isinstance(filters, list | tuple) and all(type(layer) is int for layer in filters):
-            object.__setattr__(self, "filters", tuple(filters))
-        elif isinstance(filters, str) or has_file(filters):
-            read_filters(filters)
-        elif filters is not None:
-            raise RetrievalConfigError(
-                f"filters={filters!r} must be a list of layers, such as [2, 8, 18], or the path of "
-                f"a file that {CALIBRATE} wrote."
-            )
-
-    def _check_prefill(self) -> None:
-        if self.prefill_budget is None:
-            for key in ("prefill_chunk", "prefill_queries"):
-                if getattr(self, key) is not None:
-                    raise RetrievalConfigError(
-                        f"{key}={getattr(self, key)!r} has no effect without prefill_budget; "
-                        "leave it out."
-                    )
-            return
-        if not (self.own.shares or self.own.selects_for_blocks):
-            raise RetrievalConfigError(
-                f"prefill_budget={self.prefill_budget!r} cannot be used with {self.method}, which "
-                "selects no pages by an index: its prefill is exact. Leave it out."
-            )
-        if self.home != "device":
-            raise RetrievalConfigError(
-                f"prefill_budget={self.prefill_budget!r} needs home=device: parts of prompts read "
-                f"scattered keys, which home={self.home!r} does not serve. Leave one out."
-            )
-        budget = require_int("prefill_budget", self.prefill_budget)
-        for method in self.methods.values():
-            if self.prefills_sparsely(method):
-                self.page_budget(budget, method.name, key="prefill_budget")
-        if self.own.shares:
-            self._check_chunks()
-        else:
-            self._check_blocks()
-
-    def _check_chunks(self) -> None:
-        """Check the options of chunks of prompts, for which filters select."""
-        if self.prefill_queries is not None:
-            raise RetrievalConfigError(
-                f"prefill_queries={self.prefill_queries!r} has no effect with {self.method}, whose "
-                f"filters select by the last {WINDOW} queries of a chunk; leave it out."
-            )
-        if self.prefill_chunk is None:
-            object.__setattr__(self, "prefill_chunk", DEFAULT_CHUNK)
-        if require_int("prefill_chunk", self.prefill_chunk) < WINDOW:
-            raise RetrievalConfigError(
-                f"prefill_chunk={self.prefill_chunk} must be {WINDOW} or more: filters select by "
-                f"so many queries of a chunk. Try {DEFAULT_CHUNK}, or leave it out."
-            )
-
-    def _check_blocks(self) -> None:
-        """Check the options of blocks of prompts, which select pages themselves."""
-        if self.prefill_chunk is None:
-            object.__setattr__(self, "prefill_chunk", max(DEFAULT_BLOCK, self.page_size))
-        chunk = require_int("prefill_chunk", self.prefill_chunk)
-        if chunk < self.page_size or chunk % self.page_size:
-            raise RetrievalConfigError(
-                f"prefill_chunk={chunk} must be a positive multiple of page_size={self.page_size}; "
-                f"try {self.budgets.nearest(chunk)}, or leave it out."
-            )
-        most = min(MOST_QUERIES, chunk)
-        if self.prefill_queries is None:
-            object.__setattr__(self, "prefill_queries", min(DEFAULT_QUERIES, most))
-        if not 1 <= require_int("prefill_queries", self.prefill_queries) <= most:
-            raise RetrievalConfigError(
-                f"prefill_queries={self.prefill_queries} must be from 1 to {most}; try "
-                f"{min(DEFAULT_QUERIES, most)}, or leave it out."
-            )
-
     def roles(self, model_config: Any, layers: Collection[int]) -> dict[int, Role]:
         """What each layer does; empty where every layer selects for itself.
 
@@ -336,78 +151,6 @@ class RetrievalConfig:
         file = read_filters(self.filters)
         check_model(file, model, config)
         return roles_of(file.filters, layers)
-
-    def _check_home(self) -> None:
-        require_name("home", self.home, HOMES)
-        # Filters read keys, too, but of layers that stay in memory as long as they fit there.
-        reading = [m.name for m in self.methods.values() if m.reads_keys and not m.shares]
-        if self.home != "device" and reading:
-            raise RetrievalConfigError(
-                f"home={self.home!r} keeps keys where they are slow to read, and "
-                f"{', '.join(reading)} selects by them (index exact, or rerank); leave it out, or "
-                "use home=device."
-            )
-        # By entropy all KV heads of a layer keep as many: enough where nothing is dropped later.
-        uneven = [
-            m.name
-            for m in self.methods.values()
-            if not m.budget_shares.uniform and (m.budget_shares.entropy is None or m.schedule.drops)
-        ]
-        if self.home != "device" and self.rows and uneven:
-            raise RetrievalConfigError(
-                f"home={self.home!r} gives all KV heads as many slots for single tokens, and "
-                f"{', '.join(uneven)} divides the budget unevenly (budget_shares); leave it out, "
-                "or use home=device."
-            )
-        by_head = [m.name for m in self.methods.values() if m.heads is not None]
-        whole = self.own.schedule.whole
-        if self.home != "device" and (by_head or whole):
-            some, who = ("some heads read", by_head) if by_head else ("steps read", [self.method])
-            raise RetrievalConfigError(
-                f"home={self.home!r} is for contexts of which little is read at a step, and with "
-                f"{', '.join(who)} {some} everything; leave it out, or use home=device."
-            )
-        self._check_codec()
-        for key in ("home_bytes", "home_path", "recall_cache_bytes"):
-            value = getattr(self, key)
-            if value is None:
-                continue
-            if self.home == "device":
-                raise RetrievalConfigError(
-                    f"{key}={value!r} has no effect with home=device; leave it out, or use "
-                    "a home that is larger: disk, on a GPU host."
-                )
-            if key == "home_path":
-                if not isinstance(value, str):
-                    raise RetrievalConfigError(
-                        f"home_path={value!r} is no directory; name one on the disk to be used."
-                    )
-                check_directory(value)
-            else:
-                object.__setattr__(self, key, parse_size(key, value))
-
-    def _check_codec(self) -> None:
-        if require_name("codec", self.codec, CODECS) == RAW:
-            return
-        tokens = [m.name for m in self.methods.values() if m.per_token]
-        if self.home == "device":
-            raise RetrievalConfigError(
-                f"codec={self.codec!r} is for pages in a file, and with home=device the KV cache "
-                "is read where it lies; use home=disk (whose home_path may be in memory, such as "
-                "/dev/shm), or codec=raw."
-            )
-        if tokens:
-            raise RetrievalConfigError(
-                f"codec={self.codec!r} encodes whole pages, and {', '.join(tokens)} selects single "
-                "tokens (unit token); use codec=raw."
-            )
-        uneven = [m.name for m in self.methods.values() if not m.budget_shares.uniform]
-        if uneven:
-            raise RetrievalConfigError(
-                f"codec={self.codec!r} reads contexts within the budget from slots, of which every "
-                f"layer needs as many, and {', '.join(uneven)} divides the budget unevenly "
-                "(budget_shares); use codec=raw, or leave the shares out."
-            )
 
     @property
     def encoding(self) -> Codec | None:
@@ -495,7 +238,7 @@ class RetrievalConfig:
         return self.budgets.pages(self.budget if budget is None else budget, by, key)
 
     def prefills_sparsely(self, method: Method) -> bool:
-        """Whether parts of prompts attend to a part of what lies before them, by this method."""
+        """Whether parts of the prompts of a method attend to a part of what lies before them."""
         selects = method.shares if self.own.shares else method.selects_for_blocks
         return self.prefill_budget is not None and selects
 
@@ -505,32 +248,6 @@ class RetrievalConfig:
         assert self.prefill_budget is not None
         assert self.prefill_chunk is not None
         return (self.prefill_budget // self.prefill_chunk + 1) * self.prefill_chunk
-
-    def certain_budget(self, options: "RequestOptions") -> int:
-        """Tokens; a context of so many is attended to whole in decode steps, whatever its prompt.
-
-        Budgets may be a share of the prompt, and methods that drop tokens have dropped some at the
-        first step, perhaps.
-        """
-        method = self.methods[options.method]
-        if method.schedule.drops:
-            return 0
-        if self.memory_fraction is not None and not options.own_budget:
-            return self.budgets.least(method)
-        return options.budget.total * self.page_size
-
-    def wants_exact_prefix(self, options: "RequestOptions") -> bool:
-        """Whether the request may only share keys and values that full attention has computed.
-
-        It has promised exact answers, or its method rates tokens of the prompt by attention.
-        """
-        observes = self.methods[options.method].keeping is not None
-        return options.exact or options.exact_prefix or observes or self.reuse == "exact"
-
-    def observes_all(self, options: "RequestOptions") -> bool:
-        """Whether all queries of the prompt count, those of a prefix in the cache, too."""
-        keeping = self.methods[options.method].keeping
-        return keeping is not None and keeping.observation is None and not options.exact
 
     @classmethod
     def from_options(cls, method: str, options: Any) -> "RetrievalConfig":
@@ -545,15 +262,14 @@ class RetrievalConfig:
                 f"kv_retrieval must be a mapping of options, got {options!r}. "
                 "Example: --kv-retrieval.budget 1024"
             )
-        known = [f.name for f in fields(cls) if f.name != "method"]
         if "method" in options:
             raise RetrievalConfigError(
                 f"kv_retrieval.method={options['method']!r}: the method is chosen by the backend's "
                 f"name; use --attention-backend {options['method']} instead."
             )
-        reject_unknown(options, known, "kv_retrieval")
+        reject_unknown(options, OPTIONS, "kv_retrieval")
         for key, value in options.items():
-            if value is None and key in OPTIONS:
+            if value is None and key in OF_METHOD:
                 raise RetrievalConfigError(
                     f"kv_retrieval.{key}=None must have a value; leave it out for the default."
                 )
@@ -571,78 +287,7 @@ class RetrievalConfig:
         options = options_of(vllm_config)
         if isinstance(options, Mapping) and isinstance(size := options.get("window"), str):
             shape = {key: options[key] for key in ("page_size", "dense_layers") if key in options}
-            tokens = cls.from_options(method, shape)._tokens_of(size, vllm_config)
+            plain = cls.from_options(method, shape)
+            tokens = window_tokens(size, vllm_config, method, plain.page_size, plain.dense_layers)
             options = {**options, "window": tokens}
         return cls.from_options(method, options)
-
-    @classmethod
-    def read_files(cls, vllm_config: "VllmConfig") -> None:
-        """Put what files hold in place of their names in the options of an engine.
-
-        The configuration is what other processes of the engine get.
-
-        Raises:
-            RetrievalConfigError: A file cannot be read, or is no JSON.
-        """
-        options, additional = options_of(vllm_config), vllm_config.additional_config
-        if not isinstance(options, Mapping) or not isinstance(additional, Mapping):
-            return
-        try:
-            read = read_files(options)
-        except RetrievalConfigError as e:
-            raise RetrievalConfigError(f"kv_retrieval.{e}") from None
-        vllm_config.additional_config = {**additional, CONFIG_KEY: read}
-
-    def _tokens_of(self, size: str, vllm_config: "VllmConfig") -> int:
-        """A window that is given as a size: the tokens of as many whole pages as fit.
-
-        Raises:
-            RetrievalConfigError: None does, or the method's window takes no memory of its own.
-        """
-        given = f"kv_retrieval.window={size!r}"
-        if not presets()[self.method].raw_window:
-            raise RetrievalConfigError(
-                f"{given} must be a number of tokens: with {self.method} the window takes no "
-                "memory of its own."
-            )
-        model = vllm_config.model_config
-        layers = max(1, model.get_total_num_hidden_layers() - self.dense_layers)
-        width = 2 * model.get_head_size() * model.dtype.itemsize
-        page = layers * model.get_num_kv_heads(vllm_config.parallel_config) * width * self.page_size
-        pages = parse_size("kv_retrieval.window", size) // page
-        if not pages:
-            raise RetrievalConfigError(
-                f"{given} has no room for a page of {self.page_size} tokens, which takes {page} "
-                f"bytes in {layers} layers. Raise it."
-            )
-        return pages * self.page_size
-
-
-def options_of(vllm_config: "VllmConfig") -> Any:
-    """The raw ``kv_retrieval`` options of an engine.
-
-    Raises:
-        RetrievalConfigError: They stand under another name, and would be ignored.
-    """
-    additional = vllm_config.additional_config
-    if not isinstance(additional, Mapping):
-        return {}
-    right = f'{{"{CONFIG_KEY}": {{"budget": 1024}}}}'
-    reject_misspelt(additional, CONFIG_KEY, "additional_config", right)
-    return additional.get(CONFIG_KEY, {})
-
-
-def selected_method(vllm_config: "VllmConfig") -> str | None:
-    """The retrieval method that an engine's attention backend names, or None.
-
-    Raises:
-        RetrievalConfigError: Two different methods are named for two kinds of layers.
-    """
-    attention = vllm_config.attention_config
-    backends = {attention.backend, *attention.backend_per_kind.values()}
-    names = {b.name.lower() for b in backends if b is not None} & set(preset_names())
-    if len(names) > 1:
-        raise RetrievalConfigError(
-            f"attention backends {', '.join(sorted(names))} cannot run in one engine; choose one."
-        )
-    return names.pop() if names else None

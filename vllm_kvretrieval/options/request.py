@@ -5,16 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.engine import CONFIG_KEY, RetrievalConfig
-from vllm_kvretrieval.options.values import (
-    check_digits,
-    reject_misspelt,
-    reject_unknown,
-    require_bool,
-    require_int,
-    require_number,
-)
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.table import CONFIG_KEY, REQUEST, refuse_without_effect
+from vllm_kvretrieval.options.values import check_digits, reject_misspelt, reject_unknown
 from vllm_kvretrieval.retrieval.budget import PageBudget
+from vllm_kvretrieval.retrieval.family import WHOLE, family_of
 from vllm_kvretrieval.retrieval.method import Method
 
 
@@ -28,9 +23,9 @@ class RequestOptions:
         correction_threshold: See :class:`RetrievalConfig`.
         exact: Full attention at every step.
         own_budget: Whether the request names its budget.
+        prefill_budget: Pages before a chunk of the prompt that it attends to; None: all.
         exact_prefix: Share with other requests only keys and values that full attention has
             computed, whatever the request itself attends to.
-        prefill_budget: Pages before a part of the prompt that it attends to; None: all of them.
     """
 
     method: str
@@ -54,116 +49,132 @@ class RequestOptions:
             RetrievalConfigError: An unknown key, a wrong type, something that the engine does not
                 serve or allow.
         """
-        options = _request_options(extra_args or {})
-        reject_unknown(
-            options,
-            ["budget", "correction_threshold", "exact", "exact_prefix", "method", "prefill_budget"],
-            f"{CONFIG_KEY} of a request",
-        )
-        method = options.get("method", config.method)
-        served = config.methods.get(method) if isinstance(method, str) else None
-        if served is None:
+        given = _request_options(extra_args or {})
+        reject_unknown(given, REQUEST, f"{CONFIG_KEY} of a request")
+        try:
+            return cls._checked(given, config)
+        except RetrievalConfigError as e:
+            raise RetrievalConfigError(f"{CONFIG_KEY}.{e}") from None
+
+    @classmethod
+    def _checked(cls, given: Mapping[str, Any], config: RetrievalConfig) -> "RequestOptions":
+        """Options of which each is known; see :meth:`parse`."""
+        name = given.get("method", config.method)
+        method = config.methods.get(name) if isinstance(name, str) else None
+        if method is None:
             raise RetrievalConfigError(
-                f"kv_retrieval.method={method!r} cannot be served by this engine, which runs "
-                f"{config.method}; use one of {', '.join(config.methods)}, or start the server "
-                "with --kv-retrieval.also."
+                f"method={name!r} cannot be served by this engine, which runs {config.method}; use "
+                f"one of {', '.join(config.methods)}, or start the server with "
+                "--kv-retrieval.also."
             )
-        budget = require_int("kv_retrieval.budget", options.get("budget", config.budget))
+        family = family_of(method.schedule)
+        refuse_without_effect(given, family, method.name, REQUEST)
+        value = {key: REQUEST[key].kind.check(key, given[key]) for key in given}
+        budget = value.get("budget", config.budget)
         if budget > config.budget_limit:
             raise RetrievalConfigError(
-                f"kv_retrieval.budget={budget} exceeds the server's limit of "
-                f"{config.budget_limit}. Ask for less, or start the server with "
-                f"--kv-retrieval.max_budget {budget}."
+                f"budget={budget} exceeds the server's limit of {config.budget_limit}. Ask for "
+                f"less, or start the server with --kv-retrieval.max_budget {budget}."
             )
-        threshold = require_number(
-            "kv_retrieval.correction_threshold",
-            options.get("correction_threshold", served.correction_threshold),
-        )
-        if "correction_threshold" in options and not served.schedule.speculates:
-            why = "does so at every step" if served.selects else "selects nothing"
+        if "correction_threshold" in given and not method.schedule.speculates:
             raise RetrievalConfigError(
-                f"kv_retrieval.correction_threshold={threshold} has no effect with {method}, which "
-                f"{why}; leave it out."
+                f"correction_threshold={value['correction_threshold']} has no effect with {name}, "
+                "which does so at every step; leave it out."
             )
-        whole = served.schedule.whole
-        if whole and "budget" in options:
-            raise RetrievalConfigError(
-                f"kv_retrieval.budget={budget} has no effect with {method}, which attends to "
-                "everything; leave it out."
-            )
-        exact = require_bool("kv_retrieval.exact", options.get("exact", whole))
+        whole = family is WHOLE
+        exact = value.get("exact", whole)
         if whole and not exact:
             raise RetrievalConfigError(
-                f"kv_retrieval.exact=False cannot be had with {method}, which attends to "
-                "everything; leave it out, or name another method."
+                f"exact=False cannot be had with {name}, which attends to everything; leave it "
+                "out, or name another method."
             )
         if exact and not (config.allow_exact or whole):
             raise RetrievalConfigError(
-                "kv_retrieval.exact=True is not allowed by this server (--kv-retrieval.allow_exact "
-                f"false); ask for a budget of up to {config.budget_limit} instead."
+                "exact=True is not allowed by this server (--kv-retrieval.allow_exact false); ask "
+                f"for a budget of up to {config.budget_limit} instead."
             )
-        exact_only = config.reuse == "exact"
-        exact_prefix = require_bool(
-            "kv_retrieval.exact_prefix", options.get("exact_prefix", exact_only)
-        )
-        if exact_only and not exact_prefix:
+        exact_prefix = value.get("exact_prefix", config.reuse == "exact")
+        if config.reuse == "exact" and not exact_prefix:
             raise RetrievalConfigError(
-                "kv_retrieval.exact_prefix=False is not allowed by this server "
-                "(--kv-retrieval.reuse exact), whose requests share exact prefixes only; leave it "
-                "out."
+                "exact_prefix=False is not allowed by this server (--kv-retrieval.reuse exact), "
+                "whose requests share exact prefixes only; leave it out."
             )
-        try:
-            pages = config.page_budget(budget, served.name)
-        except RetrievalConfigError as e:
-            raise RetrievalConfigError(f"kv_retrieval.{e}") from None
-        named, prefill = "budget" in options, options.get("prefill_budget")
-        by_page = _prefill_budget(prefill, served, exact, config)
-        return cls(served.name, pages, threshold, exact, named, exact_prefix, by_page)
+        return cls(
+            method.name,
+            config.page_budget(budget, method.name),
+            value.get("correction_threshold", method.correction_threshold),
+            exact,
+            "budget" in given,
+            exact_prefix,
+            _prefill_budget(value.get("prefill_budget"), method, exact, config),
+        )
+
+    def certain_budget(self, config: RetrievalConfig) -> int:
+        """Tokens of a context that decode steps attend to whole, whatever the prompt is.
+
+        Budgets may be a share of the prompt, and methods that drop tokens may have dropped some at
+        the first step.
+        """
+        method = config.methods[self.method]
+        if method.schedule.drops:
+            return 0
+        if config.memory_fraction is not None and not self.own_budget:
+            return config.budgets.least(method)
+        return self.budget.total * config.page_size
+
+    def wants_exact_prefix(self, config: RetrievalConfig) -> bool:
+        """Whether the request may only share keys and values that full attention has computed.
+
+        It has promised exact answers, or its method rates tokens of the prompt by attention.
+        """
+        observes = config.methods[self.method].keeping is not None
+        return self.exact or self.exact_prefix or observes or config.reuse == "exact"
+
+    def observes_all(self, config: RetrievalConfig) -> bool:
+        """Whether all queries of the prompt count, those of a prefix in the cache, too."""
+        keeping = config.methods[self.method].keeping
+        return keeping is not None and keeping.observation is None and not self.exact
 
 
 def _prefill_budget(
-    given: Any, method: Method, exact: bool, config: RetrievalConfig
+    tokens: int | None, method: Method, exact: bool, config: RetrievalConfig
 ) -> PageBudget | None:
-    """The pages before a part of the prompt that it attends to; None: all of them.
+    """The pages before a chunk of the prompt that it attends to; None: all of them.
 
     Args:
-        given: ``prefill_budget`` of the request, in tokens; None: the engine's.
+        tokens: ``prefill_budget`` of the request; None: it names none.
         method: The method of the request.
         exact: Whether the request asks for full attention.
         config: Options of the engine.
     """
-    key, most = "kv_retrieval.prefill_budget", config.prefill_budget
+    most = config.prefill_budget
     sparse = config.prefills_sparsely(method) and not exact
-    if given is None:
+    if tokens is None:
         return config.page_budget(most, method.name) if sparse else None
-    tokens = require_int(key, given)
     if tokens == 0:
         return None
     if most is None:
         raise RetrievalConfigError(
-            f"{key}={tokens} is not served, since all prompts attend to everything here; leave it "
-            "out, or start the server with --kv-retrieval.prefill_budget."
+            f"prefill_budget={tokens} is not served, since all prompts attend to everything here; "
+            "leave it out, or start the server with --kv-retrieval.prefill_budget."
         )
     if not sparse:
         why = "a request with exact=True" if exact else method.name
         raise RetrievalConfigError(
-            f"{key}={tokens} has no effect with {why}, whose prompt attends to everything; leave "
-            "it out."
+            f"prefill_budget={tokens} has no effect with {why}, whose prompt attends to "
+            "everything; leave it out."
         )
     if method.shares and tokens != most:
         raise RetrievalConfigError(
-            f"{key}={tokens} must be {most} or 0 with {method.name}, whose filters select as much "
-            "for all requests."
+            f"prefill_budget={tokens} must be {most} or 0 with {method.name}, whose filters select "
+            "as much for all requests."
         )
     if tokens > most:
         raise RetrievalConfigError(
-            f"{key}={tokens} exceeds the server's {most}. Ask for less, or for 0: full attention; "
-            f"or start the server with --kv-retrieval.prefill_budget {tokens}."
+            f"prefill_budget={tokens} exceeds the server's {most}. Ask for less, or for 0: full "
+            f"attention; or start the server with --kv-retrieval.prefill_budget {tokens}."
         )
-    try:
-        return config.page_budget(tokens, method.name, key="prefill_budget")
-    except RetrievalConfigError as e:
-        raise RetrievalConfigError(f"kv_retrieval.{e}") from None
+    return config.page_budget(tokens, method.name, key="prefill_budget")
 
 
 def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -98,3 +99,46 @@ def reject_misspelt(given: Mapping[Any, Any], name: str, where: str, right: str)
         plain = re.sub(r"[^a-z]", "", str(key).lower())
         if key != name and plain.startswith(name.replace("_", "")):
             raise RetrievalConfigError(f"{where}: {key!r} is not read; write {right}.")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of values.
+
+    Attributes:
+        text: The values in words, for help and documentation, in Markdown.
+        check: Returns a value as the engine keeps it, given the name of the option and the value as
+            the user wrote it. Raises RetrievalConfigError if the value is of another kind.
+    """
+
+    text: str
+    check: Callable[[str, Any], Any]
+
+
+def one_of(names: Collection[str] | Mapping[str, str]) -> Kind:
+    """The kind of some names; of a mapping, the values explain the names."""
+    meanings = names if isinstance(names, Mapping) else {}
+    texts = [f"`{name}`" + (f" ({meanings[name]})" if name in meanings else "") for name in names]
+    return Kind(", ".join(texts), lambda key, value: require_name(key, value, names))
+
+
+def one_number_of(numbers: Collection[int]) -> Kind:
+    """The kind of some whole numbers."""
+
+    def check(key: str, value: Any) -> int:
+        if require_int(key, value) not in numbers:
+            raise RetrievalConfigError(f"{key}={value} is not supported; use one of {numbers}.")
+        return int(value)
+
+    return Kind(", ".join(map(str, numbers)), check)
+
+
+def checked_later(text: str) -> Kind:
+    """The kind of values that are checked where they are used, since more than one kind fits."""
+    return Kind(text, lambda _, value: value)
+
+
+TOKENS = Kind("tokens", require_int)
+SIMILARITY = Kind("a number from -1 to 1", require_number)
+SWITCH = Kind("true, false", require_bool)
+SIZE = Kind("bytes, such as `64GiB`", parse_size)

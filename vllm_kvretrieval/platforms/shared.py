@@ -13,8 +13,9 @@ from vllm.platforms.interface import Platform
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.engine import RetrievalConfig, options_of, selected_method
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.options.source import options_of, read_option_files, selected_method
 from vllm_kvretrieval.retrieval.presets import preset_names
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class RetrievalPlatform(Platform):
                     f"backend: add --attention-backend with one of {', '.join(preset_names())}."
                 )
             return
-        RetrievalConfig.read_files(vllm_config)
+        read_option_files(vllm_config)
         config = RetrievalConfig.from_vllm(vllm_config)
         assert config is not None, "a method is named"
         cls.check_engine(vllm_config, config)

@@ -5,11 +5,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import (
-    reject_unknown,
-    require_int,
-    require_name,
-    require_number,
+from vllm_kvretrieval.options.table import (
+    DEFAULT_THRESHOLD,
+    ENTRY_TOKENS,
+    MOST_RERANKED,
+    OF_METHOD,
+    checked,
+    refuse_without_effect,
+)
+from vllm_kvretrieval.options.values import reject_unknown, require_name
+from vllm_kvretrieval.retrieval.family import (
+    DROPPING,
+    SCORED,
+    family_of,
+    what_parts,
 )
 from vllm_kvretrieval.retrieval.heads import RetrievalHeads, make_heads
 from vllm_kvretrieval.retrieval.index import Index, indexes, make_index
@@ -19,13 +28,6 @@ from vllm_kvretrieval.retrieval.presets import Preset, presets
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES, Schedule
 from vllm_kvretrieval.retrieval.shares import UNIFORM, Shares, make_shares
-
-ENTRY_TOKENS = (8, 16, 32, 64, 128)
-MOST_RERANKED = 64
-DEFAULT_THRESHOLD = 0.9
-UNITS = ("page", "token")
-"""What is selected: pages, or single tokens."""
-POOLINGS = tuple(pooling.name.lower() for pooling in Pooling)
 
 
 @dataclass(frozen=True)
@@ -101,59 +103,27 @@ class Method:
         return self.rerank > 0 or by_keys or self.shares
 
 
-OPTIONS = (
-    "index",
-    "pooling",
-    "schedule",
-    "rerank",
-    "unit",
-    "summary_size",
-    "correction_threshold",
-    "budget_shares",
-    "observation",
-    "heads",
-)
-"""Those of a method; what else there is belongs to the engine."""
-
-
 def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: int) -> Method:
-    """The method that results from a preset and some of ``OPTIONS``; None counts as not given.
+    """The method that results from a preset and options of a method; None counts as not given.
 
     Raises:
         RetrievalConfigError: An option is not known, or they cannot go together; says why.
     """
     base = presets()[require_name("preset", preset, presets())]
-    reject_unknown(options, OPTIONS, name)
+    reject_unknown(options, OF_METHOD, name)
     given = {key: value for key, value in options.items() if value is not None}
-    schedule_name = require_name("schedule", given.get("schedule", base.schedule), SCHEDULES)
+    schedule_name = checked("schedule", given.get("schedule", base.schedule))
     schedule = SCHEDULES[schedule_name]
-    own = SCHEDULES[base.schedule]
-    kinds = [(s.shares, s.keeps, s.by_head, s.whole) for s in (schedule, own)]
-    if kinds[0] != kinds[1]:
-        why = "layers that share a selection"
-        if schedule.keeps or own.keeps:
-            why = "methods that drop tokens"
-        elif schedule.by_head or own.by_head:
-            why = "methods by which some heads attend to everything"
-        elif schedule.whole or own.whole:
-            why = "full attention and retrieval"
+    family = family_of(schedule)
+    if why := what_parts(family, family_of(SCHEDULES[base.schedule])):
         raise RetrievalConfigError(
             f"schedule={schedule_name!r} cannot be combined with {preset}: {why} take other "
             "options. Leave it out, or use --attention-backend with a method that has it."
         )
-    if "heads" in given and not schedule.by_head:
-        raise RetrievalConfigError(
-            f"heads={given['heads']!r} has no effect with {name}, by which all KV heads attend "
-            "alike; leave it out."
-        )
-    if schedule.keeps:
+    refuse_without_effect(given, family, name)
+    if family is DROPPING:
         return _keeping_method(name, base, schedule, given, page_size)
-    if "observation" in given and not schedule.shares:
-        raise RetrievalConfigError(
-            f"observation={given['observation']!r} has no effect with {name}, whose layers select "
-            "for themselves; leave it out."
-        )
-    if not schedule.selects or schedule.shares:
+    if family is not SCORED:
         return _without_index(name, base, schedule, given, page_size)
     index = make_index(given.get("index", base.index))
     if index is None:
@@ -161,17 +131,17 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
             f"schedule={schedule_name!r} selects pages by an index, and {name} has none; add one, "
             "such as index=min_max."
         )
-    entry_tokens = _entry_tokens(given.get("summary_size"), page_size)
+    entry_tokens = _entry_tokens(given.get("summary_size", page_size), page_size)
     if why := index.check(entry_tokens):
         raise RetrievalConfigError(f"index={given.get('index', base.index)!r}: {why}.")
-    pooling = Pooling[require_name("pooling", given.get("pooling", base.pooling), POOLINGS).upper()]
-    rerank = require_int("rerank", given.get("rerank", base.rerank if "index" not in given else 0))
+    pooling = Pooling[checked("pooling", given.get("pooling", base.pooling)).upper()]
+    rerank = checked("rerank", given.get("rerank", base.rerank if "index" not in given else 0))
     if rerank and (not 2 <= rerank <= MOST_RERANKED or index.reads_keys):
         why = f"must be 0 or from 2 to {MOST_RERANKED}"
         if index.reads_keys:
             why = f"has no effect with index={index.name}, which scores by all keys; leave it out"
         raise RetrievalConfigError(f"rerank={rerank} {why}.")
-    unit = require_name("unit", given.get("unit", base.unit), UNITS)
+    unit = checked("unit", given.get("unit", base.unit))
     if unit == "token" and not index.per_token:
         scoring = ", ".join(name for name, kind in indexes().items() if kind.per_token)
         raise RetrievalConfigError(
@@ -185,7 +155,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
     threshold = 1.0
     if schedule.speculates:
         value = given.get("correction_threshold", DEFAULT_THRESHOLD)
-        threshold = require_number("correction_threshold", value)
+        threshold = checked("correction_threshold", value)
     elif "correction_threshold" in given:
         raise RetrievalConfigError(
             f"correction_threshold={given['correction_threshold']!r} has no effect with "
@@ -222,15 +192,6 @@ def _without_index(
     name: str, base: Preset, schedule: Schedule, given: Mapping[str, Any], page_size: int
 ) -> Method:
     """A method that selects nothing, or whose filters select for other layers."""
-    why = "attends to everything" if schedule.whole else "selects nothing"
-    if schedule.shares:
-        why = "selects by all keys, in layers of its own, one set for all heads and layers after"
-    for key in given:
-        own = key in ("schedule", "heads") or (key == "observation" and schedule.shares)
-        if not own and (key, given[key]) != ("index", "none"):
-            raise RetrievalConfigError(
-                f"{key}={given[key]!r} has no effect with {name}, which {why}; leave it out."
-            )
     if "observation" in given:
         require_name("observation", given["observation"], OBSERVATIONS)
     pooling = Pooling.MEAN_SOFTMAX
@@ -247,12 +208,6 @@ def _keeping_method(
     name: str, base: Preset, schedule: Schedule, given: Mapping[str, Any], page_size: int
 ) -> Method:
     """A method that drops tokens."""
-    for key in given:
-        if key not in ("schedule", "observation", "budget_shares"):
-            raise RetrievalConfigError(
-                f"{key}={given[key]!r} has no effect with {name}, which keeps tokens by the "
-                "attention that they receive; leave it out."
-            )
     assert base.keeping is not None
     keeping = base.keeping
     keeping = replace(
@@ -287,9 +242,7 @@ def _keeping_method(
 
 
 def _entry_tokens(value: Any, page_size: int) -> int:
-    if value is None:
-        return page_size
-    size = require_int("summary_size", value)
+    size = checked("summary_size", value)
     if size not in ENTRY_TOKENS or size > page_size:
         raise RetrievalConfigError(
             f"summary_size={size} is not supported with page_size={page_size}; use one of "

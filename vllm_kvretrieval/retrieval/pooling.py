@@ -57,3 +57,7 @@ class Pooling(IntEnum):
         if self is Pooling.SUM:
             return scores.sum(0).amax(-1)
         return scores.logsumexp(-1).logsumexp(0)
+
+
+POOLINGS = tuple(pooling.name.lower() for pooling in Pooling)
+"""The names that options use."""

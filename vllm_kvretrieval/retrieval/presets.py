@@ -23,12 +23,12 @@ class Preset:
         schedule: Name in :data:`vllm_kvretrieval.retrieval.schedule.SCHEDULES`.
         rerank: Candidates per page selected, which are scored again by their keys; 0: none.
         page_size: Tokens per page.
-        unit: What is selected, one of :data:`vllm_kvretrieval.retrieval.method.UNITS`.
+        unit: What is selected, one of :data:`vllm_kvretrieval.options.table.UNITS`.
         sink_pages, window_pages: Pages always attended to; None: a share of the budget each.
         dense_layers: Leading layers that keep full attention.
         codec: Of pages in a slow home; name in :data:`vllm_kvretrieval.retrieval.codec.CODECS`.
         raw_window: Whether the window is raw in fast memory where home is encoded.
-        home: One of :data:`vllm_kvretrieval.options.engine.HOMES`.
+        home: The option ``home``.
         keeping: Where the schedule keeps some tokens and drops the others, which.
         budget_shares: See :func:`vllm_kvretrieval.retrieval.shares.make_shares`.
     """

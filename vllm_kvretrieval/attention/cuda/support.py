@@ -11,6 +11,7 @@ from vllm_kvretrieval.kernels.triton.index import KINDS
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.table import OPTIONS
 from vllm_kvretrieval.retrieval.method import Method
 
 if TYPE_CHECKING:
@@ -64,18 +65,13 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
 
 def check_options(config: RetrievalConfig) -> None:
     """Refuse options of an engine that are served on the CPU only."""
-    own = None if config.attention == "vllm" else config.attention
-    alternatives = {
-        "codec": ("raw", config.codec, "keep pages as the model made them"),
-        "prefill_budget": (None, config.prefill_budget, "prefill exactly"),
-        "attention": (None, own, "attend to whole contexts by vLLM's kernel"),
-        "memory_fraction": (None, config.memory_fraction, "name a budget"),
-    }
-    for key, (served, given, remedy) in alternatives.items():
-        if given != served:
+    for key, known in OPTIONS.items():
+        given = getattr(config, key)
+        if known.on_gpu and given not in (None, known.neutral):
+            instead = f"{key} left out" if known.neutral is None else f"{key}={known.neutral}"
             raise RetrievalConfigError(
-                f"kv_retrieval.{key}={given!r} is not served on a GPU yet: {remedy}, with "
-                + (f"{key}={served}." if served else f"{key} left out.")
+                f"kv_retrieval.{key}={given!r} is not served on a GPU yet: {known.on_gpu}, with "
+                f"{instead}."
             )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.files import path_of
+from vllm_kvretrieval.retrieval.files import has_file, path_of
 from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile, best_known
 
 SHIPPED = Path(__file__).parent
@@ -72,3 +72,23 @@ def check_model(file: FilterFile, model: str, config: Any) -> None:
         RetrievalConfigError: The file is of another model; says in which fields they differ.
     """
     KIND.check_model(file, model, config)
+
+
+def check_filters(key: str, value: Any) -> Any:
+    """Check the option ``filters``.
+
+    Returns:
+        A tuple of layers, or the file as it is named.
+
+    Raises:
+        RetrievalConfigError: It is neither, or the file cannot be read.
+    """
+    if isinstance(value, list | tuple) and all(type(layer) is int for layer in value):
+        return tuple(value)
+    if not isinstance(value, str) and not has_file(value):
+        raise RetrievalConfigError(
+            f"{key}={value!r} must be a list of layers, such as [2, 8, 18], or the path of a file "
+            f"that {CALIBRATE} wrote."
+        )
+    read_filters(value)
+    return value

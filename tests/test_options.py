@@ -1,0 +1,132 @@
+"""The table of options says of each option what the engine does with it."""
+
+import contextlib
+from typing import Any
+
+import pytest
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.help import markdown
+from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS, REQUEST
+from vllm_kvretrieval.retrieval.family import DROPPING, FILTERS, family_of
+from vllm_kvretrieval.retrieval.presets import OWN
+from vllm_kvretrieval.retrieval.schedule import SCHEDULES
+
+FAMILIES = {name: family_of(SCHEDULES[preset.schedule]) for name, preset in OWN.items()}
+
+VALUES: dict[str, Any] = {
+    "budget": 2048,
+    "sink": 128,
+    "window": 128,
+    "page_size": 128,
+    "summary_size": 16,
+    "index": "mean",
+    "pooling": "max",
+    "rerank": 2,
+    "unit": "page",
+    "correction_threshold": 0.5,
+    "budget_shares": "pyramid",
+    "also": [],
+    "filters": [2, 8],
+    "heads": [[0, 1]],
+    "prefill_budget": 2048,
+    "prefill_chunk": 256,
+    "dense_layers": 2,
+    "max_budget": 4096,
+    "memory_fraction": 0.5,
+    "allow_exact": False,
+    "reuse": "exact",
+    "attention": "own",
+    "home": "disk",
+    "home_bytes": "1GiB",
+    "home_path": "/tmp",
+    "codec": "k8v4",
+    "recall_cache_bytes": "1GiB",
+}
+
+
+def value_of(key: str, method: str) -> Any:
+    """A value of an option that a method takes, if it takes any."""
+    if key == "observation":
+        return "last" if FAMILIES[method] is FILTERS else 8
+    return OWN[method].schedule if key == "schedule" else VALUES[key]
+
+
+def refusal(method: str, key: str) -> str:
+    """What the engine says if the option is given; empty: it is accepted."""
+    needs = {OPTIONS[key].needs} - {""}
+    beside = {"home": "disk"} if OPTIONS[key].slow_home else {}
+    options = beside | {name: value_of(name, method) for name in (*needs, key)}
+    try:
+        RetrievalConfig.from_options(method, options)
+    except RetrievalConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("key", OPTIONS)
+def test_an_option_has_an_effect_with_the_methods_that_the_table_names(key):
+    for method, family in FAMILIES.items():
+        said = refusal(method, key)
+        name = OPTIONS[key].needs or key
+        without = [f"{name}=", OPTIONS[name].verdict, f" {method}, "]
+        assert all(part in said for part in without) == (family not in OPTIONS[key].families), said
+
+
+@pytest.mark.parametrize("key", OF_METHOD)
+def test_options_of_a_method_are_those_that_another_method_may_have(key):
+    """Those of the engine are refused there."""
+    also = {"mine": {"preset": "freekv", key: value_of(key, "freekv")}}
+    having = FAMILIES["freekv"] in OPTIONS[key].families
+    refused = pytest.raises(RetrievalConfigError, match=f"also: mine: {key}=.* no effect with mine")
+    with contextlib.nullcontext() if having else refused:
+        RetrievalConfig.from_options("quest", {"also": also})
+    for other in OPTIONS.keys() - {*OF_METHOD}:
+        with pytest.raises(RetrievalConfigError, match=f"mine has no option '{other}'"):
+            RetrievalConfig.from_options("quest", {"also": {"mine": {other: 1}}})
+
+
+def test_options_that_need_a_slow_home_are_refused_without_one():
+    for key in OPTIONS:
+        said = refusal_in_memory(key)
+        assert ("has no effect with home=device" in said) == OPTIONS[key].slow_home, said
+
+
+def refusal_in_memory(key: str) -> str:
+    try:
+        RetrievalConfig.from_options("freekv", {"home": "device", key: value_of(key, "freekv")})
+    except RetrievalConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("key", REQUEST)
+def test_an_option_of_a_request_has_an_effect_as_the_table_says(key):
+    values = {"budget": 1024, "correction_threshold": 0.5, "exact": True, "exact_prefix": True}
+    for method, family in FAMILIES.items():
+        if family is FILTERS or method in ("quest", "kvretrieval"):
+            continue
+        server = RetrievalConfig.from_options(method, {})
+        options = {key: values.get(key, method)}
+        try:
+            RequestOptions.parse({"kv_retrieval": options}, server)
+            said = ""
+        except RetrievalConfigError as error:
+            said = str(error)
+        if family not in REQUEST[key].families:
+            assert "has no effect with" in said
+        elif said:
+            assert "does so at every step" in said
+
+
+def test_the_table_in_markdown():
+    shown = markdown(OPTIONS)
+    assert shown.count("\n") == len(OPTIONS) + 1
+    assert "; only for methods with an index | 0, or 2 to 64 | the method's |" in shown
+    assert "only for `omnikv`" in shown
+    assert DROPPING.methods in shown
+    assert "](methods.md#budget)" in shown
+    assert "](" not in markdown(OPTIONS, ["budget_shares"], links=False)
+    assert markdown(OPTIONS, ["home", "budget"]).index("`home`") < 100

@@ -1,0 +1,476 @@
+"""The one table of options, of which help, documentation, checks and refusals are made."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.values import (
+    SIMILARITY,
+    SIZE,
+    SWITCH,
+    TOKENS,
+    Kind,
+    checked_later,
+    one_number_of,
+    one_of,
+    require_int,
+    require_number,
+)
+from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET
+from vllm_kvretrieval.retrieval.codec import CODECS, RAW
+from vllm_kvretrieval.retrieval.family import (
+    DROPPING,
+    FAMILIES,
+    FILTERS,
+    HEADS,
+    SCORED,
+    WHOLE,
+    Family,
+)
+from vllm_kvretrieval.retrieval.filters import check_filters
+from vllm_kvretrieval.retrieval.heads import SHARE
+from vllm_kvretrieval.retrieval.index import OWN as OWN_INDEXES
+from vllm_kvretrieval.retrieval.keeping import ALL
+from vllm_kvretrieval.retrieval.pooling import POOLINGS
+from vllm_kvretrieval.retrieval.presets import OWN
+from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, WINDOW
+from vllm_kvretrieval.retrieval.schedule import SCHEDULES
+
+CONFIG_KEY = "kv_retrieval"
+"""Key in vLLM's ``additional_config``, and in ``SamplingParams.extra_args``."""
+
+DEFAULT_METHOD = next(iter(OWN))
+PAGE_SIZES = (16, 32, 64, 128)
+REUSES = {
+    "all": "as far as their options allow",
+    "exact": "only those that full attention has computed",
+}
+ATTENTION = {"vllm": "bit by bit as vLLM alone", "own": "exact to rounding"}
+ENTRY_TOKENS = (8, 16, 32, 64, 128)
+UNITS = {"page": "whole pages", "token": "single tokens, by `one_bit` or `exact`"}
+DEFAULT_THRESHOLD = 0.9
+DEFAULT_CHUNK = 512
+"""Tokens of a prompt that a filter selects for at once."""
+DEFAULT_BLOCK = 128
+"""Tokens of a prompt that select pages at once."""
+DEFAULT_QUERIES = 8
+MOST_QUERIES = 64
+MOST_RERANKED = 64
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is said of an option, beside its name.
+
+    Attributes:
+        kind: Which values it takes.
+        meaning: What it means, in Markdown; a sentence without its capital and its full stop.
+        default: The value of those who name none, in words.
+        of_method: Whether each method has its own value; else the engine has one for all.
+        families: Methods that it has an effect with.
+        why: Why it has none with others; else their family says why.
+        verdict: What others are told of it.
+        neutral: A value that asks for nothing, and is accepted wherever the option has no effect.
+        needs: An option that has to be given, too.
+        slow_home: Whether it has an effect only if ``home`` is not ``device``.
+        on_gpu: If it is for CPUs only, what to do on a GPU instead.
+        more: Where docs/options.md says more: a link.
+    """
+
+    kind: Kind
+    meaning: str
+    default: str = "none"
+    of_method: bool = False
+    families: tuple[Family, ...] = FAMILIES
+    why: str = ""
+    verdict: str = "has no effect with"
+    neutral: Any = None
+    needs: str = ""
+    slow_home: bool = False
+    on_gpu: str = ""
+    more: str = ""
+
+
+def option(value: Any, kind: Kind, meaning: str, default: str = "", **facts: Any) -> Any:
+    """A field of :class:`Options`: its default value, and what :class:`Option` holds."""
+    shown = default or str(value).lower()
+    return field(default=value, metadata={"option": Option(kind, meaning, shown, **facts)})
+
+
+def _at_least_0(key: str, value: Any) -> int:
+    if require_int(key, value) < 0:
+        raise RetrievalConfigError(f"{key}={value} must be 0 or more; 1 is FreeKV's choice.")
+    return int(value)
+
+
+def _share(key: str, value: Any) -> float:
+    if require_number(key, value) <= 0:
+        raise RetrievalConfigError(f"{key}={value} must be more than 0, such as 0.3.")
+    return float(value)
+
+
+def _path(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise RetrievalConfigError(
+            f"{key}={value!r} is no directory; name one on the disk to be used."
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of an engine. None: the user names no value.
+
+    Lengths are in tokens, sizes in bytes per worker.
+    """
+
+    method: str = DEFAULT_METHOD
+    budget: int = option(
+        DEFAULT_BUDGET,
+        TOKENS,
+        "what a KV head attends to in a decode step; a shorter context is attended to whole, "
+        "exactly",
+    )
+    sink: int | None = option(
+        None,
+        TOKENS,
+        "the first tokens of the context, always attended to",
+        "a page, or budget / 16, as the method has it",
+        families=tuple(family for family in FAMILIES if family is not WHOLE),
+    )
+    window: int | None = option(
+        None,
+        Kind("tokens; with `ttkv` also a size per request, such as `8MiB`", require_int),
+        "the most recent tokens, always attended to",
+        "two pages, or budget / 16, as the method has it",
+        families=(SCORED, FILTERS, DROPPING),
+    )
+    page_size: int = option(
+        None,
+        one_number_of(PAGE_SIZES),
+        "tokens per page, the unit of retrieval; smaller ones hold fewer unwanted tokens, and "
+        "there are more to choose from",
+        "the method's, 32 for most",
+    )
+    summary_size: int | None = option(
+        None,
+        Kind(f"{', '.join(map(str, ENTRY_TOKENS))}, up to `page_size`", require_int),
+        "tokens per entry of the page index; smaller ones tell pages apart better, and cost memory "
+        "and time in proportion",
+        "`page_size`",
+        of_method=True,
+        families=(SCORED,),
+    )
+    index: Any = option(
+        None,
+        checked_later(
+            f"{', '.join(f'`{index.name}`' for index in OWN_INDEXES)}, or `{{name: parameters}}`"
+        ),
+        "what is kept of a page's keys to select pages by",
+        "the method's",
+        of_method=True,
+        families=(SCORED,),
+        neutral="none",
+        more="methods.md#indexes",
+    )
+    pooling: str | None = option(
+        None,
+        one_of(POOLINGS),
+        "how the scores of the query heads that share a KV head become one",
+        "the method's",
+        of_method=True,
+        families=(SCORED,),
+    )
+    schedule: str | None = option(
+        None,
+        one_of({name: schedule.meaning for name, schedule in SCHEDULES.items()}),
+        "when pages are selected",
+        "the method's",
+        of_method=True,
+    )
+    rerank: int | None = option(
+        None,
+        Kind(f"0, or 2 to {MOST_RERANKED}", require_int),
+        "candidates per selected page that are scored again by their keys; 0: none",
+        "the method's",
+        of_method=True,
+        families=(SCORED,),
+    )
+    unit: str | None = option(
+        None,
+        one_of(UNITS),
+        "what is selected; with `token` the KV cache of retrieval layers is laid out token by "
+        "token",
+        "the method's, `page` for most",
+        of_method=True,
+        families=(SCORED,),
+        more="methods.md#unit",
+    )
+    correction_threshold: float | None = option(
+        None,
+        SIMILARITY,
+        "for schedule `speculative`: a KV head whose query has a lower cosine similarity to the "
+        "previous step's selects anew before attention; 1 selects at every step, -1 never corrects",
+        str(DEFAULT_THRESHOLD),
+        of_method=True,
+        families=(SCORED,),
+    )
+    budget_shares: Any = option(
+        None,
+        checked_later(
+            "`uniform`, `pyramid` (less with depth), `entropy` (with methods that drop tokens), "
+            "a list of numbers per layer that retrieves, or of lists, one number per KV head; or a "
+            "JSON file of these"
+        ),
+        "how layers and KV heads divide what is selected",
+        "the method's, `uniform` for most",
+        of_method=True,
+        families=(SCORED, DROPPING),
+        more="methods.md#budget",
+    )
+    also: Any = option(
+        (),
+        checked_later("a list of methods, or a mapping of names to options of a method"),
+        "further methods that requests may name; a name of your own may have `preset`, the method "
+        "whose options it changes; each index takes memory",
+        "none",
+    )
+    filters: Any = option(
+        None,
+        Kind("a list, or a file that `vllm-kvretrieval calibrate` wrote", check_filters),
+        "the layers that select tokens for the layers after them",
+        "what is known of the model",
+        families=(FILTERS,),
+        why="whose layers select for themselves",
+        more="methods.md#omnikv",
+    )
+    observation: Any = option(
+        None,
+        checked_later(
+            f"{', '.join(f'`{name}`' for name in OBSERVATIONS)} (all but `last` take {WINDOW} "
+            f"queries); with methods that drop tokens a number, or `{ALL}`"
+        ),
+        "the queries by whose attention filters select; with methods that drop tokens, how many of "
+        "a prompt's last queries count",
+        "`last`, or the method's",
+        of_method=True,
+        families=(FILTERS, DROPPING),
+        why="whose layers select for themselves",
+    )
+    heads: Any = option(
+        None,
+        checked_later(
+            "a file that `vllm-kvretrieval heads` wrote, `{file: path, share: of the KV heads}`, "
+            "or a list per layer that retrieves of 1 or 0 per KV head"
+        ),
+        "the KV heads that attend to whole contexts",
+        f"what is known of the model, a share of {SHARE}",
+        of_method=True,
+        families=(HEADS,),
+        why="by which all KV heads attend alike",
+        more="methods.md#razorattention",
+    )
+    prefill_budget: int | None = option(
+        None,
+        TOKENS,
+        "how many tokens before a chunk of a prompt the chunk attends to; longer prompts are "
+        "approximate then",
+        "all: prefill is exact",
+        families=(SCORED, FILTERS),
+        why="which selects no pages by an index: its prefill is exact",
+        verdict="cannot be used with",
+        on_gpu="prefill exactly",
+        more="methods.md#sparse-prefill",
+    )
+    prefill_chunk: int | None = option(
+        None,
+        TOKENS,
+        "the tokens of a prompt that select, or that a filter selects for, at once",
+        f"{DEFAULT_BLOCK}; `omnikv`: {DEFAULT_CHUNK}",
+        families=(SCORED, FILTERS),
+        why="whose prefill is exact",
+        needs="prefill_budget",
+    )
+    prefill_queries: int | None = option(
+        None,
+        Kind(f"1 to {MOST_QUERIES}", require_int),
+        "how many queries of a chunk of a prompt select pages for it",
+        str(DEFAULT_QUERIES),
+        families=(SCORED,),
+        why=f"by which no queries, or the last {WINDOW} of a chunk, select for a prompt",
+        needs="prefill_budget",
+    )
+    dense_layers: int = option(
+        None,
+        Kind("a number of layers", _at_least_0),
+        "how many of the model's first layers keep full attention, or whatever attention they have",
+        "the method's, 1 for most",
+        families=tuple(family for family in FAMILIES if family is not FILTERS),
+        why="whose filters say which layers are dense",
+        neutral=0,
+    )
+    max_budget: int | None = option(
+        None,
+        TOKENS,
+        "the largest budget that a request may ask for; by default requests may only lower theirs",
+        "`budget`",
+    )
+    memory_fraction: float | None = option(
+        None,
+        Kind("above 0, up to 1", _share),
+        "the share of the KV cache that a request reads, dense layers included, in place of a "
+        "fixed budget: the budget then follows from the prompt's length, up to `max_budget`",
+        "none",
+        on_gpu="name a budget",
+    )
+    allow_exact: bool = option(True, SWITCH, "whether requests may ask for full attention")
+    reuse: str = option(
+        "all",
+        one_of(REUSES),
+        "which keys and values requests share by the prefix cache",
+        "`all`",
+        more="#what-requests-share",
+    )
+    attention: str | None = option(
+        None,
+        one_of(ATTENTION),
+        "whose kernel attends to whole contexts (prompts, contexts within the budget, dense "
+        "layers, `full`)",
+        "the faster one",
+        neutral="vllm",
+        on_gpu="attend to whole contexts by vLLM's kernel",
+        more="#whole-contexts",
+    )
+    home: str = option(
+        None,
+        one_of(
+            {
+                "auto": "`device` if `max_num_seqs` requests of `max_model_len` fit there, else "
+                "the other",
+                "device": "vLLM's own memory",
+                "host": "host memory; on a GPU",
+                "disk": "a file; fast memory then holds recalled pages only; on a CPU",
+            }
+        ),
+        "where the whole KV cache of the retrieval layers lives",
+        "the method's, `device` for most",
+        more="#a-cache-larger-than-memory",
+    )
+    home_bytes: int | None = option(
+        None,
+        SIZE,
+        "the size of the home, per worker",
+        "room for the requests of `max_model_len` that run at once, as far as fast memory and the "
+        "disk, or the host, allow",
+        slow_home=True,
+        more="#how-many-requests-at-once",
+    )
+    home_path: str | None = option(
+        None,
+        Kind("a directory", _path),
+        "where the file of `home=disk` is; the file has no name, and is gone when the server ends; "
+        "a directory in memory (tmpfs) is taken only if it is named here",
+        "`/var/tmp`, or the directory for temporary files where there is none",
+        slow_home=True,
+    )
+    codec: str = option(
+        None,
+        one_of({name: codec.meaning for name, codec in CODECS.items()}),
+        "how `home=disk` holds pages that are full",
+        "the method's, `raw` for most",
+        neutral=RAW,
+        on_gpu="keep pages as the model made them",
+    )
+    recall_cache_bytes: int | None = option(
+        None,
+        SIZE,
+        "fast memory for recalled pages or tokens, per worker",
+        "what vLLM would give to the KV cache, less dense layers and page index",
+        slow_home=True,
+    )
+
+
+OPTIONS: Mapping[str, Option] = {
+    known.name: known.metadata["option"] for known in fields(Options) if known.metadata
+}
+"""The options of an engine by name."""
+
+OF_METHOD = tuple(name for name, known in OPTIONS.items() if known.of_method)
+"""Names of the options that each method has for itself."""
+
+REQUEST: Mapping[str, Option] = {
+    "budget": Option(
+        TOKENS,
+        "what a KV head attends to in a decode step, up to the server's `max_budget`",
+        "the server's",
+        families=tuple(family for family in FAMILIES if family is not WHOLE),
+    ),
+    "correction_threshold": Option(
+        SIMILARITY,
+        "as the server's option, with methods that speculate",
+        "the method's",
+        families=(SCORED,),
+    ),
+    "exact": Option(
+        SWITCH,
+        "full attention at every step, from the file if the cache is on disk; the server may "
+        "forbid it (`allow_exact`)",
+        "false",
+    ),
+    "exact_prefix": Option(
+        SWITCH,
+        "share with other requests only keys and values that full attention has computed",
+        "false, unless the server's `reuse` is `exact`",
+        more="#what-requests-share",
+    ),
+    "method": Option(
+        checked_later("the server's method, or one of its `also`"),
+        "how the request selects",
+        "the server's",
+    ),
+    "prefill_budget": Option(
+        TOKENS,
+        "how many tokens before a chunk of the prompt the chunk attends to, up to the server's "
+        "`prefill_budget`; 0: all, and prefill is exact",
+        "the server's",
+        more="methods.md#sparse-prefill",
+    ),
+}
+"""The options of a request by name."""
+
+
+def checked(key: str, value: Any) -> Any:
+    """The value of an option of an engine, as the engine keeps it.
+
+    Raises:
+        RetrievalConfigError: It is of another kind than the table says.
+    """
+    return OPTIONS[key].kind.check(key, value)
+
+
+def refuse_without_effect(
+    given: Mapping[str, Any],
+    family: Family,
+    name: str,
+    table: Mapping[str, Option] = OPTIONS,
+) -> None:
+    """Refuse options that a family of methods does not have.
+
+    Args:
+        given: Values as the user wrote them, by option.
+        family: The method's.
+        name: The method's, for messages.
+        table: The options that there are.
+
+    Raises:
+        RetrievalConfigError: Names the first such option, and says why.
+    """
+    for key, value in given.items():
+        known = table[key]
+        neutral = known.neutral is not None and value == known.neutral
+        if family not in known.families and not neutral:
+            why = known.why or family.trait
+            raise RetrievalConfigError(
+                f"{key}={value!r} {known.verdict} {name}, {why}; leave it out."
+            )
