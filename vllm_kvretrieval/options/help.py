@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Mapping
 
-from vllm_kvretrieval.options.table import OPTIONS, Option
+from vllm_kvretrieval.options.option import Option
+from vllm_kvretrieval.options.table import OPTIONS
 from vllm_kvretrieval.retrieval.family import SCORED, family_of
 from vllm_kvretrieval.retrieval.presets import OWN
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import check_directory
+from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import (
     DEFAULT_CHUNK,
     DEFAULT_QUERIES,
     MOST_QUERIES,
     OPTIONS,
-    refuse_without_effect,
 )
 from vllm_kvretrieval.retrieval.codec import RAW
 from vllm_kvretrieval.retrieval.family import family_of
@@ -31,7 +31,7 @@ def check_combinations(config: "RetrievalConfig", given: Mapping[str, Any]) -> N
     Raises:
         RetrievalConfigError: Names the option, and says why and what to do.
     """
-    refuse_without_effect(given, family_of(config.own.schedule), config.method)
+    refuse_without_effect(given, family_of(config.own.schedule), config.method, OPTIONS)
     for key, value in given.items():
         needs = OPTIONS[key].needs
         if needs and needs not in given:

@@ -1,10 +1,11 @@
 """The one table of options, of which help, documentation, checks and refusals are made."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.option import Option, option
 from vllm_kvretrieval.options.values import (
     SIMILARITY,
     SIZE,
@@ -26,7 +27,6 @@ from vllm_kvretrieval.retrieval.family import (
     HEADS,
     SCORED,
     WHOLE,
-    Family,
 )
 from vllm_kvretrieval.retrieval.filters import check_filters
 from vllm_kvretrieval.retrieval.heads import SHARE
@@ -57,45 +57,6 @@ DEFAULT_BLOCK = 128
 DEFAULT_QUERIES = 8
 MOST_QUERIES = 64
 MOST_RERANKED = 64
-
-
-@dataclass(frozen=True)
-class Option:
-    """What is said of an option, beside its name.
-
-    Attributes:
-        kind: Which values it takes.
-        meaning: What it means, in Markdown; a sentence without its capital and its full stop.
-        default: The value of those who name none, in words.
-        of_method: Whether each method has its own value; else the engine has one for all.
-        families: Methods that it has an effect with.
-        why: Why it has none with others; else their family says why.
-        verdict: What others are told of it.
-        neutral: A value that asks for nothing, and is accepted wherever the option has no effect.
-        needs: An option that has to be given, too.
-        slow_home: Whether it has an effect only if ``home`` is not ``device``.
-        on_gpu: If it is for CPUs only, what to do on a GPU instead.
-        more: Where docs/options.md says more: a link.
-    """
-
-    kind: Kind
-    meaning: str
-    default: str = "none"
-    of_method: bool = False
-    families: tuple[Family, ...] = FAMILIES
-    why: str = ""
-    verdict: str = "has no effect with"
-    neutral: Any = None
-    needs: str = ""
-    slow_home: bool = False
-    on_gpu: str = ""
-    more: str = ""
-
-
-def option(value: Any, kind: Kind, meaning: str, default: str = "", **facts: Any) -> Any:
-    """A field of :class:`Options`: its default value, and what :class:`Option` holds."""
-    shown = default or str(value).lower()
-    return field(default=value, metadata={"option": Option(kind, meaning, shown, **facts)})
 
 
 def _at_least_0(key: str, value: Any) -> int:
@@ -447,30 +408,3 @@ def checked(key: str, value: Any) -> Any:
         RetrievalConfigError: It is of another kind than the table says.
     """
     return OPTIONS[key].kind.check(key, value)
-
-
-def refuse_without_effect(
-    given: Mapping[str, Any],
-    family: Family,
-    name: str,
-    table: Mapping[str, Option] = OPTIONS,
-) -> None:
-    """Refuse options that a family of methods does not have.
-
-    Args:
-        given: Values as the user wrote them, by option.
-        family: The method's.
-        name: The method's, for messages.
-        table: The options that there are.
-
-    Raises:
-        RetrievalConfigError: Names the first such option, and says why.
-    """
-    for key, value in given.items():
-        known = table[key]
-        neutral = known.neutral is not None and value == known.neutral
-        if family not in known.families and not neutral:
-            why = known.why or family.trait
-            raise RetrievalConfigError(
-                f"{key}={value!r} {known.verdict} {name}, {why}; leave it out."
-            )

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import (
     DEFAULT_THRESHOLD,
     ENTRY_TOKENS,
     MOST_RERANKED,
     OF_METHOD,
+    OPTIONS,
     checked,
-    refuse_without_effect,
 )
 from vllm_kvretrieval.options.values import reject_unknown, require_name
 from vllm_kvretrieval.retrieval.family import (
@@ -120,7 +121,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
             f"schedule={schedule_name!r} cannot be combined with {preset}: {why} take other "
             "options. Leave it out, or use --attention-backend with a method that has it."
         )
-    refuse_without_effect(given, family, name)
+    refuse_without_effect(given, family, name, OPTIONS)
     if family is DROPPING:
         return _keeping_method(name, base, schedule, given, page_size)
     if family is not SCORED:

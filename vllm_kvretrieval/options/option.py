@@ -1,0 +1,81 @@
+"""What is stated of each option, and the refusal of options that a method does not have."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.values import Kind
+from vllm_kvretrieval.retrieval.family import FAMILIES, Family
+
+
+@dataclass(frozen=True)
+class Option:
+    """The facts about one option. Texts are Markdown.
+
+    Attributes:
+        kind: The values that the option takes.
+        meaning: What the option does, without a capital at the start or a full stop at the end.
+        default: What an engine or a request has without the option.
+        of_method: Whether each method has a value of its own. Otherwise the engine has one value.
+        families: The families of methods that the option has an effect with.
+        why: Why it has no effect with the other families; empty: their ``trait`` is the reason.
+        verdict: How a refusal says that it has no effect.
+        neutral: A value that changes nothing, and is accepted with every method and device.
+        needs: The name of another option that must be given, too; empty: none.
+        slow_home: Whether the option has an effect only if ``home`` is not ``device``.
+        on_gpu: What to do on a GPU, where the option is refused; empty: GPUs have it.
+        more: A link from docs/options.md to further text; empty: none.
+    """
+
+    kind: Kind
+    meaning: str
+    default: str = "none"
+    of_method: bool = False
+    families: tuple[Family, ...] = FAMILIES
+    why: str = ""
+    verdict: str = "has no effect with"
+    neutral: Any = None
+    needs: str = ""
+    slow_home: bool = False
+    on_gpu: str = ""
+    more: str = ""
+
+
+def option(value: Any, kind: Kind, meaning: str, default: str = "", **facts: Any) -> Any:
+    """A field of the table, which is a dataclass.
+
+    Args:
+        value: The default value of the field.
+        kind, meaning, facts: See :class:`Option`.
+        default: See :class:`Option`; empty: the default value itself.
+    """
+    shown = default or str(value).lower()
+    return field(default=value, metadata={"option": Option(kind, meaning, shown, **facts)})
+
+
+def refuse_without_effect(
+    given: Mapping[str, Any],
+    family: Family,
+    name: str,
+    table: Mapping[str, Option],
+) -> None:
+    """Refuse options that have no effect with a method.
+
+    Args:
+        given: Values as the user wrote them, by the option's name.
+        family: The family of the method.
+        name: The name of the method, for messages.
+        table: The facts about each option, by its name.
+
+    Raises:
+        RetrievalConfigError: An option has no effect; the message says why.
+    """
+    for key, value in given.items():
+        known = table[key]
+        neutral = known.neutral is not None and value == known.neutral
+        if family not in known.families and not neutral:
+            why = known.why or family.trait
+            raise RetrievalConfigError(
+                f"{key}={value!r} {known.verdict} {name}, {why}; leave it out."
+            )
