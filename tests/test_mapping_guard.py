@@ -1,4 +1,4 @@
-"""The guard of a mapped file; what a home makes of it is in test_tiers.py."""
+"""The guard of a mapped file; what a home makes of it is in test_home_file.py."""
 
 import mmap
 import os

@@ -1,0 +1,266 @@
+"""Which cells the accuracy benchmark runs, and how a run goes on after an interruption."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks import accuracy, build
+from benchmarks.tasks import catalogue, scoring, store, thresholds
+from benchmarks.tasks.base import Sample
+from benchmarks.tasks.metrics import Generated
+from tests.accuracy_figures import NOVEL, OLD, PASSKEY, SENTENCES
+from tests.byte_text import byte_text
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.retrieval.pooling import Pooling
+
+
+def test_thresholds_are_variants_of_the_same_engine():
+    assert thresholds.THRESHOLDS == [1.0, 0.9, 0.8, 0.7, -1.0]
+    cells = catalogue.cells_of(NOVEL, (512,), 4096, catalogue.chosen(False, ["thresholds"]))
+    names = {cell.variant.name for cell in cells}
+    assert {"freekv", "every_step", "threshold_0.8", "threshold_0.7", "reuse"} <= names
+    assert not any(cell.variant.engine for cell in cells)
+
+
+CORE = ["kvretrieval", "oracle", "freekv", "every_step", "sink_window"]
+QUICK = ["kvretrieval", "oracle", "freekv", "sink_window"]
+
+
+@pytest.mark.parametrize(
+    ("quick", "also", "added"),
+    [
+        (False, [], []),
+        (True, [], []),
+        (True, ["every_step"], ["every_step"]),
+        (False, ["mean", "quest"], ["mean", "quest"]),
+        (False, ["poolings"], ["pooling_relative", "pooling_max", "pooling_sum"]),
+        (False, ["presets", "quest"], ["quest", "arkvale", "infllm"]),
+        (
+            False,
+            ["indexes"],
+            [
+                *("mean", "mean_std", "mean_std_half", "bounding", "representative", "one_bit"),
+                *("low_rank_4", "low_rank_8", "kvretrieval_rerank"),
+            ],
+        ),
+        (
+            True,
+            ["thresholds"],
+            ["every_step", "threshold_0.8", "threshold_0.7", "reuse", "speculative", "summary_8"],
+        ),
+        (False, ["pages"], ["page_16", "kvretrieval_page_16"]),
+        (False, ["budgets"], ["pyramid", "pyramid_2"]),
+    ],
+)
+def test_variants_run_where_asked_for(quick, also, added):
+    names = [variant.name for variant in catalogue.chosen(quick, also)]
+    assert names[0] == catalogue.OWN == "kvretrieval"
+    assert sorted(names) == sorted((QUICK if quick else CORE) + added)
+
+
+def test_cells_are_of_all_budgets_and_the_covering_one():
+    variants = catalogue.chosen(False, ["mean"])
+    cells = catalogue.cells_of(NOVEL, (256, 512), 4224, variants)
+    assert len({cell.name for cell in cells}) == len(cells) == 2 * len(variants) + 1
+    assert cells[-1].name == f"{NOVEL.name}/kvretrieval/all"
+    assert cells[-1].options == {"budget": 4224, "method": "kvretrieval"}
+    by_name = {cell.name.split("/", 1)[1]: cell for cell in cells}
+    every_step = {"budget": 256, "method": "freekv", "correction_threshold": 1.0}
+    assert by_name["every_step/256"].options == every_step
+    assert not [c for c in catalogue.cells_of(PASSKEY, (256,), 4224, variants) if c.covering]
+
+
+def test_an_engine_serves_every_cell_that_it_runs():
+    """All at once, and each cell's alone, as after an interruption."""
+    cells = catalogue.cells_of(NOVEL, (256, 1024), 4224, catalogue.VARIANTS)
+    engines = [variant.engine for variant in catalogue.VARIANTS]
+    assert {"method": "omnikv"} in engines
+    for engine_options in engines:
+        run = [cell for cell in cells if cell.variant.engine == engine_options]
+        options = dict(engine_options)
+        own = options.pop("method", catalogue.OWN)
+        for part in (run, *([cell] for cell in run)):
+            also = catalogue.also_of(part)
+            config = RetrievalConfig.from_options(own, {"budget": 4224, "also": also, **options})
+            for cell in part:
+                RequestOptions.parse({"kv_retrieval": cell.options}, config)
+                served = config.methods[cell.variant.method]
+                assert replace(served, name="") == replace(cell.variant.config.own, name="")
+            named = {cell.variant.method for cell in part}
+            assert set(config.methods) == named | {own, "streamingllm"}
+
+
+def test_indexes_differ_in_nothing_but_the_index():
+    for variant in catalogue.VARIANTS:
+        if variant.index in ("", "none"):
+            continue
+        method = variant.config.own
+        assert method.pooling is Pooling.MEAN_SOFTMAX
+        assert not method.schedule.speculates or variant.threshold == 1.0
+        assert method.rerank == (2 if variant.index.endswith("_rerank") else 0)
+        assert variant.config.page_size == catalogue.PAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "head_size", "kept"),
+    [
+        ("freekv", 64, (8.0, 0.03125)),
+        ("oracle", 64, (0.0, 0.0)),
+        ("sink_window", 64, (0.0, 0.0)),
+        ("kvretrieval", 64, (20.4375, 0.07983)),
+        ("kvretrieval", 256, (53.375, 0.05212)),
+        ("mean", 64, (4.0, 0.01562)),
+        ("summary_8", 64, (32.0, 0.125)),
+        ("quest", 64, (8.0, 0.03125)),
+        ("page_16", 64, (16.0, 0.0625)),
+    ],
+)
+def test_index_bytes_are_of_the_variant_alone(tmp_path, name, head_size, kept):
+    (tmp_path / "config.json").write_text(json.dumps({"head_dim": head_size}))
+    variant = next(v for v in catalogue.VARIANTS if v.name == name)
+    assert tuple(scoring.index_bytes(variant, tmp_path).values()) == kept
+
+
+class FakeEngine:
+    """Stands in for vLLM: answers right, counts its starts and runs, and can break down."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        self.started: list[int | None] = []
+        self.served: list[set[str]] = []
+        self.options: dict[str, Any] = {}
+        self.ran: list[str] = []
+        self.breaks_at = ""
+
+    @contextmanager
+    def open(
+        self,
+        model: Path,
+        context: int,
+        budget: int | None,
+        kv_cache_bytes: int,
+        also: Any = None,
+        **options: Any,
+    ) -> Iterator[str]:
+        assert kv_cache_bytes > 2 * context * 4 * 64 * 2
+        self.started.append(budget)
+        if budget is not None:
+            self.served.append(set(also))
+        self.options = options
+        yield "engine"
+
+    def run(
+        self, llm: Any, samples: list[Sample], options: Any, label: str, anew: bool = False
+    ) -> list[Generated]:
+        assert not anew, "no variant here watches prompts"
+        if self.breaks_at and self.breaks_at in label:
+            raise KeyboardInterrupt
+        self.ran.append(label)
+        if options is not None:
+            assert options["method"] in self.served[-1] | {"kvretrieval"}
+        answers = [self.tokenizer(sample.answer).input_ids for sample in samples]
+        return [
+            Generated((*sample.forced, *answer), None)
+            for sample, answer in zip(samples, answers, strict=True)
+        ]
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
+    text = byte_text()
+    fake = FakeEngine(text.tokenizer)
+    config = {"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name, replacement in (
+        ("open_engine", fake.open),
+        ("run_samples", fake.run),
+        ("retrieval_counts", lambda llm: {"corrected": 0, "sparse_heads": 0}),
+        ("model_fingerprint", lambda model: "weights"),
+        ("RESULTS", tmp_path),
+        ("AutoTokenizer", SimpleNamespace(from_pretrained=lambda model: text.tokenizer)),
+    ):
+        monkeypatch.setattr(accuracy, name, replacement)
+    monkeypatch.setattr(build, "code_fingerprint", lambda: "code")
+    what = f"sentences-{tmp_path.name}-2k"
+    command = ["--quick", "--model", str(tmp_path), "--task", what, "--samples", "2"]
+
+    fake.breaks_at = "sink_window"
+    with pytest.raises(KeyboardInterrupt):
+        accuracy.main(command)
+    assert fake.started == [None, 512]
+    ran = [f"{what} full", *(f"{what} {name} 512" for name in QUICK[:3])]
+    assert fake.ran == ran
+    assert fake.served == [{"oracle", "freekv", "streamingllm"}]
+
+    fake.breaks_at = ""
+    assert accuracy.main(command) == 1  # the control answers as well: the task proves nothing
+    assert fake.started == [None, 512, 512]
+    assert fake.ran[4:] == [f"{what} sink_window 512"]
+    assert fake.served[1:] == [{"streamingllm"}]
+    shown = capsys.readouterr().out
+    assert "FAIL" in shown
+    assert "which index?" in shown
+    assert "which threshold?" not in shown
+
+    assert accuracy.main(command) == 1
+    assert fake.started == [None, 512, 512]
+
+    capsys.readouterr()
+    accuracy.main([*command, "--also", "thresholds"])
+    assert fake.started[3:] == [512]
+    assert fake.served[2:] == [{"freekv", "speculative", "summary_8"}]
+    others = ("every_step", "threshold_0.8", "threshold_0.7", "reuse", "speculative", "summary_8")
+    assert fake.ran[5:] == [f"{what} {name} 512" for name in others]
+    assert "which threshold?" in capsys.readouterr().out
+
+    accuracy.main([*command, "--also", "page_16", "mean"])
+    assert fake.started[4:] == [512, 512]
+    assert fake.served[3:] == [{"mean"}, {"freekv"}]
+    assert fake.options == {"page_size": 16}
+    assert fake.ran[11:] == [f"{what} mean 512", f"{what} page_16 512"]
+
+    monkeypatch.setattr(build, "code_fingerprint", lambda: "another code")
+    accuracy.main(command)
+    assert fake.started[6:] == [512]
+    assert len(fake.ran) == 13 + 4
+
+
+def test_a_method_that_changes_is_run_anew(tmp_path, monkeypatch):
+    """What the engine serves under a name is part of a cell's key."""
+    monkeypatch.setattr(build, "code_fingerprint", lambda: "code")
+    mean = next(v for v in catalogue.VARIANTS if v.name == "mean")
+    other = replace(mean, served=mean.served | {"pooling": "max"})
+    results = store.Results(tmp_path / "out.json", {"build": OLD})
+    benchmark = accuracy.Benchmark(results, store.References(tmp_path), (512,), [mean])
+    job = accuracy.Job(SENTENCES, [], "key")
+    keys = {
+        benchmark._cell_key(job, catalogue.Cell(SENTENCES, v, budget))
+        for v in (mean, other)
+        for budget in (256, 512)
+    }
+    assert len(keys) == 4
+
+
+def test_unknown_tasks_are_named(capsys):
+    with pytest.raises(SystemExit):
+        accuracy.main(["--task", "nothing"])
+    assert "no task nothing; there are: passkey-qwen-4k" in capsys.readouterr().err
+
+
+def test_unknown_variants_are_named(capsys):
+    with pytest.raises(SystemExit):
+        accuracy.main(["--also", "nothing"])
+    assert "poolings" in capsys.readouterr().err
+
+
+def test_another_model_takes_the_tasks_over(tmp_path):
+    tasks = catalogue.with_model(catalogue.TASKS, tmp_path / "Mine")
+    assert "passkey-Mine-4k" in [task.name for task in tasks]
+    assert len({task.name for task in tasks}) == len(tasks)

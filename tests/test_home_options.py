@@ -1,0 +1,81 @@
+"""The options of a slow home."""
+
+import re
+
+import pytest
+from vllm.config import VllmConfig
+
+from vllm_kvretrieval.attention.cpu.support import check_home
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("64GiB", 64 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("2gib", 2 << 30),
+        ("2TiB", 2 << 40),
+        ("4096", 4096),
+        (4096, 4096),
+        ("16KiB", 1 << 14),
+        ("100B", 100),
+    ],
+)
+def test_sizes_are_read(given, size):
+    options = {"home": "disk", "home_bytes": given, "recall_cache_bytes": given}
+    config = RetrievalConfig.from_options("freekv", options)
+    assert config.home_bytes == config.recall_cache_bytes == size
+
+
+@pytest.mark.parametrize("size", ["64GB", "many", "-1", 0, "", True, None, 1.5, [1], "GiB"])
+def test_sizes_that_are_none(size):
+    options = {"home": "disk", "home_bytes": size}
+    if size is None:
+        assert RetrievalConfig.from_options("freekv", options).home_bytes is None
+        return
+    message = f"kv_retrieval.home_bytes={size!r} must be a size such as 64GiB"
+    with pytest.raises(RetrievalConfigError, match=re.escape(message)):
+        RetrievalConfig.from_options("freekv", options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"home": "tape"}, "kv_retrieval.home='tape' is unknown; use one of auto, device, host"),
+        ({"home_bytes": "1GiB"}, "home_bytes='1GiB' has no effect with home=device; leave it"),
+        ({"codec": "zip"}, "codec='zip'"),
+        ({"codec": "k8v4"}, "codec='k8v4' is for pages in a file, *use home=disk *, or codec=raw"),
+        ({"home_path": "/"}, "home_path='/' has no effect with home=device"),
+        ({"recall_cache_bytes": 5}, "recall_cache_bytes=5 has no effect with home=device"),
+        (
+            {"home": "disk", "home_path": "/not/there"},
+            "home_path='/not/there': no file can be made there (No such",
+        ),
+        ({"home": "disk", "home_path": 3}, "home_path=3 is no directory"),
+    ],
+)
+def test_impossible_homes(options, message):
+    with pytest.raises(RetrievalConfigError, match=re.escape(message).replace(r"\*", ".*")):
+        RetrievalConfig.from_options("freekv", options)
+
+
+def test_host_memory_is_no_home_on_the_cpu():
+    config = RetrievalConfig.from_options("freekv", {"home": "host", "home_bytes": "1GiB"})
+    with pytest.raises(RetrievalConfigError, match=r"home='host' is for GPUs; .* or home=disk"):
+        check_home(VllmConfig(), config)
+
+
+def test_ttkv_needs_no_option_but_its_name():
+    config = RetrievalConfig.from_options("ttkv", {})
+    assert (config.home, config.codec, config.open_pages) == ("disk", "k8v4", 4)
+    assert config.page_budget() == (1, 4, 11)
+    assert RetrievalConfig.from_options("ttkv", {"window": 1024}).open_pages == 8
+    assert RetrievalConfig.from_options("freekv", {"home": "disk", "codec": "k2v2"}).open_pages == 0
+    with pytest.raises(RetrievalConfigError, match=r"codec='k8v4' is for pages in a file"):
+        RetrievalConfig.from_options("ttkv", {"home": "device"})
+    in_memory = RetrievalConfig.from_options("ttkv", {"home": "device", "codec": "raw"})
+    assert in_memory.encoding is None
