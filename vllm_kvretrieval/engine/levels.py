@@ -1,8 +1,8 @@
 """Levels: how exact the keys and values in vLLM's blocks are.
 
-Keys and values at a position are exact if every layer attended to the whole context before it, and
-if that context is exact itself. So a context is exact up to some position, and nowhere beyond.
-Levels say how the rest was computed, and decide which requests may share blocks.
+Keys and values at a position are exact if every layer attended to the whole context before the
+position, and if that context is exact, too. So a context is exact up to some position, and no
+further. A level says how the rest was computed, and so which requests may share its blocks.
 """
 
 import sys
@@ -15,17 +15,18 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 
 NEVER = sys.maxsize
-"""A position that no context reaches."""
+"""A position beyond every context."""
 
 
 class Level(IntEnum):
-    """How a block's keys and values were computed; a larger level is worse."""
+    """How the keys and values of a block were computed. A larger level is worse."""
 
     EXACT = 0
     DECODED = 1
-    """A decode step attended to a part of the context; or the context before was of this level."""
+    """A decode step attended to a part of the context, or to keys and values of this level."""
     PREFILLED = 2
-    """A chunk of a prompt attended to a part of the context; or the context before did."""
+    """A chunk of a prompt attended to a part of the context, or to keys and values of this
+    level."""
 
 
 UNKNOWN = Level.PREFILLED
@@ -43,11 +44,11 @@ class Block(Protocol):
 
 
 class Taint(NamedTuple):
-    """The end of the exact part of a context.
+    """The end of the exact part of a context, and how bad the rest is.
 
     Attributes:
-        position: The first position that is not exact; ``NEVER`` if all are.
-        level: The worst level from there on.
+        position: The first position that is not exact; ``NEVER`` if all positions are exact.
+        level: The worst level from this position on.
     """
 
     position: int = NEVER
@@ -58,31 +59,31 @@ class Taint(NamedTuple):
         return self.level if end > self.position else Level.EXACT
 
     def plus(self, other: "Taint") -> "Taint":
-        """The exactness of a context to which both apply."""
+        """The taint of a context that has both taints."""
         return Taint(min(self.position, other.position), max(self.level, other.level))
 
 
 class BlockLevels:
-    """Levels of the blocks in the prefix cache.
+    """The levels of the blocks in the prefix cache.
 
-    A note belongs to a block's contents, which the hash names. It counts as long as the block has
-    this hash, so blocks that vLLM recycles or forgets need no further note.
+    A note is valid as long as the block has the hash that it had when the note was made. So nothing
+    has to be done when vLLM recycles a block or takes it out of the cache.
     """
 
     def __init__(self) -> None:
         self._notes: dict[int, tuple[bytes | None, Level]] = {}
 
     def note(self, block: Block, level: Level) -> None:
-        """Note the level of what is, or will be in this step, written to a hashed block."""
+        """Note the level of the contents of a hashed block, which this step may still write."""
         self._notes[block.block_id] = block.block_hash, level
 
     def copy(self, source: int, target: int) -> None:
-        """A block (by number) gets the contents of another, and perhaps its hash."""
+        """Note that the block ``target`` gets the contents of the block ``source`` (ids)."""
         if (note := self._notes.get(source)) is not None:
             self._notes[target] = note
 
     def of(self, block: Block) -> Level:
-        """A block's level; the null block, which is never read, is exact."""
+        """The level of a block. The null block, which is never read, counts as exact."""
         if block.is_null:
             return Level.EXACT
         noted, level = self._notes.get(block.block_id, (None, UNKNOWN))
@@ -95,16 +96,16 @@ class BlockLevels:
     def look(
         self, groups: Iterable[tuple[Sequence[Block], int]], tolerance: Level
     ) -> tuple[int, Taint]:
-        """Find out how much of a prefix may be shared, and how exact that part is.
+        """Find out how many tokens of a prefix may be shared, and how exact they are.
 
         Args:
-            groups: For each group of layers, the blocks that hold the prefix, in order, and the
-                tokens of a block.
+            groups: For each group of layers, the blocks of the prefix in order, and the tokens per
+                block.
             tolerance: The worst level that may be shared.
 
         Returns:
-            Tokens before the first block beyond that level, in any group; ``NEVER`` if there is no
-            such block. And the exactness of the blocks before it.
+            The tokens before the first block of any group that is worse than ``tolerance``
+            (``NEVER`` if there is no such block), and the taint of the blocks before it.
         """
         notes, shared, first, worst = self._notes, NEVER, NEVER, Level.EXACT
         for blocks, size in groups:
@@ -130,14 +131,14 @@ EXACT = Taint()
 
 @dataclass(frozen=True)
 class Exactness:
-    """The consequences of a request's options for exact contexts.
+    """What follows from the options of a request for how exact its context is.
 
     Attributes:
-        tolerance: Worst level of the blocks that the request may share.
-        reads_cache: Whether the request may share blocks at all: methods that rate tokens by all
-            queries of a prompt have to compute them all.
-        decodes_exactly: Tokens; a decode step attends to the whole context if it is no longer.
-        prefills_exactly: Tokens at the start of a prompt that attend to everything before them.
+        tolerance: The worst level of the blocks that the request may share.
+        reads_cache: Whether the request may share blocks. It may not if its method rates tokens by
+            all queries of the prompt, since all of them have to be computed then.
+        decodes_exactly: Tokens of the longest context that a decode step attends to as a whole.
+        prefills_exactly: Tokens at the start of a prompt that attend to all tokens before them.
     """
 
     tolerance: Level
@@ -147,10 +148,10 @@ class Exactness:
 
     @classmethod
     def of(cls, options: RequestOptions, config: RetrievalConfig) -> "Exactness":
-        """Derive the exactness from a request's options on this engine.
+        """The exactness of a request with ``options`` on an engine with ``config``.
 
-        Where only the worker knows more (a share of the prompt as a budget, tokens that were kept
-        by methods that drop others), this is the worst possible case.
+        It is the worst case where only the worker knows more: if the budget is a share of the
+        prompt, or if the method drops tokens.
         """
         sparse = options.prefill_budget is not None
         tolerance = Level.PREFILLED if sparse else Level.DECODED
@@ -164,12 +165,12 @@ class Exactness:
         )
 
     def taint(self, start: int, tokens: int, decodes: bool) -> Taint:
-        """The exactness of the context after a step.
+        """The taint that a step gives to a context.
 
         Args:
-            start: Tokens that were computed before.
+            start: Tokens that were computed before the step.
             tokens: Tokens of the step.
-            decodes: Whether the step has a single token behind the prompt.
+            decodes: Whether the step computes a single token behind the prompt.
         """
         if decodes:
             return Taint(start, Level.DECODED) if start >= self.decodes_exactly else EXACT

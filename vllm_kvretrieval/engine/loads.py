@@ -1,4 +1,4 @@
-"""Which blocks a KV connector fills: the scheduler knows, and workers index them."""
+"""Blocks that a KV connector fills: the scheduler reports them, and workers index them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,15 @@ import numpy as np
 from vllm.v1.request import Request
 
 FIELD = "kv_retrieval_loaded_blocks"
-"""Attribute of vLLM's ``SchedulerOutput``: ids of blocks that a connector fills, list[int]."""
+"""Name of the attribute of vLLM's ``SchedulerOutput`` that holds the ids of the blocks that a
+connector fills, list[int]."""
 
 
 class LoadReports:
-    """Tells workers, step by step, which blocks a KV connector was given to fill.
+    """Tells workers at each step which blocks a KV connector is to fill.
 
     Args:
-        managers: vLLM's, of the blocks of each group of layers.
+        managers: vLLM's managers of blocks, one per group of layers.
     """
 
     def __init__(self, managers: Sequence[Any]) -> None:
@@ -22,17 +23,20 @@ class LoadReports:
         self._hits: list[tuple[Request, int]] = []
 
     def note_hit(self, request: Request, tokens: int) -> None:
-        """Note how many tokens of a request the prefix cache has, when it is looked up there."""
+        """Note how many tokens of a request the prefix cache holds."""
         self._hits.append((request, tokens))
 
     def attach(self, scheduler_output: Any) -> None:
-        """Add to a step the blocks that were set aside for a connector when it was scheduled.
+        """Add the blocks that a connector fills to the output of the scheduler.
 
-        Tokens behind a hit that count as computed before any step has computed them come from the
-        connector: in this step, or in a later one, before which no other request gets their blocks.
+        vLLM counts tokens that a connector loads as computed before any step computes them. So the
+        connector fills the blocks behind a hit of the prefix cache, up to the last token that
+        counts as computed. It does so in this step or later; no other request gets these blocks
+        before.
 
         Args:
-            scheduler_output: Of a step whose tokens vLLM has not yet counted as computed.
+            scheduler_output: vLLM's description of the step. vLLM must not have counted the tokens
+                of the step as computed yet.
         """
         loaded = list[int]()
         for request, hit in self._hits:
@@ -46,13 +50,13 @@ class LoadReports:
 
 
 class LoadedPages:
-    """The pages of a worker that a KV connector has filled, or will, and that nothing has indexed.
+    """The pages of a worker that a KV connector fills and that are not indexed yet.
 
-    A page is one of them until a request comes that has it: in the step that reports it, some steps
-    later or, if its request is aborted, perhaps never.
+    A page is indexed when a request that holds it arrives: in the step that reports the page, or
+    some steps later. If the request is aborted, the page may never be indexed.
 
     Args:
-        pages: How many the KV cache has; beside a connector vLLM's blocks are pages.
+        pages: Pages of the KV cache. With a connector, one of vLLM's blocks is one page.
     """
 
     def __init__(self, pages: int) -> None:
@@ -60,20 +64,23 @@ class LoadedPages:
         self._taken: list[np.ndarray] = []
 
     def begin_step(self, loaded: Sequence[int]) -> None:
-        """Note the pages that the step's report names; those of the last step are indexed now."""
+        """Note the pages that the report of the step names.
+
+        The pages that :meth:`among` returned for the last step are indexed by now.
+        """
         for pages in self._taken:
             self._unindexed[pages] = False
         self._taken.clear()
         self._unindexed[loaded] = True
 
     def among(self, pages: np.ndarray) -> np.ndarray:
-        """Which of some pages this step has to index.
+        """Find the pages that this step has to index.
 
         Args:
-            pages: int [n]; of requests that have come in this step.
+            pages: int [n]; pages of the requests that arrive in this step.
 
         Returns:
-            bool [n].
+            bool [n]; whether each page has to be indexed.
         """
         unindexed: np.ndarray = self._unindexed[pages]
         self._taken.append(pages[unindexed])

@@ -1,7 +1,7 @@
-"""vLLM's scheduler, whose prefix cache knows which of its blocks are exact.
+"""vLLM's scheduler with three additions.
 
-It runs no more requests at once than workers have room for, and tells them which blocks a KV
-connector loads.
+It knows how exact the blocks of the prefix cache are, runs no more requests at once than the
+workers have room for, and tells the workers which blocks a KV connector loads.
 """
 
 from dataclasses import dataclass
@@ -25,15 +25,16 @@ logger = init_logger("vllm.kvretrieval.scheduler")
 
 @dataclass(slots=True)
 class Context:
-    """What is known of a request's context, since it was last looked up in the prefix cache.
+    """The context of a request, from its last look-up in the prefix cache on.
 
     Attributes:
-        request: Whose it is.
-        params: Sampling parameters that ``exactness`` was read from; a session may bring others.
-        exactness: What its options say.
-        taint: From where on it is not exact.
-        noted: Of each group of layers, its first blocks that need no more notes.
-        calm: A step of one token at a position before this one changes nothing here.
+        request: The request.
+        params: The sampling parameters that ``exactness`` was read from. The next input of a
+            session may bring others.
+        exactness: What follows from the options of the request.
+        taint: The end of the exact part of the context.
+        noted: For each group of layers, how many of the first blocks need no more notes.
+        calm: A position. A step of one token before it changes neither ``taint`` nor ``noted``.
     """
 
     request: Request
@@ -47,12 +48,13 @@ class Context:
 class RetrievalScheduler(Scheduler):
     """vLLM's scheduler with a :class:`Level` for every block of the prefix cache.
 
-    Requests share prefixes up to the first block that is worse than they tolerate. vLLM gives
-    blocks their hashes, and so to others, before the step that writes to them. So their levels are
-    noted when a step has been scheduled, and for requests looked up before that, when they are.
+    A request shares a prefix up to the first block that is worse than it tolerates. vLLM gives a
+    block its hash, and so lets other requests find it, before the step that writes the block. So
+    levels are noted when a step has been scheduled, and also whenever a request is looked up in the
+    prefix cache while a step is being scheduled.
 
-    How many requests there is room for, workers find out after the scheduler's configuration has
-    been made. They tell the connector, which says it here before the first request comes.
+    Workers find out how many requests they have room for after the scheduler's configuration has
+    been made. They tell the connector, which calls :meth:`_limit` before the first request comes.
     """
 
     max_num_running_reqs: int
@@ -66,9 +68,9 @@ class RetrievalScheduler(Scheduler):
         self.levels = BlockLevels()
         self._managers = self.kv_cache_manager.coordinator.single_type_managers
         self._contexts: dict[str, Context] = {}
-        # The last block of a prompt then has a hash before it is full.
+        # If so, the last block of a prompt has a hash before it is full.
         self._has_partial = any(m.block_size > self.hash_block_size for m in self._managers)
-        # Of the step being scheduled, how many of the running requests have provisional notes.
+        # The step being scheduled, and how many of the running requests have provisional notes.
         self._looked_at = (0, 0)
         if isinstance(self.connector, RetrievalConnector):
             self.connector.limit_by(self._limit)
@@ -82,8 +84,8 @@ class RetrievalScheduler(Scheduler):
             self._loads = LoadReports(self._managers)
 
     def _limit(self, seats: int) -> None:
-        """Run at most so many requests at once, and say so: as a warning if they are fewer than
-        asked for."""
+        """Run at most ``seats`` requests at once, and log it, as a warning if the user has asked
+        for more."""
         wanted = self.max_num_active_reqs
         self.max_num_running_reqs = min(self.max_num_running_reqs, seats)
         self.max_num_active_reqs = min(wanted, seats)
@@ -102,7 +104,7 @@ class RetrievalScheduler(Scheduler):
         )
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        """Blocks of the prefix cache for a request: at most those that it may share."""
+        """The blocks of the prefix cache that a request shares; see vLLM's scheduler."""
         self._note_running()
         exactness = self._read(request)
         if not exactness.reads_cache:
@@ -168,7 +170,7 @@ class RetrievalScheduler(Scheduler):
         return max(self._begin_of_block(self._read(request), end) - start, 0)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """Note what the step does to contexts, before vLLM counts its tokens."""
+        """Note how exact contexts are after the step, before vLLM counts its tokens."""
         for copy in scheduler_output.kv_cache_block_copies or ():
             self.levels.copy(copy.src_block_id, copy.dst_block_id)
         if self._loads is not None:
@@ -190,16 +192,17 @@ class RetrievalScheduler(Scheduler):
         super()._update_after_schedule(scheduler_output)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Empty the prefix cache; see vLLM's."""
+        """Empty the prefix cache; see vLLM's scheduler."""
         done = super().reset_prefix_cache(*args, **kwargs)
         if done:
             self.levels.clear()
         return done
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
-        """Go on with a session; from its start, where the context is not what its options promise.
+        """Continue a session with its next input.
 
-        What a session has computed is never looked up again, so it is given up here.
+        If the context is worse than the options of the next input tolerate, the session is computed
+        again from its start: vLLM never looks up the blocks of a session again.
         """
         waits = session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
         super()._update_request_as_session(session, update)
@@ -221,7 +224,7 @@ class RetrievalScheduler(Scheduler):
             self._enqueue_waiting_request(session)
 
     def _read(self, request: Request) -> Exactness:
-        """What a request's options say; one that waits for room is asked at every step."""
+        """The exactness of a request. vLLM asks at every step while the request waits for room."""
         known = self._contexts.get(request.request_id)
         if known is not None and known.params is request.sampling_params:
             return known.exactness
@@ -234,20 +237,21 @@ class RetrievalScheduler(Scheduler):
         return self.levels.look(zip(blocks.blocks, sizes, strict=True), tolerance)
 
     def _renew(self, context: Context) -> None:
-        """Read the options of a session that has perhaps got others."""
+        """Read the options again, since the next input of a session may bring others."""
         request = context.request
         context.exactness = self._read(request)
         context.params = request.sampling_params
 
     def _taint(self, context: Context, tokens: int) -> Taint:
-        """Of the context with so many more tokens, computed in one step."""
+        """The taint of the context after a step of ``tokens`` tokens."""
         request = context.request
         start = request.num_computed_tokens
         decodes = tokens == 1 and (start >= request.num_prompt_tokens or request.resumable)
         return context.taint.plus(context.exactness.taint(start, tokens, decodes))
 
     def _note_step(self, context: Context, tokens: int) -> None:
-        """Note what a step of so many tokens does to a context and its blocks."""
+        """Note the taint of a context, and the levels of its blocks, after a step of ``tokens``
+        tokens."""
         self._renew(context)
         context.taint = self._taint(context, tokens)
         self._note_final(context)
@@ -258,16 +262,17 @@ class RetrievalScheduler(Scheduler):
             context.calm = min(context.calm, context.exactness.decodes_exactly)
 
     def _note_final(self, context: Context) -> None:
-        """Note the levels of blocks that have got hashes, once and for all."""
+        """Note the final levels of all blocks that have hashes."""
         self._note(context, context.taint)
         for group, cached in enumerate(self._cached(context)):
             context.noted[group] = max(context.noted[group], cached)
 
     def _note_running(self) -> None:
-        """Note blocks that have got hashes in this very step, whose tokens nobody has counted yet.
+        """Note the blocks that got hashes in the step that is being scheduled.
 
-        How many tokens a request computes is not known here: as many as have hashes, at least. So
-        levels are the worst that can be, and are noted again when the step has been scheduled.
+        It is not known yet how many tokens of a request the step computes, but it computes those
+        that have hashes. So the worst possible levels are noted here, and the final ones when the
+        step has been scheduled.
         """
         step, seen = self._looked_at
         for request in self.running[seen if step == self.current_step else 0 :]:
@@ -283,12 +288,13 @@ class RetrievalScheduler(Scheduler):
         self._looked_at = self.current_step, len(self.running)
 
     def _cached(self, context: Context) -> list[int]:
-        """Of each group of layers, how many of the request's blocks have been given hashes."""
+        """For each group of layers, how many blocks of the request have hashes."""
         name = context.request.request_id
         return [manager.num_cached_block.get(name, 0) for manager in self._managers]
 
     def _note(self, context: Context, taint: Taint) -> None:
-        """Note levels of the request's blocks, and let the better of two equal ones be found."""
+        """Note levels of the request's blocks, and take worse blocks of the same tokens out of the
+        prefix cache."""
         name = context.request.request_id
         for first, manager in zip(context.noted, self._managers, strict=True):
             last = manager.num_cached_block.get(name, 0) + self._has_partial
@@ -306,7 +312,8 @@ class RetrievalScheduler(Scheduler):
 
 
 class RetrievalAsyncScheduler(RetrievalScheduler, AsyncScheduler):
-    """The same with async scheduling: blocks also get hashes when their tokens are known."""
+    """The same with asynchronous scheduling, where a block may get its hash only when the tokens of
+    its last step are known."""
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

@@ -78,10 +78,8 @@ class RetrievalConfig(Options):
 
     @functools.cached_property
     def methods(self) -> dict[str, Method]:
-        """All that requests may name, the engine's own first.
-
-        Those that select nothing come last, where the budget has room for them.
-        """
+        """The methods that requests may name: the engine's own, those of ``also``, and methods that
+        select nothing if the budget has room for them."""
         made = {self.method: self.own}
         for name, options in self._also().items():
             if name in made:
@@ -132,14 +130,14 @@ class RetrievalConfig(Options):
         return given
 
     def roles(self, model_config: Any, layers: Collection[int]) -> dict[int, Role]:
-        """What each layer does; empty where every layer selects for itself.
+        """The role of each layer, by its number; empty if every layer selects for itself.
 
         Args:
-            model_config: vLLM's.
-            layers: The model's layers with plain full attention.
+            model_config: vLLM's configuration of the model.
+            layers: Numbers of the model's layers with plain full attention.
 
         Raises:
-            RetrievalConfigError: The model's filters are not known, or are none of these layers.
+            RetrievalConfigError: The model's filters are not known, or are not among these layers.
         """
         if not self.own.shares:
             return {}
@@ -154,24 +152,27 @@ class RetrievalConfig(Options):
 
     @property
     def encoding(self) -> Codec | None:
-        """What the file of a slow home holds pages by; None: as the model made them."""
+        """The codec of pages in the file of a slow home; None: pages are as the model made them."""
         return None if self.codec == RAW else CODECS[self.codec]
 
     @property
     def open_pages(self) -> int:
-        """Full pages at the end of a context that are not encoded: the window's, if that is raw."""
+        """The number of full pages at the end of a context that are not encoded.
+
+        It is the most that a window has if the method keeps its window raw, and 0 otherwise.
+        """
         if not presets()[self.method].raw_window:
             return 0
         return max(budget.window for budget in self.budgets.largest(self.own))
 
     @functools.cached_property
     def stores(self) -> tuple[tuple[Index, int], ...]:
-        """Every index that some method has, with the tokens of its entries; equal ones are one."""
+        """The indexes of all methods, each with its tokens per entry, without duplicates."""
         used = (m for m in self.methods.values() if m.index is not None)
         return tuple(dict.fromkeys((m.index, m.entry_tokens) for m in used))  # type: ignore[misc]
 
     def index_bytes(self, kv_bytes: int, head_size: int, dtype: "torch.dtype") -> int:
-        """Bytes of all page indexes beside so many bytes of keys and values."""
+        """Bytes of all page indexes for ``kv_bytes`` bytes of keys and values."""
         tokens = kv_bytes // (2 * head_size * dtype.itemsize)  # per KV head
         return sum(
             tokens // size * index.record_bytes(head_size, size, dtype)
@@ -185,7 +186,7 @@ class RetrievalConfig(Options):
 
     @property
     def budget_limit(self) -> int:
-        """Tokens; the largest budget that any request may have."""
+        """The largest budget of a request, in tokens."""
         return self.budget if self.max_budget is None else self.max_budget
 
     @functools.cached_property
@@ -195,22 +196,23 @@ class RetrievalConfig(Options):
 
     @functools.cached_property
     def most_selected(self) -> dict[str, int]:
-        """Most pages or tokens that a request selects per KV head on average, by method."""
+        """The most pages or tokens that a request selects per KV head on average, by method."""
         return {name: self.budgets.most_selected(m) for name, m in self.methods.items()}
 
     def budget_of_share(self, prompt: int, dense_share: float, method: str) -> int:
-        """Tokens of the budget that ``memory_fraction`` leaves to a prompt (OmniKV, section 5).
+        """The budget that follows from ``memory_fraction``, in tokens (OmniKV, section 5).
 
-        Dense layers keep all of it, the others so much that it is this share on average; rounded to
-        pages, and no less than the method needs, nor more than a request may have.
+        Dense layers read the whole context. The budget of the other layers makes the average over
+        all layers ``memory_fraction``. It is rounded to pages, to at least what the method needs
+        and at most what a request may have.
 
         Args:
-            prompt: Tokens.
-            dense_share: Of the layers with full attention, those that are dense.
+            prompt: Tokens of the prompt.
+            dense_share: Share of dense layers among the layers with full attention.
             method: Name in ``methods``.
 
         Raises:
-            RetrievalConfigError: Dense layers alone take more.
+            RetrievalConfigError: Dense layers alone read more than ``memory_fraction``.
         """
         assert self.memory_fraction is not None
         share = (self.memory_fraction - dense_share) / (1 - dense_share)
@@ -224,12 +226,12 @@ class RetrievalConfig(Options):
     def page_budget(
         self, budget: int | None = None, method: str | None = None, key: str = "budget"
     ) -> PageBudget:
-        """The budget in pages, for this engine or for a request with one of its own.
+        """A budget in pages.
 
         Args:
-            budget: Tokens; the engine's own if None.
-            method: Name in ``methods``; the engine's own if None.
-            key: What errors call it.
+            budget: Tokens; None: the engine's budget.
+            method: Name in ``methods``; None: the engine's own method.
+            key: The option that errors name.
 
         Raises:
             RetrievalConfigError: See :meth:`Budgets.pages`.
@@ -244,7 +246,8 @@ class RetrievalConfig(Options):
 
     @property
     def exact_prefill(self) -> int:
-        """Tokens at the start of a prompt that sparse prefill lets attend to all before them."""
+        """Tokens at the start of a prompt that attend to all tokens before them, although prefill
+        is sparse."""
         assert self.prefill_budget is not None
         assert self.prefill_chunk is not None
         return (self.prefill_budget // self.prefill_chunk + 1) * self.prefill_chunk
@@ -280,7 +283,7 @@ class RetrievalConfig(Options):
 
     @classmethod
     def from_vllm(cls, vllm_config: "VllmConfig") -> "RetrievalConfig | None":
-        """The options of an engine, or None where it does not use retrieval."""
+        """The options of an engine; None: the engine does not use retrieval."""
         method = selected_method(vllm_config)
         if method is None:
             return None
