@@ -37,10 +37,10 @@ ENTRY_POINTS = "vllm_kvretrieval.indexes"
 
 @functools.cache
 def indexes() -> dict[str, type[Index]]:
-    """All of them by name.
+    """All indexes by name, those of other packages included.
 
     Raises:
-        RetrievalConfigError: Another package's is no index, or has the name of one that there is.
+        RetrievalConfigError: An entry point names no index, or one whose name is taken.
     """
     known = {index.name: index for index in OWN}
     for name, index in entry_points(ENTRY_POINTS).items():

@@ -1,4 +1,4 @@
-"""Base class of indexes: records of the keys of adjacent tokens, and scores of queries for them."""
+"""The base class of indexes. An index makes records of keys, and scores them for queries."""
 
 import math
 from abc import ABC, abstractmethod
@@ -26,19 +26,19 @@ class Field(NamedTuple):
 
 
 class Index(ABC):
-    """An index over entries: runs of ``entry_tokens`` tokens of a page, for one KV head each.
+    """An index over entries. An entry is ``entry_tokens`` adjacent tokens of a page, in a KV head.
 
-    An index is a frozen dataclass of its parameters; equal ones share their records. Its methods
-    are the specification in plain torch. Kernels have to agree with them; if there are no kernels
-    (indexes from outside the package), the methods themselves serve.
+    A subclass is a frozen dataclass of its parameters; equal indexes share their records. Its
+    methods are the specification in plain torch, which kernels have to agree with. Indexes of other
+    packages have no kernels and are served by these methods.
 
     Attributes:
         name: The name in the option ``index``.
-        grows: Whether the record of an unfinished entry covers the tokens that it has. Otherwise an
-            entry counts when it is complete. False in indexes of other packages.
-        per_token: Whether the index also scores single tokens, see :meth:`score_tokens`.
-        reads_keys: Whether scoring reads the keys themselves. Records then have a field ``keys``
-            that is not stored: float32 [entry_tokens, head_size].
+        grows: Whether an unfinished entry has a record of the tokens that it has so far. Otherwise
+            an entry has a record when it is complete. False in indexes of other packages.
+        per_token: Whether the index also scores single tokens; see :meth:`score_tokens`.
+        reads_keys: Whether scoring reads keys from the KV cache. Records then have a field ``keys``
+            that is not stored, float32 [entry_tokens, head_size].
     """
 
     name: ClassVar[str]
@@ -52,7 +52,7 @@ class Index(ABC):
 
     @abstractmethod
     def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
-        """The fields of a record, in their order, without gaps."""
+        """The fields of a record, in the order in which they are stored, without gaps."""
 
     @abstractmethod
     def build(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -84,7 +84,7 @@ class Index(ABC):
     def score_tokens(
         self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
     ) -> torch.Tensor:
-        """Score the tokens of records, in indexes with ``per_token``.
+        """Score the single tokens of entries; only for indexes with ``per_token``.
 
         Args:
             query, record, scale: See :meth:`score`.
@@ -95,7 +95,7 @@ class Index(ABC):
         raise NotImplementedError(f"an index of {self.name} scores entries, not tokens")
 
     def record_bytes(self, head_size: int, entry_tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of a record, which are kept per entry and KV head and read when it is scored."""
+        """Bytes of the record of an entry of one KV head."""
         return sum(field.bytes(dtype) for field in self.fields(head_size, entry_tokens))
 
 

@@ -10,9 +10,9 @@ from vllm_kvretrieval.retrieval.index.base import Field, Index
 
 @dataclass(frozen=True)
 class Bounding(Index):
-    """The score bounds every ``q.k`` from above by a sphere: ``q.centre + |q| radius``.
+    """The score is an upper bound of every ``q.k``: ``q.centre + |q| radius``.
 
-    The centre is the mean of the keys, the radius the distance of the farthest one from it.
+    The centre is the mean of the keys. The radius is the distance of the farthest key from it.
 
     Bytes: 1 element of the cache per channel and entry, and 4.
     """

@@ -1,4 +1,4 @@
-"""Check, before it serves, that an index of another package does what :class:`Index` requires."""
+"""The check at start-up that an index of another package does what :class:`Index` requires."""
 
 import functools
 from collections.abc import Iterable
@@ -12,11 +12,11 @@ from vllm_kvretrieval.retrieval.index.min_max import MinMax
 
 ENTRIES, GROUP, SCALE = 5, 3, 0.125
 CLOSE = 0.02
-"""Largest change of scores by rounding, relative to the largest score, for an entry by itself."""
+"""How much the score of an entry scored alone may differ, relative to the largest score."""
 
 
 def check_outside(stores: Iterable[tuple[Index, int]], head_size: int, dtype: torch.dtype) -> None:
-    """Call :func:`check_index` for the given indexes of other packages, with their entries."""
+    """Check those of ``stores`` (indexes and their tokens per entry) that other packages bring."""
     for index, entry_tokens in stores:
         if type(index) not in OWN:
             check_index(index, entry_tokens, head_size, dtype)
@@ -32,7 +32,7 @@ def check_index(index: Index, entry_tokens: int, head_size: int, dtype: torch.dt
         head_size, dtype: Head size and dtype of the KV cache.
 
     Raises:
-        RetrievalConfigError: The index does not do what :class:`Index` requires; says where.
+        RetrievalConfigError: The index does not do what :class:`Index` requires.
     """
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(ENTRIES, entry_tokens, head_size, generator=generator).to(dtype).float()

@@ -1,4 +1,4 @@
-"""All keys: the oracle."""
+"""The keys themselves, for the oracle."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,8 +12,10 @@ from vllm_kvretrieval.retrieval.index.base import Field, Index
 class Exact(Index):
     """The score is the log-sum-exp of ``q.k`` over the entry's keys, which are read from the cache.
 
-    As good as a selection of pages can be, and as slow as attention to all of them: for evaluation.
-    Bytes: none kept; the keys are read.
+    No index selects better pages, and none is slower: it reads as much as attention to all pages.
+    It is for evaluation.
+
+    Bytes: none; the cache has the keys.
     """
 
     name: ClassVar[str] = "exact"

@@ -10,10 +10,10 @@ from vllm_kvretrieval.retrieval.index.base import Field, Index
 
 @dataclass(frozen=True)
 class Mean(Index):
-    """The score is ``q.mean``: what the page's keys give on average.
+    """The score is ``q.mean``, the mean of ``q.k`` over the keys of the entry.
 
-    A lower bound of the logarithm of the entry's mean mass. Where some channels of the keys have
-    outliers, in which minimum and maximum drown, it tells pages apart far better than these.
+    It is a lower bound of the logarithm of the entry's mean attention mass. If some channels of the
+    keys have outliers, which dominate :class:`MinMax`, it tells pages apart far better.
 
     Bytes: 1 element of the cache per channel and entry, half of :class:`MinMax`'s.
     """

@@ -12,13 +12,13 @@ from vllm_kvretrieval.retrieval.index.base import Field, Index
 class MeanStd(Index):
     """The score is ``q.mean + spread * |q|.std``.
 
-    :class:`MinMax`'s bound is ``q.centre + |q|.half_width``; this is the same with a centre and a
-    width that a single outlier does not set, at the same bytes and arithmetic.
+    The bound of :class:`MinMax` is ``q.centre + |q|.half_width``. This score has the same form,
+    bytes and arithmetic, but a single outlier determines neither its centre nor its width.
 
-    The record holds the deviation times ``spread``, so that nothing of the query is rounded.
+    The record holds the standard deviation times ``spread``, so the query is not rounded.
 
     Attributes:
-        spread: Standard deviations above the mean.
+        spread: The number of standard deviations above the mean.
     """
 
     spread: float = 1.0

@@ -10,7 +10,7 @@ from vllm_kvretrieval.retrieval.index.base import Field, Index
 
 @dataclass(frozen=True)
 class MinMax(Index):
-    """The score bounds every ``q.k`` from above: ``sum_c max(q_c * min_c, q_c * max_c)``.
+    """The score is an upper bound of every ``q.k``: ``sum_c max(q_c * min_c, q_c * max_c)``.
 
     Bytes: 2 elements of the cache per channel and entry, 1 / entry_tokens of keys and values.
     """

@@ -8,27 +8,29 @@ import torch
 from vllm_kvretrieval.retrieval.index.base import Field, Index
 
 MOST = 32000
-"""Sum of a query's steps as a multiple of their unit, so that each step fits in 16 bits."""
+"""The sum of a query's steps, as a multiple of their unit; so each step fits in 16 bits."""
 
 BYTES, BLOCK = 4, 32
-"""Bytes per token and block of channels; bit k of byte j is that of its channel 4 k + j."""
+"""A token has ``BYTES`` bytes per block of ``BLOCK`` channels. Bit k of byte j belongs to channel
+4 k + j of the block."""
 
 _PLACES = 1 << torch.arange(8, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class OneBit(Index):
-    """A token's score is ``q.k``, with its key rounded to one bit per channel.
+    """The score of a token is ``q.k`` with its key rounded to one bit per channel.
 
-    In each channel a key is near the entry's minimum or its maximum; FIER's groups of 32 tokens are
-    the entries. An entry's own score is the log-sum-exp over its tokens.
+    The bit says whether the key is nearer to the minimum or to the maximum of the entry in this
+    channel. FIER's groups of 32 tokens are the entries. The score of an entry is the log-sum-exp
+    over its tokens.
 
-    A query's *step* in a channel is the gain of a set bit: ``q * (maximum - minimum)``. Steps are
-    rounded to multiples of a unit. The unit is such a small part of their sum that a score is off
-    by about a thousandth of the spread of scores within an entry.
+    A query's *step* in a channel is what a set bit adds: ``q * (maximum - minimum)``. Steps are
+    rounded to multiples of a unit, which is so small that a score is off by about a thousandth of
+    the spread of scores within an entry.
 
-    Bytes: 2 elements of the cache per channel and entry, and a bit per channel and token, of 32
-    channels at a time.
+    Bytes: 2 elements of the cache per channel and entry, and 1 bit per channel and token, for
+    whole blocks of 32 channels.
     """
 
     name: ClassVar[str] = "one_bit"

@@ -12,11 +12,11 @@ KEPT = 4
 
 @dataclass(frozen=True)
 class Representative(Index):
-    """The score is the mean of ``q.k`` over the few keys that stand for their entry.
+    """The score is the mean of ``q.k`` over a few keys that represent the entry.
 
-    Which is ``q`` times their mean, so that is what is kept. InfLLM takes the keys to which the
-    tokens that follow attend most; a record is made before those are known, so these are the four
-    keys that differ most from the entry's mean.
+    This is ``q`` times the mean of these keys, so the record holds the mean. InfLLM chooses the
+    keys that later tokens attend to most. A record is made before later tokens are known, so this
+    index chooses the four keys that differ most from the mean of the entry.
 
     Bytes: 1 element of the cache per channel and entry.
     """
