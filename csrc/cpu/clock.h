@@ -1,4 +1,4 @@
-// What time it is, to measure waiting.
+// The time, to measure how long steps wait.
 #pragma once
 
 #include <chrono>

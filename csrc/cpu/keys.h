@@ -1,4 +1,4 @@
-// Keys as vLLM's CPU cache holds them -> floats.
+// Converts keys in the layouts of vLLM's CPU cache to floats.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 namespace kvr {
 namespace KVR_ISA {
 
-constexpr int kAmxTokens = 16;  // whose words lie side by side
+constexpr int kAmxTokens = 16;  // the words of 16 tokens lie side by side
 
-// Keys as AMX has them -> [head_size, page_size].
+// Keys in the layout for AMX -> [head_size, page_size].
 template <class E>
 inline void transpose_amx(const E* keys, int head_size, int page_size, E* out) {
   constexpr int kPerWord = 4 / sizeof(E);
@@ -37,7 +37,7 @@ inline void transpose_amx(const E* keys, int head_size, int page_size, E* out) {
   }
 }
 
-// Words of two elements each, taken apart.
+// Takes words of two elements apart.
 template <class E>
 inline void take_apart(const E* p, Floats& low, Floats& high) {
   const Words words = load_as<Words>(p);

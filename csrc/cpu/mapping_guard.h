@@ -1,12 +1,12 @@
-// Keeps the process alive where part of a mapped file cannot be read. The kernel then sends SIGBUS
-// to the thread that touched it; with a guard, zeros are mapped in the place of what is missing, the
-// place is noted, and the thread goes on. Every such place makes two mappings more, of which the system
-// allows a process so many (vm.max_map_count); where there are too many places, zeros take that of all
-// of the file, and all of it counts as missing.
+// Keeps the process alive if part of a mapped file cannot be read. The kernel then sends SIGBUS to the
+// thread that touched the part. With a guard, the part is noted, zeros are mapped in its place, and the
+// thread goes on. Each such place takes two more mappings, and the system limits the mappings of a
+// process (vm.max_map_count). If there are too many places, zeros replace the whole file, and all of
+// it counts as missing.
 //
-// The signal's handler is the process's: whoever installs another one after the first guard, as
-// faulthandler.enable() does, replaces it, and then what is missing ends the process. The one that was
-// there before is put back at the first fault outside all guarded mappings.
+// The process has one handler of the signal. A handler that is installed after the first guard, as
+// faulthandler.enable() does, replaces ours; a missing part then ends the process. The handler from
+// before the first guard is put back at the first fault outside all guarded mappings.
 #pragma once
 
 #include <atomic>
@@ -19,8 +19,8 @@ namespace kvr {
 
 class MappingGuard {
  public:
-  // memory: a shared mapping of all of the file, `bytes` long. It has to outlive the guard. scattered:
-  // the system was told that it is read in scattered pieces (MADV_RANDOM).
+  // memory: a shared mapping of the whole file, `bytes` long, which has to outlive the guard.
+  // scattered: whether the system was told that it is read in scattered pieces (MADV_RANDOM).
   MappingGuard(char* memory, int64_t bytes, int fd, bool scattered);
   ~MappingGuard();
   MappingGuard(const MappingGuard&) = delete;
@@ -28,10 +28,9 @@ class MappingGuard {
 
   // False if the address is not in the mapping. Safe in a signal handler and in several threads.
   bool patch(const void* address) noexcept;
-  // The parts that were missing since the last call, in whole system pages: their first byte, and the
-  // one behind them. What is in their place is given up: the file is mapped there again. Where that
-  // fails, the part is told again by the next call, which tries once more: until then what is written
-  // there is lost.
+  // The parts that were missing since the last call, in whole system pages: the first byte of each,
+  // and the byte behind it. The file is mapped there again, and the zeros are given up. If that fails,
+  // the next call returns the part again and tries once more; until then, writes there are lost.
   std::vector<std::pair<int64_t, int64_t>> take();
 
  private:
@@ -44,7 +43,7 @@ class MappingGuard {
   bool scattered_;
   std::unique_ptr<std::atomic<bool>[]> missing_;  // per system page
   std::atomic<bool> any_{false};
-  std::atomic<int> places_{0};  // runs of them, or more
+  std::atomic<int> places_{0};  // at least the number of runs of missing pages
 };
 
 }  // namespace kvr

@@ -1,4 +1,4 @@
-// From the scores of a KV head's query heads to the best pages.
+// Pools the scores of the query heads of a KV head, and finds the best pages.
 #pragma once
 
 #include <algorithm>
@@ -15,17 +15,17 @@
 namespace kvr {
 namespace KVR_ISA {
 
-// Pooled scores below this cannot be told apart: exp_nonpositive makes all that is 87 below a head's
-// best score equal, and what comes before it loses bits where it is weighted.
+// Pooled scores below this cannot be told apart: exp_nonpositive makes all scores equal that are 87
+// or more below the best score of a head, and scores just above that lose bits as they are weighted.
 constexpr float kLeastScore = 0x1p-100f;
 
-// Whether scores are pooled as they are; else as parts of what each head gives in all, which is
-// never negative.
+// Whether scores are pooled as they are. Otherwise each head's scores are pooled as shares of its total
+// or of its best score, which are never negative.
 inline bool is_raw(Pooling pooling) {
   return pooling == Pooling::kMax || pooling == Pooling::kSum;
 }
 
-// The higher one, or what is no number.
+// The higher number; NaN if either is NaN.
 inline float higher(float a, float b) { return a > b || a != a ? a : b; }
 
 inline float highest_of(const float* scores, int padded) {
@@ -42,24 +42,24 @@ inline float highest_of(const float* scores, int padded) {
   return highest;
 }
 
-// Of a stretch of a query head's scores: the highest one, and the sum of exp(score - reference). The
-// references of stretches are whole multiples of ln 2 apart, so that equal scores stay equal whatever
-// their stretches; but for scores so large that they have no such precision.
+// A stretch of the scores of a query head: the highest score, and the sum of exp(score - reference).
+// The references of stretches differ by multiples of ln 2, so equal scores of different stretches stay
+// equal, unless they are so large that floats have no such precision.
 struct Mass {
   float highest, total;
 
   bool ordinary() const { return std::fabs(highest) < (1 << 19); }
   int exponent() const { return static_cast<int>(std::lrint(highest * 1.44269504f)); }
   float reference() const { return ordinary() ? exponent() * 0.693147181f : highest; }
-  // exp(reference() - that of another stretch)
+  // exp(reference() - other.reference())
   float relative_to(const Mass& other) const {
     if (ordinary() && other.ordinary()) return std::ldexp(1.0f, exponent() - other.exponent());
     return std::exp(reference() - other.reference());
   }
 };
 
-// scores[0..n) of a stretch -> exp(score - reference). There is room up to a multiple of kWidth, which is
-// overwritten.
+// Replaces scores[0..n) of a stretch by exp(score - reference). Overwrites what follows them up to a
+// multiple of kWidth.
 inline Mass exp_scores(float* scores, int n) {
   const int padded = (n + kWidth - 1) / kWidth * kWidth;
   std::fill(scores + n, scores + padded, -std::numeric_limits<float>::infinity());
@@ -77,10 +77,10 @@ inline Mass exp_scores(float* scores, int n) {
   return mass;
 }
 
-// scores[g][0..n), stretch by stretch what exp_scores made of them with masses[g * stretches + i], ->
-// scores[0][0..n): the mean over the group of softmax over j; or, relative, the sum over the group of
-// exp(score - the head's highest). Then norms[g] is the logarithm of what a head's scores were divided by.
-// What is behind a row's scores is overwritten.
+// Pools scores[g][0..n) into scores[0][0..n). exp_scores has replaced the scores of each stretch, and
+// returned masses[g * stretches + i]. The result is the mean over the group of the softmax over j or,
+// if `relative`, the sum over the group of exp(score - the highest score of the head). norms[g] becomes
+// the logarithm of the divisor of the head. Overwrites what follows the scores of a row.
 inline void pool_shares(float* scores, int64_t stride, int group, int n, int stretch, int stretches,
                         const Mass* masses, bool relative, float* norms) {
   for (int g = 0; g < group; ++g) {
@@ -105,7 +105,7 @@ inline void pool_shares(float* scores, int64_t stride, int group, int n, int str
   }
 }
 
-// scores[g][0..n) -> scores[0][0..n): the highest of the group, or the sum.
+// Pools scores[g][0..n) into scores[0][0..n): the highest score of the group, or the sum.
 inline void pool_raw(float* scores, int64_t stride, int group, int n, bool highest) {
   for (int g = 1; g < group; ++g)
     for (int j = 0; j < n; ++j) {
@@ -114,7 +114,8 @@ inline void pool_raw(float* scores, int64_t stride, int group, int n, bool highe
     }
 }
 
-// scores of n entries -> scores of their pages: what their entries have in all, or the highest.
+// Replaces the scores of n entries by scores of their pages: the sum over a page's entries, or the
+// highest score.
 inline void pool_parts(float* scores, int n, int parts, bool highest) {
   for (int j = 0; j * parts < n; ++j) {
     float total = scores[j * parts];
@@ -124,7 +125,7 @@ inline void pool_parts(float* scores, int n, int parts, bool highest) {
   }
 }
 
-// One page's scores[g * parts + part], pooled as above; shares as their logarithm.
+// The pooled score of one page, from scores[g * parts + part]; of a softmax the logarithm.
 inline float pooled(Pooling pooling, const float* scores, int parts, int group, const float* norms) {
   float best = -std::numeric_limits<float>::infinity(), total = 0;
   if (is_raw(pooling)) {
@@ -143,7 +144,7 @@ inline float pooled(Pooling pooling, const float* scores, int parts, int group, 
   return best + std::log(total);
 }
 
-// What pool_shares divides by, as logarithms: per query head, of scores[g][0..n).
+// The logarithms of the divisors of pool_shares, per query head, for scores[g][0..n).
 inline void log_norms(const float* scores, int64_t stride, int group, int n, bool relative,
                       double* norms) {
   for (int g = 0; g < group; ++g) {
@@ -156,7 +157,7 @@ inline void log_norms(const float* scores, int64_t stride, int group, int n, boo
   }
 }
 
-// Logarithm of what pool_shares and pool_parts make of entries [begin, end) of a page.
+// The logarithm of the score that pool_shares and pool_parts give to entries [begin, end) of a page.
 inline double log_share(const float* scores, int64_t stride, int group, int begin, int end,
                         const double* norms) {
   double top = -std::numeric_limits<double>::infinity(), total = 0;
@@ -170,8 +171,8 @@ inline double log_share(const float* scores, int64_t stride, int group, int begi
   return top + std::log(total);
 }
 
-// The k best of pages [first, last), k > 0, in rising order, by log_share: however far apart the
-// scores are, nothing underflows. What is no number counts least.
+// The k > 0 best of pages [first, last), in rising order, by log_share, which does not underflow
+// however far apart the scores are. NaN counts least.
 inline void top_k_of_logs(const float* scores, int64_t stride, int group, int n, int parts,
                           int first, int last, int k, bool relative, int32_t* out) {
   thread_local std::vector<double> norms, logs;

@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-// Completely, and early: arrays of vectors become registers.
+// Unrolls a loop completely and early, so that arrays of vectors become registers.
 #define KVR_UNROLL _Pragma("GCC unroll 16")
 
 namespace kvr {
@@ -86,13 +86,13 @@ inline float sum(Floats v) {
   return (q[0] + q[1]) + (q[2] + q[3]);
 }
 
-// Where element i of two interleaved vectors comes from, in units of `size` elements within quads.
+// The source of element i of two interleaved vectors, in units of `size` elements within quads.
 constexpr int interleaved(int i, int size, bool upper) {
   const int unit = i % 4 / size;
   return unit % 2 * kWidth + i / 4 * 4 + (upper ? 2 : 0) + unit / 2 * size + i % size;
 }
 
-// a and b interleaved, and what comes out added up: half of the work of summing both.
+// Interleaves a and b and adds up the results: half of the work of summing both.
 template <int size, size_t... i>
 inline Floats interleave_add(Floats a, Floats b, std::index_sequence<i...>) {
   return __builtin_shufflevector(a, b, interleaved(i, size, false)...) +
@@ -106,13 +106,12 @@ inline Quad sum_four(Floats a, Floats b, Floats c, Floats d) {
       interleave_add<2>(interleave_add<1>(a, b, all), interleave_add<1>(c, d, all), all));
 }
 
-// Elements of the KV cache. Conversions to float and back of a value that came from the type are
-// exact. For sums of products the elements are taken kLanes at a time, as Lanes; those of the other
-// factor are kept as Factor.
+// Elements of the KV cache. A value of the type survives the conversion to float and back. Sums of
+// products take kLanes elements at a time, as Lanes; the elements of the other factor are a Factor.
 
 struct Float32;
 
-// How elements become Lanes where floats are what is multiplied.
+// The conversion of elements to Lanes if floats are multiplied.
 template <class E>
 struct FloatLanes {
   using Factor = Float32;
@@ -222,9 +221,9 @@ inline void store_rounded<BFloat16>(BFloat16* p, Floats v) {
 }
 
 // exp(x) / 2^exponent, relative error below 2e-7, for |x| < 2^20 and x < (exponent + 1) * ln 2; about
-// 2^-126 for all that is less. For another exponent it is another multiple of the same number.
+// 2^-126 for smaller x. The exponent changes the result by a power of two, and not its digits.
 inline Floats exp_below(Floats x, int exponent) {
-  constexpr float kShift = 12582912;  // of which the low bits are zero, and the next number's 1
+  constexpr float kShift = 12582912;  // its low bits are zero, and the next float is larger by 1
   x = max(x, splat(exponent * 0.693147181f - 87.0f));
   const Floats shifted = x * 1.44269504f + kShift, whole = shifted - kShift;
   const Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
@@ -241,7 +240,7 @@ inline Floats exp_below(Floats x, int exponent) {
 // exp(x) for x <= 0, relative error below 2e-7; 0 far below the smallest normal float.
 inline Floats exp_nonpositive(Floats x) { return exp_below(x, 0); }
 
-// So many elements, a multiple of kWidth, in floats, times a factor.
+// `n` elements, a multiple of kWidth, as floats times a factor.
 template <class E>
 inline void scaled_to(float* to, const E* from, int n, float factor) {
   for (int i = 0; i < n; i += kWidth) {

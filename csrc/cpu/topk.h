@@ -1,4 +1,4 @@
-// The best of a row of scores.
+// The k best of a row of scores.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace kvr {
 namespace KVR_ISA {
 
-// How many of values[0..n) have a bit pattern of at least `floor`.
+// The number of values[0..n) with a bit pattern of at least `floor`.
 inline int count_at_least(const float* values, int n, int32_t floor) {
   int count = 0, j = 0;
 #if defined(__AVX512F__)
@@ -32,7 +32,7 @@ inline int count_at_least(const float* values, int n, int32_t floor) {
   return count;
 }
 
-// Their positions, in rising order; there is room for n + kWidth.
+// The positions of these values, in rising order. There has to be room for n + kWidth positions.
 inline int at_least(const float* values, int n, int32_t floor, int32_t* out) {
   int count = 0, j = 0;
 #if defined(__AVX512F__)
@@ -55,8 +55,8 @@ inline int at_least(const float* values, int n, int32_t floor, int32_t* out) {
   return count;
 }
 
-// values[0..n) -> what orders like them by bit pattern, negative ones too: zeros are equal, whatever
-// their signs, and no number counts least.
+// Replaces values[0..n) by numbers whose bit patterns order like the values, also negative ones. Zeros
+// of both signs are equal, and NaN counts least.
 inline void to_ordered(float* values, int n) {
   for (int j = 0; j < n; ++j) {
     int32_t bits;
@@ -67,8 +67,8 @@ inline void to_ordered(float* values, int n) {
   }
 }
 
-// The highest bit pattern that at least k of values[0..n) reach, n >= k > 0; negative ones count only
-// where it is said that there may be some.
+// The highest bit pattern that at least k of values[0..n) reach, n >= k > 0. Negative patterns are
+// considered only if the caller says that there may be some.
 inline int32_t floor_of(const float* values, int n, int k, bool negative = false) {
   int32_t floor = 0;  // raised until no more than k reach it
   int count = n;
@@ -89,9 +89,9 @@ inline int32_t floor_of(const float* values, int n, int k, bool negative = false
   return floor;
 }
 
-// The k largest by bit pattern of values[0..n), n >= k > 0: their positions plus `offset` in rising
-// order; of equal values the lower position wins. Non-negative floats order like their bit patterns,
-// others after to_ordered.
+// The positions of the k largest of values[0..n) by bit pattern, n >= k > 0, plus `offset` and in
+// rising order. Of equal values the one at the lower position wins. Floats that are not negative order
+// like their bit patterns; others do so after to_ordered.
 inline void top_k(const float* values, int n, int k, int32_t offset, int32_t* out,
                   bool negative = false) {
   thread_local std::vector<int32_t> places;
@@ -103,7 +103,7 @@ inline void top_k(const float* values, int n, int k, int32_t offset, int32_t* ou
     std::memcpy(&bits, values + place, 4);
     return bits == floor;
   };
-  int ties = k;  // that are taken
+  int ties = k;  // how many values equal to the floor are taken
   if (count > k)
     for (int i = 0; i < count; ++i) ties -= !is_tie(places[i]);
   for (int i = 0, taken = 0; taken < k; ++i) {
@@ -112,8 +112,8 @@ inline void top_k(const float* values, int n, int k, int32_t offset, int32_t* ou
   }
 }
 
-// The same of many values that are not negative. What few of them reach is found from a sample; only
-// those that reach it are looked at more than once.
+// The same for many values that are not negative. A sample gives a bound that few values reach; only
+// these values are read more than once.
 inline void top_k_of_many(const float* values, int n, int k, int32_t offset, int32_t* out) {
   constexpr int kEvery = 16;
   thread_local std::vector<float> sample, best;

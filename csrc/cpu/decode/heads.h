@@ -1,4 +1,5 @@
-// A tile's tokens for some query heads of a KV head: logits, weights, and values added up.
+// Attention of some query heads of a KV head to the tokens of a tile: logits, weights, and sums of
+// values.
 #pragma once
 
 #include <cmath>
@@ -11,20 +12,20 @@
 namespace kvr {
 namespace KVR_ISA {
 
-constexpr int kHeadBlock = kWidth == 16 ? 8 : 4;  // query heads together
+constexpr int kHeadBlock = kWidth == 16 ? 8 : 4;  // query heads that are computed together
 constexpr float kMostAbove = 16;  // powers of two by which a logit may exceed its head's reference
 constexpr float kLeastLogit = -1e30f;
 
-// Of a query head over some of its tokens: values are weighted by 2^(logit - reference), and not yet
-// divided by the sum of these weights. The reference changes only where a logit exceeds it by far.
+// The result of a query head for some of its tokens. Values are weighted by 2^(logit - reference), and
+// not yet divided by the sum of these weights. The reference changes only if a logit exceeds it by far.
 struct Partial {
-  Floats totals;  // of the weights, as the values are multiplied with them
-  Floats masses;  // of the weights before they are rounded
+  Floats totals;  // sums of the weights that the values are multiplied by
+  Floats masses;  // sums of the weights before they are rounded
   float reference;
   bool begun;
 };
 
-// Query heads of a unit, in blocks that meet a tile together.
+// The query heads of a unit, in blocks that are computed together.
 inline int heads_together(int group) {
   const int blocks = (group + kHeadBlock - 1) / kHeadBlock;
   return (group + blocks - 1) / blocks;
@@ -51,14 +52,14 @@ struct PageQueries {
   const Word* all_;
 };
 
-// The same for keys of rows.
+// The same for keys in a token-major cache.
 template <class P>
 struct RowQueries : QueryParts<typename P::Element, 1> {
   RowQueries(const typename P::Element* q, int group, int d)
       : QueryParts<typename P::Element, 1>(q, group * d, Identity{}) {}
 };
 
-// N query heads from the g-th of a unit on.
+// N query heads of a unit, from the g-th on.
 template <class Tile, int N>
 struct Heads {
   using E = typename Tile::E;
@@ -67,21 +68,21 @@ struct Heads {
   using Panel = decltype(P::load(nullptr));
   using Weight = typename P::Weight;
   static constexpr int kVectors = kTile / kWidth;
-  // Of two vectors each, as many as hide their latency and leave room in registers.
+  // Sums of two vectors each: as many as hide their latency, and leave room in registers.
   static constexpr int kPairs = N * 4 <= kAccumulators && kVectors >= 4 ? 2 : 1;
   static constexpr int kPasses = kVectors / (2 * kPairs);
   static constexpr int kSlices = N * 4 <= (kWidth == 16 ? 16 : 8) ? 2 : 1;  // the same, of channels
 
   int head_size;
   float scale;     // times log2(e)
-  float cap;       // of logits, times log2(e); 0: none
+  float cap;       // soft cap of logits, times log2(e); 0: none
   float* values;   // [N, columns]
   int columns;
   Partial* parts;  // [N]
-  float* wanted;   // [N, wanted_stride], or null: where logits are to be written
+  float* wanted;   // [N, wanted_stride]; receives the logits; null: nothing does
   int64_t wanted_stride;
 
-  // Adds a tile; fetches its values before they are needed, and the next one's keys.
+  // Adds a tile. Fetches its values before they are needed, and then the keys of the next tile.
   template <class Queries>
   void add(const Queries& q, int g, const Tile& tile, const Tile& next) const {
     alignas(64) float x[N][kTile];
@@ -106,7 +107,7 @@ struct Heads {
   }
 
  private:
-  // Logits less references, in the tile's order of tokens; returns their highest, by column.
+  // Computes logits less references, in the tile's order of tokens. Returns the highest, by column.
   Floats score(const PageQueries<P>& queries, int g, const Tile& tile, float (&x)[N][kTile]) const {
     const int steps = head_size / P::kDepth;
     Floats top = splat(kLeastLogit);
@@ -155,7 +156,7 @@ struct Heads {
     return top;
   }
 
-  // Logits less references -> capped ones less references; returns their highest, by column.
+  // Caps logits less references. Returns the highest, by column.
   __attribute__((noinline)) Floats cap_logits(float (&x)[N][kTile]) const {
     const prompt::Logits capped{1, cap};
     Floats top = splat(kLeastLogit);
@@ -169,7 +170,7 @@ struct Heads {
     return top;
   }
 
-  // New references for heads whose logits are too high, or that see their first tokens.
+  // Sets new references for heads whose logits are too high, or that see their first tokens.
   __attribute__((noinline)) void refer_anew(float (&x)[N][kTile]) const {
     for (int h = 0; h < N; ++h) {
       Partial& part = parts[h];
@@ -190,7 +191,7 @@ struct Heads {
     }
   }
 
-  // Logits -> weights, in the same place; zero behind the last token.
+  // Replaces logits by weights; by zero behind the last token.
   static void weigh(float* x, int count, Partial& part) {
     Floats w[kVectors];
     KVR_UNROLL for (int v = 0; v < kVectors; ++v) w[v] = load_as<Floats>(x + v * kWidth);
@@ -210,7 +211,7 @@ struct Heads {
     part.totals += total;
   }
 
-  // Values of S times two vectors of channels from the c-th on, times the weights.
+  // Adds the weighted values of S times two vectors of channels, from the c-th on.
   template <int S, Rest rest>
   void add_values(const Tile& tile, const Tile& next, const float (&x)[N][kTile], int c) const {
     Floats acc[N][2 * S];

@@ -1,5 +1,5 @@
-// Tokens of a list, kTile at a time, and how their keys and values are read: as vectors of tokens and of
-// channels, two at a time, in the order that is cheapest (place).
+// Tiles: kTile tokens of a list, and how their keys and values are read. Keys are vectors of tokens and
+// values vectors of channels, two at a time, in the cheapest order of elements (see place).
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,12 @@ namespace kvr {
 namespace KVR_ISA {
 
 constexpr int kTile = 32;      // tokens whose keys are read before their values
-constexpr int kTogether = 16;  // tokens that lie side by side at least, in layouts of pages
+constexpr int kTogether = 16;  // in layouts of pages at least so many tokens lie side by side
 constexpr int kTwo = 2 * kWidth;
 constexpr int kLine = 64;      // bytes
 
-// Into the second-level cache: the first level has too few misses in flight to hide the memory's latency.
+// Fetches into the second-level cache: the first level allows too few misses at once to hide the
+// latency of memory.
 inline void fetch_line(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 template <class T>
@@ -26,8 +27,8 @@ inline void fetch(const T* p, int count) {
     fetch_line(reinterpret_cast<const char*>(p) + b);
 }
 
-// What step i fetches of some lines, `lines` for every `steps` steps: evenly, since requests in a burst
-// fill the queue of misses, and hold up the loads behind them.
+// Which lines step i fetches, at `lines` lines in every `steps` steps. They are spread evenly, since
+// requests in a burst fill the queue of misses and hold up the loads behind them.
 template <int lines, int steps, class Fetch>
 inline void fetch_evenly(int i, const Fetch& fetch_one) {
   if constexpr (lines >= steps) {
@@ -37,7 +38,7 @@ inline void fetch_evenly(int i, const Fetch& fetch_one) {
   }
 }
 
-// Where element i of those that are loaded as two vectors is.
+// The place of element i of two vectors of elements after they are loaded.
 template <class E>
 constexpr int place(int i) {
   const int first = i / kTwo * kTwo, at = i % kTwo;
@@ -46,11 +47,11 @@ constexpr int place(int i) {
   return first + at % 2 * kWidth + at / 2;
 }
 
-// Where the second half of the elements of two vectors is: behind the first half, or elsewhere, or there
-// is none.
+// The second half of the elements of two vectors lies behind the first half, or elsewhere, or there is
+// none.
 enum class Rest { kBehind, kElsewhere, kNone };
 
-// Elements of 2 bytes for two vectors.
+// Loads elements of 2 bytes for two vectors.
 template <Rest rest, class E>
 inline Words halves_of(const E* p, [[maybe_unused]] const E* second) {
 #if defined(__AVX512F__)
@@ -63,8 +64,8 @@ inline Words halves_of(const E* p, [[maybe_unused]] const E* second) {
   return load_as<Words>(p);
 }
 
-// Elements -> two vectors, in the order of `place`. In bfloat16 even ones and odd ones: a shift and a
-// mask, where the natural order takes shuffles as well.
+// Converts elements to two vectors, in the order of `place`. In bfloat16 these are the even and the odd
+// elements, which takes a shift and a mask; the natural order would take shuffles as well.
 template <Rest rest, class E>
 inline void load_two(const E* p, const E* second, Floats (&x)[2]) {
   if constexpr (std::is_same_v<E, BFloat16>) {
@@ -78,7 +79,7 @@ inline void load_two(const E* p, const E* second, Floats (&x)[2]) {
 }
 
 #if defined(__AVX512BF16__)
-// Elements of two channels, or of two tokens, -> two vectors of pairs, in the order of `place`.
+// Converts elements of two channels, or of two tokens, to two vectors of pairs, as `place` orders them.
 template <Rest rest>
 inline void join_two(const BFloat16* p, const BFloat16* second, int64_t apart, Words (&x)[2]) {
   const auto a = (__m512i)halves_of<rest>(p, second);
@@ -88,7 +89,7 @@ inline void join_two(const BFloat16* p, const BFloat16* second, int64_t apart, W
 }
 #endif
 
-// What a (row, KV head) attends to.
+// The tokens that a (row, KV head) attends to.
 struct List {
   const int32_t* entries;
   int scale, offset;  // pages -> units of a KV head
@@ -100,7 +101,7 @@ struct List {
   int64_t operator[](int i) const { return int64_t(entries[i]) * scale + offset; }
 };
 
-// Values of a token, and of the next one where that is among the tile's, from a channel on.
+// The values of a token, and of the next one if the tile has it, from a channel on.
 template <class E, Rest rest>
 inline void load_values(const E* p, [[maybe_unused]] const E* next, Floats (&x)[2]) {
   load_two<rest>(p, p + kWidth, x);
@@ -112,7 +113,7 @@ inline void load_values(const E* p, const E* next, Words (&x)[2]) {
 }
 #endif
 
-// Tokens in a cache of rows: each key before its value.
+// Tokens of a token-major cache, in which each key is followed by its value.
 template <class E_>
 struct RowTile {
   using E = E_;
@@ -150,10 +151,10 @@ struct RowTile {
   }
 };
 
-// Tokens of pages that hold their keys together, and then their values. Their first kTogether and their
-// last are side by side, or anywhere. For AMX keys are words of two channels, [16 tokens] by
-// [head_size / 2]; values of two tokens, [16 channels] by [8] by [head_size / 16], where the latter are
-// as far apart as a page has room for.
+// Tokens of pages, which hold all keys and then all values. The first kTogether tokens of a tile lie
+// side by side, and so do the others. For AMX, keys are words of two channels, [16 tokens] by
+// [head_size / 2], and values are words of two tokens, [16 channels] by [8] by [head_size / 16], where
+// the last dimension has the stride of a whole page.
 template <class E_, KeyLayout layout, bool side_by_side>
 struct PageTile {
   using E = E_;
@@ -161,10 +162,10 @@ struct PageTile {
   static constexpr bool kRows = false;
   static constexpr bool kWords = layout == KeyLayout::kAmx;
   static constexpr int kLineElements = kLine / sizeof(E);
-  // Of keys: lines of a channel that the tile's tokens take, or words of two channels.
+  // Lines of a channel of keys, or of words of two channels, that the tokens of the tile take.
   static constexpr int kKeyLines = kWords || (side_by_side && sizeof(E) == 2) ? 1 : 2;
-  static constexpr int kValueLines = kTile / kLineElements;  // the same of values
-  const E* keys[kTile / kTogether];  // of the first channels
+  static constexpr int kValueLines = kTile / kLineElements;  // the same for values
+  const E* keys[kTile / kTogether];  // keys of the first channels
   const E* values[kTile / kTogether];
   int count, head_size, page_size;
 
@@ -186,7 +187,7 @@ struct PageTile {
   static constexpr int token_place(int t) { return kWords ? t : place<E>(t); }
   static constexpr int channel_place(int c) { return kWords ? c : place<E>(c); }
 
-  // Step c of the keys, of one channel or a pair, for the tokens that the i-th two vectors hold.
+  // The keys of step c, one channel or a pair, for the tokens of the i-th pair of vectors.
   template <class Panel>
   void keys_of(int c, int i, Panel (&x)[2]) const {
     const int at = i * kTwo;
@@ -208,7 +209,7 @@ struct PageTile {
     }
   }
 
-  // Values of token t, or of two, from channel c on.
+  // The values of token t, or of two tokens, from channel c on.
   template <Rest rest, class Panel>
   void values_of(int t, int c, Panel (&x)[2]) const {
     if constexpr (kWords) {
@@ -229,7 +230,7 @@ struct PageTile {
   void fetch_keys() const {
     for (int i = 0; i < head_size * kKeyLines; ++i) fetch_line(key_line(i));
   }
-  // What step i of the keys fetches, where `passes` read a part of each of them.
+  // Fetches the keys of step i; each of `passes` reads a part of every key.
   template <int passes>
   void fetch_values(int i) const {
     fetch_evenly<kValueLines * P::kDepth, passes>(i, [&](int line) { fetch_line(value_line(line)); });
@@ -253,7 +254,7 @@ struct PageTile {
     else if constexpr (side_by_side) return values[0] + i * kLineElements;
     else return values[i % 2] + i / 2 * kLineElements;
   }
-  // Words of two elements: as they are, or one element of each.
+  // Words of two elements, as they are or with one element of each.
   static auto of_words(const E* p, [[maybe_unused]] int i) {
     if constexpr (P::kDepth == 2) {
       return load_as<Words>(p);

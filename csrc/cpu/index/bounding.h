@@ -1,5 +1,4 @@
-// Sphere around the keys (ArkVale): centre and radius, with q.centre + |q| radius as an
-// upper bound of every q.k.
+// Sphere around the keys (ArkVale): the score is an upper bound of every q.k, q.centre + |q| radius.
 //
 // Record: mean of the keys [head_size], in the precision of the cache; distance of the farthest key
 // from it (float).

@@ -1,7 +1,8 @@
-// The attention that a page gets, from all its keys: as good as any selection of pages can be, and as
-// slow as reading all keys. For evaluation, and to score the best by another index again.
+// Scores an entry by all its keys. No index selects better pages, and none is slower: it reads as much
+// as attention to all pages. It is for evaluation, and for scoring the best pages of another index
+// again.
 //
-// Record: nothing; it reads vLLM's cache.
+// Record: none; the keys are read from vLLM's cache.
 #pragma once
 
 #include "index/tokens.h"
@@ -10,8 +11,8 @@
 namespace kvr {
 namespace KVR_ISA {
 
-// Calls take(g, scores) with the scores of an entry's tokens, of a KV head, for each of its queries,
-// which come times the softmax scale. There is room behind the scores up to padded(their number).
+// Calls take(g, scores) for each query of a KV head with the scores of an entry's tokens. The queries
+// are multiplied by the softmax scale. There is room for padded(tokens) scores.
 template <class E, class Take>
 inline void exact_scores(const Index& index, int64_t entry, int head, const float* queries, int group,
                          const Take& take) {
@@ -30,7 +31,7 @@ inline void exact_scores(const Index& index, int64_t entry, int head, const floa
   }
 }
 
-// Logarithms of the mass of an entry's keys; out[g * stride].
+// The logarithm of the mass of an entry's keys, out[g * stride].
 template <class E>
 inline void exact_score(const Index& index, int64_t entry, int head, const float* queries, int group,
                         float* out, int64_t stride) {
@@ -57,7 +58,7 @@ struct Exact {
   }
 
  private:
-  // Calls score(entry, head, queries, out of the head, j).
+  // Calls score(entry, head, queries, output of the head, j).
   template <class Score>
   static void score_entries(const ScoreTask<E>& t, const Score& score) {
     const float* queries = float_queries(t, t.scale);

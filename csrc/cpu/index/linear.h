@@ -1,5 +1,5 @@
-// Indexes whose score is a sum of products: of one or two parts of the query with as many fields of
-// the record, each [head_size] in the precision of the cache.
+// Indexes whose score is a sum of products: one or two parts of the query times as many fields of the
+// record. Each field is [head_size], in the precision of the cache.
 #pragma once
 
 #include <cstring>
@@ -31,8 +31,8 @@ class QueryParts {
   const Part* part[F];
 };
 
-// Products of N queries, from the element `at` on, with P rows of F fields. More of them at a time
-// share what is loaded of the queries.
+// Products of N queries, from the element `at` on, with P rows of F fields. Several rows at a time
+// share the loads of the queries.
 template <class E, int F, int N, int P>
 inline void products(const QueryParts<E, F>& q, int64_t at, const E* const (&rows)[P], int d,
                      Floats (&acc)[N][P]) {
@@ -54,7 +54,7 @@ inline void products(const QueryParts<E, F>& q, int64_t at, const E* const (&row
   }
 }
 
-// Scores of P adjacent entries of a KV head from j on, for N query heads; out[g * stride + j].
+// Scores P adjacent entries of a KV head, from j on, for N query heads: out[g * stride + j].
 template <class E, int F, int N, int P>
 static void score_together(const QueryParts<E, F>& q, int64_t query_at, const ScoreTask<E>& t,
                            int head, int j, float* out) {
@@ -84,7 +84,7 @@ static void score_heads(const QueryParts<E, F>& q, int64_t query_at, const Score
   for (; j < last; ++j) score_together<E, F, N, 1>(q, query_at, t, head, j, out);
 }
 
-// Scores of a task, given the parts of all its queries.
+// Computes the scores of a task, given the parts of all its queries.
 template <class E, int F>
 static void score_linear(const ScoreTask<E>& t, const QueryParts<E, F>& q) {
   using Fn = decltype(&score_heads<E, F, 1>);
@@ -99,7 +99,7 @@ static void score_linear(const ScoreTask<E>& t, const QueryParts<E, F>& q) {
   });
 }
 
-// The whole query against the record's first field.
+// The score is the query times the first field of the record.
 struct Identity {
   void operator()(Floats x, Floats (&parts)[1]) const { parts[0] = x; }
 };

@@ -1,5 +1,6 @@
-// Mean of the keys: a lower bound of the page's log mass (less the logarithm of its tokens), and what
-// tells pages apart where keys have outlier channels, which drown minimum and maximum.
+// Mean of the keys. The score is a lower bound of the logarithm of the page's mass, less the logarithm
+// of its tokens. If some channels of the keys have outliers, which dominate minimum and maximum, it
+// tells pages apart far better than these.
 //
 // Record: mean [head_size].
 #pragma once

@@ -1,6 +1,6 @@
-// Mean and standard deviation of the keys per channel, q.mean + c |q|.std: min/max's bytes and
-// arithmetic (whose bound is q.centre + |q|.half_width), with a centre and a width that one outlier
-// does not set.
+// Mean and standard deviation of the keys per channel: the score is q.mean + c |q|.std. The bound of
+// min/max, q.centre + |q|.half_width, takes the same bytes and arithmetic, but there one outlier
+// determines centre and width.
 //
 // Record: mean [head_size], c times the standard deviation [head_size].
 #pragma once

@@ -1,13 +1,13 @@
-// One bit per token and channel (FIER, section 3.2): a key is near its entry's minimum or its maximum
-// in each channel. Scores of tokens are those of the keys so rounded; an entry's is the logarithm of
-// their mass.
+// One bit per token and channel (FIER, section 3.2). The bit says whether the key is nearer to the
+// minimum or to the maximum of its entry in this channel. The score of a token is q.k with the key
+// rounded so; the score of an entry is the logarithm of the mass of its tokens.
 //
-// A token's score is q.minimum plus the steps q[c] * (maximum[c] - minimum[c]) of the channels whose
-// bit is set. Steps are added up as multiples of a unit so small that they need 16 bits, which are two
-// numbers of 8 for products of bytes: keys are never unpacked.
+// The score of a token is q.minimum plus the steps q[c] * (maximum[c] - minimum[c]) of the channels
+// whose bit is set. Steps are multiples of a unit so small that they take 16 bits, as two numbers of 8
+// bits for products of bytes. Keys are never unpacked.
 //
 // Record: minimum [head_size], maximum [head_size], in the precision of the cache; bits
-// [head_size / 32, rounded up, entry_tokens, 4]: bit k of byte (i, t, j) is that of channel
+// [head_size / 32, rounded up, entry_tokens, 4]: bit k of byte (i, t, j) belongs to channel
 // 32 i + 4 k + j.
 #pragma once
 
@@ -21,18 +21,18 @@
 namespace kvr {
 namespace KVR_ISA {
 
-// Of N queries of a KV head for kBlock records: what all scores of a record's tokens begin with, and
-// what the sums of their steps are multiples of. What needs one record's sums waits for them, so all
-// records go through each stage together.
+// For N queries of a KV head and kBlock records: the constant part of the scores of a record's tokens,
+// and the unit of their steps. All records go through each stage together, since the next stage of a
+// record waits for its sums.
 template <int N>
 struct OneBitStart {
-  static constexpr float kMost = 32000;  // of the sum of all steps; rounding adds half a unit each
+  static constexpr float kMost = 32000;  // the sum of all steps; rounding adds up to half a unit each
 
   Quad start[N], unit[N];  // of the records
 
-  // Queries and their magnitudes are [N, channels] for so many `channels`, kStepChannels times a whole
-  // number, of which those from head_size on are zero. `widths` has room for as many per record;
-  // `steps` gets [kBlock, N, 2 * channels].
+  // Queries and their magnitudes are [N, channels], where `channels` is a multiple of kStepChannels,
+  // and channels from head_size on are zero. `widths` has room for `channels` floats per record. The
+  // result is `steps`, [kBlock, N, 2 * channels].
   template <class E>
   void prepare(const uint8_t* const (&records)[kBlock], int d, int channels, const float* queries,
                const float* magnitudes, float* widths, int8_t* steps) {
@@ -133,8 +133,8 @@ struct OneBit {
     }
   }
 
-  // Calls score(records, their number, queries of the head, out of the head, number of the first);
-  // behind a head's queries, [group, channels], are their magnitudes.
+  // Calls score(records, count of records, queries of the head, output of the head, first record).
+  // The queries of a head, [group, channels], are followed by their magnitudes.
   template <class Score>
   static void score_blocks(const ScoreTask<E>& t, const Score& score) {
     const int d = t.index.head_size, channels = channels_of(d), size = t.group * channels;
@@ -146,15 +146,15 @@ struct OneBit {
       for (int c = 0; c < d; ++c) q[size + c] = std::fabs(q[c]);
     }
     by_blocks(t, t.index.record_bytes, [&](int head, int first, int last, float* out) {
-      const uint8_t* records[kBlock];  // the last one again where there are fewer
+      const uint8_t* records[kBlock];  // repeats the last one if there are fewer
       for (int e = 0; e < kBlock; ++e)
         records[e] = t.records.at(std::min(first + e, last - 1), t.first_head + head);
       score(records, last - first, queries.data() + 2 * head * size, out, first);
     });
   }
 
-  // Scores of the tokens of some records for the query heads of a KV head, out[g * stride]; those of
-  // a record are so far from the one's before.
+  // Scores the tokens of `count` records for the query heads of a KV head, out[g * stride]. The scores
+  // of adjacent records are `distance` apart.
   static void score_tokens_of(const uint8_t* const (&records)[kBlock], int count,
                               const ScoreTask<E>& t, const float* q, float* out, int distance,
                               int64_t stride) {
@@ -174,7 +174,7 @@ struct OneBit {
           distance, stride);
   }
 
-  // For N query heads, of entries of so many tokens or a multiple.
+  // For N query heads, and entries of a multiple of `tokens` tokens.
   template <int N, int tokens>
   static void score_heads(const uint8_t* const (&records)[kBlock], int count, const Index& index,
                           const float* q, const float* magnitudes, float* out, int distance,
@@ -194,7 +194,7 @@ struct OneBit {
                            out + e * distance + token, stride);
   }
 
-  // The scores of so many of a record's n tokens.
+  // Scores `tokens` adjacent tokens of a record with n tokens.
   template <int N, int tokens>
   static void add_up(const uint8_t* row, const OneBitStart<N>& starts, int e, const int8_t* steps,
                      int channels, int n, float* out, int64_t stride) {

@@ -1,5 +1,5 @@
-// What a one-bit index adds up (one_bit.h): steps in 16 bits, as a higher and a lower signed byte where
-// there are products of bytes, and their sums over tokens whose bits are bytes of 0 and 1.
+// The sums of a one-bit index (one_bit.h). Steps have 16 bits; where the instruction set multiplies
+// bytes, they are split into a higher and a lower signed byte. The bits of tokens are bytes of 0 and 1.
 #pragma once
 
 #include "index/task.h"
@@ -7,10 +7,10 @@
 namespace kvr {
 namespace KVR_ISA {
 
-constexpr int kStepChannels = 32;  // whose steps are stored together
+constexpr int kStepChannels = 32;  // their steps are stored together
 
-// queries * widths * factor, whole numbers below 2^15, for kStepChannels channels. Each word of what is
-// stored holds the higher or the lower bytes of four channels, or whole steps of two; StepWords knows which.
+// Stores queries * widths * factor, whole numbers below 2^15, for kStepChannels channels. Each word
+// holds the higher or the lower bytes of four channels, or whole steps of two; see StepWords.
 inline void store_steps(const float* queries, const float* widths, float factor, int8_t* to) {
 #if defined(__AVX512F__)
   const auto numbers = [&](int c) {
@@ -46,7 +46,7 @@ inline void store_steps(const float* queries, const float* widths, float factor,
 #endif
 }
 
-// The steps of channels 4 k to 4 k + 3 of those stored.
+// The stored steps of channels 4 k to 4 k + 3.
 struct StepWords {
   int32_t high, low;
   StepWords(const int8_t* steps, int k) {
@@ -62,7 +62,7 @@ struct StepWords {
   }
 };
 
-// Sums of steps, of kWidth tokens.
+// The sums of steps of kWidth tokens.
 class StepSums {
  public:
   // `set` has a word per token, a byte of 0 or 1 for each of four channels.
@@ -70,7 +70,7 @@ class StepSums {
 #if defined(__AVX512F__)
     high_ = _mm512_dpbusd_epi32(high_, (__m512i)set, _mm512_set1_epi32(steps.high));
     low_ = _mm512_dpbusd_epi32(low_, (__m512i)set, _mm512_set1_epi32(steps.low));
-#elif defined(__AVX2__)  // bytes are no larger than their steps, which come to kMost in all
+#elif defined(__AVX2__)  // no byte exceeds its step, and all steps add up to kMost
     high_ = _mm256_add_epi16(
         high_, _mm256_maddubs_epi16((__m256i)set, _mm256_set1_epi32(steps.high)));
     low_ = _mm256_add_epi16(low_, _mm256_maddubs_epi16((__m256i)set, _mm256_set1_epi32(steps.low)));

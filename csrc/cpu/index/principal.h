@@ -1,8 +1,7 @@
-// The directions in which the keys of an entry differ most: their singular vectors, nearly.
+// The directions in which the keys of an entry differ most: approximately their singular vectors.
 //
-// By power iteration on the products of the tokens' keys with one another, which are as many numbers
-// as there are pairs of tokens, from a start that is good already: the keys that differ most from
-// those before them (a Cholesky decomposition with pivots).
+// They are found by power iteration on the products of all pairs of keys. The start is good already:
+// the keys that differ most from those chosen before them (a Cholesky decomposition with pivots).
 #pragma once
 
 #include <algorithm>
@@ -18,7 +17,7 @@ constexpr int kMostRank = 16;
 
 inline void store_floats(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 
-// Adds sum over c of a[c][0..R) times b[c][0..T vectors) into out[0..R)[..].
+// Adds the sum over c of a[c][0..R) times b[c][0..T vectors) to out[0..R)[..].
 template <int R, int T>
 inline void add_outer(const float* a, int a_stride, const float* b, int b_stride, int count,
                       float* out, int out_stride) {
@@ -35,8 +34,8 @@ inline void add_outer(const float* a, int a_stride, const float* b, int b_stride
     KVR_UNROLL for (int v = 0; v < T; ++v) store_floats(out + r * out_stride + v * kWidth, sums[r][v]);
 }
 
-// out[rows, columns] = sum over c of a[c][rows] times b[c][columns]; rows in fours and columns in
-// vectors, so there is room up to these.
+// out[rows, columns] = sum over c of a[c][rows] times b[c][columns]. Takes four rows and a vector of
+// columns at a time, so there has to be room for multiples of these.
 inline void outer_products(const float* a, int a_stride, int rows, const float* b, int b_stride,
                            int columns, int count, float* out, int out_stride) {
   for (int r = 0; r < rows; r += 4) {
@@ -50,8 +49,8 @@ inline void outer_products(const float* a, int a_stride, int rows, const float* 
 
 class Principal {
  public:
-  // `rest` is [d, padded(n)]: keys less their mean, zero behind the last. Writes the directions
-  // [d, kMostRank], each times what the keys have of it.
+  // `rest` is [d, padded(n)]: keys less their mean, and zeros behind the last one. Writes the
+  // directions, [d, kMostRank], each times the length of the keys' parts along it.
   void find(const float* rest, int d, int n, int rank, float* directions) {
     width_ = padded(n);
     rank_ = rank;
@@ -72,10 +71,10 @@ class Principal {
 
  private:
   static constexpr int kIterations = 2;
-  static constexpr float kLeast = 1e-30f;       // of the keys' squares, as good as none
-  static constexpr float kLeastPart = 1e-12f;   // of a square, below which the rest is rounding
+  static constexpr float kLeast = 1e-30f;       // sum of the keys' squares that counts as none
+  static constexpr float kLeastPart = 1e-12f;   // share of a square below which the rest is rounding
 
-  // So that no power of theirs overflows.
+  // Scaled so that no power of the products overflows.
   void normalise_products() {
     float total = 0;
     for (int i = 0; i < width_; ++i) total += products_[i * width_ + i];
@@ -84,9 +83,9 @@ class Principal {
       store_floats(products_ + i, load_as<Floats>(products_ + i) * factor);
   }
 
-  // The start: products of the keys with those that differ most.
+  // The start: the products of the keys with those keys that differ most.
   void choose_keys(int n) {
-    float* left = image_;  // squares of what the directions so far do not have
+    float* left = image_;  // squares of the parts outside of the directions so far
     for (int i = 0; i < width_; ++i) left[i] = products_[i * width_ + i];
     for (int k = 0; k < rank_; ++k) {
       const int pivot = std::max_element(left, left + n) - left;
@@ -104,7 +103,7 @@ class Principal {
     }
   }
 
-  // Gram and Schmidt; what is no more than rounding becomes zero.
+  // Gram-Schmidt; a rest that is only rounding becomes zero.
   void orthonormalise() {
     for (int k = 0; k < rank_; ++k) {
       float* row = basis_ + k * width_;

@@ -1,8 +1,8 @@
-// Representative keys (InfLLM, section 3.2): the score is the mean of q.k over a few keys that stand
-// for their page, hence q times their mean, which is all that is kept.
+// Representative keys (InfLLM, section 3.2): the score is the mean of q.k over a few keys that
+// represent their page. This is q times the mean of these keys, so the record holds the mean.
 //
-// InfLLM takes the keys to which the tokens that follow attend most. Here a record is made before
-// those are known, of the keys farthest from the page's mean.
+// InfLLM chooses the keys that later tokens attend to most. A record is made here before later tokens
+// are known, of the keys farthest from the mean of the page.
 //
 // Record: mean of the representative keys [head_size], in the precision of the cache.
 #pragma once

@@ -26,7 +26,7 @@ inline ScoreFn<E> score_fn_of(IndexKind kind) {
   return kFns[static_cast<int>(kind)];
 }
 
-// Null where an index scores entries only.
+// Null if an index scores entries only.
 template <class E>
 inline ScoreFn<E> token_score_fn_of(IndexKind kind) {
   switch (kind) {

@@ -1,4 +1,4 @@
-// What scores and builds the records of an index. Every kind of index is a struct with
+// The tasks of scoring and building the records of an index. Every kind of index is a struct with
 //
 //   static void score(const ScoreTask<E>&);         a stretch of a context, for some KV heads
 //   static void score_tokens(const ScoreTask<E>&);  the same token by token, where an index can
@@ -17,11 +17,11 @@ namespace kvr {
 namespace KVR_ISA {
 
 constexpr int kGroupBlock = 8;      // query heads scored together
-constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // of scores, that registers have room for
-constexpr int kBlock = 4;           // entries scored per KV head, before the next head's
-constexpr int kAhead = 8;           // entries to fetch ahead; a multiple
+constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // sums of scores that fit in registers
+constexpr int kBlock = 4;           // entries of a KV head scored before those of the next head
+constexpr int kAhead = 8;           // entries to fetch ahead; a multiple of kBlock
 
-// The records of a request's context, in its order; those of all KV heads lie side by side.
+// The records of a request's context, in order. The records of all KV heads lie side by side.
 struct Records {
   const Index& index;
   const int32_t* pages;  // ids
@@ -35,8 +35,8 @@ struct Records {
   const uint8_t* at(int j, int head) const { return index.record(entry(j), head); }
 };
 
-// Scores of entries [begin, end) of a context; out[head * unit_stride + g * stride + j]. Those of
-// tokens: out[head * unit_stride + g * stride + j * entry_tokens + t].
+// Scores entries [begin, end) of a context: out[head * unit_stride + g * stride + j]; or their tokens:
+// out[head * unit_stride + g * stride + j * entry_tokens + t].
 template <class E>
 struct ScoreTask {
   const Index& index;
@@ -45,11 +45,11 @@ struct ScoreTask {
   int first_head, heads, group;
   float scale;
   int begin, end;
-  float* out;          // of first_head
+  float* out;          // output of first_head
   int64_t unit_stride, stride;
 };
 
-// The keys that a record is made of, and where it is.
+// Builds a record of the keys of its tokens.
 template <class E>
 struct BuildTask {
   const Index& index;
@@ -57,10 +57,10 @@ struct BuildTask {
   uint8_t* record;
 };
 
-// Calls score(head, first, last, out of the head) for blocks of entries, the heads of a block one
-// after the other, so that the index is read in its order. The next records are fetched into the
-// second-level cache meanwhile: the first level has too few misses in flight to hide the memory's
-// latency.
+// Calls score(head, first, last, output of the head) for blocks of entries, and for all heads of a
+// block before the next block, so the index is read in the order in which it lies in memory. Meanwhile
+// it fetches the next records into the second-level cache: the first level allows too few misses at
+// once to hide the latency of memory.
 template <class E, class Score>
 inline void by_blocks(const ScoreTask<E>& t, int head_bytes, const Score& score) {
   for (int first = t.begin - kAhead; first < t.end; first += kBlock) {

@@ -1,4 +1,4 @@
-// From the scores of an entry's tokens to the entry's: the logarithm of their mass.
+// The score of an entry from the scores of its tokens: the logarithm of their mass.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace KVR_ISA {
 
 inline int padded(int n) { return (n + kWidth - 1) / kWidth * kWidth; }
 
-// log(sum of exp) of values[0..n); there is room up to padded(n), which is overwritten.
+// log(sum of exp) of values[0..n). Overwrites what follows them up to padded(n).
 inline float log_sum_exp(float* values, int n) {
   std::fill(values + n, values + padded(n), -std::numeric_limits<float>::infinity());
   Floats top = load_as<Floats>(values);
@@ -25,7 +25,7 @@ inline float log_sum_exp(float* values, int n) {
   return highest + std::log(sum(total));
 }
 
-// The queries of a task in floats, times a factor.
+// The queries of a task as floats, times a factor.
 template <class E>
 inline const float* float_queries(const ScoreTask<E>& t, float factor) {
   thread_local std::vector<float> buffer;

@@ -1,6 +1,6 @@
-// Pages of the KV cache -> packed panels: of keys [tokens / kColumns][words of a key][kColumns], of
-// values [channels / kColumns][words of a tile's tokens][kColumns]. All layouts and element types meet
-// the same products behind this.
+// Packs pages of the KV cache into panels: keys as [tokens / kColumns][words of a key][kColumns], and
+// values as [channels / kColumns][words of a tile's tokens][kColumns]. The products behind are the same
+// for all layouts and element types.
 #pragma once
 
 #include <utility>
@@ -38,14 +38,14 @@ inline void transpose_blocks(Words (&rows)[kWidth]) {
 // kWidth vectors as a matrix.
 inline void transpose(Words (&rows)[kWidth]) { transpose_blocks<1>(rows); }
 
-// kWidth words of elements one after the other: of one element each, or of pairs.
+// Loads kWidth adjacent words, of one element or of two elements each.
 template <class P>
 inline Words words_of(const typename P::Element* p) {
   if constexpr (P::kDepth == 2) return load_as<Words>(p);
   else return (Words)P::Element::load(p);
 }
 
-// Words of two elements from two places, or of one.
+// Loads words of two elements from two places, or of one element from one.
 template <class P>
 inline Words join(const typename P::Element* p, [[maybe_unused]] const typename P::Element* second) {
   if constexpr (P::kDepth == 2)
@@ -54,7 +54,7 @@ inline Words join(const typename P::Element* p, [[maybe_unused]] const typename 
   else return (Words)P::Element::load(p);
 }
 
-// A thread's panels for kTile tokens of one KV head.
+// The panels of a thread, for kTile tokens of one KV head.
 template <class P>
 struct Panels {
   using E = typename P::Element;
@@ -77,8 +77,8 @@ struct Panels {
     return values + int64_t(channel / kColumns) * kTileWords * kColumns;
   }
 
-  // Takes `tokens` of a (page, KV head) to the tile's token `first`, both multiples of 16 but for the
-  // context's last ones. What is behind them in a word counts as zero.
+  // Packs `tokens` tokens of a (page, KV head), from the tile's token `first` on. Both are multiples of
+  // 16, except at the end of the context. The rest of the last word counts as zero.
   void take(const E* unit, int first, int tokens) const {
     switch (layout) {
       case KeyLayout::kTransposed: return take_transposed(unit, first, tokens);
@@ -98,7 +98,7 @@ struct Panels {
     std::memcpy(to + channel % kColumns, &x, sizeof x);
   }
 
-  // The values of `tokens`, which are `stride` elements apart.
+  // Packs the values of `tokens` tokens, which are `stride` elements apart.
   void take_values(const E* value, int64_t stride, int first, int tokens) const {
     alignas(64) static constexpr E kNothing[kWidth] = {};
     for (int t = 0; t < tokens; t += P::kDepth)
@@ -133,7 +133,7 @@ struct Panels {
     take_values(unit + head_size, stride, first, tokens);
   }
 
-  // The last words of a key, where it ends within a vector.
+  // Packs the last words of a key that ends within a vector.
   Words half_of(const E* key) const {
     Words half = {};
     std::memcpy(&half, key, head_size % (kWidth * P::kDepth) * sizeof(E));

@@ -20,15 +20,15 @@ inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
 template <class E>
 struct FloatProduct {
   using Element = E;
-  using Word = float;             // of a packed panel
+  using Word = float;             // an element of a packed panel
   using Weight = float;
   static constexpr int kDepth = 1;  // channels or tokens that one word holds
-  static constexpr int kDegree = 5;  // of the polynomial for weights, accurate to 1e-7
+  static constexpr int kDegree = 5;  // degree of the polynomial for weights, accurate to 1e-7
 
   static Floats load(const Word* p) { return load_as<Floats>(p); }
   static void add(Floats& total, Word factor, Floats panel) { total += panel * factor; }
 
-  // Queries -> words.
+  // Converts queries to words.
   static void pack(const E* q, int d, int stride, Word* to) {
     for (int c = 0; c < d; c += kWidth) {
       const Floats x = E::load(q + c);
@@ -43,7 +43,7 @@ struct FloatProduct {
 };
 
 #if defined(__AVX512BF16__)
-// Products of bfloat16, two at a time, which are added up as floats. Weights are rounded to bfloat16.
+// Products of bfloat16, two at a time, with sums in float. Weights are rounded to bfloat16.
 struct PairProduct {
   using Element = BFloat16;
   using Word = uint32_t;
@@ -60,7 +60,7 @@ struct PairProduct {
     for (int c = 0; c < d; c += 2) to[c / 2 * stride] = load_as<Word>(q + c);
   }
   static Word weight(const Weight* weights) { return load_as<Word>(weights); }
-  // What the weights are added up from, too: else their rounding would not average out.
+  // The sum of the weights is made of rounded weights, too; else their rounding would not average out.
   static Floats rounded(Floats weights, Weight* to) {
     const auto bits = (__m256i)_mm512_cvtneps_pbh((__m512)weights);
     std::memcpy(to, &bits, sizeof bits);
@@ -80,8 +80,7 @@ struct ProductOf<BFloat16> {
 };
 #endif
 
-// How logits follow from products: x = products * scale, then cap * tanh(x / cap) where there is a
-// cap, in powers of two.
+// The logits, as powers of two: x = products * scale, or cap * tanh(x / cap) if there is a cap.
 struct Logits {
   float scale;  // times log2(e)
   float cap;    // times log2(e); 0: none
@@ -94,11 +93,11 @@ constexpr float kTermsOf3[] = {5.517166480e-02f, 2.426111251e-01f, 6.932609677e-
 constexpr float kTermsOf5[] = {1.327647129e-03f, 9.675540961e-03f, 5.550713092e-02f,
                                2.402212024e-01f, 6.931469440e-01f, 1.000000119f};
 
-// 2^x for x < 128, to a relative error by the degree: 3 7.5e-5, 5 2e-7. What is less than 2^-100 is
-// about that. NaN stays NaN.
+// 2^x for x < 128. The relative error is 7.5e-5 with degree 3, and 2e-7 with degree 5. Results below
+// 2^-100 become about 2^-100. NaN stays NaN.
 template <int degree, int n>
 inline void exp2_of(Floats (&x)[n]) {
-  constexpr float kShift = 12582912;  // of which the low bits are zero, and the next number's 1
+  constexpr float kShift = 12582912;  // its low bits are zero, and the next float is larger by 1
   constexpr const float* kTerms = degree == 3 ? kTermsOf3 : kTermsOf5;
   Floats shifted[n], p[n];
   KVR_UNROLL for (int i = 0; i < n; ++i) x[i] = max(splat(-100), x[i]);
@@ -114,15 +113,15 @@ inline void exp2_of(Floats (&x)[n]) {
 template <bool capped>
 inline Floats Logits::of(Floats products) const {
   if constexpr (!capped) return products * scale;
-  // tanh(y) = 1 - 2 / (exp(2 y) + 1), by 2^x of what is at most 2^60: tanh is 1 long before.
+  // tanh(y) = 1 - 2 / (exp(2 y) + 1), where exp is limited to 2^60: tanh is 1 long before.
   const Floats y = products * (scale / cap) * 2.885390082f;
   Floats power[1] = {min(splat(60), y)};
   exp2_of<5>(power);
   return cap * (1.0f - 2.0f / (power[0] + 1.0f));
 }
 
-// Logits of kMicro rows and kColumns tokens, less the rows' references: [kMicro, kTile apart]. Returns
-// the highest of `top` and the logits, by column; NaN is passed over.
+// Computes the logits of kMicro rows and kColumns tokens, less the references of the rows; rows are
+// kTile apart. Returns the highest of `top` and the logits, by column; ignores NaN.
 template <class P, bool capped>
 inline Floats multiply_keys(const typename P::Word* queries, const typename P::Word* panel, int steps,
                             const Logits& logits, const float* references, float* out, Floats top) {
@@ -145,8 +144,8 @@ inline Floats multiply_keys(const typename P::Word* queries, const typename P::W
   return top;
 }
 
-// Adds `steps` words' values, of kColumns channels, times the weights of kMicro rows.
-// Weights of a row are 4 * kTile bytes apart, outputs `stride` floats.
+// Adds the values of `steps` words, in kColumns channels, times the weights of kMicro rows. The rows of
+// weights are 4 * kTile bytes apart, and the rows of outputs `stride` floats.
 template <class P>
 inline void multiply_values(const typename P::Weight* weights, const typename P::Word* panel, int steps,
                             float* out, int stride) {

@@ -1,5 +1,5 @@
-// Rows of a task, and their softmax. Logits are relative to a reference of their row, which is changed
-// only where one exceeds it by far: in exact arithmetic the result does not depend on it.
+// The rows of a task, and their softmax. Logits are relative to a reference of their row, which changes
+// only if a logit exceeds it by far. In exact arithmetic the result does not depend on the reference.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace prompt {
 constexpr float kBound = 16;  // powers of two by which a logit may exceed its row's reference
 constexpr float kLowest = -1e30f;
 
-// Memory that grows, and begins at a cache line.
+// Memory that grows, and begins at a border of cache lines.
 template <class T>
 class Room {
  public:
@@ -35,26 +35,26 @@ class Room {
   size_t size_ = 0;
 };
 
-// What rows have of some of their tokens: values weighted by 2^(logit - reference), not yet divided by
-// the sum of these weights. A row that has seen nothing has a sum of 0.
+// The results of rows for some of their tokens. Values are weighted by 2^(logit - reference), and not
+// yet divided by the sum of these weights. A row that has seen no token has a sum of 0.
 struct Part {
   float* out;         // [rows, columns]
   float* references;  // [rows]
   float* sums;        // [rows]
 };
 
-// A task's rows, the last block filled up with copies of the last row.
+// The rows of a task. Copies of the last row fill the last block.
 template <class Word>
 struct Rows {
   int count;
   Word* queries;  // [count / kMicro, words, kMicro]
-  int* begins;    // [count]; the first token of the list that a row sees; not decreasing
-  int* limits;    // [count]; and the first one that it does not see; not decreasing
-  float* sums;    // [count, kWidth]; of the part in work
-  int* unseen;    // [count / kMicro]; rows of the block that have seen nothing of it yet
+  int* begins;    // [count]; place in the list of the first token that a row sees; not decreasing
+  int* limits;    // [count]; place behind the last token that a row sees; not decreasing
+  float* sums;    // [count, kWidth]; sums of the current part
+  int* unseen;    // [count / kMicro]; rows of the block that have seen no token of the part
 };
 
-// The tokens of a tile that a block of rows meets: from a multiple of kColumns on.
+// The tokens of a tile that some row of a block sees, from a multiple of kColumns on.
 struct Span {
   int begin, end;
 
@@ -65,7 +65,7 @@ struct Span {
   bool empty() const { return begin >= end; }
 };
 
-// New references for rows whose logits are too high, or that see their first tokens.
+// Sets new references for rows whose logits are too high, or that see their first tokens.
 template <class Word>
 __attribute__((noinline)) void refer_anew(const Rows<Word>& rows, int row, const Span& span, int first,
                                           float* logits, const Part& part, int columns) {
@@ -83,7 +83,7 @@ __attribute__((noinline)) void refer_anew(const Rows<Word>& rows, int row, const
     for (int t = begin; t < end; ++t) x[t] -= top;
     part.references[row + r] += top;
     if (fresh) {
-      part.sums[row + r] = 1;  // until the part is finished: it has begun
+      part.sums[row + r] = 1;  // marks that the row has begun, until the part is finished
       --rows.unseen[row / kMicro];
       continue;
     }
@@ -93,7 +93,7 @@ __attribute__((noinline)) void refer_anew(const Rows<Word>& rows, int row, const
   }
 }
 
-// Logits of a block of rows -> weights, in the same place; zero for tokens that a row does not see.
+// Replaces the logits of a block of rows by weights; by zero for tokens that a row does not see.
 template <class P, class Word>
 inline void weigh(const Rows<Word>& rows, int row, const Span& span, int first, float* logits) {
   const int padded = round_up(span.end, kColumns);
@@ -104,7 +104,7 @@ inline void weigh(const Rows<Word>& rows, int row, const Span& span, int first, 
     const int end = std::min(rows.limits[row + r] - first, span.end);
     float* sums = rows.sums + (row + r) * kWidth;
     Floats total = load_as<Floats>(sums);
-    const auto some = [&](int t) {  // of a vector
+    const auto some = [&](int t) {  // some tokens of a vector
       Floats w[1] = {load_as<Floats>(x + t)};
       exp2_of<P::kDegree>(w);
       for (int i = 0; i < kWidth; ++i)
