@@ -36,7 +36,7 @@ from vllm_kvretrieval.tiers.home import DiskHome
 LAYERS, HEADS, GROUP, HEAD_SIZE = 4, 2, 2, 32
 BLOCK = 128
 UNWRITTEN = 1e30
-"""In place of values that nobody has written."""
+"""Stands for values that were never written."""
 GUARD = 256
 """Bytes before and behind each tensor."""
 MIB = 1 << 20
@@ -329,7 +329,7 @@ class BareEngine:
             self.layers[name].kv_cache = cache
 
     def _spoil(self) -> None:
-        """What is zero at first, and yet means nothing, is something else."""
+        """Overwrite state that starts as zero but must not be read before it is written."""
         for impl in self.worker.retrieval_layers.values():
             impl.choosers[0].selection.chosen.fill_(-1)
         for watcher in self.watchers:
@@ -413,7 +413,7 @@ class BareEngine:
     # ------------------------------------------------------------------------------------ a step
 
     def _run(self) -> None:
-        """All layers, one after the other, over the step's tokens."""
+        """Run all layers, one after the other, over the tokens of the step."""
         batch = [r for r in self.running if r.name in self._scheduled]
         # Requests of a single token come first, as vLLM's runner has it.
         batch.sort(key=lambda request: self._scheduled[request.name] > 1)
@@ -438,7 +438,7 @@ class BareEngine:
             self._check(output.float(), codes, number, metadata)
 
     def _describe(self, batch: list[Running], new: list[int]) -> Any:
-        """What vLLM says of a step."""
+        """vLLM's description of a step."""
         each = BLOCK // self.page_size
         width = -(-self.max_model_len // BLOCK) * each
         table = torch.zeros(len(batch), width, dtype=torch.int32)

@@ -77,7 +77,7 @@ class ChunkRecorder(OmniKVRecorder):
         return pairwise([begin, *borders, end])
 
     def _picked(self, impl, metadata):
-        """What the implementation has listed: by a chunk's first and last slot, its slots."""
+        """The slots that the implementation has listed, by the first and last slot of a chunk."""
         heads, size, found = impl.num_kv_heads, self.retrieval_config.page_size, {}
         for part in metadata.split.prefill if metadata.split is not None else []:
             if part.chunks is None:
@@ -120,7 +120,8 @@ class ChunkRecorder(OmniKVRecorder):
         return torch.tensor(sorted(chosen))
 
     def _attend(self, number, impl, query, slots, kept, begin, end):
-        """What the chunk's tokens get from those kept before it, and from each other."""
+        """The output of a chunk's tokens, which attend to the tokens kept before it and to each
+        other."""
         places = torch.cat([kept, torch.arange(begin, end)])
         keys, values = self._written[number][:, slots[places]].transpose(1, 2)
         q = query.view(end - begin, len(keys), -1, impl.head_size)
@@ -130,7 +131,7 @@ class ChunkRecorder(OmniKVRecorder):
         return torch.einsum("nhgt,htd->nhgd", scores.softmax(-1), values)
 
     def _check(self, step):
-        """What decodes is not replayed here."""
+        """Check nothing: decode steps are not replayed here."""
 
     def recording_of_chunks(self):
         """A summary; the end of the replay."""

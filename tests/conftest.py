@@ -15,7 +15,7 @@ from tests.isas import ISAS, absent, missing, tested
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 MOST_WORKERS = 4
 WORKER_BYTES = 5 << 30
-"""What a worker and its engine may take; most of them take less."""
+"""The memory that a worker and its engine may take. Most of them take less."""
 
 
 LONGEST = """
@@ -79,13 +79,13 @@ def _listed(names):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """For ``-n auto``: one per core, as far as memory goes."""
+    """The number of workers for ``-n auto``: one per core, as far as memory allows."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(len(_cores()), MOST_WORKERS, memory // WORKER_BYTES))
 
 
 def pytest_configure(config):
-    """In a worker: before torch is imported, since OpenMP counts its CPUs then."""
+    """Bind a worker to its cores, before torch is imported: OpenMP counts its CPUs then."""
     config.option.loadscopereorder = False  # pytest-xdist would begin with many short tests
     if worker := getattr(config, "workerinput", None):
         cores = _cores()
@@ -94,14 +94,14 @@ def pytest_configure(config):
 
 
 def pytest_sessionfinish(session):
-    """In a worker: tell the main process what was tested."""
+    """In a worker, tell the main process which kernels were tested."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["isas"] = (tested, absent, missing)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """In the main process; a worker that crashed leaves nothing."""
+    """In the main process, collect what a worker reports. A worker that crashed reports nothing."""
     told = getattr(node, "workeroutput", {}).get("isas", ())
     for ours, theirs in zip((tested, absent, missing), told, strict=False):
         ours |= theirs

@@ -25,7 +25,7 @@ def bits(threshold):
 
 
 class Layer:
-    """One implementation with all that a layer keeps."""
+    """One implementation, with all state of a layer."""
 
     def __init__(
         self, ops, device, methods, shape, *, pages, seats, rows, positions, table=TABLE, **options
@@ -139,7 +139,7 @@ def decode_steps(
             layer.write(key, value, mapping)
 
     def write_prompts(chosen):
-        """In two chunks; the first ends within a page, or is all."""
+        """Write prompts in two chunks. The first one ends within a page, or is the whole prompt."""
         first = {row: min(2 * page + 5, int(lengths[row])) for row in chosen}
         write([(row, 0, end) for row, end in first.items()])
         second = [(row, end, int(lengths[row])) for row, end in first.items()]
@@ -195,7 +195,7 @@ def same_records(layers, lengths, tables, exact):
 
 
 def dense_lens(device, *, far):
-    """Of a step whose rows all attend to selections."""
+    """Lengths of a step whose rows all attend to selected pages."""
     count, requests = 3, DeviceRequests.empty(3, device)
     requests.table[:, : Column.SELECT + 1] = 1
     with torch.device(device):

@@ -83,7 +83,7 @@ def drive(requests):
 
 
 def describe():
-    """What the engine consists of."""
+    """The parts of the engine."""
     runner = _runner()
     groups = [group for groups in runner.attn_groups for group in groups]
     builders = [group.get_metadata_builder() for group in groups]
@@ -101,7 +101,7 @@ def describe():
 
 
 def describe_workers():
-    """What each worker of the engine has, and has done."""
+    """The state of each worker of the engine, and its counts."""
     return _engine.collective_rpc(_describe_worker)
 
 
@@ -170,7 +170,7 @@ def assert_resumed(*args):
 
 
 def metrics():
-    """What vLLM's metrics say of retrieval so far; the engine keeps statistics."""
+    """vLLM's metrics of retrieval so far, for an engine that keeps statistics."""
     named = "vllm:kv_retrieval_"
     found = [metric for metric in _engine.get_metrics() if metric.name.startswith(named)]
     return {metric.name.removeprefix(named): metric.value for metric in found}

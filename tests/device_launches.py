@@ -15,7 +15,7 @@ _serving = False
 
 
 def watch():
-    """From now on, in this process."""
+    """Note launches in this process from now on."""
     from triton.runtime.interpreter import InterpretedFunction
 
     run = InterpretedFunction.run
@@ -35,7 +35,8 @@ def serve():
 
 
 def late():
-    """What was launched first when the engine was serving, and how much was before."""
+    """The kernels that were first launched while the engine was serving, and how many were launched
+    before."""
     return _late, len(_seen) - len(_late)
 
 

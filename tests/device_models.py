@@ -135,7 +135,7 @@ def make(kind: Any, path: Path) -> Any:
 
 @torch.inference_mode()
 def logprobs(model: Any, path: Path, request: Request, tokens: list[int]) -> list[float]:
-    """What transformers says of the tokens that a request was answered with, attending to all."""
+    """The log-probs that transformers gives to the tokens of an answer, with full attention."""
     ids, given = torch.tensor([request.prompt + tokens]), {}
     if request.images:
         processor = PaddleOCRVLProcessor.from_pretrained(path)

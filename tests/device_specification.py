@@ -75,7 +75,7 @@ class Checked:
 
 
 def install():
-    """In the engine that this process will open."""
+    """Install it in the engine that this process will open."""
     from tests import device_worker
 
     global _checked

@@ -27,13 +27,13 @@ from vllm_kvretrieval.engine.cuda.worker import RetrievalGPUWorker
 TOTAL = 400 << 20
 """Bytes of the device's memory."""
 USED = 5 << 20, 13 << 20
-"""Of these, in use when the worker starts, and once it has a model."""
+"""Bytes in use when the worker starts, and once it has a model."""
 PEAK = 3 << 20
 """Bytes that a step takes beside these, at most."""
 
 
 class Memory:
-    """In place of ``torch.accelerator``'s functions; a device with constant contents."""
+    """Stands for ``torch.accelerator``: a device whose memory does not change."""
 
     used = USED[0]
 
@@ -140,7 +140,7 @@ def worker() -> Any:
 
 
 def describe() -> dict[str, int]:
-    """What the worker has measured, and what it has taken. Bytes."""
+    """The bytes that the worker has measured, and those that it has taken."""
     started = worker()
     runner = started.model_runner
     kept = runner.retrieval_layers

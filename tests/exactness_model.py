@@ -1,4 +1,4 @@
-"""What a worker would write to vLLM's blocks: exact keys and values, or others."""
+"""A model of what a worker writes to vLLM's blocks: exact keys and values, or others."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -126,7 +126,7 @@ class Truth:
         return first
 
     def check(self) -> None:
-        """No block that is said to be exact holds a position that is not."""
+        """Check that no block that counts as exact holds a position that is not exact."""
         hashed = [b for b in self.blocks if b.block_hash is not None]
         levels = np.array([self.scheduler.levels.of(b) for b in hashed], dtype=np.int64)
         for block, level in zip(hashed, levels.tolist(), strict=True):

@@ -20,7 +20,7 @@ LOSSLESS = "lossless"
 
 
 class Lossless(Raw):
-    """What ``raw`` is, in an encoded home."""
+    """The codec ``raw`` in an encoded home."""
 
     name = LOSSLESS
     meaning = "for tests"
@@ -60,7 +60,7 @@ class HomeWorker:
         return plan_decode
 
     def plans(self):
-        """What was recorded, per layer and step."""
+        """The records, per layer and step."""
         return dict(self._plans)
 
     def record_loads(self):
@@ -154,7 +154,7 @@ class HomeWorker:
         return compared
 
     def _in_file(self, impl, like):
-        """What the file holds of a layer, in the shape of vLLM's cache."""
+        """The part of the file that belongs to a layer, in the shape of vLLM's cache."""
         home, codec = self.home, self.retrieval_config.encoding
         data = bytearray(
             os.pread(home.fd, home.layer_bytes, home.begin(impl.storage.reader.number))

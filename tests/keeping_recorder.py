@@ -45,7 +45,8 @@ class Rule:
 
 
 def clipped(numbers, least, most):
-    """In proportion to numbers, within bounds, 1 on average: what one may not have, others get."""
+    """Shares in proportion to numbers, within bounds and 1 on average. Others get what a bound cuts
+    off."""
     shares: dict[int, float] = {}
     free = set(range(len(numbers)))
     while True:
@@ -274,7 +275,7 @@ class KeepingRecorder:
         return weights, error
 
     def _rated(self, rule, ratings, received, head, length):
-        """Of the context's tokens after a step."""
+        """The ratings of the tokens of a context after a step."""
         ratings = torch.nn.functional.pad(ratings, (0, length - len(ratings)))
         if rule.stamps:
             high = (received[head] > 1e-4).any(0)

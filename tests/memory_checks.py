@@ -165,7 +165,7 @@ class Passed:
 
 @dataclass
 class Program:
-    """One of a launch, while it runs.
+    """One program of a launch, while it runs.
 
     Attributes:
         known: int [programs, 2]; what of others comes before what this one does from now on: all
@@ -204,7 +204,7 @@ class Access:
 
 
 class Launch:
-    """What a launch does to memory."""
+    """The accesses of a launch to memory."""
 
     def __init__(self, warps: int) -> None:
         self._warps = warps
@@ -254,17 +254,18 @@ class Launch:
         return stripped
 
     def atomic(self, pointers: Any, mask: Any, sem: Any) -> Any:
-        """As a context: an atomic operation, before and after which others may run."""
+        """A context around an atomic operation. Other programs may run before and after it."""
         return _Atomic(self, pointers, mask, sem)
 
     def acquire(self, address: int) -> None:
-        """What was released at an address comes before what the program does next."""
+        """Order what was released at an address before the next accesses of the program."""
         released = self._released.get(address)
         if released is not None:
             self.program.known = np.maximum(self.program.known, released)
 
     def release(self, address: int) -> None:
-        """What the program has done before its last barrier, and thread 0 at all."""
+        """Release the accesses of the program before its last barrier, and all accesses of thread
+        0."""
         program = self.program
         released = program.known.copy()
         released[program.number] = program.barriers, program.events

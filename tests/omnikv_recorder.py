@@ -25,7 +25,7 @@ ALPHAS = {
 
 @dataclass
 class Step:
-    """One sparse decode step of one request in a layer that follows."""
+    """One sparse decode step of one request in a layer that follows a filter."""
 
     request: str
     layer: int

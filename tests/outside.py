@@ -91,7 +91,7 @@ def _look_again() -> None:
 
 @contextmanager
 def installed(*paths: str) -> Iterator[None]:
-    """With these on Python's path, here and in processes started meanwhile; then as before."""
+    """Put these on Python's path for this process, and for processes that are started meanwhile."""
     known = set(AttentionBackendEnum.__members__)
     modules = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:

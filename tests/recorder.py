@@ -21,7 +21,7 @@ SIGMAS = 3
 
 @dataclass(frozen=True)
 class Method:
-    """What a request's method is said to be."""
+    """The method of a request, as the test states it."""
 
     index: str = "min_max"
     pooling: str = "mean_softmax"
@@ -211,7 +211,7 @@ class Choice:
 
 @dataclass
 class Oracle:
-    """What an algorithm attends to, request by request: FreeKV's, with any index and pooling."""
+    """An independent implementation of FreeKV, with any index and pooling, request by request."""
 
     method: Method
     page_size: int

@@ -81,7 +81,7 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def usage(self, request_id: str) -> dict[str, float]:
-        """What retrieval did for a request, as logged when it was over."""
+        """The figures of a request that are logged when it ends."""
         line = rf"kv_retrieval request_id=\S*{re.escape(request_id)}\S* (.*)"
         end = time.monotonic() + SETTLE_S
         while not (found := re.search(line, self.text())):

@@ -15,7 +15,7 @@ SINK, WINDOW = 1, 2
 
 
 class Side:
-    """One implementation, with what its slots would hold if units were copied: their numbers."""
+    """One implementation whose slots hold the numbers of units in place of units."""
 
     def __init__(self, ops, device, *, seats, kv_heads, capacity, rows, width):
         self.ops = ops
@@ -75,7 +75,8 @@ class Contexts:
             self.rows.fresh[seat] = 1
 
     def chosen(self, seat, head, between):
-        """What a head selects: all but two of the previous pages, where these are still between."""
+        """The pages that a head selects: all but two of the previous ones, if these are still
+        between."""
         before = self.selection.chosen[seat, head].tolist()[2:]
         kept = {p for p in before if SINK <= p < SINK + between}
         kept = set(sorted(kept)[: self.select - 2])

@@ -17,7 +17,7 @@ from vllm_kvretrieval.storage import Memory
 
 
 class Runner:
-    """What the table asks vLLM's model runner."""
+    """The part of vLLM's model runner that the table uses."""
 
     def __init__(self) -> None:
         self.input_batch = SimpleNamespace(req_ids=[])

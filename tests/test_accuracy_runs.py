@@ -79,7 +79,7 @@ def test_cells_are_of_all_budgets_and_the_covering_one():
 
 
 def test_an_engine_serves_every_cell_that_it_runs():
-    """All at once, and each cell's alone, as after an interruption."""
+    """It serves all cells at once, and each cell alone, as after an interruption."""
     cells = catalogue.cells_of(NOVEL, (256, 1024), 4224, catalogue.VARIANTS)
     engines = [variant.engine for variant in catalogue.VARIANTS]
     assert {"method": "omnikv"} in engines

@@ -1,4 +1,4 @@
-"""What the accuracy benchmark keeps on disk."""
+"""The files of the accuracy benchmark."""
 
 import json
 import math

@@ -47,11 +47,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "uneven and given": {"budget": 2048, "sink": 96, "budget_shares": [1, 2.5, 3]},
 }
 LAYERS, LAYER = 3, slice(2, 4)
-"""Of a model, and the KV heads of the one that is there."""
+"""The layers of a model, and the KV heads of the layer that exists."""
 
 
 class Engine:
-    """As much of an engine as there is between a request and its page list; one layer of it."""
+    """The part of an engine between a request and its page list, with one layer."""
 
     def __init__(self, method: str = "freekv", **options: Any) -> None:
         self.config = RetrievalConfig.from_options(method, options)
@@ -131,7 +131,7 @@ class Engine:
             assert positions[count - window :].tolist() == list(range(pages - window, pages))
 
     def share(self, head: int) -> float:
-        """What a KV head of the layer has been given, of 1 on average."""
+        """The share of a KV head of the layer; the mean of all heads is 1."""
         if self.config.heads:
             return self.config.heads[1][head] * EVERYTHING
         given = [n if isinstance(n, list) else [n] * HEADS for n in self.config.budget_shares]
@@ -175,7 +175,7 @@ def test_every_admissible_budget(options):
 
 
 def test_a_smaller_budget_may_select_more():
-    """What made the sizes of state too small: the premise of the tests above."""
+    """The premise of the tests above: sizes of state must consider smaller budgets, too."""
     config = RetrievalConfig.from_options("freekv", {})
     assert config.page_budget(2016).select == 57 > config.page_budget(2048).select == 56
     assert config.most_selected["freekv"] == 57

@@ -1,4 +1,4 @@
-"""What small machines are told, and what the demo and the tests choose on them."""
+"""Advice for small machines, and the choices of the demo and the tests on them."""
 
 import os
 import platform
@@ -57,7 +57,7 @@ def test_one_line_says_what_to_set(machine):
     [(4, 3, 1, True), (4, 4, 1, False), (4, 2, 2, False), (8, 7, 1, False), (1, 1, 1, False)],
 )
 def test_a_core_left_idle(machine, cores, threads, workers, told):
-    """Of few cores one matters, of many it does not."""
+    """One idle core matters on a machine with few cores, and not on one with many."""
     machine(avx512_bf16=True, cores=cores, threads=threads)
     assert (advice.startup_advice(torch.bfloat16, workers) is not None) == told
 

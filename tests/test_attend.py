@@ -145,7 +145,7 @@ def test_words_hold_what_rows_do(isa, dtype, head_size):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equals_vllms_kernel(dtype):
-    """As the benchmark runs both."""
+    """Both kernels run as in the benchmark."""
     torch.manual_seed(2)
     case = Case(Shape(layers=1), 1024, 256, 2, dtype)
     case.vllms()

@@ -112,7 +112,7 @@ def configure(tmp_path, monkeypatch):
 
 
 def layers_of(vllm_config) -> dict[str, Any]:
-    """What vLLM keeps of each layer of a model, by name: it builds the model, without memory."""
+    """vLLM's layers of a model by name. vLLM builds the model without memory."""
     with set_current_vllm_config(vllm_config), torch.device("meta"):
         initialize_model(vllm_config)
     layers = vllm_config.compilation_config.static_forward_context.items()
@@ -196,7 +196,7 @@ UNSAID = {
 
 @pytest.mark.parametrize(("family", "fields"), UNSAID.values(), ids=UNSAID.keys())
 def test_what_a_configuration_does_not_say_the_worker_finds_out(configure, family, fields):
-    """Nothing is refused by a guess."""
+    """The front end refuses nothing that it does not know."""
     config = configure(family, fields, budget_shares=[1.0, 2.0])
     assert full_attention_layers(config.model_config) is None
 
@@ -208,7 +208,7 @@ def test_a_hybrid_whose_configuration_says_nothing(configure):
 
 
 def test_a_worker_with_other_layers_says_so(configure, world):
-    """Where numbers of layers matter; else it goes by its own."""
+    """It refuses if the numbers of layers matter; otherwise it uses its own."""
     config = configure("Gemma3")
     world(config)
     specs = layers_of(config)

@@ -94,7 +94,7 @@ def test_reranking(index, schedule):
 
 @pytest.mark.parametrize("name", OWN)
 def test_presets(name):
-    """Each is what it says, and runs by itself with no other option."""
+    """Each preset is what it says, and needs no other option."""
     preset, own = OWN[name], config(name).own
     index = "none" if own.index is None else own.index.name
     assert (index, own.rerank) == (preset.index, preset.rerank)
@@ -208,7 +208,8 @@ def test_also_names_presets():
 
 
 def test_also_changes_the_engines_own():
-    """What it does not say is the engine's own, of which what depends on it is left out."""
+    """Options that it does not name are the engine's own, except for those that depend on a changed
+    one."""
     also: dict[str, Any] = {
         "fine": {"summary_size": 16},
         "steady": {"schedule": "every_step"},
@@ -368,7 +369,7 @@ def test_all_other_indexes_serve_a_slow_home():
 
 
 def served_model(name, **shape):
-    """What vLLM tells of a model."""
+    """vLLM's description of a model."""
     (file,) = (file for file in shipped() if file.model == name)
     text = SimpleNamespace(**{**file.shape, **shape})
     return SimpleNamespace(model=f"/models/{name}", hf_text_config=text), file

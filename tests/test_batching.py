@@ -53,7 +53,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(model):
-    """What vLLM without retrieval answers; its engine is gone before ours starts."""
+    """The answers of vLLM without retrieval. Its engine ends before ours starts."""
     with engine(model, **STOCK) as llm:
         short = Request(novel(llm, 200, 0), BUDGET - 200)
         long = Request(novel(llm, 700, 50), 16)
@@ -162,7 +162,8 @@ def test_a_chunk_of_one_token_is_prefill(llm):
 
 
 def test_a_slots_next_owner_starts_afresh(llm):
-    """Also where its context is just one token longer than its predecessor's last."""
+    """This holds even if its context is one token longer than the last one of the seat's owner
+    before."""
     first = Request(novel(llm, 500, 70), 40, {"correction_threshold": -1})
     reached = 500 + 40 - 1  # tokens in the context at its last step
     second = Request(novel(llm, reached, 170), 5, {"correction_threshold": -1})

@@ -23,7 +23,7 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 
 
 def noted(recalled: int, missed: int, corrected: int, waited_s: float) -> dict[str, float]:
-    """What the worker has counted when a step begins."""
+    """The counts of a worker at the beginning of a step."""
     return {
         "looked_up": 0,
         "sparse_heads": 0,
@@ -106,7 +106,7 @@ def test_capacity_without_room_for_a_block():
 
 
 def capacity_row(**changes: Any) -> dict[str, Any]:
-    """What `capacity` stores of a run that meets the goal."""
+    """A row that `capacity` stores for a run that meets the goal."""
     parts = dict.fromkeys(slow_capacity.PARTS, 10 * slow_capacity.MIB)
     return {
         "fast_memory": 64 * slow_capacity.MIB,

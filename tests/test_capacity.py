@@ -40,11 +40,12 @@ class Draw:
         return self.random.random() < share
 
     def one(self, *values: Any) -> Any:
-        """One of these."""
+        """Choose one of these values."""
         return self.random.choice(values)
 
     def shares(self, name: str) -> Any:
-        """Of a budget: with zeros, with far more for one than for others, by layer or KV head."""
+        """Shares of a budget by layer or KV head, with zeros, and with far more for one than for
+        others."""
         numbers = [0, 0.05, 1, 1, 1, 3, 40]
         layers = [self.one(*numbers) for _ in range(LAYERS - self.dense)]
         heads = [[self.one(*numbers) for _ in range(HEADS)] for _ in layers]
@@ -81,7 +82,7 @@ class Draw:
         return options
 
     def options(self) -> dict[str, Any]:
-        """Of an engine; they may not go together."""
+        """Options of an engine, which may contradict each other."""
         page = self.one(16, 32, 32, 64, 128) if self.chance(0.5) else OWN[self.method].page_size
         self.dense = 0 if self.method == "omnikv" else self.one(0, 1)
         # Whether methods of single tokens are wanted, which the engine's own may be.
@@ -116,7 +117,8 @@ class Draw:
         return options | {"home": "disk" if self.disk else "device", "codec": self.codec}
 
     def request(self, config: RetrievalConfig, longest: int) -> tuple[dict[str, Any], int]:
-        """What a client sends, and tokens of its prompt; at the borders of pages and budgets."""
+        """The options of a request, and the tokens of its prompt, at the borders of pages and
+        budgets."""
         page = config.page_size
         methods = [*config.methods, config.method, config.method]
         own: dict[str, Any] = {"method": self.one(*methods)}
@@ -136,7 +138,7 @@ class Draw:
         return own, min(max(prompt, 1), longest - 1)
 
     def engine(self, directory: str) -> BareEngine:
-        """One whose options are accepted."""
+        """An engine whose options are accepted."""
         for _ in range(2000):
             options, longest = self.options(), self.one(257, 400, 512, 640)
             if options["home"] == "disk":

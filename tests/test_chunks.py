@@ -38,7 +38,8 @@ def test_chunks_begin_at_multiples_of_their_length():
 
 @pytest.mark.parametrize("step", [1, 7, 64, 130, 299, 1000])
 def test_a_division_depends_on_the_step_only_where_it_ends(step):
-    """Whoever shares the steps of a prompt: borders are where they are, and besides at its ends."""
+    """The borders of chunks do not depend on other requests, except that a step may end within a
+    chunk."""
     ends = set()
     for before in range(0, 1000, step):
         new = min(step, 1000 - before)

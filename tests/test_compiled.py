@@ -61,7 +61,7 @@ def test_recorded_kernels_run(version):
 
 
 def test_changed_kernels_are_no_worse(tmp_path):
-    """What is not as it was recorded is compiled, and some that is."""
+    """Kernels that differ from their records are compiled, and some of the others."""
     committed = compiled.record_of(compiled.VERSION)
     record, path = read(committed), tmp_path / "record.json"
     sample = {name: record["results"].pop(name) for name in SAMPLE}
@@ -146,7 +146,7 @@ def test_records_are_of_these_kernels(path):
 @pytest.mark.slow
 @pytest.mark.cores
 def test_everything_compiles(tmp_path):
-    """All that is recorded of the environment's Triton, once more: to the same, or to better."""
+    """All records of this Triton are made again, and the results are the same or better."""
     path = shutil.copy(compiled.record_of(compiled.VERSION), tmp_path / "record.json")
     program = run(path, "--all", cache=tmp_path / "cache")
     assert program.returncode == 0, program.stdout + program.stderr

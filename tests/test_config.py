@@ -150,7 +150,7 @@ def test_streamingllm_needs_a_page_beside_the_sink():
 
 @pytest.mark.parametrize("number", [10**30, -(10**400), 10**5000], ids=["30", "400", "5000"])
 def test_huge_numbers_are_refused(number):
-    """By every option and in every place, whether Python writes them out or not."""
+    """Every option refuses them in every place, whether or not Python can print them."""
     placed = (number, [number], {"mine": {"index": {"low_rank": {"rank": number}}}}, {number: 1})
     keys = {field.name for field in fields(RetrievalConfig)}
     for key, value in itertools.product(keys - {"budget_shares"}, placed):  # shares may be large
@@ -182,7 +182,7 @@ def test_more_tokens_than_can_be_counted(key):
 
 
 def test_large_budgets_are_no_work():
-    """Nothing counts up to them."""
+    """No loop counts up to them."""
     config = RetrievalConfig.from_options("kvretrieval", {"budget": 1 << 30})
     assert config.most_selected["kvretrieval"] == (1 << 30) // 32 - 3
     with pytest.raises(RetrievalConfigError, match=rf"at least {(1 << 30) + 96} tokens"):
@@ -223,7 +223,7 @@ def test_who_needs_a_larger_budget(method, options, message):
 
 @pytest.mark.parametrize("method", ["raas", "tova", "snapkv"])
 def test_streamingllm_is_offered_where_it_has_room(method):
-    """No engine is refused for it that does not name it."""
+    """An engine that does not name it is not refused for its sake."""
     assert [*RetrievalConfig.from_options(method, {"budget": 32}).methods] == [method]
     room = RetrievalConfig.from_options(method, {"budget": 64})
     assert [*room.methods] == [method, "streamingllm"]
@@ -446,7 +446,7 @@ def test_options_are_added_once_and_only_beside_vllms():
 
 
 def test_help_explains_every_option():
-    """As a user sees it. Every option has a help text, and every help text an option."""
+    """Every option has a help text, and every help text an option, as a user sees them."""
     vllm = Path(sys.executable).with_name("vllm")
     shown = subprocess.run(
         [vllm, "serve", "--help=kv-retrieval"],

@@ -1,4 +1,4 @@
-"""What a slow home reports, on its way through vLLM's metrics."""
+"""The reports of a slow home, and their way through vLLM's metrics."""
 
 import pickle
 from types import SimpleNamespace
@@ -89,7 +89,7 @@ def test_prometheus():
 
 
 def test_the_scheduler_learns_the_least_of_all_workers():
-    """What workers say as vLLM's handshake metadata, of every rank, and from other processes."""
+    """Workers of all ranks report by vLLM's handshake metadata, also from other processes."""
     config = SimpleNamespace(kv_transfer_config=connector_config())
     told = {}
     for number, seats in enumerate((7, 3, 5)):

@@ -49,7 +49,7 @@ EMULATED = STOCK | {
     "compilation_config": GRAPHS,
 }
 TOLERANCE = 0.02
-"""Of log-probs; other sums in float16. Retrieval is another model by much more than that."""
+"""The tolerance of log-probs, whose sums differ in float16. Retrieval changes them by far more."""
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
@@ -79,7 +79,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """What vLLM without retrieval answers, and what our path on the CPU does."""
+    """The answers of vLLM without retrieval, and those of our engine on the CPU."""
     answers = {}
     with engine(model, enforce_eager=True, **STOCK) as llm:
         for name, request in (("short", SHORT), ("exact", EXACT)):
@@ -130,7 +130,7 @@ def served(model, expected):
 
 
 def test_everything_is_as_on_a_gpu(served):
-    """Nothing of the CPU's own path has slipped in."""
+    """No part of the CPU's engine is in use."""
     assert served.describe() == {
         "runner": "DeviceRunner",
         "scheduler": "RetrievalAsyncScheduler",
@@ -187,7 +187,7 @@ def test_a_crowd_of_different_requests(served):
 
 
 def test_a_prompts_last_token_alone_is_prefill(served):
-    """Also where vLLM replays a graph of decode steps for it."""
+    """This holds even if vLLM replays a graph of decode steps for it."""
     text = prompt(CHUNK + 1, 6)
     before = served.replays()
     little, exact = (
@@ -201,7 +201,8 @@ def test_a_prompts_last_token_alone_is_prefill(served):
 
 
 def test_a_seats_next_owner_starts_afresh(served):
-    """Also where its context is just one token longer than its predecessor's last."""
+    """This holds even if its context is one token longer than the last one of the seat's owner
+    before."""
     first = Request(prompt(150, 7), 4, {"correction_threshold": -1})
     reached = 150 + 4 - 1  # tokens in the context at its last step
     second = Request(prompt(reached, 8), 4, {"correction_threshold": -1})
@@ -276,7 +277,8 @@ def test_preemption(served):
 
 
 def test_nothing_is_compiled_while_serving(served):
-    """What all these requests launched, warm-up has launched; eager steps are of any three rows."""
+    """Warm-up has launched all kernels that these requests launch. Eager steps have any three
+    rows."""
     served.replay(False)
     served.drive([Request(prompt(110, seed), 3, {}, arrives=seed) for seed in range(3)])
     served.replay(True)

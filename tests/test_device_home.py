@@ -11,7 +11,7 @@ from tests.engine import Request, assert_same, random_llama
 
 PAGE, BUDGET = 16, 64
 ROUNDING = 0.1
-"""Of log-probs in bfloat16: contexts within their budgets are read by another kernel."""
+"""The tolerance of log-probs in bfloat16: another kernel reads contexts within their budgets."""
 OPTIONS = {"page_size": PAGE, "sink": 16, "window": 16, "budget": BUDGET, "also": ["quest"]}
 ENGINE = {
     "attention_backend": "freekv",
@@ -93,7 +93,8 @@ def test_answers(engines):
 
 
 def test_requests_wait_for_slots(engines):
-    """As many run at once as have slots, which are fewer than the server was asked to run."""
+    """Only as many requests run at once as have slots, which are fewer than the server was asked
+    for."""
     assert engines(device_engine.limits) == [(4, 4), (4, 4)]
     requests = [Request(prompt(70 + 9 * seed, seed), 4 + seed % 3, {}) for seed in range(7)]
     near, far = engines(device_engine.drive, requests)
@@ -112,7 +113,8 @@ def test_preemption(engines):
 
 
 def test_metrics(engines):
-    """Of slots: pages are recalled ahead, and most of what steps attend to is there."""
+    """The metrics of slots: pages are recalled ahead, and most pages that steps attend to are
+    there."""
     _, far = engines(device_engine.metrics)
     assert far["units_attended"] <= far["units_looked_up"]
     assert 0 < far["units_missed"] < 0.5 * far["units_looked_up"]
@@ -122,7 +124,8 @@ def test_metrics(engines):
 
 
 def test_nothing_is_compiled_while_serving(engines):
-    """What all these requests launched, warm-up has launched, contexts staged for prompts, too."""
+    """Warm-up has launched all kernels that these requests launch, also those that stage
+    contexts."""
     engines(device_engine.drive, [Request(prompt(70, 21), 2, {})])
     for late, early in engines(device_engine.launched_late):
         assert early > 10

@@ -83,7 +83,8 @@ def test_decode_steps(interpreted, case):
     ],
 )
 def test_long_contexts(interpreted, index, entry, pooling, lengths):
-    """Of tiles of 64 pages: within one, to the end of one, a window within the second; several."""
+    """Contexts of tiles of 64 pages: within a tile, to its end, with a window within the next, and
+    of several."""
     interpreted(
         device_checks.long_contexts,
         lengths=lengths,
@@ -117,7 +118,7 @@ def a_layer(index=None, **changed):
 
 
 def a_step(layer):
-    """Of one row, for which nothing has to be launched to refuse it."""
+    """A step of one row. Nothing has to be launched to refuse it."""
     one = torch.zeros(1, dtype=torch.int32)
     rows = DeviceRows(
         seats=one,

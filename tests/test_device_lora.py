@@ -40,7 +40,7 @@ REQUESTS = WHOLE | SPARSE
 
 @pytest.fixture(scope="module")
 def requests(tmp_path_factory, model):  # noqa: F811
-    """By name, each with one of two adapters."""
+    """The requests by name, each with one of two adapters."""
     folder = tmp_path_factory.mktemp("adapters")
     first, second = (random_lora(model, folder / str(number), number) for number in (1, 2))
     adapters = dict(zip(REQUESTS, (second, first, first, second), strict=True))
@@ -49,7 +49,7 @@ def requests(tmp_path_factory, model):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def expected(model, requests):  # noqa: F811
-    """What vLLM without retrieval answers, and what our path on the CPU does."""
+    """The answers of vLLM without retrieval, and those of our engine on the CPU."""
     answers = {}
     with engine(model, enforce_eager=True, **STOCK, **LORA) as llm:
         for name in WHOLE:

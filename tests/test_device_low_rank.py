@@ -13,7 +13,8 @@ BUDGET = 80
 
 
 def test_selections_are_by_records_of_keys(tmp_path):
-    """In every step, replays of graphs among them; and records are as good as the best."""
+    """Every step selects by records, also replays of graphs, and the records are as good as the
+    best."""
     options = {"page_size": PAGE, "sink": PAGE, "window": 2 * PAGE, "budget": BUDGET}
     with device_engine.start() as pool:
         pool.submit(device_specification.install).result()

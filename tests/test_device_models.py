@@ -37,7 +37,8 @@ RETRIEVAL = ENGINE | {
     }
 }
 ROUNDING = {"float16": 0.2, "bfloat16": 0.3}
-"""Of log-probs, against float32; states amplify it. Retrieval changes more than that."""
+"""The tolerance of log-probs against float32, which states amplify. Retrieval changes more than
+that."""
 SPARSE = Request(prompt(150, 15), 10, {})
 OTHER = Request(prompt(170, 23), 8, by("streamingllm"))
 EXACT = Request(prompt(140, 15), 4, {"exact": True})
@@ -88,7 +89,7 @@ def served(request, tmp_path_factory):
 
 
 def test_layers_with_full_attention_retrieve(served):
-    """But the first, which is dense: the last one."""
+    """Only the last layer retrieves, since the first one is dense."""
     described = served.describe()
     assert described["state"] == STATES.get(served.kind, "DefaultModelState")
     (name,) = described["retrieving"]
@@ -149,7 +150,8 @@ def test_images(served):
 
 
 def test_nothing_is_compiled_while_serving(served):
-    """What requests before launched, in steps of any number of rows, warm-up has launched, too."""
+    """Warm-up has launched all kernels that earlier requests launched, in steps of any number of
+    rows."""
     served.drive([replace(SPARSE, tokens=2), replace(SHORT, arrives=1)])
     late, early = served.launched_late()
     assert early > 10

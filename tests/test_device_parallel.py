@@ -71,7 +71,7 @@ def served(request, model, expected):  # noqa: F811
 
 
 def test_workers_have_their_parts(served):
-    """Of layers or KV heads; and the same blocks, whatever each has room for."""
+    """Workers have parts of the layers or KV heads, and the same number of blocks."""
     engine, size, home = served
     workers = engine.describe_workers()
     retrieving = [[f"model.layers.{n}.self_attn.attn" for n in part] for part in LAYERS[size]]

@@ -49,7 +49,8 @@ def started(tmp_path_factory):
 
 
 def test_memory(started):
-    """All that vLLM leaves for the KV cache is used for it and what is beside it, and no more."""
+    """The KV cache and the state beside it use all memory that vLLM leaves for the cache, and no
+    more."""
     sizes = started(device_start.describe)
     requested = math.ceil(device_start.TOTAL * UTILIZATION)
     held = device_start.USED[1] - device_start.USED[0]

@@ -62,7 +62,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(model):
-    """What vLLM without retrieval answers; its engine is gone before ours starts."""
+    """The answers of vLLM without retrieval. Its engine ends before ours starts."""
     with engine(model, **STOCK) as llm:
         return drive(llm, [Request(novel(llm, 700, 50), 16)])[0]
 
@@ -133,7 +133,7 @@ def test_what_was_decoded_before_is_no_prefix(llm):
 
 
 def test_counts_and_state(llm):
-    """What a step attends to, in pages' worth of tokens; and nothing is left of requests."""
+    """Counts are the tokens that a step attends to, in pages. Requests leave no state."""
     drive(llm, [Request(novel(llm, 40, 0), 1, {})])
     llm.collective_rpc(lambda worker: tuple(worker.requests.take_counts()))
     for method in ("even", "h2o"):

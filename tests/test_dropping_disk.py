@@ -41,7 +41,7 @@ def requests():
 
 
 def answers(model, **retrieval):
-    """All of them, then a second time; and what the recalls and counters say."""
+    """All answers, then all once more, and the counts of recalls."""
     with engine(
         model,
         attention_backend="entropykv",

@@ -22,7 +22,7 @@ RETRIEVING, HEADS = 29, 3  # layers, and KV heads of each
 # PyramidKV: from 2 - 1 / beta times the mean down to 1 / beta of it, linearly with depth.
 PYRAMID = tuple((1.95 - 1.9 * layer / (RETRIEVING - 1),) * HEADS for layer in range(RETRIEVING))
 BY_HEAD = [[1, 4, 0]] * 5 + [5 / 3] * (RETRIEVING - 5)
-"""As a user writes it; 5 / 3 on average."""
+"""The option as a user writes it; 5 / 3 on average."""
 
 
 def methods_of(summary_size: int) -> dict[str, Method]:
@@ -43,7 +43,7 @@ def methods_of(summary_size: int) -> dict[str, Method]:
 
 
 def options_of(method: Method) -> dict[str, Any]:
-    """What makes it, as a user writes it."""
+    """The option as a user writes it."""
     if method.shares:  # freekv's, with its schedule
         return {"budget_shares": "pyramid" if method.shares == PYRAMID else BY_HEAD}
     index: Any = {"low_rank": {"rank": method.rank}} if method.index == "low_rank" else method.index

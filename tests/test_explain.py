@@ -89,7 +89,7 @@ def explained(model, *more, budget=BUDGET):
 
 
 def all_heads(model, method, *more):
-    """By layer and KV head, the positions that are attended to; and the whole result."""
+    """The attended positions by layer and KV head, and the whole result."""
     result = explained(
         model,
         f"--method={method}",
@@ -143,7 +143,8 @@ def smoothed(mass):
 
 
 def plain_kept(method, attention, budget):
-    """What each KV head of a layer keeps, of attention [heads, n, n]; the papers' rules."""
+    """The tokens that each KV head of a layer keeps by the papers' rules, given attention [heads,
+    n, n]."""
     n, kept = attention.shape[-1], []
     groups = attention.unflatten(0, (KV_HEADS, GROUP)).sum(1)
     for of_group, each in zip(groups, attention.unflatten(0, (KV_HEADS, GROUP)), strict=True):
@@ -198,7 +199,7 @@ def always_and_best(pooled, select, sink, window):
 
 
 def test_an_oracle_selects_the_pages_with_the_most_attention(model):
-    """Of pages of 32, as full softmax has it; an unfinished one lies in the window."""
+    """Mass of pages of 32 by the full softmax. An unfinished page lies in the window."""
     found, result = all_heads(model, "oracle")
     assert not result["drops"]
     for layer in range(LAYERS):

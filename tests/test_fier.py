@@ -86,7 +86,7 @@ def test_the_tokens_of_the_paper_are_chosen(llm):
 
 
 def test_counts(llm):
-    """What a step attends to, in pages' worth of tokens."""
+    """Counts are the tokens that a step attends to, in pages."""
     drive(llm, [Request(novel(llm, 40, 0), 1, {})])
     llm.collective_rpc(lambda worker: tuple(worker.requests.take_counts()))
     budgets = (96, 256, 512)

@@ -67,7 +67,7 @@ def make_rows_like(rows, kv_heads):
 
 
 def make_queries(rows, selector, count, dtype):
-    """As in a model: a strided view of the fused projection's output."""
+    """A query as in a model: a strided view of the output of the fused projection."""
     heads = selector.store.kv_heads * selector.group
     size = selector.store.head_size
     return 3 * torch.randn(len(rows) * count + 1, heads + 2, size).to(dtype)[:, :heads]
@@ -141,7 +141,8 @@ def test_workers_select_together_by_the_reference(queries):
 
 
 def assert_workers_agree(ops, dtype, queries):
-    """What each selects by its heads and the highest of the others' is what one with all would."""
+    """Workers that each know their heads, and the highest of the others, select as one with all
+    heads."""
     torch.manual_seed(queries)
     every = make_selector(4, 3, 64, 32, dtype, "rows")
     rows = make_rows([152, 600, 151, 577], every)

@@ -36,7 +36,7 @@ def interpreted():
 
 
 def stored(path) -> dict[str, Any]:
-    """What a program has written."""
+    """The file that a program has written."""
     found = read_json(path)
     assert found is not None
     return found
@@ -59,7 +59,7 @@ def decode_step(context, side=None):
 
 
 def measured(context, side=None):
-    """As the program measures it; the first layer's outputs, before and after."""
+    """Run it as the program measures it. Returns the first layer's outputs, before and after."""
     step = decode_step(context, side)
     before = step.layers[0].out.clone()
     result = decode_layer.measure(step, COPY, BUS, once)
@@ -307,7 +307,7 @@ def test_device_memory_of_a_request():
 
 
 def engine_results(**ms):
-    """Of engines at 128K: milliseconds by engine and batch."""
+    """Milliseconds of engines at 128K, by engine and batch."""
     found = {}
     for name, value in ms.items():
         engine, batch = name.split("_")

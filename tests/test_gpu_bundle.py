@@ -27,7 +27,7 @@ def fat_binary(*images):
 
 
 def code(library):
-    """What the driver would find: per fat binary its (architecture, payload) pairs."""
+    """The (architecture, payload) pairs of each fat binary, as the driver finds them."""
     return [
         [(i.architecture, library[i.start + i.header : i.end]) for i in images]
         for _, _, images in bundle.fat_binaries(library)
@@ -77,7 +77,8 @@ def test_files_come_back_where_they_were(tmp_path):
 ON_THE_MACHINE = (
     "numpy packaging prometheus_client psutil pytest regex safetensors torch transformers triton"
 )
-"""Beside Python itself and what is bundled; vLLM needs all of it but pytest, too."""
+"""Requirements beside Python and the bundled files. vLLM needs all of them, too, except for
+pytest."""
 OPTIONAL = "flashinfer xformers"
 OURS = "benchmarks tests vllm_kvretrieval"
 

@@ -21,7 +21,7 @@ def measure(model, *more, out="heads.json"):  # noqa: F811
 
 
 def plain_scores(model, seed):  # noqa: F811
-    """Of whole matrices of attention, as transformers' eager attention gives them."""
+    """Scores from whole matrices of attention, as transformers' eager attention gives them."""
     network = AutoModelForCausalLM.from_pretrained(model.folder, attn_implementation="eager")
     tokens = repeated_tokens(100, [], PERIOD, seed)
     with torch.inference_mode():

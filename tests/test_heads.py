@@ -121,7 +121,7 @@ def test_files_that_are_none(tmp_path):
 
 
 def test_shipped_files():
-    """Of layers with full attention alone; the default share of them is what docs say."""
+    """Heads are those of layers with full attention. Their default share is as in the docs."""
     counts = {}
     for file in shipped():
         assert file.path.stem == file.model

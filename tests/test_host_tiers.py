@@ -1,4 +1,4 @@
-"""What goes where when the KV cache's home is host memory."""
+"""The division of memory if the home of the KV cache is host memory."""
 
 import dataclasses
 import mmap
@@ -80,7 +80,8 @@ def test_fewer_slots_before_fewer_blocks():
 
 
 def test_the_home_is_bounded():
-    """By half of host memory and by four times the device's, but for a single long request."""
+    """The size is limited by half of host memory, and by four times the device's memory, except for
+    a single long request."""
     block = 31 * LLAMA.block_bytes
     assert plan(host=20 * GIB).blocks == 4097
     assert plan(host=60 * GIB).home <= 30 * GIB < plan(host=60 * GIB).home + block
@@ -122,7 +123,7 @@ def test_a_model_of_short_contexts():
 
 
 def test_fewer_blocks_where_another_worker_has_less_room():
-    """What grows with them shrinks; all else is as planned."""
+    """Sizes that grow with blocks shrink. All others stay as planned."""
     whole = plan()
     assert whole.of(whole.blocks) == whole
     fewer = whole.of(3 * 4096)
@@ -173,7 +174,7 @@ def test_every_gpu_starts_at_vllms_defaults(monkeypatch, gpu, method):
 
 
 def planned(monkeypatch, host, **options):
-    """What a worker plans beside so much available host memory."""
+    """The plan of a worker, with so much available host memory."""
     monkeypatch.setattr(host_module, "available_memory", lambda: host)
     spec = FullAttentionSpec(block_size=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
     engines = options.pop("engines", 1)

@@ -24,7 +24,7 @@ def in_huge_pages(tensor):
 
 
 def test_memory_that_is_in_use():
-    """What it holds stays; views of one piece of memory count once."""
+    """The contents stay. Views of one piece of memory count once."""
     if not MODE.exists() or "[never]" in MODE.read_text():
         pytest.skip("the system has no huge pages")
     memory = torch.arange(12 * HUGE_PAGE // 8)

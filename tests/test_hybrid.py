@@ -20,7 +20,7 @@ def short_requests(llm, options=None):
 
 @pytest.fixture(scope="module")
 def stock():
-    """What vLLM without retrieval answers; its engine is gone before ours starts."""
+    """The answers of vLLM without retrieval. Its engine ends before ours starts."""
     with engine(checkpoint(MODEL), **STOCK) as llm:
         return [drive(llm, [request])[0] for request in short_requests(llm)]
 
@@ -62,7 +62,8 @@ def test_short_contexts_are_answered_as_by_stock_vllm(llm, stock):
 
 
 def test_exact_turns_share_exact_blocks(llm):
-    """Of layers with windows, too, whose blocks before the window are gone. Blocks of 256."""
+    """This includes layers with windows, whose blocks before the window are gone. Blocks have 256
+    tokens."""
     prompt = chat(llm, novel(llm, 520, 50), [{}], 260)
     exact, expected = with_and_without_cache(llm, prompt, {"exact": True})
     assert exact.cached == 512, "the third block was decoded over a selection"
@@ -72,7 +73,7 @@ def test_exact_turns_share_exact_blocks(llm):
 
 
 def test_a_pass_key_is_found_in_a_novel(llm):
-    """In a context seven times the budget; by sink and window alone it is not."""
+    """The context is seven times the budget. Sink and window alone do not find the key."""
     tokenizer = llm.get_tokenizer()
     chosen = excerpt(16_000, 300).split("\n\n")
     chosen.insert(25, f"The pass key is {KEY}. Remember it. {KEY} is the pass key.")

@@ -62,7 +62,7 @@ def cache_of(dtype, layout, head_size, page_size, lengths):
 
 
 def write_amx(key, slot_mapping, kv_cache):
-    """What the op does with keys where it knows the layout; the reverse of reference.keys_of."""
+    """Write keys as the op does for this layout: the reverse of reference.keys_of."""
     _, _, page_size, width = kv_cache.shape
     size, per_word = width // 2, 4 // kv_cache.element_size()
     for page in slot_mapping.div(page_size, rounding_mode="floor").unique():
@@ -74,7 +74,7 @@ def write_amx(key, slot_mapping, kv_cache):
 
 
 def store_of(index, dtype, head_size, page_size, entry_tokens, **options):
-    """With some numbers in all records."""
+    """A store with arbitrary numbers in all records."""
     shape = {"pages": PAGES, "kv_heads": HEADS, "head_size": head_size, "page_size": page_size}
     store = IndexStore.empty(index, dtype=dtype, entry_tokens=entry_tokens, **shape, **options)
     store.records.random_(60)  # below the bytes of what is not finite
@@ -137,7 +137,7 @@ def test_index_of_another_package(layout):
 @pytest.mark.parametrize("layout", ["vec", "amx"])
 @pytest.mark.parametrize("index", ["min_max", "mean", "one_bit"])
 def test_many_pages(isa, index, layout):
-    """So many that threads share them."""
+    """There are so many that threads share them."""
     torch.manual_seed(2)
     expected = make_chooser(600, 1, 3, 1, 64, torch.bfloat16, index=make_index(index)).store
     expected = replace(expected, layout=layout, handle=None)

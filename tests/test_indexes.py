@@ -104,7 +104,8 @@ def test_fields_are_packed_without_gaps(dtype):
     ],
 )
 def test_bytes_of_a_record(keys, index, size):
-    """What the index says, what the formulas of its docs say, and what there is."""
+    """The bytes that the index states, those of the formula in its docs, and those in memory are
+    equal."""
     made = index_of(index)
     assert made.record_bytes(SIZE, TOKENS, torch.bfloat16) == size
     if size:
@@ -131,7 +132,7 @@ def test_scores_are_in_units_of_products(keys, query, name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["min_max", "bounding"])
 def test_bounds_are_bounds(query, name, dtype):
-    """Of every key in the cache; with hostile keys, too."""
+    """They bound every key in the cache, also hostile keys."""
     torch.manual_seed(3)
     for factor in (1, 100):
         keys = torch.randn(ENTRIES, TOKENS, SIZE)
@@ -146,7 +147,7 @@ def test_bounds_are_bounds(query, name, dtype):
 
 
 def test_min_max_is_reached(query):
-    """Where one key has each channel's best value for the query."""
+    """The bound is reached if one key has the best value of every channel."""
     keys = torch.randn(1, TOKENS, SIZE, generator=torch.Generator().manual_seed(4))
     best = torch.where(query[0] > 0, keys.amax(1), keys.amin(1))
     keys[:, 5] = best
@@ -187,7 +188,8 @@ def test_bounding_radius(keys):
 
 
 def test_one_bit_rounds_each_channel(keys, query):
-    """To the nearer one of its two ends; scores are those of such keys, but for rounded steps."""
+    """Each channel is rounded to the nearer one of its two ends. Scores differ from those by
+    rounded steps."""
     index = index_of("one_bit")
     record = index.build(keys)
     low, high = record["minimum"][:, None], record["maximum"][:, None]
@@ -220,7 +222,8 @@ def test_exact_is_the_log_of_the_mass(keys, query):
 
 
 def test_low_rank_is_nearly_exact_at_the_full_rank(keys, query):
-    """All directions that centred keys have; what is left is rounding. Fewer are worse."""
+    """With all directions of the centred keys, only rounding is left. Fewer directions are
+    worse."""
     exact = scores_of(Exact(), query, keys)
     errors = [
         (scores_of(LowRank(rank), query, keys) - exact).abs().mean().item()

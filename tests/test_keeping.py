@@ -1,4 +1,4 @@
-"""What is kept of a prompt: the papers' rules, on numbers that can be read."""
+"""The tokens that are kept of a prompt: the papers' rules, on small numbers."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_equal_ones_are_kept_from_the_start_on():
 
 
 def test_snapkv_keeps_its_window_and_what_lies_around_the_best():
-    """Each token counts as the best of 7 around it, those of the window not among them."""
+    """A token is rated as the best of the 7 tokens around it, without those of the window."""
     mass = [0.0] * 100
     mass[50], mass[99], mass[69] = 9, 100, 1
     assert kept(rule("snapkv"), [mass], 32 + 7) == [[*range(47, 54), *range(68, 100)]]
@@ -135,7 +135,8 @@ def test_what_can_be_combined():
 
 @pytest.mark.parametrize("page", [1, 16])
 def test_how_many_are_kept(page):
-    """As many as fit, in whole pages and the last one; a page goes where there is no more room."""
+    """As many tokens as fit are kept, in whole pages and the last page. Without room a page is
+    dropped."""
     keeping = Keeping(page=page)
     rng = np.random.default_rng(page)
     for _ in range(200):
@@ -152,7 +153,7 @@ def test_how_many_are_kept(page):
 
 
 def test_raas_keeps_pages_by_their_latest_stamp():
-    """Of equal ones the latest; the last page, which is not full, always."""
+    """Of equal pages the latest are kept, and always the last page, which is not full."""
     stamps = torch.zeros(16 * 5 + 3)
     stamps[[5, 20, 40]] = torch.tensor([80.0, 79, 80])
     (kept,) = rule("raas").keep(stamps[None], torch.tensor([3 + 3 * 16]))

@@ -114,7 +114,7 @@ def kept_rows(window):
 
 @pytest.mark.parametrize("window", [1, 10])
 def test_lists_of_what_has_been_kept(isa, window):
-    """Nothing is scored, compared or remembered."""
+    """The op scores, compares and remembers nothing."""
     listed = []
     for ops in (reference, cpu):
         rows, chooser = kept_rows(window)
@@ -190,7 +190,7 @@ RULES = {
 
 
 def state(rule, budget):
-    """Of seats that keep as many as they may, fewer, and none; heads differ."""
+    """State of seats that keep as many tokens as they may, fewer, and none; heads differ."""
     counts = torch.full((SEATS, HEADS), budget - 1, dtype=torch.int32)
     counts[2], counts[0, 1] = budget - 3, budget - 2
     if rule.page == 1:

@@ -77,14 +77,14 @@ def make_chooser(
 
 
 def copy_of(chooser):
-    """The same with records and selection of its own."""
+    """A copy with records and selection of its own."""
     store, kept = fresh_records(chooser.store), chooser.selection
     selection = replace(kept, query=kept.query.clone(), chosen=kept.chosen.clone())
     return replace(chooser, store=store, selection=selection, handle=None)
 
 
 def fresh_records(store):
-    """The same with records of its own."""
+    """A copy with records of its own."""
     return replace(store, records=store.records.clone(), handle=None)
 
 
@@ -145,7 +145,8 @@ def clone_rows(rows):
 
 
 def specified(op, *arguments):
-    """By one thread: small tensors cost several far more, where other processes run."""
+    """Run the specification by one thread: several threads are far slower on small tensors while
+    other processes run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     op(*arguments)
@@ -244,7 +245,7 @@ def assert_near_ties(actual, expected, query, rows):
 
 
 def chunks_of(page_count, kv_heads, head_size, dtype, rounds):
-    """What a scheduler writes: keys and slots of stretches of some pages, one after the other."""
+    """Keys and slots as a scheduler writes them: stretches of some pages, one after the other."""
     written = torch.zeros(page_count, dtype=torch.int64)
     for _ in range(rounds):
         slots: list[int] = []
@@ -281,7 +282,7 @@ def test_index_equals_reference(index, dtype, head_size, parts):
 
 @pytest.mark.parametrize("index", RECORDED)
 def test_index_of_a_long_prefill(index):
-    """So many keys that threads share them."""
+    """There are so many keys that threads share them."""
     torch.manual_seed(1)
     expected = make_chooser(80, 1, 3, 1, 64, torch.bfloat16, index=make_index(index)).store
     before = fresh_records(expected)
@@ -386,7 +387,7 @@ def test_spread(spread):
     far=[False, True],
 )
 def test_rerank_equals_reference(index, pooling, parts, dtype, far):
-    """Also where a page of the sink has all of the mass."""
+    """They are equal even if a page of the sink has all of the mass."""
     torch.manual_seed(5)
     options = {"index": make_index(index), "pooling": pooling, "parts": parts}
     chooser = make_chooser(40, 2, 2, 3, 64, dtype, rerank=3, **options)
@@ -485,7 +486,7 @@ TWINS = {"mean": OutsideMean(), "exact": OutsideExact()}
     far=[False, True],
 )
 def test_an_index_of_another_package(name, rerank, pooling, parts, dtype, far):
-    """Without kernels, it gives what an index that is the same and has some gives."""
+    """It has no kernels, and gives the same results as an equal index that has kernels."""
     torch.manual_seed(7)
     options = {"pooling": pooling, "parts": parts, "rerank": rerank}
     native = make_chooser(40, 2, 2, 3, 64, dtype, index=make_index(name), **options)
@@ -511,7 +512,8 @@ def test_an_index_of_another_package(name, rerank, pooling, parts, dtype, far):
 
 
 def test_records_of_an_index_of_another_package():
-    """As keys are written, from pages of any length, and as specified."""
+    """Records are made as keys are written and from pages of any length, and equal the
+    specification."""
     torch.manual_seed(8)
     expected = make_chooser(20, 1, 2, 1, 64, torch.bfloat16, parts=2, index=OutsideMean()).store
     written, loaded = (
@@ -828,7 +830,7 @@ STORES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", STORES)
 def test_wrong_stores_are_refused(name):
-    """By every op, each of which may be the first to see one."""
+    """Every op refuses them, since each may be the first to see one."""
     index = make_index("mean_std")
     chooser = make_chooser(20, 1, 2, 1, 64, torch.bfloat16, index=index)
     change, message = STORES[name]

@@ -59,7 +59,8 @@ def transfer(name, **extra):
 
 @pytest.fixture(scope="module")
 def stock(model, storage):
-    """What vLLM without retrieval answers, and stores; its engine is gone before ours starts."""
+    """The answers of vLLM without retrieval, which stores its cache. Its engine ends before ours
+    starts."""
     transfers = transfer("ExampleConnector", shared_storage_path=str(storage))
     with engine(model, block_size=32, kv_transfer_config=transfers, **OPTIONS) as llm:
         return drive(llm, [document(None)])[0]
@@ -103,7 +104,8 @@ def forget(llm):
 
 
 def test_loaded_kv_is_retrieved_from(llm, storage, stock):
-    """In order: loaded, shared by prefix hits, many at once, and for comparison computed."""
+    """Requests load the cache, share it by prefix hits, run many at once, and compute it for
+    comparison."""
     exact = one(llm, document({"exact": True}))
     assert exact.cached >= 1152, "loaded"
     assert_same(exact, stock, tolerance=1e-4)

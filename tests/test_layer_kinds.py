@@ -68,7 +68,7 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(model):
-    """What vLLM without retrieval answers; its engine is gone before ours starts."""
+    """The answers of vLLM without retrieval. Its engine ends before ours starts."""
     with engine(model[1], **OPTIONS) as llm:
         return drive(llm, crowd()), drive(llm, long())
 

@@ -103,7 +103,7 @@ def refused_to_nobody(theirs):
 
 
 def test_a_directory_that_is_gone(tmp_path):
-    """By the time of the worker; before that the option is refused."""
+    """It is gone when the worker starts. If it is gone before, the option is refused."""
     with pytest.raises(RetrievalConfigError, match=r"No such file or directory\)\. .* make it, or"):
         disk_home(tmp_path / "gone")
     with pytest.raises(RetrievalConfigError, match=r"No such file or directory\)\. .* make it, or"):
@@ -180,7 +180,7 @@ def refused_by(program, where):
 
 
 def test_limits_of_a_process(tmp_path):
-    """Of files' sizes (with its signal), of addresses, of data, of open files."""
+    """Limits of files' sizes (with its signal), of addresses, of data, and of open files."""
     messages = refused_by(
         """
 with limited(resource.RLIMIT_FSIZE, SIZE):
@@ -281,7 +281,7 @@ def test_a_disk_that_is_full_says_so_when_zeros_have_got_there(monkeypatch, tmp_
 
 
 def test_memory_that_the_system_refuses():
-    """To Python, to torch; other errors stay what they are."""
+    """The system refuses it to Python and to torch. Other errors stay as they are."""
 
     def refused(match):
         return pytest.raises(RetrievalConfigError, match=match)
@@ -302,7 +302,8 @@ def test_memory_that_the_system_refuses():
 
 
 def test_a_home_in_memory_has_to_fit_there(monkeypatch):
-    """With what the worker is yet to take; nothing is reserved, which would end the process."""
+    """The check includes memory that the worker is yet to take. Nothing is reserved there, so a
+    lack of memory would end the process."""
     monkeypatch.setattr(place, "available_memory", lambda: 3 * GIB)
     place.check_room("/dev/shm", GIB, workers=2, memory=GIB // 2)
     with pytest.raises(
@@ -406,7 +407,7 @@ def test_files_that_cannot_tell(tmp_path):
 
 
 class Home:
-    """Of eight blocks of two pages, of which nothing is lost but what a test says."""
+    """A home of eight blocks of two pages, of which a test says which are lost."""
 
     layer_bytes = 8 * 2 * 100
 
@@ -452,7 +453,8 @@ def logged(monkeypatch):
 
 
 def test_lost_blocks(logged):
-    """What was lost is told in two steps; after a failure to write, also whoever finds it later."""
+    """Lost blocks are reported in two steps; after a failure to write, also to requests that come
+    later."""
     home = Home()
     lost = LostBlocks(home, [], "/there", blocks=8, block_size=32, pages=2)  # type: ignore[arg-type]
     lost.begin_step(step(([0, 1], 0)))

@@ -10,7 +10,7 @@ from vllm_kvretrieval.engine.cpu.linear import AT_ONCE, MANY, widen_linear_layer
 
 
 class Layer(torch.nn.Module):
-    """What vLLM's products read of one."""
+    """The attributes of a layer that vLLM's products read."""
 
     def __init__(self, outputs, inputs, dtype, bias):
         super().__init__()
@@ -31,7 +31,7 @@ def avx2(monkeypatch):
 
 
 def loaded(*shape, head=False):
-    """As vLLM loads a linear layer, or a language model's head, which keeps its weight."""
+    """A linear layer as vLLM loads it, or the head of a language model, which keeps its weight."""
     layer = Layer(*shape)
     dispatch_cpu_unquantized_gemm(layer, remove_weight=not head)
     return layer
@@ -41,7 +41,7 @@ def loaded(*shape, head=False):
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("shape", [(1, MANY - 1), (MANY,), (2, 3, 40)], ids=str)
 def test_products(avx2, monkeypatch, shape, bias, dtype):
-    """Of many tokens in float32."""
+    """Products of many tokens are computed in float32."""
     plain, multiplied = torch.nn.functional.linear, []
 
     def multiply(x, weight, bias):
@@ -62,7 +62,7 @@ def test_products(avx2, monkeypatch, shape, bias, dtype):
 
 
 def test_weights_are_converted_in_parts(avx2, monkeypatch):
-    """Of many outputs; the last part is shorter."""
+    """Weights with many outputs are converted in parts, of which the last one is shorter."""
     monkeypatch.setattr(linear, "AT_ONCE", 64 * 50)
     layer, x = loaded(170, 64, torch.bfloat16, True), torch.randn(20, 64).bfloat16()
     expected = torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
@@ -83,7 +83,7 @@ def test_what_is_fast_stays(avx2, monkeypatch):
 
 
 def test_a_compiled_model_takes_any_number_of_tokens(avx2):
-    """One graph, whatever it was compiled with."""
+    """One graph serves them, whatever number it was compiled with."""
     layer = loaded(48, 32, torch.bfloat16, False)
     widen_linear_layers(layer)
     compiled = torch.compile(

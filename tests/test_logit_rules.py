@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 
 BUDGET = 256
 CAP = 2.0
-"""Of logits that are far larger."""
+"""A cap of logits that are far larger."""
 TOLERANCE = 2e-3
 LAYERS = {"num_hidden_layers": 4, "head_dim": 64, "sliding_window": 128}
 OPTIONS = {
@@ -100,7 +100,7 @@ def test_whole_contexts(llm, model):
 
 
 def test_selected_pages(llm, model):
-    """What layers attend to in decode steps has the model's cap and sinks."""
+    """Attention of decode steps uses the cap and the sinks of the model."""
 
     def watch(worker):
         worker.compared = 0

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cores
 
 
 def keys_of(store, entries):
-    """Of all KV heads, [n, tokens, head_size]."""
+    """The keys of all KV heads, [n, tokens, head_size]."""
     return reference.keys_of_entries(entries, store).transpose(1, 2).flatten(0, 1)
 
 
@@ -104,7 +104,7 @@ def test_records_are_built_when_the_last_token_is_written(isa, layout):
 
 
 def test_keys_without_differences_and_keys_that_are_no_numbers(isa):
-    """Nothing but their mean; and no more than wrong scores of a page that has no right ones."""
+    """Equal keys give their mean. Keys that are NaN make wrong scores only for their own page."""
     torch.manual_seed(3)
     chooser = make_chooser(64, 1, 1, 2, 64, torch.float32, index=LowRank())
     keys = keys_in(chooser.store)

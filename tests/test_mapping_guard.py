@@ -17,7 +17,7 @@ MOST_MAPPINGS = int(Path("/proc/sys/vm/max_map_count").read_text())
 
 
 def pages(*numbers):
-    """What a guard tells of single pages."""
+    """The report of a guard on single pages."""
     return [(number * PAGE, (number + 1) * PAGE) for number in numbers]
 
 

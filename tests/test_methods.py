@@ -75,11 +75,11 @@ class House:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """All of them, its own first."""
+        """All methods, the engine's own first."""
         return self.method, *self.also
 
     def assert_same(self, answer, expected):
-        """To rounding, and near ties."""
+        """Compare up to rounding and near ties."""
         assert answer.tokens == expected.tokens
         changes = [abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs, strict=True)]
         assert max(changes) < 5 * self.near_ties
@@ -147,7 +147,7 @@ def package(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(model):
-    """What vLLM without retrieval answers; its engine is gone before ours starts."""
+    """The answers of vLLM without retrieval. Its engine ends before ours starts."""
     with engine(model, **STOCK) as llm:
         short, long = Request(prompt(100, 0), BUDGET - 100), Request(DOCUMENT, 12)
         return {"short": drive(llm, [short])[0], "long": drive(llm, [long])[0]}
@@ -175,7 +175,7 @@ def llm(house, model, package, stock):
 
 @pytest.fixture(scope="module")
 def computed(llm, house):
-    """What each method makes of the document, by itself."""
+    """The answer of each method about the document, alone."""
     return {name: alone(llm, Request(DOCUMENT, 12, by(name))) for name in house.methods}
 
 
@@ -247,7 +247,7 @@ def test_preemption(llm, house, monkeypatch):
 
 
 def test_exact_and_short_requests_are_stock_vllms(llm, house, stock, computed):
-    """By every method, beside sparse requests of the same."""
+    """All methods do so, beside sparse requests of the same method."""
     crowd = []
     for name in house.methods:
         crowd += [

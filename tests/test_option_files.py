@@ -50,7 +50,8 @@ def engine_config(method, options):
 @pytest.mark.parametrize("end", [Path.unlink, lambda path: path.write_text("[]")])
 @pytest.mark.parametrize(("method", "holds", "options_of"), CASES.values(), ids=CASES.keys())
 def test_what_becomes_of_a_file_later_changes_nothing(tmp_path, method, holds, options_of, end):
-    """In processes that get the configuration, and in the front end, at the first request."""
+    """This holds in processes that get the configuration, and in the front end at the first
+    request."""
     file = tmp_path / "file.json"
     if isinstance(holds, Path):
         shutil.copy(holds, file)
@@ -73,7 +74,7 @@ def test_what_becomes_of_a_file_later_changes_nothing(tmp_path, method, holds, o
 
 
 def facts(config):
-    """What the options of an engine are, and what the files in them say of its model."""
+    """The options of an engine, and what their files say about its model."""
     options = RetrievalConfig.from_vllm(config)
     assert options is not None
     model, layers = config.model_config, range(options.dense_layers, 30)

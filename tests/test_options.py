@@ -55,7 +55,7 @@ def value_of(key: str, method: str) -> Any:
 
 
 def refusal(method: str, key: str) -> str:
-    """What the engine says if the option is given; empty: it is accepted."""
+    """The message of the engine if the option is given; empty: the engine accepts it."""
     needs = {OPTIONS[key].needs} - {""}
     beside = {"home": "disk"} if OPTIONS[key].slow_home else {}
     options = beside | {name: value_of(name, method) for name in (*needs, key)}

@@ -100,7 +100,7 @@ def test_refused_before_an_engine_starts(tmp_path):
 
 @dataclass(frozen=True)
 class Good(Index):
-    """One that others spoil: the mean, and a byte that nobody reads."""
+    """An index that tests spoil: the mean, and a byte that is never read."""
 
     name: ClassVar[str] = "good"
 

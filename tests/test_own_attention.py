@@ -25,7 +25,7 @@ MODEL = "SmolLM2-135M-Instruct"
 LAYERS = 6
 BUDGET = 256
 TOLERANCE = 2e-3
-"""Of log-probs, in float32."""
+"""The tolerance of log-probs in float32."""
 KINDS: dict[str, dict[str, Any]] = {
     "memory": {"also": ["full"]},
     "full": {"method": "full"},

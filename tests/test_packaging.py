@@ -18,7 +18,7 @@ SOURCES = (
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Where the package was installed beside a CUDA build of torch."""
+    """The directory with the package, installed beside a CUDA build of torch."""
     folder = tmp_path_factory.mktemp("offline")
     (folder / "checkout").mkdir()
     for name in SOURCES:

@@ -67,7 +67,7 @@ def assert_parts_count(together, exact):
 
 
 def test_two_workers_answer_as_one(model):
-    """With the KV cache in memory, and on disk with every worker's own file and slots."""
+    """The KV cache is in memory, or on disk with a file and slots for each worker."""
     expected, exact, heads = answers(model, workers=1)
     assert heads == [[KV_HEADS] * (LAYERS - 1)]
     for home in ({}, {"home": "disk", "recall_cache_bytes": "8MiB"}):

@@ -39,7 +39,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def caplog_vllm(caplog):
-    """What our loggers say, which vLLM's do not hand on."""
+    """The messages of our loggers, which vLLM's loggers do not hand on."""
     plugin.logger.addHandler(caplog.handler)
     yield caplog
     plugin.logger.removeHandler(caplog.handler)
@@ -194,7 +194,7 @@ def test_a_backend_brings_its_worker(backend):
 
 
 class DerivedScheduler(RetrievalScheduler):
-    """Of a user."""
+    """A scheduler of a user."""
 
 
 @pytest.mark.model
@@ -213,7 +213,7 @@ def test_a_backend_brings_its_scheduler():
 
 @pytest.mark.model
 def test_validating_a_request_changes_nothing():
-    """What the caller hands in may be used again, and by other engines."""
+    """The arguments of the caller may be used again, also for other engines."""
     options = {"filters": [2, 8], "prefill_budget": 256, "also": ["h2o"]}
     processor = InputProcessor(
         engine_config(attention_backend="omnikv", additional_config={"kv_retrieval": options})

@@ -49,7 +49,7 @@ def attend(query, lists, cache, layout="vec", **options):
 
 
 def expected_of(query, lists, cache, layout="vec", **options):
-    """The same by the specification, in float64."""
+    """The result of the specification, in float64."""
     output = torch.full(query.shape, torch.nan, dtype=torch.float64)
     lse = torch.full(query.shape[:2], torch.nan)
     scale = query.shape[-1] ** -0.5
@@ -247,7 +247,7 @@ def test_strides():
     ids=str,
 )
 def test_refusals(change, message):
-    """What does not fit is refused before anything is read or written."""
+    """Arguments that do not fit are refused before anything is read or written."""
     query, lists, cache = make_case(torch.float32, 64, 2, 2, 32, ((40, 200),))
     if "entry" in change:
         lists.entries[0, 2] = change["entry"]

@@ -66,7 +66,7 @@ get_inner_triton_kernels(lambda x: x)
 
 
 def test_what_would_be_said_of_one_that_outlives_it():
-    """So silence means that there is none."""
+    """So silence means that no object outlives the extension."""
     ended = run("""
 import ctypes
 from vllm_kvretrieval import _cpu

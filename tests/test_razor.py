@@ -45,7 +45,7 @@ TOLERANCE = 1e-3
 
 
 def by_hand():
-    """Of every layer another head, of some none, and of one all."""
+    """A different head in each layer, in some layers none, and in one all."""
     flags = [[int(head == layer % 4) for head in range(KV_HEADS)] for layer in range(LAYERS)]
     flags[5] = [1, 1, 1]
     return flags
@@ -67,7 +67,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(model):
-    """What vLLM without retrieval answers; its engine is gone before ours starts."""
+    """The answers of vLLM without retrieval. Its engine ends before ours starts."""
     with engine(model, **STOCK) as llm:
         short = Request(novel(llm, 200, 0), 30)
         long = Request(novel(llm, 700, 50), 16)
@@ -76,7 +76,7 @@ def stock(model):
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """Of each method that goes by scores; and their file."""
+    """The flags of each method that uses scores, and the file of these scores."""
     scores = tmp_path_factory.mktemp("scores") / "scores.json"
     told = SCORES | {key: [SCORES[key][i] for i in SCORED] for key in ("induction", "echo")}
     told |= {"shape": SCORES["shape"] | {"num_hidden_layers": LAYERS}, "layers": [*range(LAYERS)]}
@@ -111,7 +111,8 @@ def test_within_the_budget_and_exact_requests_are_stock_vllms(llm, stock):
 
 
 def test_what_each_head_attends_to(llm, flags):
-    """At every step, of prompts that are read and decoded at once, and with other budgets."""
+    """Every step is compared, of prompts that are read and decoded together, and with other
+    budgets."""
     crowd = [
         (Request(novel(llm, 700, 0), 40, {}), 8),
         (Request(novel(llm, 3 * CHUNK + 1, 60), 20, by("by_hand")), 8),
@@ -143,7 +144,7 @@ def test_what_each_head_attends_to(llm, flags):
 
 
 def test_all_heads_or_none(llm, stock):
-    """With all of them requests are exact; with none there are sink and window alone."""
+    """With all heads requests are exact. With none they attend to sink and window alone."""
     prompt = novel(llm, 700, 50)
     everything, nothing, window, some = drive(
         llm, [Request(prompt, 16, by(m)) for m in ("all", "none", "streamingllm", "razor")]
@@ -156,7 +157,7 @@ def test_all_heads_or_none(llm, stock):
 
 
 def test_counts(llm):
-    """What is attended to is counted head by head."""
+    """The counts of attended units are head by head."""
     drive(llm, [Request(novel(llm, 40, 0), 1, {})])
     llm.collective_rpc(lambda worker: tuple(worker.requests.take_counts()))
     whole = {"razor": 3, "by_hand": sum(map(sum, by_hand())), "all": 18, "none": 0}

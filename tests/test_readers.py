@@ -44,7 +44,7 @@ home = Home()
 
 
 def run(program, allowed=None, **env):
-    """What the program prints, in a process that is kept to some CPUs from its start."""
+    """The output of a program in a process that is bound to some CPUs from its start."""
     keep = (lambda: os.sched_setaffinity(0, allowed)) if allowed else None
     ended = subprocess.run(
         [sys.executable, "-c", START + program],
@@ -87,7 +87,7 @@ def test_on_all_cores_of_a_model_that_is_bound(binding):
 
 
 def test_forked_child():
-    """Nothing of what was on its way is lost, and it reads ahead with threads of its own."""
+    """Jobs that were submitted are not lost, and the child reads ahead with threads of its own."""
     printed = run("""
 import signal
 (cache, _), _ = caches(home, UNITS)

@@ -38,7 +38,8 @@ class Home:
 
 
 class OpenPages:
-    """Where the open pages of a layer lie whose home is encoded, and the file for the others."""
+    """The places of the open pages of a layer with an encoded home, and the file of the other
+    pages."""
 
     def __init__(self, codec):
         shape = (UNITS, 1, 2 * PAGE, HEAD_SIZE)
@@ -109,7 +110,7 @@ class Engine:
         return entry
 
     def append(self, entry):
-        """One more token; the slot mapping, or None where no page is free."""
+        """Append a token. Returns the slot mapping, or None if no page is free."""
         pages, tokens = self.requests[entry]
         if tokens % PAGE == 0:
             if not self.free():

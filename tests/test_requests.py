@@ -29,7 +29,7 @@ def runner():
 
 @pytest.fixture
 def caplog_vllm(caplog, monkeypatch):
-    """What we log, which vLLM's own handlers keep to themselves."""
+    """The messages that we log, which vLLM's own handlers keep to themselves."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.DEBUG, logger="vllm.kvretrieval")
     return caplog
@@ -67,7 +67,7 @@ def test_more_requests_than_there_is_room_for(runner, table):
 
 
 def test_counts_outlive_their_requests(runner, table):
-    """What a slot counted stays counted when another request takes it."""
+    """The counts of a slot stay when another request takes it."""
     runner.batch("a", "b")
     a, b = table.seats(2)
     table.corrected[a] += 5
@@ -280,7 +280,7 @@ def test_single_tokens_in_a_cache_of_rows(runner):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_that_is_not_causal_is_vllms_affair(runner, builder, table, monkeypatch, causal):
-    """As in prefix-LM layers."""
+    """Prefix-LM layers have such attention."""
     runner.batch("a")
     lens, starts = torch.tensor([900], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
     dense = CPUAttentionMetadata(
@@ -311,7 +311,7 @@ def test_attention_that_is_not_causal_is_vllms_affair(runner, builder, table, mo
 
 
 def test_rows_that_attend_to_everything_are_a_part_of_their_own(runner, builder):
-    """So that the others keep to their pages."""
+    """So the other rows still attend to their pages only."""
     runner.batch("a", "b", "c", b={"exact": True})
     step = split(builder, [900, 800, 70])
     assert step.decode[0].index.tolist() == [0]
@@ -338,7 +338,8 @@ def test_only_consecutive_steps_speculate(runner, builder, table):
 
 
 def test_a_slots_next_owner_starts_afresh(runner, builder, table):
-    """Also where its context is just one token longer than its predecessor's last."""
+    """This holds even if its context is one token longer than the last one of the seat's owner
+    before."""
     runner.batch("a")
     split(builder, [300])
     table.release(["a"])

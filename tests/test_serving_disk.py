@@ -37,7 +37,7 @@ def metrics(server):
 
 
 def test_capacity_is_that_of_the_home(server):
-    """As many requests of the longest kind as may run at once, and the file has no name."""
+    """The home has room for the longest requests that may run at once, and its file has no name."""
     assert "home=disk in" in server.text()
     (tokens,) = re.findall(r"CPU KV cache size: ([\d,]+) tokens", server.text())
     assert int(tokens.replace(",", "")) >= 8 * 4096

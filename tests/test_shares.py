@@ -22,7 +22,7 @@ def config(shares, method="kvretrieval", **options):
 
 
 def model(layers=5, kv_heads=2, kinds=None, pipeline=1):
-    """As much of vLLM's configuration as is asked for."""
+    """The part of vLLM's configuration that is read."""
     text = SimpleNamespace(layer_types=kinds, sliding_window=256 if kinds else None)
     return SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline),
@@ -184,7 +184,7 @@ def test_shares_are_of_the_models_shape():
 
 
 def test_requests_have_counts_of_their_own():
-    """By method and budget; what a step attends to is booked as it is, tokens as pages of them."""
+    """Counts depend on method and budget. Attended tokens are booked as pages."""
     options = {"budget": 256, "also": {"pages": {"preset": "freekv", "budget_shares": [0.2, 1.8]}}}
     settings = RetrievalConfig.from_options("fier", options | {"budget_shares": [3, 1]})
     runner, heads = Runner(), [1, 2]

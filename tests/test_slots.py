@@ -20,7 +20,7 @@ def test_resolve(interpreted, capacity, select):
 
 
 def test_no_more_slots_than_a_step_needs(interpreted):
-    """Then little can be recalled ahead, and what is attended to is there all the same."""
+    """Then few units can be recalled ahead, and yet all attended units are there."""
     interpreted(slot_checks.resolve, capacity=9, select=6, rows=2, least_hits=0.4)
 
 

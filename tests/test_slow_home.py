@@ -128,7 +128,7 @@ SCENARIOS = {"methods": methods, "crowd": crowd, "shared": shared, "outgrowing":
 
 
 def settle(llm):
-    """One more step, with which the worker learns who has finished."""
+    """Run one more step, in which the worker learns which requests have finished."""
     drive(llm, [Request(prompt(40, 0), 1, {})])
 
 
@@ -170,7 +170,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """What the engine with its cache in memory does; it is gone before others start."""
+    """The results of the engine with its cache in memory. It ends before others start."""
     options = {"kv_retrieval": BUDGET | {"home": "auto", "also": ALSO}}
     with engine(model, additional_config=options, disable_log_stats=False, **OPTIONS) as llm:
         return run_scenarios(llm) | {"metrics": counted(llm)}
@@ -182,7 +182,7 @@ def on_disk(slots, **options):
 
 @pytest.fixture(scope="module")
 def llm(model, expected):
-    """With as few slots as are accepted."""
+    """An engine with the least number of slots that is accepted."""
     options = {"kv_retrieval": on_disk(LEAST_SLOTS, also=ALSO)}
     with engine(model, additional_config=options, disable_log_stats=False, **OPTIONS) as llm:
         yield llm
@@ -248,7 +248,7 @@ def test_metrics(llm):
 
 
 def test_metrics_in_memory(expected):
-    """Where home=auto keeps the cache in memory there is no recall, but there is retrieval."""
+    """With home=auto and the cache in memory, there is no recall, but there is retrieval."""
     change, heads = expected["metrics"]
     of_recall = ("units_looked_up", "units_missed", "bytes_recalled", "slots_used", "slots")
     nothing = dict.fromkeys(of_recall, 0)
@@ -280,7 +280,7 @@ def test_home_holds_every_token(llm):
 
 
 def reasons_to_finish(llm, requests, faults):
-    """Of requests that run while faults come after so many steps each."""
+    """The reasons of requests to finish, while faults occur after given numbers of steps."""
     core = llm.llm_engine
     reasons = {}
     for name, request in requests.items():
@@ -351,7 +351,7 @@ def test_what_could_not_be_written(llm):
 
 
 def test_dense_layers_on_disk(model, expected):
-    """Where fast memory has no room for them they are read from home at every step."""
+    """If fast memory has no room for dense layers, every step reads them from home."""
     fast = LEAST_SLOTS * SLOT_BYTES + (6 << 20)  # staging takes 4 MiB, the dense layer 6.5
     options = OPTIONS | {"kv_cache_memory_bytes": fast}
     retrieval = {"kv_retrieval": BUDGET | {"home": "disk"}}
@@ -413,7 +413,7 @@ WHOLE = 2e-3  # of log-probs, where another kernel attends to whole contexts
 
 @pytest.fixture(scope="module")
 def encoded(model, expected):
-    """The same with a home that is encoded, by a codec that gives back what it got."""
+    """The same with an encoded home, and a codec without loss."""
     options = {"kv_retrieval": on_disk(LEAST_SLOTS, also=ALSO, codec=LOSSLESS)}
     with engine(model, additional_config=options, disable_log_stats=False, **OPTIONS) as llm:
         yield llm

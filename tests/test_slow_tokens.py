@@ -98,14 +98,14 @@ def options_of(method, **options):
 
 @pytest.fixture(scope="module")
 def expected(model, method):
-    """What the engine with its cache in memory does; it is gone before the other starts."""
+    """The results of the engine with its cache in memory. It ends before the other one starts."""
     with engine(model, **options_of(method, home="auto")) as llm:
         return run_scenarios(llm, method)
 
 
 @pytest.fixture(scope="module")
 def llm(model, method, expected):
-    """With as few slots as are accepted."""
+    """An engine with the least number of slots that is accepted."""
     cache = len(FOLLOW[method]) * LEAST * (TOKEN_BYTES + 16)
     with engine(model, **options_of(method, home="disk", recall_cache_bytes=cache)) as llm:
         yield llm
@@ -131,7 +131,7 @@ def test_same_answers_as_in_memory(llm, method, expected):
 
 
 def test_metrics(llm, method):
-    """What recall did, in tokens of KV heads; new tokens are no misses."""
+    """The metrics of recall, in tokens of KV heads. New tokens are no misses."""
     settle(llm)
     before = metrics(llm)
     drive(llm, [Request(prompt(700, 40), 13, {})])

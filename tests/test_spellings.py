@@ -83,7 +83,7 @@ def vllm(monkeypatch):
 
 
 def served(method, additional):
-    """What an engine makes of it."""
+    """The options that an engine reads from it."""
     return RetrievalConfig.from_options(method, additional["kv_retrieval"])
 
 

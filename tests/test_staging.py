@@ -90,7 +90,7 @@ def test_rows_become_what_vllm_writes(dtype, page_size, size):
 @pytest.mark.parametrize("size", [32, 80, 256])
 @pytest.mark.parametrize("page_size", [16, 32, 128])
 def test_rows_for_amx_equal_reference(page_size, size):
-    """On every machine."""
+    """The layout is tested on every machine."""
     torch.manual_seed(4)
     source = torch.randn(60, HEADS, page_size, 2 * size).bfloat16()
     pages = torch.randperm(60)[: 3 * BLOCK_SIZE // page_size].int()
@@ -133,7 +133,7 @@ def test_tokens_equal_reference(dtype, layout, size):
 
 
 def test_tokens_in_order_are_pages():
-    """What whole pages give, listed token by token."""
+    """Listing whole pages token by token gives the same as pages."""
     torch.manual_seed(6)
     source = pages_of(torch.float32, count=9)
     pages = torch.randperm(9)[:8].int()

@@ -1,4 +1,4 @@
-"""What a run of the tests says of the kernels that it has tested."""
+"""The summary of a test run: which kernels it has tested."""
 
 import os
 import subprocess

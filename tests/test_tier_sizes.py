@@ -61,7 +61,7 @@ def test_everything_has_its_place():
 
 
 def test_an_encoded_home():
-    """Of smaller pages, which are raw in fast memory until they are full."""
+    """Pages are smaller in the file, and raw in fast memory until they are full."""
     raw, got = tiers(500 * MIB), tiers(500 * MIB, codec="k4v4")
     unit = 2 * (2 * 64 + 32) + 32 * 64
     assert got.home == raw.blocks * 9 * 4 * 4 * unit
@@ -272,7 +272,7 @@ def test_a_home_of_the_users_leaves_room_for_more_requests():
 
 
 def test_a_home_of_fewer_blocks():
-    """As another worker has: what grows with them shrinks."""
+    """Another worker has fewer blocks. All sizes that grow with blocks shrink."""
     whole = tiers(500 * MIB)
     assert whole.of(201) == whole
     fewer, given = whole.of(150), tiers(500 * MIB, blocks=150)

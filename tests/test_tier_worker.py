@@ -1,4 +1,4 @@
-"""What a worker finds out about the sizes of a slow home, and refuses."""
+"""The sizes of a slow home as a worker finds them, and what it refuses."""
 
 import os
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 def worker(specs, workers=1, engines=1, **options):
-    """As much of a worker as plans the tiers."""
+    """The part of a worker that plans the tiers."""
     worker: Any = object.__new__(RetrievalCPUWorker)
     worker.retrieval_config = RetrievalConfig.from_options("freekv", {"budget": BUDGET} | options)
     worker.get_kv_cache_spec = lambda: {f"model.layers.{i}": s for i, s in enumerate(specs)}
@@ -74,7 +74,7 @@ def test_the_worker_plans_its_layers():
 
 
 def test_the_home_leaves_room_on_the_disk(tmp_path, monkeypatch):
-    """By default; what a single request needs it takes, and what the user has asked for."""
+    """The default size leaves room. A single request, or the user, may take it."""
     on_disk = {"home": "disk", "home_path": str(tmp_path)}
     size = tiers(500 * MIB).home
     one = tiers(500 * MIB, ONE).home
@@ -157,7 +157,7 @@ KEYS = 8192 * 64 * (2 + 4)
     ],
 )
 def test_memory_for_scores_is_set_aside(monkeypatch, method, scratch):
-    """Of 9 query heads, contexts of up to 8192 tokens and 64 requests."""
+    """The memory is for 9 query heads, contexts of up to 8192 tokens, and 64 requests."""
     own = worker([FULL] * 30)
     own.vllm_config = EngineArgs(
         model=checkpoint("SmolLM2-135M-Instruct"), attention_backend=method, max_num_seqs=64
@@ -226,7 +226,7 @@ def test_lists_of_lengths_of_their_own_need_our_attention():
     ],
 )
 def test_what_a_connector_loads_can_be_indexed(block, isa, why):
-    """Else it is refused: hybrid models choose their own blocks."""
+    """If not, it is refused: hybrid models choose their own blocks."""
     own = worker([FULL] * 10)
     own.cache_config.block_size = block
     with pytest.raises(RetrievalConfigError, match=f"KV connector for somebody/model, {why}"):

@@ -142,7 +142,7 @@ def test_random_life(shared, capacity):
 
 
 def step(recall, lens=(300,), **changed):
-    """One step of requests that share no page, of which some tensors are others."""
+    """One step of requests that share no page; some of its tensors are replaced."""
     tables = [list(range(12 * r, 12 * r + 12)) for r in range(len(lens))]
     random = torch.Generator().manual_seed(0)
     seats = list(range(len(lens)))

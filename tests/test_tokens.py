@@ -96,7 +96,7 @@ def test_lists_name_each_token_once(isa):
 @pytest.mark.parametrize("kind", ["ordinary", "equal", "sharp", "few", "striped"])
 @pytest.mark.parametrize("tokens", [2048, 32000])
 def test_the_best_of_many(isa, tokens, kind):
-    """Of so many that a sample tells about where the best begin, or misleads."""
+    """There are so many values that a sample shows where the best begin, or misleads."""
     torch.manual_seed(3)
     pages = tokens // 32
     chooser = chooser_of("exact", (1, 1, 64), pages=pages)
@@ -167,7 +167,8 @@ def resident():
 
 
 def test_scores_of_a_large_batch_take_bounded_memory():
-    """Of 64 threads, 32 requests and 64K tokens; counted is what the calling thread then keeps."""
+    """There are 64 threads, 32 requests and 64K tokens. The memory that the calling thread keeps is
+    measured."""
     torch.manual_seed(9)
     chooser = chooser_of(shape=(8, 4, 32), pages=2048)
     chooser = replace(chooser, selection=Selection.empty(

@@ -62,7 +62,7 @@ def test_the_option_decides(machine):
 
 
 def test_the_table_is_what_was_measured():
-    """Of all prompts by an instruction set in a dtype the least."""
+    """An entry is the least ratio of all prompts, by instruction set and dtype."""
     least: dict[str, dict[str, float]] = {}
     for path in RESULTS.glob("prompt-attention-*.json"):
         result = json.loads(path.read_text())
@@ -75,7 +75,7 @@ def test_the_table_is_what_was_measured():
 
 @pytest.mark.parametrize("options", [{}, {"also": ["fier"]}], ids=["pages", "rows"])
 def test_our_kernels_ask_for_no_schedule(monkeypatch, options):
-    """Of prompts, whole contexts and dense layers; vLLM's kernel alone reads it."""
+    """None of prompts, whole contexts and dense layers needs it; only vLLM's kernel reads it."""
 
     def schedule(*_, **__):
         raise AssertionError("nobody reads it")

@@ -1,4 +1,4 @@
-"""What a number of rows decides of the kernels of a GPU's steps."""
+"""How the number of rows decides on the kernels of a step on a GPU."""
 
 import pytest
 

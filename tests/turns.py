@@ -41,6 +41,6 @@ def record_sparse(worker: Any) -> None:
 
 
 def recorded_sparse(worker: Any) -> dict[str, set[int]]:
-    """What has been noted; no more is."""
+    """The notes so far; no more are taken."""
     del worker.requests.count_steps
     return dict(worker.requests.__dict__.pop("sparse"))
