@@ -1,12 +1,12 @@
-"""The decode step where its rows are known on the device alone: what its ops take, and promise.
+"""The ops of a decode step whose rows are known on the device only: arguments and contracts.
 
 On a GPU the host may be two steps ahead, and a step may be the replay of a CUDA graph. So these ops
-find out on the device which rows attend to a selection; shapes are fixed, tensors stay where they
-are, and nothing waits for the host. What is selected is what :meth:`Ops.plan_decode
-<vllm_kvretrieval.kernels.types.Ops.plan_decode>` selects.
+find out on the device which rows attend to a selection. Shapes are fixed, tensors keep their
+addresses, and no op waits for the host. The ops select the same pages as :meth:`Ops.plan_decode
+<vllm_kvretrieval.kernels.types.Ops.plan_decode>`.
 
-The KV cache of a layer is ``[pages, kv_heads, page_size, 2 * head_size]``, a token's key and then
-its value: vLLM's layout ``LBHNC``, which the reference calls ``rows``.
+The KV cache of a layer is ``[pages, kv_heads, page_size, 2 * head_size]``. The key of each token is
+followed by its value: vLLM's layout ``LBHNC``, which the reference calls ``rows``.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,12 @@ from vllm_kvretrieval.kernels.types import Chooser, IndexStore
 
 
 class Column(IntEnum):
-    """Of the table of running requests; lengths of ``SINK``, ``WINDOW``, ``SELECT`` are in pages.
+    """The columns of the table of running requests.
 
-    ``CHOOSER`` numbers the choosers of a layer. ``EXACT``: nonzero where the request attends to its
-    whole context. ``THRESHOLD``: the correction threshold, as the bits of a float32. ``LAST_LEN``:
-    tokens of the context at the request's last sparse step; 0 when it takes its seat.
+    ``SINK``, ``WINDOW``, ``SELECT``: pages. ``CHOOSER``: the number of one of a layer's choosers.
+    ``EXACT``: nonzero if the request attends to its whole context. ``THRESHOLD``: the correction
+    threshold, as the bits of a float32. ``LAST_LEN``: tokens of the context at the last sparse step
+    of the request; 0 when the request takes its seat.
     """
 
     SINK = 0
@@ -37,16 +38,16 @@ class Column(IntEnum):
 
 
 COLUMNS = 8
-"""Of the table; a power of two."""
+"""The number of columns of the table, a power of two."""
 
 
 @dataclass
 class DeviceRequests:
-    """The running requests, by seat; ``S`` seats.
+    """The running requests by seat; there are ``S`` seats.
 
     Attributes:
-        table: int32 [S, COLUMNS]; see :class:`Column`. Written in the order of the stream when a
-            request takes its seat; ops write ``LAST_LEN`` alone.
+        table: int32 [S, COLUMNS]; see :class:`Column`. A row is written, in the order of the
+            stream, when a request takes its seat. Ops write only ``LAST_LEN``.
         corrected: int64 [S]; incremented for every KV head that selects anew.
     """
 
@@ -55,7 +56,7 @@ class DeviceRequests:
 
     @classmethod
     def empty(cls, seats: int, device: torch.device | str) -> "DeviceRequests":
-        """For ``seats`` requests, of which none runs."""
+        """The table of ``seats`` seats, all of which are free."""
         return cls(
             torch.zeros(seats, COLUMNS, dtype=torch.int32, device=device),
             torch.zeros(seats, dtype=torch.int64, device=device),
@@ -64,22 +65,23 @@ class DeviceRequests:
 
 @dataclass
 class DeviceRows:
-    """The requests of a step in batch order, and what ``prepare_rows`` makes of them; ``R`` rows.
+    """The requests of a step in batch order, and what ``prepare_rows`` finds out; ``R`` rows.
 
-    Tensors are contiguous in their last dimension and stay at their addresses.
+    Tensors are contiguous in their last dimension and keep their addresses.
 
     Attributes:
-        seats: int32 [R]; each request's entry in the table; negative: no request, padding.
-        prefilling: int32 [R]; nonzero where the tokens belong to a prompt.
-        query_start: int32 [R + 1]; where each row's tokens begin in the batch.
-        seq_lens: int32 [R]; tokens in the context, those of the step included.
+        seats: int32 [R]; the seat of each request; negative: the row is padding.
+        prefilling: int32 [R]; nonzero if the tokens belong to a prompt.
+        query_start: int32 [R + 1]; the place in the batch where the tokens of each row begin.
+        seq_lens: int32 [R]; tokens in the context, including those of the step.
         slot_mapping: int64 [>= tokens]; ``page_id * page_size + offset``, negative for padding.
         block_table: int32 [R, >= pages]; page ids in context order.
-        choosers: int32 [R], written: by which of a layer's choosers a row attends to a part of its
-            context; negative: it does not (whole contexts, prompts, padding).
-        fresh: int32 [R], written: nonzero where the request's previous step was no such one.
-        dense_lens: int32 [R], written: ``seq_lens``, but 0 where ``choosers`` is not negative (in
-            the first row 1, since FlashAttention 3 divides by the tokens of all rows).
+        choosers: int32 [R], written: the number of the layer's chooser by which a row attends to a
+            part of its context; negative: it attends to all of it, or is of a prompt or padding.
+        fresh: int32 [R], written: nonzero if the request attended to its whole context in its
+            previous step, or had none.
+        dense_lens: int32 [R], written: ``seq_lens``, but 0 if ``choosers`` is not negative (1 in
+            the first row, since FlashAttention 3 divides by the tokens of all rows).
     """
 
     seats: torch.Tensor
@@ -98,19 +100,20 @@ class DeviceRows:
 
 @dataclass
 class DevicePlan:
-    """What the rows of one layer attend to, and room to find out; layers of one shape share it.
+    """The pages that the rows of a layer attend to, and room to select them.
 
-    Launches that share a plan must run one after another. ``N`` is rows times KV heads.
+    Layers of one shape share a plan; launches that share it must run one after another. ``N`` is
+    the number of rows times KV heads.
 
     Attributes:
-        scores: float32 [>= N, group, >= entries]; of the entries of the longest context.
+        scores: float32 [>= N, group, >= entries]; scores of the entries of a context.
         stats: float32 [>= N, programs, 2, group]; the highest score that a program has seen, and
             the sum of the exponentials to base 2 of the differences from it.
-        lists: int32 [>= N, W], written: per (row, KV head) pages in context order, by their
-            positions in the context, or as units, ``page_id * kv_heads + kv_head``.
-        lengths: int32 [>= N], written: tokens of these; -1: the row attends to its whole context,
-            and its list is not written.
-        positions: Which of the two ``lists`` holds.
+        lists: int32 [>= N, W], written: the pages of each (row, KV head) in context order, either
+            as positions in the context or as units, ``page_id * kv_heads + kv_head``.
+        lengths: int32 [>= N], written: tokens of these pages; -1: the row attends to its whole
+            context, and its list is not written.
+        positions: Whether ``lists`` holds positions. Otherwise it holds units.
     """
 
     scores: torch.Tensor
@@ -132,7 +135,8 @@ class DevicePlan:
         device: torch.device | str,
         positions: bool = False,
     ) -> "DevicePlan":
-        """For ``rows`` rows of contexts of up to ``entries`` entries, lists of ``width`` pages."""
+        """A plan for ``rows`` rows, contexts of up to ``entries`` entries, and lists of ``width``
+        pages."""
         lists = rows * kv_heads
         return cls(
             torch.empty(lists, group, entries, device=device),
@@ -149,18 +153,19 @@ class DeviceOps(Protocol):
     def prepare_rows(
         self, rows: DeviceRows, requests: DeviceRequests, page_size: int, *, far: bool = False
     ) -> None:
-        """Find out which rows of a step attend to a selection; once per step.
+        """Find out which rows of a step attend to a selection. Runs once per step.
 
-        A row does where it has a seat and one token, which has a place in the cache and is none of
-        a prompt; its request is not exact; and its context has more pages than sink, window and
-        selection together. ``LAST_LEN`` of its request becomes the length of its context.
+        A row does if it has a seat and a single token, the token has a place in the cache and does
+        not belong to a prompt, the request is not exact, and the context has more pages than sink,
+        window and selection together. ``LAST_LEN`` of the request becomes the length of its
+        context.
 
         Args:
-            rows: The last three attributes are written.
+            rows: ``choosers``, ``fresh`` and ``dense_lens`` are written.
             requests: ``table`` is written.
             page_size: Tokens per page.
-            far: Whether the cache is slow to read: then contexts that are within their budget are
-                listed too, whole.
+            far: Whether the cache is slow to read. If so, contexts within their budget get a
+                chooser, too, and are listed as a whole.
         """
         ...
 
@@ -172,35 +177,36 @@ class DeviceOps(Protocol):
         cache: torch.Tensor,
         stores: Sequence[IndexStore],
     ) -> None:
-        """Write new keys and values to the cache, and take them into the layer's page indexes.
+        """Write new keys and values to the cache, and take them into the page indexes of the layer.
 
-        Indexes as :meth:`Ops.update_index <vllm_kvretrieval.kernels.types.Ops.update_index>` has
-        it, which may build other records than the reference where the index says so. Bytes moved:
-        ``2 * kv_heads * head_size`` elements per token read and written; per index that does not
-        grow, the keys of complete entries; records.
+        Indexes are updated as in :meth:`Ops.update_index
+        <vllm_kvretrieval.kernels.types.Ops.update_index>`; records may differ from those of the
+        reference if the index allows it. Bytes moved: ``2 * kv_heads * head_size`` elements per
+        token, read and written; for each index that does not grow, the keys of complete entries;
+        and records.
 
         Args:
             key, value: [>= T, kv_heads, head_size]; tokens may be strided.
             slot_mapping: int64 [T]; ``page_id * page_size + offset``, negative for padding. Tokens
                 of one page are adjacent, in their order.
             cache: [pages, kv_heads, page_size, 2 * head_size], written.
-            stores: Over ``cache``; their ``records`` are written.
+            stores: The indexes of ``cache``; their ``records`` are written.
 
         Raises:
-            ValueError: A tensor's dtype, shape or strides are not those of the signature, or there
+            ValueError: The dtype, shape or strides of a tensor differ from the signature, or there
                 is no kernel for an index.
         """
         ...
 
     def index_pages(self, pages: torch.Tensor, store: IndexStore) -> None:
-        """Take whole pages that lie in the cache into an index.
+        """Take full pages of the cache into an index.
 
         Args:
             pages: int32 [n]; page ids.
-            store: With its cache; ``records`` are written.
+            store: The index, with its cache; ``records`` are written.
 
         Raises:
-            ValueError: As :meth:`write_kv`.
+            ValueError: See :meth:`write_kv`.
         """
         ...
 
@@ -212,25 +218,24 @@ class DeviceOps(Protocol):
         choosers: Sequence[Chooser],
         plan: DevicePlan,
     ) -> None:
-        """Decide what each (row, KV head) attends to, and remember the step.
+        """List the pages that each (row, KV head) attends to, and remember the step.
 
-        Of a row that ``prepare_rows`` gave a chooser, exactly as :meth:`Ops.plan_decode
-        <vllm_kvretrieval.kernels.types.Ops.plan_decode>` decides it, up to the rounding of scores:
-        scores, pooling, selection, similarity and correction, lists. Contexts within their budget,
-        where they are listed, are listed whole. Bytes moved: the records of the contexts, and
-        scores.
+        Lists of rows with a chooser are those of :meth:`Ops.plan_decode
+        <vllm_kvretrieval.kernels.types.Ops.plan_decode>`, up to the rounding of scores. A context
+        within its budget that has a chooser is listed as a whole. Bytes moved: the records of the
+        contexts, and scores.
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided. Row ``i`` holds the
                 only token of row ``i``.
-            rows: As ``prepare_rows`` left them.
+            rows: The rows, as ``prepare_rows`` has written them.
             requests: ``corrected`` is written.
-            choosers: The layer's; of those whose index is None nothing is selected. They share one
-                selection, which is written at the rows' seats.
+            choosers: The choosers of the layer. Those without an index select nothing. They share
+                one selection, which is written at the seats of the rows.
             plan: Written.
 
         Raises:
-            ValueError: A tensor's dtype, shape or strides are not those of the signature, or there
+            ValueError: The dtype, shape or strides of a tensor differ from the signature, or there
                 is no kernel for an index.
         """
         ...

@@ -1,4 +1,4 @@
-"""What layers keep of requests whose methods drop tokens."""
+"""The tokens that layers keep of requests whose methods drop tokens."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ import torch
 
 @dataclass
 class KeptTokens:
-    """What one layer keeps of each request, by seat.
+    """The tokens that one layer keeps of the request of each seat; ``S`` seats.
 
     Attributes:
         chosen: int32 [S, kv_heads, most]; positions of kept tokens in the context, rising.
-        ratings: float32, the same shape; theirs.
-        counts: int32 [S, kv_heads], contiguous in its last dimension; how many these are.
-        budgets: int32, the same shape; how many tokens a head may attend to, a new one included.
+        ratings: float32 [S, kv_heads, most]; ratings of these tokens.
+        counts: int32 [S, kv_heads], contiguous in its last dimension; how many tokens are kept.
+        budgets: int32 [S, kv_heads]; how many tokens a head may attend to, including a new one.
     """
 
     chosen: torch.Tensor

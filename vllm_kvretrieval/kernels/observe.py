@@ -1,11 +1,11 @@
-"""The attention that tokens of a prompt receive from some of its queries, on any device."""
+"""The attention that the tokens of a prompt receive from some of its queries, on any device."""
 
 import torch
 
 SCRATCH = 1 << 20
-"""Scores that are held at once, float32; one query of a KV head's group at least."""
+"""The number of float32 scores that are held at once, unless one query of a group has more."""
 SCORES = 3
-"""How many tensors of scores there are at once, at most."""
+"""The largest number of tensors of scores at a time."""
 
 
 def observe(
@@ -19,22 +19,23 @@ def observe(
 ) -> float:
     """Add up the softmax weights that queries give to the tokens of their context.
 
-    No matrix of all queries and tokens is made: queries are taken a few at a time, each attends to
-    what lies before it and to itself. Arithmetic is float32.
+    Each query attends to the tokens before it and to its own. Queries are taken a few at a time, so
+    no matrix of all queries and tokens is made. Arithmetic is float32.
 
     Args:
-        query: [n, kv_heads * group, head_size]; of adjacent tokens.
-        first: Position of the first of these in the context.
-        keys: float32 [kv_heads, tokens, head_size]; of the context, ``first + n`` tokens or more.
+        query: [n, kv_heads * group, head_size]; queries of adjacent tokens.
+        first: Position of the first of these tokens in the context.
+        keys: float32 [kv_heads, tokens, head_size]; keys of the first ``tokens`` tokens of the
+            context, ``first + n`` or more.
         scale: Softmax scale.
         mass: float32 [kv_heads, tokens], or [1, tokens] for all heads together; added to.
-        entropies: Whether these are wanted; they take a third more.
-        stamped: Write, in place of sums, the position of the latest query of which a head gives a
-            token more than this.
+        entropies: Whether to compute entropies, which takes a third more time.
+        stamped: If given, ``mass`` becomes the position of the latest query by which some head
+            gives a token more weight than this, in place of sums.
 
     Returns:
-        The Shannon entropies of the queries' attention in nats, summed over heads and queries; 0
-        where they are not wanted.
+        The sum over heads and queries of the Shannon entropies of attention, in nats; 0 without
+        ``entropies``.
     """
     kv_heads, _, head_size = keys.shape
     count, heads, _ = query.shape
@@ -70,12 +71,12 @@ def observe(
 
 
 def context_keys(cache: torch.Tensor, pages: torch.Tensor, tokens: int, head: int) -> torch.Tensor:
-    """Keys of a context in a cache of rows, of one KV head.
+    """The keys of one KV head of a context, in a token-major cache.
 
     Args:
         cache: [P, kv_heads, page_size, 2 * head_size].
-        pages: int64 [n]; those of the context, in order.
-        tokens: How many it has.
+        pages: int64 [n]; page ids of the context, in order.
+        tokens: Tokens of the context.
         head: The KV head.
 
     Returns:
@@ -87,12 +88,12 @@ def context_keys(cache: torch.Tensor, pages: torch.Tensor, tokens: int, head: in
 
 
 def observing_bytes(tokens: int, group: int, head_size: int, dtype: torch.dtype) -> int:
-    """Bytes that observing a context takes, one KV head at a time.
+    """Bytes that it takes to observe a context, one KV head at a time.
 
     Args:
-        tokens: Of the context.
-        group: Query heads of a KV head.
-        head_size, dtype: Of the cache.
+        tokens: Tokens of the context.
+        group: Query heads per KV head.
+        head_size, dtype: Head size and dtype of the cache.
     """
     keys = tokens * head_size * (dtype.itemsize + torch.float32.itemsize)
     return keys + SCORES * max(SCRATCH, tokens * group) * torch.float32.itemsize

@@ -1,22 +1,22 @@
 """The ops of a cache in two tiers: recall into slots, write-through, attention over slots.
 
 A **unit** is the (page, KV head) slice of one layer's KV cache: ``[page, 2 * head_size]`` elements,
-contiguous, where the row of a token holds its key and then its value. That is vLLM's KV cache
-layout ``LBHNC``, so its own kernels can read the tensors described here. The **home** holds every
-unit, ``[pages, kv_heads, page, 2 * head_size]``, in host memory that the GPU has mapped; **slots**
-hold some of them in device memory, ``[slots, page, 2 * head_size]``. Unit ``u`` of the home is
-``page_id * kv_heads + kv_head``.
+contiguous, where the row of a token holds its key and then its value. This is vLLM's KV cache
+layout ``LBHNC``, so vLLM's kernels can read the tensors described here. The **home** holds all
+units, ``[pages, kv_heads, page, 2 * head_size]``, in host memory that the GPU has mapped. **Slots**
+hold some of them in device memory, ``[slots, page, 2 * head_size]``. The unit of a page and a KV
+head has the number ``page_id * kv_heads + kv_head``.
 
-The slots of a layer are divided: every (seat, KV head) has ``C`` of its own, and knows what they
-hold by positions of pages in the context. Pages that requests share are in slots once per request;
-but nothing that happens to another request, or to a page's number, concerns the slots of this one.
+The slots of a layer are divided: every (seat, KV head) has ``C`` slots of its own. A slot is known
+by the position of its page in the context. A page that requests share takes a slot for each of
+them; in return, the slots of a request do not depend on other requests or on page ids.
 
-Nothing here waits for the host: lists and their lengths live on the device, and shapes are fixed,
-so every op can be captured in a CUDA graph. At each step a layer's ops run in this order::
+No op waits for the host: lists and their lengths are on the device, and shapes are fixed, so every
+op can be captured in a CUDA graph. At each step the ops of a layer run in this order::
 
     write (to the home, with its indexes), write_tail, plan_decode
-    resolve, recall_units, sparse_decode       what the step attends to
-    resolve_ahead, recall_units                what the next step may attend to, on a side stream
+    resolve, recall_units, sparse_decode       the pages that the step attends to
+    resolve_ahead, recall_units                pages for the next step, on a side stream
 """
 
 from dataclasses import dataclass
@@ -31,14 +31,14 @@ from vllm_kvretrieval.kernels.types import Selection
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Room for the partial results of attention over parts of a list; shared by all layers.
+    """Room for partial results of attention to parts of a list, for ``R`` rows.
 
-    Launches that share a workspace must run one after another. ``R`` rows.
+    All layers share it. Launches that share a workspace must run one after another.
 
     Attributes:
         out: float32 [R, splits, group, head_size].
         lse: float32 [R, splits, group].
-        arrivals: int32 [R]; parts that are done. Zero before and after every launch.
+        arrivals: int32 [R]; the number of parts that are done. Zero before and after every launch.
     """
 
     out: torch.Tensor
@@ -49,7 +49,7 @@ class DecodeWorkspace:
     def empty(
         cls, *, rows: int, splits: int, group: int, head_size: int, device: torch.device | str
     ) -> "DecodeWorkspace":
-        """Workspace for up to ``rows`` rows whose lists are attended to in ``splits`` parts."""
+        """A workspace for ``rows`` rows, whose lists are divided into ``splits`` parts."""
         return cls(
             torch.empty(rows, splits, group, head_size, device=device),
             torch.empty(rows, splits, group, device=device),
@@ -62,7 +62,7 @@ class DecodeWorkspace:
 
 
 class Traffic(IntEnum):
-    """What is counted per seat, in units: looked up, missed, recalled ahead; and held now."""
+    """The counts per seat, in units: looked up, missed, recalled ahead, and held now."""
 
     LOOKED_UP = 0
     MISSED = 1
@@ -72,15 +72,16 @@ class Traffic(IntEnum):
 
 @dataclass
 class Residency:
-    """What the slots of a layer hold; ``S`` seats, ``H`` KV heads, ``C`` slots of each.
+    """The contents of the slots of a layer, for ``S`` seats, ``H`` KV heads and ``C`` slots each.
 
     Slot ``c`` of a KV head of a seat is ``(seat * H + kv_head) * C + c``.
 
     Attributes:
-        held: int32 [S, H, C]; the page in a slot, by its position in the context; negative: none.
-        stamp: int32 [S, H, C]; the step that used a slot last.
-        step: int32 [1]; the number of the step. Shared by all layers, and advanced by one on the
-            device before the first of them.
+        held: int32 [S, H, C]; the position in the context of the page in a slot; negative: the slot
+            is empty.
+        stamp: int32 [S, H, C]; the last step that used a slot.
+        step: int32 [1]; the number of the step, shared by all layers. It is advanced by one on the
+            device before the first layer.
         traffic: int64 [S, len(Traffic)]; shared by all layers.
     """
 
@@ -93,7 +94,7 @@ class Residency:
     def empty(
         cls, *, kv_heads: int, slots: int, step: torch.Tensor, traffic: torch.Tensor
     ) -> "Residency":
-        """Of ``slots`` slots per KV head, none of which holds anything, on ``step``'s device."""
+        """The contents of ``slots`` empty slots per KV head, on the device of ``step``."""
         shape = len(traffic), kv_heads, slots
         return cls(
             torch.full(shape, -1, dtype=torch.int32, device=step.device),
@@ -110,7 +111,7 @@ class Recalls:
     Attributes:
         sources: int32 [N]; units of the home.
         targets: int32 [N]; slots.
-        count: int32 [1]; how many there are.
+        count: int32 [1]; the number of units.
     """
 
     sources: torch.Tensor
@@ -119,7 +120,7 @@ class Recalls:
 
     @classmethod
     def empty(cls, units: int, device: torch.device | str) -> "Recalls":
-        """Room for ``units`` units, of which none is to be recalled."""
+        """Room for ``units`` units; none is to be recalled yet."""
         sources, targets = torch.zeros(2, units, dtype=torch.int32, device=device)
         return cls(sources, targets, torch.zeros(1, dtype=torch.int32, device=device))
 
@@ -144,12 +145,12 @@ class SlotOps(Protocol):
 
         Args:
             home: [pages, kv_heads, page, 2 * head_size].
-            slots: [slots, page, 2 * head_size], same dtype; those listed are written.
+            slots: [slots, page, 2 * head_size], same dtype; the slots in ``targets`` are written.
             sources: int32 [N]; units of the home.
-            targets: int32 [N]; the slot that each goes to, no slot twice.
-            count: int32 [1]; how many entries of the lists count, at most N.
-            programs: Thread blocks to launch at most, each of which takes a part of one
-                multiprocessor. Does not change the result.
+            targets: int32 [N]; the slot of each unit. No slot occurs twice.
+            count: int32 [1]; how many entries of the lists are valid, at most N.
+            programs: The largest number of thread blocks, each of which takes a part of one
+                multiprocessor. It does not change the result.
         """
         ...
 
@@ -163,15 +164,15 @@ class SlotOps(Protocol):
     ) -> None:
         """Write new keys and values of decode steps to the slots of their pages.
 
-        Of rows that have a chooser and are not fresh, where a slot holds the page of the new token.
-        Bytes moved: ``2 * kv_heads * head_size`` elements per row read and written, and what the
-        slots hold, read.
+        A row is written if it has a chooser and is not fresh, and if a slot holds the page of its
+        token. Bytes moved: ``2 * kv_heads * head_size`` elements per row, read and written, and
+        ``held``.
 
         Args:
             key, value: [>= R, kv_heads, head_size]; tokens may be strided. Row ``i`` holds the only
                 token of row ``i``, if it has a chooser.
-            rows: As ``prepare_rows`` left them.
-            residency: Of the layer.
+            rows: The rows, as ``prepare_rows`` has written them.
+            residency: The contents of the layer's slots.
             slots: [S * kv_heads * C, page, 2 * head_size], written.
         """
         ...
@@ -187,17 +188,17 @@ class SlotOps(Protocol):
     ) -> None:
         """Find a slot for every page that the rows of a step attend to.
 
-        Where no slot holds a page, it gets one that this call does not use otherwise: an empty
-        one, or the one not used for the longest time; among equals the first. What is missing goes,
-        in the order of the list, to these slots in their order, and is to be recalled before
+        A page that is in no slot gets one that this call does not use otherwise: an empty slot, or
+        the slot that was not used for the longest time; of equal slots the first. Missing pages, in
+        the order of the list, go to these slots in their order, and have to be recalled before
         attention. Slots of a fresh row are empty at first. Rows without a chooser are left alone.
 
         Args:
-            plan: With positions. Lists of at most ``C`` pages.
-            rows: As ``prepare_rows`` left them; a seat has one row at most.
-            residency: Of the layer; written.
-            recalls: What is missing is appended.
-            slot_lists: int32 [>= N, W], written as far as lists reach.
+            plan: A plan with positions, and lists of at most ``C`` pages.
+            rows: The rows, as ``prepare_rows`` has written them. No two have the same seat.
+            residency: The contents of the layer's slots; written.
+            recalls: Missing units are appended.
+            slot_lists: int32 [>= N, W]; written as far as the lists reach.
             page_size: Tokens per page.
         """
         ...
@@ -214,17 +215,18 @@ class SlotOps(Protocol):
     ) -> None:
         """Find slots for the pages that the rows of a step have just selected, after ``resolve``.
 
-        As there, but no slot that this step has used is given away: where there are too few others,
-        the first pages of the list get them. Rows without a chooser are left alone, and those whose
-        contexts are within their budgets.
+        It works as ``resolve``, but takes no slot that this step has used. If there are too few
+        others, the first pages of the list get them. Rows without a chooser, and rows whose
+        contexts are within their budgets, are left alone.
 
         Args:
-            selection: Of the layer, as ``plan_decode`` left it; of equal counts.
-            rows: As ``prepare_rows`` left them; a seat has one row at most.
-            requests: As ``plan_decode`` left them.
-            residency: Of the layer; written.
-            recalls: What is to be recalled is appended.
-            slot_lists: int32 [>= N, most selected], written; -1: the page got none.
+            selection: The selection of the layer, as ``plan_decode`` has written it, without
+                ``counts``.
+            rows: The rows, as ``prepare_rows`` has written them. No two have the same seat.
+            requests: The requests, as ``plan_decode`` has written them.
+            residency: The contents of the layer's slots; written.
+            recalls: Units to be recalled are appended.
+            slot_lists: int32 [>= N, most selected], written; -1: the page has no slot.
             page_size: Tokens per page.
         """
         ...
@@ -239,17 +241,17 @@ class SlotOps(Protocol):
         *,
         programs: int = 16,
     ) -> None:
-        """Copy the pages of contexts from their home to one buffer, in context order.
+        """Copy the pages of contexts from their home into one buffer, in context order.
 
         Bytes moved: the pages, read over the bus and written to device memory.
 
         Args:
             home: [pages, kv_heads, page, 2 * head_size].
-            buffer: [pages there, kv_heads, page, 2 * head_size], same dtype, written.
+            buffer: [pages of the buffer, kv_heads, page, 2 * head_size], same dtype, written.
             block_table: int32 [R, >= pages]; page ids in context order; rows may be strided.
-            lengths: int32 [R]; tokens of each context, of which the last page may have a part.
+            lengths: int32 [R]; tokens of each context. The last page need not be full.
             starts: int32 [R]; the page of the buffer where each context begins.
-            programs: As in :meth:`recall_units`.
+            programs: See :meth:`recall_units`.
         """
         ...
 
@@ -264,23 +266,23 @@ class SlotOps(Protocol):
         lse: torch.Tensor,
         workspace: DecodeWorkspace,
     ) -> None:
-        """Attention of one query token per request over the slots that each KV head lists.
+        """Attention of one query token per request to the slots that each KV head lists.
 
-        Every (request, KV head) pair is a row with a list of its own, ``R = B * kv_heads`` rows.
-        A row attends to the first ``lengths[r]`` tokens of its slots, put one after another. Bytes
-        moved: ``2 * head_size`` elements of slots per token attended to.
+        Every (request, KV head) pair is a row with a list of its own; ``R = B * kv_heads`` rows.
+        A row attends to the first ``lengths[r]`` tokens of its slots, one slot after the other.
+        Bytes moved: ``2 * head_size`` elements of slots per attended token.
 
         Args:
             query: [>= B, kv_heads * group, head_size]; requests may be strided.
             slots: [slots, page, 2 * head_size], same dtype.
             slot_lists: int32 [R, width]; entries beyond a row's length are not read.
-            lengths: int32 [R]; tokens, at most ``width * page``. 0: the output is 0 and its
+            lengths: int32 [R]; tokens, at most ``width * page``. 0: the output is 0 and the
                 log-sum-exp is -inf. Negative: both stay as they are.
             scale: Softmax scale.
             out: [>= B, kv_heads * group, head_size], query's dtype, written; requests may be
                 strided.
-            lse: float32 [R, group], written: natural logarithm of the sum of the exponentials of
-                the scaled scores, with which parts of a context can be merged.
-            workspace: Written; has at least R rows.
+            lse: float32 [R, group], written: the natural logarithm of the sum of the exponentials
+                of the scaled scores. It serves to merge parts of a context.
+            workspace: A workspace of at least R rows; written.
         """
         ...

@@ -1,4 +1,4 @@
-"""Single tokens in fast memory for layers whose KV cache, their home, lies in a slow tier."""
+"""Single tokens in fast memory, for layers whose KV cache (their home) is slow to read."""
 
 from typing import Protocol
 
@@ -6,60 +6,65 @@ from vllm_kvretrieval.kernels.rows import DecodeRows
 
 
 class TokenRecall(Protocol):
-    """Which tokens of each request are in fast memory, and the reading of what misses.
+    """Keeps track of the tokens of each request that are in fast memory, and reads missing tokens.
 
-    A *place* holds the key and value of a token and KV head. Every request (by its seat) has
-    ``capacity`` of them per KV head, of its own, in every layer alike: ``memory`` of a layer is
-    ``[S, kv_heads, capacity, 2 * head_size]``. What a step attends to is there afterwards; what
-    earlier steps attended to stays as long as there is room, the most recent first.
+    A *place* holds the key and value of a token of a KV head. Every seat has ``capacity`` places of
+    its own per KV head in every layer: ``memory`` of a layer is ``[S, kv_heads, capacity, 2 *
+    head_size]``. After a step, all tokens that it attends to are in places. Tokens of earlier steps
+    stay while there is room; the most recently used stay longest.
 
-    One of these serves a layer whose KV heads select for themselves, with a list of what is where
-    for each head; or all layers that attend to the same tokens, with one list for all heads: these
-    are then recalled at once, and waited for layer by layer. Both may share the memory of a layer,
-    as long as a request keeps to one of them until it is ``fresh``.
+    An instance serves either one layer whose KV heads select for themselves, with a list of places
+    per head, or all layers that attend to the same tokens, with one list for all heads. In the
+    second case all layers are recalled at once, and waited for layer by layer. Two instances may
+    share the memory of a layer if a request changes between them only when it is ``fresh``.
     """
 
     bytes_per_read: int
-    """Of a place."""
+    """Bytes of a place."""
 
     @property
     def used(self) -> int:
-        """Places that hold a token, of all layers and heads."""
+        """The number of places of all layers and heads that hold a token."""
         ...
 
     def recall(self, rows: DecodeRows) -> None:
-        """Begin a step: find out which of the tokens that rows attend to are there already.
+        """Begin a step: find out which of the attended tokens are in places, and read the others.
 
-        Where there are several layers, the others are read from now on, in the order of layers.
-        Those of requests that are ``fresh`` all are. Bytes moved, by the end of the step: a key and
-        value per KV head and layer for each miss, and for the last token of the context.
+        With several layers, they are read in the order of layers while the step goes on. All tokens
+        of a ``fresh`` request count as missing. Bytes moved by the end of the step: a key and value
+        per KV head and layer, for each miss and for the last token of the context.
 
         Args:
-            rows: ``lists`` names tokens or pages (``per_token``), as many as ``lengths`` says, as
-                ``plan_decode`` or ``list_context`` wrote both, in the order of the context; it gets
-                the places of their tokens, one by one: ``(seat * kv_heads + kv_head) * capacity +
-                place``. Where one list is for all heads, that of the first counts.
+            rows: ``lists`` and ``lengths``, as ``plan_decode`` or ``list_context`` has written
+                them, name tokens, or pages unless ``per_token``, in the order of the context.
+                ``lists`` is replaced by the places of these tokens: ``(seat * kv_heads + kv_head) *
+                capacity + place``. If all heads have one list, the list of the first head is read.
 
         Raises:
             ValueError: A row does not fit, as in ``plan_decode``; or attends to its whole context,
-                to more tokens than there is room for, or to what is not in its context; or two have
-                a seat in common. Nothing has happened then.
+                to more tokens than there are places, or to tokens that are not in its context; or
+                two rows have the same seat. Nothing has changed then.
         """
         ...
 
     def wait(self, layer: int) -> None:
-        """Wait until one of the layers (by its place among them) has all that the rows attend to.
+        """Wait until all attended tokens of a layer are in places.
 
-        The last token of each context is in home by then.
+        Args:
+            layer: The place of the layer among those of this instance. The last token of each
+                context has to be in its home by now.
         """
         ...
 
     def release(self, seat: int) -> None:
-        """Forget what the request with this seat had."""
+        """Forget the tokens of the request with this seat."""
         ...
 
     def check(self) -> str:
-        """What is wrong: with the books (in order, each place taken once, free ones at the end), or
-        with a place that differs from home. Empty if nothing is.
+        """Check that lists are in order, that each place is taken once and free places come last,
+        and that places equal their home.
+
+        Returns:
+            The first error in words; empty if there is none.
         """
         ...
