@@ -1,7 +1,6 @@
 """Points on the axes: every combination that makes sense is a method, every other is refused."""
 
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +9,10 @@ import torch
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
-from vllm_kvretrieval.retrieval.filters import shipped
 from vllm_kvretrieval.retrieval.index import indexes
 from vllm_kvretrieval.retrieval.method import make_method
 from vllm_kvretrieval.retrieval.pooling import POOLINGS, Pooling
 from vllm_kvretrieval.retrieval.presets import OWN, presets
-from vllm_kvretrieval.retrieval.roles import roles_of
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
 SELECTING = [n for n, s in SCHEDULES.items() if s.selects and not s.shares and not s.keeps]
@@ -363,56 +360,3 @@ def test_all_other_indexes_serve_a_slow_home():
             assert config(preset, home="disk").home == "disk"
     also = {index: {"index": index} for index in BYTES if index != "exact"}
     assert len(config(home="disk", also=also).stores) == len(BYTES) - 1
-
-
-# ----------------------------------------------------------------- layers that share a selection
-
-
-def served_model(name, **shape):
-    """vLLM's description of a model."""
-    (file,) = (file for file in shipped() if file.model == name)
-    text = SimpleNamespace(**{**file.shape, **shape})
-    return SimpleNamespace(model=f"/models/{name}", hf_text_config=text), file
-
-
-def test_roles_by_list_file_and_model(tmp_path):
-    model, file = served_model("SmolLM2-135M-Instruct")
-    layers = range(30)
-    assert config("freekv").roles(model, layers) == {}
-    assert config("omnikv").roles(model, layers) == roles_of(file.filters, layers)
-    assert config("omnikv", filters=[2, 8]).roles(model, layers) == roles_of([2, 8], layers)
-    by_file = config("omnikv", filters=str(file.path))
-    assert by_file.roles(model, layers) == roles_of(file.filters, layers)
-    other, _ = served_model("SmolLM2-135M-Instruct", vocab_size=7)
-    with pytest.raises(RetrievalConfigError, match=r"filter layers of .* are not known"):
-        config("omnikv").roles(other, layers)
-    with pytest.raises(RetrievalConfigError, match=r"which is another model than .*vocab_size"):
-        by_file.roles(other, layers)
-    assert config("omnikv", filters=[2, 8]).roles(other, layers)
-    with pytest.raises(RetrievalConfigError, match=r"filters=\[28\]: no layer would follow"):
-        config("omnikv", filters=[28]).roles(model, layers)
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        ("freekv", {"filters": [2]}, r"filters=\[2\] has no effect with freekv, whose layers"),
-        ("freekv", {"observation": "last"}, "observation='last' has no effect with freekv"),
-        ("omnikv", {"observation": "first"}, "observation='first' is unknown; use one of last, un"),
-        ("omnikv", {"observation": 16}, "observation=16 is unknown"),
-        ("omnikv", {"filters": 2}, "filters=2 must be a list of layers"),
-        ("omnikv", {"filters": [2, "8"]}, "must be a list of layers"),
-        ("omnikv", {"filters": [True]}, "must be a list of layers"),
-        ("omnikv", {"filters": "/nowhere.json"}, "filters='/nowhere.json' cannot be read"),
-        ("omnikv", {"filters": __file__}, "is not valid JSON"),
-        ("omnikv", {"memory_fraction": 0}, "memory_fraction=0 must be more than 0"),
-        ("omnikv", {"memory_fraction": 30}, "memory_fraction=30 must be a number between"),
-        ("omnikv", {"memory_fraction": "30 %"}, "memory_fraction='30 %' must be a number"),
-        ("omnikv", {"dense_layers": 2}, "dense_layers=2 has no effect with omnikv"),
-        ("omnikv", {"also": {"mine": {}}}, "also: mine: its layers would select as omnikv does"),
-    ],
-    ids=str,
-)
-def test_impossible_filters(method, options, message):
-    with pytest.raises(RetrievalConfigError, match=message):
-        config(method, **options)

@@ -1,0 +1,91 @@
+"""Options on a command line, and its help."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_kvretrieval.cli import add_options
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.help import help_texts
+from vllm_kvretrieval.retrieval.presets import OWN
+
+
+@pytest.fixture
+def parse():
+    """Parses a command line with all of vLLM's own engine arguments; gives additional_config."""
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    return lambda *argv: parser.parse_args(argv).additional_config
+
+
+OTHERS = ("--additional-config", '{"other": 7, "kv_retrieval": {"sink": 64, "budget": 512}}')
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), {}),
+        (
+            ("--kv-retrieval.budget", "1024", "--kv-retrieval.correction_threshold=0.9"),
+            {"kv_retrieval": {"budget": 1024, "correction_threshold": 0.9}},
+        ),
+        (("--kv_retrieval.budget", "1024"), {"kv_retrieval": {"budget": 1024}}),
+        (("--kv-retrieval", '{"budget": 1024}'), {"kv_retrieval": {"budget": 1024}}),
+        (
+            ("--additional-config.kv_retrieval.budget", "1024"),
+            {"kv_retrieval": {"budget": 1024}},
+        ),
+        (OTHERS, {"other": 7, "kv_retrieval": {"sink": 64, "budget": 512}}),
+        (
+            ("--kv-retrieval.budget", "1024", *OTHERS),
+            {"other": 7, "kv_retrieval": {"sink": 64, "budget": 1024}},
+        ),
+        (
+            (*OTHERS, "--kv-retrieval.budget", "1024"),
+            {"other": 7, "kv_retrieval": {"sink": 64, "budget": 1024}},
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_command_line(parse, argv, expected):
+    assert parse(*argv) == expected
+    assert parse() == {}, "the parser keeps nothing for its next command line"
+
+
+@pytest.mark.parametrize("text", ["1024", "[]", "budget=1024"])
+def test_command_line_wants_an_object(parse, text, capsys):
+    with pytest.raises(SystemExit):
+        parse("--kv-retrieval", text)
+    assert "expected a JSON object such as '{\"budget\": 1024}'" in capsys.readouterr().err
+
+
+def test_options_are_added_once_and_only_beside_vllms():
+    other = argparse.ArgumentParser()
+    add_options(other)
+    assert "--kv-retrieval" not in other.format_help()
+    engine = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    before = len(engine._actions)
+    add_options(engine)
+    assert len(engine._actions) == before
+
+
+def test_help_explains_every_option():
+    """Every option has a help text, and every help text an option, as a user sees them."""
+    vllm = Path(sys.executable).with_name("vllm")
+    shown = subprocess.run(
+        [vllm, "serve", "--help=kv-retrieval"],
+        env=os.environ | {"COLUMNS": "600"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for key, text in help_texts().items():
+        assert f"--kv-retrieval.{key}: {text}" in shown
+    assert set(help_texts()) == set(RetrievalConfig.__dataclass_fields__) - {"method"}
+    for method in OWN:
+        assert method in shown
