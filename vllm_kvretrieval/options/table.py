@@ -236,7 +236,7 @@ class Options:
         None,
         TOKENS,
         "how many tokens before a chunk of a prompt the chunk attends to; longer prompts are "
-        "approximate then",
+        "approximate then; for methods that select pages by an index, and methods with filters",
         "all: prefill is exact",
         families=(SCORED, FILTERS),
         why="which selects no pages by an index: its prefill is exact",
@@ -250,7 +250,7 @@ class Options:
         "the tokens of a prompt that select, or that a filter selects for, at once",
         f"{DEFAULT_BLOCK}; `omnikv`: {DEFAULT_CHUNK}",
         families=(SCORED, FILTERS),
-        why="whose prefill is exact",
+        why="which selects no pages by an index: its prefill is exact",
         needs="prefill_budget",
     )
     prefill_queries: int | None = option(
