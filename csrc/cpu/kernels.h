@@ -1,6 +1,6 @@
 // The retrieval ops of the CPU platform: what they take, independent of the instruction set.
 //
-// The specification of every op is its plain-torch twin in vllm_kvretrieval/kernels/reference.py.
+// The specification of every op is its plain-torch twin in vllm_kvretrieval/kernels/reference.
 // Nothing here knows PyTorch: pointers, strides and sizes only.
 #pragma once
 

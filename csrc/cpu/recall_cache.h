@@ -2,7 +2,7 @@
 // be evicted, and the reading of what misses.
 //
 // A unit is one (page, KV head) slice of the KV cache, `page * kv_heads + head`; home and slots hold
-// it in the same bytes. The specification is RecallCache in vllm_kvretrieval/kernels/reference.py.
+// it in the same bytes. The specification is RecallCache in vllm_kvretrieval/kernels/reference.
 #pragma once
 
 #include <sys/types.h>

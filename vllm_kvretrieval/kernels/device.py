@@ -3,7 +3,7 @@
 On a GPU the host may be two steps ahead, and a step may be the replay of a CUDA graph. So these ops
 find out on the device which rows attend to a selection. Shapes are fixed, tensors keep their
 addresses, and no op waits for the host. The ops select the same pages as :meth:`Ops.plan_decode
-<vllm_kvretrieval.kernels.types.Ops.plan_decode>`.
+<vllm_kvretrieval.kernels.ops.Ops.plan_decode>`.
 
 The KV cache of a layer is ``[pages, kv_heads, page_size, 2 * head_size]``. The key of each token is
 followed by its value: vLLM's layout ``LBHNC``, which the reference calls ``rows``.
@@ -180,7 +180,7 @@ class DeviceOps(Protocol):
         """Write new keys and values to the cache, and take them into the page indexes of the layer.
 
         Indexes are updated as in :meth:`Ops.update_index
-        <vllm_kvretrieval.kernels.types.Ops.update_index>`; records may differ from those of the
+        <vllm_kvretrieval.kernels.ops.Ops.update_index>`; records may differ from those of the
         reference if the index allows it. Bytes moved: ``2 * kv_heads * head_size`` elements per
         token, read and written; for each index that does not grow, the keys of complete entries;
         and records.
@@ -221,7 +221,7 @@ class DeviceOps(Protocol):
         """List the pages that each (row, KV head) attends to, and remember the step.
 
         Lists of rows with a chooser are those of :meth:`Ops.plan_decode
-        <vllm_kvretrieval.kernels.types.Ops.plan_decode>`, up to the rounding of scores. A context
+        <vllm_kvretrieval.kernels.ops.Ops.plan_decode>`, up to the rounding of scores. A context
         within its budget that has a chooser is listed as a whole. Bytes moved: the records of the
         contexts, and scores.
 

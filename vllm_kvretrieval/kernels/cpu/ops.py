@@ -1,4 +1,4 @@
-"""What a step does to tensors; see :class:`vllm_kvretrieval.kernels.types.Ops`."""
+"""What a step does to tensors; see :class:`vllm_kvretrieval.kernels.ops.Ops`."""
 
 import math
 
@@ -63,7 +63,7 @@ def use_isa(name: str) -> None:
 
 
 def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStore) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.types.Ops.update_index`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.update_index`."""
     _cpu.update_index(
         key.data_ptr(),
         key.shape,
@@ -78,7 +78,7 @@ def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStor
 
 
 def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.types.Ops.plan_decode`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.plan_decode`."""
     index, scores = chooser.store.index, None
     arguments = (
         query.data_ptr(),
@@ -105,7 +105,7 @@ def select_context(
     selector: ContextSelector,
     merge: Merge | None = None,
 ) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.types.Ops.select_context`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.select_context`."""
     if merge is None:
         _select_context(query, weights, rows, selector, None)
         return
@@ -141,12 +141,12 @@ def _select_context(
 
 
 def list_context(rows: DecodeRows, selector: ContextSelector, kv_heads: int) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.types.Ops.list_context`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.list_context`."""
     _cpu.list_context(rows_handle(rows), selector_handle(selector), kv_heads)
 
 
 def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.types.Ops.index_pages`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.index_pages`."""
     if store.cache is None:
         raise ValueError("the store has no cache to read keys from")
     if not 8 <= store.entry_tokens <= 128 or store.page_size % 16:
@@ -230,7 +230,7 @@ def stage_pages(
     layout: str = "vec",
     rows: bool = False,
 ) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.types.Ops.stage_pages`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.stage_pages`."""
     _, kv_heads, page_size, width = source.shape
     check("pages", pages, torch.int32)
     _check_staging(source, target, layout, rows)
@@ -252,7 +252,7 @@ def stage_pages(
 def stage_tokens(
     source: torch.Tensor, lists: TokenLists, target: torch.Tensor, layout: str = "vec"
 ) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.types.Ops.stage_tokens`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.stage_tokens`."""
     blocks, kv_heads, block_size, width = target.shape
     _check_staging(source, target, layout, rows=True)
     check("entries", lists.entries, torch.int32)
@@ -300,7 +300,7 @@ def _check_staging(source: torch.Tensor, target: torch.Tensor, layout: str, rows
 def write_rows(
     key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
 ) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.types.Ops.write_rows`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.write_rows`."""
     pages, kv_heads, page_size, width = cache.shape
     if not cache.is_contiguous():
         raise ValueError(f"cache must be contiguous, its strides are {cache.stride()}")
@@ -330,7 +330,7 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.types.Ops.attend`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.attend`."""
     page_size, width = cache.shape[-2:]
     check("entries", lists.entries, torch.int32)
     check("lengths", lists.lengths, torch.int32)
@@ -403,7 +403,7 @@ def attend_prompt(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.types.Ops.attend_prompt`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.attend_prompt`."""
     page_size, width = cache.shape[-2:]
     sequences, heads, kv_heads = len(lists.seen), query.shape[1], lists.kv_heads
     for name in ("entries", "starts", "seen"):
@@ -474,7 +474,7 @@ def _check_cache(cache: torch.Tensor, layout: str) -> None:
 
 
 def drop_tokens(weights: torch.Tensor, rows: DecodeRows, kept: KeptTokens, rule: Keeping) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.types.Ops.drop_tokens`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.drop_tokens`."""
     seats, kv_heads, most = kept.chosen.shape
     check("weights", weights, torch.float32)
     expected = {"chosen": torch.int32, "ratings": torch.float32}

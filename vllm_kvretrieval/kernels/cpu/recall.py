@@ -17,14 +17,14 @@ from vllm_kvretrieval.retrieval.codec import Codec
 
 
 def encode_units(units: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """See :meth:`vllm_kvretrieval.kernels.types.Ops.encode_units`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.encode_units`."""
     data = torch.empty(len(units), _unit_bytes(units, codec), dtype=torch.uint8)
     _code_units(units, codec, data, encodes=True)
     return data
 
 
 def decode_units(data: torch.Tensor, codec: Codec, units: torch.Tensor) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.types.Ops.decode_units`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.decode_units`."""
     _code_units(units, codec, data, encodes=False)
 
 
@@ -57,7 +57,7 @@ def _code_units(units: torch.Tensor, codec: Codec, data: torch.Tensor, encodes: 
 
 
 class RecallCache:
-    """See :class:`vllm_kvretrieval.kernels.types.RecallCache`.
+    """See :class:`vllm_kvretrieval.kernels.recall.RecallCache`.
 
     Args:
         home: [units, 1, 2 * page_size, head_size]; the layer's part of the home file, mapped.
@@ -113,7 +113,7 @@ class RecallCache:
 
     @property
     def used(self) -> int:
-        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.used`."""
+        """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.used`."""
         return self._cache.used
 
     @property
@@ -135,16 +135,16 @@ class RecallCache:
         return self._cache.read_ahead_ns / 1e9, self._cache.waited_ns / 1e9
 
     def write(self, slot_mapping: torch.Tensor) -> None:
-        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.write`."""
+        """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.write`."""
         self._cache.write(*tokens(slot_mapping))
 
     def close(self, pages: torch.Tensor) -> None:
-        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.close`."""
+        """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.close`."""
         check("pages", pages, torch.int64)
         self._cache.close(pages.data_ptr(), len(pages))
 
     def stage(self, pages: torch.Tensor, target: torch.Tensor) -> None:
-        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.stage`."""
+        """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.stage`."""
         check("pages", pages, torch.int64)
         page_size, size = self.slots.shape[2] // 2, self.slots.shape[3]
         parts = target.shape[2] // page_size
@@ -162,11 +162,11 @@ class RecallCache:
         self._cache.stage(pages.data_ptr(), len(pages), target.data_ptr(), parts)
 
     def resolve(self, rows: DecodeRows) -> None:
-        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.resolve`."""
+        """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.resolve`."""
         self._cache.resolve(rows_handle(rows))
 
     def prefetch(self, rows: DecodeRows, chooser: Chooser) -> None:
-        """See :meth:`vllm_kvretrieval.kernels.types.RecallCache.prefetch`."""
+        """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.prefetch`."""
         self._cache.prefetch(rows_handle(rows), chooser_handle(chooser))
 
 

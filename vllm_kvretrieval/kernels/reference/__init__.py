@@ -1,0 +1,61 @@
+"""The ops in plain torch: their specification. Slow, and meant to be read."""
+
+from vllm_kvretrieval.kernels.reference.attend import (
+    attend,
+    attend_prompt,
+    drop_tokens,
+    stage_pages,
+    stage_tokens,
+    write_rows,
+)
+from vllm_kvretrieval.kernels.reference.context import (
+    context_ratings,
+    context_scores,
+    list_context,
+    select_context,
+)
+from vllm_kvretrieval.kernels.reference.index import (
+    build,
+    index_pages,
+    keys_of,
+    keys_of_entries,
+    tokens_of,
+    update_index,
+)
+from vllm_kvretrieval.kernels.reference.plan import (
+    entry_count,
+    plan_decode,
+    score_entries,
+    select_units,
+    selected,
+    top_pages,
+)
+from vllm_kvretrieval.kernels.reference.recall import RecallCache, decode_units, encode_units
+
+__all__ = [
+    "RecallCache",
+    "attend",
+    "attend_prompt",
+    "build",
+    "context_ratings",
+    "context_scores",
+    "decode_units",
+    "drop_tokens",
+    "encode_units",
+    "entry_count",
+    "index_pages",
+    "keys_of",
+    "keys_of_entries",
+    "list_context",
+    "plan_decode",
+    "score_entries",
+    "select_context",
+    "select_units",
+    "selected",
+    "stage_pages",
+    "stage_tokens",
+    "tokens_of",
+    "top_pages",
+    "update_index",
+    "write_rows",
+]

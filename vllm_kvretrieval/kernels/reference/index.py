@@ -1,0 +1,95 @@
+"""Page indexes: records of keys, and the layouts that keys are read from."""
+
+import torch
+
+from vllm_kvretrieval.kernels.types import IndexStore
+from vllm_kvretrieval.retrieval.index import Field, pack, unpack
+
+
+def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStore) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.update_index`."""
+    size = store.entry_tokens
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        entry, offset = divmod(slot, size)
+        if store.index is not None and store.index.grows:
+            new = build(key[None, token, None].expand(1, size, -1, -1).float(), store)[0]
+            if offset:
+                old, new = (fields_of(r, store) for r in (store.records[entry], new))
+                merged = {
+                    "minimum": torch.minimum(old["minimum"], new["minimum"]),
+                    "maximum": torch.maximum(old["maximum"], new["maximum"]),
+                }
+                new = pack(_layout(store), merged, store.dtype)
+            store.records[entry] = new
+        elif offset == size - 1 and store.records.shape[-1]:
+            store.records[entry] = build(keys_of_entries(torch.tensor([entry]), store), store)[0]
+
+
+def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.index_pages`."""
+    assert store.cache is not None
+    size = store.page_size
+    for page, length in zip(pages.tolist(), lengths.tolist(), strict=True):
+        keys = keys_of(store.cache[page], store.layout).transpose(0, 1)
+        update_index(keys[:length], torch.arange(page * size, page * size + length), store)
+
+
+def build(keys: torch.Tensor, store: IndexStore) -> torch.Tensor:
+    """float32 [n, entry_tokens, kv_heads, head_size] -> records, uint8 [n, kv_heads, bytes]."""
+    assert store.index is not None
+    record = store.index.build(keys.transpose(1, 2).flatten(0, 1))
+    return pack(_layout(store), record, store.dtype).view(len(keys), store.kv_heads, -1)
+
+
+def keys_of_entries(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
+    """float32 [n, entry_tokens, kv_heads, head_size]; from the cache."""
+    assert store.cache is not None
+    pages = torch.stack([keys_of(store.cache[e // store.parts], store.layout) for e in entries])
+    parts = pages.float().unflatten(2, (store.parts, -1))
+    return parts[torch.arange(len(entries)), :, entries % store.parts].transpose(1, 2)
+
+
+def _layout(store: IndexStore) -> tuple[Field, ...]:
+    assert store.index is not None
+    return store.index.fields(store.head_size, store.entry_tokens)
+
+
+def fields_of(records: torch.Tensor, store: IndexStore) -> dict[str, torch.Tensor]:
+    """The fields of packed records, by name."""
+    return unpack(_layout(store), records, store.dtype)
+
+
+def tokens_of(units: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Units, [n, page_size, 2 * head_size] -> keys and values, [n, page_size, head_size]."""
+    size = units.shape[2] // 2
+    if layout == "rows":
+        return units[..., :size], units[..., size:]
+    values = units.flatten(1).chunk(2, dim=1)[1]
+    if layout == "amx":  # [blocks of 16 channels, pairs of tokens, 16 channels, tokens of a pair]
+        words = values.unflatten(1, (size // 16, -1, 16, 2))
+        return keys_of(units, layout), words.permute(0, 2, 4, 1, 3).reshape(len(units), -1, size)
+    return keys_of(units, layout), values.unflatten(1, (-1, size))
+
+
+def keys_of(page: torch.Tensor, layout: str) -> torch.Tensor:
+    """The keys of a page of vLLM's CPU cache.
+
+    Args:
+        page: [kv_heads, page_size, 2 * head_size].
+        layout: vLLM's attention ``isa``, or ``rows``.
+
+    Returns:
+        [kv_heads, page_size, head_size].
+    """
+    heads, tokens, width = page.shape
+    size = width // 2
+    keys = page.reshape(heads, 2, tokens * size)[:, 0]
+    if layout == "amx":  # [groups of 16 tokens, words of 4 bytes, 16 tokens, elements of a word]
+        per_word = 4 // page.element_size()
+        words = keys.view(heads, tokens // 16, size // per_word, 16, per_word)
+        return words.transpose(2, 3).reshape(heads, tokens, size)
+    if layout == "rows":
+        return page[..., :size]
+    return keys.view(heads, size, tokens).transpose(1, 2)

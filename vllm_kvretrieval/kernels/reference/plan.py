@@ -1,0 +1,143 @@
+"""Decode steps: which pages or tokens each KV head selects."""
+
+import math
+
+import torch
+
+from vllm_kvretrieval.kernels.reference.index import fields_of, keys_of_entries
+from vllm_kvretrieval.kernels.rows import DecodeRows, Mode
+from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.retrieval.index import Index
+from vllm_kvretrieval.retrieval.index.exact import Exact
+
+
+def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.plan_decode`."""
+    store, selection = chooser.store, chooser.selection
+    for r in range(len(rows)):
+        length, size = int(rows.seq_lens[r]), store.page_size
+        pages = rows.block_table[r, : -(-length // size)].long()
+        entries = (pages[:, None] * store.parts + torch.arange(store.parts)).flatten()
+        entries = entries[: entry_count(length, store)]
+        count = length if rows.per_token else len(pages)  # of units of selection
+        sink, window = int(rows.sink[r]), int(rows.window[r])
+        mode, seat = Mode(int(rows.mode[r])), int(rows.seats[r])
+        grouped = query[r].view(store.kv_heads, chooser.group, store.head_size)
+        previous = selection.query[seat].view_as(grouped)
+        for head in range(store.kv_heads):
+            select = selected(rows, r, head, count, selection)
+            chosen = torch.arange(sink, sink + select)
+            everything = sink + select + window == count
+            if mode is Mode.SELECT and select > 0:
+                best = select_units(
+                    grouped[head].float(), entries, head, chooser, (sink, count - window),
+                    select, rows.per_token,
+                )  # fmt: skip
+                corrected = bool(rows.fresh[r]) or _turned(
+                    grouped[head], previous[head], float(rows.threshold[r])
+                )
+                former = selection.chosen[seat, head, :select]
+                chosen = best if corrected or everything else former.long()
+                rows.corrected[seat] += corrected
+                former.copy_(best)
+            elif mode is Mode.GIVEN and not everything:
+                chosen = selection.chosen[seat, head, :select].long()
+            attended = torch.cat([torch.arange(sink), chosen, torch.arange(count - window, count)])
+            page, offset = (attended // size, attended % size) if rows.per_token else (attended, 0)
+            numbers = pages[page] * store.kv_heads + head
+            listed = rows.lists[r * store.kv_heads + head]
+            listed[: len(attended)] = numbers * size + offset if rows.per_token else numbers
+            tokens = len(attended) if rows.per_token else len(attended) * size
+            if not rows.per_token and attended[-1:].eq(count - 1).any():
+                tokens -= len(pages) * size - length  # the tail page's rest
+            rows.lengths[r * store.kv_heads + head] = tokens
+            if select > 0 and mode is Mode.SELECT:
+                previous[head] = grouped[head]
+
+
+def selected(rows: DecodeRows, r: int, head: int, units: int, selection: Selection) -> int:
+    """How many units between sink and window a KV head attends to, of so many in the context."""
+    mode, select = Mode(int(rows.mode[r])), int(rows.select[r])
+    if mode is Mode.SELECT and (select == 0 or selection.counts is None):
+        return select
+    between = units - int(rows.sink[r]) - int(rows.window[r])
+    if mode is Mode.WHOLE:
+        return between
+    assert selection.counts is not None, "what is given is counted"
+    return min(int(selection.counts[rows.seats[r], head]), between)
+
+
+def entry_count(seq_len: int, store: IndexStore) -> int:
+    """Entries of a context that count: unfinished ones only where records grow."""
+    grows = store.index is not None and store.index.grows
+    return -(-seq_len // store.entry_tokens) if grows else seq_len // store.entry_tokens
+
+
+def select_units(
+    query: torch.Tensor,
+    entries: torch.Tensor,
+    head: int,
+    chooser: Chooser,
+    between: tuple[int, int],
+    select: int,
+    per_token: bool,
+) -> torch.Tensor:
+    """The best units of selection between sink and window for one KV head.
+
+    Args:
+        query: float32 [group, head_size].
+        entries: int64 [n]; those of the context that count.
+        head: Number of the KV head.
+        chooser: How to select.
+        between: Where the sink ends and the window begins, in units.
+        select: How many units to select.
+        per_token: Whether units are single tokens; else they are pages.
+
+    Returns:
+        int64 [select]; positions in the context, rising.
+    """
+    store, parts = chooser.store, 1 if per_token else chooser.store.parts
+    assert store.index is not None
+    scores = score_entries(store.index, query, entries, head, chooser, per_token)
+    norms = chooser.pooling.norms(scores)
+    pooled = chooser.pooling.pool(scores.double() - norms, parts).nan_to_num(nan=-math.inf)
+    sink, end = between
+    candidates = sink + top_pages(pooled[sink:end], max(select, select * chooser.rerank))
+    if len(candidates) == select:
+        return candidates
+    chosen = (candidates[:, None] * parts + torch.arange(parts)).flatten()
+    scores = score_entries(Exact(), query, entries[chosen], head, chooser)
+    pooled = chooser.pooling.pool(scores.double() - norms, parts).nan_to_num(nan=-math.inf)
+    return candidates[top_pages(pooled, select)]
+
+
+def score_entries(
+    index: Index,
+    query: torch.Tensor,
+    entries: torch.Tensor,
+    head: int,
+    chooser: Chooser,
+    per_token: bool = False,
+) -> torch.Tensor:
+    """float32 [group, n]; of entries of a KV head, or of their tokens, by whatever index."""
+    store, record = chooser.store, {}
+    if index == store.index:
+        record = fields_of(store.records[entries, head], store)
+    if index.reads_keys:
+        record["keys"] = keys_of_entries(entries, store)[:, :, head]
+    if per_token:
+        return index.score_tokens(query, record, chooser.scale).flatten(1)
+    return index.score(query, record, chooser.scale)
+
+
+def top_pages(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Positions of the ``count`` highest scores, rising; of equal scores the earlier wins."""
+    return scores.sort(descending=True, stable=True).indices[:count].sort().values
+
+
+def _turned(query: torch.Tensor, previous: torch.Tensor, threshold: float) -> bool:
+    """Whether a KV head must be corrected (FreeKV, section 3.3)."""
+    if threshold >= 1 or threshold <= -1:
+        return threshold >= 1
+    similarity = torch.cosine_similarity(query.float(), previous.float(), dim=-1)
+    return similarity.mean().item() < threshold
