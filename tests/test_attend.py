@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.attention import Case, measure
 from benchmarks.planning import Shape
-from tests.test_kernels import DTYPES, specified
+from tests.kernel_checks import DTYPES, specified
 from vllm_kvretrieval.kernels import TokenLists, cpu, reference
 
 pytestmark = pytest.mark.cores

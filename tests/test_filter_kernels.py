@@ -7,7 +7,7 @@ import torch
 
 from tests.covering import covering
 from tests.isas import visited
-from tests.test_kernels import DTYPES, specified
+from tests.kernel_checks import DTYPES, specified
 from vllm_kvretrieval.kernels import (
     Contexts,
     ContextSelector,

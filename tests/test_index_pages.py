@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from tests.covering import covering
 from tests.isas import visited
-from tests.test_kernels import (
+from tests.kernel_checks import (
     DTYPES,
     KERNELS,
     MIN_MAX,

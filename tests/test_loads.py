@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
+from tests.test_kernels import make_chooser
 
 from tests.steps import Runner, request_table
-from tests.test_kernels import make_chooser
 from vllm_kvretrieval.attention.cpu.loaded import loaded_pages
 from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.kernels import cpu, reference

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.covering import covering
-from tests.test_kernels import (
+from tests.kernel_checks import (
     DTYPES,
     PAGE,
     assert_same_plan,

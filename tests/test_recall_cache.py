@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.test_kernels import make_chooser, make_rows
+from tests.kernel_checks import make_chooser, make_rows
 from vllm_kvretrieval.kernels import cpu, reference
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.tiers.encoded import EncodedHome

@@ -25,7 +25,7 @@ cpu.use_isa, cpu.isas = refuse, lambda: ["avx512", "avx2", "portable"]
 def summary(selected, *options, **env):
     """The line that a run of some of the kernels' tests ends with."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/test_kernels.py", "-k", selected, *options],
+        [sys.executable, "-m", "pytest", "tests/test_plan_kernels.py", "-k", selected, *options],
         env=os.environ | env,
         cwd=ROOT,
         capture_output=True,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.test_kernels import make_chooser, make_rows
+from tests.kernel_checks import make_chooser, make_rows
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.kernels.tokens_reference import TokenRecall as Reference
 

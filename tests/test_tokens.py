@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.covering import covering
-from tests.test_kernels import DTYPES, assert_same_plan, copy_of, make_chooser, make_rows
+from tests.kernel_checks import DTYPES, assert_same_plan, copy_of, make_chooser, make_rows
 from vllm_kvretrieval.kernels import Selection, cpu
 from vllm_kvretrieval.retrieval.index import make_index
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
