@@ -76,7 +76,7 @@ def plan_decode(
 def _step(
     own: torch.Tensor, rows: DeviceRows, requests: DeviceRequests, size: int, kv_heads: int
 ) -> DecodeRows:
-    """Some of the rows, as the ops of the CPU take them."""
+    """Some of the rows as :class:`DecodeRows`, which the ops of the CPU take."""
     seats, lengths = rows.seats[own], rows.seq_lens[own]
     options = requests.table[seats.long()]
     sink, window, select = (

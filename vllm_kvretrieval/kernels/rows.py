@@ -1,4 +1,4 @@
-"""The rows of a decode step, and what rows and prompts attend to."""
+"""The rows of a decode step, and the lists of tokens that rows and prompts attend to."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -8,14 +8,14 @@ import torch
 
 
 class Mode(IntEnum):
-    """How a row comes to what lies between its sink and its window (Mode in csrc/cpu/kernels.h)."""
+    """How the units between sink and window of a row are found (Mode in csrc/cpu/kernels.h)."""
 
     SELECT = 0
-    """A layer's scores select it, in every step."""
+    """Every layer selects them by scores, in every step."""
     GIVEN = 1
-    """A layer's :attr:`Selection.chosen` holds it already, and stays as it is."""
+    """They are in :attr:`Selection.chosen` of a layer, which stays as it is."""
     WHOLE = 2
-    """It is all there is: the row attends to the whole context."""
+    """The row attends to the whole context."""
 
 
 class Contexts(NamedTuple):
@@ -30,30 +30,31 @@ class Contexts(NamedTuple):
 class DecodeRows:
     """The requests of a step that decode one token each, in batch order; the same for all layers.
 
-    ``R`` rows, ``S`` seats (entries of the per-request state). All tensors are contiguous in
-    their last dimension. Rows are made by :meth:`selecting`, :meth:`given` and :meth:`whole`.
+    There are ``R`` rows, and ``S`` seats, the entries of the per-request state. All tensors are
+    contiguous in their last dimension. Make rows by :meth:`selecting`, :meth:`given` and
+    :meth:`whole`.
 
     Attributes:
         block_table: int32 [R, >= pages]; page ids in context order.
-        seq_lens: int32 [R]; tokens in the context, the new one included.
-        seats: int32 [R]; each request's entry in the per-request state.
-        sink, window: int32 [R]; units of selection always attended to: pages, or tokens. Of pages,
-            the window's last one is the tail page, which may be partly filled.
+        seq_lens: int32 [R]; tokens in the context, including the new one.
+        seats: int32 [R]; the entry of each request in the per-request state.
+        sink, window: int32 [R]; units (pages, or tokens) that are always attended to. With pages,
+            the last page of the window is the tail page, which need not be full.
         mode: uint8 [R]; a :class:`Mode`.
         select: int32 [R]; units that rows of mode ``SELECT`` choose by score, per KV head on
-            average: where a layer's :attr:`Selection.counts` say how many of them each head
-            chooses, these count. 0: none, sink and window only. The context has at least as many
-            units as sink, window and selection together. In other modes it is 0.
+            average. If a layer has :attr:`Selection.counts`, these say how many each head chooses.
+            0: sink and window only. The context has at least as many units as sink, window and
+            selection together. In other modes it is 0.
         threshold: float32 [R]; correction threshold tau.
-        fresh: uint8 [R]; 1 where the previous step was no sparse decode step of this request.
-        corrected: int64 [S]; incremented for every KV head corrected. Only rows that select need
-            their entry.
-        lists: int32 [R * kv_heads, width], written: per (row, KV head) what to attend to in context
-            order, as :class:`TokenLists` numbers it: pages as ``page_id * kv_heads + kv_head``,
-            tokens as that times ``page_size``, plus their place in the page.
-        lengths: int32 [R * kv_heads], written: how many tokens these are.
-        per_token: Whether units of selection are single tokens; else they are pages.
-        handle: The implementation's own view of these tensors, made on first use.
+        fresh: uint8 [R]; 1 if the previous step was not a sparse decode step of this request.
+        corrected: int64 [S]; incremented for every corrected KV head. Only rows that select need
+            an entry.
+        lists: int32 [R * kv_heads, width], written: the units that each (row, KV head) attends to,
+            in context order, with the numbers of :class:`TokenLists`: for a page ``page_id *
+            kv_heads + kv_head``, for a token this times ``page_size``, plus its place in the page.
+        lengths: int32 [R * kv_heads], written: the number of tokens of each list.
+        per_token: Whether units are single tokens. Otherwise they are pages.
+        handle: The view of an implementation of these tensors, made on first use.
     """
 
     block_table: torch.Tensor
@@ -89,9 +90,9 @@ class DecodeRows:
         per_token: bool = False,
         lengths: torch.Tensor | None = None,
     ) -> "DecodeRows":
-        """Rows that select by score; see the attributes. A number is that of every row.
+        """Rows that select by score; see the attributes. A plain number holds for every row.
 
-        ``lengths`` is made where it is not given.
+        ``lengths`` is made if it is not given.
         """
         return cls._made(
             context, lists, lengths, Mode.SELECT, per_token, corrected,
@@ -110,10 +111,10 @@ class DecodeRows:
         per_token: bool = False,
         lengths: torch.Tensor | None = None,
     ) -> "DecodeRows":
-        """Rows of which :class:`Selection` says what each KV head attends to, and how much.
+        """Rows whose units, and their counts per KV head, are given by a :class:`Selection`.
 
-        A head whose count reaches from sink to window attends to the whole context, and needs no
-        room in the selection.
+        A head whose count is as large as what lies between sink and window attends to the whole
+        context, and needs no room in the selection.
         """
         nothing = torch.empty(0, dtype=torch.int64)
         return cls._made(
@@ -165,17 +166,17 @@ class DecodeRows:
 
 @dataclass
 class TokenLists:
-    """What rows of one token each attend to.
+    """The tokens that rows of one token each attend to.
 
-    A *unit* is the part of a page that belongs to a KV head. Its tokens are numbered ``unit *
+    A *unit* is the part of a page that belongs to a KV head. Its tokens have the numbers ``unit *
     page_size + offset``.
 
     Attributes:
-        entries: int32 [>= R * kv_heads, W]; per (row, KV head) the numbers of tokens, or of
-            stretches of ``run`` of them: with ``run = page_size`` units. Not ``per_head``:
-            [>= R, W], pages.
-        lengths: int32 [R * kv_heads]; tokens to attend to, one at least. The last stretch may have
-            fewer than ``run``.
+        entries: int32 [>= R * kv_heads, W]; for each (row, KV head) the numbers of tokens, or of
+            stretches of ``run`` tokens (of units, if ``run`` is ``page_size``). Without
+            ``per_head``: [>= R, W], page ids.
+        lengths: int32 [R * kv_heads]; tokens to attend to, at least one. The last stretch may have
+            fewer tokens than ``run``.
         run: Tokens per entry, a power of two.
         kv_heads: KV heads of the layer.
         per_head: Whether every KV head has a list of its own. Otherwise the KV heads of a row share
@@ -191,16 +192,16 @@ class TokenLists:
 
 @dataclass
 class PromptLists:
-    """What the queries of prompts attend to.
+    """The tokens that the queries of prompts attend to.
 
-    A query sees the first tokens of its sequence's list, and the next query one token more.
+    A query sees the first tokens of the list of its sequence; the next query sees one token more.
 
     Attributes:
-        entries: int32; the pages of each list, in order: [>= S, W] where all KV heads of a sequence
-            share a list, which is a block table; or, ``per_head``, *units* (``page * kv_heads +
+        entries: int32; the pages of each list, in order. All KV heads of a sequence share a list,
+            [>= S, W], a block table; with ``per_head`` lists hold *units* (``page * kv_heads +
             head``), [>= S * kv_heads, W].
-        starts: int32 [S + 1]; the first query of each sequence, and the end of the last.
-        seen: int32 [S]; tokens of the list that the sequence's first query sees, one at least.
+        starts: int32 [S + 1]; the first query of each sequence, and the end of the last one.
+        seen: int32 [S]; tokens of the list that the first query of a sequence sees, at least one.
         kv_heads: KV heads of the layer.
         per_head: Whether every KV head has a list of its own.
     """

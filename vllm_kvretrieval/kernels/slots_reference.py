@@ -103,7 +103,7 @@ def _find(
     residency: Residency,
     recalls: Recalls,
 ) -> list[tuple[int, bool]]:
-    """The slot of every page, -1 where it gets none, and whether the page was not there.
+    """The slot of every page (-1: it gets none), and whether the page was missing.
 
     Args:
         wanted: [n]; pages by position.

@@ -72,7 +72,7 @@ class TokenRecall:
             rows.lists[r * self.kv_heads + h, : len(places)] = first + places
 
     def _attended(self, rows: DecodeRows, r: int, head: int) -> dict[int, int]:
-        """Positions in the context, rising, and their tokens in home."""
+        """Positions of tokens in the context, rising, and their numbers in home."""
         size, length = self.page_size, int(rows.seq_lens[r])
         blocks = rows.block_table[r, : -(-length // size)].tolist()
         unit = 1 if rows.per_token else size

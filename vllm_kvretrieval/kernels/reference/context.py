@@ -33,7 +33,7 @@ def select_context(
 def context_ratings(
     queries: torch.Tensor, blocks: torch.Tensor, length: int, selector: ContextSelector
 ) -> torch.Tensor:
-    """float64 [n, length]; the logarithm of the highest attention that any head gives a token.
+    """The logarithm of the highest attention that any head gives a token, float64 [n, length].
 
     Args:
         queries: [n, kv_heads * group, head_size]; the latest last. Each attends to one token more
@@ -58,7 +58,7 @@ def context_ratings(
 
 
 def context_scores(ratings: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """float64 [length]; of a request's tokens: :func:`context_ratings`, where one query counts.
+    """The scores of a request's tokens, float64 [length]; with one query its ratings.
 
     Args:
         ratings: float64 [n, length].

@@ -37,14 +37,15 @@ def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -
 
 
 def build(keys: torch.Tensor, store: IndexStore) -> torch.Tensor:
-    """float32 [n, entry_tokens, kv_heads, head_size] -> records, uint8 [n, kv_heads, bytes]."""
+    """Build records, uint8 [n, kv_heads, bytes], of keys, float32 [n, entry_tokens, kv_heads,
+    head_size]."""
     assert store.index is not None
     record = store.index.build(keys.transpose(1, 2).flatten(0, 1))
     return pack(_layout(store), record, store.dtype).view(len(keys), store.kv_heads, -1)
 
 
 def keys_of_entries(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
-    """float32 [n, entry_tokens, kv_heads, head_size]; from the cache."""
+    """Read the keys of entries from the cache, float32 [n, entry_tokens, kv_heads, head_size]."""
     assert store.cache is not None
     pages = torch.stack([keys_of(store.cache[e // store.parts], store.layout) for e in entries])
     parts = pages.float().unflatten(2, (store.parts, -1))
@@ -62,7 +63,8 @@ def fields_of(records: torch.Tensor, store: IndexStore) -> dict[str, torch.Tenso
 
 
 def tokens_of(units: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Units, [n, page_size, 2 * head_size] -> keys and values, [n, page_size, head_size]."""
+    """The keys and values, [n, page_size, head_size] each, of units, [n, page_size, 2 *
+    head_size]."""
     size = units.shape[2] // 2
     if layout == "rows":
         return units[..., :size], units[..., size:]

@@ -56,7 +56,10 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
 
 
 def selected(rows: DecodeRows, r: int, head: int, units: int, selection: Selection) -> int:
-    """How many units between sink and window a KV head attends to, of so many in the context."""
+    """The number of units between sink and window that a KV head attends to.
+
+    The context has ``units`` units.
+    """
     mode, select = Mode(int(rows.mode[r])), int(rows.select[r])
     if mode is Mode.SELECT and (select == 0 or selection.counts is None):
         return select
@@ -68,7 +71,7 @@ def selected(rows: DecodeRows, r: int, head: int, units: int, selection: Selecti
 
 
 def entry_count(seq_len: int, store: IndexStore) -> int:
-    """Entries of a context that count: unfinished ones only where records grow."""
+    """The number of entries of a context that have records; unfinished ones do if records grow."""
     grows = store.index is not None and store.index.grows
     return -(-seq_len // store.entry_tokens) if grows else seq_len // store.entry_tokens
 
@@ -119,7 +122,7 @@ def score_entries(
     chooser: Chooser,
     per_token: bool = False,
 ) -> torch.Tensor:
-    """float32 [group, n]; of entries of a KV head, or of their tokens, by whatever index."""
+    """The scores of entries of a KV head, or of their tokens, by the index; float32 [group, n]."""
     store, record = chooser.store, {}
     if index == store.index:
         record = fields_of(store.records[entries, head], store)

@@ -108,7 +108,7 @@ class RecallCache:
         stage_pages(source, torch.arange(len(pages)), target)
 
     def content(self, unit: int) -> torch.Tensor:
-        """What home holds."""
+        """The unit as home holds it."""
         if self.codec is None or unit // self.kv_heads in self._open:
             return self.home[unit]
         return self._closed[unit]
@@ -181,11 +181,11 @@ class RecallCache:
                 self._unpinned[unit] = None
 
     def take_failed_pages(self) -> list[int]:
-        """Nothing fails here."""
+        """No pages: reads never fail here."""
         return []
 
     def take_error(self) -> int:
-        """Nor is there an error."""
+        """0: there is no error."""
         return 0
 
     def resident(self) -> list[int]:
@@ -207,7 +207,7 @@ class RecallCache:
         return range(page * self.kv_heads, (page + 1) * self.kv_heads)
 
     def _lists(self, rows: DecodeRows, r: int) -> list[list[int]]:
-        """Units that a row attends to, by KV head."""
+        """The units that a row attends to, by KV head."""
         heads = slice(r * self.kv_heads, (r + 1) * self.kv_heads)
         counts = (-(-rows.lengths[heads] // self.page_size)).tolist()
         return [
@@ -220,7 +220,7 @@ class RecallCache:
             self._unpinned.move_to_end(unit)
 
     def _fetch(self, unit: int) -> bool:
-        """Whether there was a slot for it."""
+        """Bring a unit into a slot. Returns whether there was one."""
         if not self._free:
             old = (u for u in self._unpinned if self._last_step[u] != self._step)
             victim = next(old, None)
