@@ -12,10 +12,15 @@ except ImportError as error:
         "vllm-kvretrieval was installed without its CPU kernels, as it is where torch is a CUDA "
         "build. To have them compiled: pip install -C wheel.cmake=true . in a checkout"
     ) from error
-from vllm_kvretrieval.kernels.cpu.binding import CODINGS, KINDS, LAYOUTS, ROWS
-from vllm_kvretrieval.kernels.cpu.ops import (
+from vllm_kvretrieval.kernels.cpu.attention import (
     attend,
     attend_prompt,
+    stage_pages,
+    stage_tokens,
+    write_rows,
+)
+from vllm_kvretrieval.kernels.cpu.binding import CODINGS, KINDS, LAYOUTS, ROWS
+from vllm_kvretrieval.kernels.cpu.ops import (
     drop_tokens,
     index_pages,
     isa,
@@ -25,11 +30,8 @@ from vllm_kvretrieval.kernels.cpu.ops import (
     read_keys,
     scratch_bytes,
     select_context,
-    stage_pages,
-    stage_tokens,
     update_index,
     use_isa,
-    write_rows,
 )
 from vllm_kvretrieval.kernels.cpu.recall import (
     MappingGuard,

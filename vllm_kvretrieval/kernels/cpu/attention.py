@@ -1,0 +1,269 @@
+"""Attention, and the KV cache that it reads; see :class:`vllm_kvretrieval.kernels.ops.Ops`."""
+
+import math
+
+import torch
+
+from vllm_kvretrieval import _cpu
+from vllm_kvretrieval.kernels.cpu.binding import (
+    DTYPES,
+    LAYOUTS,
+    ROWS,
+    check,
+    tokens,
+    vectors,
+)
+from vllm_kvretrieval.kernels.rows import PromptLists, TokenLists
+
+MOST_TOKENS_OF_PAGE = 128
+"""What a prompt's attention takes at once (kTile in csrc/cpu/prompt/product.h)."""
+
+
+def stage_pages(
+    source: torch.Tensor,
+    pages: torch.Tensor,
+    target: torch.Tensor,
+    layout: str = "vec",
+    rows: bool = False,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.stage_pages`."""
+    _, kv_heads, page_size, width = source.shape
+    check("pages", pages, torch.int32)
+    _check_staging(source, target, layout, rows)
+    _cpu.stage_pages(
+        source=source.data_ptr(),
+        pages=pages.data_ptr(),
+        num_pages=len(pages),
+        target=target.data_ptr(),
+        pages_per_block=target.shape[2] // page_size,
+        kv_heads=kv_heads,
+        page_size=page_size,
+        head_size=width // 2,
+        element_size=source.element_size(),
+        source_layout=LAYOUTS[ROWS if rows else layout],
+        target_layout=LAYOUTS[layout],
+    )
+
+
+def stage_tokens(
+    source: torch.Tensor, lists: TokenLists, target: torch.Tensor, layout: str = "vec"
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.stage_tokens`."""
+    blocks, kv_heads, block_size, width = target.shape
+    _check_staging(source, target, layout, rows=True)
+    check("entries", lists.entries, torch.int32)
+    check("lengths", lists.lengths, torch.int32)
+    units = len(lists.lengths)
+    if lists.run != 1 or lists.kv_heads != kv_heads or units % kv_heads:
+        raise ValueError(
+            f"{units} lists for {lists.kv_heads} KV heads with run={lists.run} are not the single "
+            f"tokens of {kv_heads}"
+        )
+    if len(lists.entries) < units:
+        raise ValueError(f"{units} lengths for {len(lists.entries)} lists of entries")
+    if source.shape[1] != kv_heads or source.shape[3] != width or block_size % 32 or width % 32:
+        raise ValueError(
+            f"{tuple(source.shape)} cannot be laid out as {tuple(target.shape)}: heads have to be "
+            "the same, in multiples of 16, and blocks in multiples of 32 tokens"
+        )
+    _cpu.stage_tokens(
+        source=source.data_ptr(),
+        cache_tokens=source.numel() // width,
+        entries=lists.entries.data_ptr(),
+        entries_width=lists.entries.shape[1],
+        entries_stride=lists.entries.stride(0),
+        lengths=lists.lengths.data_ptr(),
+        target=target.data_ptr(),
+        blocks=blocks,
+        rows=units // kv_heads,
+        block_tokens=block_size,
+        kv_heads=kv_heads,
+        head_size=width // 2,
+        element_size=source.element_size(),
+        target_layout=LAYOUTS[layout],
+    )
+
+
+def _check_staging(source: torch.Tensor, target: torch.Tensor, layout: str, rows: bool) -> None:
+    if not (source.is_contiguous() and target.is_contiguous()) or source.dtype != target.dtype:
+        raise ValueError("source and target must be contiguous and of one dtype")
+    if layout not in LAYOUTS or layout == ROWS or (layout == "amx" and not rows):
+        raise ValueError(f"pages cannot be staged in the layout {layout!r}, rows={rows}")
+    if layout == "amx" and source.element_size() != 2:
+        raise ValueError(f"AMX has no layout for keys in {source.dtype}")
+
+
+def write_rows(
+    key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.write_rows`."""
+    pages, kv_heads, page_size, width = cache.shape
+    if not cache.is_contiguous():
+        raise ValueError(f"cache must be contiguous, its strides are {cache.stride()}")
+    _cpu.write_rows(
+        *vectors(key),
+        *vectors(value),
+        *tokens(slot_mapping),
+        cache=cache.data_ptr(),
+        pages=pages,
+        kv_heads=kv_heads,
+        page_size=page_size,
+        head_size=width // 2,
+        element_size=cache.element_size(),
+        torch_dtype=cache.dtype,
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    lists: TokenLists,
+    cache: torch.Tensor,
+    output: torch.Tensor,
+    layout: str,
+    scale: float,
+    lse: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.attend`."""
+    page_size, width = cache.shape[-2:]
+    check("entries", lists.entries, torch.int32)
+    check("lengths", lists.lengths, torch.int32)
+    units, heads = len(lists.lengths), query.shape[1]
+    rows = units // lists.kv_heads
+    needed = units if lists.per_head else rows
+    if units % lists.kv_heads or len(lists.entries) < needed or heads % lists.kv_heads:
+        raise ValueError(
+            f"{units} lengths and {len(lists.entries)} lists of entries for {heads} query heads do "
+            f"not belong to {lists.kv_heads} KV heads"
+        )
+    _check_cache(cache, layout)
+    least = 1 if layout == ROWS else 16
+    if lists.run < least or lists.run & (lists.run - 1) or page_size % lists.run:
+        raise ValueError(
+            f"run={lists.run} is no power of two from {least} on in pages of {page_size}"
+        )
+    if not lists.per_head and lists.run != page_size:
+        raise ValueError(f"KV heads share lists of pages of {page_size}, not of {lists.run} tokens")
+    if lse is not None:
+        check("lse", lse, torch.float32)
+        if lse.shape != (rows, heads) or not lse.is_contiguous():
+            raise ValueError(f"lse must be {(rows, heads)} and contiguous, got {tuple(lse.shape)}")
+    if weights is not None:
+        check("weights", weights, torch.float32)
+        if weights.shape[:-1] != (rows, heads) or not weights.is_contiguous():
+            raise ValueError(
+                f"weights must be {(rows, heads)} by tokens and contiguous, got "
+                f"{tuple(weights.shape)}"
+            )
+    _check_rule(scale, softcap, sinks, heads)
+    _cpu.attend(
+        *vectors(query),
+        *vectors(output),
+        lse=0 if lse is None else lse.data_ptr(),
+        weights=0 if weights is None else weights.data_ptr(),
+        weight_stride=0 if weights is None else weights.shape[2],
+        entries=lists.entries.data_ptr(),
+        entries_width=lists.entries.shape[1],
+        entries_stride=lists.entries.stride(0),
+        per_head=lists.per_head,
+        lengths=lists.lengths.data_ptr(),
+        rows=rows,
+        run=lists.run,
+        cache=cache.data_ptr(),
+        cache_tokens=cache.numel() // width,
+        layout=LAYOUTS[layout],
+        kv_heads=lists.kv_heads,
+        group=heads // lists.kv_heads,
+        head_size=width // 2,
+        page_size=page_size,
+        dtype=DTYPES[cache.dtype],
+        torch_dtype=cache.dtype,
+        scale=scale,
+        softcap=softcap,
+        sinks=0 if sinks is None else sinks.data_ptr(),
+    )
+
+
+def attend_prompt(
+    query: torch.Tensor,
+    lists: PromptLists,
+    cache: torch.Tensor,
+    output: torch.Tensor,
+    layout: str,
+    scale: float,
+    *,
+    lse: torch.Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.attend_prompt`."""
+    page_size, width = cache.shape[-2:]
+    sequences, heads, kv_heads = len(lists.seen), query.shape[1], lists.kv_heads
+    for name in ("entries", "starts", "seen"):
+        check(name, getattr(lists, name), torch.int32)
+    needed = sequences * kv_heads if lists.per_head else sequences
+    if len(lists.entries) < needed or len(lists.starts) != sequences + 1 or heads % kv_heads:
+        raise ValueError(
+            f"{sequences} sequences of {kv_heads} KV heads need {needed} lists and "
+            f"{sequences + 1} starts; got {len(lists.entries)} and {len(lists.starts)}, and "
+            f"{heads} query heads"
+        )
+    _check_cache(cache, layout)
+    if page_size > MOST_TOKENS_OF_PAGE or page_size % 16 or page_size & (page_size - 1):
+        raise ValueError(f"pages of {page_size} tokens: 16, 32, 64 and 128 can be attended to")
+    _check_rule(scale, softcap, sinks, heads)
+    if window < 0:
+        raise ValueError(f"window={window} cannot be")
+    if lse is not None:
+        check("lse", lse, torch.float32)
+        if lse.shape != query.shape[:2] or not lse.is_contiguous():
+            raise ValueError(f"lse must be {tuple(query.shape[:2])}, got {tuple(lse.shape)}")
+    _cpu.attend_prompt(
+        *vectors(query),
+        *vectors(output),
+        lse=0 if lse is None else lse.data_ptr(),
+        tokens=len(query),
+        starts=lists.starts.data_ptr(),
+        seen=lists.seen.data_ptr(),
+        sequences=sequences,
+        entries=lists.entries.data_ptr(),
+        entries_width=lists.entries.shape[1],
+        entries_stride=lists.entries.stride(0),
+        per_head=lists.per_head,
+        cache=cache.data_ptr(),
+        units=cache.numel() // (page_size * width),
+        layout=LAYOUTS[layout],
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        head_size=width // 2,
+        page_size=page_size,
+        dtype=DTYPES[cache.dtype],
+        torch_dtype=cache.dtype,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=0 if sinks is None else sinks.data_ptr(),
+    )
+
+
+def _check_rule(scale: float, softcap: float, sinks: torch.Tensor | None, heads: int) -> None:
+    """Raise ValueError for what no logits can be made with."""
+    if not (scale > 0 and math.isfinite(scale) and 0 <= softcap < math.inf):
+        raise ValueError(f"scale={scale}, softcap={softcap} cannot be")
+    if sinks is not None:
+        check("sinks", sinks, torch.float32)
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks must be {(heads,)}, got {tuple(sinks.shape)}")
+
+
+def _check_cache(cache: torch.Tensor, layout: str) -> None:
+    known = layout in LAYOUTS and (layout != "amx" or cache.element_size() == 2)
+    if not known or cache.shape[-1] % 32 or not cache.is_contiguous():
+        raise ValueError(
+            f"a contiguous cache of heads in multiples of 16 can be attended to, in the layouts "
+            f"{[*LAYOUTS]} (amx: of 16 bits); got {tuple(cache.shape)} in {cache.dtype} with "
+            f"strides {cache.stride()} in {layout}"
+        )
