@@ -1,4 +1,4 @@
-"""The running requests as the retrieval layers see them."""
+"""The table of running requests: their seats, options and counts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,6 +8,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_kvretrieval.engine.loads import LoadedPages
+from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -18,9 +19,9 @@ logger = init_logger("vllm.kvretrieval.requests")
 
 
 class RowOptions(NamedTuple):
-    """Options of the rows of a step; arrays of one entry per row.
+    """Options of the rows of a step; arrays with an entry per row.
 
-    ``method`` is the place of the row's among :attr:`RetrievalConfig.methods`.
+    ``method`` is the place of the row's method in :attr:`RetrievalConfig.methods`.
     """
 
     sink_pages: np.ndarray
@@ -32,65 +33,32 @@ class RowOptions(NamedTuple):
     method: np.ndarray
 
 
-class Counts(NamedTuple):
-    """What is counted of a request, or of all; units are (page, KV head) pairs, per layer.
-
-    Methods that select single tokens attend to as many units as these would fill; looked up, missed
-    and recalled are then tokens of KV heads.
-
-    Attributes:
-        corrected: KV heads that selected anew before attention.
-        looked_up: Units looked up in recall caches: those of sparse steps, sink and window
-            included.
-        missed: Those of them that were read from home while the step waited.
-        recalled: Units read from home, ahead or not.
-        steps: Decode steps.
-        sparse_steps: Those that attended to a part of the context.
-        pages: Pages of context, summed over these.
-        attended: Units attended to in these, whether by way of a recall cache or not.
-        prompt: Pairs of tokens that exact prefill would have had to do with, the later one of the
-            prompt, in layers that prefill sparsely; 0 where the engine has none.
-        prompt_attended: Those of them that were attended to.
-    """
-
-    corrected: int = 0
-    looked_up: int = 0
-    missed: int = 0
-    recalled: int = 0
-    steps: int = 0
-    sparse_steps: int = 0
-    pages: int = 0
-    attended: int = 0
-    prompt: int = 0
-    prompt_attended: int = 0
-
-
 class RequestTable:
     """Gives every running request a seat, a stable index into all per-request state.
 
-    Life of a seat: a request takes one when it first appears in a batch, keeps it however the batch
+    Life of a seat: a request takes a seat when it first appears in a batch, keeps it when the batch
     is reordered or condensed, and gives it back when it finishes, is aborted or is preempted. A
-    resumed request takes a new one: its first decode step corrects every head, so nothing of the
-    old state is needed but its counts. State is never cleared: it is valid only for a request that
-    decoded sparsely in the step before, which the metadata builder checks by the length of the
-    context at that step; that is forgotten when the seat changes hands.
+    resumed request takes a new seat: its first decode step corrects every head, so it needs only
+    the counts of its old state. State is never cleared. It is valid only for a request that decoded
+    sparsely in the step before; the metadata builder checks this by the length of the context at
+    that step, which is forgotten when the seat changes hands.
 
     Args:
         config: Options of the engine.
-        capacity: Most requests that run at once.
+        capacity: The most requests that run at once.
         retrieval_heads: KV heads times retrieval layers, the denominator of the corrected share.
-        room: What requests get of each of these heads.
+        room: How many units requests get of each of these heads.
         runner: vLLM's model runner, which knows the order of the batch and the requests' options.
-        dense_share: Of the layers with full attention, those that are dense.
-        heads: Of this worker, for methods that drop tokens.
-        fixed: Of methods by which some KV heads attend to everything, by name: int32
-            [retrieval_heads]; pages that each selects, whatever the budget.
+        dense_share: Share of dense layers among the layers with full attention.
+        heads: The KV heads of this worker, for methods that drop tokens.
+        fixed: int32 [retrieval_heads] by the name of a method that fixes them; pages that each KV
+            head selects, whatever the budget.
 
     Attributes:
         selected: int32 [capacity, retrieval_heads]; pages or tokens that each KV head, layer after
-            layer, selects for a seat's request, as far as the context has them. None: each head as
-            many as any other. Of a method that keeps tokens of a prompt, how many these are.
-        kept: Prompts of requests whose methods drop tokens; None: no method does.
+            layer, selects for the request of a seat, if the context has as many; or tokens that a
+            method that drops tokens keeps of a prompt. None: all heads select equally many.
+        kept: The prompts of requests whose methods drop tokens; None: no method does.
         corrected: int64 [capacity]; see :class:`Counts`.
         recalls: int64 [capacity, 3]; units looked up, missed and recalled.
         arrived: Requests that got their first blocks in this step, perhaps with contents, and
@@ -155,14 +123,15 @@ class RequestTable:
         return len(self._seat_of)
 
     def release(self, finished: Iterable[str], preempted: Iterable[str] = ()) -> list[int]:
-        """Take back the seats of requests that have ended, or that are interrupted.
+        """Take back the seats of requests that have ended or are interrupted.
 
         Args:
-            finished: Aborted ones, too; what was counted of each is logged. Unknown ids are fine.
-            preempted: They may come back, and then go on counting.
+            finished: Requests that have finished or were aborted. Their counts are logged. Ids that
+                are not known are ignored.
+            preempted: Requests that are interrupted. If they come back, their counts go on.
 
         Returns:
-            The seats taken back.
+            The seats that were taken back.
         """
         self._settle()
         seats = []
@@ -184,11 +153,11 @@ class RequestTable:
         return seats
 
     def counts(self) -> Counts:
-        """All requests' counts so far."""
+        """The counts of all requests so far."""
         return Counts(*self._sum().tolist())
 
     def take_counts(self) -> Counts:
-        """The same since the last call."""
+        """The counts of all requests since the last call."""
         counts = self._sum()
         new = counts - self._taken
         self._taken = counts
@@ -199,13 +168,13 @@ class RequestTable:
         return sum(interrupted, self._past) + self._counts(range(self.capacity))
 
     def _counts(self, seats: Sequence[int]) -> torch.Tensor:
-        """int64 [10]; the fields of :class:`Counts`, summed over the seats' requests."""
+        """int64 [10]; the fields of :class:`Counts`, added up over requests in these seats."""
         index = torch.tensor(seats)
         counts = (self.corrected[:, None], self.recalls, self._steps)
         return torch.cat([count[index].sum(0) for count in counts])
 
     def _take_out(self, seat: int) -> tuple[int, torch.Tensor]:
-        """Context and counts of the seat's request; the seat then counts from zero."""
+        """The context and the counts of the request in a seat. Resets the counts of the seat."""
         if self.kept is not None:
             self.kept.leave(seat)
         counts = self._counts([seat])
@@ -216,11 +185,11 @@ class RequestTable:
     def begin_step(
         self, scheduled: dict[str, int], tokens: int, arrived: Iterable[str] = ()
     ) -> None:
-        """Find out whether the step is ``calm``: one more like those that :meth:`expect_calm` saw.
+        """Find out whether the step is ``calm``: whether :meth:`expect_calm` has foreseen it.
 
         Args:
             scheduled: Tokens of each request in the step.
-            tokens: Their sum.
+            tokens: Tokens of the step.
             arrived: Requests that have got their first blocks, and sessions that got more input.
         """
         self.arrived = frozenset(arrived)
@@ -238,17 +207,17 @@ class RequestTable:
             self._settle()
 
     def end_step(self) -> None:
-        """Forget what only the step needed."""
+        """Forget state that only this step needed."""
         if self.kept is not None:
             self.kept.end_step()
 
     def expect_calm(self, steps: int) -> None:
-        """All rows of this step decode within their budgets, and will for so many more steps."""
+        """Note that all rows decode within their budgets in this step and in ``steps`` more."""
         self._calm_batch = set(self.runner.input_batch.req_ids)
         self._calm_left = steps
 
     def _settle(self) -> None:
-        """Book the calm steps that have passed; the next step has to be looked at."""
+        """Book the calm steps that have passed. The next step is not calm."""
         if self._calm_passed:
             seats = [self._seat_of[req_id] for req_id in self._calm_batch]
             self._context[seats] += self._calm_passed
@@ -256,13 +225,13 @@ class RequestTable:
         self._calm_left = self._calm_passed = 0
 
     def per_seat(self) -> np.ndarray:
-        """int32 [capacity]; the caller's own, an entry is zero whenever its seat changes hands."""
+        """A new array, int32 [capacity]. An entry is reset to zero when its seat changes hands."""
         entries = np.zeros(self.capacity, dtype=np.int32)
         self._per_seat.append(entries)
         return entries
 
     def seats(self, count: int) -> np.ndarray:
-        """int32 [count]; seats of the first ``count`` rows of the batch about to run."""
+        """The seats of the first ``count`` rows of the batch about to run, int32 [count]."""
         slot_of = self._seat_of
         while self._renewed:  # sessions whose next input has perhaps brought other options
             req_id = self._renewed.pop()
@@ -276,7 +245,7 @@ class RequestTable:
         )
 
     def select(self, seats: np.ndarray) -> RowOptions:
-        """Options of the requests in ``seats``."""
+        """The options of the requests in ``seats``."""
         return RowOptions(
             self._sink[seats],
             self._window[seats],
@@ -304,9 +273,9 @@ class RequestTable:
         sparse: np.ndarray,
         decodes: np.ndarray,
     ) -> None:
-        """Book one step: which rows decode, and which of them over selected pages only.
+        """Book a step: which rows decode, and which of them attend to selected pages only.
 
-        A step is booked once, also where several groups of layers report it.
+        A step is booked once, although several groups of layers may report it.
         """
         new = lens != self._context[seats]
         self._context[seats] = lens
@@ -315,20 +284,20 @@ class RequestTable:
         self._steps.numpy()[seats, :4] += booked * new[:, None]
 
     def prefill_budgets(self, seats: np.ndarray) -> np.ndarray:
-        """int32 [3, n]; pages of sink, window and selection that parts of prompts attend to.
+        """Pages of sink, window and selection that chunks of prompts attend to, int32 [3, n].
 
-        Zeros: they attend to everything.
+        Zeros: chunks attend to everything before them.
         """
         return self._prefill[:, seats]
 
     def count_prefill(
         self, seats: np.ndarray, lens: np.ndarray, before: np.ndarray, attended: np.ndarray
     ) -> None:
-        """Book what tokens of prompts attend to, once per step, as :meth:`count_steps` does.
+        """Book how much tokens of prompts attend to, once per step, as :meth:`count_steps` does.
 
         Args:
-            seats: Of their requests.
-            lens: Tokens of the contexts, the step's included.
+            seats: The seats of the requests.
+            lens: Tokens of the contexts, including those of the step.
             before, attended: See ``prompt`` and ``prompt_attended`` of :class:`Counts`.
         """
         new = lens != self._context[seats]
@@ -337,7 +306,7 @@ class RequestTable:
         self._steps.numpy()[seats, 4:] += booked * new[:, None]
 
     def _attended(self, seats: np.ndarray, pages: np.ndarray) -> np.ndarray:
-        """int64 [rows]; units that a sparse step over so many pages attends to."""
+        """Units that a sparse step attends to, in contexts of ``pages`` pages; int64 [rows]."""
         if self.selected is None:
             return self._total[seats].astype(np.int64) * self.retrieval_heads
         attended = self._attended_beside(seats, pages)
@@ -370,7 +339,7 @@ class RequestTable:
         return seat
 
     def _read_options(self, req_id: str, seat: int) -> None:
-        """Take over the request's options; with other ones it starts afresh."""
+        """Read the options of a request into its seat, which starts afresh."""
         sampling_params = self.runner.requests[req_id].sampling_params
         extra_args = getattr(sampling_params, "extra_args", None)
         options = read_options(req_id, extra_args, self.config)
@@ -404,38 +373,9 @@ class RequestTable:
 def read_options(
     req_id: str, extra_args: Mapping[str, Any] | None, config: RetrievalConfig
 ) -> RequestOptions:
-    """What a request asks for, or the engine's own options where that cannot be served."""
+    """The options of a request; the engine's own if they cannot be served."""
     try:
         return RequestOptions.parse(extra_args, config)
     except RetrievalConfigError as e:  # only a front end that skips our validation gets here
         logger.error("Request %s runs with the server's options: %s", req_id, e)
         return RequestOptions.parse(None, config)
-
-
-def log_usage(req_id: str, context: int, counts: Counts, retrieval_heads: int) -> None:
-    """Log what a request has used.
-
-    Args:
-        req_id: Its id.
-        context: Its tokens.
-        counts: What was counted of it.
-        retrieval_heads: KV heads times retrieval layers.
-    """
-    sparse_heads = max(counts.sparse_steps * retrieval_heads, 1)
-    attended = counts.attended / max(retrieval_heads, 1)  # pages
-    logger.debug(
-        "kv_retrieval request_id=%s context=%d decode_steps=%d sparse_steps=%d "
-        "pages_attended=%d pages_total=%d kv_read_share=%.4f corrected_share=%.4f "
-        "recall_hit_rate=%.4f units_recalled=%d prefill_read_share=%.4f",
-        req_id,
-        context,
-        counts.steps,
-        counts.sparse_steps,
-        counts.attended // sparse_heads,
-        counts.pages // max(counts.sparse_steps, 1),
-        attended / counts.pages if counts.pages else 1.0,
-        counts.corrected / sparse_heads,
-        1 - counts.missed / counts.looked_up if counts.looked_up else 1.0,
-        counts.recalled,
-        counts.prompt_attended / counts.prompt if counts.prompt else 1.0,
-    )
