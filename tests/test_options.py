@@ -10,11 +10,11 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.help import markdown
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS, REQUEST
-from vllm_kvretrieval.retrieval.family import DROPPING, FILTERS, SCORED, family_of
+from vllm_kvretrieval.retrieval.family import DROPPING, FILTERS, SCORED, family_with
 from vllm_kvretrieval.retrieval.presets import OWN
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
-FAMILIES = {name: family_of(SCHEDULES[preset.schedule]) for name, preset in OWN.items()}
+FAMILIES = {name: family_with(SCHEDULES[preset.schedule]) for name, preset in OWN.items()}
 
 VALUES: dict[str, Any] = {
     "budget": 2048,

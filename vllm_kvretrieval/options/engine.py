@@ -21,7 +21,7 @@ from vllm_kvretrieval.options.table import (
 from vllm_kvretrieval.options.values import check_digits, reject_unknown, require_name
 from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
-from vllm_kvretrieval.retrieval.family import NOTHING, family_of
+from vllm_kvretrieval.retrieval.family import NOTHING, family_with
 from vllm_kvretrieval.retrieval.filters import check_model, filters_for, read_filters
 from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.method import Method, make_method
@@ -105,7 +105,7 @@ class RetrievalConfig(Options):
                     f"needs others than {self.method}. Use --attention-backend {base}."
                 )
         for name, preset in presets().items():
-            if family_of(SCHEDULES[preset.schedule]) is NOTHING and name not in made:
+            if family_with(SCHEDULES[preset.schedule]) is NOTHING and name not in made:
                 method = make_method(name, name, {}, self.page_size)
                 if self.budgets.fits(self.budget, method):
                     made[name] = method

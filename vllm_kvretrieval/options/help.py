@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 from vllm_kvretrieval.options.option import Option
 from vllm_kvretrieval.options.table import OPTIONS
-from vllm_kvretrieval.retrieval.family import SCORED, family_of
+from vllm_kvretrieval.retrieval.family import SCORED, family_with
 from vllm_kvretrieval.retrieval.presets import OWN
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
@@ -39,7 +39,7 @@ def markdown(table: Mapping[str, Option], names: Collection[str] = (), links: bo
 
 def _limits(known: Option) -> list[str]:
     """Where an option has an effect, unless it always has one."""
-    families = {name: family_of(SCHEDULES[preset.schedule]) for name, preset in OWN.items()}
+    families = {name: family_with(SCHEDULES[preset.schedule]) for name, preset in OWN.items()}
     having = [f"`{name}`" for name, family in families.items() if family in known.families]
     others = [f"`{name}`" for name, family in families.items() if family not in known.families]
     limits = []

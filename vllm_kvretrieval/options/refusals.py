@@ -13,7 +13,7 @@ from vllm_kvretrieval.options.table import (
     OPTIONS,
 )
 from vllm_kvretrieval.retrieval.codec import RAW
-from vllm_kvretrieval.retrieval.family import family_of
+from vllm_kvretrieval.retrieval.family import family_with
 from vllm_kvretrieval.retrieval.method import Method
 from vllm_kvretrieval.retrieval.roles import WINDOW
 
@@ -31,7 +31,7 @@ def check_combinations(config: "RetrievalConfig", given: Mapping[str, Any]) -> N
     Raises:
         RetrievalConfigError: Names the option, and says why and what to do.
     """
-    refuse_without_effect(given, family_of(config.own.schedule), config.method, OPTIONS)
+    refuse_without_effect(given, family_with(config.own.schedule), config.method, OPTIONS)
     for key, value in given.items():
         needs = OPTIONS[key].needs
         if needs and needs not in given:

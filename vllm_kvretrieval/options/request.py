@@ -10,7 +10,7 @@ from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import CONFIG_KEY, REQUEST
 from vllm_kvretrieval.options.values import check_digits, reject_misspelt, reject_unknown
 from vllm_kvretrieval.retrieval.budget import PageBudget
-from vllm_kvretrieval.retrieval.family import WHOLE, family_of
+from vllm_kvretrieval.retrieval.family import WHOLE, family_with
 from vllm_kvretrieval.retrieval.method import Method
 
 
@@ -68,7 +68,7 @@ class RequestOptions:
                 f"one of {', '.join(config.methods)}, or start the server with "
                 "--kv-retrieval.also."
             )
-        family = family_of(method.schedule)
+        family = family_with(method.schedule)
         refuse_without_effect(given, family, method.name, REQUEST)
         value = {key: REQUEST[key].kind.check(key, given[key]) for key in given}
         budget = value.get("budget", config.budget)

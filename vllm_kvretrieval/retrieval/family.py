@@ -1,4 +1,7 @@
-"""Families of methods: which options a method takes depends on its family alone."""
+"""Families of methods: the family of a method decides which options have an effect with it.
+
+The files of :mod:`vllm_kvretrieval.methods` say how each family works.
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +14,7 @@ class Family:
 
     Attributes:
         methods: What its methods are called in messages and documentation.
-        trait: Why options that only others have are without effect; follows a method's name.
+        trait: Why options of other families have no effect. It follows a method's name.
     """
 
     methods: str
@@ -32,8 +35,8 @@ NOTHING = Family("methods that select nothing", "which selects nothing")
 FAMILIES = (DROPPING, HEADS, WHOLE, FILTERS, SCORED, NOTHING)
 
 
-def family_of(schedule: Schedule) -> Family:
-    """The family of all methods with a schedule."""
+def family_with(schedule: Schedule) -> Family:
+    """The family of the methods with a schedule."""
     if schedule.keeps:
         return DROPPING
     if schedule.by_head:
@@ -46,9 +49,9 @@ def family_of(schedule: Schedule) -> Family:
 
 
 def what_parts(one: Family, other: Family) -> str | None:
-    """Why a method of one family cannot have a schedule of the other; None: it can.
+    """The reason why a method of one family cannot have a schedule of the other; None: it can.
 
-    A method with an index may have a schedule that never selects, and leaves the index unused.
+    A method with an index may have a schedule that never selects, and then does not use its index.
     """
     pair = {one, other}
     if len(pair) == 1 or pair == {SCORED, NOTHING}:

@@ -18,7 +18,7 @@ from vllm_kvretrieval.options.values import reject_unknown, require_name
 from vllm_kvretrieval.retrieval.family import (
     DROPPING,
     SCORED,
-    family_of,
+    family_with,
     what_parts,
 )
 from vllm_kvretrieval.retrieval.heads import RetrievalHeads, make_heads
@@ -115,8 +115,8 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
     given = {key: value for key, value in options.items() if value is not None}
     schedule_name = checked("schedule", given.get("schedule", base.schedule))
     schedule = SCHEDULES[schedule_name]
-    family = family_of(schedule)
-    if why := what_parts(family, family_of(SCHEDULES[base.schedule])):
+    family = family_with(schedule)
+    if why := what_parts(family, family_with(SCHEDULES[base.schedule])):
         raise RetrievalConfigError(
             f"schedule={schedule_name!r} cannot be combined with {preset}: {why} take other "
             "options. Leave it out, or use --attention-backend with a method that has it."
