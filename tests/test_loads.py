@@ -2,8 +2,8 @@
 
 import numpy as np
 import torch
-from tests.test_kernels import make_chooser
 
+from tests.kernel_checks import make_chooser
 from tests.steps import Runner, request_table
 from vllm_kvretrieval.attention.cpu.loaded import loaded_pages
 from vllm_kvretrieval.engine.loads import LoadedPages

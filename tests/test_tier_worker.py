@@ -14,6 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from tests.engine import checkpoint
 from tests.test_tier_sizes import BUDGET, CACHE, LEAST, ONE, SLOT, STAGING, tiers
 from vllm_kvretrieval.engine.connector import connector_config
+from vllm_kvretrieval.engine.cpu.refusals import check_reading
 from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.engine.memory import bytes_per_block
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -209,13 +210,13 @@ def test_workers_know_what_their_layers_attend_to(others):
 
 def test_lists_of_lengths_of_their_own_need_our_attention():
     own = worker([FULL] * 10, budget_shares=[1] * 9)
-    own._check_reading({"vec", "vec16", "amx"}, foreign=False)
+    check_reading(own, {"vec", "vec16", "amx"}, foreign=False)
     with pytest.raises(
         RetrievalConfigError,
         match=r"freekv cannot be served .*\(neon\).*one length.*without budget_shares",
     ):
-        own._check_reading({"neon"}, foreign=False)
-    worker([FULL] * 10)._check_reading({"neon"}, foreign=False)
+        check_reading(own, {"neon"}, foreign=False)
+    check_reading(worker([FULL] * 10), {"neon"}, foreign=False)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +231,6 @@ def test_what_a_connector_loads_can_be_indexed(block, isa, why):
     own = worker([FULL] * 10)
     own.cache_config.block_size = block
     with pytest.raises(RetrievalConfigError, match=f"KV connector for somebody/model, {why}"):
-        own._check_reading({"vec", isa}, foreign=True)
+        check_reading(own, {"vec", isa}, foreign=True)
     own.cache_config.block_size = 32
-    own._check_reading({"vec", "vec16", "amx"}, foreign=True)
+    check_reading(own, {"vec", "vec16", "amx"}, foreign=True)
