@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.option import Option, option
 from vllm_kvretrieval.options.values import (
     SIMILARITY,
@@ -16,7 +15,9 @@ from vllm_kvretrieval.options.values import (
     one_number_of,
     one_of,
     require_int,
-    require_number,
+    require_layers,
+    require_path,
+    require_share,
 )
 from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
@@ -57,26 +58,6 @@ DEFAULT_BLOCK = 128
 DEFAULT_QUERIES = 8
 MOST_QUERIES = 64
 MOST_RERANKED = 64
-
-
-def _at_least_0(key: str, value: Any) -> int:
-    if require_int(key, value) < 0:
-        raise RetrievalConfigError(f"{key}={value} must be 0 or more; 1 is FreeKV's choice.")
-    return int(value)
-
-
-def _share(key: str, value: Any) -> float:
-    if require_number(key, value) <= 0:
-        raise RetrievalConfigError(f"{key}={value} must be more than 0, such as 0.3.")
-    return float(value)
-
-
-def _path(key: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise RetrievalConfigError(
-            f"{key}={value!r} is no directory; name one on the disk to be used."
-        )
-    return value
 
 
 @dataclass(frozen=True)
@@ -264,7 +245,7 @@ class Options:
     )
     dense_layers: int = option(
         None,
-        Kind("a number of layers", _at_least_0),
+        Kind("a number of layers", require_layers),
         "how many of the model's first layers keep full attention, or whatever attention they have",
         "the method's, 1 for most",
         families=tuple(family for family in FAMILIES if family is not FILTERS),
@@ -279,7 +260,7 @@ class Options:
     )
     memory_fraction: float | None = option(
         None,
-        Kind("above 0, up to 1", _share),
+        Kind("above 0, up to 1", require_share),
         "the share of the KV cache that a request reads, dense layers included, in place of a "
         "fixed budget: the budget then follows from the prompt's length, up to `max_budget`",
         "none",
@@ -329,7 +310,7 @@ class Options:
     )
     home_path: str | None = option(
         None,
-        Kind("a directory", _path),
+        Kind("a directory", require_path),
         "where the file of `home=disk` is; the file has no name, and is gone when the server ends; "
         "a directory in memory (tmpfs) is taken only if it is named here",
         "`/var/tmp`, or the directory for temporary files where there is none",

@@ -46,6 +46,29 @@ def require_number(key: str, value: Any) -> float:
     return float(value)
 
 
+def require_layers(key: str, value: Any) -> int:
+    """Check a number of layers."""
+    if require_int(key, value) < 0:
+        raise RetrievalConfigError(f"{key}={value} must be 0 or more; 1 is FreeKV's choice.")
+    return int(value)
+
+
+def require_share(key: str, value: Any) -> float:
+    """Check a share above 0."""
+    if require_number(key, value) <= 0:
+        raise RetrievalConfigError(f"{key}={value} must be more than 0, such as 0.3.")
+    return float(value)
+
+
+def require_path(key: str, value: Any) -> str:
+    """Check the path of a directory, which need not exist."""
+    if not isinstance(value, str):
+        raise RetrievalConfigError(
+            f"{key}={value!r} is no directory; name one on the disk to be used."
+        )
+    return value
+
+
 def require_bool(key: str, value: Any) -> bool:
     """Check a switch."""
     if value not in (True, False):  # over HTTP, JSON's true may arrive as 1
