@@ -142,6 +142,7 @@ def attend_to_all(rows, row):
 def clone_rows(rows):
     fields = dict(vars(rows), handle=None)
     fields["corrected"] = rows.corrected.clone()
+    fields["spared"] = rows.spared.clone()
     fields["lists"] = rows.lists.clone()
     fields["lengths"] = rows.lengths.clone()
     return DecodeRows(**fields)

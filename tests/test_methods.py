@@ -95,6 +95,7 @@ HOUSES = {
                 for name, preset in OWN.items()
                 if preset.unit == "page" and name not in ("kvretrieval", "full", "ttkv", "razor")
             },
+            "twilight": {"mass": 0.3},
             "reranked": {"index": "mean", "rerank": 2},
             "fine": {"summary_size": 16, "schedule": "speculative"},
             "toy": {},
@@ -283,6 +284,29 @@ def test_budgets(llm, name):
 
 
 @pytest.mark.parametrize("house", ["pages"], indirect=True)
+def test_masses(llm):
+    """Each request attends to the fewest pages that reach its own mass."""
+
+    def attended(**options):
+        drive(llm, [Request(prompt(40, 0), 1, {})])
+        llm.collective_rpc(lambda worker: tuple(worker.requests.take_counts()))
+        answer = alone(llm, Request(DOCUMENT, 12, options))
+        drive(llm, [Request(prompt(40, 0), 1, {})])
+        (counts,) = llm.collective_rpc(lambda worker: worker.requests.take_counts()._asdict())
+        return counts["attended"] / ((LAYERS - 1) * KV_HEADS * 11), answer
+
+    masses = (1, 0.6, 0.3, 1e-6)
+    pages, answers = zip(*(attended(mass=mass, budget=256) for mass in masses), strict=True)
+    assert pages[0] == 256 / 32
+    assert pages[-1] == 3, "sink, window and the best page"
+    assert pages[0] > pages[1] > pages[2] > pages[3]
+    assert len({answer.logprobs[-1] for answer in answers}) == len(masses)
+    crowd = [Request(DOCUMENT, 12, {"mass": mass, "budget": 256}) for mass in masses]
+    for answer, expected in zip(drive(llm, crowd), answers, strict=True):
+        assert_same(answer, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("house", ["pages"], indirect=True)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -292,6 +316,11 @@ def test_budgets(llm, name):
         ({"method": "fine", "budget": 288}, "budget=288 exceeds the server's limit of 256"),
         ({"method": "fine", "budget": 64}, "budget=64 is too small"),
         ({"method": "fine", "pooling": "max"}, "of a request has no option 'pooling'"),
+        ({"method": "fine", "mass": 0.9}, "mass=0.9 cannot be reached with fine"),
+        ({"method": "quest", "mass": 0.9}, "mass=0.9 cannot be reached with quest"),
+        ({"method": "streamingllm", "mass": 0.9}, "mass=0.9 has no effect with streamingllm"),
+        ({"mass": 0}, "mass=0 must be more than 0"),
+        ({"mass": 1.5}, "mass=1.5 must be a number between"),
     ],
     ids=str,
 )

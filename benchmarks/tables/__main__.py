@@ -28,6 +28,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "capacity": places.capacity,
     "decode": prompts.decode,
     "disk": places.disk,
+    "first": steps.first,
     "layers": prompts.layers,
     "levels": indexes.levels,
     "methods": steps.methods,

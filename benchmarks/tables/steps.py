@@ -40,6 +40,30 @@ def steps(results: Results, options: Options) -> str:
     return markdown(header, rows)
 
 
+def first(results: Results, options: Options) -> str:
+    """Time to the first token of a prompt by context: a column of vLLM alone, and of each method.
+
+    ``name=label`` among the options calls a method by another name.
+    """
+    (store,) = results.values()
+    cells = sorted(_by_size(store).items())
+    names = _methods(dict(cells))
+    header = ["context", "vLLM alone, s"]
+    for name in names:
+        header += [f"{options.get(name, name).replace('_', ' ')}, s", "speed-up"]
+    rows = []
+    for (_, context), cell in cells:
+        stock, *others = (
+            statistics.median(cell["engines"][name]["first_token_s"])
+            for name in (decode_report.pair(cell)[0], *names)
+        )
+        row = [f"{context:,}", f"{stock:.1f}"]
+        for seconds in others:
+            row += [f"{seconds:.1f}", ratio(stock / seconds)]
+        rows.append(row)
+    return markdown(header, rows)
+
+
 def methods(results: Results, options: Options) -> str:
     """Decode steps of several methods at one ``context``: a row for each method of a file."""
     context = int(options["context"])

@@ -135,23 +135,25 @@ NB_MODULE(_cpu, m) {
            [](kvr::DecodeRows* self, int rows, uintptr_t block_table, int64_t block_table_width,
               int64_t block_table_stride, uintptr_t seq_lens, uintptr_t seats,
               uintptr_t sink, uintptr_t window, uintptr_t mode, uintptr_t select, uintptr_t threshold,
-              uintptr_t fresh, uintptr_t corrected, int64_t corrected_seats, uintptr_t lists,
-              int64_t lists_rows, int64_t lists_width, int64_t lists_stride, uintptr_t lengths,
-              int64_t lengths_size, bool per_token) {
+              uintptr_t fresh, uintptr_t mass, uintptr_t corrected, int64_t corrected_seats,
+              uintptr_t spared, int64_t spared_seats, uintptr_t lists, int64_t lists_rows,
+              int64_t lists_width, int64_t lists_stride, uintptr_t lengths, int64_t lengths_size,
+              bool per_token) {
              new (self) kvr::DecodeRows{
                  rows, at<int32_t>(block_table), block_table_width, block_table_stride,
                  at<int32_t>(seq_lens), at<int32_t>(seats), at<int32_t>(sink), at<int32_t>(window),
                  at<kvr::Mode>(mode), at<int32_t>(select), at<float>(threshold), at<uint8_t>(fresh),
-                 at<int64_t>(corrected), corrected_seats, at<int32_t>(lists), lists_rows,
-                 lists_width, lists_stride, at<int32_t>(lengths), lengths_size, per_token};
+                 at<float>(mass), at<int64_t>(corrected), corrected_seats, at<int64_t>(spared),
+                 spared_seats, at<int32_t>(lists), lists_rows, lists_width, lists_stride, at<int32_t>(lengths), lengths_size, per_token};
            },
            nb::kw_only(),
            nb::arg("rows"), nb::arg("block_table"), nb::arg("block_table_width"),
            nb::arg("block_table_stride"), nb::arg("seq_lens"), nb::arg("seats"), nb::arg("sink"),
            nb::arg("window"), nb::arg("mode"), nb::arg("select"), nb::arg("threshold"),
-           nb::arg("fresh"), nb::arg("corrected"), nb::arg("corrected_seats"), nb::arg("lists"),
-           nb::arg("lists_rows"), nb::arg("lists_width"), nb::arg("lists_stride"),
-           nb::arg("lengths"), nb::arg("lengths_size"), nb::arg("per_token"));
+           nb::arg("fresh"), nb::arg("mass"), nb::arg("corrected"), nb::arg("corrected_seats"),
+           nb::arg("spared"), nb::arg("spared_seats"), nb::arg("lists"), nb::arg("lists_rows"),
+           nb::arg("lists_width"), nb::arg("lists_stride"), nb::arg("lengths"),
+           nb::arg("lengths_size"), nb::arg("per_token"));
 
   nb::class_<Index>(m, "Index")
       .def("__init__",

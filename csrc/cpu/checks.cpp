@@ -48,6 +48,11 @@ void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t
     if (selects && seat >= rows.corrected_seats)
       refuse(r, {"seat", std::to_string(seat), "is outside the", std::to_string(rows.corrected_seats),
                  "of corrected"});
+    if (!(rows.mass[r] > 0 && rows.mass[r] <= 1))
+      refuse(r, {"a mass of", std::to_string(rows.mass[r]), "is no share"});
+    if (rows.mass[r] < 1 && seat >= rows.spared_seats)
+      refuse(r, {"seat", std::to_string(seat), "is outside the", std::to_string(rows.spared_seats),
+                 "of spared"});
     if (selects && rows.select[r] < 0) refuse(r, {std::to_string(rows.select[r]), units, "to select"});
     if (sink < 0 || window < 0 || len < 1)
       refuse(r, {"a context of", std::to_string(len), "tokens,", std::to_string(sink),
@@ -129,6 +134,10 @@ void check_selection(const DecodeRows& rows, const Chooser& chooser) {
     }
   }
   check_given(rows, chooser);
+  for (int r = 0; r < rows.rows; ++r)
+    if (rows.mass[r] < 1 && (rows.threshold[r] < 1 || chooser.rerank > 0 ||
+                             chooser.pooling != Pooling::kMeanSoftmax))
+      refuse(r, {"a mass of", std::to_string(rows.mass[r]), "is reached by each step's own shares"});
   if (rows.per_token && chooser.rerank > 0)
     throw std::invalid_argument("candidates that are tokens are not scored again");
 }

@@ -36,8 +36,11 @@ struct DecodeRows {
   const int32_t* select;         // [rows]; units to select, of rows that do
   const float* threshold;        // [rows]; correction threshold tau
   const uint8_t* fresh;          // [rows]; no previous decode step: correct every head
+  const float* mass;             // [rows]; share of the scores that is enough; 1: all of `select`
   int64_t* corrected;            // [corrected_seats]; counts corrected heads
   int64_t corrected_seats;
+  int64_t* spared;               // [spared_seats]; counts units that mass made needless
+  int64_t spared_seats;
   int32_t* lists;                // out, [lists_rows >= rows * kv_heads, lists_width]
   int64_t lists_rows, lists_width, lists_stride;
   int32_t* lengths;              // out, [lengths_size >= rows * kv_heads]; tokens of each list

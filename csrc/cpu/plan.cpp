@@ -121,10 +121,13 @@ struct Planner {
     const int32_t* block = blocks(row);
     const int64_t number = int64_t(row) * index.kv_heads + head;
     int32_t* list = rows.lists + number * rows.lists_stride;
-    // Tokens of the list, less the rest of the tail page where it is in.
     const int attended = sink + k + window, size = rows.unit(index.page_size);
-    const bool tail = attended == n || (window > 0 && attended > 0);
-    rows.lengths[number] = attended * size - (tail ? n * size - rows.seq_lens[row] : 0);
+    const bool tail = attended == n || window > 0;  // whether the last unit is listed
+    // Tokens of so many units, less the rest of the tail page where it is in.
+    const auto list_tokens = [&](int units) {
+      rows.lengths[number] = units * size - (tail && units > 0 ? n * size - rows.seq_lens[row] : 0);
+    };
+    list_tokens(attended);
     // Numbers of pages, where the cache is seen as [pages * kv_heads] single-head ones, or of tokens.
     const int shift = __builtin_ctz(index.page_size), last = index.page_size - 1;
     const auto append = [&](int32_t j) {
@@ -143,37 +146,46 @@ struct Planner {
       if (rows.mode[row] == Mode::kGiven) {
         for (int i = 0; i < k; ++i) append(kept[i]);
       } else {
-        select_anew(row, head, k, attended == n, scores, stride, masses, chunks, kept, append);
+        const int chosen =
+            select_anew(row, head, k, attended == n, scores, stride, masses, chunks, kept, append);
+        if (chosen < k) list_tokens(attended - k + chosen);
       }
     }
     for (int j = n - window; j < n; ++j) append(j);
   }
 
   // The same of what a query selects; a step that attends to everything takes it at once, since the
-  // previous one may have had less.
+  // previous one may have had less. Returns how many units are listed.
   template <class Append>
-  void select_anew(int row, int head, int k, bool everything, float* scores, int64_t stride,
+  int select_anew(int row, int head, int k, bool everything, float* scores, int64_t stride,
                    const Mass* masses, int chunks, int32_t* kept, const Append& append) const {
     const int64_t unit = int64_t(rows.seats[row]) * index.kv_heads + head;
     E* prev = static_cast<E*>(chooser.prev_query) + unit * group_elements();
     const E* q = query(row, head);
     const bool correct = must_correct(row, q, prev);
     const bool anew = correct || everything;
+    thread_local std::vector<int32_t> enough;
     if (!anew)
       for (int i = 0; i < k; ++i) append(kept[i]);
-    select_best(row, head, k, scores, stride, masses, chunks, kept);
+    const int count = select_best(row, head, k, scores, stride, masses, chunks, kept, enough);
     if (anew)
-      for (int i = 0; i < k; ++i) append(kept[i]);
+      for (int i = 0; i < count; ++i) append(count < k ? enough[i] : kept[i]);
     if (correct) {
 #pragma omp atomic
       rows.corrected[rows.seats[row]] += 1;
     }
+    if (count < k) {
+#pragma omp atomic
+      rows.spared[rows.seats[row]] += k - count;
+    }
     std::memcpy(prev, q, group_elements() * sizeof(E));
+    return count;
   }
 
   // The k best units between sink and window, given the scores of all entries, as score_task left them.
-  void select_best(int row, int head, int k, float* scores, int64_t stride, const Mass* masses,
-                   int chunks, int32_t* best) const {
+  // Returns how many of them are enough for the row's mass; if fewer than k, `enough` has these.
+  int select_best(int row, int head, int k, float* scores, int64_t stride, const Mass* masses,
+                  int chunks, int32_t* best, std::vector<int32_t>& enough) const {
     const int n = entries(row) * per_entry;
     const int first = rows.sink[row], last = units(row) - rows.window[row];
     const int wanted = std::min(last - first, std::max(k, k * chooser.rerank));
@@ -192,6 +204,16 @@ struct Planner {
                   norms.data());
       if (parts > 1) pool_parts(scores, n, parts, false);
       top_k_of_many(scores + first, last - first, wanted, first, candidates.data());
+      if (rows.mass[row] < 1) {
+        reach_mass(row, scores, (n + parts - 1) / parts, candidates, enough);
+        const int count = enough.size();
+        // Units that pooling cannot tell apart are none of these, then.
+        if (count < k && scores[enough.back()] >= kLeastScore) {
+          std::sort(enough.begin(), enough.end());
+          std::copy_n(candidates.data(), k, best);
+          return count;
+        }
+      }
       if (std::any_of(candidates.begin(), candidates.end(),
                       [&](int32_t unit) { return !(scores[unit] >= kLeastScore); })) {
         // The scores once more: pooling took their place.
@@ -204,6 +226,27 @@ struct Planner {
       rerank(row, head, candidates, norms.data(), k, best);
     else
       std::copy_n(candidates.data(), k, best);
+    return k;
+  }
+
+  // As few of the candidates, the best first, as reach the row's mass together with sink and window, but
+  // one at least; given the pooled scores of all units that have some, which are shares.
+  void reach_mass(int row, const float* shares, int units, const std::vector<int32_t>& candidates,
+                  std::vector<int32_t>& enough) const {
+    const int first = rows.sink[row], last = this->units(row) - rows.window[row];
+    double total = 0, reached = 0;
+    for (int j = 0; j < units; ++j) {
+      total += shares[j];
+      if (j < first || j >= last) reached += shares[j];
+    }
+    enough = candidates;
+    std::stable_sort(enough.begin(), enough.end(),
+                     [&](int32_t a, int32_t b) { return shares[a] > shares[b]; });
+    const double wanted = rows.mass[row] * total;
+    size_t count = 0;
+    do reached += shares[enough[count++]];
+    while (count < enough.size() && !(reached >= wanted));
+    enough.resize(count);
   }
 
   // The k best of the candidates by their keys.

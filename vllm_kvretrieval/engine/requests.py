@@ -29,6 +29,7 @@ class RowOptions(NamedTuple):
     select_pages: np.ndarray
     total_pages: np.ndarray
     threshold: np.ndarray
+    mass: np.ndarray
     exact: np.ndarray
     method: np.ndarray
 
@@ -60,6 +61,9 @@ class RequestTable:
             method that drops tokens keeps of a prompt. None: all heads select equally many.
         kept: The prompts of requests whose methods drop tokens; None: no method does.
         corrected: int64 [capacity]; see :class:`Counts`.
+        spared: int64 [capacity]; see :attr:`DecodeRows.spared`.
+        uneven: Whether KV heads may attend to different numbers of units. Otherwise all attend to
+            as many as are selected, whatever the mass.
         recalls: int64 [capacity, 3]; units looked up, missed and recalled.
         arrived: Requests that got their first blocks in this step, perhaps with contents, and
             sessions that got more input.
@@ -92,6 +96,8 @@ class RequestTable:
         self.capacity = capacity
         self.runner = runner
         self.corrected = torch.zeros(capacity, dtype=torch.int64)
+        self.spared = torch.zeros(capacity, dtype=torch.int64)
+        self.uneven = True
         self.recalls = torch.zeros(capacity, 3, dtype=torch.int64)
         self._steps = torch.zeros(capacity, 6, dtype=torch.int64)  # the rest of the counts
         self._past = torch.zeros(len(Counts._fields), dtype=torch.int64)  # of ended requests
@@ -106,6 +112,7 @@ class RequestTable:
         self._select = np.zeros(capacity, dtype=np.int32)
         self._total = np.zeros(capacity, dtype=np.int32)
         self._threshold = np.zeros(capacity, dtype=np.float32)
+        self._mass = np.ones(capacity, dtype=np.float32)
         self._exact = np.zeros(capacity, dtype=bool)
         self._method = np.zeros(capacity, dtype=np.int32)
         self._units = np.ones(capacity, dtype=np.int64)  # of selection, in a page
@@ -171,14 +178,17 @@ class RequestTable:
         """int64 [10]; the fields of :class:`Counts`, added up over requests in these seats."""
         index = torch.tensor(seats)
         counts = (self.corrected[:, None], self.recalls, self._steps)
-        return torch.cat([count[index].sum(0) for count in counts])
+        total = torch.cat([count[index].sum(0) for count in counts])
+        spared = self.spared[index] // torch.from_numpy(self._units)[index]
+        total[Counts._fields.index("attended")] -= spared.sum()
+        return total
 
     def _take_out(self, seat: int) -> tuple[int, torch.Tensor]:
         """The context and the counts of the request in a seat. Resets the counts of the seat."""
         if self.kept is not None:
             self.kept.leave(seat)
         counts = self._counts([seat])
-        for count in (self.corrected, self.recalls, self._steps):
+        for count in (self.corrected, self.spared, self.recalls, self._steps):
             count[seat] = 0
         return int(self._context[seat]), counts
 
@@ -252,6 +262,7 @@ class RequestTable:
             self._select[seats],
             self._total[seats],
             self._threshold[seats],
+            self._mass[seats],
             self._exact[seats],
             self._method[seats],
         )
@@ -351,10 +362,11 @@ class RequestTable:
         self._sink[seat], self._window[seat] = budget.sink, budget.window
         self._select[seat], self._total[seat] = budget.select, budget.total
         self._threshold[seat], self._exact[seat] = options.correction_threshold, options.exact
+        self._mass[seat] = options.mass if self.uneven else 1
         self._method[seat] = self._methods[options.method]
+        method = self.config.methods[options.method]
+        self._units[seat] = self.config.page_size if method.per_token else 1
         if self.selected is not None:
-            method = self.config.methods[options.method]
-            self._units[seat] = self.config.page_size if method.per_token else 1
             fixed = self.fixed.get(options.method)
             counts = torch.from_numpy(self.room.counts(options.method, budget))
             self.selected[seat] = counts if fixed is None else fixed

@@ -179,6 +179,8 @@ def _plan(
         window=window,
         select=select,
         corrected=torch.zeros(1, dtype=torch.int64),
+        mass=method.mass,
+        spared=torch.zeros(1, dtype=torch.int64),
         per_token=method.per_token,
     )
     reference.plan_decode(layer.queries[:, -1][None], rows, chooser)

@@ -94,7 +94,9 @@ def _step(
         select=torch.where(whole, 0, select),
         threshold=options[:, Column.THRESHOLD].contiguous().view(torch.float32),
         fresh=((rows.fresh[own] != 0) | was_whole).to(torch.uint8),
+        mass=torch.ones(len(own)),
         corrected=requests.corrected,
+        spared=torch.empty(0, dtype=torch.int64),
         lists=torch.zeros(len(own) * kv_heads, rows.block_table.shape[1], dtype=torch.int32),
         lengths=torch.zeros(len(own) * kv_heads, dtype=torch.int32),
     )

@@ -1,6 +1,6 @@
 """The rows of a decode step, and the lists of tokens that rows and prompts attend to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -47,8 +47,14 @@ class DecodeRows:
             selection together. In other modes it is 0.
         threshold: float32 [R]; correction threshold tau.
         fresh: uint8 [R]; 1 if the previous step was not a sparse decode step of this request.
+        mass: float32 [R]; the share of the scores of all units that is enough for a KV head, which
+            attends to the fewest selected units that reach it together with sink and window, but
+            to at least one. 1: to all selected units. Less than 1 needs scores pooled as shares
+            (``Pooling.MEAN_SOFTMAX``), no reranking, and a threshold of 1.
         corrected: int64 [S]; incremented for every corrected KV head. Only rows that select need
             an entry.
+        spared: int64 [S]; increased by the selected units that KV heads did not need. Only rows
+            with a mass below 1 need an entry.
         lists: int32 [R * kv_heads, width], written: the units that each (row, KV head) attends to,
             in context order, with the numbers of :class:`TokenLists`: for a page ``page_id *
             kv_heads + kv_head``, for a token this times ``page_size``, plus its place in the page.
@@ -66,7 +72,9 @@ class DecodeRows:
     select: torch.Tensor
     threshold: torch.Tensor
     fresh: torch.Tensor
+    mass: torch.Tensor
     corrected: torch.Tensor
+    spared: torch.Tensor
     lists: torch.Tensor
     lengths: torch.Tensor
     per_token: bool = False
@@ -87,6 +95,8 @@ class DecodeRows:
         corrected: torch.Tensor,
         threshold: torch.Tensor | float = 1.0,
         fresh: torch.Tensor | bool = True,
+        mass: torch.Tensor | float = 1.0,
+        spared: torch.Tensor | None = None,
         per_token: bool = False,
         lengths: torch.Tensor | None = None,
     ) -> "DecodeRows":
@@ -94,10 +104,11 @@ class DecodeRows:
 
         ``lengths`` is made if it is not given.
         """
-        return cls._made(
+        made = cls._made(
             context, lists, lengths, Mode.SELECT, per_token, corrected,
-            sink=sink, window=window, select=select, threshold=threshold, fresh=fresh,
+            sink=sink, window=window, select=select, threshold=threshold, fresh=fresh, mass=mass,
         )  # fmt: skip
+        return made if spared is None else replace(made, spared=spared)
 
     @classmethod
     def given(
@@ -143,8 +154,8 @@ class DecodeRows:
     ) -> "DecodeRows":
         rows = len(context.seq_lens)
 
-        def each(name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            given = numbers.get(name, 0)
+        def each(name: str, dtype: torch.dtype = torch.int32, default: int = 0) -> torch.Tensor:
+            given = numbers.get(name, default)
             if isinstance(given, torch.Tensor):
                 return given
             return torch.full((rows,), given, dtype=dtype)
@@ -157,7 +168,9 @@ class DecodeRows:
             select=each("select"),
             threshold=each("threshold", torch.float32),
             fresh=each("fresh", torch.uint8),
+            mass=each("mass", torch.float32, 1),
             corrected=corrected,
+            spared=torch.empty(0, dtype=torch.int64),
             lists=lists,
             lengths=torch.empty(len(lists), dtype=torch.int32) if lengths is None else lengths,
             per_token=per_token,

@@ -55,6 +55,8 @@ class Scored:
             window=torch.from_numpy(options.window_pages * units),
             select=torch.from_numpy(options.select_pages * units),
             threshold=torch.from_numpy(options.threshold),
+            mass=torch.from_numpy(options.mass),
+            spared=facts.requests.spared,
             fresh=torch.from_numpy(rows.fresh.astype(np.uint8)),
             corrected=facts.requests.corrected,
             per_token=self.per_token,

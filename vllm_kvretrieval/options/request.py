@@ -11,7 +11,7 @@ from vllm_kvretrieval.options.table import CONFIG_KEY, REQUEST
 from vllm_kvretrieval.options.values import check_digits, reject_misspelt, reject_unknown
 from vllm_kvretrieval.retrieval.budget import PageBudget
 from vllm_kvretrieval.retrieval.family import WHOLE, family_with
-from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval.method import Method, check_mass
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class RequestOptions:
         correction_threshold: See :class:`RetrievalConfig`.
         exact: Full attention at every step.
         own_budget: Whether the request names its budget.
+        mass: See :class:`Method`.
         prefill_budget: Pages before a chunk of the prompt that it attends to; None: all.
         exact_prefix: Share with other requests only keys and values that full attention has
             computed, whatever the request itself attends to.
@@ -35,6 +36,7 @@ class RequestOptions:
     exact: bool = False
     own_budget: bool = False
     exact_prefix: bool = False
+    mass: float = 1.0
     prefill_budget: PageBudget | None = None
 
     @classmethod
@@ -100,6 +102,8 @@ class RequestOptions:
                 "exact_prefix=False is not allowed by this server (--kv-retrieval.reuse exact), "
                 "whose requests share exact prefixes only; leave it out."
             )
+        mass = value.get("mass", method.mass)
+        check_mass(mass, method)
         return cls(
             method.name,
             config.page_budget(budget, method.name),
@@ -107,6 +111,7 @@ class RequestOptions:
             exact,
             "budget" in given,
             exact_prefix,
+            mass,
             _prefill_budget(value.get("prefill_budget"), method, exact, config),
         )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_kvretrieval.options.option import Option, option
 from vllm_kvretrieval.options.values import (
+    SHARE,
     SIMILARITY,
     SIZE,
     SWITCH,
@@ -16,8 +17,8 @@ from vllm_kvretrieval.options.values import (
     one_of,
     require_int,
     require_layers,
+    require_name,
     require_path,
-    require_share,
 )
 from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
@@ -30,7 +31,7 @@ from vllm_kvretrieval.retrieval.family import (
     WHOLE,
 )
 from vllm_kvretrieval.retrieval.filters import check_filters
-from vllm_kvretrieval.retrieval.heads import SHARE
+from vllm_kvretrieval.retrieval.heads import SHARE as SHARE_OF_HEADS
 from vllm_kvretrieval.retrieval.index import OWN as OWN_INDEXES
 from vllm_kvretrieval.retrieval.keeping import ALL
 from vllm_kvretrieval.retrieval.pooling import POOLINGS
@@ -139,6 +140,17 @@ class Options:
         of_method=True,
         families=(SCORED,),
     )
+    mass: float | None = option(
+        None,
+        SHARE,
+        "the share of the estimated attention that is enough: a KV head attends to the fewest "
+        "selected pages (or tokens) that reach it, up to the budget; 1: to all of them",
+        "1; `twilight`: 0.95",
+        of_method=True,
+        families=(SCORED,),
+        neutral=1,
+        more="methods.md#mass",
+    )
     unit: str | None = option(
         None,
         one_of(UNITS),
@@ -207,7 +219,7 @@ class Options:
             "or a list per layer that retrieves of 1 or 0 per KV head"
         ),
         "the KV heads that attend to whole contexts",
-        f"what is known of the model, a share of {SHARE}",
+        f"what is known of the model, a share of {SHARE_OF_HEADS}",
         of_method=True,
         families=(HEADS,),
         why="by which all KV heads attend alike",
@@ -260,7 +272,7 @@ class Options:
     )
     memory_fraction: float | None = option(
         None,
-        Kind("above 0, up to 1", require_share),
+        SHARE,
         "the share of the KV cache that a request reads, dense layers included, in place of a "
         "fixed budget: the budget then follows from the prompt's length, up to `max_budget`",
         "none",
@@ -318,7 +330,10 @@ class Options:
     )
     codec: str = option(
         None,
-        one_of({name: codec.meaning for name, codec in CODECS.items()}),
+        Kind(
+            ", ".join(f"`{name}` ({codec.meaning})" for name, codec in CODECS.items()),
+            lambda key, value: require_name(key, value, CODECS),  # those that are there by then
+        ),
         "how `home=disk` holds pages that are full",
         "the method's, `raw` for most",
         neutral=RAW,
@@ -365,6 +380,14 @@ REQUEST: Mapping[str, Option] = {
         "share with other requests only keys and values that full attention has computed",
         "false, unless the server's `reuse` is `exact`",
         more="#what-requests-share",
+    ),
+    "mass": Option(
+        SHARE,
+        "as the server's option, with methods that select by shares of the attention at each step",
+        "the method's",
+        families=(SCORED,),
+        neutral=1,
+        more="methods.md#mass",
     ),
     "method": Option(
         checked_later("the server's method, or one of its `also`"),

@@ -162,6 +162,7 @@ def checked_later(text: str) -> Kind:
 
 
 TOKENS = Kind("tokens", require_int)
+SHARE = Kind("above 0, up to 1", require_share)
 SIMILARITY = Kind("a number from -1 to 1", require_number)
 SWITCH = Kind("true, false", require_bool)
 SIZE = Kind("bytes, such as `64GiB`", parse_size)

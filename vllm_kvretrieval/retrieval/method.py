@@ -48,6 +48,8 @@ class Method:
         correction_threshold: A KV head whose query has a lower cosine similarity to the previous
             step's selects before attention. 1 where each step attends to its own selection.
         budget_shares: How layers and KV heads share what is selected.
+        mass: The share of the estimated attention that is enough for a KV head, which attends to
+            the fewest selected units that reach it; 1: to all of them.
         keeping: Which tokens of a prompt are kept, where the others are dropped; None: none is.
         heads: Which KV heads attend to whole contexts; None: all attend alike.
     """
@@ -63,6 +65,7 @@ class Method:
     window_pages: int | None
     correction_threshold: float
     budget_shares: Shares = UNIFORM
+    mass: float = 1.0
     keeping: Keeping | None = None
     heads: RetrievalHeads | None = None
 
@@ -80,6 +83,13 @@ class Method:
     def selects_for_blocks(self) -> bool:
         """Whether blocks of a prompt can select pages by the method's index."""
         return self.index is not None and not self.per_token
+
+    @property
+    def estimates_shares(self) -> bool:
+        """Whether each step's scores are shares of the attention, so that a mass can be reached."""
+        by_step = self.schedule.selects and not self.schedule.speculates
+        pooled = self.pooling is Pooling.MEAN_SOFTMAX and not self.rerank
+        return self.index is not None and by_step and pooled
 
     @property
     def needs_prompts(self) -> bool:
@@ -162,7 +172,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
             f"correction_threshold={given['correction_threshold']!r} has no effect with "
             f"schedule={schedule_name!r}; leave it out, or use schedule=speculative."
         )
-    return Method(
+    made = Method(
         name,
         index,
         entry_tokens,
@@ -175,6 +185,23 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
         threshold,
         _shares(name, given.get("budget_shares", base.budget_shares)),
     )
+    mass = checked("mass", given.get("mass", base.mass if made.estimates_shares else 1.0))
+    check_mass(mass, made)
+    return replace(made, mass=mass)
+
+
+def check_mass(mass: float, method: Method) -> None:
+    """Refuse a mass that a method cannot reach.
+
+    Raises:
+        RetrievalConfigError: Its scores are no shares of the attention.
+    """
+    if mass < 1 and not method.estimates_shares:
+        raise RetrievalConfigError(
+            f"mass={mass} cannot be reached with {method.name}: it takes scores that are shares of "
+            "the attention, of each step (pooling mean_softmax, schedule every_step, no rerank). "
+            "Leave it out, or use kvretrieval."
+        )
 
 
 def _shares(name: str, value: Any) -> Shares:
@@ -238,7 +265,7 @@ def _keeping_method(
         base.window_pages,
         1.0,
         shares,
-        keeping,
+        keeping=keeping,
     )
 
 

@@ -22,6 +22,7 @@ class Preset:
         pooling: Name in :class:`vllm_kvretrieval.retrieval.pooling.Pooling`, in lower case.
         schedule: Name in :data:`vllm_kvretrieval.retrieval.schedule.SCHEDULES`.
         rerank: Candidates per page selected, which are scored again by their keys; 0: none.
+        mass: The share of the estimated attention that is enough; 1: all that is selected.
         page_size: Tokens per page.
         unit: What is selected, one of :data:`vllm_kvretrieval.options.table.UNITS`.
         sink_pages, window_pages: Pages always attended to; None: a share of the budget each.
@@ -38,6 +39,7 @@ class Preset:
     pooling: str = "mean_softmax"
     schedule: str = "every_step"
     rerank: int = 0
+    mass: float = 1.0
     page_size: int = 32
     unit: str = "page"
     sink_pages: int | None = None
@@ -89,6 +91,13 @@ OWN = {
         pooling="sum",
         page_size=128,
         dense_layers=0,
+    ),
+    "twilight": Preset(
+        "Twilight: as few pages as reach 95 % of the attention, up to the budget",
+        index="low_rank",
+        mass=0.95,
+        sink_pages=1,
+        window_pages=2,
     ),
     "fier": Preset(
         "FIER: single tokens by keys of one bit per channel, at every step",

@@ -110,7 +110,7 @@ class RowPlanner:
         self._last_len[seats] = lens
         options = self._requests.select(seats)
         plan = method.plan(StepRows(seats, contexts, fresh, index, options))
-        if not self.attends and method.even:
+        if not self.attends and method.even and (options.mass == 1).all():
             # Pages, of which the last is the tail page, partly filled.
             attended = options.total_pages * self._page_size - (-lens % self._page_size)
             plan.schedule = self._scheduler.of_lists(attended)

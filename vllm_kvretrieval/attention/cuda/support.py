@@ -116,6 +116,7 @@ def check_method(method: Method) -> None:
         "heads that attend to everything are": method.heads is not None,
         "uneven shares (budget_shares) are": not method.budget_shares.uniform,
         "candidates scored again by their keys (rerank) are": method.rerank > 0,
+        "lists of different lengths (mass) are": method.mass < 1,
         f"index {index.name if index else None} is": (
             index is not None and type(index) not in KINDS
         ),

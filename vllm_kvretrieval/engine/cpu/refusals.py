@@ -92,6 +92,12 @@ def check_reading(worker: "PlanningWorker", isas: set[str], foreign: bool) -> No
             "vLLM's own attention reads lists of one length. Use methods without budget_shares "
             "by which all KV heads attend alike."
         )
+    by_mass = ", ".join(m.name for m in config.methods.values() if m.mass < 1)
+    if others and by_mass:
+        raise RetrievalConfigError(
+            f"{by_mass} cannot be served with {worker.model_config.model}, {why}: vLLM's own "
+            "attention reads lists of one length. Use methods without mass."
+        )
     if others and config.prefill_queries is not None:
         raise RetrievalConfigError(
             f"kv_retrieval.prefill_budget={config.prefill_budget} cannot be had with "

@@ -152,6 +152,7 @@ class RetrievalCPUWorker(PlanningWorker):
             own_heads,
             self.fixed_counts,
         )
+        self.requests.uneven = all(group.builder.isa in cpu.LAYOUTS for group in groups)
         if foreign:
             self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks)
         self.storage = self._make_storage(self.requests)

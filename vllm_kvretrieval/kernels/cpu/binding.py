@@ -31,6 +31,7 @@ PER_ROW = {
     "select": torch.int32,
     "threshold": torch.float32,
     "fresh": torch.uint8,
+    "mass": torch.float32,
 }
 
 
@@ -49,6 +50,7 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
         if tensor.shape[0] < count:
             raise ValueError(f"{name} has {tensor.shape[0]} rows, seq_lens {count}")
     check("corrected", rows.corrected, torch.int64)
+    check("spared", rows.spared, torch.int64)
     check("lists", rows.lists, torch.int32)
     check("lengths", rows.lengths, torch.int32)
     if rows.lengths.dim() != 1:
@@ -68,6 +70,9 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
         fresh=rows.fresh.data_ptr(),
         corrected=rows.corrected.data_ptr(),
         corrected_seats=rows.corrected.shape[0],
+        mass=rows.mass.data_ptr(),
+        spared=rows.spared.data_ptr(),
+        spared_seats=rows.spared.shape[0],
         lists=rows.lists.data_ptr(),
         lists_rows=rows.lists.shape[0],
         lists_width=rows.lists.shape[1],

@@ -29,16 +29,18 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
             chosen = torch.arange(sink, sink + select)
             everything = sink + select + window == count
             if mode is Mode.SELECT and select > 0:
-                best = select_units(
+                best, enough = select_units(
                     grouped[head].float(), entries, head, chooser, (sink, count - window),
-                    select, rows.per_token,
+                    select, rows.per_token, float(rows.mass[r]),
                 )  # fmt: skip
                 corrected = bool(rows.fresh[r]) or _turned(
                     grouped[head], previous[head], float(rows.threshold[r])
                 )
                 former = selection.chosen[seat, head, :select]
-                chosen = best if corrected or everything else former.long()
+                chosen = best[enough] if corrected or everything else former.long()
                 rows.corrected[seat] += corrected
+                if len(chosen) < select:
+                    rows.spared[seat] += select - len(chosen)
                 former.copy_(best)
             elif mode is Mode.GIVEN and not everything:
                 chosen = selection.chosen[seat, head, :select].long()
@@ -84,7 +86,8 @@ def select_units(
     between: tuple[int, int],
     select: int,
     per_token: bool,
-) -> torch.Tensor:
+    mass: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The best units of selection between sink and window for one KV head.
 
     Args:
@@ -95,9 +98,11 @@ def select_units(
         between: Where the sink ends and the window begins, in units.
         select: How many units to select.
         per_token: Whether units are single tokens; else they are pages.
+        mass: See :attr:`DecodeRows.mass`.
 
     Returns:
-        int64 [select]; positions in the context, rising.
+        int64 [select]; positions in the context, rising. And int64 [<= select], rising: the places
+        among them of those that are enough for the mass.
     """
     store, parts = chooser.store, 1 if per_token else chooser.store.parts
     assert store.index is not None
@@ -106,12 +111,36 @@ def select_units(
     pooled = chooser.pooling.pool(scores.double() - norms, parts).nan_to_num(nan=-math.inf)
     sink, end = between
     candidates = sink + top_pages(pooled[sink:end], max(select, select * chooser.rerank))
+    enough = torch.arange(select)
+    if mass < 1:
+        enough = reach_mass(pooled.exp(), candidates, between, mass)
     if len(candidates) == select:
-        return candidates
+        return candidates, enough
     chosen = (candidates[:, None] * parts + torch.arange(parts)).flatten()
     scores = score_entries(Exact(), query, entries[chosen], head, chooser)
     pooled = chooser.pooling.pool(scores.double() - norms, parts).nan_to_num(nan=-math.inf)
-    return candidates[top_pages(pooled, select)]
+    return candidates[top_pages(pooled, select)], enough
+
+
+def reach_mass(
+    shares: torch.Tensor, candidates: torch.Tensor, between: tuple[int, int], mass: float
+) -> torch.Tensor:
+    """The fewest candidates that reach a mass together with sink and window, at least one.
+
+    Args:
+        shares: float64 [units]; of all units that have one.
+        candidates: int64 [n], n > 0; positions.
+        between: Where the sink ends and the window begins.
+        mass: Share of the sum.
+
+    Returns:
+        int64 [<= n]; places among the candidates, rising.
+    """
+    sink, end = between
+    order = shares[candidates].argsort(descending=True, stable=True)
+    reached = shares[:sink].sum() + shares[end:].sum() + shares[candidates[order]].cumsum(0)
+    short = int((reached[:-1] < mass * shares.sum()).sum())
+    return order[: short + 1].sort().values
 
 
 def score_entries(
