@@ -5,6 +5,8 @@ import os
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from vllm_kvretrieval.store.contexts import NO_PARENT
 from vllm_kvretrieval.store.files import Folder, write_at
@@ -102,6 +104,27 @@ class Model:
             assert self.written[record] == data
         if complete:
             assert offered == self.live
+
+
+class Lost:
+    """Blocks that a home has lost.
+
+    Attributes:
+        some: Whether there were any in the last step.
+        added: What the store has found.
+    """
+
+    def __init__(self) -> None:
+        self.some, self.added = False, set[int]()
+
+    def add(self, blocks: set[int]) -> None:
+        self.added |= blocks
+
+
+def storage(lost: Lost, encoded=(), pages_per_block: int = 1) -> Any:
+    """As much of what is in front of a home as its store knows."""
+    facts = SimpleNamespace(pages_per_block=pages_per_block)
+    return SimpleNamespace(lost=lost, encoded_pages=encoded, facts=facts)
 
 
 class FailingDisk:
