@@ -8,6 +8,8 @@ Starts `vllm serve` as a user would and sends it a part of a novel with a fact h
 
     python examples/demo.py                  (or: make demo)
 
+With `--store DIR` the server's KV cache outlives it: in a second run the document has been read.
+
 Ends with 1 if the server fails or the first answer is wrong.
 """
 
@@ -229,6 +231,8 @@ def run(args: argparse.Namespace) -> bool:
     options = ["--attention-backend", args.backend, "--kv-retrieval.budget", str(args.budget)]
     options += ["--max-model-len", "8192", "--kv-cache-memory-bytes", "1G", "--enforce-eager"]
     options += ["--enable-prompt-tokens-details"]
+    if args.store is not None:
+        options += ["--kv-retrieval.home", "disk", "--kv-retrieval.store", args.store]
     if (dtype := preferred_dtype()) != "auto":
         print(
             f"bfloat16 is slow on this CPU, which has neither AVX-512 BF16 nor AMX: {dtype} it is."
@@ -272,6 +276,7 @@ def main() -> None:
     parser.add_argument("--model", default=default, help="default: %(default)s")
     parser.add_argument("--backend", default="kvretrieval", help="default: %(default)s")
     parser.add_argument("--budget", type=int, default=1024, help="tokens; default: %(default)s")
+    parser.add_argument("--store", metavar="DIR", help="keep the KV cache there, for further runs")
     parser.add_argument("--log", type=Path, default=LOG, help="file for the server's log")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     try:

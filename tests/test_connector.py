@@ -21,6 +21,8 @@ STEP = {
     "units_missed": 12,
     "bytes_recalled": 3 << 20,
     "heads_corrected": 4,
+    "store_blocks_written": 5,
+    "store_blocks_found": 2,
     "slots_used/0": 50,
     "slots/0": 80,
 }
@@ -40,6 +42,8 @@ def test_stats_add_up():
         "units_missed": 12,
         "bytes_recalled": 6 << 20,
         "heads_corrected": 8,
+        "store_blocks_written": 10,
+        "store_blocks_found": 4,
         "slots_used/0": 60,
         "slots/0": 80,
     }
@@ -62,6 +66,8 @@ def test_stats_add_up():
     }, "of two workers"
     in_memory = RetrievalStats(STEP | {"slots/0": 0})
     assert in_memory.reduce() == {"units attended": 100, "heads corrected": 4}
+    without = {key: value for key, value in STEP.items() if not key.startswith("store_")}
+    assert once.aggregate(RetrievalStats(without)).data["store_blocks_written"] == 5
     twice.reset()
     assert twice.is_empty()
 

@@ -43,6 +43,7 @@ VALUES: dict[str, Any] = {
     "home": "disk",
     "home_bytes": "1GiB",
     "home_path": "/tmp",
+    "store": "/tmp/kv",
     "codec": "k8v4",
     "recall_cache_bytes": "1GiB",
 }

@@ -479,3 +479,36 @@ def test_memory_is_taken_by_open_pages_only():
             assert units[kept].eq(kept + 1).all()
     cache.close(torch.tensor(sorted(opened)))
     assert not units.any()
+
+
+def test_pages_of_an_earlier_run(open_pages):
+    """Another cache adopts them, and reads what was encoded; its specification, too."""
+    (first, _), _ = caches(open_pages, 8)
+    pages = [3, 4, 9]
+    tokens = torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+    for page in pages:
+        open_pages.units[page * HEADS : (page + 1) * HEADS].normal_()
+    first.write(tokens)
+    assert not first.closed(pages)
+    first.close(torch.tensor(pages))
+    assert first.closed(pages)
+    assert not first.closed([*pages, 5])
+    expected = torch.zeros(3, HEADS, PAGE, 2 * HEAD_SIZE)
+    first.stage(torch.tensor(pages), expected)
+    counts = torch.zeros(REQUESTS, 3, dtype=torch.int64)
+    codec, place = open_pages.codec, open_pages.place
+    for later in (
+        cpu.RecallCache(open_pages.units, 8, HEADS, counts, place, codec),
+        reference.RecallCache(open_pages.units, 8, HEADS, counts, codec, place),
+    ):
+        assert not later.closed(pages)
+        later.adopt(pages)
+        assert later.closed(pages)
+        found = torch.zeros_like(expected)
+        later.stage(torch.tensor(pages), found)
+        assert torch.equal(found, expected)
+        later.write(torch.tensor([PAGE]))
+        with pytest.raises(RuntimeError, match="is open, and is to be adopted"):
+            later.adopt([1])
+    with pytest.raises(ValueError, match="the home has"):
+        first.adopt([PAGES])

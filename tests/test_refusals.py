@@ -126,6 +126,7 @@ def test_models(configure, model, options, message, backend):
     configure(model, attention_backend=None, **options)
 
 
+STORE = {"kv_retrieval": {"home": "disk", "store": "/tmp/kv"}}
 TRANSFER = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
 ENGINES = {
     "fp8 cache": (
@@ -204,6 +205,44 @@ ENGINES = {
         "kv_retrieval.home=disk cannot be combined with the KV connector ExampleConnector; "
         "leave --kv-transfer-config out, or use home=device.",
     ),
+    "a store in memory": (
+        {"additional_config": {"kv_retrieval": {"store": "/tmp/kv"}}},
+        "kv_retrieval.store='/tmp/kv' has no effect with home=device; leave it out, or use a home "
+        "that is larger: disk, on a GPU host.",
+    ),
+    "a store in memory, perhaps": (
+        {"additional_config": {"kv_retrieval": {"home": "auto", "store": "/tmp/kv"}}},
+        "kv_retrieval.store='/tmp/kv' keeps the file of a home on disk, which home=auto does not "
+        "have (or not for certain); use home=disk, or leave it out.",
+    ),
+    "a store and another place": (
+        {
+            "additional_config": {
+                "kv_retrieval": {"home": "disk", "store": "/tmp/kv", "home_path": "/tmp"}
+            }
+        },
+        "kv_retrieval.home_path='/tmp' has no effect with store='/tmp/kv', where the file of the "
+        "home is; leave it out.",
+    ),
+    "a store nowhere": (
+        {"additional_config": {"kv_retrieval": {"home": "disk", "store": "/nowhere/kv"}}},
+        "kv_retrieval.store='/nowhere/kv' cannot be made: there is no directory above it.",
+    ),
+    "a store without prefixes": (
+        {"enable_prefix_caching": False, "additional_config": STORE},
+        "kv_retrieval.store='/tmp/kv' is found through the prefix cache; leave "
+        "--no-enable-prefix-caching out.",
+    ),
+    "a store with hashes of one process": (
+        {"prefix_caching_hash_algo": "xxhash", "additional_config": STORE},
+        "kv_retrieval.store='/tmp/kv' needs hashes that mean the same in every run; use "
+        "--prefix-caching-hash-algo sha256_cbor, or leave the option out.",
+    ),
+    "a store of two workers": (
+        {"tensor_parallel_size": 2, "additional_config": STORE},
+        "kv_retrieval.store='/tmp/kv' is the store of one worker; leave out "
+        "--tensor-parallel-size, --pipeline-parallel-size and --data-parallel-size, or the store.",
+    ),
     "two methods": (
         {
             "attention_backend": None,
@@ -226,6 +265,13 @@ def pattern(message: str) -> str:
 def test_engines(configure, options, message):
     with pytest.raises(ValueError, match=pattern(message)):
         configure(LLAMA, **options)
+
+
+def test_hashes_of_a_store(configure):
+    """vLLM's default depends on which equal texts Python holds once; a store gets another."""
+    assert configure(LLAMA).cache_config.prefix_caching_hash_algo == "sha256"
+    stored = configure(LLAMA, additional_config=STORE)
+    assert stored.cache_config.prefix_caching_hash_algo == "sha256_cbor"
 
 
 def test_checkpoints_that_ask_for_a_quantised_cache(configure):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.config import VllmConfig
+from vllm.model_executor.model_loader import base_loader
 from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_coordinator import (
@@ -57,6 +58,9 @@ COORDINATORS = (
         (KVCacheManager.create_kv_cache_blocks, ["blocks"]),
         (BlockPool.evict_blocks, ["block_ids"]),
         (BlockHashToBlockMap.get_one_block, ["key"]),
+        (BlockHashToBlockMap.insert, ["key", "block"]),
+        (BlockPool.touch, ["blocks"]),
+        (BlockPool.free_blocks, ["ordered_blocks"]),
         (Scheduler._free_request_blocks, ["request"]),
         (Scheduler._enqueue_waiting_request, ["request"]),
         (RequestQueue.remove_requests, ["requests"]),
@@ -66,6 +70,14 @@ COORDINATORS = (
 )
 def test_parameters(function, parameters):
     assert list(inspect.signature(function).parameters)[1:] == parameters
+
+
+def test_weights_are_seen_before_they_are_packed():
+    """By the name under which the base class of all loaders finds what packs them."""
+    source = inspect.getsource(base_loader.BaseModelLoader.load_model)
+    load, pack = source.index("self.load_weights("), source.index("process_weights_after_loading(")
+    assert load < pack
+    assert base_loader.process_weights_after_loading.__name__ == "process_weights_after_loading"
 
 
 def test_overrides_stand_before_vllms():
@@ -102,6 +114,9 @@ def test_what_a_scheduler_has():
     output = scheduler.schedule()
     assert output.kv_cache_block_copies is None
     assert (request.num_prompt_tokens, request.num_computed_tokens) == (70, 70)
+    assert manager.empty_kv_cache_blocks.blocks == ((),)
+    pool = manager.block_pool
+    assert (pool.null_block.block_id, pool.blocks[7].block_id, pool.hash_block_size) == (0, 7, 32)
     (group,) = manager.coordinator.single_type_managers
     assert group.num_cached_block == {"a": 2}, "hashed before the step computes"
     assert group.block_size == scheduler.hash_block_size == 32

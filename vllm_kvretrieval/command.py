@@ -9,6 +9,7 @@ from vllm_kvretrieval.calibration.command import add_calibrate
 from vllm_kvretrieval.calibration.heads_command import add_heads
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.explain.command import add_explain
+from vllm_kvretrieval.store.command import add_store
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_calibrate(commands)
     add_explain(commands)
     add_heads(commands)
+    add_store(commands)
     given = parser.parse_args(arguments)
     try:
         given.run(given)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 
-ELSEWHERE = "name another directory with kv_retrieval.home_path"
+ELSEWHERE = "name another directory with kv_retrieval.home_path (or kv_retrieval.store)"
 SMALLER = "lower kv_retrieval.home_bytes"
 NO_DIRECTORY = f"The directory has to exist: make it, or {ELSEWHERE}"
 REMEDIES = {

@@ -524,6 +524,14 @@ NB_MODULE(_cpu, m) {
       .def("close",
            [](Cache& self, uintptr_t pages, int64_t count) { self.close(at<int64_t>(pages), count); },
            release_gil)
+      .def("closed",
+           [](Cache& self, const std::vector<int64_t>& pages) {
+             return self.closed(pages.data(), static_cast<int64_t>(pages.size()));
+           })
+      .def("adopt",
+           [](Cache& self, const std::vector<int64_t>& pages) {
+             self.adopt(pages.data(), static_cast<int64_t>(pages.size()));
+           })
       .def("abandon",
            [](Cache& self, const std::vector<int64_t>& pages) {
              self.abandon(pages.data(), static_cast<int64_t>(pages.size()));

@@ -38,6 +38,9 @@ class EncodedHome {
   // The page's first token is written; what it held is void.
   void open(int64_t page) { state_[page] = State::kOpen; }
   bool is_open(int64_t page) const { return state_[page] == State::kOpen; }
+  bool is_closed(int64_t page) const { return state_[page] == State::kClosed; }
+  // The file has the page, encoded, from an earlier run.
+  void adopt(int64_t page) { state_[page] = State::kClosed; }
   // Where an open page's unit lies.
   const char* raw(int64_t unit) const { return config_.raw + unit * raw_bytes_; }
   // Brings a unit there, raw. False where it cannot be read, or where there is nothing; errno says

@@ -368,6 +368,20 @@ void RecallCache::close(const int64_t* pages, int64_t count) {
   for (int64_t i = 0; i < count; ++i) home.let_go(pages[i]);
 }
 
+bool RecallCache::closed(const int64_t* pages, int64_t count) {
+  const EncodedHome& home = encoded(pages, count);
+  return std::all_of(pages, pages + count, [&](int64_t page) { return home.is_closed(page); });
+}
+
+void RecallCache::adopt(const int64_t* pages, int64_t count) {
+  EncodedHome& home = encoded(pages, count);
+  for (int64_t i = 0; i < count; ++i)
+    if (home.is_open(pages[i]))
+      throw std::logic_error("page " + std::to_string(pages[i]) + " is open, and is to be adopted");
+  drop_pages(pages, count);
+  for (int64_t i = 0; i < count; ++i) home.adopt(pages[i]);
+}
+
 void RecallCache::abandon(const int64_t* pages, int64_t count) {
   EncodedHome& home = encoded(pages, count);
   join();

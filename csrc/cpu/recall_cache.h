@@ -60,6 +60,10 @@ class RecallCache {
   // Over an encoded home. Its pages are opened by write(), and closed by this, when they are full:
   // their slots then hold what the file gives back.
   void close(const int64_t* pages, int64_t count);
+  // Whether the file has all of these pages.
+  bool closed(const int64_t* pages, int64_t count);
+  // The file has these pages from an earlier run, and nothing else is known of them.
+  void adopt(const int64_t* pages, int64_t count);
   // Open pages, of those named, that nobody will read.
   void abandon(const int64_t* pages, int64_t count);
   // Lays out pages as blocks of `parts` pages in vLLM's layout; a negative page becomes zeros.

@@ -6,7 +6,7 @@ not be read) and metrics for the front end (vLLM's log line and Prometheus endpo
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge
 from vllm.config import KVTransferConfig
@@ -22,6 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+if TYPE_CHECKING:
+    from vllm_kvretrieval.engine.store import StoredBlocks
+
 COUNTERS = {
     "units_attended": "(page, KV head) units, sink and window included, that decode steps attended "
     "to where they attended to a part of the context",
@@ -31,8 +34,10 @@ COUNTERS = {
     "units_missed": "those looked up that had to be read from home in the step that needed them",
     "bytes_recalled": "bytes read from home into recall caches, ahead or not",
     "heads_corrected": "KV heads that selected pages anew before attention",
+    "store_blocks_written": "blocks written to the store",
+    "store_blocks_found": "blocks of an earlier run that a request has shared for the first time",
 }
-"""Summed over layers and workers."""
+"""Summed over layers and workers; what a worker does not report is 0."""
 GAUGES = {
     "slots_used": "slots of all recall caches that hold a unit, or a token of a KV head",
     "slots": "slots of all recall caches",
@@ -45,9 +50,15 @@ engines of data parallelism forget it, but where they share experts."""
 
 @dataclass
 class Seats(KVConnectorHandshakeMetadata):
-    """A worker's message to the scheduler before the first request: how many may run at once."""
+    """A worker's message to the scheduler before the first request: how many may run at once.
+
+    Attributes:
+        count: How many.
+        store: Name of the store that holds the slow home, if one does.
+    """
 
     count: int
+    store: str | None = None
 
 
 def connector_config(engines: int = 1) -> KVTransferConfig:
@@ -75,12 +86,15 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats: Callable[[], dict[str, int]] = dict
         self._seats: Seats | None = None
         self._limit: Callable[[int], None] = lambda seats: None
+        self._restore: Callable[[str], StoredBlocks] | None = None
+        self._stored: StoredBlocks | None = None
 
     def report(
         self,
         seats: int,
         failed_blocks: Callable[[], set[int]],
         stats: Callable[[], dict[str, int]],
+        store: str | None = None,
     ) -> None:
         """Say how many requests may run at once, and ask the others after every step of the worker.
 
@@ -88,13 +102,18 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
             seats: Most requests that the worker has room for at once.
             failed_blocks: vLLM's blocks that could not be read, each told once.
             stats: What ``COUNTERS`` count since the last call, and ``GAUGES`` now; may be empty.
+            store: Name of the store that holds the slow home, if one does.
         """
-        self._seats = Seats(seats)
+        self._seats = Seats(seats, store)
         self._failed_blocks, self._stats = failed_blocks, stats
 
     def limit_by(self, limit: Callable[[int], None]) -> None:
         """Call ``limit`` with the number of requests at once, when the scheduler's half has it."""
         self._limit = limit
+
+    def restore_by(self, restore: Callable[[str], "StoredBlocks"]) -> None:
+        """Call ``restore`` with the name of the store, when the scheduler's half has it."""
+        self._restore = restore
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._seats
@@ -103,8 +122,10 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Take the messages of the workers of all ranks, in the scheduler's half."""
-        seats = [told.count for told in metadata.values() if isinstance(told, Seats)]
-        self._limit(min(seats))
+        told = [message for message in metadata.values() if isinstance(message, Seats)]
+        self._limit(min(message.count for message in told))
+        if self._restore is not None and told[0].store is not None:
+            self._stored = self._restore(told[0].store)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._failed_blocks()
@@ -130,7 +151,9 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return 0, False
+        """Nothing comes from elsewhere; but a request may have to wait for a check of the store."""
+        waits = self._stored is not None and self._stored.waits(request)
+        return (None if waits else 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Nothing is loaded from elsewhere."""
@@ -141,7 +164,16 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """vLLM may free the blocks at once."""
+        if self._stored is not None:
+            self._stored.finish(request, block_ids[0])
         return False, None
+
+    def shutdown(self) -> None:
+        """Close the store, in the scheduler's half."""
+        if self._stored is not None:
+            self._stored.close()
+            self._stored = None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "RetrievalStats":
@@ -164,13 +196,13 @@ def gauge(data: dict[str, int], name: str) -> int:
 
 
 class RetrievalStats(KVConnectorStats):
-    """Counters and gauges of some steps; ``data`` is empty or has them all."""
+    """Counters and gauges of some steps; ``data`` is empty, or has all but those of a store."""
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Merge steps, or workers of a step: counters add up, the last value of a gauge counts."""
         if self.is_empty() or other.is_empty():
             return other if self.is_empty() else self
-        summed = {key: self.data[key] + other.data[key] for key in COUNTERS}
+        summed = {key: self.data.get(key, 0) + other.data.get(key, 0) for key in COUNTERS}
         return RetrievalStats({**self.data, **other.data, **summed})
 
     def reduce(self) -> dict[str, int | float]:
@@ -225,6 +257,6 @@ class RetrievalMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name in COUNTERS:
-            self._metrics[name][engine_idx].inc(transfer_stats_data[name])
+            self._metrics[name][engine_idx].inc(transfer_stats_data.get(name, 0))
         for name in GAUGES:
             self._metrics[name][engine_idx].set(gauge(transfer_stats_data, name))

@@ -18,6 +18,7 @@ from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.levels import EXACT, NEVER, BlockLevels, Exactness, Level, Taint
 from vllm_kvretrieval.engine.loads import LoadReports
 from vllm_kvretrieval.engine.requests import read_options
+from vllm_kvretrieval.engine.store import StoredBlocks
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
 logger = init_logger("vllm.kvretrieval.scheduler")
@@ -72,8 +73,10 @@ class RetrievalScheduler(Scheduler):
         self._has_partial = any(m.block_size > self.hash_block_size for m in self._managers)
         # The step being scheduled, and how many of the running requests have provisional notes.
         self._looked_at = (0, 0)
+        self._store: StoredBlocks | None = None
         if isinstance(self.connector, RetrievalConnector):
             self.connector.limit_by(self._limit)
+            self.connector.restore_by(self._restore)
         # Prompts that select pages for themselves do so block by block: steps end with a block.
         self._block = config.prefill_chunk if config.prefill_queries is not None else None
         self._by_mamba = self.need_mamba_block_aligned_split
@@ -103,12 +106,22 @@ class RetrievalScheduler(Scheduler):
             tokens,
         )
 
+    def _restore(self, name: str) -> StoredBlocks:
+        """Put the blocks of the store with this name into the prefix cache."""
+        assert self.retrieval.store is not None
+        pool = self.kv_cache_manager.block_pool
+        self._store = StoredBlocks(self.retrieval.store, name, pool, self.levels)
+        return self._store
+
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """The blocks of the prefix cache that a request shares; see vLLM's scheduler."""
         self._note_running()
         exactness = self._read(request)
         if not exactness.reads_cache:
             request.skip_reading_prefix_cache = True  # vLLM asks no KV connector then, either
+        elif self._store is not None and not self._store.ready(request):
+            # The connector makes the request wait, and vLLM asks again.
+            return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
         blocks, tokens, *rest, diverged = super()._get_local_prefix_cache_hit(
             request, *args, **kwargs
         )
@@ -175,6 +188,8 @@ class RetrievalScheduler(Scheduler):
             self.levels.copy(copy.src_block_id, copy.dst_block_id)
         if self._loads is not None:
             self._loads.attach(scheduler_output)
+        if self._store is not None:
+            self._store.begin_step(scheduler_output)
         contexts = self._contexts
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             context = contexts[request_id]
@@ -189,13 +204,19 @@ class RetrievalScheduler(Scheduler):
             finished = self.requests.get(request_id)  # or one that came after it, of the same name
             if finished is None or finished.is_finished():
                 self._contexts.pop(request_id, None)
+        if self._store is not None:
+            self._store.end_step(scheduler_output)
         super()._update_after_schedule(scheduler_output)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Empty the prefix cache; see vLLM's scheduler."""
+        """Empty the prefix cache, and with it the store; see vLLM's scheduler."""
+        if self._store is not None:
+            self._store.unpin()
         done = super().reset_prefix_cache(*args, **kwargs)
         if done:
             self.levels.clear()
+        if self._store is not None:
+            (self._store.clear if done else self._store.pin)()
         return done
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
@@ -265,7 +286,11 @@ class RetrievalScheduler(Scheduler):
         """Note the final levels of all blocks that have hashes."""
         self._note(context, context.taint)
         for group, cached in enumerate(self._cached(context)):
-            context.noted[group] = max(context.noted[group], cached)
+            first = context.noted[group]
+            if self._store is not None:
+                blocks = self._managers[group].req_to_blocks[context.request.request_id]
+                self._store.offer(context.request, first, blocks[first:cached])
+            context.noted[group] = max(first, cached)
 
     def _note_running(self) -> None:
         """Note the blocks that got hashes in the step that is being scheduled.

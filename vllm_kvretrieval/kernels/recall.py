@@ -98,6 +98,23 @@ class RecallCache(Protocol):
         """
         ...
 
+    def closed(self, pages: list[int]) -> bool:
+        """Whether the file has all of these pages of an encoded home.
+
+        Raises:
+            ValueError: The home is not encoded, or has no such page.
+        """
+        ...
+
+    def adopt(self, pages: list[int]) -> None:
+        """Note that the file has these pages of an encoded home since an earlier run.
+
+        Raises:
+            ValueError: The home is not encoded, or has no such page.
+            RuntimeError: A page is open.
+        """
+        ...
+
     def abandon(self, pages: list[int]) -> None:
         """Forget those of these pages that are open in an encoded home; they are never read again.
 

@@ -156,6 +156,11 @@ class RetrievalConfig(Options):
         return None if self.codec == RAW else CODECS[self.codec]
 
     @property
+    def home_directory(self) -> str | None:
+        """Where the file of a slow home is to lie, if the user has named a place."""
+        return self.home_path if self.store is None else self.store
+
+    @property
     def open_pages(self) -> int:
         """The number of full pages at the end of a context that are not encoded.
 

@@ -1,6 +1,7 @@
 """Options of an engine that are valid one by one, and cannot be combined."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -47,6 +48,7 @@ def check_combinations(config: "RetrievalConfig", given: Mapping[str, Any]) -> N
     _check_prefill(config)
     _check_home(config)
     _check_codec(config)
+    _check_store(config)
     if config.home_path is not None:
         check_directory(config.home_path)
 
@@ -170,4 +172,23 @@ def _check_codec(config: "RetrievalConfig") -> None:
             f"codec={config.codec!r} reads contexts within the budget from slots, of which every "
             f"layer needs as many, and {uneven} divides the budget unevenly (budget_shares); use "
             "codec=raw, or leave the shares out."
+        )
+
+
+def _check_store(config: "RetrievalConfig") -> None:
+    if config.store is None:
+        return
+    if config.home != "disk":
+        raise RetrievalConfigError(
+            f"store={config.store!r} keeps the file of a home on disk, which home={config.home} "
+            "does not have (or not for certain); use home=disk, or leave it out."
+        )
+    if config.home_path is not None:
+        raise RetrievalConfigError(
+            f"home_path={config.home_path!r} has no effect with store={config.store!r}, where the "
+            "file of the home is; leave it out."
+        )
+    if not Path(config.store).absolute().parent.is_dir():
+        raise RetrievalConfigError(
+            f"store={config.store!r} cannot be made: there is no directory above it."
         )

@@ -328,6 +328,16 @@ class Options:
         "`/var/tmp`, or the directory for temporary files where there is none",
         slow_home=True,
     )
+    store: str | None = option(
+        None,
+        Kind("a directory", require_path),
+        "a directory in which the file of `home=disk` outlives the server: its next start finds "
+        "every block that was computed before; it takes the place of `home_path`",
+        "none",
+        slow_home=True,
+        on_gpu="keep no file of the KV cache",
+        more="store.md",
+    )
     codec: str = option(
         None,
         Kind(

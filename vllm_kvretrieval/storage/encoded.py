@@ -1,12 +1,13 @@
 """KV in a file, encoded; pages that requests are filling are raw in memory."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels import RecallCache
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.storage.base import LayerPlace, StepContexts
@@ -62,6 +63,11 @@ class Encoded(FilePages):
         super().__init__(facts)
         self._codec = codec
         self._open = FastTier(facts.page_size, open_pages)
+
+    @property
+    def encoded_pages(self) -> Sequence[RecallCache]:
+        """See :attr:`FileStorage.encoded_pages`."""
+        return self.pages
 
     def refuse_two_directions(self, config: RetrievalConfig) -> None:
         """See :meth:`Storage.refuse_two_directions`."""

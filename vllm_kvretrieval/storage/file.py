@@ -163,6 +163,11 @@ class FileStorage:
     def _recalls(self) -> Sequence[RecallCache | TokenRecall]:
         return self.pages or self.tokens
 
+    @property
+    def encoded_pages(self) -> Sequence[RecallCache]:
+        """Recall caches that encode the pages of home; none if home holds them raw."""
+        return ()
+
     def dense_layer(self, name: str) -> InPlace:
         """See :meth:`Storage.dense_layer`."""
         return DenseFileLayer(self.facts, name) if name in self.facts.names else InPlace()

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_kvretrieval.engine.allotments import allotted_blocks
 from vllm_kvretrieval.kernels import RecallCache
 from vllm_kvretrieval.limits import remedy
 from vllm_kvretrieval.tiers.encoded import EncodedHome
@@ -56,17 +57,18 @@ class LostBlocks:
         self._found.clear()
         if not self._doubtful:
             return
-        cached = step.scheduled_cached_reqs
-        allotted = [(new.block_ids, new.num_computed_tokens) for new in step.scheduled_new_reqs]
-        for name, blocks, tokens in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if blocks is not None:
-                allotted.append((blocks, tokens if name in cached.resumed_req_ids else 0))
-        for (blocks,), tokens in allotted:
-            shared = -(-tokens // self._block_size)
-            self._found.update(self._doubtful.intersection(blocks[:shared]))
-            self._doubtful.difference_update(blocks[shared:])
+        shared, new = allotted_blocks(step, self._block_size)
+        self._found |= self._doubtful.intersection(shared)
+        self._doubtful.difference_update(new)
+
+    def add(self, blocks: set[int]) -> None:
+        """Blocks that this step relies on and that something else has found to be lost."""
+        self._found |= blocks
+
+    @property
+    def some(self) -> bool:
+        """Whether something was lost in the last step; then what it computed may be wrong."""
+        return bool(self._last)
 
     def take(self) -> set[int]:
         """Blocks that were lost in this step or the one before.

@@ -1,5 +1,6 @@
 """The home of a KV cache with encoded pages: a file, and memory for pages not yet full."""
 
+import io
 import mmap
 import os
 from contextlib import suppress
@@ -21,23 +22,31 @@ class EncodedHome:
     released when it is full and the recall cache has encoded it. Reading it there would give zeros,
     so attention reads slots, or the staging buffer.
 
-    The file is read and written by calls only, through the operating system's page cache. It has
-    no name, and its space is reserved when it is made, as :class:`DiskHome`'s.
+    The file is read and written by calls only, through the operating system's page cache. Its
+    name and its space are as :class:`DiskHome`'s.
 
     Args:
         directory: The directory of the file.
         layers: Number of layers.
         raw_bytes: Bytes of each layer in vLLM's cache.
         layer_bytes: Bytes of each layer in the file.
+        stored: See :class:`HomeFile`.
 
     Raises:
         RetrievalConfigError: There is not enough space, or the system refuses the file, or the
             addresses; then nothing is left of it.
     """
 
-    def __init__(self, directory: str, layers: int, raw_bytes: int, layer_bytes: int) -> None:
+    def __init__(
+        self,
+        directory: str,
+        layers: int,
+        raw_bytes: int,
+        layer_bytes: int,
+        stored: io.FileIO | None = None,
+    ) -> None:
         self.layers, self.layer_bytes = layers, layer_bytes
-        self.file = HomeFile(directory, layers * layer_bytes)
+        self.file = HomeFile(directory, layers * layer_bytes, stored)
         self.fd = self.file.fd
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         refused = "kv_retrieval.codec: no addresses are left for the KV cache as it would be raw"

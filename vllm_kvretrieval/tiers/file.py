@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import io
 import os
 from collections.abc import Iterator
 
@@ -18,11 +19,13 @@ NO_ANSWER = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EBADF, errno.EPERM)
 
 
 class HomeFile:
-    """A file without a name whose space is reserved; it is gone when the process ends.
+    """A file whose space is reserved; without a name, it is gone when the process ends.
 
     Args:
         directory: The directory of the file.
         size: Bytes.
+        stored: The file of a store, which has this size and outlives the process; None makes one
+            without a name.
 
     Attributes:
         fd: The descriptor of the file.
@@ -31,8 +34,9 @@ class HomeFile:
         RetrievalConfigError: There is not enough space, or the system refuses the file.
     """
 
-    def __init__(self, directory: str, size: int) -> None:
-        self._file = make_file(directory, size)
+    def __init__(self, directory: str, size: int, stored: io.FileIO | None = None) -> None:
+        self._file = make_file(directory, size) if stored is None else stored
+        self._outlives = stored is not None
         self._size = size
         self._named = f"a file of {format_gib(size)} GiB in {directory}"
         self.fd = self._file.fileno()
@@ -50,7 +54,8 @@ class HomeFile:
             with explained(f"kv_retrieval.home=disk: {self._named} cannot be used"):
                 yield
         except BaseException:
-            os.ftruncate(self.fd, 0)  # whatever still has it open, or mapped
+            if not self._outlives:
+                os.ftruncate(self.fd, 0)  # whatever still has it open, or mapped
             self._file.close()
             raise
 

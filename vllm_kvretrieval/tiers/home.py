@@ -1,6 +1,7 @@
-"""The home of a KV cache that does not fit in fast memory: an unnamed file."""
+"""The home of a KV cache that does not fit in fast memory: a file."""
 
 import contextlib
+import io
 import itertools
 import mmap
 import os
@@ -52,8 +53,9 @@ class DiskHome:
 
     Parts that cannot be read count as zeros, and :meth:`take_lost` reports them.
 
-    The file never has a name that outlives the call that makes it, so nothing is left behind when
-    the process ends. Its space is reserved when it is made, so a full disk is found at start-up.
+    Unless it is the file of a store, it never has a name that outlives the call that makes it, so
+    nothing is left behind when the process ends. Its space is reserved when it is made, so a full
+    disk is found at start-up.
 
     Args:
         directory: The directory of the file.
@@ -62,6 +64,7 @@ class DiskHome:
         guard: Keeps the process alive where a part of the file cannot be read, and reports it; made
             of the mapping, the descriptor, and whether the system leaves out neighbours of the
             parts that are read (``MADV_RANDOM``).
+        stored: See :class:`HomeFile`.
 
     Raises:
         RetrievalConfigError: There is not enough space, or the system refuses to make the file or
@@ -74,9 +77,10 @@ class DiskHome:
         layers: int,
         layer_bytes: int,
         guard: Callable[[torch.Tensor, int, bool], Guard],
+        stored: io.FileIO | None = None,
     ) -> None:
         self.layers, self.layer_bytes = layers, layer_bytes
-        self.file = HomeFile(directory, layers * layer_bytes)
+        self.file = HomeFile(directory, layers * layer_bytes, stored)
         self.fd = self.file.fd
         self._mapped = 0
         self._guard_of = guard

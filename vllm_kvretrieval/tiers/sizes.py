@@ -185,6 +185,7 @@ class Tiers:
         staging: int,
         blocks: int | None = None,
         disk: int | None = None,
+        streams_dense: bool | None = None,
     ) -> "Tiers":
         """Divide fast memory and home.
 
@@ -206,6 +207,7 @@ class Tiers:
             blocks: Number of blocks, if the user has fixed it.
             disk: Free bytes at the place of a home whose size the user has not set; None: not
                 checked.
+            streams_dense: Whether dense layers are in the home that there is already; None: either.
 
         Raises:
             RetrievalConfigError: One request of ``max_model_len`` cannot be served, or a size that
@@ -216,6 +218,8 @@ class Tiers:
         frugal = [(False, size) for size in staged]
         if cache.dense_layers and config.encoding is None:
             frugal += [(True, size) for size in staged]
+        if streams_dense is not None:
+            frugal = [(streams_dense, size) for size in staged]
         plans = [
             _Plan(config, cache, fast, size, streams, blocks, disk) for streams, size in frugal
         ]

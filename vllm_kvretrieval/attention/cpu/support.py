@@ -36,6 +36,9 @@ The least of what `python -m benchmarks.prompt_attention` found; its results are
 FASTER = 1.05
 """The ratio from which on our own kernel is the default."""
 
+STABLE_HASH = "sha256_cbor"
+"""vLLM's algorithm for the hashes of a store's blocks."""
+
 
 class Choice(NamedTuple):
     """Whose kernel attends to whole contexts.
@@ -82,6 +85,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         RetrievalConfigError: Says which feature stands in the way and what to change.
     """
     check_home(vllm_config, config)
+    check_store(vllm_config, config)
     support.check_engine(vllm_config, config)
     model, method = vllm_config.model_config, config.method
     head_size = model.get_head_size()
@@ -133,6 +137,34 @@ def check_home(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         f"kv_retrieval.home={config.home} cannot be combined with {what}; leave {option} out, or "
         "use home=device."
     )
+
+
+def check_store(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse what a store cannot be combined with; blocks are found by vLLM's hashes of tokens.
+
+    Hashes have to mean the same in every run, so the default algorithm, whose values depend on how
+    Python holds a text, is replaced.
+    """
+    if config.store is None:
+        return
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    named = f"kv_retrieval.store={config.store!r}"
+    if not cache.enable_prefix_caching:
+        raise RetrievalConfigError(
+            f"{named} is found through the prefix cache; leave --no-enable-prefix-caching out."
+        )
+    if cache.prefix_caching_hash_algo == "sha256":
+        cache.prefix_caching_hash_algo = STABLE_HASH
+    if cache.prefix_caching_hash_algo != STABLE_HASH:
+        raise RetrievalConfigError(
+            f"{named} needs hashes that mean the same in every run; use "
+            f"--prefix-caching-hash-algo {STABLE_HASH}, or leave the option out."
+        )
+    if parallel.world_size > 1 or parallel.data_parallel_size > 1:
+        raise RetrievalConfigError(
+            f"{named} is the store of one worker; leave out --tensor-parallel-size, "
+            "--pipeline-parallel-size and --data-parallel-size, or the store."
+        )
 
 
 def check_shape(dtype: torch.dtype, head_size: int, method: str) -> None:

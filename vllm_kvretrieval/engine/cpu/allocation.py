@@ -1,5 +1,6 @@
 """Memory for vLLM's KV cache where some of its layers live in a slow home."""
 
+import io
 import itertools
 from typing import Any
 
@@ -20,6 +21,7 @@ def allocate_kv_cache(
     in_home: list[str],
     directory: str,
     encoded_bytes: int | None = None,
+    stored: io.FileIO | None = None,
 ) -> tuple[dict[str, torch.Tensor], DiskHome | EncodedHome]:
     """Allocate the KV cache and bind it to the layers, as the model runner does with one medium.
 
@@ -33,6 +35,7 @@ def allocate_kv_cache(
         in_home: Names of the layers in the slow home, in the order of the model.
         directory: Where the home's file is to lie.
         encoded_bytes: Bytes of a layer there, where its pages are encoded.
+        stored: The home's file, where it is one of a store.
 
     Returns:
         The layers' caches by name, and the home, whose layers are numbered as in ``in_home``.
@@ -42,9 +45,9 @@ def allocate_kv_cache(
     memory = torch.zeros(len(dense) * tensor.layer_stride, dtype=torch.int8)
     home: DiskHome | EncodedHome
     if encoded_bytes is None:
-        home = DiskHome(directory, len(in_home), tensor.layer_stride, MappingGuard)
+        home = DiskHome(directory, len(in_home), tensor.layer_stride, MappingGuard, stored)
     else:
-        home = EncodedHome(directory, len(in_home), tensor.layer_stride, encoded_bytes)
+        home = EncodedHome(directory, len(in_home), tensor.layer_stride, encoded_bytes, stored)
     kv_caches = layer_views(
         kv_cache_config,
         runner.cache_config.get_resolved_kv_cache_layout(),

@@ -13,6 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
+from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
     bytes_per_block,
@@ -42,7 +43,10 @@ class PlanningWorker(CPUWorker):
     Attributes:
         retrieval_config: Options of the engine.
         tiers: Sizes with a slow home; None without one, or as long as nothing is planned.
+        stored: The store that holds the slow home; None without one.
     """
+
+    stored: HomeStore | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,10 +118,15 @@ class PlanningWorker(CPUWorker):
         """Sizes of a home in a file; raises RetrievalConfigError as ``Tiers.plan``, and where the
         disk has too little room."""
         # All workers come by here before any makes its file.
-        workers, directory = workers_here(self.vllm_config), directory_for(config.home_path)
+        workers, directory = workers_here(self.vllm_config), directory_for(config.home_directory)
         disk, blocks = free_space(directory) // workers, self.cache_config.num_gpu_blocks_override
-        tiers = Tiers.plan(config, cache, fast, staging, blocks, disk)
-        check_room(directory, tiers.home, workers, tiers.fast)
+        if self.stored is not None and self.stored.blocks is not None:
+            blocks = self.stored.blocks_for(cache, config, blocks)
+            streams = self.stored.has_dense(cache)
+            tiers = Tiers.plan(config, cache, fast, staging, blocks, streams_dense=streams)
+        else:
+            tiers = Tiers.plan(config, cache, fast, staging, blocks, disk)
+            check_room(directory, tiers.home, workers, tiers.fast)
         check_scheduler_knows(self.vllm_config, tiers.seats)
         return tiers
 

@@ -57,7 +57,7 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
             "home=disk in %s: %s GiB (%s) for %d tokens. Of fast memory, page index and books "
             "take %s GiB, dense layers %s, staging for prefill %s, and the recall cache's %s "
             "GiB hold %d %s per layer for what %d requests attend to.",
-            directory_for(config.home_path),
+            directory_for(config.home_directory),
             format_gib(tiers.home),
             config.codec,
             (tiers.blocks - 1) * worker.cache_config.block_size,

@@ -1,7 +1,7 @@
 """The CPU worker with retrieval."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +21,10 @@ from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.allocation import allocate_kv_cache
 from vllm_kvretrieval.engine.cpu.choosers import Choosers
 from vllm_kvretrieval.engine.cpu.linear import widen_linear_layers
-from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.report import log_start
+from vllm_kvretrieval.engine.cpu.store import geometry_of
+from vllm_kvretrieval.engine.cpu.storing import StoringWorker
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -39,6 +40,7 @@ from vllm_kvretrieval.methods import (
 from vllm_kvretrieval.methods.prompts import Heads
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.storage import LayerPlace, Memory, Storage
+from vllm_kvretrieval.storage.file import FileStorage
 from vllm_kvretrieval.storage.places import STORAGES, FileFacts
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
@@ -64,7 +66,7 @@ class Group(NamedTuple):
     all_names: list[str]
 
 
-class RetrievalCPUWorker(PlanningWorker):
+class RetrievalCPUWorker(StoringWorker):
     """vLLM's CPU worker; owns what retrieval keeps beside the KV cache.
 
     After vLLM has allocated the KV cache, every retrieval layer gets its page indexes and
@@ -93,13 +95,15 @@ class RetrievalCPUWorker(PlanningWorker):
         assert self.tiers is not None
         layers = kv_cache_config.kv_cache_tensors[0].layers
         self.in_home = layers if self.tiers.streams_dense else self.retrieving(layers)
+        stored = self.stored
         kv_caches, self.home = allocate_kv_cache(
             self.model_runner,
             kv_cache_config,
             kernel_block_sizes,
             self.in_home,
-            directory_for(self.retrieval_config.home_path),
+            directory_for(self.retrieval_config.home_directory),
             None if self.encoding is None else self.tiers.home // len(self.in_home),
+            None if stored is None else stored.file(geometry_of(self.tiers, len(self.in_home))),
         )
         return kv_caches
 
@@ -173,8 +177,12 @@ class RetrievalCPUWorker(PlanningWorker):
             if name not in self.retrieval_layers:
                 layers[name].impl.storage = self.storage.dense_layer(name)
         self._connect(layers, groups)
+        if self.stored is not None:
+            assert isinstance(self.storage, FileStorage)
+            self.stored.attach([*self._blocks_beside_home(layers)], self.storage)
         if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
-            get_kv_transfer_group().report(self.seats, self.storage.take_lost, self._take_stats)
+            lost, store = self.storage.take_lost, self.stored and self.stored.name
+            get_kv_transfer_group().report(self.seats, lost, self._take_stats, store)
         log_start(self, len(layers))
 
     def _groups(self, layers: dict[str, Any]) -> list[Group]:
@@ -196,6 +204,16 @@ class RetrievalCPUWorker(PlanningWorker):
                 layers[name].impl.kernels = cpu
         return groups
 
+    def _blocks_beside_home(self, layers: dict[str, Any]) -> Iterator[torch.Tensor]:
+        """What fast memory has of each block: dense layers and page indexes, uint8 [blocks, n]."""
+        blocks = self.cache_config.num_gpu_blocks
+        for name in self.layer_numbers:
+            if name not in self.in_home:
+                yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
+        for impl in self.retrieval_layers.values():
+            for store in impl.stores:
+                yield store.records.view(blocks, -1)
+
     def _use_huge_pages(self) -> None:
         """For the KV cache in memory, of which a step reads scattered pages or tokens."""
         layers = self.vllm_config.compilation_config.static_forward_context
@@ -212,7 +230,7 @@ class RetrievalCPUWorker(PlanningWorker):
         assert self.tiers is not None
         facts = FileFacts(
             home=self.home,
-            directory=directory_for(config.home_path),
+            directory=directory_for(config.home_directory),
             names=self.in_home,
             dense=frozenset(self.in_home).difference(self.retrieving(self.in_home)),
             slots=dict(zip(self.retrieval_heads, self.tiers.slots, strict=True)),
@@ -343,6 +361,7 @@ class RetrievalCPUWorker(PlanningWorker):
             "units_missed": counts.missed,
             "bytes_recalled": counts.recalled * usage.bytes_per_read,
             "heads_corrected": counts.corrected,
+            **({} if self.stored is None else self.stored.take_counts()),
             f"slots_used/{self.rank}": usage.used,
             f"slots/{self.rank}": usage.slots,
         }

@@ -103,6 +103,8 @@ class RecallCache:
             encoded=encoded,
         )
         self.abandon = self._cache.abandon
+        self.adopt = self._cache.adopt
+        self.closed = self._cache.closed
         self.drop_pages = self._cache.drop_pages
         self.release = self._cache.release
         self.take_failed_pages = self._cache.take_failed_pages

@@ -1,5 +1,6 @@
 """Units of an encoded home, and the cache of recalled units."""
 
+import os
 from collections import Counter, OrderedDict
 
 import torch
@@ -34,6 +35,8 @@ class RecallCache:
         kv_heads: KV heads of the layer.
         counts: int64 [S, 3]; per request, units attended to, missed, and read from home; added to.
         codec: Home is encoded by it, and ``home`` is where open pages lie; None: it is not.
+        file: Descriptor of the file of an encoded home, and where in it the layer's part begins
+            (bytes); only what is adopted is read from there.
     """
 
     def __init__(
@@ -43,10 +46,11 @@ class RecallCache:
         kv_heads: int,
         counts: torch.Tensor,
         codec: Codec | None = None,
+        file: tuple[int, int] | None = None,
     ) -> None:
         self.slots = torch.empty(slots, *home.shape[1:], dtype=home.dtype)
         self.home, self.kv_heads, self.counts = home, kv_heads, counts
-        self.page_size, self.codec = home.shape[2] // 2, codec
+        self.page_size, self.codec, self.file = home.shape[2] // 2, codec, file
         self._open: set[int] = set()  # pages of an encoded home
         self._closed: dict[int, torch.Tensor] = {}  # and what decoding gives back, by unit
         self._slot_of: dict[int, int] = {}
@@ -89,6 +93,27 @@ class RecallCache:
             for unit in units:
                 if unit in self._slot_of:
                     self.slots[self._slot_of[unit]] = self.content(unit)
+
+    def closed(self, pages: list[int]) -> bool:
+        """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.closed`."""
+        units = [unit for page in pages for unit in self._units(page)]
+        return self._open.isdisjoint(pages) and self._closed.keys() >= {*units}
+
+    def adopt(self, pages: list[int]) -> None:
+        """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.adopt`."""
+        assert self.codec is not None
+        assert self.file is not None
+        if not self._open.isdisjoint(pages):
+            raise RuntimeError(f"one of pages {pages} is open, and is to be adopted")
+        self.drop_pages(pages)
+        fd, begin = self.file
+        size = self.codec.unit_bytes(self.page_size, self.home.shape[3], self.home.dtype)
+        for page in pages:
+            for unit in self._units(page):
+                data = bytearray(os.pread(fd, size, begin + unit * size))
+                decoded = torch.empty_like(self.home[:1, 0])
+                decode_units(torch.frombuffer(data, dtype=torch.uint8)[None], self.codec, decoded)
+                self._closed[unit] = decoded
 
     def abandon(self, pages: list[int]) -> None:
         """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.abandon`."""

@@ -1,0 +1,133 @@
+"""``vllm-kvretrieval store``: what it shows and what it changes."""
+
+import os
+import random
+
+import pytest
+
+from tests.store_model import GEOMETRY, Model, again, block_bytes, new_store, write
+from vllm_kvretrieval.command import main
+from vllm_kvretrieval.store.contexts import NO_PARENT, read_pins
+from vllm_kvretrieval.store.files import Lock
+from vllm_kvretrieval.store.records import Record
+from vllm_kvretrieval.store.store import LOCK, PAGES, UNFINISHED, WORKER_LOCK
+
+IDENTITY = {
+    "model": "LlamaForCausalLM",
+    "dtype": "torch.bfloat16",
+    "codec": "raw",
+    "vllm": "0.32.0",
+    "block_size": 128,
+}
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A store with the contexts abc and abd, and abd once more in another place."""
+    store = new_store(tmp_path / "store", identity=IDENTITY)
+    for block, text in enumerate(("a", "ab", "abc", "abd", "abd")):
+        write(store, block, random.Random(block).randbytes(block_bytes(GEOMETRY)))
+        parent = key(text[:-1]) if text[:-1] else NO_PARENT
+        store.commit(block, Record(key(text), parent, len(text) - 1, 0, 1000 + block))
+    return store
+
+
+def key(text):
+    return text.encode().ljust(32, b"\x07")
+
+
+def run(store, action, *arguments):
+    return main(["store", action, str(store.folder.path.parent), *arguments])
+
+
+ABC, ABD = key("abc").hex()[:12], key("abd").hex()[:12]
+
+
+def test_ls(store, capsys):
+    assert run(store, "ls") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "LlamaForCausalLM" in lines[0]
+    assert "512 of 2048 tokens, 2 contexts" in lines[0]
+    assert [line.split()[:3] for line in lines[2:]] == [
+        [ABD, "384", "exact"],
+        [ABC, "384", "exact"],
+    ]
+    assert run(store, "ls", "--contexts", "1") == 0
+    assert "and 1 more" in capsys.readouterr().out
+
+
+def test_pin_and_unpin(store, capsys):
+    assert run(store, "pin", ABC) == 0
+    assert read_pins(store.folder) == {key("abc")}
+    run(store, "ls")
+    assert [line.endswith("yes") for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        False,
+        True,
+    ]
+    assert run(store, "unpin", ABC) == 0
+    assert read_pins(store.folder) == set()
+
+
+def test_drop(store):
+    """What others share stays; copies of what is dropped go, too."""
+    assert run(store, "pin", ABD) == 0
+    assert run(store, "drop", ABD) == 0
+    assert store.records().keys() == {0, 1, 2}
+    assert read_pins(store.folder) == set()
+
+
+def test_unclear_names(store, capsys):
+    for name, why in ((ABC[:3], "names 2 contexts"), ("00", "names no context")):
+        assert run(store, "drop", name) == 1
+        assert why in capsys.readouterr().err
+    assert len(store.records()) == 5
+
+
+def test_verify(store, capsys):
+    os.pwrite(store.pages_fd, b"?", GEOMETRY.layer_block_bytes)  # in the block ab
+    assert run(store, "verify") == 0
+    assert "4 blocks are intact, 1 damaged" in capsys.readouterr().out
+    assert store.records().keys() == {0, 2, 3, 4}
+
+
+def test_gc(store, capsys):
+    root = store.folder.path.parent
+    (root / (UNFINISHED + "1")).mkdir()
+    assert run(store, "gc") == 0
+    assert {path.name for path in root.iterdir()} == {store.folder.path.name, "lock"}
+    for file in store.folder.path.iterdir():
+        os.utime(file, (1e9, 1e9))
+    assert run(store, "gc", "--days", "1") == 0
+    assert f"{store.folder.path.name} is removed." in capsys.readouterr().out
+    assert {path.name for path in root.iterdir()} == {"lock"}
+
+
+@pytest.mark.parametrize("name", [LOCK, WORKER_LOCK])
+@pytest.mark.parametrize("action", [("pin", ABC), ("drop", ABC), ("verify",), ("gc", "--all")])
+def test_a_store_in_use_is_left_alone(store, capsys, name, action):
+    """By another process, whose number is told."""
+    child = os.fork()
+    if not child:
+        Lock(store.folder, name).take()
+        os.kill(os.getpid(), 19)
+    os.waitpid(child, os.WUNTRACED)
+    try:
+        assert run(store, *action) == 1
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert f"in use by process {child}" in capsys.readouterr().err
+    assert len(store.records()) == 5
+    assert run(store, "ls") == 0
+
+
+def test_no_directory(tmp_path, capsys):
+    assert main(["store", "ls", str(tmp_path / "none")]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_a_closed_store_opens_again(store):
+    model = Model(random.Random(1))
+    model.fill(store, 9)
+    assert (store.folder.path / PAGES).exists()
+    assert again(store).records().keys() == {0, 1, 2, 3, 4, 9}

@@ -1,0 +1,251 @@
+"""vLLM's scheduler with a store, and a worker that writes bytes which say whose they are.
+
+Servers end and start, in order or killed at random moments; whatever a request shares has to hold
+the bytes of its key and its level.
+"""
+
+import gc
+import hashlib
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from vllm.v1.request import RequestStatus
+
+from benchmarks.stepper import BLOCK, Stepper
+from tests.store_model import Lost, contents, storage
+from vllm_kvretrieval.engine.allotments import allotted_blocks
+from vllm_kvretrieval.engine.connector import Seats
+from vllm_kvretrieval.engine.cpu.store import HomeStore
+from vllm_kvretrieval.engine.store_steps import FIELD
+from vllm_kvretrieval.store.contexts import NO_PARENT
+from vllm_kvretrieval.store.files import Folder, write_at
+from vllm_kvretrieval.store.records import Record
+from vllm_kvretrieval.store.store import Geometry, open_store, store_names
+
+BLOCKS = 90
+ABORTED = RequestStatus.FINISHED_ABORTED
+PARTS = 24, 8
+GEOMETRY = Geometry(BLOCKS, 2, 64, sum(PARTS))
+OPTIONS = {"home": "disk", "budget": 256}
+KILLS = 60
+LONGEST_S = 0.06
+
+pytestmark = [pytest.mark.model]
+
+
+def stepper(directory):
+    store = {"store": str(directory)}
+    return Stepper(OPTIONS | store, blocks=BLOCKS, max_model_len=1024, enable_prefix_caching=True)
+
+
+def written(key, level):
+    """What the worker writes to a block: its pages in all layers, and what is beside them."""
+    size = GEOMETRY.layers * GEOMETRY.layer_block_bytes + GEOMETRY.side_bytes
+    return hashlib.shake_256(bytes(key) + bytes([level])).digest(size)
+
+
+class Life:
+    """A server from its start to its end: the scheduler, and a worker that computes nothing."""
+
+    def __init__(self, directory, stepper, seed=0):
+        self.random = random.Random(seed)
+        self.home = HomeStore(str(directory), {"model": "test", "block_size": BLOCK})
+        self.home.file(GEOMETRY)
+        self.parts = [torch.zeros(BLOCKS, n, dtype=torch.uint8) for n in PARTS]
+        self.lost = Lost()
+        self.home.attach(self.parts, storage(self.lost))
+        self.store = open_store(str(directory), self.home.name, write=True)
+        self.stepper, self.scheduler = stepper, stepper.scheduler
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): Seats(8, self.home.name)}
+        )
+        self.stepper.look = self.compute
+        self.checked = 0
+
+    def compute(self, output):
+        """A step of the worker."""
+        if not output.total_num_scheduled_tokens:
+            time.sleep(0.001)  # as vLLM does where requests wait for a connector
+        step = getattr(output, FIELD)
+        self.home.begin_step(step)
+        assert not self.lost.added
+        shared, new = allotted_blocks(output, BLOCK)
+        for block in new:
+            self.write(block, self.random.randbytes(len(written(b"", 0))))
+        for block, record in step.commit:
+            self.write(block, written(record.key, record.level))
+        for block in {*shared}:
+            self.check(self.scheduler.kv_cache_manager.block_pool.blocks[block])
+        self.home.end_step(step)
+
+    def check(self, block):
+        """What a request shares has the right bytes: on disk, and in memory beside it."""
+        data = written(block.block_hash[:32], self.scheduler.levels.of(block))
+        pages, side = data[: -GEOMETRY.side_bytes], data[-GEOMETRY.side_bytes :]
+        assert contents(self.store, block.block_id)[: len(pages)] == pages
+        assert b"".join(bytes(part[block.block_id].tolist()) for part in self.parts) == side
+        self.checked += 1
+
+    def write(self, block, data):
+        for layer in range(GEOMETRY.layers):
+            size = GEOMETRY.layer_block_bytes
+            place = (layer * BLOCKS + block) * size
+            write_at(self.store.pages_fd, data[layer * size : (layer + 1) * size], place)
+        side = torch.frombuffer(bytearray(data[-GEOMETRY.side_bytes :]), dtype=torch.uint8)
+        for part, values in zip(self.parts, side.split(PARTS), strict=True):
+            part[block] = values
+
+    def ask_at_random(self):
+        """A request that shares beginnings with others, and perhaps wants exact answers."""
+        document = self.random.randrange(6)
+        length = self.random.randrange(1, 20) * BLOCK + self.random.randrange(BLOCK)
+        tokens = [document * 97 + i % 89 for i in range(length)]
+        options = {"exact": True} if self.random.random() < 0.3 else {}
+        self.stepper.add(tokens, self.random.randrange(1, 3 * BLOCK), options)
+
+    def end(self):
+        self.scheduler.shutdown()
+        self.home._lock.close()
+
+
+def prompt(document, blocks=8):
+    return [document * 97 + i % 89 for i in range(blocks * BLOCK + 5)]
+
+
+def test_a_prefix_is_found_after_a_restart(tmp_path):
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    assert life.stepper.ask(prompt(1), 4)[1] == 0
+    life.end()
+    life = Life(directory, stepper(directory))
+    assert life.stepper.ask(prompt(2), 4)[1] == 0
+    assert life.stepper.ask(prompt(1), 4)[1] == 8 * BLOCK
+    assert life.checked == 8
+    life.end()
+
+
+def test_levels_survive(tmp_path):
+    """Blocks of generated tokens beyond the budget are shared, but not by exact requests."""
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    tokens, _ = life.stepper.ask(prompt(1), 2 * BLOCK)
+    turn = [*prompt(1), *tokens, 1, 2, 3]
+    life.end()
+    life = Life(directory, stepper(directory))
+    assert life.stepper.ask(turn, 2, {"exact": True})[1] == 8 * BLOCK
+    assert life.stepper.ask(turn, 2)[1] == 10 * BLOCK
+    life.end()
+
+
+def test_a_damaged_block_leaves_the_cache(tmp_path):
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    life.stepper.ask(prompt(1), 4)
+    life.write(3, b"?" * len(written(b"", 0)))
+    life.end()
+    life = Life(directory, stepper(directory))
+    assert life.stepper.ask(prompt(1), 4)[1] == 2 * BLOCK
+    assert life.stepper.ask(prompt(1), 4)[1] == 8 * BLOCK
+    life.end()
+
+
+def test_the_order_of_use_survives(tmp_path):
+    """What was used longest ago is overwritten first, whenever it was computed."""
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    for document in (1, 2, 3):
+        life.stepper.ask(prompt(document, 20), 2)
+    life.stepper.ask(prompt(1, 20), 2)
+    life.end()
+    life = Life(directory, stepper(directory))
+    life.stepper.ask(prompt(4, 30), 2)
+    assert life.stepper.ask(prompt(1, 20), 2)[1] == 20 * BLOCK
+    assert life.stepper.ask(prompt(3, 20), 2)[1] == 20 * BLOCK
+    assert life.stepper.ask(prompt(2, 20), 2)[1] < 20 * BLOCK
+    life.end()
+
+
+def test_a_reset_empties_the_store(tmp_path):
+    """Also of what the worker has been told of and has not written, or has yet to be told of."""
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    life.stepper.ask(prompt(1), 4)
+    late = [(1, Record(b"k" * 32, NO_PARENT, 0, 0, 0))]
+    life.home._pending.update(late)
+    life.scheduler._store._step.commit += late
+    assert life.scheduler.reset_prefix_cache()
+    life.stepper.step()
+    life.end()
+    assert check_all(directory) == (0, 0)
+    life = Life(directory, stepper(directory))
+    assert life.stepper.ask(prompt(1), 4)[1] == 0
+    life.end()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_random_lives(tmp_path, ahead):
+    """Requests come, share, are aborted and preempted; servers end and start."""
+    directory, checked = tmp_path / "store", 0
+    for seed in range(8):
+        steps = Stepper(
+            OPTIONS | {"store": str(directory)}, blocks=BLOCKS, max_model_len=1024, ahead=ahead
+        )
+        life = Life(directory, steps, seed)
+        for _ in range(300):
+            if life.random.random() < 0.2 and len(life.stepper.requests()) < 6:
+                life.ask_at_random()
+            if life.random.random() < 0.02 and (running := life.stepper.requests()):
+                life.scheduler.finish_requests(running[0].request_id, ABORTED)
+            life.stepper.step()
+        checked += life.checked
+        life.end()
+        check_all(directory)
+    assert checked > 100
+
+
+def check_all(directory):
+    """Every intact block has the bytes of its record; how many there are, and how many are not."""
+    (name,) = store_names(Folder.at(str(directory)))
+    store = open_store(str(directory), name)
+    records = store.records()
+    intact = [block for block, record in records.items() if store.intact(block, record)]
+    for block in intact:
+        assert contents(store, block) == written(records[block].key, records[block].level)
+    store.close()
+    return len(intact), len(records) - len(intact)
+
+
+@pytest.mark.parametrize("kills", [KILLS, pytest.param(40 * KILLS, marks=pytest.mark.slow)])
+def test_kills(tmp_path, kills):
+    """The process ends at random moments: at its start, and in its steps."""
+    directory, chance = tmp_path / "store", random.Random(time.time_ns())
+    steps, found = stepper(directory), 0
+    gc.collect()
+    for _ in range(kills):
+        ready, told = os.pipe()
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                life = Life(directory, steps, time.time_ns())
+                os.write(told, b"!")
+                while True:
+                    if len(life.stepper.requests()) < 4:
+                        life.ask_at_random()
+                    life.stepper.step()
+            finally:
+                os._exit(status)
+        os.close(told)
+        if chance.random() < 0.8:
+            os.read(ready, 1)
+        time.sleep(chance.random() * LONGEST_S)
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL, "it ended by itself"
+        os.close(ready)
+        if (directory).exists() and store_names(Folder.at(str(directory))):
+            found += check_all(directory)[0]
+    assert found > kills

@@ -1,0 +1,230 @@
+"""The worker's half of a store: whose it is, what it writes, and what it reads back."""
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.store_model import FailingDisk, Lost, contents, storage
+from vllm_kvretrieval.engine.cpu import store as store_module
+from vllm_kvretrieval.engine.cpu.identity import weights_hash
+from vllm_kvretrieval.engine.cpu.store import PATIENCE, HomeStore
+from vllm_kvretrieval.engine.store_steps import StoreStep
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.store.contexts import NO_PARENT
+from vllm_kvretrieval.store.records import Record
+from vllm_kvretrieval.store.store import Geometry, open_store
+
+BLOCKS, DENSE, INDEX = 6, 48, 16
+GEOMETRY = Geometry(BLOCKS, 2, 64, DENSE + INDEX)
+IDENTITY = {"model": "test"}
+
+HOLD = """
+import sys, time
+from vllm_kvretrieval.store.files import Folder
+from vllm_kvretrieval.store.store import take_locks
+locks = take_locks(Folder.at(sys.argv[1]), [sys.argv[2]])
+print("held", flush=True)
+time.sleep(float(sys.argv[3]))
+"""
+
+
+def home_store(tmp_path):
+    """A store that a worker has made, and what its blocks have outside of home."""
+    home: Any = HomeStore(str(tmp_path / "store"), IDENTITY)
+    home.file(GEOMETRY)
+    parts = [torch.randint(256, (BLOCKS, n), dtype=torch.uint8) for n in (DENSE, INDEX)]
+    home.lost = Lost()
+    home.attach(parts, storage(home.lost, pages_per_block=4))
+    return home, parts
+
+
+def reader(tmp_path, home):
+    return open_store(str(tmp_path / "store"), home.name)
+
+
+def record(block):
+    return Record(bytes([block + 1]) * 32, NO_PARENT, 0, 0, 1)
+
+
+def commit(home, *blocks):
+    home.end_step(StoreStep(commit=[(block, record(block)) for block in blocks]))
+
+
+def hold(tmp_path, home, lock, seconds):
+    path = str(tmp_path / "store" / home.name)
+    command = [sys.executable, "-c", HOLD, path, lock, str(seconds)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    return holder
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    home, parts = home_store(tmp_path)
+    before = [part.clone() for part in parts]
+    commit(home, 2, 4)
+    for part in parts:
+        part.zero_()
+    later = HomeStore(str(tmp_path / "store"), IDENTITY)
+    assert later.blocks == BLOCKS
+    later.file(GEOMETRY)
+    later.attach(parts, storage(lost := Lost()))
+    later.begin_step(StoreStep(load=[2]))
+    assert not lost.added
+    for part, old in zip(parts, before, strict=True):
+        assert part[2].equal(old[2])
+        assert not part[4].any()
+    assert home.take_counts() == {"store_blocks_written": 2, "store_blocks_found": 0}
+    assert later.take_counts() == {"store_blocks_written": 0, "store_blocks_found": 1}
+    assert not any(later.take_counts().values())
+    store = reader(tmp_path, home)
+    assert {b: store.intact(b, r) for b, r in store.records().items()} == {2: True, 4: True}
+
+
+def test_voids_come_before_and_records_after_the_step(tmp_path):
+    home, parts = home_store(tmp_path)
+    commit(home, 1, 3)
+    step = StoreStep(void=[1, 3], commit=[(1, record(1))])
+    home.begin_step(step)
+    assert reader(tmp_path, home).records() == {}
+    parts[0][1] += 1
+    home.end_step(step)
+    store = reader(tmp_path, home)
+    assert [store.intact(b, r) for b, r in store.records().items()] == [True]
+    assert contents(store, 1).endswith(bytes(parts[0][1].tolist() + parts[1][1].tolist()))
+
+
+def test_nothing_is_stored_of_a_step_that_lost_something(tmp_path):
+    home, _ = home_store(tmp_path)
+    home.lost.some = True
+    commit(home, 1)
+    home.lost.some = False
+    commit(home)
+    assert reader(tmp_path, home).records() == {}
+
+
+class Cache:
+    """Of an encoded home: says which pages are closed, and remembers what was adopted."""
+
+    def __init__(self):
+        self.pages, self.adopted = set(), []
+
+    def closed(self, pages):
+        return self.pages.issuperset(pages)
+
+    def adopt(self, pages):
+        self.adopted += pages
+
+
+def test_encoded_blocks_wait_until_all_their_pages_are_closed(tmp_path):
+    home, parts = home_store(tmp_path)
+    caches = [Cache(), Cache()]
+    home.attach(parts, storage(home.lost, caches, 2))
+    commit(home, 1, 2)
+    caches[0].pages = {2, 3, 4, 5}
+    caches[1].pages = {2, 3, 4}
+    home.end_step(StoreStep())
+    assert reader(tmp_path, home).records().keys() == {1}
+    home.begin_step(StoreStep(void=[2]))  # it is overwritten before
+    caches[1].pages.add(5)
+    home.end_step(StoreStep())
+    assert reader(tmp_path, home).records().keys() == {1}
+    home.begin_step(StoreStep(load=[1]))
+    assert [cache.adopted for cache in caches] == [[2, 3]] * 2
+
+
+def test_a_full_disk_ends_storing_not_serving(tmp_path, monkeypatch):
+    home, _ = home_store(tmp_path)
+    disk = FailingDisk(monkeypatch)
+    disk.error = errno.ENOSPC
+    for block in range(PATIENCE):
+        disk.left = 0
+        commit(home, block)
+    before = disk.calls
+    commit(home, 5)
+    assert disk.calls == before
+    assert reader(tmp_path, home).records() == {}
+
+
+def test_what_cannot_be_loaded_is_told(tmp_path, monkeypatch):
+    home, _ = home_store(tmp_path)
+    commit(home, 1, 2)
+
+    def fail(fd, buffers, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    home.begin_step(StoreStep(load=[1, 2]))
+    assert home.lost.added == {1, 2}
+
+
+def test_a_second_server_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "STOPS_S", 0.2)
+    home, _ = home_store(tmp_path)
+    home._lock.close()
+    holder = hold(tmp_path, home, "lock", 60)
+    try:
+        with pytest.raises(RetrievalConfigError, match=f"in use by process {holder.pid};"):
+            HomeStore(str(tmp_path / "store"), IDENTITY)
+    finally:
+        holder.kill()
+        holder.wait()
+    HomeStore(str(tmp_path / "store"), IDENTITY)
+
+
+def test_a_worker_that_ends_its_step_is_waited_for(tmp_path, monkeypatch):
+    home, _ = home_store(tmp_path)
+    home._lock.close()
+    holder = hold(tmp_path, home, "worker-lock", 1)
+    start = time.monotonic()
+    HomeStore(str(tmp_path / "store"), IDENTITY)._lock.close()
+    assert time.monotonic() - start > 0.5
+    holder.wait()
+    holder = hold(tmp_path, home, "worker-lock", 60)
+    monkeypatch.setattr(store_module, "WAIT_S", 0.2)
+    with pytest.raises(RetrievalConfigError, match="in use by process"):
+        HomeStore(str(tmp_path / "store"), IDENTITY)
+    holder.kill()
+    holder.wait()
+
+
+def test_other_sizes_are_refused(tmp_path):
+    home, _ = home_store(tmp_path)
+    later: Any = HomeStore(str(tmp_path / "store"), IDENTITY)
+    with pytest.raises(RetrievalConfigError, match="another division of memory"):
+        later.file(Geometry(BLOCKS, 2, 64, DENSE))
+    cache = SimpleNamespace(blocks_for=lambda seats: 4, max_model_len=2048, retrieval_layers=2)
+    assert not later.has_dense(cache)
+    cache.retrieval_layers = 1
+    assert later.has_dense(cache)
+    config = SimpleNamespace(home_bytes=None)
+    assert later.blocks_for(cache, config, None) == BLOCKS
+    assert later.blocks_for(cache, SimpleNamespace(home_bytes=BLOCKS * 128 + 5), None) == BLOCKS
+    with pytest.raises(RetrievalConfigError, match=r"override 7: the store .* has 6 blocks"):
+        later.blocks_for(cache, config, 7)
+    with pytest.raises(RetrievalConfigError, match=r"home_bytes=640 \(5 blocks\): the store"):
+        later.blocks_for(cache, SimpleNamespace(home_bytes=640), None)
+    cache.blocks_for = lambda seats: 8
+    with pytest.raises(RetrievalConfigError, match="one request needs 8 blocks"):
+        later.blocks_for(cache, config, None)
+    assert home.name == later.name
+
+
+def test_every_value_of_the_weights_counts():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).bfloat16()
+    before = weights_hash(model)
+    assert weights_hash(model) == before
+    with torch.no_grad():
+        model[1].bias[1] += 1
+    assert weights_hash(model) != before
+    other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).bfloat16()
+    other.load_state_dict(model.state_dict())
+    assert weights_hash(other) == weights_hash(model)
+    assert weights_hash(other.half()) != weights_hash(model)

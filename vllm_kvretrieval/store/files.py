@@ -1,0 +1,241 @@
+"""Files of a store: opened without following links, private, locked, read and written whole."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import time
+from pathlib import Path
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+POLL_S = 0.05
+OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Folder:
+    """A directory that is held open; what it contains is opened relative to it.
+
+    Directories and files have to belong to the user and be closed to others, since prompts can be
+    recovered from keys and values. Symbolic links inside of it are never followed.
+
+    Args:
+        fd: Descriptor of the directory; closed by :meth:`close`.
+        path: Its path, for messages.
+        closed: Bits of the mode that have to be clear.
+
+    Raises:
+        RetrievalConfigError: It is open to others, or belongs to another user.
+    """
+
+    def __init__(self, fd: int, path: Path, closed: int = 0o077) -> None:
+        self.fd, self.path = fd, path
+        try:
+            _check_private(os.fstat(fd), path, closed)
+        except RetrievalConfigError:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def at(cls, path: str, make: bool = False) -> "Folder":
+        """Open the directory of a path, or make it; others may look at it, but not write to it.
+
+        Args:
+            path: Its path; the directory above it has to exist.
+            make: Whether to make it where it does not exist.
+
+        Raises:
+            RetrievalConfigError: See the class.
+            OSError: It cannot be opened or made.
+        """
+        if make:
+            with contextlib.suppress(FileExistsError):
+                Path(path).mkdir(PRIVATE_FOLDER)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return cls(fd, Path(path), 0o022)
+
+    def folder(self, name: str, make: bool = False) -> "Folder":
+        """Open a directory inside of this one, or make it; raises as :meth:`at`."""
+        if make:
+            os.mkdir(name, PRIVATE_FOLDER, dir_fd=self.fd)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | OPEN, dir_fd=self.fd)
+        if make:
+            os.fchmod(fd, PRIVATE_FOLDER)
+        return Folder(fd, self.path / name)
+
+    def make(self, name: str) -> int:
+        """Make a file that must not exist yet; its descriptor, for reading and writing."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN
+        fd = os.open(name, flags, PRIVATE_FILE, dir_fd=self.fd)
+        os.fchmod(fd, PRIVATE_FILE)
+        return fd
+
+    def open(self, name: str, size: int | None = None, write: bool = False) -> int:
+        """Open a file that exists.
+
+        Args:
+            name: Its name in this directory.
+            size: Bytes that it has to have; None: any number.
+            write: Whether it is written, too.
+
+        Returns:
+            The descriptor.
+
+        Raises:
+            RetrievalConfigError: It is no file of the user's alone, or has another size.
+            OSError: It cannot be opened.
+        """
+        fd = os.open(name, (os.O_RDWR if write else os.O_RDONLY) | OPEN, dir_fd=self.fd)
+        try:
+            found = os.fstat(fd)
+            _check_private(found, self.path / name)
+            if not stat.S_ISREG(found.st_mode):
+                raise RetrievalConfigError(f"store: {self.path / name} is no regular file.")
+            if size is not None and found.st_size != size:
+                raise RetrievalConfigError(
+                    f"store: {self.path / name} has {found.st_size} bytes in place of {size}: it "
+                    f"was cut off, or is of another store. Remove {self.path}."
+                )
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def replace(self, name: str, contents: bytes) -> None:
+        """Write a small file anew, so that readers find the old or the new contents."""
+        new = f".{name}.new"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new, dir_fd=self.fd)
+        fd = self.make(new)
+        try:
+            write_at(fd, contents, 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(new, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def read(self, name: str) -> bytes:
+        """The contents of a small file; raises as :meth:`open`."""
+        fd = self.open(name)
+        try:
+            return bytes(read_at(fd, os.fstat(fd).st_size, 0))
+        finally:
+            os.close(fd)
+
+    def names(self) -> list[str]:
+        """Names of what is inside, sorted."""
+        return sorted(os.listdir(self.fd))  # noqa: PTH208 - of a descriptor
+
+    def rename(self, name: str, new: str) -> None:
+        """Give something inside another name, for good."""
+        os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        self.sync()
+
+    def remove(self, name: str) -> None:
+        """Remove a directory inside of this one, with all that it contains."""
+        shutil.rmtree(name, dir_fd=self.fd)
+
+    def sync(self) -> None:
+        """Wait until the names inside are on the disk."""
+        os.fsync(self.fd)
+
+    def close(self) -> None:
+        """Close the directory; what was opened in it stays open."""
+        os.close(self.fd)
+
+
+class Lock:
+    """A lock that the system drops when the process ends, however it ends.
+
+    Args:
+        folder: Where its file is; made where it is missing.
+        name: Of the file. The process opens it for nothing else: closing any descriptor of it would
+            drop the lock.
+    """
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        try:
+            self._fd = folder.open(name, write=True)
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                os.close(folder.make(name))
+            self._fd = folder.open(name, write=True)
+
+    def take(self, patience: float = 0.0) -> bool:
+        """Take the lock and note the process in its file; False where another process has it.
+
+        Args:
+            patience: Seconds to wait for the other process.
+        """
+        end = time.monotonic() + patience
+        while not self._try():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(POLL_S)
+        os.ftruncate(self._fd, 0)
+        write_at(self._fd, str(os.getpid()).encode(), 0)
+        return True
+
+    def _try(self) -> bool:
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            raise
+        return True
+
+    @property
+    def owner(self) -> str:
+        """Number of the process that took it last, as that process sees itself."""
+        return os.pread(self._fd, 20, 0).decode(errors="replace") or "unknown"
+
+    def close(self) -> None:
+        """Drop the lock."""
+        os.close(self._fd)
+
+
+def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of the data, in as many calls as the system takes for it."""
+    left = memoryview(data).cast("B")
+    while left:
+        done = os.pwrite(fd, left, offset)
+        if done == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        left, offset = left[done:], offset + done
+
+
+def read_at(fd: int, size: int, offset: int) -> bytearray:
+    """Read so many bytes.
+
+    Raises:
+        OSError: They cannot be read, or the file ends before.
+    """
+    data = bytearray(size)
+    read_into(fd, memoryview(data), offset)
+    return data
+
+
+def read_into(fd: int, target: memoryview, offset: int) -> None:
+    """Fill memory with what a file has from an offset on; raises as :func:`read_at`."""
+    while target:
+        done = os.preadv(fd, [target], offset)
+        if done == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        target, offset = target[done:], offset + done
+
+
+def _check_private(found: os.stat_result, path: Path, closed: int = 0o077) -> None:
+    if found.st_uid != os.geteuid():
+        raise RetrievalConfigError(
+            f"store: {path} belongs to user {found.st_uid}, and the server runs as "
+            f"{os.geteuid()}; name a directory of the server's user."
+        )
+    if found.st_mode & closed:
+        raise RetrievalConfigError(
+            f"store: {path} is open to other users (mode {stat.S_IMODE(found.st_mode):o}), and "
+            f"prompts can be recovered from a KV cache; close it: chmod go= {path}."
+        )

@@ -1,0 +1,303 @@
+"""A store: the keys and values of one model, as one engine lays them out, in a directory."""
+
+import hashlib
+import json
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.store.files import Folder, Lock, read_at, read_into, write_at
+from vllm_kvretrieval.store.records import RECORD_BYTES, VOID, Record, unpack
+
+FORMAT = 1
+"""Of the directory; other formats are refused."""
+PREFIX, UNFINISHED = "kv-", ".new-"
+IDENTITY, PAGES, SIDE, RECORDS, USED, PINS = (
+    "identity.json",
+    "pages",
+    "side",
+    "records",
+    "used",
+    "pins.json",
+)
+LOCK, WORKER_LOCK = "lock", "worker-lock"
+"""The first is held in a store by the server's scheduler, or a command, and in the directory of all
+stores by a process that makes or removes one. The other one is held by the worker, which may
+outlive the scheduler by a step."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a store.
+
+    Attributes:
+        blocks: vLLM's blocks.
+        layers: Layers in the slow home.
+        layer_block_bytes: Bytes of a block there, in one layer.
+        side_bytes: Bytes of a block outside of home: its part of dense layers and of page indexes.
+    """
+
+    blocks: int
+    layers: int
+    layer_block_bytes: int
+    side_bytes: int
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Bytes of each file that grows with the blocks, by its name."""
+        return {
+            PAGES: self.blocks * self.layers * self.layer_block_bytes,
+            SIDE: self.blocks * self.side_bytes,
+            RECORDS: self.blocks * RECORD_BYTES,
+            USED: self.blocks * 8,
+        }
+
+    @property
+    def bytes(self) -> int:
+        """Of all files together."""
+        return sum(self.files.values())
+
+
+class Store:
+    """An existing store, whose files are open.
+
+    The home's mapping or codec writes ``pages``, and the worker ``side``. When both are complete
+    for a block, :meth:`commit` writes its record. Nobody trusts a record before :meth:`intact` has
+    read the block again, so the order in which the system writes to the disk does not matter.
+
+    Args:
+        folder: Its directory; closed with the store.
+        write: Whether to write to it.
+
+    Raises:
+        RetrievalConfigError: It is damaged, of another format, or open to others.
+        OSError: A file of it cannot be opened.
+    """
+
+    def __init__(self, folder: Folder, write: bool = False) -> None:
+        self.folder = folder
+        self._fds: dict[str, int] = {}
+        try:
+            described = _described(folder)
+            self.identity: Mapping[str, Any] = described["identity"]
+            self.geometry = Geometry(**described["geometry"])
+            self.id = bytes.fromhex(described["id"])
+            for name, size in self.geometry.files.items():
+                self._fds[name] = folder.open(name, size, write)
+            prot = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+            used = mmap.mmap(self._fds[USED], self.geometry.blocks * 8, prot=prot)
+        except BaseException:
+            self.close()
+            raise
+        self.used = np.frombuffer(used, dtype=np.uint64)
+        """uint64 [blocks]; of the blocks that were let go of later the larger numbers."""
+
+    def close(self) -> None:
+        """Close the files; the mapping of ``used`` goes with the array."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+        self.folder.close()
+
+    @property
+    def pages_fd(self) -> int:
+        """Descriptor of the home's file, which the store closes."""
+        return self._fds[PAGES]
+
+    def records(self) -> dict[int, Record]:
+        """The records by block, but for those that are void or damaged."""
+        return unpack(bytes(read_at(self._fds[RECORDS], self.geometry.files[RECORDS], 0)))
+
+    def commit(self, block: int, record: Record) -> None:
+        """Write the record of a block whose contents are complete.
+
+        Raises:
+            OSError: The contents cannot be read, or the record cannot be written.
+        """
+        record = record._replace(sum=self._sum(block, record))
+        write_at(self._fds[RECORDS], record.pack(), block * RECORD_BYTES)
+
+    def void(self, blocks: Iterable[int]) -> None:
+        """Forget what blocks hold."""
+        for block in blocks:
+            write_at(self._fds[RECORDS], VOID, block * RECORD_BYTES)
+
+    def intact(self, block: int, record: Record) -> bool:
+        """Whether the block's contents are those that its record was written for."""
+        try:
+            return self._sum(block, record) == record.sum
+        except OSError:
+            return False
+
+    def write_side(self, block: int, data: bytes) -> None:
+        """Write a block's part of dense layers and page indexes, ``side_bytes`` in all."""
+        assert len(data) == self.geometry.side_bytes
+        write_at(self._fds[SIDE], data, block * len(data))
+
+    def read_side(self, block: int) -> bytearray:
+        """Read what :meth:`write_side` wrote; raises OSError where that is impossible."""
+        size = self.geometry.side_bytes
+        return read_at(self._fds[SIDE], size, block * size)
+
+    def _sum(self, block: int, record: Record) -> bytes:
+        sizes = self.geometry
+        total = hashlib.sha256(self.id + record.seed())
+        buffer = memoryview(bytearray(max(sizes.layer_block_bytes, sizes.side_bytes)))
+        part = buffer[: sizes.layer_block_bytes]
+        for layer in range(sizes.layers):
+            place = (layer * sizes.blocks + block) * sizes.layer_block_bytes
+            read_into(self._fds[PAGES], part, place)
+            total.update(part)
+        part = buffer[: sizes.side_bytes]
+        read_into(self._fds[SIDE], part, block * sizes.side_bytes)
+        total.update(part)
+        return total.digest()
+
+
+def open_store(directory: str, name: str, write: bool = False) -> Store:
+    """Open a store by the path of the directory of all stores, and its name there.
+
+    Raises:
+        RetrievalConfigError: See :class:`Store`.
+        OSError: There is none, or it cannot be opened.
+    """
+    root = Folder.at(directory)
+    try:
+        return Store(root.folder(name), write)
+    finally:
+        root.close()
+
+
+def name_of(identity: Mapping[str, Any]) -> str:
+    """The name of the store's directory; other identities have other names."""
+    return PREFIX + hashlib.sha256(_canonical(identity)).hexdigest()[:16]
+
+
+def make_store(
+    root: Folder,
+    identity: Mapping[str, Any],
+    geometry: Geometry,
+    reserve: Callable[[int, int, str], None],
+) -> None:
+    """Make an empty store.
+
+    Its directory gets its name when everything in it is complete and on the disk. The caller holds
+    the lock of the directory above it, since what others have left unfinished is removed.
+
+    Args:
+        root: The directory of all stores.
+        identity: All that the meaning of the bytes depends on; what JSON can hold.
+        geometry: Its sizes.
+        reserve: Gives a file its size and space: descriptor, bytes, directory for messages.
+    """
+    remove_unfinished(root)
+    name = UNFINISHED + secrets.token_hex(8)
+    folder = root.folder(name, make=True)
+    try:
+        for file, size in geometry.files.items():
+            fd = folder.make(file)
+            try:
+                reserve(fd, size, str(root.path))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        described = {
+            "format": FORMAT,
+            "id": secrets.token_hex(16),
+            "identity": identity,
+            "geometry": asdict(geometry),
+        }
+        sealed = described | {"sum": _sum_of(described)}
+        folder.replace(IDENTITY, json.dumps(sealed, indent=1).encode())
+        folder.sync()
+        root.rename(name, name_of(identity))
+    except BaseException:
+        root.remove(name)
+        raise
+    finally:
+        folder.close()
+
+
+def take_locks(folder: Folder, names: Sequence[str], patience: float = 0.0) -> list[Lock]:
+    """Take locks of a store, so that nobody else writes to it.
+
+    Args:
+        folder: The store's directory.
+        names: Of the locks.
+        patience: Seconds to wait for another process.
+
+    Raises:
+        RetrievalConfigError: Another process has one of them; says which.
+    """
+    taken = list[Lock]()
+    for name in names:
+        taken.append(Lock(folder, name))
+        if not taken[-1].take(patience):
+            owner = taken[-1].owner
+            release(taken)
+            raise RetrievalConfigError(
+                f"store: {folder.path} is in use by process {owner}; stop it first, or name "
+                "another directory."
+            )
+    return taken
+
+
+def release(locks: Iterable[Lock]) -> None:
+    """Drop locks."""
+    for lock in locks:
+        lock.close()
+
+
+def remove_unfinished(root: Folder) -> int:
+    """Remove what processes have left that ended while they made a store; how many there were."""
+    left = [name for name in root.names() if name.startswith(UNFINISHED)]
+    for name in left:
+        root.remove(name)
+    return len(left)
+
+
+def store_names(root: Folder) -> list[str]:
+    """Names of the directories of all stores."""
+    return [name for name in root.names() if name.startswith(PREFIX)]
+
+
+def _described(folder: Folder) -> dict[str, Any]:
+    """What the file with the identity says."""
+    damaged, remedy = f"store: {folder.path / IDENTITY} is damaged", f"Remove {folder.path}."
+    try:
+        text = folder.read(IDENTITY)
+    except FileNotFoundError:
+        raise RetrievalConfigError(f"{damaged}. {remedy}") from None
+    try:
+        described = json.loads(text)
+        said = described.pop("sum")
+        found = described["format"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise RetrievalConfigError(
+            f"store: {folder.path / IDENTITY} is damaged. {remedy}"
+        ) from None
+    if found != FORMAT:
+        raise RetrievalConfigError(
+            f"store: {folder.path} has format {found}, and this release writes {FORMAT}. {remedy}"
+        )
+    if said != _sum_of(described):
+        raise RetrievalConfigError(f"{damaged}. {remedy}")
+    if name_of(described["identity"]) != folder.path.name:
+        raise RetrievalConfigError(
+            f"store: {folder.path} was given another name than its contents have. {remedy}"
+        )
+    return dict(described)
+
+
+def _canonical(described: Any) -> bytes:
+    return json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _sum_of(described: Any) -> str:
+    return hashlib.sha256(_canonical(described)).hexdigest()
