@@ -43,7 +43,7 @@ VALUES: dict[str, Any] = {
     "home": "disk",
     "home_bytes": "1GiB",
     "home_path": "/tmp",
-    "store": "/tmp/kv",
+    "store": "/tmp/store",
     "codec": "k8v4",
     "recall_cache_bytes": "1GiB",
 }
