@@ -126,7 +126,7 @@ def test_models(configure, model, options, message, backend):
     configure(model, attention_backend=None, **options)
 
 
-STORE = {"kv_retrieval": {"home": "disk", "store": "/tmp/store"}}
+STORE = {"kv_retrieval": {"home": "disk", "store": "/tmp/kvs"}}
 TRANSFER = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
 ENGINES = {
     "fp8 cache": (
@@ -206,22 +206,22 @@ ENGINES = {
         "leave --kv-transfer-config out, or use home=device.",
     ),
     "a store in memory": (
-        {"additional_config": {"kv_retrieval": {"store": "/tmp/store"}}},
-        "kv_retrieval.store='/tmp/store' has no effect with home=device; leave it out, or use a home "
+        {"additional_config": {"kv_retrieval": {"store": "/tmp/kvs"}}},
+        "kv_retrieval.store='/tmp/kvs' has no effect with home=device; leave it out, or use a home "
         "that is larger: disk, on a GPU host.",
     ),
     "a store in memory, perhaps": (
-        {"additional_config": {"kv_retrieval": {"home": "auto", "store": "/tmp/store"}}},
-        "kv_retrieval.store='/tmp/store' keeps the file of a home on disk, which home=auto does not "
+        {"additional_config": {"kv_retrieval": {"home": "auto", "store": "/tmp/kvs"}}},
+        "kv_retrieval.store='/tmp/kvs' keeps the file of a home on disk, which home=auto does not "
         "have (or not for certain); use home=disk, or leave it out.",
     ),
     "a store and another place": (
         {
             "additional_config": {
-                "kv_retrieval": {"home": "disk", "store": "/tmp/store", "home_path": "/tmp"}
+                "kv_retrieval": {"home": "disk", "store": "/tmp/kvs", "home_path": "/tmp"}
             }
         },
-        "kv_retrieval.home_path='/tmp' has no effect with store='/tmp/store', where the file of the "
+        "kv_retrieval.home_path='/tmp' has no effect with store='/tmp/kvs', where the file of the "
         "home is; leave it out.",
     ),
     "a store nowhere": (
@@ -230,17 +230,17 @@ ENGINES = {
     ),
     "a store without prefixes": (
         {"enable_prefix_caching": False, "additional_config": STORE},
-        "kv_retrieval.store='/tmp/store' is found through the prefix cache; leave "
+        "kv_retrieval.store='/tmp/kvs' is found through the prefix cache; leave "
         "--no-enable-prefix-caching out.",
     ),
     "a store with hashes of one process": (
         {"prefix_caching_hash_algo": "xxhash", "additional_config": STORE},
-        "kv_retrieval.store='/tmp/store' needs hashes that mean the same in every run; use "
+        "kv_retrieval.store='/tmp/kvs' needs hashes that mean the same in every run; use "
         "--prefix-caching-hash-algo sha256_cbor, or leave the option out.",
     ),
     "a store of two workers": (
         {"tensor_parallel_size": 2, "additional_config": STORE},
-        "kv_retrieval.store='/tmp/store' is the store of one worker; leave out "
+        "kv_retrieval.store='/tmp/kvs' is the store of one worker; leave out "
         "--tensor-parallel-size, --pipeline-parallel-size and --data-parallel-size, or the store.",
     ),
     "two methods": (
