@@ -1,4 +1,4 @@
-// Units in few bytes: keys by channel within the page, values by token. The specification is
+// Encodes units in few bytes: keys by channel within the page, values by token. The specification is
 // vllm_kvretrieval/retrieval/codec.
 #pragma once
 
@@ -11,9 +11,9 @@ namespace kvr {
 // Python has the numbers from bindings.cpp.
 enum class Codec : int32_t { kRaw = 0, kK8V4 = 1, kK4V4 = 2, kK2V2 = 3, kCount = 4 };
 
-constexpr int32_t kMostRows = 512;  // of a unit's keys, and of its values
+constexpr int32_t kMostRows = 512;  // rows of the keys of a unit, and of its values
 
-// Units of kTransposed layout, and what they are encoded as.
+// Units in the layout kTransposed, and their encoded bytes.
 struct UnitCoding {
   Codec codec;
   DType dtype;
@@ -25,7 +25,7 @@ struct UnitCoding {
 
 inline int64_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// Of one unit.
+// The encoded bytes of one unit.
 inline int64_t encoded_bytes(Codec codec, DType dtype, int64_t page_size, int64_t head_size) {
   const int64_t elements = page_size * head_size;
   switch (codec) {

@@ -1,4 +1,4 @@
-// Reading and writing parts of a file, all or nothing. Where that fails, errno says why.
+// Reads and writes parts of a file, all or nothing. On failure errno says why.
 #pragma once
 
 #include <unistd.h>

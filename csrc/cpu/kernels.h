@@ -1,7 +1,7 @@
-// The retrieval ops of the CPU platform: what they take, independent of the instruction set.
+// The arguments of the ops of the CPU platform, for all instruction sets.
 //
-// The specification of every op is its plain-torch twin in vllm_kvretrieval/kernels/reference.
-// Nothing here knows PyTorch: pointers, strides and sizes only.
+// The specification of every op is its plain-torch twin in vllm_kvretrieval/kernels/reference. This
+// code does not use PyTorch; it takes pointers, strides and sizes.
 #pragma once
 
 #include <algorithm>
@@ -10,17 +10,17 @@
 
 namespace kvr {
 
-// Scores (floats) that are held at once, unless a single row has more. Each calling thread keeps room
-// for them.
+// The number of scores (floats) that are held at once, unless a single row has more. Each calling
+// thread keeps memory for them.
 constexpr int64_t kMostScores = 32 << 20;
 
 enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
-// How a row comes to what lies between its sink and its window; kernels/rows.py says the same.
+// How the units between sink and window of a row are found; see kernels/rows.py.
 enum class Mode : uint8_t {
-  kSelect = 0,                   // scores select it
-  kGiven = 1,                    // the selection holds it already, and stays as it is
-  kWhole = 2,                    // it is all there is: the row attends to the whole context
+  kSelect = 0,                   // scores select them
+  kGiven = 1,                    // they are in the selection, which stays as it is
+  kWhole = 2,                    // the row attends to the whole context
 };
 
 // The requests of a step that decode one token each; the same for every layer.
@@ -28,12 +28,12 @@ struct DecodeRows {
   int32_t rows;
   const int32_t* block_table;    // [rows, block_table_width]; page ids in context order
   int64_t block_table_width, block_table_stride;
-  const int32_t* seq_lens;       // [rows]; tokens in context, the new one included
-  const int32_t* seats;          // [rows]; the request's entry in per-request state
+  const int32_t* seq_lens;       // [rows]; tokens in the context, including the new one
+  const int32_t* seats;          // [rows]; the entry of the request in per-request state
   const int32_t* sink;           // [rows]; in units of selection: pages, or tokens
   const int32_t* window;         // [rows]
   const Mode* mode;              // [rows]
-  const int32_t* select;         // [rows]; units to select, of rows that do
+  const int32_t* select;         // [rows]; units that rows of mode kSelect select
   const float* threshold;        // [rows]; correction threshold tau
   const uint8_t* fresh;          // [rows]; no previous decode step: correct every head
   const float* mass;             // [rows]; share of the scores that is enough; 1: all of `select`
@@ -57,16 +57,16 @@ struct DecodeRows {
   }
 };
 
-// How a (page, KV head) of vLLM's CPU cache holds its keys, in front of its values.
+// The layout of the keys of a (page, KV head) of vLLM's CPU cache, which come before its values.
 enum class KeyLayout : int32_t {
   kTransposed = 0,               // [head_size, page_size]
   kAmx = 1,                      // words of 4 bytes: [page_size / 16, words of a key, 16 tokens];
-                                 // and values as PageStaging has them
+                                 // values are as in PageStaging
   kRows = 2,                     // [page_size, 2 * head_size], each key before its value; ours
 };
 
-// What is kept of the keys of an entry's tokens; index/ has one file per kind. Python has the numbers
-// from bindings.cpp.
+// The kinds of indexes: what a record holds of the keys of an entry. index/ has one file per kind.
+// Python gets the numbers from bindings.cpp.
 enum class IndexKind : int32_t {
   kMinMax = 0,
   kMean = 1,
@@ -76,19 +76,19 @@ enum class IndexKind : int32_t {
   kOneBit = 5,
   kLowRank = 6,
   kExact = 7,
-  kOutside = 8,                  // scored and built by its owner
+  kOutside = 8,                  // an index of another package, which builds and scores it
   kNone = 9,
   kCount = 10,
 };
 
-// How the scores of a KV head's query heads become one; pooling.h.
+// How the scores of the query heads of a KV head become one; see pooling.h.
 enum class Pooling : int32_t { kMeanSoftmax = 0, kRelative = 1, kMax = 2, kSum = 3 };
 
-// The index of one layer: a record of bytes for the keys of every `entry_tokens` tokens of a page
-// and KV head.
+// The index of one layer. It has a record for every entry: `entry_tokens` tokens of a page, in a KV
+// head.
 struct Index {
   IndexKind kind;
-  DType dtype;                   // of the KV cache, and of what records hold in its precision
+  DType dtype;                   // of the KV cache, and of fields of records with its precision
   int32_t kv_heads, head_size, page_size;
   int32_t entry_tokens;          // page_size over a power of two
   int32_t rank;                  // of kLowRank
@@ -101,7 +101,7 @@ struct Index {
 
   int parts() const { return page_size / entry_tokens; }
   int64_t pages() const { return entries / parts(); }
-  // Entries that count among the context's: unfinished ones only where records grow with each key.
+  // The number of entries of a context that have records; unfinished ones do if records grow.
   int entries_of(int32_t seq_len) const {
     return kind == IndexKind::kMinMax ? (seq_len + entry_tokens - 1) / entry_tokens
                                       : seq_len / entry_tokens;
@@ -111,20 +111,20 @@ struct Index {
   }
 };
 
-// What a layer keeps of each request's last decode step, and how it chooses.
+// How a layer selects, and what it remembers of the last decode step of each request.
 struct Chooser {
   Index index;
   Pooling pooling;
   int32_t group;                 // query heads per KV head
   float scale;                   // softmax scale of the layer
-  int32_t rerank;                // candidates per unit selected, scored again by their keys; 0: none
+  int32_t rerank;                // candidates per selected unit, scored again by their keys; 0: none
   void* prev_query;              // [seats, kv_heads * group, head_size]
   int32_t* selected;             // [seats, kv_heads, max_selected]; positions of units in the context
   int32_t seats, max_selected;
-  const int32_t* counts;         // [seats, kv_heads]; units that a KV head selects, or null: the row's
+  const int32_t* counts;         // [seats, kv_heads]; units that a KV head selects; null: see the row
   int64_t count_stride;          // from one seat to the next
 
-  // Units between sink and window that a KV head attends to.
+  // The number of units between sink and window that a KV head attends to.
   int32_t select(const DecodeRows& rows, int row, int head) const {
     const int32_t between = rows.between(row, index.page_size);
     if (rows.mode[row] == Mode::kWhole) return between;
@@ -134,16 +134,16 @@ struct Chooser {
   }
 };
 
-// How a filter layer selects tokens for the layers after it: one set for all their heads.
+// How a filter layer selects tokens for the layers after it, the same tokens for all their heads.
 struct ContextSelector {
-  Index index;                   // kExact: where its keys are
+  Index index;                   // kExact, over the keys of the layer
   int32_t group;                 // query heads per KV head
   float scale;                   // softmax scale of the layer
   int32_t* selected;             // [seats, max_selected]; positions of tokens in the context
   int32_t seats, max_selected;
 };
 
-// The latest queries of some requests, by which their filter selects; sink, window and selection are
+// The latest queries of some requests, by which a filter selects. Sink, window and selection are
 // counted in tokens.
 struct ContextSelection {
   const DecodeRows& rows;
@@ -152,9 +152,10 @@ struct ContextSelection {
   int64_t query_stride;          // elements from one query to the next
   int32_t queries;               // per row
   const float* weights;          // [rows, queries]; 0: there is no such query
-  // [rows, queries, rating_stride]; the logarithm of the highest attention that any head here gives a
-  // token. Where other workers have the rest of the heads: written, and nothing is chosen; or the
-  // highest of all workers, by which to choose. Null: both at once.
+  // [rows, queries, rating_stride]; the logarithm of the highest attention that any head gives a
+  // token. If other workers have some heads, a first call writes the ratings of the heads here and
+  // selects nothing, and a second one (`rated`) selects by the highest ratings of all workers. Null:
+  // one call does both.
   float* ratings;
   int64_t rating_stride;
   bool rated;
@@ -164,11 +165,11 @@ struct ContextSelection {
 struct TokenListing {
   const DecodeRows& rows;
   const ContextSelector& selector;
-  int32_t kv_heads;              // of these layers
+  int32_t kv_heads;              // of the layers that follow
 };
 void list_context(const TokenListing&);
 
-// New keys and where they were written.
+// New keys, and the places in the cache where they were written.
 struct IndexUpdate {
   const Index& index;
   const void* keys;              // [num_tokens, kv_heads, head_size]
@@ -187,7 +188,7 @@ struct DecodePlan {
   int64_t score_stride;
 };
 
-// Pages whose keys are in the cache, to be taken into the index.
+// Pages of the cache that are to be taken into the index.
 struct PageIndexing {
   const Index& index;
   const int32_t* pages;          // [num_pages], distinct
@@ -195,7 +196,7 @@ struct PageIndexing {
   int64_t num_pages;
 };
 
-// Entries whose keys are to be read from the cache.
+// Entries whose keys are to be read.
 struct KeyReading {
   const Index& index;
   const int64_t* entries;        // [num_entries]
@@ -203,7 +204,7 @@ struct KeyReading {
   float* keys;                   // out, [num_entries, entry_tokens, kv_heads, head_size]
 };
 
-// New keys and values for a cache of rows.
+// New keys and values for a token-major cache.
 struct RowWrite {
   const void *keys, *values;     // [num_tokens, kv_heads, head_size]
   int64_t key_stride, value_stride;  // elements from one token to the next
@@ -214,30 +215,30 @@ struct RowWrite {
 };
 void write_rows(const RowWrite&);
 
-// Pages of one layer, to be laid out as larger blocks: from kTransposed, keys [head_size, tokens] and
-// then values [tokens, head_size], to the same; or from kRows to that or to kAmx, where values are
-// words of two tokens, [head_size / 16, tokens / 2, 16 channels].
+// Pages of one layer that are to be laid out as larger blocks: from kTransposed (keys [head_size,
+// tokens], then values [tokens, head_size]) to kTransposed, or from kRows to kTransposed or kAmx. In
+// kAmx values are words of two tokens, [head_size / 16, tokens / 2, 16 channels].
 struct PageStaging {
   const void* source;            // [pages, kv_heads, 2 * page_size * head_size]
   const int32_t* pages;          // [num_pages]; a multiple of pages_per_block
   int64_t num_pages;
   void* target;                  // [num_pages / pages_per_block, kv_heads, ...]
   int32_t pages_per_block, kv_heads, page_size, head_size, element_size;
-  KeyLayout from, to;            // kAmx: of elements of 2 bytes, in pages of 16 tokens or multiples
+  KeyLayout from, to;            // kAmx: elements of 2 bytes, pages of a multiple of 16 tokens
 };
 void stage_pages(const PageStaging&);
 
-// Tokens of a cache of rows, to be laid out as blocks: row by row, each of which begins a block.
+// Tokens of a token-major cache that are to be laid out as blocks. Each row begins a new block.
 struct TokenStaging {
   const void* source;            // [cache_tokens, 2 * head_size]
   int64_t cache_tokens;
   const int32_t* entries;        // [rows * kv_heads, width]; numbers of tokens in source
   int64_t width, stride;
-  const int32_t* lengths;        // [rows * kv_heads]; those of a row are equal
+  const int32_t* lengths;        // [rows * kv_heads]; equal for all heads of a row
   void* target;                  // [blocks, kv_heads, 2 * block_tokens * head_size]; out
   int64_t blocks;
   int32_t rows, block_tokens, kv_heads, head_size, element_size;
-  KeyLayout to;                  // kTransposed, or kAmx: of elements of 2 bytes
+  KeyLayout to;                  // kTransposed, or kAmx with elements of 2 bytes
 
   int64_t blocks_of(int64_t row) const {
     return (lengths[row * kv_heads] + block_tokens - 1) / block_tokens;
@@ -245,11 +246,11 @@ struct TokenStaging {
 };
 void stage_tokens(const TokenStaging&);
 
-// What rows of one token each attend to. A (page, KV head) is a unit, and its tokens are numbered
-// unit * page_size + offset; an entry of a list is `run` tokens in a row.
+// Attention of rows of one token each. A (page, KV head) is a unit; its tokens have the numbers unit *
+// page_size + offset. An entry of a list is `run` adjacent tokens.
 struct Attention {
   DType dtype;
-  KeyLayout layout;              // kAmx: of elements of 2 bytes
+  KeyLayout layout;              // kAmx: elements of 2 bytes
   int32_t rows, kv_heads, group, head_size, page_size;
   const void* cache;             // [units, 2 * page_size * head_size]
   int64_t cache_tokens;
@@ -260,23 +261,23 @@ struct Attention {
   float* lse;                    // out, [rows, kv_heads * group], or null
   float* weights;                // out, [rows, kv_heads * group, weight_stride], or null
   int64_t weight_stride;
-  // [rows * kv_heads, entries_width]; or, where all KV heads of a row share a list, [rows,
-  // entries_width], pages, of which every KV head reads its unit.
+  // [rows * kv_heads, entries_width]. If all KV heads of a row share a list: [rows, entries_width],
+  // pages, of which each KV head reads its unit.
   const int32_t* entries;
   int64_t entries_width, entries_stride;
   bool per_head;
-  const int32_t* lengths;        // [rows * kv_heads]; tokens, the last entry's may be fewer than run
-  int32_t run;                   // a power of two; but for kRows: 16 or more, in a page
+  const int32_t* lengths;        // [rows * kv_heads]; tokens; the last entry may have fewer than run
+  int32_t run;                   // a power of two; 16 or more, except for kRows
   float scale;
   float softcap;                 // logits become softcap * tanh(logit / softcap); 0: they stay
-  const float* sinks;            // [kv_heads * group]; a logit besides, whose value is zero; or null
+  const float* sinks;            // [kv_heads * group]; a further logit, with a value of zero; or null
 };
 
-// What queries of prompts attend to: sequences of queries, each with lists of pages. A query sees so
-// many of its list's first tokens, and the next query one more.
+// Attention of prompts: sequences of queries, each with lists of pages. A query sees the first tokens
+// of its list, and the next query one token more.
 struct PromptAttention {
   DType dtype;
-  KeyLayout layout;              // kAmx: of elements of 2 bytes
+  KeyLayout layout;              // kAmx: elements of 2 bytes
   int32_t sequences, kv_heads, group, head_size, page_size;
   const void* cache;             // [units, 2 * page_size * head_size]; a unit is a (page, KV head)
   int64_t units;
@@ -285,17 +286,17 @@ struct PromptAttention {
   void* out;                     // [tokens, kv_heads * group, head_size]
   int64_t out_stride, tokens;
   float* lse;                    // out, [tokens, kv_heads * group], or null
-  const int32_t* starts;         // [sequences + 1]; first query of each
+  const int32_t* starts;         // [sequences + 1]; the first query of each sequence
   const int32_t* seen;           // [sequences]; tokens of the list that the first query sees
-  // [sequences, width], pages, of which every KV head reads its unit; or, per_head, units,
-  // [sequences * kv_heads, width].
+  // [sequences, width], pages, of which each KV head reads its unit; with per_head units, [sequences *
+  // kv_heads, width].
   const int32_t* entries;
   int64_t width, stride;
   bool per_head;
-  int32_t window;                // of the tokens that a query sees it reads the last ones; 0: all
+  int32_t window;                // a query attends to the last tokens that it sees; 0: to all
   float scale;
   float softcap;                 // logits become softcap * tanh(logit / softcap); 0: they stay
-  const float* sinks;            // [kv_heads * group]; a logit besides, whose value is zero; or null
+  const float* sinks;            // [kv_heads * group]; a further logit, with a value of zero; or null
 
   int32_t queries(int sequence) const { return starts[sequence + 1] - starts[sequence]; }
 };
@@ -312,17 +313,17 @@ struct KernelTable {
   void (*attend)(const Attention&);
   void (*attend_prompt)(const PromptAttention&);
   void (*select_context)(const ContextSelection&);
-  // By the calling thread alone.
+  // These run on the calling thread alone.
   void (*encode_units)(const UnitCoding&);
   void (*decode_units)(const UnitCoding&);
 };
 
 // The fastest table that this machine runs.
 const KernelTable& kernels();
-// A table by name ("avx512_bf16", "avx512", "avx2", "portable"), or null where it is not compiled in
-// or cannot run.
+// A table by name ("avx512_bf16", "avx512", "avx2", "portable"); null if it is not compiled in, or
+// cannot run here.
 const KernelTable* kernels_for(const char* isa);
-// The names of all tables compiled in, fastest first, whether they run here or not.
+// The names of all tables that are compiled in, fastest first, whether or not they run here.
 std::vector<const char*> compiled_isas();
 
 }  // namespace kvr
