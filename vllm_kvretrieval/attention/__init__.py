@@ -1,1 +1,1 @@
-"""What vLLM calls: backend, metadata builder and implementation."""
+"""The classes that vLLM calls: backend, metadata builder and implementation."""

@@ -1,4 +1,4 @@
-"""Which requests of a step decode how; the same on every device."""
+"""The division of a step's requests by how they decode; the same on every device."""
 
 from typing import TYPE_CHECKING, NamedTuple
 

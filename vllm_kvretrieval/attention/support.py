@@ -1,4 +1,4 @@
-"""What retrieval cannot serve on any device, refused at start-up with what to do instead."""
+"""Refusals at start-up of what retrieval cannot serve on any device, with remedies."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ OF_ONE_INSTANCE = (CONNECTOR, "OffloadingConnector", "DecodeBenchConnector")
 """Connectors whose blocks are this instance's own, or random numbers."""
 
 LAYOUT_KEY = "kv_retrieval_layout"
-"""What others' configuration has to say where retrieval layers keep keys token by token."""
+"""The key by which the configuration of another connector states a token-major layout."""
 
 DUAL_CHUNK = "dual_chunk_attention_config"
 """Field of a model's configuration (Qwen2.5-1M)."""

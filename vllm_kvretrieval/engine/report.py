@@ -1,4 +1,4 @@
-"""What a worker says of its method when it starts; the same on every device."""
+"""The log of a worker about its method at start-up; the same on every device."""
 
 from collections.abc import Iterable
 

@@ -1,1 +1,1 @@
-"""What a prompt's attention looks like, and what a method leaves of it."""
+"""The attention of a prompt, and how much of it a method keeps."""

@@ -136,7 +136,7 @@ def _masks(tokens: int, heads: Sequence[tuple[torch.Tensor, int, int]]) -> Atten
 def _selected(
     config: RetrievalConfig, layers: Sequence[LayerAttention], longest: int
 ) -> list[Attended]:
-    """What the last query does, as the specification of the ops has it."""
+    """The attention of the last query, by the specification of the ops."""
     method, units = config.own, config.page_size if config.own.per_token else 1
     budget = config.page_budget()
     select = budget.select * units

@@ -1,4 +1,4 @@
-"""What attention asks of a method."""
+"""The interface of a method to attention."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +122,7 @@ class GroupMethod(Protocol):
 
     @property
     def sees(self) -> Sees:
-        """Which steps the method has to see."""
+        """The steps that the method has to see."""
         ...
 
     def plan(self, rows: StepRows) -> DecodePlan:
@@ -161,7 +161,7 @@ class LayerMethod(Protocol):
 
     @property
     def ready(self) -> Ready:
-        """What has been done for the rows when the layer reaches for what they attend to."""
+        """The work that has been done for the rows before the layer reaches for their tokens."""
         ...
 
     def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> None:
@@ -206,7 +206,7 @@ class LayerMethod(Protocol):
 
 @runtime_checkable
 class LayerWatcher(Protocol):
-    """What looks at a layer's attention after it."""
+    """An object that looks at the attention of a layer after each step."""
 
     def watch(self, query: torch.Tensor, kv_cache: torch.Tensor, seen: Any, split: Any) -> None:
         """Look at a step.
@@ -283,7 +283,7 @@ class WorkSize(NamedTuple):
 
 
 class Family(Protocol):
-    """What a file of this package provides."""
+    """The functions that a file of this package provides."""
 
     def group_method(self, facts: GroupFacts, number: int, method: Method) -> GroupMethod:
         """The method with this number, for a group of layers."""

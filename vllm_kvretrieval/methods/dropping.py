@@ -78,7 +78,7 @@ class Dropping:
         return DecodePlan(number, decode_rows, rows.index, lists, own=new)
 
     def see(self, step: Step) -> list[Watch]:
-        """Which queries of the step decide what is kept of their prompts."""
+        """Note the queries of the step that decide which tokens of their prompts are kept."""
         watches = list[Watch]()
         kept, seats = self._kept, step.seats
         methods = self._facts.requests.select(seats).method
@@ -124,7 +124,7 @@ class DroppingLayer(ScoredLayer):
 
     @property
     def ready(self) -> Ready:
-        """What is kept for good has been brought when it was chosen."""
+        """Tokens that are kept for good have been brought when they were chosen."""
         return Ready.NOTHING if self._drops else Ready.HELD
 
     @property

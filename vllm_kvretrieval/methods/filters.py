@@ -89,7 +89,7 @@ class Filtered(Scored):
         return plan
 
     def see(self, step: Step) -> Observed:
-        """Which queries of the step filters keep."""
+        """Note the queries of the step that filters keep."""
         return self.observation.observe(step.seats, step.lens, step.starts)
 
 

@@ -1,4 +1,4 @@
-"""Which file serves a method."""
+"""The choice of the file that serves a method."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What is stated of each option, and the refusal of options that a method does not have."""
+"""The facts about an option, and the refusal of options that have no effect with a method."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Which layers of a model attend to whole contexts: one rule for front end and worker."""
+"""The layers of a model that attend to whole contexts, by one rule for front end and worker."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

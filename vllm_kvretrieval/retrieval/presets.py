@@ -164,7 +164,7 @@ OWN = {
 }
 
 EXPLAINED = "entropykv"
-"""What ``vllm-kvretrieval explain`` shows where the user names no method."""
+"""The method that ``vllm-kvretrieval explain`` shows if the user names none."""
 
 
 def preset_names() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What attention and the worker ask of a place for KV."""
+"""The interface of a place for KV to attention and the worker."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +22,7 @@ class Ready(Enum):
 
     NOTHING = "nothing"
     HELD = "held"
-    """What the rows are given has been brought by :meth:`LayerStorage.hold`."""
+    """The tokens of the rows have been brought by :meth:`LayerStorage.hold`."""
     ANNOUNCED = "announced"
     """A layer before has announced it, by :meth:`LayerStorage.announce`."""
 
@@ -218,12 +218,13 @@ class Storage(Protocol):
         ...
 
     def check(self) -> str:
-        """What is wrong with the books, or differs from home; empty if nothing is. For tests."""
+        """The first error in the bookkeeping, or difference from home, in words; empty if there is
+        none. For tests."""
         ...
 
     @property
     def usage(self) -> "Usage":
-        """What of the fast memory in front of the storage is in use."""
+        """The part of the fast memory in front of the storage that is in use."""
         ...
 
 

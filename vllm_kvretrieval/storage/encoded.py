@@ -83,7 +83,7 @@ class Encoded(FilePages):
         return layer
 
     def plan(self, step: StepContexts) -> EncodedReads:
-        """Which pages have become full, and what is laid out."""
+        """Find the pages that have become full, and those to be laid out."""
         closing = self._open.advance(step.requests, step.before, step.lens, step.block_table)
         runs = None
         if step.laid_out:

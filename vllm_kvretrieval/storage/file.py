@@ -173,7 +173,7 @@ class FileStorage:
         return DenseFileLayer(self.facts, name) if name in self.facts.names else InPlace()
 
     def plan(self, step: StepContexts) -> Any:
-        """Which parts of home the layers read in place, if a context exceeds all budgets."""
+        """The parts of home that the layers read in place, if a context exceeds all budgets."""
         retrieving = self._runs(step, step.whole)
         if step.whole is None:
             return Reads(retrieving, retrieving)

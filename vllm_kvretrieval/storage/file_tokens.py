@@ -73,7 +73,7 @@ class FileTokensLayer(FileLayer):
         self._held[seat, head] = len(positions)
 
     def _reach_held(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
-        """What is held lies in slots in the order of the lists; what comes after it, in home."""
+        """Held tokens lie in slots in the order of the lists, and later tokens in home."""
         _, kv_heads, capacity, _ = self.slots.shape
         seats = rows.seats.long()
         held = self._held[seats].flatten()

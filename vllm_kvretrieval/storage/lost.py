@@ -1,4 +1,4 @@
-"""What a slow home does not give back: the requests that need it fail, others go on."""
+"""Blocks that a slow home cannot give back: requests that need them fail, others go on."""
 
 import os
 from collections.abc import Sequence

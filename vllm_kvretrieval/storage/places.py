@@ -1,4 +1,4 @@
-"""Which storage serves an engine."""
+"""The choice of the storage that serves an engine."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Which pages of an encoded home are open: those that requests are filling, and the latest."""
+"""The open pages of an encoded home: those that requests are filling, and the latest ones."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,1 +1,1 @@
-"""What vLLM's CPU platform calls."""
+"""The classes that vLLM's CPU platform calls."""

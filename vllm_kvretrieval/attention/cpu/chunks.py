@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm_kvretrieval.options.engine import RetrievalConfig
 
 WEIGHTS = OBSERVATIONS["uniform"]
-"""Of a chunk's last queries, by which filters select for it."""
+"""The weights of a chunk's last queries, by which filters select for it."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ class ChunkPlanner(Divisor):
 
 
 def _last_queries(ends: np.ndarray, new: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of chunks, given where they end among the step's tokens: queries and weights."""
+    """The queries and weights of chunks, given where they end among the step's tokens."""
     window = len(WEIGHTS)
     back = np.arange(window, 0, -1)
     queries = ends[:, None] - np.minimum(back, new[:, None])

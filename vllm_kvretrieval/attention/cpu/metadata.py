@@ -1,4 +1,4 @@
-"""What a step looks like to the layers: built once per step, shared by all layers of a group."""
+"""The metadata of a step, which is built once per step for all layers of a group."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""What vLLM's kernel wants to know beforehand."""
+"""The schedules of a step that vLLM's kernel needs."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What retrieval cannot serve on the CPU, refused at start-up with what to do instead."""
+"""Refusals at start-up of what retrieval cannot serve on the CPU, with remedies."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 

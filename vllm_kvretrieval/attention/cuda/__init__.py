@@ -1,1 +1,1 @@
-"""What vLLM's CUDA platform calls."""
+"""The classes that vLLM's CUDA platform calls."""

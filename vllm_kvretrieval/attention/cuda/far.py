@@ -13,9 +13,9 @@ from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, 
 from vllm_kvretrieval.kernels.types import Chooser
 
 MISSED_PROGRAMS = 64
-"""That recall what a step waits for."""
+"""The largest number of programs that recall the units that a step waits for."""
 AHEAD_PROGRAMS = 16
-"""That recall what the next step may want, beside the model."""
+"""The largest number of programs that recall units for the next step while the model runs."""
 
 
 class FarTier:
@@ -60,7 +60,7 @@ class FarTier:
 
     @property
     def slots(self) -> int:
-        """Of all layers."""
+        """The number of slots of all layers, seats and KV heads."""
         return self.layers * len(self.traffic) * self.kv_heads * self.capacity
 
     def add(self, home: torch.Tensor) -> "FarLayer":
@@ -85,7 +85,7 @@ class FarTier:
         return self.staging.begin_step(common)
 
     def recalls(self, layer: int) -> tuple[Recalls, Recalls]:
-        """What a layer misses, and what it recalls ahead."""
+        """The units that a layer misses, and those that it recalls ahead."""
         missed, ahead = self._counts[layer].split(1)
         sources, targets, early_sources, early_targets = self._units
         return Recalls(sources, targets, missed), Recalls(early_sources, early_targets, ahead)

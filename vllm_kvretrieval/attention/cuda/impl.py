@@ -63,7 +63,7 @@ class RetrievalAttentionImpl(AttentionImpl):
         self.detach()
 
     def get_impl_variants(self) -> tuple[Any, ...]:
-        """What vLLM looks at to find out what its own backend serves."""
+        """The implementations that vLLM asks what its own backend serves."""
         return (self.half,)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""What a step looks like to the layers: built once per step, shared by all layers of a group."""
+"""The metadata of a step, which is built once per step for all layers of a group."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -54,7 +54,7 @@ class RetrievalMetadata(AttentionMetadata):
 
     @property
     def tokens(self) -> int | None:
-        """Of the rows that lead; None: all."""
+        """Tokens of the rows that lead; None: of all rows."""
         assert self.rows is not None
         return None if self.lead == len(self.rows) else self.lead
 

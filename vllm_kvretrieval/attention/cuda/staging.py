@@ -146,7 +146,7 @@ class Staging:
 
     @property
     def waves(self) -> Sequence[Wave]:
-        """Of the step, in the order of the batch."""
+        """The waves of the step, in the order of the batch."""
         return self._waves
 
     def take(self, layer: int, wave: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What retrieval cannot serve on a GPU, refused at start-up with what to do instead."""
+"""Refusals at start-up of what retrieval cannot serve on a GPU, with remedies."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -6,7 +6,7 @@ from vllm_kvretrieval.kernels.device import DevicePlan
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
 
 PROGRAMS_PER_UNIT = 4
-"""Of a score kernel, per multiprocessor; each takes several tiles of long contexts."""
+"""Programs of a score kernel per multiprocessor. Each takes several tiles of long contexts."""
 SPLITS_PER_UNIT = 2
 
 
@@ -66,11 +66,11 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         return sum(b.nbytes for b in vars(self).values() if isinstance(b, torch.Tensor))
 
     def of(self, rows: int) -> tuple[DevicePlan, DecodeWorkspace, torch.Tensor]:
-        """What a step of so many rows writes to.
+        """The buffers that a step of ``rows`` rows writes to.
 
         Returns:
             The plan; room for partial results of attention; and its log-sum-exps, float32

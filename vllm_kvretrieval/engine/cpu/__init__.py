@@ -1,1 +1,1 @@
-"""What runs in a worker of vLLM's CPU platform."""
+"""The parts of a worker of vLLM's CPU platform."""

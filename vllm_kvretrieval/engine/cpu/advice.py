@@ -24,7 +24,7 @@ def slow_bfloat16() -> bool:
 
 
 def preferred_dtype() -> str:
-    """What to pass as vLLM's ``dtype``: ``auto``, or ``float32`` where bfloat16 is slow."""
+    """The value for vLLM's ``dtype``: ``auto``, or ``float32`` if bfloat16 is slow."""
     return "float32" if slow_bfloat16() else "auto"
 
 

@@ -48,7 +48,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def _shape_of(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What the compiler needs to know of :func:`linear`."""
+    """An empty result of :func:`linear`, of which the compiler takes shape and dtype."""
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 

@@ -137,7 +137,8 @@ class PlanningWorker(CPUWorker):
 
     @functools.cached_property
     def retrieval_heads(self) -> dict[str, slice]:
-        """Which of all KV heads of retrieval layers, counted layer after layer, are a layer's."""
+        """The places of a layer's KV heads among those of all retrieval layers, layer after
+        layer."""
         specs = self.get_kv_cache_spec()
         heads, first = dict[str, slice](), 0
         for name in self.retrieving(self.layer_numbers):
@@ -147,7 +148,7 @@ class PlanningWorker(CPUWorker):
 
     @functools.cached_property
     def room(self) -> Capacity:
-        """What requests get of the KV heads of this worker."""
+        """How many units requests get of the KV heads of this worker."""
         heads, part = self._all_heads
         return Capacity(self.retrieval_config, heads, self.model_config.max_model_len, part)
 
@@ -172,18 +173,18 @@ class PlanningWorker(CPUWorker):
         return [count * part[1] for count in own], part
 
     def _attended(self, kv_heads: int) -> tuple[int, ...]:
-        """Of each retrieval layer, what a request attends to at most; see ``Cache.attended``."""
+        """The most that a request attends to in each retrieval layer; see ``Cache.attended``."""
         return tuple(self.room.attended.reshape(-1, kv_heads).sum(1).tolist())
 
     @functools.cached_property
     def roles(self) -> dict[int, Role]:
-        """Of the layers with plain full attention; empty where each selects for itself."""
+        """The roles of the layers with plain full attention; empty if each selects for itself."""
         numbers = self.layer_numbers.values()
         return self.retrieval_config.roles(self.model_config, numbers)
 
     @functools.cached_property
     def layer_numbers(self) -> dict[str, int]:
-        """Of the layers with plain full attention, their numbers in the model; these rise."""
+        """The numbers in the model of the layers with plain full attention, rising."""
         return number_layers(self.vllm_config, self.get_kv_cache_spec(), self.retrieval_config)
 
     def retrieving(self, names: Iterable[str]) -> list[str]:
@@ -217,7 +218,7 @@ class PlanningWorker(CPUWorker):
         return choose_attention(self.retrieval_config, model.dtype, model.get_head_size())
 
     def _scratch_bytes(self) -> int:
-        """What layers choose in; see :meth:`Family.scratch_bytes`."""
+        """Bytes of the memory in which layers choose; see :meth:`Family.scratch_bytes`."""
         model, config = self.model_config, self.retrieval_config
         size = WorkSize(
             tokens=model.max_model_len,

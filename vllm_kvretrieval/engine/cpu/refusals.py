@@ -1,4 +1,4 @@
-"""What a worker refuses once it knows its layers."""
+"""Refusals of a worker once it knows its layers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

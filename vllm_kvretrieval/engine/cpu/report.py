@@ -1,4 +1,4 @@
-"""What a worker says when it starts."""
+"""The log of a worker at start-up."""
 
 from typing import TYPE_CHECKING
 

@@ -91,7 +91,7 @@ class RetrievalCPUWorker(StoringWorker):
     def _allocate_kv_cache(
         self, kv_cache_config: Any, kernel_block_sizes: list[int], **_: Any
     ) -> dict[str, torch.Tensor]:
-        """What the model runner calls in place of its own method where there is a slow home."""
+        """Allocate the KV cache. It replaces the model runner's method if there is a slow home."""
         assert self.tiers is not None
         layers = kv_cache_config.kv_cache_tensors[0].layers
         self.in_home = layers if self.tiers.streams_dense else self.retrieving(layers)
@@ -109,11 +109,12 @@ class RetrievalCPUWorker(StoringWorker):
 
     @property
     def encoding(self) -> Codec | None:
-        """What home holds pages by, where there is one that is encoded."""
+        """The codec of an encoded home; None: there is no such home."""
         return None if self.tiers is None else self.retrieval_config.encoding
 
     def _zero_blocks(self, block_ids: list[int]) -> None:
-        """What the model runner calls in place of its own method, which takes pages for blocks."""
+        """Fill blocks with zeros. It replaces the model runner's method, which takes pages for
+        blocks."""
         layers = self.vllm_config.compilation_config.static_forward_context
         for group in self.model_runner.kv_cache_config.kv_cache_groups:
             if isinstance(group.kv_cache_spec, FullAttentionSpec):
@@ -351,7 +352,7 @@ class RetrievalCPUWorker(StoringWorker):
         return output
 
     def _take_stats(self) -> dict[str, int]:
-        """What the connector reports."""
+        """The reports of the connector."""
         assert self.requests is not None
         usage = self.storage.usage
         counts = self.requests.take_counts()

@@ -16,7 +16,7 @@ from vllm_kvretrieval.kernels.cpu.binding import (
 from vllm_kvretrieval.kernels.rows import PromptLists, TokenLists
 
 MOST_TOKENS_OF_PAGE = 128
-"""What a prompt's attention takes at once (kTile in csrc/cpu/prompt/product.h)."""
+"""Tokens that attention of prompts takes at once (kTile in csrc/cpu/prompt/product.h)."""
 
 
 def stage_pages(

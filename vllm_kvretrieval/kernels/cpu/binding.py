@@ -15,7 +15,8 @@ KINDS = _cpu.INDEX_KINDS
 ROWS = "rows"
 """The layout of a cache of rows, each token's key before its value."""
 LAYOUTS = _cpu.LAYOUTS
-"""How a cache lays out keys (KeyLayout in csrc/cpu/kernels.h): vLLM's by its own ``isa``."""
+"""The layouts of keys in a cache (KeyLayout in csrc/cpu/kernels.h); those of vLLM have the names of
+its ``isa``."""
 CODINGS = _cpu.CODECS
 """Codecs by name (Codec in csrc/cpu/codec.h)."""
 assert {name.upper(): number for name, number in _cpu.MODES.items()} == Mode.__members__

@@ -1,4 +1,4 @@
-"""What moves between fast memory and a slow home, and how it is encoded there."""
+"""The ops that move units between fast memory and a slow home, and encode them there."""
 
 import torch
 
@@ -125,7 +125,7 @@ class RecallCache:
 
     @property
     def bytes_per_read(self) -> int:
-        """Of a unit in home."""
+        """Bytes of a unit in home."""
         slot = self.slots[0, 0]
         if self.codec is None:
             return slot.nbytes
@@ -234,7 +234,7 @@ class TokenRecall:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """As of :class:`RecallCache`."""
+        """See :class:`RecallCache`."""
         return self._recall.read_ahead_ns / 1e9, self._recall.waited_ns / 1e9
 
     def recall(self, rows: DecodeRows) -> None:
