@@ -2,7 +2,8 @@
 
 from benchmarks.tables.markdown import Options, Results
 from vllm_kvretrieval.options.help import markdown
-from vllm_kvretrieval.options.table import OPTIONS, REQUEST
+from vllm_kvretrieval.options.request_table import REQUEST
+from vllm_kvretrieval.options.table import OPTIONS
 
 
 def engine(_: Results, options: Options) -> str:

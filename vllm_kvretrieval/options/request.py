@@ -7,7 +7,8 @@ from typing import Any
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.option import refuse_without_effect
-from vllm_kvretrieval.options.table import CONFIG_KEY, REQUEST
+from vllm_kvretrieval.options.request_table import REQUEST
+from vllm_kvretrieval.options.table import CONFIG_KEY
 from vllm_kvretrieval.options.values import check_digits, reject_misspelt, reject_unknown
 from vllm_kvretrieval.retrieval.budget import PageBudget
 from vllm_kvretrieval.retrieval.family import WHOLE, family_with

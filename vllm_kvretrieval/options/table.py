@@ -366,54 +366,6 @@ OPTIONS: Mapping[str, Option] = {
 OF_METHOD = tuple(name for name, known in OPTIONS.items() if known.of_method)
 """Names of the options that each method has for itself."""
 
-REQUEST: Mapping[str, Option] = {
-    "budget": Option(
-        TOKENS,
-        "what a KV head attends to in a decode step, up to the server's `max_budget`",
-        "the server's",
-        families=tuple(family for family in FAMILIES if family is not WHOLE),
-    ),
-    "correction_threshold": Option(
-        SIMILARITY,
-        "as the server's option, with methods that speculate",
-        "the method's",
-        families=(SCORED,),
-    ),
-    "exact": Option(
-        SWITCH,
-        "full attention at every step, from the file if the cache is on disk; the server may "
-        "forbid it (`allow_exact`)",
-        "false",
-    ),
-    "exact_prefix": Option(
-        SWITCH,
-        "share with other requests only keys and values that full attention has computed",
-        "false, unless the server's `reuse` is `exact`",
-        more="#what-requests-share",
-    ),
-    "mass": Option(
-        SHARE,
-        "as the server's option, with methods that select by shares of the attention at each step",
-        "the method's",
-        families=(SCORED,),
-        neutral=1,
-        more="methods.md#mass",
-    ),
-    "method": Option(
-        checked_later("the server's method, or one of its `also`"),
-        "how the request selects",
-        "the server's",
-    ),
-    "prefill_budget": Option(
-        TOKENS,
-        "how many tokens before a chunk of the prompt the chunk attends to, up to the server's "
-        "`prefill_budget`; 0: all, and prefill is exact",
-        "the server's",
-        more="methods.md#sparse-prefill",
-    ),
-}
-"""The options of a request by name."""
-
 
 def checked(key: str, value: Any) -> Any:
     """The value of an option of an engine, as the engine keeps it.
