@@ -251,7 +251,8 @@ def test_metrics_in_memory(expected):
     """With home=auto and the cache in memory, there is no recall, but there is retrieval."""
     change, heads = expected["metrics"]
     of_recall = ("units_looked_up", "units_missed", "bytes_recalled", "slots_used", "slots")
-    nothing = dict.fromkeys(of_recall, 0)
+    of_store = ("store_blocks_written", "store_blocks_found")
+    nothing = dict.fromkeys((*of_recall, *of_store), 0)
     assert change == nothing | {"heads_corrected": heads, "units_attended": heads * 4}
 
 
