@@ -1,6 +1,7 @@
 """The worker's half of a store: whose it is, what it writes, and what it reads back."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -10,16 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.store_model import FailingDisk, Lost, contents, storage
 from vllm_kvretrieval.engine.cpu import store as store_module
-from vllm_kvretrieval.engine.cpu.identity import weights_hash
+from vllm_kvretrieval.engine.cpu.identity import identity_of, weights_hash
 from vllm_kvretrieval.engine.cpu.store import PATIENCE, HomeStore
+from vllm_kvretrieval.engine.cpu.storing import StoringWorker
 from vllm_kvretrieval.engine.store_steps import StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store.contexts import NO_PARENT
 from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import Geometry, open_store
+from vllm_kvretrieval.store.store import Geometry, name_of, open_store
 
 BLOCKS, DENSE, INDEX = 6, 48, 16
 GEOMETRY = Geometry(BLOCKS, 2, 64, DENSE + INDEX)
@@ -228,3 +232,61 @@ def test_every_value_of_the_weights_counts():
     other.load_state_dict(model.state_dict())
     assert weights_hash(other) == weights_hash(model)
     assert weights_hash(other.half()) != weights_hash(model)
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+}
+
+
+@pytest.fixture
+def name(tmp_path):
+    """Makes the name of the store of an engine, whose model is a config.json."""
+
+    def make(model=(), weights="w", layers=("0",), retrieval=(), **options):
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | dict(model)))
+        retrieval = {"home": "disk", "store": str(tmp_path / "store")} | dict(retrieval)
+        options = {"skip_tokenizer_init": True, "attention_backend": "kvretrieval"} | options
+        config = EngineArgs(
+            model=str(tmp_path), additional_config={"kv_retrieval": retrieval}, **options
+        ).create_engine_config()
+        own = RetrievalConfig.from_vllm(config)
+        assert own is not None
+        return name_of(identity_of(config, own, layers, weights))
+
+    return make
+
+
+def test_what_makes_another_store(name, monkeypatch):
+    first = name()
+    others = [
+        name(weights="v"),
+        name(model={"rope_theta": 5e5}),
+        name(dtype="float32"),
+        name(layers=("0", "1")),
+        name(retrieval={"codec": "k8v4"}),
+        name(retrieval={"page_size": 64}),
+        name(retrieval={"index": "min_max"}),
+    ]
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    others.append(name())
+    assert len({first, *others}) == 1 + len(others)
+
+
+def test_what_does_not(name):
+    assert name(retrieval={"budget": 512, "max_budget": 4096}, max_model_len=1024) == name()
+
+
+def test_weights_stay_those_of_the_store():
+    """A server with a store refuses to load others, by each of vLLM's ways."""
+    worker: Any = StoringWorker.__new__(StoringWorker)
+    worker.stored = object()
+    for change in (worker.reload_weights, worker.reset_weights, lambda: worker.update_weights({})):
+        with pytest.raises(RetrievalConfigError, match="Start it anew with the others"):
+            change()
