@@ -150,6 +150,7 @@ def main() -> None:
         found[context] = restart(args, context, document, context == min(args.contexts))
         show(context, found[context])
     settings = {name: value for name, value in vars(args).items() if name != "output"}
+    settings["model"] = Path(args.model).name
     write_json(args.output, result_header(MODULE) | {"settings": settings, "contexts": found})
 
 

@@ -41,6 +41,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "ratios": prompts.ratios,
     "recall": quality.recall,
     "request": options.request,
+    "restarts": places.restarts,
     "ruler": quality.ruler,
     "sparse": prompts.sparse,
     "steps": steps.steps,

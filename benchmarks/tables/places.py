@@ -1,10 +1,34 @@
-"""Tables of a cache on disk: results of `benchmarks.slow_home`."""
+"""Tables of a cache on disk: results of `benchmarks.slow_home` and `benchmarks.store`."""
 
 from __future__ import annotations
 
 from benchmarks.tables.markdown import Options, Results, markdown, percent, ratio
 
 MIB = 1 << 20
+
+
+STARTS = {
+    "none": "without a store",
+    "empty": "with a new store",
+    "stopped": "after a stop",
+    "killed": "after `kill -9`",
+    "cold": "after that, files not in the page cache",
+}
+"""How an engine has started, in the order of the table."""
+
+
+def restarts(results: Results, options: Options) -> str:
+    """Times to the first token of a document with a store: a row per context and start."""
+    (store,) = results.values()
+    rows = []
+    for context, figures in store["contexts"].items():
+        for start, name in STARTS.items():
+            if (row := figures.get(start)) is None:
+                continue
+            times = f"{row['start_s']:.1f}", f"{row['first_token_s']:.2f}", f"{row['step_ms']:.1f}"
+            rows.append([f"{int(context):,}", name, *times])
+    header = ["tokens", "engine", "its start, s", "first token, s", "a step, ms"]
+    return markdown(header, rows)
 
 
 def disk(results: Results, options: Options) -> str:
