@@ -117,8 +117,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
     ) -> None:
         """Prompts by our own kernel; ``context`` is the KV cache, or what is staged of it."""
         assert isinstance(part.by, PromptLists)
-        in_cache = part.staged is None and part.chunks is None
-        layout = self._layout(layer) if in_cache else layer.isa
+        layout = self._layout(layer) if part.in_cache else layer.isa
         new = part.tokens
         self.kernels.attend_prompt(
             query[new],
@@ -133,7 +132,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
 
     def _stage(self, kv_cache: torch.Tensor, part: Prefill) -> torch.Tensor:
         """Where the context of prompts is read."""
-        if part.staged is None and part.chunks is None:
+        if part.in_cache:
             return kv_cache
         assert self.staging is not None
         buffer, isa = self.staging.buffer, self.staging.isa

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_kvretrieval.attention.cpu.division import Division, Divisor
+from vllm_kvretrieval.attention.cpu.division import Division, Divisor, int32
 from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, PromptLists, Selection
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ class BlockPlanner(Divisor):
         count = len(ends)
         tables = block_table[torch.from_numpy(division.request)]
         rows = DecodeRows.selecting(
-            Contexts(tables, _int32(ends), torch.arange(count, dtype=torch.int32)),
+            Contexts(tables, int32(ends), torch.arange(count, dtype=torch.int32)),
             torch.empty(count * self.kv_heads, width, dtype=torch.int32),
-            sink=_int32(sink),
-            window=_int32(window),
-            select=_int32(select),
+            sink=int32(sink),
+            window=int32(window),
+            select=int32(select),
             corrected=torch.zeros(count, dtype=torch.int64),
         )
         starts = np.concatenate([[0], new.cumsum()])
@@ -100,8 +100,8 @@ class BlockPlanner(Divisor):
         steps = np.arange(1, self.samples + 1)
         places = np.maximum(steps * new[:, None] // self.samples, 1) - 1
         queries = torch.from_numpy((start + starts[:-1, None] + places).flatten())
-        seen = _int32(attended - new + 1)
-        lists = PromptLists(rows.lists, _int32(starts), seen, self.kv_heads, per_head=True)
+        seen = int32(attended - new + 1)
+        lists = PromptLists(rows.lists, int32(starts), seen, self.kv_heads, per_head=True)
         return Blocks(method, queries, rows, lists)
 
 
@@ -122,7 +122,3 @@ def block_choosers(
         )
         if method.selects_for_blocks
     }
-
-
-def _int32(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int32))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_kvretrieval.attention.cpu.division import Division, Divisor
+from vllm_kvretrieval.attention.cpu.division import Division, Divisor, int32
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, PrefillStaging
 from vllm_kvretrieval.kernels import Contexts, ContextSelector, DecodeRows, TokenLists
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
@@ -93,10 +93,10 @@ class ChunkPlanner(Divisor):
             first = (last - blocks[turn])[:, None]
             table = np.minimum(first + np.arange(blocks[turn].max()), last[-1] - 1)
             queries, weights = _last_queries(begins[1:], chunks.new)
-            starts_of = _int32(begins - begins[0])
+            starts_of = int32(begins - begins[0])
             where = int(begins[0])
             made.append(
-                Chunks(self.method, rows, queries, weights, lists, _int32(table), where, starts_of)
+                Chunks(self.method, rows, queries, weights, lists, int32(table), where, starts_of)
             )
         return made
 
@@ -108,12 +108,12 @@ class ChunkPlanner(Divisor):
         seats = torch.arange(seat, seat + count, dtype=torch.int32)
         context = table[torch.from_numpy(chunks.request)]
         return DecodeRows.selecting(
-            Contexts(context, _int32(chunks.ends), seats),
+            Contexts(context, int32(chunks.ends), seats),
             torch.empty(count * kv_heads, int(lens.max()), dtype=torch.int32),
-            lengths=_int32(lens.repeat(kv_heads)),
-            sink=_int32(sink),
-            window=_int32(lens - sink - select),
-            select=_int32(select),
+            lengths=int32(lens.repeat(kv_heads)),
+            sink=int32(sink),
+            window=int32(lens - sink - select),
+            select=int32(select),
             corrected=torch.zeros(seat + count, dtype=torch.int64),
             per_token=True,
         )
@@ -126,7 +126,3 @@ def _last_queries(ends: np.ndarray, new: np.ndarray) -> tuple[torch.Tensor, torc
     queries = ends[:, None] - np.minimum(back, new[:, None])
     weights = np.where(back <= new[:, None], WEIGHTS, 0.0)
     return torch.from_numpy(queries.flatten()), torch.from_numpy(weights).float()
-
-
-def _int32(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int32))

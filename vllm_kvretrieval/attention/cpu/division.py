@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -79,3 +80,8 @@ class Divisor:
         division = self.divide(lens, new, budgets)
         left = division.ends - division.attended
         return np.bincount(division.request, left * division.new, len(lens)).astype(np.int64)
+
+
+def int32(values: np.ndarray) -> torch.Tensor:
+    """Whole numbers as the ops take them."""
+    return torch.from_numpy(values.astype(np.int32))

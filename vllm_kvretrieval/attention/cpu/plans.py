@@ -54,7 +54,12 @@ class Prefill:
     @property
     def in_place(self) -> bool:
         """Whether the prompts attend to whole contexts where these are."""
-        return self.staged is None and self.chunks is None and self.blocks is None
+        return self.in_cache and self.blocks is None
+
+    @property
+    def in_cache(self) -> bool:
+        """Whether the KV cache itself is read, all of it or pages of it."""
+        return self.staged is None and self.chunks is None
 
     @property
     def tokens(self) -> slice:
