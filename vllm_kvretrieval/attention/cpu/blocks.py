@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.attention.cpu.division import Division, Divisor, int32
-from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, PromptLists, Selection
+from vllm_kvretrieval.kernels import Contexts, DecodeRows, PromptLists
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -103,22 +103,3 @@ class BlockPlanner(Divisor):
         seen = int32(attended - new + 1)
         lists = PromptLists(rows.lists, int32(starts), seen, self.kv_heads, per_head=True)
         return Blocks(method, queries, rows, lists)
-
-
-def block_choosers(
-    config: "RetrievalConfig", choosers: list[Chooser], selection: Selection
-) -> dict[int, Chooser]:
-    """How a layer selects for blocks, by the number of the method.
-
-    Args:
-        config: Options of the engine.
-        choosers: How the layer selects when it decodes, by the number of the method.
-        selection: Room for the blocks of a step; layers may share it.
-    """
-    return {
-        number: Chooser(chooser.store, selection, chooser.pooling, chooser.scale)
-        for number, (method, chooser) in enumerate(
-            zip(config.methods.values(), choosers, strict=True)
-        )
-        if method.selects_for_blocks
-    }

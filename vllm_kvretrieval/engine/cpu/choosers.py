@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_kvretrieval.attention.cpu.blocks import block_choosers
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.kernels import Chooser, IndexStore, Selection, cpu
 from vllm_kvretrieval.retrieval.index.check import check_outside
@@ -92,4 +91,11 @@ class Choosers:
                 most_selected=config.prefill_budget // config.page_size,
                 dtype=kv_cache.dtype,
             )
-        return block_choosers(config, choosers, self._for_blocks[shape])
+        selection = self._for_blocks[shape]
+        return {
+            number: Chooser(chooser.store, selection, chooser.pooling, chooser.scale)
+            for number, (method, chooser) in enumerate(
+                zip(config.methods.values(), choosers, strict=True)
+            )
+            if method.selects_for_blocks
+        }
