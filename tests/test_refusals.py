@@ -325,6 +325,27 @@ def test_instances_that_exchange_kv_by_tokens_have_to_say_so(configure):
     configure(LLAMA, kv_transfer_config=own, **options)
 
 
+def nixl(role, **extra):
+    return {"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": extra}
+
+
+def test_nixl_sends_only_to_instances_with_retrieval(configure):
+    """Stock vLLM packs our blocks once more where its check at the handshake is off."""
+    refused = pattern(
+        "freekv cannot send KV by NixlConnector to instances of vLLM without retrieval: *set "
+        'kv_role to kv_consumer (got *"kv_connector_extra_config": {"kv_retrieval_consumers": '
+        '"kvretrieval"}; got *'
+    )
+    served = nixl("kv_consumer"), nixl("kv_both", kv_retrieval_consumers="kvretrieval")
+    for transfer in served:
+        configure(LLAMA, kv_transfer_config=KVTransferConfig(**transfer))
+    for transfer in nixl("kv_producer"), nixl("kv_both", kv_retrieval_consumers=True):
+        held = nixl("kv_both", connectors=[served[1], transfer])
+        for given in transfer, held | {"kv_connector": "MultiConnector"}:
+            with pytest.raises(ValueError, match=refused):
+                configure(LLAMA, kv_transfer_config=KVTransferConfig(**given))
+
+
 DEMO_MODELS = (
     "SmolLM2-135M-Instruct",
     "SmolLM2-135M-Instruct-32K",

@@ -6,6 +6,7 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvretrieval.attention import support
+from vllm_kvretrieval.attention.cpu.nixl import check_consumers
 from vllm_kvretrieval.attention.support import WITHOUT
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
@@ -87,6 +88,8 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_home(vllm_config, config)
     check_store(vllm_config, config)
     support.check_engine(vllm_config, config)
+    if vllm_config.kv_transfer_config is not None:
+        check_consumers(vllm_config.kv_transfer_config, config.method)
     model, method = vllm_config.model_config, config.method
     head_size = model.get_head_size()
     if config.page_size % 32 and _get_attn_isa(model.dtype, config.page_size, head_size) != "vec16":
