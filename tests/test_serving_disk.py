@@ -6,6 +6,7 @@ import urllib.request
 import pytest
 
 from tests.server import BUDGET, KEY, PROMPT, serving
+from vllm_kvretrieval.command import main
 from vllm_kvretrieval.engine.cpu.advice import preferred_dtype
 
 PAGE = 16
@@ -63,3 +64,13 @@ def test_the_same_answer_from_a_prefix_hit(server):
     assert 0 < change["units_missed"] < change["units_attended"]
     assert change["bytes_recalled"] >= change["units_missed"] * 2 * PAGE * 64 * 2
     assert 0 < after["slots_used"] <= after["slots"]
+
+
+def test_the_doctor_reads_the_counters(server, capsys):
+    assert main(["doctor", server.url]) == 0
+    text = capsys.readouterr().out
+    assert "contexts of up to 4096 tokens" in text
+    assert "a bad option of a request gets a 400" in text
+    assert re.search(r"block size +128 tokens", text)
+    counted = int(metrics(server)["units_attended"])
+    assert re.search(rf"units_attended_total +{counted:g}$", text, re.MULTILINE)

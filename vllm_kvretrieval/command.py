@@ -1,15 +1,22 @@
 """The ``vllm-kvretrieval`` command."""
 
 import argparse
+import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 
 from vllm_kvretrieval import __version__
-from vllm_kvretrieval.calibration.command import add_calibrate
-from vllm_kvretrieval.calibration.heads_command import add_heads
+from vllm_kvretrieval.doctor.command import add_doctor
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.explain.command import add_explain
-from vllm_kvretrieval.store.command import add_store
+
+NEED_VLLM = {
+    "calibration.command": "add_calibrate",
+    "explain.command": "add_explain",
+    "calibration.heads_command": "add_heads",
+    "store.command": "add_store",
+}
+"""Modules of subcommands that import vLLM, each with the function that adds its subcommand."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,16 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_calibrate(commands)
-    add_explain(commands)
-    add_heads(commands)
-    add_store(commands)
+    add_doctor(commands)
+    if importlib.util.find_spec("vllm") is not None:
+        for module, add in NEED_VLLM.items():
+            getattr(importlib.import_module(f"vllm_kvretrieval.{module}"), add)(commands)
+    else:
+        parser.epilog = "vLLM is not installed here: `vllm-kvretrieval doctor` says what to do."
+        parser.usage = f"%(prog)s [-h] [--version] COMMAND ...\n\n{parser.epilog}"
     given = parser.parse_args(arguments)
     try:
-        given.run(given)
+        return given.run(given) or 0
     except (RetrievalConfigError, ValueError, OSError) as error:
         print(f"vllm-kvretrieval: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0

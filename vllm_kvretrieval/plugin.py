@@ -24,20 +24,24 @@ NOT_MISSED = {
 logger = logging.getLogger("vllm.kvretrieval")
 
 
-@functools.cache  # vLLM calls both entry points, and the refusal is one line
-def _vllm_is_supported() -> bool:
+def version_refusal() -> str | None:
+    """Why retrieval stays off under the vLLM that is installed, and the remedy; None: it serves."""
     from vllm.version import __version__
 
     if ".".join(__version__.split(".")[:2]) == SUPPORTED_VLLM:
-        return True
-    logger.error(
-        "vllm-kvretrieval is made for vLLM %s and stays off under vLLM %s: install vllm==%s.* or a "
-        "release of vllm-kvretrieval for your vLLM.",
-        SUPPORTED_VLLM,
-        __version__,
-        SUPPORTED_VLLM,
+        return None
+    return (
+        f"vllm-kvretrieval is made for vLLM {SUPPORTED_VLLM} and stays off under vLLM "
+        f"{__version__}: install vllm=={SUPPORTED_VLLM}.* or a release of vllm-kvretrieval for "
+        "your vLLM."
     )
-    return False
+
+
+@functools.cache  # vLLM calls both entry points, and the refusal is one line
+def _vllm_is_supported() -> bool:
+    if why := version_refusal():
+        logger.error(why)
+    return why is None
 
 
 @functools.cache
@@ -50,31 +54,34 @@ def _device() -> str | None:
     return "cuda" if cuda_platform_plugin() is not None else None
 
 
-@functools.cache
-def _platform_is_ours() -> bool:
-    """Whether vLLM runs on one of our platforms; if not, log why, and the remedy."""
+def platform_refusal() -> str | None:
+    """Why vLLM does not run on one of our platforms, and the remedy; None: it does."""
     from vllm import envs
     from vllm.platforms import current_platform
 
     from vllm_kvretrieval.platforms.shared import RetrievalPlatform
 
     if isinstance(current_platform, RetrievalPlatform):
-        return True
-    if multiprocessing.parent_process() is not None:
-        return False  # the first process has said it
+        return None
     why = "see VLLM_LOGGING_LEVEL=DEBUG for what vLLM found"
     if envs.VLLM_TARGET_DEVICE == "cpu":
         why = "VLLM_TARGET_DEVICE=cpu makes vLLM skip all platform plug-ins; unset it, and "
         why += "serve on CPUs with vLLM's CPU build, which does not need it"
     elif _device() is None:
         why = "KV retrieval runs on CPUs (with vLLM's CPU build) and NVIDIA GPUs only"
-    logger.error(
+    return (
         "vllm-kvretrieval stays off, and its attention backends are unknown, since vLLM runs on "
-        "its %s: %s.",
-        type(current_platform).__name__,
-        why,
+        f"its {type(current_platform).__name__}: {why}."
     )
-    return False
+
+
+@functools.cache
+def _platform_is_ours() -> bool:
+    """Whether vLLM runs on one of our platforms; if not, the first process logs why."""
+    why = platform_refusal()
+    if why is not None and multiprocessing.parent_process() is None:
+        logger.error(why)
+    return why is None
 
 
 def register() -> None:

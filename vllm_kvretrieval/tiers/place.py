@@ -145,6 +145,16 @@ def reserve(fd: int, size: int, directory: str) -> None:
             raise _too_small(directory, size, 1, free_space(directory)) from error
 
 
+def can_reserve(directory: str, size: int) -> bool:
+    """Whether space for a file is reserved at once, for a moment; False: the system writes zeros.
+
+    Raises:
+        OSError: There is not so much space, or a quota or limit is in the way.
+    """
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        return _allocate(file.fileno(), size)
+
+
 def _allocate(fd: int, size: int) -> bool:
     """Reserve the space at once; False where the file system cannot."""
     # posix_fallocate() would write to every block in silence instead.

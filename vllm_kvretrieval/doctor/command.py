@@ -1,0 +1,131 @@
+"""``vllm-kvretrieval doctor``: what stands in the way of serving here, and what would help."""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_kvretrieval.doctor.findings import Finding, Severity, failed
+from vllm_kvretrieval.doctor.software import (
+    check_kernels,
+    check_plugin,
+    check_runner,
+    check_vllm,
+)
+
+EXAMPLES = """\
+examples:
+  vllm-kvretrieval doctor
+  vllm-kvretrieval doctor http://127.0.0.1:8000
+  vllm-kvretrieval doctor --serve MODEL --attention-backend kvretrieval --kv-retrieval.home disk
+
+The exit status is 1 if there is an error, and 0 if there is only advice."""
+
+
+def add_doctor(commands: Any) -> None:
+    """Add the subcommand to those of the command line."""
+    about = "check this machine and installation, or a running server, and say what to change"
+    doctor: argparse.ArgumentParser = commands.add_parser(
+        "doctor",
+        help=about,
+        description=about,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.add_argument("url", metavar="URL", nargs="?", help="look at this server instead")
+    doctor.add_argument(
+        "--api-key",
+        default=os.environ.get("VLLM_API_KEY"),
+        help="of the server (default: VLLM_API_KEY of the environment)",
+    )
+    doctor.add_argument("--home-path", metavar="DIR", help="check the disk of this directory")
+    doctor.add_argument("--json", action="store_true", help="print a JSON array of findings")
+    doctor.add_argument(
+        "--serve",
+        nargs=argparse.REMAINDER,
+        metavar="ARG",
+        help="check these arguments of `vllm serve`, too; all that follows belongs to them",
+    )
+    doctor.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print findings; returns the exit status."""
+    if given.url is None:
+        found = examine(given.home_path, given.serve)
+    else:
+        from vllm_kvretrieval.doctor.server import Client, check_server
+
+        found = check_server(Client(given.url, given.api_key))
+    findings = []
+    for finding in found:
+        findings.append(finding)
+        if not given.json:
+            print(line(finding), flush=True)
+    if given.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    return int(failed(findings))
+
+
+def line(finding: Finding) -> str:
+    """A finding as one line."""
+    mark = "" if finding.severity is Severity.OK else finding.severity
+    return f"{mark:7} {finding.name:14} {finding}"
+
+
+def examine(home_path: str | None, serve: list[str] | None) -> Iterator[Finding]:
+    """Findings about this machine and installation, and options of a server.
+
+    Args:
+        home_path: A directory for a home on disk, if one is to be checked in any case.
+        serve: Arguments of ``vllm serve``, if there are any.
+    """
+    software = [*check_vllm()]
+    yield from software
+    if failed(software):
+        return
+    plugin = [*check_plugin()]
+    yield from plugin
+    if failed(plugin):
+        return
+    from vllm.platforms import current_platform
+
+    from vllm_kvretrieval.doctor.options import check_options, home_of
+
+    options, vllm_config = check_options(serve) if serve else ([], None)
+    yield from options
+    home = None if vllm_config is None else home_of(vllm_config)
+    if current_platform.is_cpu():
+        yield from _examine_cpu(vllm_config)
+        home = home or (home_path, None)
+    else:
+        from vllm_kvretrieval.doctor.gpu import check_gpu
+
+        yield from check_gpu()
+    if home is not None:
+        from vllm_kvretrieval.doctor.home import check_home
+
+        yield from check_home(home_path or home[0], home[1])
+
+
+def _examine_cpu(vllm_config: Any) -> Iterator[Finding]:
+    import torch
+
+    from vllm_kvretrieval.doctor import machine
+    from vllm_kvretrieval.engine.cpu.advice import check_dtype
+
+    parallel = connector = None
+    dtype = torch.bfloat16
+    if vllm_config is not None:
+        parallel, dtype = vllm_config.parallel_config, vllm_config.model_config.dtype
+        connector = vllm_config.kv_transfer_config
+    yield check_runner()
+    yield from check_kernels()
+    yield check_dtype(dtype)
+    yield from machine.check_threads(parallel, connector)
+    yield machine.check_openmp()
+    yield machine.check_huge_pages()
+    yield machine.check_memory()
+    yield machine.check_shared_memory(1 if parallel is None else parallel.local_world_size)

