@@ -63,6 +63,10 @@ class BlockRecorder(RecordingWorker):
 
         impl._attend_to_prompts = attend_to_prompts
 
+    def _rows(self, name, query, output, plan, chooser, tokens):
+        """Rows that decode are not of interest, and their lists in front of a file void."""
+        return []
+
     def _recorded(self, impl, query, part, output, tokens):
         blocks, heads, size = part.blocks, impl.num_kv_heads, self.retrieval_config.page_size
         rows, starts = blocks.rows, (part.start + blocks.lists.starts).tolist()
@@ -73,7 +77,9 @@ class BlockRecorder(RecordingWorker):
             pages = rows.block_table[r, : -(-end // size)].tolist()
             slots = [pages[t // size] * size + t % size for t in range(end)]
             keys, values = (torch.stack([tokens[s][i] for s in slots], 1) for i in (0, 1))
-            position = {page: j for j, page in enumerate(pages)}
+            laid_out = blocks.places
+            places = pages if laid_out is None else laid_out[pages].tolist()
+            position = {place: j for j, place in enumerate(places)}
             listed = []
             for head in range(heads):
                 count = -(-int(rows.lengths[r * heads + head]) // size)

@@ -166,9 +166,9 @@ def test_refused_to_requests_where_prompts_are_exact():
             "prefill_queries=65 must be from 1 to 64",
         ),
         (
-            "kvretrieval",
+            "omnikv",
             {"prefill_budget": 1024, "home": "disk"},
-            "prefill_budget=1024 needs home=device",
+            "prefill_budget=1024 needs home=device with omnikv",
         ),
         ("omnikv", {"prefill_budget": 1024, "prefill_queries": 4}, "prefill_queries=4 has no eff"),
     ],

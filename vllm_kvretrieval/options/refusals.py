@@ -92,10 +92,10 @@ def _check_prefill(config: "RetrievalConfig") -> None:
             f"prefill_budget={budget} cannot be used with {config.method}, which selects no pages "
             "by an index: its prefill is exact. Leave it out."
         )
-    if config.home != "device":
+    if config.own.shares and config.home != "device":
         raise RetrievalConfigError(
-            f"prefill_budget={budget} needs home=device: parts of prompts read scattered keys, "
-            f"which home={config.home!r} does not serve. Leave one out."
+            f"prefill_budget={budget} needs home=device with {config.method}: chunks of prompts "
+            f"read single tokens, which home={config.home!r} does not serve. Leave one out."
         )
     for method in config.methods.values():
         if config.prefills_sparsely(method):

@@ -135,7 +135,8 @@ class AttendingLayer(CPUAttentionBackendImpl):
         if part.in_cache:
             return kv_cache
         assert self.staging is not None
-        buffer, isa = self.staging.buffer, self.staging.isa
+        buffer = self.staging.buffer if part.blocks is None else self.staging.pages
+        isa = self.staging.isa
         if part.staged is not None:
             self.storage.lay_out(part.staged, buffer, isa)
         if part.chunks is not None:
@@ -160,6 +161,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
         chooser = self.block_choosers[blocks.method]
         queries = blocks.grouped(query, self.num_kv_heads)
         self.kernels.plan_decode(queries, blocks.rows, chooser)
+        blocks.relocate()
 
     def _attend_to_plan(
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, method: LayerMethod

@@ -23,12 +23,14 @@ class Blocks:
         rows: What the blocks select. The window of a row ends with the block itself. A block that
             attends to its whole context is all window.
         lists: The same lists for attention. The block's own tokens are at the end.
+        places: int32 [>= pages]; where each page is laid out; None: pages are read where they are.
     """
 
     method: int
     queries: torch.Tensor
     rows: DecodeRows
     lists: PromptLists
+    places: torch.Tensor | None
 
     def grouped(self, query: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """The queries that select, as one token per block whose KV heads have more query heads.
@@ -43,6 +45,15 @@ class Blocks:
         rows = len(self.rows)
         sampled = query[self.queries].unflatten(1, (kv_heads, -1))
         return sampled.unflatten(0, (rows, -1)).transpose(1, 2).flatten(1, 3)
+
+    def relocate(self) -> None:
+        """Make the lists name pages by where they are laid out."""
+        if self.places is None:
+            return
+        lists, heads = self.rows.lists, self.lists.kv_heads
+        # Behind the end of a list is anything.
+        pages = (lists // heads).clamp_(0, len(self.places) - 1)
+        lists.copy_(self.places[pages] * heads + lists % heads)
 
 
 class BlockPlanner(Divisor):
@@ -69,6 +80,7 @@ class BlockPlanner(Divisor):
         budgets: np.ndarray,
         block_table: torch.Tensor,
         start: int,
+        staged: torch.Tensor | None = None,
     ) -> Blocks:
         """Plan the blocks of adjacent requests.
 
@@ -78,6 +90,8 @@ class BlockPlanner(Divisor):
             budgets: int [3, requests]; pages of sink, window before a block, and selection.
             block_table: int32 [requests, >= pages]; theirs.
             start: The first token of the requests in the step.
+            staged: int64 [n]; the pages that are laid out to be read, in order, -1 for none; None:
+                they are read where they are.
         """
         ends, new, sparse = division.ends, division.new, division.sparse
         pages, before = -(-ends // self.page_size), (ends - new) // self.page_size
@@ -102,4 +116,12 @@ class BlockPlanner(Divisor):
         queries = torch.from_numpy((start + starts[:-1, None] + places).flatten())
         seen = int32(attended - new + 1)
         lists = PromptLists(rows.lists, int32(starts), seen, self.kv_heads, per_head=True)
-        return Blocks(method, queries, rows, lists)
+        return Blocks(method, queries, rows, lists, None if staged is None else _places(staged))
+
+
+def _places(staged: torch.Tensor) -> torch.Tensor:
+    """int32; where each page is among those that are laid out."""
+    places = torch.zeros(int(staged.max()) + 1, dtype=torch.int32)
+    used = torch.where(staged >= 0)[0]
+    places[staged[used]] = used.int()
+    return places

@@ -35,7 +35,7 @@ class PromptPlanner:
         kv_heads: int,
     ) -> None:
         self._requests, self._scheduler, self._kv_heads = requests, scheduler, kv_heads
-        self._staging = staging
+        self._staging, self._in_place = staging, in_place
         # Our own kernel reads every layout, but in place only.
         self._lays_out = None if scheduler is None and in_place else staging
         self._page_size = requests.config.page_size
@@ -74,7 +74,7 @@ class PromptPlanner:
                 parts += self._exactly(dense, requests)
             elif isinstance(self._sparse, BlockPlanner):
                 of = budgets[:, begin:end]
-                parts.append(_blocks(dense, requests, self._sparse, int(methods[begin]), of))
+                parts += self._blocks(dense, requests, self._sparse, int(methods[begin]), of)
             else:
                 parts += self._chunks(dense, requests, self._sparse, parts)
         return parts
@@ -138,6 +138,32 @@ class PromptPlanner:
             parts.append(Prefill(chunks.start, lists, None, chunks))
         return parts
 
+    def _blocks(
+        self,
+        dense: CPUAttentionMetadata,
+        requests: slice,
+        by: BlockPlanner,
+        method: int,
+        budgets: np.ndarray,
+    ) -> list[Prefill]:
+        """Requests whose prompts are divided into blocks that select pages by a method."""
+        starts = dense.query_start_loc[requests.start : requests.stop + 1]
+        lens, table = dense.seq_lens[requests], dense.block_table[requests]
+        whole = slice(0, len(lens))
+        turns: list[tuple[slice, torch.Tensor | None]] = [(whole, None)]
+        if not self._in_place:
+            assert self._staging is not None, "what is not read in place is laid out"
+            staged = self._staging.plan(table, lens, starts)
+            turns = [(part.requests, part.pages) for part in staged]
+        parts = list[Prefill]()
+        for own, pages in turns:
+            firsts = starts[own.start : own.stop + 1].numpy()
+            division = by.divide(lens[own].numpy(), np.diff(firsts))
+            first = int(firsts[0])
+            blocks = by.plan(method, division, budgets[:, own], table[own], first, pages)
+            parts.append(Prefill(first, blocks.lists, pages, blocks=blocks))
+        return parts
+
     def _part(
         self, dense: CPUAttentionMetadata, requests: slice, block_table: torch.Tensor
     ) -> CPUAttentionMetadata | PromptLists:
@@ -158,14 +184,3 @@ class PromptPlanner:
             return self._scheduler.of_sequences(dense, query_start_loc, seq_lens, block_table)
         seen = seq_lens - query_start_loc.diff() + 1
         return PromptLists(block_table, query_start_loc, seen, self._kv_heads)
-
-
-def _blocks(
-    dense: CPUAttentionMetadata, requests: slice, by: BlockPlanner, method: int, budgets: np.ndarray
-) -> Prefill:
-    """Requests whose prompts are divided into blocks that select pages by a method."""
-    starts = dense.query_start_loc[requests.start : requests.stop + 1].numpy()
-    division = by.divide(dense.seq_lens[requests].numpy(), np.diff(starts))
-    first = int(starts[0])
-    blocks = by.plan(method, division, budgets, dense.block_table[requests], first)
-    return Prefill(first, blocks.lists, None, blocks=blocks)

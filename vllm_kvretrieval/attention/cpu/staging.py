@@ -62,6 +62,12 @@ class PrefillStaging:
         self.rows, self.encoded = rows, encoded
         self.buffer = torch.empty(blocks, kv_heads, BLOCK_SIZE, 2 * head_size, dtype=dtype)
 
+    @property
+    def pages(self) -> torch.Tensor:
+        """[pages, kv_heads, page_size, 2 * head_size]; the same memory, for pages as they are."""
+        _, kv_heads, _, width = self.buffer.shape
+        return self.buffer.view(-1, kv_heads, self.page_size, width)
+
     def plan(
         self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
     ) -> list[StagedContext]:
