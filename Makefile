@@ -102,7 +102,7 @@ test-all: test
 	$(BIN)/python -m pytest -m "slow and cores"
 
 bench: build models
-	$(BIN)/python -m benchmarks.decode
+	$(BIN)/python -m benchmarks.serving decode
 
 # A call that fails does not keep the next from being made.
 gpu:

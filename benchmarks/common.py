@@ -1,7 +1,8 @@
-"""Shared by all benchmark programs: description of the machine, result files, and time spent."""
+"""What all benchmarks share: description of the machine, result files, and time spent."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -66,7 +67,7 @@ def command_line(module: str) -> str:
     """Return the command that started this program, as a user would type it.
 
     Args:
-        module: the program's module name, such as ``benchmarks.accuracy``.
+        module: the program's module name, such as ``benchmarks.quality``.
     """
     return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
@@ -82,14 +83,35 @@ def result_header(module: str) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, data: Any, *, indent: int | None = 1) -> None:
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a command as its result file keeps them: paths by their names."""
+    left_out = ("command", "run", "usage_error", "output")
+    return {
+        name: value.name if isinstance(value, Path) else value
+        for name, value in vars(args).items()
+        if name not in left_out
+    }
+
+
+def write_json(path: Path, data: Any) -> None:
     """Write `data` to `path` atomically: a reader sees the old file or the new one, never half.
 
-    The directory is created when absent. ``indent=None`` writes the compact form.
+    The directory is created if it is absent. Entries of `data`, and theirs, have a line each.
     """
-    separators = (",", ":") if indent is None else None
-    text = json.dumps(data, indent=indent, separators=separators, allow_nan=False)
-    write_text(path, text + "\n")
+    write_text(path, _lines(data, 2) + "\n")
+
+
+def _lines(data: Any, levels: int) -> str:
+    if not levels or not isinstance(data, dict | list) or not data:
+        return json.dumps(data, allow_nan=False)
+    if isinstance(data, list):
+        entries = [_lines(value, levels - 1) for value in data]
+    else:
+        entries = [f"{json.dumps(key)}: {_lines(v, levels - 1)}" for key, v in data.items()]
+    begin, end = "[]" if isinstance(data, list) else "{}"
+    if isinstance(data, list) and not isinstance(data[0], dict | list):
+        return f"{begin}{', '.join(entries)}{end}"
+    return begin + "\n" + ",\n".join(entries) + "\n" + end
 
 
 def write_text(path: Path, text: str) -> None:

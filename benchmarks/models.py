@@ -17,7 +17,7 @@ from benchmarks import texts
 class Documents:
     """Endless distinct documents: the novel's tokens, each time from another starting point."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokens: list[int] = tokenizer("\n\n".join(texts.paragraphs()), verbose=False)["input_ids"]
         self._tokens = tokens

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from benchmarks.tasks import catalogue
-from benchmarks.tasks.base import Task
+from benchmarks.quality.tasks import catalogue
+from benchmarks.quality.tasks.base import Task
 
 GOOD = {
     "novel": {

@@ -3,7 +3,7 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.tasks.base import TokenText
+from benchmarks.quality.tasks.base import TokenText
 
 
 def byte_text() -> TokenText:

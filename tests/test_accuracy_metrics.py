@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks import common, worker_counts
-from benchmarks.tasks import catalogue, engine, metrics, scoring
-from benchmarks.tasks.base import Sample
-from benchmarks.tasks.metrics import Scored
+from benchmarks.quality.tasks import catalogue, engine, metrics, scoring
+from benchmarks.quality.tasks.base import Sample
+from benchmarks.quality.tasks.metrics import Scored
 
 VARIANT = {variant.name: variant for variant in catalogue.VARIANTS}
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.tasks import catalogue, criteria, report, thresholds
-from tests.accuracy_figures import COPY, LOOKUP, NEW, NOVEL, OLD, PASSKEY, SENTENCES, figures
+from benchmarks.quality.tasks import catalogue, criteria, report
+from tests.accuracy_figures import COPY, LOOKUP, NOVEL, PASSKEY, SENTENCES, figures
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_every_task_but_a_quick_one_is_held_to_what_the_oracle_reaches():
     assert [task.checks for task in catalogue.QUICK_TASKS] == [("found",), ("covering",)]
 
 
-def test_report_shows_every_cell(tmp_path):
+def test_report_shows_every_cell():
     cells = figures(PASSKEY) | figures(NOVEL)
     shown = report.table([PASSKEY, NOVEL], [1024], cells)
     assert "sink_window" in shown
@@ -73,74 +73,3 @@ def test_report_shows_every_cell(tmp_path):
     lines = [line.split() for line in shown.splitlines()]
     assert ["kvretrieval", "19.1", "7.5%", "95%"] in lines
     assert ["oracle", "-", "-", "95%"] in lines
-    report.plot(tmp_path / "plot.png", [PASSKEY, NOVEL], [1024], cells)
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
-
-
-def test_indexes_are_drawn_where_some_were_compared(tmp_path):
-    path, cells = tmp_path / "indexes.png", figures(PASSKEY) | figures(NOVEL)
-    assert not report.plot_indexes(path, [PASSKEY, NOVEL], [1024], cells)
-    assert not path.exists()
-    cells |= figures(PASSKEY, mean_1024=0.7) | figures(NOVEL, mean_1024=0.008)
-    for cell in cells.values():
-        cell.setdefault("index_share", 0.01)
-    assert report.plot_indexes(path, [PASSKEY, NOVEL], [1024], cells)
-    assert path.stat().st_size > 10_000
-
-
-def test_indexes_stand_between_the_control_and_the_oracle():
-    extra = {"mean_std_1024": 0.8, "mean_1024": 0.7}
-    cells = figures(PASSKEY, **extra) | figures(NOVEL, mean_std_1024=0.008)
-    cells[f"{PASSKEY.name}/kvretrieval/1024"]["index_share"] = 0.048
-    stored = {
-        "build": OLD,
-        "rows": [
-            {"index": "min_max", "context": 32768, "batch": 1, "planning_us": 812.4},
-            {"index": "min_max", "context": 32768, "batch": 4, "planning_us": 3000.0},
-            {"index": "mean", "context": 8192, "batch": 1, "planning_us": 3.0},
-        ],
-    }
-    planned = report.planning(stored, OLD)
-    lines = report.indexes([PASSKEY, NOVEL], [1024], cells, planned).splitlines()
-    assert not any("another build" in line for line in lines)
-    rows = [line.split() for line in lines[2:] if line]
-    assert rows == [
-        ["of", "us", "at", PASSKEY.name, NOVEL.name],
-        ["index", "KV", "32K", "1024", "1024"],
-        ["none", "(sink_window)", "-", "-", "10%", "0.0400"],
-        ["low_rank", "(kvretrieval)", "4.8-7.5%", "-", "95%", "0.0104"],
-        ["min_max", "(every_step)", "-", "812", "95%", "0.0100"],
-        ["mean", "-", "-", "70%", "-"],
-        ["mean_std", "-", "-", "80%", "0.0080"],
-        ["exact", "(oracle)", "-", "-", "95%", "0.0060"],
-        ["mean_std", "to", "min_max", "-15", "0.80x"],
-    ]
-    assert "another build" in report.planning(stored, NEW).note
-    nothing = report.planning(None, OLD)
-    assert "benchmarks.planning" in nothing.note
-    shown = report.indexes([PASSKEY], [1024], figures(PASSKEY), nothing)
-    assert nothing.note in shown
-    assert "mean_std" not in shown
-
-
-def test_threshold_table_sets_cost_against_waiting():
-    cells = figures(PASSKEY) | figures(NOVEL)
-    rows = [
-        {"context": 16384, "batch": 1, "threshold": 0.9, "waited_ms": 0.25},
-        {"context": 16384, "batch": 1, "threshold": None, "waited_ms": 9.0},
-    ]
-    waited = thresholds.waits({"build": OLD, "rows": rows}, OLD)
-    lines = thresholds.table([PASSKEY, NOVEL], [1024], cells, waited).splitlines()
-    found = {line[: line.index("  ", 3)].strip(): line.split()[-5:] for line in lines[2:] if line}
-    assert found["KV heads corrected"] == ["-", "72.0%", "-", "-", "-"]
-    assert found[f"KL above that of every step, {NOVEL.name}"] == ["+0.0%", "+4.0%", "-", "-", "-"]
-    needle = found[f"points found less than of every step, {PASSKEY.name}"]
-    assert needle == ["+0.0", "+5.0", "-", "-", "-"]
-    assert found["ms waited per step on disk, 16,384 x 1"] == ["-", "0.25", "-", "-", "-"]
-    assert "slow_home steady" in thresholds.waits(None, OLD).note
-    assert "another build" in thresholds.waits({"build": NEW, "rows": rows}, OLD).note
-
-
-def test_threshold_table_is_empty_where_none_was_run():
-    cells = figures(LOOKUP)  # freekv alone, without every step
-    assert thresholds.table([LOOKUP], [1024], cells, thresholds.waits(None, OLD)) == ""

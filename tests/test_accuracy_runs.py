@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks import accuracy, build
-from benchmarks.tasks import catalogue, scoring, store, thresholds
-from benchmarks.tasks.base import Sample
-from benchmarks.tasks.metrics import Generated
+from benchmarks import build
+from benchmarks.quality import __main__ as driver
+from benchmarks.quality import accuracy
+from benchmarks.quality.tasks import catalogue, scoring, store
+from benchmarks.quality.tasks.base import Sample
+from benchmarks.quality.tasks.metrics import Generated
 from tests.accuracy_figures import NOVEL, OLD, PASSKEY, SENTENCES
 from tests.byte_text import byte_text
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -23,7 +25,6 @@ from vllm_kvretrieval.retrieval.pooling import Pooling
 
 
 def test_thresholds_are_variants_of_the_same_engine():
-    assert thresholds.THRESHOLDS == [1.0, 0.9, 0.8, 0.7, -1.0]
     cells = catalogue.cells_of(NOVEL, (512,), 4096, catalogue.chosen(False, ["thresholds"]))
     names = {cell.variant.name for cell in cells}
     assert {"freekv", "every_step", "threshold_0.8", "threshold_0.7", "reuse"} <= names
@@ -104,7 +105,7 @@ def test_indexes_differ_in_nothing_but_the_index():
             continue
         method = variant.config.own
         assert method.pooling is Pooling.MEAN_SOFTMAX
-        assert not method.schedule.speculates or variant.threshold == 1.0
+        assert not method.schedule.speculates or variant.asks == {"correction_threshold": 1.0}
         assert method.rerank == (2 if variant.index.endswith("_rerank") else 0)
         assert variant.config.page_size == catalogue.PAGE
 
@@ -189,45 +190,41 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(accuracy, name, replacement)
     monkeypatch.setattr(build, "code_fingerprint", lambda: "code")
     what = f"sentences-{tmp_path.name}-2k"
-    command = ["--quick", "--model", str(tmp_path), "--task", what, "--samples", "2"]
+    command = ["accuracy", "--quick", "--model", str(tmp_path), "--task", what, "--samples", "2"]
 
     fake.breaks_at = "sink_window"
-    with pytest.raises(KeyboardInterrupt):
-        accuracy.main(command)
+    assert driver.main(command) == 130
     assert fake.started == [None, 512]
     ran = [f"{what} full", *(f"{what} {name} 512" for name in QUICK[:3])]
     assert fake.ran == ran
     assert fake.served == [{"oracle", "freekv", "streamingllm"}]
 
     fake.breaks_at = ""
-    assert accuracy.main(command) == 1  # the control answers as well: the task proves nothing
+    assert driver.main(command) == 1  # the control answers as well: the task proves nothing
     assert fake.started == [None, 512, 512]
     assert fake.ran[4:] == [f"{what} sink_window 512"]
     assert fake.served[1:] == [{"streamingllm"}]
     shown = capsys.readouterr().out
     assert "FAIL" in shown
-    assert "which index?" in shown
-    assert "which threshold?" not in shown
 
-    assert accuracy.main(command) == 1
+    assert driver.main(command) == 1
     assert fake.started == [None, 512, 512]
 
     capsys.readouterr()
-    accuracy.main([*command, "--also", "thresholds"])
+    driver.main([*command, "--also", "thresholds"])
     assert fake.started[3:] == [512]
     assert fake.served[2:] == [{"freekv", "speculative", "summary_8"}]
     others = ("every_step", "threshold_0.8", "threshold_0.7", "reuse", "speculative", "summary_8")
     assert fake.ran[5:] == [f"{what} {name} 512" for name in others]
-    assert "which threshold?" in capsys.readouterr().out
 
-    accuracy.main([*command, "--also", "page_16", "mean"])
+    driver.main([*command, "--also", "page_16", "mean"])
     assert fake.started[4:] == [512, 512]
     assert fake.served[3:] == [{"mean"}, {"freekv"}]
     assert fake.options == {"page_size": 16}
     assert fake.ran[11:] == [f"{what} mean 512", f"{what} page_16 512"]
 
     monkeypatch.setattr(build, "code_fingerprint", lambda: "another code")
-    accuracy.main(command)
+    driver.main(command)
     assert fake.started[6:] == [512]
     assert len(fake.ran) == 13 + 4
 
@@ -250,13 +247,13 @@ def test_a_method_that_changes_is_run_anew(tmp_path, monkeypatch):
 
 def test_unknown_tasks_are_named(capsys):
     with pytest.raises(SystemExit):
-        accuracy.main(["--task", "nothing"])
+        driver.main(["accuracy", "--task", "nothing"])
     assert "no task nothing; there are: passkey-qwen-4k" in capsys.readouterr().err
 
 
 def test_unknown_variants_are_named(capsys):
     with pytest.raises(SystemExit):
-        accuracy.main(["--also", "nothing"])
+        driver.main(["accuracy", "--also", "nothing"])
     assert "poolings" in capsys.readouterr().err
 
 

@@ -6,9 +6,15 @@ import pytest
 import torch
 
 from benchmarks import texts
-from benchmarks.tasks import forced, needles
-from benchmarks.tasks.base import BLIND_HEAD, BLIND_TAIL, TokenText, blind_positions, prompt_length
-from benchmarks.tasks.forcing import FORCED_TOKENS, ForceTokens
+from benchmarks.quality.tasks import forced, needles
+from benchmarks.quality.tasks.base import (
+    BLIND_HEAD,
+    BLIND_TAIL,
+    TokenText,
+    blind_positions,
+    prompt_length,
+)
+from benchmarks.quality.tasks.forcing import FORCED_TOKENS, ForceTokens
 from tests.byte_text import byte_text
 
 

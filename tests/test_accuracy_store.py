@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from benchmarks import build, common
-from benchmarks.tasks import metrics, store
-from benchmarks.tasks.base import Sample
-from benchmarks.tasks.metrics import Generated
+from benchmarks.quality.tasks import metrics, store
+from benchmarks.quality.tasks.base import Sample
+from benchmarks.quality.tasks.metrics import Generated
 from tests.accuracy_figures import NEW, OLD
 from tests.test_accuracy_metrics import top
 
 
-def test_results_resume_where_the_key_matches(tmp_path):
+def test_results_resume_where_the_key_matches(tmp_path, capsys):
     path = tmp_path / "out" / "accuracy.json"
     first = store.Results(path, {"command": "first", "build": OLD})
     first.put("task/freekv/256", "k1", {"accuracy": 1.0})
@@ -24,10 +24,17 @@ def test_results_resume_where_the_key_matches(tmp_path):
     assert resumed.get("task/freekv/256", "k2") is None
     assert resumed.get("task/freekv/512", "k1") is None
     resumed.put("task/freekv/512", "k1", {"accuracy": 0.5})
-    assert resumed.outdated() == ["task/freekv/256"]
+    resumed.print_builds()
+    assert "1 cells of" in (said := capsys.readouterr().out)
+    assert "  task/freekv/256\n" in said
+    resumed.print_builds(always="/freekv/")
+    assert "cells of" not in capsys.readouterr().out
     stored = json.loads(path.read_text())
     assert stored["command"] == "second"
     assert set(stored["cells"]) == {"task/freekv/256", "task/freekv/512"}
+    assert [cell.get("build") for cell in stored["cells"].values()] == [OLD, None]
+    again = store.Results(path, {"command": "third", "build": NEW})
+    assert again.get("task/freekv/512", "k1") == {"key": "k1", "accuracy": 0.5, "build": NEW}
     assert [file.name for file in path.parent.iterdir()] == ["accuracy.json"]
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.attention import Case, measure
-from benchmarks.planning import Shape
+from benchmarks.ops.attention import Case, measure
+from benchmarks.ops.setup import Shape
 from tests.kernel_checks import DTYPES, specified
 from vllm_kvretrieval.kernels import TokenLists, cpu, reference
 

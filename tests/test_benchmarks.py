@@ -1,25 +1,60 @@
-"""The speed and memory benchmarks' own arithmetic: what they make of measurements."""
+"""The benchmarks' command lines, and what the programs make of measurements."""
 
+import argparse
+import re
+import shlex
 from dataclasses import asdict, replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import (
-    common,
-    decode,
-    decode_bench,
-    decode_report,
-    prefill,
-    recall,
-    slow_capacity,
-    slow_steady,
-)
-from benchmarks.tasks import thresholds
+from benchmarks import common
+from benchmarks.ops import __main__ as ops_driver
+from benchmarks.quality import __main__ as quality_driver
+from benchmarks.quality import prefill, recall
+from benchmarks.serving import __main__ as serving_driver
+from benchmarks.serving import bench, capacity, decode, disk, report
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
+
+DRIVERS = {"serving": serving_driver, "ops": ops_driver, "quality": quality_driver}
+
+
+@pytest.mark.parametrize(
+    ("driver", "command"),
+    [(name, command) for name, driver in DRIVERS.items() for command in driver.COMMANDS],
+)
+def test_help_of_every_command(driver, command, capsys):
+    """Every option says what it does, and the examples of the description can be typed."""
+    with pytest.raises(SystemExit) as ended:
+        DRIVERS[driver].main([command, "--help"])
+    assert ended.value.code == 0
+    module = import_module(f"benchmarks.{driver}.{command.replace('-', '_')}")
+    about = module.__doc__ or ""
+    assert capsys.readouterr().out.split("\n\n")[1] == about.partition("\n")[0]
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    actions = {option: action for action in parser._actions for option in action.option_strings}
+    assert not [option for option, action in actions.items() if not action.help]
+    assert actions["--output"].default.parent == common.RESULTS
+    examples = re.findall(rf"^ +python -m benchmarks\.{driver} {command}(.*)", about, re.M)
+    assert examples
+    for example in examples:
+        parser.parse_args(shlex.split(example, comments=True))
+
+
+@pytest.mark.parametrize("driver", DRIVERS.values(), ids=DRIVERS)
+def test_a_driver_lists_its_commands(driver, capsys):
+    with pytest.raises(SystemExit):
+        driver.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in driver.COMMANDS)
+    with pytest.raises(SystemExit):
+        driver.main(["nothing"])
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err
 
 
 def noted(recalled: int, missed: int, corrected: int, waited_s: float) -> dict[str, float]:
@@ -46,7 +81,7 @@ def test_steady_counts_from_the_first_decode_step():
     )
     for step, note in enumerate((first, second, end)):
         note |= {"looked_up": 1000 * step, "sparse_heads": 50 * step}
-    figures = slow_steady.summarise([0.030, 0.020], [prompt, first, second, end])
+    figures = disk.summarise([0.030, 0.020], [prompt, first, second, end])
     assert figures["first_ms"] == pytest.approx(30)
     assert figures["first_units"] == 1000
     assert figures["first_waited_ms"] == pytest.approx(10)
@@ -60,20 +95,15 @@ def test_steady_counts_from_the_first_decode_step():
     assert figures["corrected_share"] == pytest.approx(60 / 100)
 
 
-def test_steady_has_every_threshold_of_the_accuracy_benchmark():
-    found = [v.threshold for v in slow_steady.VARIANTS if v.threshold is not None]
-    assert sorted(found, reverse=True) == thresholds.THRESHOLDS
-
-
 def test_steady_rows_show_what_reading_ahead_hides():
-    figures = slow_steady.summarise([0.03, 0.02], [noted(0, 0, 0, t) for t in (0, 0.01, 0.02)])
+    figures = disk.summarise([0.03, 0.02], [noted(0, 0, 0, t) for t in (0, 0.01, 0.02)])
     by_name = {
         name: {"context": 16384, "batch": 4, "variant": name, **figures, "waited_ms": waited}
-        for name, waited in ((slow_steady.DEVICE, 0), (slow_steady.DISK, 3), ("other", 3))
+        for name, waited in ((disk.DEVICE, 0), (disk.DISK, 3), ("other", 3))
     }
-    by_name[slow_steady.UNAIDED] = by_name["other"] | {"waited_ms": 4.0}
-    assert "25%" in slow_steady.line(by_name[slow_steady.DISK], by_name)
-    assert "25%" not in slow_steady.line(by_name["other"], by_name)
+    by_name[disk.UNAIDED] = by_name["other"] | {"waited_ms": 4.0}
+    assert "25%" in disk.line(by_name[disk.DISK], by_name)
+    assert "25%" not in disk.line(by_name["other"], by_name)
 
 
 MODEL = SimpleNamespace(
@@ -87,29 +117,29 @@ MODEL = SimpleNamespace(
 
 @pytest.mark.parametrize("mib", [8, 64, 256])
 def test_capacity_is_the_most_that_the_plan_takes(mib):
-    config, memory = RetrievalConfig(budget=512, home="disk"), mib * slow_capacity.MIB
-    most = slow_capacity.largest(config, MODEL, memory)
+    config, memory = RetrievalConfig(budget=512, home="disk"), mib * capacity.MIB
+    most = capacity.largest(config, MODEL, memory)
     assert most is not None
     assert most.tiers.fast <= memory
-    assert most.tiers.blocks * slow_capacity.BLOCK > most.tokens
+    assert most.tiers.blocks * capacity.BLOCK > most.tokens
     limit = MODEL.max_position_embeddings
     assert most.context <= limit
     if most.context < limit:
-        longer = most.context + slow_capacity.BLOCK
+        longer = most.context + capacity.BLOCK
         with pytest.raises(RetrievalConfigError):
-            slow_capacity.plan(config, MODEL, memory, most.requests, longer)
+            capacity.plan(config, MODEL, memory, most.requests, longer)
 
 
 def test_capacity_without_room_for_a_block():
     config = RetrievalConfig(budget=512, home="disk")
-    assert slow_capacity.largest(config, MODEL, slow_capacity.MIB) is None
+    assert capacity.largest(config, MODEL, capacity.MIB) is None
 
 
 def capacity_row(**changes: Any) -> dict[str, Any]:
     """A row that `capacity` stores for a run that meets the goal."""
-    parts = dict.fromkeys(slow_capacity.PARTS, 10 * slow_capacity.MIB)
+    parts = dict.fromkeys(capacity.PARTS, 10 * capacity.MIB)
     return {
-        "fast_memory": 64 * slow_capacity.MIB,
+        "fast_memory": 64 * capacity.MIB,
         "stock_tokens": 5461,
         "tokens": 65536,
         "requests": 2,
@@ -139,21 +169,21 @@ def capacity_row(**changes: Any) -> dict[str, Any]:
         ({}, True),
         ({"ratio": 7.9}, False),
         ({"found": 1}, False),
-        ({"allocated": dict.fromkeys(slow_capacity.PARTS, 11 * slow_capacity.MIB)}, False),
-        ({"fast_memory": 8 * slow_capacity.MIB}, None),
+        ({"allocated": dict.fromkeys(capacity.PARTS, 11 * capacity.MIB)}, False),
+        ({"fast_memory": 8 * capacity.MIB}, None),
     ],
 )
 def test_capacity_verdict(changes, passed):
     row = capacity_row(**changes)
-    assert slow_capacity.verdict(row) is passed
-    shown = slow_capacity.report(row)
+    assert capacity.verdict(row) is passed
+    shown = capacity.report(row)
     assert ("PASS" in shown, "FAIL" in shown) == (passed is True, passed is False)
     assert "700 MiB of page cache" in shown
     assert "12,800 bytes per token" in shown
 
 
 def decode_cell(context: int, prefill: list[float], **changes: Any) -> dict[str, Any]:
-    """A cell of `benchmarks.decode`, in which freekv takes half as long."""
+    """A cell of `benchmarks.serving decode`, in which freekv takes half as long."""
     times = {"prefill_s": prefill, "first_token_s": prefill}
     engines: dict[str, Any] = {
         name: {"step_ms": [{"mean": ms}, {"mean": ms}], **times}
@@ -169,9 +199,9 @@ OTHER = {"version": "0.1.0", "code": "b", "commit": "other", "dirty": False}
 
 
 def decode_summary(cells: list[dict[str, Any]], **changes: Any) -> str:
-    """The text that `benchmarks.decode` prints of these cells."""
+    """The text that `benchmarks.serving decode` prints of these cells."""
     store = {"build": MINE, "settings": {"budget": 1024}, "cells": cells, **changes}
-    return decode_report.summary(store | {"acceptance": decode_report.acceptance(store)})
+    return report.summary(store | {"acceptance": report.acceptance(store)})
 
 
 def test_decode_rows_show_the_corrected_share_and_what_is_of_another_build():
@@ -192,7 +222,7 @@ def test_decode_without_prefill_says_so_and_judges_none():
 
 
 def test_decode_resumes_its_own_settings_alone(tmp_path):
-    settings = decode_bench.Settings("m", {}, "freekv", 1024, {}, 48, 5, 10, 120.0, 0.0, False)
+    settings = bench.Settings("m", {}, "freekv", 1024, {}, 48, 5, 10, 120.0, 0.0, False)
     path = tmp_path / "decode.json"
     stored = asdict(settings)
     del stored["fill"]  # written before there was this option

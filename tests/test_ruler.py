@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import build, ruler
-from benchmarks.ruler_tasks import catalogue, decoding, generator, report, scoring
-from benchmarks.ruler_tasks.decoding import Answers
-from benchmarks.ruler_tasks.generator import Generator, GeneratorError, RulerSample
+from benchmarks import build
+from benchmarks.quality import __main__ as driver
+from benchmarks.quality import ruler
+from benchmarks.quality.ruler_tasks import catalogue, decoding, generator, report, scoring
+from benchmarks.quality.ruler_tasks.decoding import Answers
+from benchmarks.quality.ruler_tasks.generator import Generator, GeneratorError, RulerSample
 
 
 def letters(text: str) -> Any:
@@ -321,17 +323,16 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 def test_an_interrupted_run_goes_on_where_it_was(engine, tmp_path, monkeypatch, capsys):
     out = tmp_path / "ruler.json"
-    command = ["--task", "vt", "cwe", "--budgets", "512", "128", "--samples", "2"]
+    command = ["ruler", "--task", "vt", "cwe", "--budgets", "512", "128", "--samples", "2"]
     command += ["--variants", "freekv", "control", "--out", str(out)]
 
     engine.breaks_at = "vt control 128"
-    with pytest.raises(KeyboardInterrupt):
-        ruler.main(command)
+    assert driver.main(command) == 130
     done = ["vt full", "vt freekv 128", "vt freekv 512"]
     assert engine.ran == [(label, 30) for label in done]
 
     engine.breaks_at = ""
-    assert ruler.main(command) == 0
+    assert driver.main(command) == 0
     rest = [("vt prompts", 1), ("vt control 128", 30), ("vt control 512", 30), ("cwe full", 120)]
     assert engine.ran[3:] == rest  # full attention fails at cwe: no preset is put to it
     started = engine.started[1]
@@ -346,7 +347,7 @@ def test_an_interrupted_run_goes_on_where_it_was(engine, tmp_path, monkeypatch, 
     assert "vt control 128: 2 samples (6 cells and the prompts of 1 tasks to go" in shown
 
     ran = len(engine.ran)
-    assert ruler.main([*command, "--show"]) == 0
+    assert driver.main([*command, "--show"]) == 0
     assert len(engine.started) == 2
     assert len(engine.ran) == ran
     cell = json.loads(out.read_text())["cells"]["Qwen2.5-Coder-0.5B-Instruct/4096/vt/control/512"]
@@ -354,7 +355,7 @@ def test_an_interrupted_run_goes_on_where_it_was(engine, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(build, "code_fingerprint", lambda: "another code")
     capsys.readouterr()
-    assert ruler.main([*command, "--show"]) == 0
+    assert driver.main([*command, "--show"]) == 0
     assert capsys.readouterr().out.count("  a: 'text'\n") == 4
     assert [label for label, _ in engine.ran[ran:]] == [
         "vt prompts",
@@ -363,13 +364,13 @@ def test_an_interrupted_run_goes_on_where_it_was(engine, tmp_path, monkeypatch, 
 
 
 def test_other_samples_and_lengths_are_other_cells(engine, tmp_path):
-    command = ["--task", "vt", "--variants", "--out", str(tmp_path / "ruler.json")]
+    command = ["ruler", "--task", "vt", "--variants", "--out", str(tmp_path / "ruler.json")]
     for change in (["--samples", "1"], ["--samples", "2"], ["--context", "8192", "--samples", "2"]):
-        ruler.main([*command, *change])
+        driver.main([*command, *change])
     assert [label for label, _ in engine.ran] == ["vt full"] * 3
-    ruler.main([*command, "--context", "8192", "--samples", "2"])
+    driver.main([*command, "--context", "8192", "--samples", "2"])
     assert len(engine.ran) == 3
-    ruler.main([*command, "--samples", "2"])
+    driver.main([*command, "--samples", "2"])
     assert len(engine.ran) == 3  # of each length there is a cell of its own
 
 
@@ -385,12 +386,12 @@ def test_other_samples_and_lengths_are_other_cells(engine, tmp_path):
 )
 def test_wrong_arguments_are_named(wrong, said, capsys):
     with pytest.raises(SystemExit):
-        ruler.main(wrong)
+        driver.main(["ruler", *wrong])
     assert said in capsys.readouterr().err
 
 
 def test_the_list_needs_neither_model_nor_network(capsys):
-    assert ruler.main(["--list"]) == 0
+    assert driver.main(["ruler", "--list"]) == 0
     shown = capsys.readouterr().out
     assert all(task.name in shown for task in catalogue.TASKS)
     assert all(variant.name in shown for variant in catalogue.VARIANTS)

@@ -5,11 +5,13 @@ import shutil
 
 import pytest
 
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, ROOT
 from benchmarks.tables import __main__ as tables
+from benchmarks.tables import plots
 
 BLOCK = "<!-- table: {} -->\n{}<!-- end of table -->\n"
 STEPS = "steps decode-fill-fier.json"
+STEPS_PLOT = ROOT / "docs/plots/steps/decode-fill.svg"
 
 
 def test_pages_are_as_written():
@@ -71,3 +73,20 @@ def test_check_writes_nothing(tmp_path, monkeypatch, capsys):
     assert tables.main() == 0
     monkeypatch.setattr("sys.argv", ["tables", "--check"])
     assert tables.main() == 0
+
+
+def test_plots_follow_their_files(tmp_path):
+    """The committed plots are those of the result files; another figure is another plot."""
+    drawn = {path: svg for page in tables.pages() for path, svg in plots.drawn(page).items()}
+    assert {path.parent.name for path in drawn} == plots.KINDS.keys()
+    assert all(path.read_text() == drawn[path] for path in drawn), "run python -m benchmarks.tables"
+    shutil.copy(RESULTS / "decode-fill.json", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("![Steps](plots/steps/decode-fill.svg)\n")
+    before = plots.drawn(page, tmp_path)
+    assert [*before.values()] == [drawn[STEPS_PLOT]]
+    store = json.loads((tmp_path / "decode-fill.json").read_text())
+    for repeat in store["cells"][-1]["engines"]["freekv"]["step_ms"]:
+        repeat["mean"] *= 2
+    (tmp_path / "decode-fill.json").write_text(json.dumps(store))
+    assert plots.drawn(page, tmp_path) != before

@@ -1,1 +1,1 @@
-"""The tables of README and docs, made of result files: ``python -m benchmarks.tables``."""
+"""Tables and plots of README and docs, from result files: ``python -m benchmarks.tables``."""

@@ -1,4 +1,4 @@
-"""Write the tables of README and docs from result files, or check that they are as written.
+"""Write tables and plots of README and docs from result files, or check that they are as written.
 
 A page asks for a table by a comment, and this program writes the table below it::
 
@@ -9,6 +9,8 @@ A page asks for a table by a comment, and this program writes the table below it
 The words after ``table:`` are a kind of table, files of ``benchmarks/results``, and options such
 as ``budgets=256,1024``. ``--list`` prints the kinds. Tables of the options of an engine or a
 request take no file: they come from ``vllm_kvretrieval.options``.
+
+A page asks for a plot by a link to ``plots/KIND/NAME.svg``, drawn from ``NAME.json``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, write_text
-from benchmarks.tables import indexes, options, places, prompts, quality, steps
+from benchmarks.tables import indexes, options, places, plots, prompts, quality, steps
 from benchmarks.tables.markdown import Options, Results, read_results, source
 
 KINDS: Mapping[str, Callable[[Results, Options], str]] = {
@@ -90,27 +92,28 @@ def _block(block: re.Match[str], directory: Path) -> str:
 
 
 def main() -> int:
-    """Write the tables; with ``--check`` write nothing, and return 1 where a page differs."""
+    """Write tables and plots; with ``--check`` write nothing, and return 1 where a page differs."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tables",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--check", action="store_true", help="say which pages differ, write none")
+    parser.add_argument("--check", action="store_true", help="say which files differ, write none")
     parser.add_argument("--list", action="store_true", help="print the kinds of tables")
     args = parser.parse_args()
     if args.list:
         for name, make in KINDS.items():
             print(f"{name:<12} {(make.__doc__ or '').splitlines()[0]}")
         return 0
-    stale = []
+    written = {page: rendered(page.read_text()) for page in pages()}
     for page in pages():
-        old = page.read_text()
-        new = rendered(old)
-        if old != new:
-            stale.append(page.relative_to(ROOT))
+        written |= plots.drawn(page)
+    stale = []
+    for path, new in written.items():
+        if not path.exists() or path.read_text() != new:
+            stale.append(path.relative_to(ROOT))
             if not args.check:
-                write_text(page, new)
+                write_text(path, new)
     for place in stale:
         print(f"{place}: {'differs from the result files' if args.check else 'written'}")
     if stale and args.check:

@@ -1,4 +1,4 @@
-"""Tables of operations alone: `benchmarks.planning`, `attention` and `scheduler`."""
+"""Tables of operations alone: `benchmarks.ops planning`, `attention` and `scheduler`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def attention(results: Results, options: Options) -> str:
 
 
 def levels(results: Results, options: Options) -> str:
-    """Microseconds of vLLM's scheduler and ours: a row per case of `benchmarks.scheduler`."""
+    """Microseconds of vLLM's scheduler and ours: a row per case of `benchmarks.ops scheduler`."""
     (store,) = results.values()
     rows = [
         [row["case"], f"{row['vllm_us']:.1f}", f"{row['ours_us']:.1f}", f"{row['more_us']:.1f}"]

@@ -10,7 +10,7 @@ TASKS = {
     "passkey-qwen-8k": "pass key, Qwen2.5-Coder-0.5B, 8K",
     "lookup-qwen-4k": "key-value lookup, Qwen2.5-Coder-0.5B, 4K",
 }
-"""Tasks of `benchmarks.accuracy`: text, model, tokens of context."""
+"""Tasks of `benchmarks.quality accuracy`: text, model, tokens of context."""
 
 VARIANTS = {
     "full": "full attention",
@@ -42,7 +42,7 @@ VARIANTS = {
     "reuse": "freekv, no correction",
     "page_16": "freekv, `page_size: 16`",
 }
-"""Variants of `benchmarks.accuracy` and `benchmarks.ruler`; others are named as they are."""
+"""Variants of `benchmarks.quality`; others are named as they are."""
 
 INDEXES = {
     "one_bit_tokens": "`one_bit`, single tokens (`fier`)",
@@ -51,4 +51,4 @@ INDEXES = {
     "low_rank": "**`low_rank`**, rank 12 (`kvretrieval`)",
     "low_rank_rerank": "`low_rank`, two candidates per page scored again",
 }
-"""Indexes of `benchmarks.planning`; others are named as they are."""
+"""Indexes of `benchmarks.ops planning`; others are named as they are."""

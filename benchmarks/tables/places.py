@@ -1,4 +1,4 @@
-"""Tables of a cache on disk: results of `benchmarks.slow_home` and `benchmarks.store`."""
+"""Tables of a cache on disk: results of `benchmarks.serving disk`, `capacity` and `store`."""
 
 from __future__ import annotations
 

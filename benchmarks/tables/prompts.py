@@ -1,4 +1,4 @@
-"""Tables of prompts: `benchmarks.prompt_attention`, `prefill`, `prefill_layer`, `observation`."""
+"""Tables of prompts: `benchmarks.ops`, `benchmarks.quality prefill`, and of observation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHAPES = {
     "qwen2.5-0.5b": "14 of 64, 2 KV heads",
     "llama-3.1-8b": "32 of 128, 8 KV heads",
 }
-"""Words for the shapes of `benchmarks.prompt_attention`."""
+"""Words for the shapes of `benchmarks.ops prompt-attention`."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -1,11 +1,11 @@
-"""Tables of answers' quality: results of `benchmarks.accuracy`, `ruler` and `recall`."""
+"""Tables of answers' quality: results of `benchmarks.quality accuracy`, `ruler` and `recall`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.ruler_tasks import report
-from benchmarks.ruler_tasks.catalogue import TASKS as RULER
+from benchmarks.quality.ruler_tasks import report
+from benchmarks.quality.ruler_tasks.catalogue import TASKS as RULER
 from benchmarks.tables.labels import TASKS, VARIANTS
 from benchmarks.tables.markdown import Options, Results, listed, markdown, percent, significant
 

@@ -1,11 +1,11 @@
-"""Tables of decode steps: results of `benchmarks.decode`."""
+"""Tables of decode steps: results of `benchmarks.serving decode`."""
 
 from __future__ import annotations
 
 import statistics
 from typing import Any
 
-from benchmarks import decode_report
+from benchmarks.serving import report
 from benchmarks.tables.markdown import Options, Results, listed, markdown, ratio
 
 Cell = dict[str, Any]
@@ -34,7 +34,7 @@ def steps(results: Results, options: Options) -> str:
             for name in names:
                 row += _figures(cell, name, with_range=True)
                 if _beats(name, names):
-                    over = decode_report.ratios(cell, name, FULL)
+                    over = report.ratios(cell, name, FULL)
                     row.append(ratio(statistics.median(over)))
         rows.append(row)
     return markdown(header, rows)
@@ -55,7 +55,7 @@ def first(results: Results, options: Options) -> str:
     for (_, context), cell in cells:
         stock, *others = (
             statistics.median(cell["engines"][name]["first_token_s"])
-            for name in (decode_report.pair(cell)[0], *names)
+            for name in (report.pair(cell)[0], *names)
         )
         row = [f"{context:,}", f"{stock:.1f}"]
         for seconds in others:
@@ -92,7 +92,7 @@ def parts(results: Results, options: Options) -> str:
     columns = {}
     for store in results.values():
         cell = _by_size(store)[size]
-        name = decode_report.pair(cell)[1]
+        name = report.pair(cell)[1]
         columns[name] = cell["engines"][name]["profile_ms"]
     names = list(next(iter(columns.values())))
     rows = [[name, *(f"{column[name]:.1f}" for column in columns.values())] for name in names]
@@ -100,7 +100,7 @@ def parts(results: Results, options: Options) -> str:
 
 
 def _by_size(store: Any) -> dict[tuple[int, int], Cell]:
-    return {(cell["batch"], cell["context"]): cell for cell in decode_report.pooled(store["cells"])}
+    return {(cell["batch"], cell["context"]): cell for cell in report.pooled(store["cells"])}
 
 
 def _methods(cells: dict[tuple[int, int], Cell]) -> list[str]:
@@ -115,13 +115,13 @@ def _beats(name: str, names: list[str]) -> bool:
 
 def _stock_ms(cell: Cell) -> str:
     """Milliseconds of vLLM alone."""
-    return f"{decode_report.step_ms(cell, decode_report.pair(cell)[0]):.1f}"
+    return f"{report.step_ms(cell, report.pair(cell)[0]):.1f}"
 
 
 def _figures(cell: Cell, name: str, *, with_range: bool) -> list[str]:
     """Milliseconds of a method, and the speed-up."""
-    stock, first = decode_report.pair(cell)
-    ups = sorted(1 / each for each in decode_report.ratios(cell, stock, name))
+    stock, first = report.pair(cell)
+    ups = sorted(1 / each for each in report.ratios(cell, stock, name))
     middle = 1 / cell["decode_ratio"] if name == first else statistics.median(ups)
     limits = f" ({ups[0]:.2f}..{ups[-1]:.2f})" if with_range else ""
-    return [f"{decode_report.step_ms(cell, name):.1f}", ratio(middle) + limits]
+    return [f"{report.step_ms(cell, name):.1f}", ratio(middle) + limits]

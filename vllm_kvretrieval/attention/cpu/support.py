@@ -30,7 +30,7 @@ RATIOS = {
 }
 """How many times as fast as vLLM's our own kernel reads prompts, by instruction set and element.
 
-The least of what `python -m benchmarks.prompt_attention` found; its results are
+The least of what `python -m benchmarks.ops prompt-attention` found; its results are
 ``benchmarks/results/prompt-attention-*.json``.
 """
 

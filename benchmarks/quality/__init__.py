@@ -1,0 +1,1 @@
+"""How close answers come to those of full attention: ``python -m benchmarks.quality``."""

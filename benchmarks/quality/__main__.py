@@ -1,0 +1,26 @@
+"""Quality of answers under KV-cache retrieval, compared with full attention, on real models.
+
+`make models` builds the checkpoints. `python -m benchmarks.quality COMMAND --help` shows the
+options of a command.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from benchmarks import cli
+
+COMMANDS = {
+    "accuracy": "answers of every method, on texts and pass keys, beside full attention",
+    "ruler": "scores of the 13 tasks of RULER",
+    "prefill": "answers and times after sparse prefill, beside exact prefill",
+    "recall": "share of the most attended tokens that each index finds",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status. See `cli.main`."""
+    return cli.main("benchmarks.quality", __doc__, COMMANDS, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""The accuracy of decoding with KV retrieval, compared with full attention, on real models.
+
+    python -m benchmarks.quality accuracy --quick
+    python -m benchmarks.quality accuracy --task copy-qwen-4k --also indexes --budgets 256 1024
+
+Everything passes through the real engine's decode path. Per model, stock vLLM answers every task
+once (the reference, kept in benchmarks/results/.reference), then one retrieval engine, which serves
+the methods of all variants to be run, answers it under each of them and every budget; its prefix
+cache holds a task's prompts, so each is prefilled once. Every figure is stored when it is ready, so
+an interrupted run picks up where it was. Exits with 1 when a criterion fails, with 2 when it could
+not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from benchmarks import build
+from benchmarks.cli import add_output, add_tokens
+from benchmarks.common import RESULTS, Stopwatch, result_header, versions
+from benchmarks.quality.tasks import catalogue, criteria, report, scoring
+from benchmarks.quality.tasks.base import Sample, Task, TokenText
+from benchmarks.quality.tasks.catalogue import FULL, Cell, Variant
+from benchmarks.quality.tasks.engine import (
+    BATCH,
+    DTYPE,
+    open_engine,
+    prefix_cache_bytes,
+    retrieval_counts,
+    run_samples,
+)
+from benchmarks.quality.tasks.metrics import TOP_LOGPROBS, Generated
+from benchmarks.quality.tasks.store import (
+    References,
+    Results,
+    fingerprint,
+    model_fingerprint,
+    reference_key,
+)
+from benchmarks.worker_counts import corrected_share
+
+
+@dataclass
+class Job:
+    """One task made ready: its samples, its reference (once known) and the cells still to do."""
+
+    task: Task
+    samples: list[Sample]
+    key: str
+    """Key of the reference; part of every cell's key."""
+
+    reference: list[Generated] = field(default_factory=list)
+    todo: list[Cell] = field(default_factory=list)
+
+
+class Benchmark:
+    """Runs tasks model by model and keeps their figures."""
+
+    def __init__(
+        self,
+        results: Results,
+        references: References,
+        budgets: tuple[int, ...],
+        variants: Sequence[Variant],
+    ) -> None:
+        self._variants = variants
+        self._results = results
+        self._references = references
+        self._budgets = budgets
+        self._code = build.code_fingerprint()
+        self._clock = Stopwatch()
+        self.figures: dict[str, dict[str, Any]] = {}
+        """The figures of this run's cells, by name."""
+
+    def run(self, model: Path, tasks: Sequence[Task], count: int | None) -> None:
+        """Run the tasks of one model; `count` replaces their numbers of samples."""
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        text = TokenText(tokenizer)
+        weights = model_fingerprint(model)
+        jobs = []
+        for task in tasks:
+            samples = task.build(text, task.context, count or task.samples)
+            key = reference_key(weights, samples, versions().get("vllm", "unknown"), DTYPE)
+            jobs.append(Job(task, samples, key))
+        self._run_references(model, jobs, tokenizer)
+        self._run_cells(model, jobs, tokenizer)
+
+    def _run_references(
+        self, model: Path, jobs: list[Job], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        missing = []
+        for job in jobs:
+            stored = self._references.get(job.task.name, job.key)
+            if stored is None:
+                missing.append(job)
+            else:
+                job.reference = stored
+        if missing:
+            self._say(f"{model.name}: starting stock vLLM for {len(missing)} reference(s)")
+            with open_engine(model, *_sizes(model, missing, None)) as llm:
+                for job in missing:
+                    self._say(f"{job.task.name}: full attention, {len(job.samples)} samples")
+                    job.reference = run_samples(llm, job.samples, None, f"{job.task.name} full")
+                    self._references.put(job.task.name, job.key, job.reference)
+        for job in jobs:
+            scores = scoring.score(job.samples, job.reference, job.reference, tokenizer)
+            cell = {**_label(job, FULL.name, None), "share": 1.0, **scores}
+            self._keep(f"{job.task.name}/{FULL.name}/all", job.key, cell)
+
+    def _run_cells(self, model: Path, jobs: list[Job], tokenizer: PreTrainedTokenizerBase) -> None:
+        for job in jobs:
+            covering = scoring.covering_budget(job.samples)
+            for cell in catalogue.cells_of(job.task, self._budgets, covering, self._variants):
+                stored = self._results.get(cell.name, self._cell_key(job, cell))
+                if stored is None:
+                    job.todo.append(cell)
+                else:
+                    self.figures[cell.name] = stored
+        todo = [(job, cell) for job in jobs for cell in job.todo]
+        while todo:  # one engine after the other
+            engine = todo[0][1].variant.engine
+            chosen = [(job, cell) for job, cell in todo if cell.variant.engine == engine]
+            todo = [(job, cell) for job, cell in todo if cell.variant.engine != engine]
+            self._run_on(engine, chosen, model, tokenizer)
+
+    def _run_on(
+        self,
+        engine: dict[str, Any],
+        todo: list[tuple[Job, Cell]],
+        model: Path,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """Run cells, all of one task after the other, on a retrieval engine with these options."""
+        options = f" {engine}" if engine else ""
+        self._say(f"{model.name}: starting the retrieval engine{options} for {len(todo)} cell(s)")
+        also = catalogue.also_of(cell for _, cell in todo)
+        sizes = _sizes(model, [job for job, _ in todo], max(cell.budget for _, cell in todo))
+        with open_engine(model, *sizes, also=also, **engine) as llm:
+            for number, (job, cell) in enumerate(todo, 1):
+                watch = Stopwatch()
+                label = f"{job.task.name} {cell.variant.name} {cell.budget}"
+                self._say(f"{label}: {len(job.samples)} samples (cell {number} of {len(todo)})")
+                before = retrieval_counts(llm)
+                results = run_samples(llm, job.samples, cell.options, label, cell.variant.watches)
+                share = corrected_share(before, retrieval_counts(llm))
+                figures = {
+                    **_label(job, cell.variant.name, cell.budget),
+                    "share": scoring.mean_share(job.samples, cell.budget, cell.variant, model),
+                    **scoring.index_bytes(cell.variant, model),
+                    "corrected_share": share if cell.variant.speculates else None,
+                    **scoring.score(job.samples, job.reference, results, tokenizer),
+                    "seconds": round(watch.seconds, 1),
+                }
+                self._keep(cell.name, self._cell_key(job, cell), figures)
+
+    def _cell_key(self, job: Job, cell: Cell) -> str:
+        variant = cell.variant
+        return fingerprint([job.key, cell.options, variant.also, variant.engine, self._code])
+
+    def _keep(self, name: str, key: str, cell: dict[str, Any]) -> None:
+        self.figures[name] = cell
+        self._results.put(name, key, cell)
+
+    def _say(self, message: str) -> None:
+        print(f"[{self._clock}] {message}", flush=True)
+
+
+def _sizes(model: Path, jobs: Sequence[Job], budget: int | None) -> tuple[int, int | None, int]:
+    """Longest context, budget and KV cache of an engine that runs one of these jobs at a time."""
+    context = max(sample.total for job in jobs for sample in job.samples)
+    return context, budget, max(prefix_cache_bytes(model, job.samples) for job in jobs)
+
+
+def _label(job: Job, variant: str, budget: int | None) -> dict[str, Any]:
+    return {
+        "task": job.task.name,
+        "model": job.task.model.name,
+        "context": job.task.context,
+        "variant": variant,
+        "budget": budget,
+        "samples": len(job.samples),
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options; `--quick` changes some defaults."""
+    quick = "--quick" in sys.argv
+    names = [*catalogue.GROUPS, *(variant.name for variant in catalogue.VARIANTS)]
+    add = parser.add_argument
+    add("--list", action="store_true", help="show the tasks and the variants, and leave")
+    add("--quick", action="store_true", help="the quick tier, a few minutes")
+    add("--task", nargs="+", metavar="NAME", help="run these tasks alone; by default all")
+    add("--model", type=Path, metavar="PATH", help="put the tasks to this checkpoint instead")
+    budgets = catalogue.QUICK_BUDGETS if quick else catalogue.BUDGETS
+    add_tokens(parser, "--budgets", budgets, "tokens attended to per decode step")
+    groups = ", ".join(catalogue.GROUPS)
+    add("--also", nargs="+", default=[], metavar="NAME|GROUP", choices=names,
+        help=f"further variants (see --list), or groups of them: {groups}")  # fmt: skip
+    add("--samples", type=int, metavar="N", help="samples per task; by default as --list shows")
+    add_output(parser, f"accuracy{'-quick' if quick else ''}.json")
+
+
+def _tasks(options: argparse.Namespace) -> Sequence[Task]:
+    """The tasks of the options; ends the program where these are wrong."""
+    if options.samples is not None and options.samples < 1:
+        options.usage_error(f"--samples {options.samples}: at least 1 is needed")
+    if least := [budget for budget in options.budgets if budget < 1]:
+        options.usage_error(f"--budgets {least[0]}: budgets are positive numbers of tokens")
+    tasks: Sequence[Task] = catalogue.QUICK_TASKS if options.quick else catalogue.TASKS
+    if options.model is not None:
+        tasks = catalogue.with_model(tasks, options.model)
+    known = {task.name: task for task in tasks}
+    unknown = [name for name in options.task or () if name not in known]
+    if unknown:
+        options.usage_error(f"no task {', '.join(unknown)}; there are: {', '.join(known)}")
+    return [known[name] for name in options.task or known]
+
+
+def _list_tasks(tasks: Sequence[Task]) -> None:
+    for task in tasks:
+        print(
+            f"{task.name:22}{task.samples:4} samples  context {task.context:6}  "
+            f"{task.model.name:30}{', '.join(task.checks)}"
+        )
+    for variant in (FULL, *catalogue.VARIANTS):
+        print(f"{variant.name:22}{variant.meaning} [{', '.join(variant.groups) or 'always'}]")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and store; returns 1 where a criterion fails."""
+    tasks, budgets = _tasks(options), tuple(sorted(set(options.budgets)))
+    if options.list:
+        _list_tasks(tasks)
+        return 0
+    clock = Stopwatch()
+    header = {
+        **result_header("benchmarks.quality"),
+        "settings": {"batch": BATCH, "top_logprobs": TOP_LOGPROBS, "dtype": DTYPE},
+    }
+    results = Results(options.output, header)
+    references = References(RESULTS / ".reference")
+    variants = catalogue.chosen(options.quick, options.also)
+    benchmark = Benchmark(results, references, budgets, variants)
+    for model in dict.fromkeys(task.model for task in tasks):
+        benchmark.run(model, [task for task in tasks if task.model == model], options.samples)
+    verdict = criteria.check(tasks, budgets, benchmark.figures)
+    print(f"\n{report.table(tasks, budgets, benchmark.figures)}")
+    print(f"results: {options.output}\ntime:    {clock}")
+    results.print_builds()
+    print(report.verdicts(verdict))
+    return 1 if any(criterion.passed is False for criterion in verdict) else 0

@@ -1,0 +1,222 @@
+"""The share of the tokens with the most attention that an index finds, and the size of the index.
+
+    python -m benchmarks.quality recall --tokens 8192 --queries 32
+
+As in FIER's figure 6: a model reads a novel in transformers, and shows its queries and keys. For
+each query and KV head, the true top are the 64 tokens with the most attention, exactly computed and
+pooled over the query heads as every method here pools. Each index selects as many tokens by its
+records, and more: its recall is the share of the true top among them. There is no sink and no
+window here. Keys and records are rounded to bfloat16, as in a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import texts
+from benchmarks.cli import QWEN, SMOLLM2, add_output
+from benchmarks.common import Stopwatch, result_header, settings, write_json
+from vllm_kvretrieval.calibration.model import CHUNK, Measurement
+from vllm_kvretrieval.retrieval.index import Index, make_index
+from vllm_kvretrieval.retrieval.index.base import pack, unpack
+from vllm_kvretrieval.retrieval.pooling import Pooling
+
+TOP = 64
+SELECTED = (64, 256, 1024)
+DENSE_LAYERS = 2
+"""Number of the first layers, in which FIER does not select."""
+
+ALIGNED = 32
+"""Contexts are cut to a multiple of this, so that all indexes cover the same tokens."""
+
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """An index, tokens per entry, and whether it selects single tokens."""
+
+    index: Any
+    entry_tokens: int
+    per_token: bool = False
+
+    @property
+    def made(self) -> Index:
+        """The index."""
+        index = make_index(self.index)
+        assert isinstance(index, Index)
+        return index
+
+    @property
+    def name(self) -> str:
+        """The name in the table."""
+        unit = "tokens" if self.per_token else f"pages of {self.entry_tokens}"
+        return f"{self.made.name}, {unit}"
+
+    def bytes_per_token(self, head_size: int) -> float:
+        """Bytes that the index keeps per token and KV head."""
+        return self.made.record_bytes(head_size, self.entry_tokens, DTYPE) / self.entry_tokens
+
+
+CASES = (
+    Case("one_bit", 32, per_token=True),
+    Case("min_max", 16),
+    Case("one_bit", 16),
+    Case("mean_std", 16),
+    Case("low_rank", 32),
+    Case("min_max", 32),
+    Case("exact", 16),
+)
+
+
+class Records(NamedTuple):
+    """An index over the keys of one KV head, in its order of entries."""
+
+    made: Index
+    fields: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, case: Case, keys: torch.Tensor) -> Records:
+        """Over keys, float32 [tokens, head_size]; an unfinished entry has none."""
+        index, size = case.made, keys.shape[1]
+        entries = keys[: len(keys) // case.entry_tokens * case.entry_tokens]
+        entries = entries.view(-1, case.entry_tokens, size)
+        if index.reads_keys:
+            return cls(index, {"keys": entries})
+        fields = index.fields(size, case.entry_tokens)
+        return cls(index, unpack(fields, pack(fields, index.build(entries), DTYPE), DTYPE))
+
+
+class Recall:
+    """Sums, per case, the recall of every query at every number of tokens selected.
+
+    Attributes:
+        found: float64 [cases, numbers of tokens selected]; recall, summed.
+        count: Queries times KV heads times layers so far.
+    """
+
+    def __init__(self) -> None:
+        self.found = torch.zeros(len(CASES), len(SELECTED), dtype=torch.float64)
+        self.count = 0
+
+    def begin(self) -> None:
+        """See :class:`vllm_kvretrieval.calibration.model.Observer`."""
+
+    def observe(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        context: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """See :class:`vllm_kvretrieval.calibration.model.Observer`."""
+        if layer < DENSE_LAYERS:
+            return
+        queries = query.to(DTYPE).float().unflatten(0, (len(key), -1))
+        for head, keys in enumerate(key.to(DTYPE).float()):
+            records = [Records.of(case, keys) for case in CASES]
+            for place, tokens in enumerate(context.tolist()):
+                self._add(queries[head, :, place], keys, records, tokens, scale)
+
+    def _add(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        records: Sequence[Records],
+        tokens: int,
+        scale: float,
+    ) -> None:
+        """One query, float32 [group, head_size], over its first ``tokens`` tokens."""
+        tokens -= tokens % ALIGNED
+        true = pooled(query @ keys[:tokens].T * scale).topk(TOP).indices
+        wanted = torch.zeros(tokens, dtype=torch.float64)
+        wanted[true] = 1 / TOP
+        for number, (case, (index, fields)) in enumerate(zip(CASES, records, strict=True)):
+            entries = {name: field[: tokens // case.entry_tokens] for name, field in fields.items()}
+            if case.per_token:
+                scores, unit = index.score_tokens(query, entries, scale).flatten(1), 1
+            else:
+                scores, unit = index.score(query, entries, scale), case.entry_tokens
+            best = pooled(scores).topk(max(SELECTED) // unit).indices
+            found = wanted.view(-1, unit).sum(1)[best].cumsum(0)
+            self.found[number] += found[[selected // unit - 1 for selected in SELECTED]]
+        self.count += 1
+
+
+def pooled(scores: torch.Tensor) -> torch.Tensor:
+    """Scores of a group, [group, n], as methods pool them: [n]."""
+    pooling = Pooling.MEAN_SOFTMAX
+    return pooling.pool(scores - pooling.norms(scores), 1)
+
+
+def measure(model: Path, tokens: int, queries: int) -> list[dict[str, Any]]:
+    """A row per case, of one model.
+
+    Raises:
+        CalibrationError: The model or the text cannot be measured.
+    """
+    measurement = Measurement(str(model))
+    text = measurement.tokens_of("\n\n".join(texts.paragraphs()), tokens)
+    places = tokens - CHUNK + torch.arange(1, queries + 1) * CHUNK // queries - 1
+    recall = Recall()
+    measurement.run(text, places, recall)
+    config = measurement.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return [
+        {
+            "model": model.name,
+            "case": case.name,
+            "bytes_per_token": case.bytes_per_token(size),
+            "queries": recall.count,
+            "recall": dict(zip(map(str, SELECTED), found.tolist(), strict=True)),
+        }
+        for case, found in zip(CASES, recall.found / recall.count, strict=True)
+    ]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text."""
+    heads = "".join(f"{selected:>8}" for selected in SELECTED)
+    lines = [f"recall of the true top {TOP} tokens among so many selected"]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        lines.append(f"{model:28} bytes/token{heads}")
+        for row in rows:
+            if row["model"] == model:
+                found = "".join(f"{share:8.1%}" for share in row["recall"].values())
+                lines.append(f"  {row['case']:26} {row['bytes_per_token']:11.2f}{found}")
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add(
+        "--model", type=Path, nargs="+", default=[SMOLLM2, QWEN], metavar="PATH", help="checkpoints"
+    )
+    add("--tokens", type=int, default=8192, help="tokens of the novel")
+    add("--queries", type=int, default=32, help=f"queries, among the last {CHUNK} tokens")
+    add_output(parser, "recall.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and store."""
+    least = max(SELECTED) + 2 * CHUNK
+    if args.tokens < least or args.tokens % CHUNK:
+        args.usage_error(f"--tokens must be a multiple of {CHUNK}, {least} or more")
+    if not 1 <= args.queries <= CHUNK:
+        args.usage_error(f"--queries must be from 1 to {CHUNK}")
+    clock, rows = Stopwatch(), []
+    header = result_header("benchmarks.quality") | {"settings": settings(args) | {"top": TOP}}
+    for model in args.model:
+        print(f"[{clock}] {model.name}", flush=True)
+        rows += measure(model, args.tokens, args.queries)
+        write_json(args.output, {**header, "rows": rows})
+    print(f"{table(rows)}\nresults: {args.output}\ntime:    {clock}")
+    return 0

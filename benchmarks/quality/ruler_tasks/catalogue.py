@@ -1,0 +1,106 @@
+"""RULER's tasks, and the presets and budgets that are put to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.common import MODELS
+from benchmarks.quality.ruler_tasks.scoring import Metric, match_all, match_part
+
+MODEL = MODELS / "Qwen2.5-Coder-0.5B-Instruct"
+CONTEXT = 4096
+"""Tokens of a prompt and its answer, at most; the shortest of RULER's lengths."""
+
+BUDGETS = (128, 512, 1024)
+SAMPLES = 10
+
+COUNTS_ABOVE = 30.0
+"""Points; where full attention scores no more, a task tells nothing about retrieval: it counts for
+no mean, and no preset is put to it."""
+
+
+@dataclass(frozen=True)
+class RulerTask:
+    """One of RULER's tasks, as its generator configures it."""
+
+    name: str
+    short: str
+    """Heading of its column."""
+
+    tokens: int
+    """Tokens that the model may generate, RULER's ``tokens_to_generate``."""
+
+    metric: Metric = match_all
+
+
+TASKS = (
+    RulerTask("niah_single_1", "S1", 128),
+    RulerTask("niah_single_2", "S2", 128),
+    RulerTask("niah_single_3", "S3", 128),
+    RulerTask("niah_multikey_1", "K1", 128),
+    RulerTask("niah_multikey_2", "K2", 128),
+    RulerTask("niah_multikey_3", "K3", 128),
+    RulerTask("niah_multivalue", "MV", 128),
+    RulerTask("niah_multiquery", "MQ", 128),
+    RulerTask("vt", "VT", 30),
+    RulerTask("cwe", "CWE", 120),
+    RulerTask("fwe", "FWE", 50),
+    RulerTask("qa_1", "QA1", 32, match_part),
+    RulerTask("qa_2", "QA2", 32, match_part),
+)
+
+
+ENGINE_METHOD = "kvretrieval"
+"""Preset of the engine itself, which its requests can name without further ado."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of decoding, as options of a request to the retrieval engine."""
+
+    name: str
+    meaning: str
+    options: dict[str, Any] = field(default_factory=dict)
+    """The request's ``kv_retrieval`` options, beside its budget."""
+
+
+FULL = Variant(
+    "full", "full attention, by the same engine: what the others are measured by", {"exact": True}
+)
+
+VARIANTS = (
+    Variant("oracle", "the best pages by all their keys", {"method": "oracle"}),
+    Variant("kvretrieval", "our own choice, the engine's default", {"method": ENGINE_METHOD}),
+    Variant("freekv", "FreeKV: speculation with correction", {"method": "freekv"}),
+    Variant("quest", "Quest's choice, of this engine's pages", {"method": "quest"}),
+    Variant("control", "sink and window alone", {"method": "streamingllm"}),
+)
+"""The variants that answer every task that counts; each has a row of the table per budget."""
+
+
+def engine_options(variants: Sequence[Variant]) -> dict[str, Any]:
+    """Return what `open_engine` has to know of the methods that these variants name."""
+    methods = (variant.options.get("method", ENGINE_METHOD) for variant in variants)
+    return {"also": {method: {} for method in methods if method != ENGINE_METHOD}}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row that others have published. Its model and length are theirs, so only distances from
+    their own full attention and oracle say anything beside ours."""
+
+    name: str
+    by_budget: dict[int, float]
+    """Mean over the 13 tasks, in points, by budget in tokens."""
+
+
+PUBLISHED_FULL = 94.3
+PUBLISHED_WHERE = "Llama-3.1-8B, RULER at 16K, as LOCKS's authors publish it: another model"
+PUBLISHED = (
+    Published("oracle", {64: 80.0, 128: 87.5, 512: 91.5, 2048: 93.7}),
+    Published("LOCKS", {64: 78.1, 128: 87.4, 512: 91.4, 2048: 93.7}),
+    Published("Quest", {64: 39.5, 128: 57.8, 512: 79.3, 2048: 90.3}),
+)
+"""From the README of locks-kv 0.1.4; its oracle is the exact page mass, as ours."""

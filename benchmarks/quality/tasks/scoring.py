@@ -1,0 +1,116 @@
+"""Turns what the engine generated into the figures of one cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from benchmarks.models import head_size, read_config
+from benchmarks.quality.tasks import metrics
+from benchmarks.quality.tasks.base import CACHE_BLOCK, Sample
+from benchmarks.quality.tasks.catalogue import PAGE, Variant
+from benchmarks.quality.tasks.metrics import Generated
+from vllm_kvretrieval.retrieval.roles import Follows
+
+
+def score(
+    samples: Sequence[Sample],
+    reference: Sequence[Generated],
+    results: Sequence[Generated],
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """Return a cell's figures: ``accuracy`` and ``found`` (per sample) where there is an answer,
+    else those of `metrics.forced_scores` against the reference."""
+    if samples[0].answer:
+        found = [
+            metrics.answer_found(
+                tokenizer.decode(result.tokens[len(sample.forced) :]), sample.answer
+            )
+            for sample, result in zip(samples, results, strict=True)
+        ]
+        return {"accuracy": sum(found) / len(found), "found": [int(hit) for hit in found]}
+    full = [result.scored for result in reference if result.scored is not None]
+    other = [result.scored for result in results if result.scored is not None]
+    return dict(metrics.forced_scores(full, other))
+
+
+def covering_budget(samples: Sequence[Sample]) -> int:
+    """Return the smallest budget in whole pages that covers every sample to its end."""
+    longest = max(sample.total for sample in samples)
+    return -(-longest // PAGE) * PAGE
+
+
+def mean_share(samples: Sequence[Sample], budget: int, variant: Variant, model: Path) -> float:
+    """Return the mean share of the KV cache that the samples' decode steps read.
+
+    See `metrics.cache_share`. Every variant attends to its whole budget (the control spends on its
+    window what the others spend on selected pages); those that keep tokens of a prompt once attend
+    to what they generate besides, and heads that read everything count as such.
+    """
+    schedule = variant.config.own.schedule
+    grows = schedule.keeps and not schedule.drops
+    full_layers, dense_layers = attention_layers(variant, model)
+    whole_layers = dense_layers + (full_layers - dense_layers) * whole_heads(variant, model)
+    shares = [
+        metrics.cache_share(
+            len(sample.prompt),
+            sample.generated,
+            budget + (sample.generated // 2 if grows else 0),
+            full_layers,
+            whole_layers,
+        )
+        for sample in samples
+    ]
+    return sum(shares) / len(shares)
+
+
+def whole_heads(variant: Variant, model: Path) -> float:
+    """Return the share of the KV heads of retrieval layers that attend to whole contexts."""
+    heads = variant.config.own.heads
+    if heads is None:
+        return 0.0
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    served = SimpleNamespace(
+        model=str(model),
+        hf_text_config=config,
+        get_total_num_kv_heads=lambda: config.num_key_value_heads,
+    )
+    dense = variant.engine_config.dense_layers
+    retrieving = [layer for layer in _full_attention(model) if layer >= dense]
+    return float(heads.of(served, retrieving).mean())
+
+
+def _full_attention(model: Path) -> list[int]:
+    """Numbers of the layers with full attention."""
+    config = read_config(model)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [index for index, kind in enumerate(types) if kind == "full_attention"]
+
+
+def attention_layers(variant: Variant, model: Path) -> tuple[int, int]:
+    """Return how many layers have full attention, and how many of those retrieval leaves alone."""
+    full = _full_attention(model)
+    engine = variant.engine_config
+    if not engine.own.shares:
+        return len(full), sum(index < engine.dense_layers for index in full)
+    text_config = AutoConfig.from_pretrained(model).get_text_config()
+    served = SimpleNamespace(model=str(model), hf_text_config=text_config)
+    roles = engine.roles(served, full).values()
+    return len(full), sum(not isinstance(role, Follows) for role in roles)
+
+
+def index_bytes(variant: Variant, model: Path) -> dict[str, float]:
+    """Return what a variant keeps to select pages by, with the KV cache in bfloat16.
+
+    Returns:
+        ``index_bytes`` per token and KV head, and ``index_share`` of its keys and values.
+    """
+    size = head_size(read_config(model))
+    kv_bytes = 2 * CACHE_BLOCK * size * torch.bfloat16.itemsize
+    kept = variant.config.index_bytes(kv_bytes, size, torch.bfloat16)
+    return {"index_bytes": kept / CACHE_BLOCK, "index_share": round(kept / kv_bytes, 5)}

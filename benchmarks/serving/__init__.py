@@ -1,0 +1,1 @@
+"""Times and sizes of whole engines: ``python -m benchmarks.serving``."""

@@ -1,0 +1,153 @@
+"""A cache that outlives the server: how soon a document is there again, and what that costs.
+
+    python -m benchmarks.serving store                       # documents of 2K, 8K and 32K tokens
+    python -m benchmarks.serving store --contexts 8192
+
+Each document is read and answered by an engine with a store, which is then ended (in order, or by
+SIGKILL) and started anew, with its files in the operating system's page cache, or out of it. The
+shortest document is also read by an engine without a store. Starts are from the engine's process
+on, imports included; first tokens from handing in the document and a question on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+from transformers import AutoConfig
+
+from benchmarks.cli import SMOLLM2_32K, add_model, add_output, add_tokens
+from benchmarks.common import result_header, settings, write_json
+from benchmarks.engines import LONG_STEPS, EngineProcess, EngineSpec
+from benchmarks.models import Documents, kv_bytes_per_token
+
+QUESTION = list(range(100, 130))
+"""Tokens behind the document."""
+SLACK = 1024
+ENDS = ("stopped", "killed", "cold")
+"""How an engine ended: in order, by SIGKILL, or by that, its files leaving the page cache, too."""
+
+
+def spec(args: argparse.Namespace, context: int, store: Path | None) -> EngineSpec:
+    """An engine for one document, with a store or without."""
+    size = (context + SLACK) * kv_bytes_per_token(AutoConfig.from_pretrained(args.model))
+    options: dict[str, Any] = {"home": "disk", "budget": args.budget}
+    options |= {"home_path": "/var/tmp"} if store is None else {"store": str(store)}
+    llm = {
+        "model": str(args.model),
+        "max_model_len": context + SLACK,
+        "max_num_seqs": 1,
+        "attention_backend": args.method,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": size + (256 << 20),
+        "additional_config": {"kv_retrieval": options},
+    }
+    return EngineSpec("store" if store else "none", llm, LONG_STEPS)
+
+
+@contextmanager
+def started(engine: EngineSpec, log: Path) -> Iterator[tuple[EngineProcess, float]]:
+    """An engine, and the seconds that its start took."""
+    begin = time.perf_counter()
+    with EngineProcess(engine, log) as running:
+        yield running, time.perf_counter() - begin
+
+
+def drop_from_page_cache(directory: Path) -> None:
+    """Write the files to the disk, and let the system forget its copies of them."""
+    for file in directory.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def kill() -> None:
+    """End all processes of the engine that runs by SIGKILL."""
+    (own,) = (p for p in psutil.Process().children() if os.getpgid(p.pid) == p.pid)
+    left = own.children(recursive=True)
+    os.killpg(own.pid, signal.SIGKILL)
+    psutil.wait_procs(left)
+
+
+def restart(
+    args: argparse.Namespace, context: int, document: list[int], beside: bool
+) -> dict[str, Any]:
+    """Read a document, end the engine in each way, and ask again.
+
+    Args:
+        args: Of the command line.
+        context: Tokens of the document.
+        document: These.
+        beside: Whether an engine without a store reads it, too.
+    """
+    logs = args.output.with_suffix("")
+    store = Path(tempfile.mkdtemp(prefix="store-", dir=args.directory))
+    prompt, figures = document + QUESTION, dict[str, Any]()
+    try:
+        if beside:
+            log = logs.with_suffix(".none.log")
+            with started(spec(args, context, None), log) as (engine, seconds):
+                figures["none"] = {"start_s": seconds} | ask(engine, prompt, args.steps)
+        with started(spec(args, context, store), logs.with_suffix(".store.log")) as (engine, s):
+            figures["empty"] = {"start_s": s} | ask(engine, prompt, args.steps)
+        for end in ENDS:  # of the engine before
+            if end == "cold":
+                drop_from_page_cache(store)
+            log = logs.with_suffix(f".{end}.log")
+            with started(spec(args, context, store), log) as (engine, seconds):
+                figures[end] = {"start_s": seconds} | ask(engine, prompt, args.steps)
+                kill()
+    finally:
+        shutil.rmtree(store)
+    return figures
+
+
+def ask(engine: EngineProcess, prompt: list[int], steps: int) -> dict[str, float]:
+    """Seconds to the first token, and milliseconds of a decode step."""
+    timing = engine.generate([prompt], steps)
+    return {"first_token_s": timing.first_token[0], "step_ms": 1000 * median(timing.steps)}
+
+
+def show(context: int, figures: dict[str, Any]) -> None:
+    """Print the figures of a document."""
+    print(f"{context} tokens")
+    for name, row in figures.items():
+        start, first, step = row["start_s"], row["first_token_s"], row["step_ms"]
+        print(f"  {name:8} start {start:6.1f} s, first token {first:7.2f} s, step {step:6.2f} ms")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add_model(parser, SMOLLM2_32K)
+    add("--method", default="kvretrieval", help="retrieval method")
+    add("--budget", type=int, default=1024, help="tokens attended to per decode step")
+    add_tokens(parser, "--contexts", [2048, 8192, 31744], "tokens of the documents")
+    add("--steps", type=int, default=100, help="tokens to decode")
+    add("--directory", default="/var/tmp", help="where the store is made")
+    add_output(parser, "store.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and store."""
+    documents = Documents(args.model)
+    found = {}
+    for context in args.contexts:
+        (document,) = documents.take(1, context)
+        found[context] = restart(args, context, document, context == min(args.contexts))
+        show(context, found[context])
+    header = result_header("benchmarks.serving")
+    write_json(args.output, header | {"settings": settings(args), "contexts": found})
+    print(f"results: {args.output}")
+    return 0

@@ -1,0 +1,164 @@
+"""The plots of README and docs: a page links ``plots/KIND/NAME.svg``, drawn from ``NAME.json``."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from benchmarks.common import RESULTS
+from benchmarks.quality.tasks.catalogue import FULL, VARIANTS
+from benchmarks.serving import report
+from benchmarks.tables.labels import TASKS
+from benchmarks.tables.labels import VARIANTS as NAMES
+from benchmarks.tables.markdown import percent, read_results
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+LINK = re.compile(r"\((?P<path>[^()\s]*plots/(?P<kind>\w+)/(?P<name>[\w-]+)\.svg)\)")
+MARKERS = "osD^v"
+
+
+def drawn(page: Path, directory: Path = RESULTS) -> dict[Path, str]:
+    """Draw the plots that a page links.
+
+    Args:
+        page: README, or a page of docs.
+        directory: where the result files lie.
+
+    Returns:
+        The plots by their places, as SVG: the same text for the same result files.
+
+    Raises:
+        KeyError: there is no such kind of plot.
+        OSError: there is no such result file.
+    """
+    found = {}
+    for link in LINK.finditer(page.read_text()):
+        (store,) = read_results([f"{link['name']}.json"], directory).values()
+        found[(page.parent / link["path"]).resolve()] = _svg(KINDS[link["kind"]](store))
+    return found
+
+
+def _svg(figure: Figure) -> str:
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "plots", "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
+    """A figure with panels side by side, of so many inches each."""
+    figure, axes = pyplot.subplots(
+        1, count, figsize=(width * count + 1.8, height), squeeze=False, layout="constrained"
+    )
+    for axis in axes[0]:
+        axis.grid(alpha=0.3)
+    return figure, list(axes[0])
+
+
+def _legend(figure: Figure, axis: Any) -> None:
+    """One legend, outside of all panels."""
+    figure.legend(*axis.get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+
+
+def steps(store: Mapping[str, Any]) -> Figure:
+    """Milliseconds of a decode step over the context: a panel per batch, a line per method."""
+    cells = report.pooled(store["cells"])
+    batches = sorted({cell["batch"] for cell in cells})
+    figure, axes = _panels(len(batches), 3.6, 3.4)
+    for axis, batch in zip(axes, batches, strict=True):
+        of_batch = [cell for cell in cells if cell["batch"] == batch]
+        contexts = [cell["context"] for cell in of_batch]
+        for name in of_batch[0]["engines"]:
+            label = "vLLM alone" if name == report.pair(of_batch[0])[0] else name
+            axis.plot(contexts, [report.step_ms(c, name) for c in of_batch], "o-", label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(contexts, [f"{context // 1024}K" for context in contexts])
+        axis.set_ylim(bottom=0)
+        axis.set(title=f"batch {batch}", xlabel="context, tokens", ylabel="decode step, ms")
+    _legend(figure, axes[0])
+    return figure
+
+
+def shares(store: Mapping[str, Any]) -> Figure:
+    """KL, or answers found, over the share of the cache read: a panel per task."""
+    cells = store["cells"]
+    tasks = _tasks(cells)
+    figure, axes = _panels(len(tasks), 3.8, 3.6)
+    for axis, task in zip(axes, tasks, strict=True):
+        for variant in VARIANTS:
+            if variant.style and (points := _points(cells, task, variant.name)):
+                read = [100 * point["share"] for point in points]
+                name = NAMES.get(variant.name, variant.name).replace("*", "")
+                axis.plot(read, [_height(p) for p in points], variant.style, label=name)
+        axis.set(title=TASKS[task], xlabel="KV cache read, %")
+        _vertical(axis, cells[f"{task}/{FULL.name}/all"])
+    _legend(figure, axes[0])
+    return figure
+
+
+def indexes(store: Mapping[str, Any]) -> Figure:
+    """KL, or answers found, by index: a panel per task, a line of the panel per index."""
+    cells = store["cells"]
+    tasks = _tasks(cells)
+    kept = {v.name: _kept(cells, v.name) for v in VARIANTS if v.index}
+    names = sorted((name for name in kept if kept[name] is not None), key=lambda n: kept[n] or 0)
+    figure, axes = _panels(len(tasks), 3.4, 0.28 * len(names) + 1.2)
+    for axis, task in zip(axes, tasks, strict=True):
+        budgets = sorted({p["budget"] for name in names for p in _points(cells, task, name)})
+        for marker, budget in zip(MARKERS, budgets, strict=False):
+            found = [cells.get(f"{task}/{name}/{budget}") for name in names]
+            values = [(_height(c), place) for place, c in enumerate(found) if c is not None]
+            axis.plot(*zip(*values, strict=True), marker, label=f"budget {budget}")
+        axis.set_yticks(range(len(names)), [])
+        axis.set(title=TASKS[task], xscale="log", xlabel="KL to full attention, nats")
+    labels = (NAMES.get(name, name).replace("*", "").replace("`", "") for name in names)
+    sizes = (f"{label} ({percent(kept[n] or 0)})" for n, label in zip(names, labels, strict=True))
+    axes[0].set_yticks(range(len(names)), list(sizes), fontsize=8)
+    axes[0].set_ylabel("index (share of a 16-bit cache)")
+    _legend(figure, axes[0])
+    return figure
+
+
+def _tasks(cells: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(cell["task"] for cell in cells.values()))
+
+
+def _points(cells: Mapping[str, Any], task: str, variant: str) -> Sequence[Any]:
+    """Cells of a variant, by budget."""
+    found = [c for c in cells.values() if (c["task"], c["variant"]) == (task, variant)]
+    return sorted(found, key=lambda cell: cell["budget"])
+
+
+def _kept(cells: Mapping[str, Any], variant: str) -> float | None:
+    """What an index keeps, as a share of the cache."""
+    found = (cell.get("index_share") for cell in cells.values() if cell["variant"] == variant)
+    return next((share for share in found if share is not None), None)
+
+
+def _height(cell: Mapping[str, Any]) -> float:
+    return float(100 * cell["accuracy"] if "accuracy" in cell else cell["kl"])
+
+
+def _vertical(axis: Any, full: Mapping[str, Any]) -> None:
+    """The figure on the vertical axis."""
+    if "accuracy" in full:
+        axis.set(ylim=(-5, 105), ylabel="answers found, %")
+    else:
+        axis.set(yscale="log", ylabel="KL to full attention, nats")
+
+
+KINDS: Mapping[str, Callable[[Mapping[str, Any]], Figure]] = {
+    "steps": steps,
+    "shares": shares,
+    "indexes": indexes,
+}
+"""Every kind of plot, and the function that draws it from a result file."""
