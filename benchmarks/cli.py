@@ -17,7 +17,11 @@ QWEN = MODELS / "Qwen2.5-Coder-0.5B-Instruct"
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the lines of a description, and adds the defaults to the options' help."""
+    """Keeps the lines of a description, and adds defaults to the options' help."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        nothing = action.default is None or action.default in (False, [], {}, ())
+        return action.help if nothing else super()._get_help_string(action)
 
 
 def main(
@@ -77,7 +81,7 @@ def add_model(parser: argparse.ArgumentParser, default: Path) -> None:
 
 
 def add_tokens(
-    parser: argparse.ArgumentParser, name: str, default: Sequence[int], text: str
+    parser: argparse.ArgumentParser, name: str, default: Sequence[int] | None, text: str
 ) -> None:
     """Add an option that takes numbers of tokens, or of requests."""
     parser.add_argument(name, type=int, nargs="+", default=default, metavar="N", help=text)

@@ -14,7 +14,6 @@ not run.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks import build
-from benchmarks.cli import add_output, add_tokens
+from benchmarks.cli import add_tokens
 from benchmarks.common import RESULTS, Stopwatch, result_header, versions
 from benchmarks.quality.tasks import catalogue, criteria, report, scoring
 from benchmarks.quality.tasks.base import Sample, Task, TokenText
@@ -190,29 +189,32 @@ def _label(job: Job, variant: str, budget: int | None) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options; `--quick` changes some defaults."""
-    quick = "--quick" in sys.argv
+    """Add the options."""
     names = [*catalogue.GROUPS, *(variant.name for variant in catalogue.VARIANTS)]
     add = parser.add_argument
     add("--list", action="store_true", help="show the tasks and the variants, and leave")
     add("--quick", action="store_true", help="the quick tier, a few minutes")
     add("--task", nargs="+", metavar="NAME", help="run these tasks alone; by default all")
     add("--model", type=Path, metavar="PATH", help="put the tasks to this checkpoint instead")
-    budgets = catalogue.QUICK_BUDGETS if quick else catalogue.BUDGETS
-    add_tokens(parser, "--budgets", budgets, "tokens attended to per decode step")
+    usual, quick = (" ".join(map(str, b)) for b in (catalogue.BUDGETS, catalogue.QUICK_BUDGETS))
+    add_tokens(parser, "--budgets", None, "tokens attended to per decode step "
+        f"(default: {usual}; of the quick tier: {quick})")  # fmt: skip
     groups = ", ".join(catalogue.GROUPS)
     add("--also", nargs="+", default=[], metavar="NAME|GROUP", choices=names,
         help=f"further variants (see --list), or groups of them: {groups}")  # fmt: skip
     add("--samples", type=int, metavar="N", help="samples per task; by default as --list shows")
-    add_output(parser, f"accuracy{'-quick' if quick else ''}.json")
+    add("--output", type=Path, metavar="FILE", help="result file (JSON); by default accuracy.json, "
+        "or accuracy-quick.json, in benchmarks/results")  # fmt: skip
 
 
 def _tasks(options: argparse.Namespace) -> Sequence[Task]:
     """The tasks of the options; ends the program where these are wrong."""
     if options.samples is not None and options.samples < 1:
         options.usage_error(f"--samples {options.samples}: at least 1 is needed")
-    if least := [budget for budget in options.budgets if budget < 1]:
-        options.usage_error(f"--budgets {least[0]}: budgets are positive numbers of tokens")
+    if options.budgets is None:
+        options.budgets = catalogue.QUICK_BUDGETS if options.quick else catalogue.BUDGETS
+    if min(options.budgets) < 1:
+        options.usage_error(f"--budgets {min(options.budgets)}: budgets are positive numbers")
     tasks: Sequence[Task] = catalogue.QUICK_TASKS if options.quick else catalogue.TASKS
     if options.model is not None:
         tasks = catalogue.with_model(tasks, options.model)
@@ -240,11 +242,12 @@ def run(options: argparse.Namespace) -> int:
         _list_tasks(tasks)
         return 0
     clock = Stopwatch()
+    output = options.output or RESULTS / f"accuracy{'-quick' if options.quick else ''}.json"
     header = {
         **result_header("benchmarks.quality"),
         "settings": {"batch": BATCH, "top_logprobs": TOP_LOGPROBS, "dtype": DTYPE},
     }
-    results = Results(options.output, header)
+    results = Results(output, header)
     references = References(RESULTS / ".reference")
     variants = catalogue.chosen(options.quick, options.also)
     benchmark = Benchmark(results, references, budgets, variants)
@@ -252,7 +255,7 @@ def run(options: argparse.Namespace) -> int:
         benchmark.run(model, [task for task in tasks if task.model == model], options.samples)
     verdict = criteria.check(tasks, budgets, benchmark.figures)
     print(f"\n{report.table(tasks, budgets, benchmark.figures)}")
-    print(f"results: {options.output}\ntime:    {clock}")
+    print(f"results: {output}\ntime:    {clock}")
     results.print_builds()
     print(report.verdicts(verdict))
     return 1 if any(criterion.passed is False for criterion in verdict) else 0

@@ -355,7 +355,7 @@ def also_of(cells: Iterable[Cell]) -> dict[str, Any]:
     return {name: options for cell in cells for name, options in cell.variant.also.items()}
 
 
-def with_model(tasks: tuple[Task, ...], model: Path) -> tuple[Task, ...]:
+def with_model(tasks: Sequence[Task], model: Path) -> tuple[Task, ...]:
     """Return the tasks put to another model (each kind of task and context once)."""
     unique = {(task.what, task.context): task for task in tasks}
     return tuple(replace(task, label=model.name, model=model) for task in unique.values())
