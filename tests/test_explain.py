@@ -109,6 +109,24 @@ def plain_entropies(attentions, queries):
     return -torch.special.xlogy(some, some).sum(-1).mean((1, 2))
 
 
+def test_the_share_of_a_chunk(model):
+    """The pages of a chunk are those that eight of its queries attend to most."""
+    begin, end, size, chosen = 256, 384, 32, 2  # beside a page of sink and two of window
+    result = explained(model, "--method=oracle", "--prefill-budget=160")
+    assert result["prefill_budget"] == 160
+    assert result["layers"][0]["chunk"] == [1.0, 1.0]
+    same = 0
+    for row in result["layers"][1:]:
+        attention = model.attentions[row["layer"], :, begin:end, :end]
+        by_query = attention.unflatten(0, (KV_HEADS, GROUP)).mean(1).unflatten(2, (-1, size)).sum(3)
+        pages, window = by_query.mean(1), begin // size - 2
+        best = 1 + by_query[:, 15::16, 1:window].sum(1).topk(chosen).indices
+        expected = pages[:, 0] + pages[:, window:].sum(1) + pages.gather(1, best).sum(1)
+        same += sum(np.isclose(row["chunk"], expected, atol=1e-4))
+    # The sums of some queries include what they do not see of their own chunk.
+    assert same >= 5
+
+
 @pytest.mark.parametrize(
     ("given", "method", "queries"),
     [
@@ -385,7 +403,10 @@ def test_other_mistakes(model, capfd, tmp_path, monkeypatch):
     long.write_text("w1 " * 3000)
     assert main(["explain", str(model.folder), str(long), "--no-plot"]) == 1
     assert "up to 2048 tokens, and the text has 3000: use --tokens 2048" in capfd.readouterr().err
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
+    )
     assert main(["explain", str(model.folder), str(model.text)]) == 1
     assert "leave the plot out by --no-plot" in capfd.readouterr().err
     wrongs = "--method=none", "--observation=0", "--observation=last", "--layer=-1", "--budget=0"

@@ -166,7 +166,8 @@ def _plan(
     """
     method, size, tokens = config.own, config.page_size, layer.keys.shape[1]
     (sink, select, window), most = parts, int(counts.max())
-    chooser = _chooser(config, layer, counts)
+    group = len(layer.queries) // layer.kv_heads
+    chooser = make_chooser(config, layer, group, most, counts)
     pages, width = chooser.store.pages, sink + most + window
     rows = DecodeRows.selecting(
         Contexts(
@@ -197,8 +198,22 @@ def _plan(
     return _masks(tokens, heads)
 
 
-def _chooser(config: RetrievalConfig, layer: LayerAttention, counts: torch.Tensor) -> Chooser:
-    """The method's chooser, over a token-major cache with the prompt's keys and their index."""
+def make_chooser(
+    config: RetrievalConfig,
+    layer: LayerAttention,
+    group: int,
+    most: int,
+    counts: torch.Tensor | None = None,
+) -> Chooser:
+    """The method's chooser, over a token-major cache with the prompt's keys and their index.
+
+    Args:
+        config: Options of the engine.
+        layer: The layer's attention.
+        group: Queries per KV head.
+        most: The most units that a KV head selects.
+        counts: int32 [kv_heads]; units that each KV head selects; None: as rows say.
+    """
     method, size = config.own, config.page_size
     kv_heads, tokens, head_size = layer.keys.shape
     pages = -(-tokens // size)
@@ -223,10 +238,10 @@ def _chooser(config: RetrievalConfig, layer: LayerAttention, counts: torch.Tenso
     selection = Selection.empty(
         seats=1,
         kv_heads=kv_heads,
-        group=len(layer.queries) // kv_heads,
+        group=group,
         head_size=head_size,
-        most_selected=int(counts.max()),
+        most_selected=most,
         dtype=layer.keys.dtype,
-        counts=counts[None].contiguous(),
+        counts=None if counts is None else counts[None].contiguous(),
     )
     return Chooser(store, selection, method.pooling, layer.scale, method.rerank)

@@ -43,10 +43,18 @@ class LayerAttention:
 
         It is a mean over queries and over the query heads of each KV head, so a row's sum is 1.
         """
-        some = self.queries[:, -queries:]
         tokens = self.keys.shape[1]
-        lengths = torch.arange(tokens - some.shape[1] + 1, tokens + 1)
-        attention = attend(some, self.keys, lengths, self.scale)
+        return self.attention(tokens - min(queries, self.queries.shape[1]), tokens)
+
+    def queries_at(self, begin: int, end: int) -> torch.Tensor:
+        """[heads, end - begin, head_size]; the queries of tokens, which have to be at hand."""
+        first = self.keys.shape[1] - self.queries.shape[1]
+        return self.queries[:, begin - first : end - first]
+
+    def attention(self, begin: int, end: int) -> torch.Tensor:
+        """float32 [kv_heads, tokens]; as :meth:`latest`, of the queries of these tokens."""
+        lengths = torch.arange(begin + 1, end + 1)
+        attention = attend(self.queries_at(begin, end), self.keys, lengths, self.scale)
         return attention.unflatten(0, (self.kv_heads, -1)).mean((1, 2))
 
 
@@ -57,13 +65,20 @@ class PromptAttention:
         tokens: Tokens of the prompt.
         observed: Queries at its end whose attention counts; None: all.
         rule: How methods that keep tokens by their attention rate them.
+        latest: Queries at its end to keep.
 
     Attributes:
         layers: The attention seen so far, by number of the layer.
     """
 
-    def __init__(self, tokens: int, observed: int | None, rule: Keeping | None = None) -> None:
-        self._tokens = tokens
+    def __init__(
+        self,
+        tokens: int,
+        observed: int | None,
+        rule: Keeping | None = None,
+        latest: int = LATEST,
+    ) -> None:
+        self._tokens, self._latest = tokens, latest
         self._rule = rule or Keeping(per_layer=True)
         self._first = Keeping(observation=observed).first_observed(tokens)
         self.layers: dict[int, LayerAttention] = {}
@@ -71,7 +86,7 @@ class PromptAttention:
     @property
     def positions(self) -> torch.Tensor:
         """int64 [n]; positions of the queries that are to be shown."""
-        return torch.arange(max(min(self._first, self._tokens - LATEST), 0), self._tokens)
+        return torch.arange(max(min(self._first, self._tokens - self._latest), 0), self._tokens)
 
     def begin(self) -> None:
         """See :class:`vllm_kvretrieval.calibration.model.Observer`."""
@@ -90,7 +105,7 @@ class PromptAttention:
             mass, nothing = torch.zeros(rows, self._tokens), query[:, :0]
             self.layers[layer] = LayerAttention(mass, 0.0, nothing, key[:, :0], scale)
         seen = self.layers[layer]
-        seen.queries = torch.cat([seen.queries, query], 1)[:, -LATEST:].clone()
+        seen.queries = torch.cat([seen.queries, query], 1)[:, -self._latest :].clone()
         end = int(context[-1])
         if end == self._tokens:
             seen.keys = key

@@ -48,6 +48,13 @@ def add_explain(commands: Any) -> None:
         help="tokens per KV head on average (default: %(default)s)",
     )
     parser.add_argument(
+        "--prefill-budget",
+        type=count,
+        metavar="TOKENS",
+        help="show what sparse prefill with this prefill_budget would leave of the attention of "
+        "the prompt's last chunk, too",
+    )
+    parser.add_argument(
         "--observation",
         type=_observation,
         help=f"queries at the prompt's end whose attention counts, or {ALL} (default: the "
@@ -92,6 +99,8 @@ def explain(given: argparse.Namespace) -> None:
     options = {"budget": given.budget}
     if given.heads is not None:
         options["heads"] = given.heads
+    if given.prefill_budget is not None:
+        options["prefill_budget"] = given.prefill_budget
     config = RetrievalConfig.from_options(given.method, options)
     if config.own.shares:
         raise ValueError(
@@ -135,6 +144,7 @@ def explain(given: argparse.Namespace) -> None:
         "method": given.method,
         "drops": keeping is not None,
         "budget": given.budget,
+        "prefill_budget": given.prefill_budget,
         "observation": ALL if observed is None else observed,
         "latest": min(LATEST, len(tokens)),
         "dtype": given.dtype,

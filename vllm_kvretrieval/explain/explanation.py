@@ -7,7 +7,8 @@ import torch
 
 from vllm_kvretrieval.calibration.model import Measurement
 from vllm_kvretrieval.explain.attended import Attended, attended, entropy_budgets
-from vllm_kvretrieval.explain.attention import LayerAttention, PromptAttention
+from vllm_kvretrieval.explain.attention import LATEST, LayerAttention, PromptAttention
+from vllm_kvretrieval.explain.prompts import chunk_shares, last_chunk
 from vllm_kvretrieval.explain.report import HeadAttention, layer_rows, shares_of
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
@@ -69,12 +70,15 @@ def explain_prompt(
 
     Raises:
         ValueError: A layer has no full attention, or no such head; or the method needs retrieval
-            heads, and those of the model are not known.
+            heads, and those of the model are not known; or the prompt is too short for chunks.
     """
+    sparse = config.prefill_budget is not None
+    chunk = last_chunk(config, len(tokens)) if sparse else None
     by_head = config.own.heads
     if by_head is not None:
         by_head.of(_Model(measurement.name, measurement.config, 1), [])  # refused at once
-    seen = PromptAttention(len(tokens), observed, config.own.keeping)
+    latest = LATEST if chunk is None else max(LATEST, len(tokens) - chunk[0])
+    seen = PromptAttention(len(tokens), observed, config.own.keeping, latest)
     measurement.run(tokens, seen.positions, seen)
     longest = measurement.longest(len(tokens))
     with torch.inference_mode():
@@ -94,6 +98,10 @@ def explain_prompt(
                 )
             shown += _heads(number, seen.layers[number], found[number], heads)
         rows = layer_rows(seen.layers, by_entropy, found)
+        if chunk is not None:
+            shares = chunk_shares(config, seen.layers, chunk)
+            for row in rows:
+                row["chunk"] = [round(share, 5) for share in shares[row["layer"]].tolist()]
     return rows, shown
 
 

@@ -130,7 +130,7 @@ def runs(mask: torch.Tensor) -> list[list[int]]:
 def table(result: dict[str, Any]) -> str:
     """The text that is printed for a result."""
     tokens, drops = result["tokens"], result["drops"]
-    verb = "kept" if drops else "selected"
+    verb, sparse = "kept" if drops else "selected", result["prefill_budget"] is not None
     lines = [
         f"{result['model']}, {result['text']}: {tokens} tokens; {result['method']} at a budget of "
         f"{result['budget']}",
@@ -138,14 +138,19 @@ def table(result: dict[str, Any]) -> str:
         "nats; tokens per KV head",
         f"that the rule of entropies makes of it; tokens that are {verb}; their share of the last "
         "query's attention",
-        f"  layer  entropy  by entropy  {verb:>8}  attention",
+        f"  layer  entropy  by entropy  {verb:>8}  attention{'  chunk' if sparse else ''}",
     ]
+    if sparse:
+        budget = result["prefill_budget"]
+        lines.insert(
+            3, f"and of that of the queries of the last chunk, by a prefill_budget of {budget}"
+        )
     longest = max(_mean(row["entropy_budgets"]) for row in result["layers"])
     lines += [
         f"  {row['layer']:>5}  {row['entropy']:7.3f}  {_mean(row['entropy_budgets']):10.0f}  "
         f"{_mean(row['attended']):8.0f}  {100 * _mean(row['attention']):7.1f} %  "
-        + "#"
-        * round(BAR * _mean(row["entropy_budgets"]) / longest)
+        + (f"{100 * _mean(row['chunk']):3.0f} %  " if sparse else "")
+        + "#" * round(BAR * _mean(row["entropy_budgets"]) / longest)
         for row in result["layers"]
     ]
     for head in result["heads"]:

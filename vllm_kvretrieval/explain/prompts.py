@@ -1,0 +1,82 @@
+"""The attention of a prompt's last whole chunk, and how much of it sparse prefill leaves."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner
+from vllm_kvretrieval.explain.attended import make_chooser
+from vllm_kvretrieval.explain.attention import LayerAttention
+from vllm_kvretrieval.kernels import reference
+from vllm_kvretrieval.options.engine import RetrievalConfig
+
+
+def last_chunk(config: RetrievalConfig, tokens: int) -> tuple[int, int]:
+    """The first token of a prompt's last whole chunk, and the one after its last.
+
+    Args:
+        config: Options of an engine with a ``prefill_budget``.
+        tokens: Tokens of the prompt.
+
+    Raises:
+        ValueError: The method has no such chunks, or the prompt is too short for one that selects.
+    """
+    assert config.prefill_chunk is not None
+    if config.prefill_queries is None:
+        raise ValueError(
+            f"--prefill-budget: chunks of {config.method} attend to what its filters select, which "
+            "is not shown here. Use another method"
+        )
+    end = tokens // config.prefill_chunk * config.prefill_chunk
+    if end - config.prefill_chunk < config.exact_prefill:
+        raise ValueError(
+            f"--prefill-budget {config.prefill_budget}: a prompt of {tokens} tokens is read with "
+            f"full attention; chunks select from {config.exact_prefill} tokens on. Give a longer "
+            "text, or a smaller budget"
+        )
+    return end - config.prefill_chunk, end
+
+
+def chunk_shares(
+    config: RetrievalConfig, layers: Mapping[int, LayerAttention], chunk: tuple[int, int]
+) -> dict[int, torch.Tensor]:
+    """The share of a chunk's attention that falls on the tokens to which it would attend.
+
+    Args:
+        config: Options of an engine with a ``prefill_budget``.
+        layers: The model's layers with plain full attention, by number.
+        chunk: See :func:`last_chunk`.
+
+    Returns:
+        By layer float32 [kv_heads]; means over the chunk's queries and the query heads of a KV
+        head. Dense layers have 1.
+    """
+    return {
+        number: torch.ones(layer.kv_heads)
+        if number < config.dense_layers
+        else _share(config, layer, chunk)
+        for number, layer in layers.items()
+    }
+
+
+def _share(config: RetrievalConfig, layer: LayerAttention, chunk: tuple[int, int]) -> torch.Tensor:
+    assert config.prefill_budget is not None
+    assert config.prefill_queries is not None
+    (begin, end), size = chunk, config.page_size
+    planner = BlockPlanner(config, layer.kv_heads)
+    budget = config.page_budget(config.prefill_budget, key="prefill_budget")
+    lens, new = np.array([end]), np.array([end - begin])
+    division = planner.divide(lens, new, np.array([budget.total * size]))
+    parts = np.array([[budget.sink], [budget.window], [budget.select]])
+    pages = torch.arange(-(-end // size), dtype=torch.int32)
+    blocks = planner.plan(0, division, parts, pages[None], 0)
+    query = layer.queries_at(begin, end).transpose(0, 1)
+    group = len(layer.queries) // layer.kv_heads * config.prefill_queries
+    chooser = make_chooser(config, layer, group, budget.select)
+    reference.plan_decode(blocks.grouped(query, layer.kv_heads), blocks.rows, chooser)
+    attended = torch.zeros(layer.kv_heads, len(pages), dtype=torch.bool)
+    for head, length in enumerate(blocks.rows.lengths.tolist()):
+        attended[head, blocks.rows.lists[head, : -(-length // size)] // layer.kv_heads] = True
+    mass = layer.attention(begin, end)[:, :end].unflatten(1, (-1, size)).sum(2)
+    return (mass * attended).sum(1)
