@@ -31,6 +31,7 @@ class Rule:
         by_entropy: Whether layers' budgets follow their entropies.
         stamps: Whether tokens are rated by the latest query that gave them more than 1e-4, in pages
             of 16.
+        slides: Whether each step evicts the earliest of the recent tokens.
     """
 
     window: int | None = None
@@ -42,6 +43,7 @@ class Rule:
     latest: bool = False
     by_entropy: bool = False
     stamps: bool = False
+    slides: bool = False
 
 
 def clipped(numbers, least, most):
@@ -155,16 +157,21 @@ class KeepingRecorder:
                     summary["least"] = min(summary["least"], len(kept))
                     summary["most"] = max(summary["most"], len(kept))
                     good, ties = self._keeps(rule, ratings, kept, end, wanted)
+                    full = len(kept) + 1 if end > wanted else budget
+                    slides = end - int(rule.recent * len(kept)), full
                 else:
-                    before, ratings = states[number, request, head]
+                    before, ratings, slides = states[number, request, head]
                     summary["came_back"] += len(kept - before)
-                    good, ties = self._follows(rule, ratings, before, kept, length, budget)
+                    if rule.slides:
+                        good, ties = self._slides(before, kept, *slides), 0
+                    else:
+                        good, ties = self._follows(rule, ratings, before, kept, length, budget)
                 summary["lists"] += 1
                 summary["differ"] += not (good and tokens == sorted(set(tokens)))
                 summary["kept"] += len(kept)
                 summary["near_ties"] += ties
                 ratings = self._rated(rule, ratings, received, head, length)
-                states[number, request, head] = set(tokens), ratings
+                states[number, request, head] = set(tokens), ratings, slides
         return {name: dict(summary) for name, summary in summaries.items()}
 
     def _stacked(self, what, number, request, length):
@@ -201,7 +208,7 @@ class KeepingRecorder:
                 found = [self._entropy(rule, layer, request, end) for layer in layers]
                 self._entropies[key] = found
             entropies = self._entropies[key]
-            return clipped(entropies, 0.125, 2.0)[number] * budget
+            return clipped(entropies, 0.125, 2.0)[number] * budget - rule.evicts
         return budget - 1 if rule.evicts else budget
 
     def _entropy(self, rule, layer, request, end):
@@ -260,6 +267,12 @@ class KeepingRecorder:
         near = all(float(ratings[t]) <= worst * (1 + 1e-3) + 1e-7 for t in gone)
         tie = near and all(float(ratings[t]) != worst for t in gone)
         return len(gone) == 1 and gone <= set(open_) and near, int(tie)
+
+    @staticmethod
+    def _slides(before, kept, first, full):
+        """Whether the earliest of the tokens from ``first`` on has gone, if there was no room."""
+        gone = {min(t for t in before if t >= first)} if len(before) >= full else set()
+        return before - kept == gone
 
     def _attend(self, number, request, length, attended, output):
         """[kv_heads, group, length], the weights of all tokens; and the error of attention."""

@@ -41,6 +41,7 @@ RULES = {
     "entropykv": Rule(per_layer=True, sink=1, recent=0.5, by_entropy=True),
     "cheap": Rule(WINDOW, per_layer=True, sink=1, recent=0.5, by_entropy=True),
     "even": Rule(WINDOW, per_layer=True, sink=1, recent=0.5),
+    "sliding": Rule(WINDOW, per_layer=True, sink=1, recent=0.5, evicts=True, slides=True),
     "snapkv": Rule(WINDOW, recent=32, smooth=7),
     "h2o": Rule(recent=0.5, evicts=True),
     "tova": Rule(1, per_layer=True, evicts=True, latest=True),
@@ -49,8 +50,10 @@ RULES = {
 ALSO = {
     "cheap": {"observation": WINDOW},
     "even": {"observation": WINDOW, "budget_shares": "uniform"},
+    "sliding": {"observation": WINDOW, "budget_shares": "uniform", "schedule": "sliding"},
     **{name: {} for name in ("snapkv", "h2o", "tova", "raas", "freekv")},
 }
+EVICTING = "h2o", "tova", "raas", "sliding"
 LAYERS = 6
 REPLAYED = (0, 3, 5)
 
@@ -97,14 +100,16 @@ def test_the_tokens_of_the_papers_are_kept(llm):
     A window of queries may lie in two chunks, and several prompts are read and decoded at once.
     """
     llm.collective_rpc("start_recording")
-    lengths = dict(zip(RULES, (3 * CHUNK + 1, 600, 500, 2 * CHUNK + 8, 410, 530, 640), strict=True))
+    lengths = dict(
+        zip(RULES, (3 * CHUNK + 1, 600, 500, 620, 2 * CHUNK + 8, 410, 530, 640), strict=True)
+    )
     requests = [Request(novel(llm, n, n), 24, by(m)) for m, n in lengths.items()]
-    requests += [Request(novel(llm, 240, 9), 40, by(m)) for m in ("h2o", "tova", "raas")]
+    requests += [Request(novel(llm, 240, 9), 40, by(m)) for m in EVICTING]
     drive(llm, requests)
     (found,) = llm.collective_rpc("check_recording", args=(RULES, BUDGET, REPLAYED))
     assert found.keys() == RULES.keys()
     for name, summary in found.items():
-        short = 39 if name in ("h2o", "tova", "raas") else 0
+        short = 39 if name in EVICTING else 0
         assert summary["steps"] == (23 + short) * len(REPLAYED), name
         assert summary["differ"] == 0, (name, summary)
         assert summary["came_back"] == 0, name

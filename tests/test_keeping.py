@@ -107,6 +107,9 @@ def test_observation(preset, options, observation):
         ("h2o", {"schedule": "every_step"}, "cannot be combined with h2o: methods that drop"),
         ("freekv", {"schedule": "once"}, "cannot be combined with freekv: methods that drop"),
         ("fier", {"budget_shares": "entropy"}, "which fier does not look at"),
+        ("tova", {"schedule": "sliding"}, "keeps no window of recent tokens; use a method that"),
+        ("raas", {"schedule": "sliding"}, "does: entropykv, snapkv, h2o"),
+        ("kvretrieval", {"schedule": "sliding"}, "cannot be combined with kvretrieval"),
         ("tova", {"budget_shares": [[1, 3]]}, "different shares, and with tova they keep the same"),
         (
             "entropykv",

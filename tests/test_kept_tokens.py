@@ -186,6 +186,7 @@ RULES = {
     "all spared": Keeping(recent=100),
     "stamp": Keeping(rating="stamp", page=16, recent=16),
     "pages": Keeping(page=8, sink=8),
+    "position": Keeping(rating="position", recent_share=0.5, sink=1),
 }
 
 
@@ -204,7 +205,7 @@ def state(rule, budget):
             tokens = (whole[:, None] * rule.page + torch.arange(rule.page)).flatten()
             chosen[seat, head, :count] = tokens[:count]
     ratings = torch.rand(SEATS, HEADS, MOST)
-    if rule.rating == "stamp":
+    if rule.rating in ("stamp", "position"):
         ratings = torch.randint(0, 300, ratings.shape).float()
     return KeptTokens(chosen, ratings, counts, budgets)
 

@@ -18,9 +18,10 @@ void rate(const TokenDropping& d, int row, int set, int count, const float* befo
   const int last = d.seq_lens[row] - 1;
   const int64_t first = (int64_t(row) * d.sets + set) * d.heads_per_set;
   const float* weights = d.weights + first * d.weight_stride;
-  if (d.rating == Rating::kStamp) {
-    for (int i = 0; i < count; ++i) rating[i] = before[i];
-    rating[count] = 0;
+  if (d.rating == Rating::kPosition || d.rating == Rating::kStamp) {
+    std::copy_n(before, count, rating);
+    rating[count] = d.rating == Rating::kPosition ? last : 0;
+    if (d.rating == Rating::kPosition) return;
     for (int h = 0; h < d.heads_per_set; ++h, weights += d.weight_stride)
       for (int i = 0; i <= count; ++i)
         if (weights[i] > d.stamped) rating[i] = last;

@@ -6,8 +6,9 @@
 namespace kvr {
 
 // The rating of a token: all attention that it has received; the attention of the latest query; or
-// the position of the latest query that gave it more attention than `stamped` in some head.
-enum class Rating : int32_t { kSum = 0, kLatest = 1, kStamp = 2 };
+// the position of the latest query that gave it more attention than `stamped` in some head; or, of new
+// tokens, their own position.
+enum class Rating : int32_t { kSum = 0, kLatest = 1, kStamp = 2, kPosition = 3 };
 
 struct TokenDropping {
   int32_t rows, kv_heads;

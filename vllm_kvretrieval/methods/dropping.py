@@ -1,9 +1,11 @@
 """Methods that keep some tokens of a prompt, by its attention, and drop the others for good.
 
-Those of the schedule ``running`` drop a token at each step, too.
+Those of the schedules ``running`` and ``sliding`` drop a token at each step, too.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,6 +114,10 @@ class DroppingLayer(ScoredLayer):
         self._facts, self._number, self._prompts = facts, number, prompts
         self._kernels = facts.kernels
         self._rule, self._drops = prompts.rules[number], method.schedule.drops
+        self._slides = method.schedule.slides
+        self._dropping = self._rule
+        if self._slides:  # the ratings alone say what goes
+            self._dropping = replace(self._rule, rating="position", recent=0, recent_share=0.0)
         self._by_entropy = method.budget_shares.entropy is not None
         self._heads = prompts.heads.slices[facts.number]
         chosen = chooser.selection.chosen
@@ -166,10 +172,18 @@ class DroppingLayer(ScoredLayer):
         for head, positions in enumerate(self._rule.keep(mass, counts)):
             self._kept.chosen[seat, head, : len(positions)] = positions
             if self._drops:
-                of_mass = min(head, len(mass) - 1)
-                self._kept.ratings[seat, head, : len(positions)] = mass[of_mass, positions]
+                of_mass = mass[min(head, len(mass) - 1)]
+                self._kept.ratings[seat, head, : len(positions)] = self._rated(of_mass, positions)
             else:
                 self._facts.storage.hold(seat, head, pages, positions)
+
+    def _rated(self, mass: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Ratings of the tokens that a head keeps of a prompt, given the attention received."""
+        if not self._slides:
+            return mass[positions]
+        count = len(positions)
+        recent = int(self._rule.most_recent(torch.tensor(count)))
+        return torch.cat([torch.full((count - recent,), math.inf), positions[count - recent :]])
 
     def weights(self, query: torch.Tensor) -> torch.Tensor | None:
         """Room for the most tokens that are kept, and the new one."""
@@ -188,7 +202,7 @@ class DroppingLayer(ScoredLayer):
         if self._rule.per_layer:
             by_set = weights.sum(1)[:, None, None]
             _all_workers(by_set, self._rule, self._prompts.heads.add_up)
-        self._kernels.drop_tokens(by_set, plan.rows, self._kept, self._rule)
+        self._kernels.drop_tokens(by_set, plan.rows, self._kept, self._dropping)
 
 
 def _all_workers(mass: torch.Tensor, rule: Keeping, add_up: AddUp | None) -> None:

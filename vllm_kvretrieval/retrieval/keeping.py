@@ -13,9 +13,10 @@ from vllm_kvretrieval.options.values import require_int
 ALL = "all"
 """Value of ``observation``: every query of a prompt counts."""
 
-RATINGS = ("sum", "latest", "stamp")
-"""A token's rating is the sum of all attention that it received; that of the latest query alone; or
-the position of the latest query whose attention in some head was more than ``STAMPED``."""
+RATINGS = ("sum", "latest", "stamp", "position")
+"""A token's rating is the sum of all attention that it received; that of the latest query alone;
+the position of the latest query whose attention in some head was more than ``STAMPED``; or, for
+tokens that are decoded, their own position."""
 
 STAMPED = 1e-4
 """RaaS's threshold of a high attention."""
@@ -56,6 +57,11 @@ class Keeping:
         """int64 [n]; how many of ``counts`` kept tokens are kept because they are recent."""
         share = (counts.double() * self.recent_share).long()
         return torch.minimum(share.clamp(min=self.recent), (counts - self.sink).clamp(min=0))
+
+    @property
+    def slides(self) -> bool:
+        """Whether recent tokens can slide: there are some, and they are dropped one by one."""
+        return self.page == 1 and (self.recent > 0 or self.recent_share > 0)
 
     def kept(self, room: torch.Tensor, prompt: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
         """int64; how many tokens a head keeps.

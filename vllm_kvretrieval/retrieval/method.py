@@ -247,6 +247,12 @@ def _keeping_method(
             f"budget_shares={shares.given} cannot be used with {name}, which keeps pages of "
             f"{keeping.page} tokens; leave it out."
         )
+    if schedule.slides and not keeping.slides:
+        sliding = ", ".join(n for n, p in presets().items() if p.keeping and p.keeping.slides)
+        raise RetrievalConfigError(
+            f"schedule='sliding' cannot be used with {name}, which keeps no window of recent "
+            f"tokens; use a method that does: {sliding}."
+        )
     if keeping.per_layer and schedule.drops and shares.by_head:
         raise RetrievalConfigError(
             f"budget_shares={shares.given} gives KV heads of a layer different shares, and with "

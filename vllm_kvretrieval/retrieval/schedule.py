@@ -17,7 +17,9 @@ class Schedule:
             (:mod:`vllm_kvretrieval.retrieval.roles`). Otherwise each layer selects for itself.
         keeps: Whether tokens are selected when a prompt has been read, and the others dropped for
             good (:mod:`vllm_kvretrieval.retrieval.keeping`).
-        drops: Whether each step then drops a token for the one that it adds.
+        drops: Whether each step then drops a token for the one that it adds: the worst rated one.
+        slides: Whether it drops the earliest of the recent tokens instead, so that what was kept
+            for its attention stays.
         by_head: Whether the model's *retrieval heads* (:mod:`vllm_kvretrieval.retrieval.heads`)
             attend to whole contexts, and its other KV heads to sink and window.
         whole: Whether each step attends to the whole context.
@@ -29,6 +31,7 @@ class Schedule:
     shares: bool = False
     keeps: bool = False
     drops: bool = False
+    slides: bool = False
     by_head: bool = False
     whole: bool = False
 
@@ -40,6 +43,14 @@ SCHEDULES = {
     "once": Schedule(True, False, "once a prompt has been read, by its attention", keeps=True),
     "running": Schedule(
         True, False, "the same, then each step drops a token", keeps=True, drops=True
+    ),
+    "sliding": Schedule(
+        True,
+        False,
+        "once, then recent tokens slide: the earliest of them goes at each step",
+        keeps=True,
+        drops=True,
+        slides=True,
     ),
     "by_head": Schedule(
         False,

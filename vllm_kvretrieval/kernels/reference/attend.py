@@ -23,6 +23,8 @@ def drop_tokens(weights: torch.Tensor, rows: DecodeRows, kept: KeptTokens, rule:
             rated = torch.cat([ratings[:count], torch.zeros(1)])
             if rule.rating == "stamp":
                 rated[(of_head > STAMPED).any(0)] = last
+            elif rule.rating == "position":
+                rated[count] = last
             else:
                 received = of_head.sum(0)
                 rated = rated + received if rule.rating == "sum" else received
