@@ -49,6 +49,8 @@ def make_chooser(
     index=MIN_MAX,
     pooling=Pooling.MEAN_SOFTMAX,
     page_size=PAGE,
+    means=False,
+    layout="vec",
     **options,
 ):
     """Over random keys, taken into the index; those of a page have something in common."""
@@ -64,6 +66,8 @@ def make_chooser(
         entry_tokens=page_size // parts,
         dtype=dtype,
         cache=keys_and_values.view(shape).to(dtype),
+        means=means,
+        layout=layout,
     )
     selection = Selection.empty(
         seats=seats,

@@ -29,6 +29,7 @@ class Method:
     rerank: int = 0
     rank: int = 11
     per_token: bool = False
+    remainder: float = 0.0
     # Of what is selected, per retrieval layer and KV head, 1 on average; None: all the same.
     shares: tuple[tuple[float, ...], ...] | None = None
 
@@ -320,11 +321,22 @@ class Oracle:
         return expected, corrected
 
     def attention(self, step: Step, head: int) -> torch.Tensor:
-        """[group, d]; softmax attention over exactly the tokens attended to."""
+        """[group, d]; softmax attention over exactly the tokens attended to, and the remainder."""
         size = 1 if self.method.per_token else self.page_size
         tokens = torch.cat([torch.arange(step.length).split(size)[j] for j in step.attended[head]])
-        keys, values = step.keys[head][tokens], step.values[head][tokens]
-        return torch.softmax(step.query[head] @ keys.T * self.scale, -1) @ values
+        logits = step.query[head] @ step.keys[head].T * self.scale
+        values = step.values[head]
+        masses, means = logits[:, tokens], values[tokens]
+        if self.method.remainder:
+            size = self.method.entry_tokens
+            whole = step.length // size * size
+            entries = logits[:, :whole].unflatten(1, (-1, size)).logsumexp(-1)
+            share = torch.softmax(entries, -1).mean(0)
+            left = (share < self.method.remainder) & (share >= 0.01 / len(share))
+            left[torch.unique(tokens[tokens < whole] // size)] = False
+            masses = torch.cat([masses, entries[:, left]], 1)
+            means = torch.cat([means, values[:whole].unflatten(0, (-1, size)).mean(1)[left]])
+        return torch.softmax(masses, -1) @ means
 
 
 class RecordingWorker:

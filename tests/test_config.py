@@ -56,7 +56,8 @@ def test_streamingllm_gives_the_budget_to_the_window():
         (
             {"bugdet": 1024},
             r"no option 'bugdet' \(value 1024\)\. Known: budget, sink, window, page_size, "
-            "summary_size, index, pooling, schedule, rerank, mass, unit, correction_threshold, "
+            "summary_size, index, pooling, schedule, rerank, mass, remainder, unit, "
+            "correction_threshold, "
             "budget_shares, also, filters, observation, heads, prefill_budget, prefill_chunk, "
             "prefill_queries, dense_layers",
         ),

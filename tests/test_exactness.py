@@ -33,6 +33,7 @@ def methods_of(summary_size: int) -> dict[str, Method]:
     kinds = {f"by {index}": Method(index) for index in INDEXES}
     kinds |= {f"by {p}": Method(pooling=p) for p in POOLINGS if p != Method().pooling}
     kinds |= {"reranked": Method("mean", rerank=2), OWN: Method()}
+    kinds["with the rest"] = Method("exact", remainder=0.005)
     methods = {name: replace(kind, entry_tokens=summary_size) for name, kind in kinds.items()}
     methods["pyramid"] = replace(methods[OWN], shares=PYRAMID)
     by_head = tuple((0.6, 2.4, 0) if layer < 5 else (1,) * HEADS for layer in range(RETRIEVING))
@@ -48,6 +49,7 @@ def options_of(method: Method) -> dict[str, Any]:
         return {"budget_shares": "pyramid" if method.shares == PYRAMID else BY_HEAD}
     index: Any = {"low_rank": {"rank": method.rank}} if method.index == "low_rank" else method.index
     options = {"index": index, "pooling": method.pooling, "rerank": method.rerank}
+    options |= {"remainder": method.remainder} if method.remainder else {}
     return options | {"schedule": "every_step", "summary_size": method.entry_tokens}
 
 

@@ -56,6 +56,8 @@ def value_of(key: str, method: str) -> Any:
         return "last" if FAMILIES[method] is FILTERS else 8
     if key == "mass":
         return 1 if method == "freekv" else 0.9
+    if key == "remainder":
+        return 0 if method == "freekv" else 0.01
     return OWN[method].schedule if key == "schedule" else VALUES[key]
 
 

@@ -11,7 +11,7 @@ from tests.engine import checkpoint
 from tests.outside import MEDIAN, POINTS, install, installed
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.retrieval.index import OWN, Field, Index
+from vllm_kvretrieval.retrieval.index import OWN, Field, Index, IndexKind
 from vllm_kvretrieval.retrieval.index.check import check_index, check_outside
 from vllm_kvretrieval.retrieval.presets import preset_names
 
@@ -207,4 +207,4 @@ def test_spoilt_ones_are_refused(methods, message):
     prefix = r"index good \(tests\.test_outside\.Spoilt\) cannot serve entries of 32 tokens of "
     message = prefix + f"head size 64 in torch.float16: .*{message}"
     with pytest.raises(RetrievalConfigError, match=message):
-        check_outside([(Good(), 32), (index, 32)], 64, torch.float16)
+        check_outside([IndexKind(Good(), 32), IndexKind(index, 32)], 64, torch.float16)

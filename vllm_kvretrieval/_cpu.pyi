@@ -179,6 +179,8 @@ def attend(
     scale: float,
     softcap: float,
     sinks: int,
+    rest_values: int,
+    rest_lse: int,
 ) -> None: ...
 def attend_prompt(
     query: int,
@@ -229,6 +231,8 @@ def plan_decode(
     chooser: Chooser,
     scores: int,
     score_stride: int,
+    rest_values: int,
+    rest_lse: int,
 ) -> None: ...
 def select_context(
     query: int,

@@ -133,10 +133,14 @@ class Attending {
     const int first = first_task_[unit], last = first_task_[unit + 1];
     const int64_t head = int64_t(unit % a_.kv_heads) * group + g, row = unit / a_.kv_heads;
     const float sink = a_.sinks == nullptr ? kLeastLogit : a_.sinks[head] * kLog2E;
-    float top = sink;
+    const float rest = a_.rest_lse == nullptr
+                           ? kLeastLogit
+                           : std::max(a_.rest_lse[row * a_.kv_heads * group + head] * kLog2E, kLeastLogit);
+    float top = std::max(sink, rest);
     for (int task = first; task < last; ++task)
       top = std::max(top, parts[task * group + g].reference);
-    float total = std::exp2(sink - top), mass = total;
+    const float rest_mass = std::exp2(rest - top);
+    float total = std::exp2(sink - top) + rest_mass, mass = total;
     for (int task = first; task < last; ++task) {
       const Partial& part = parts[task * group + g];
       const float factor = std::exp2(part.reference - top);
@@ -155,6 +159,10 @@ class Attending {
       }
     }
     for (int c = 0; c < d; ++c) ordered[c] = sums[Tile::channel_place(c)];
+    if (a_.rest_lse != nullptr) {
+      const float* values = a_.rest_values + (row * a_.kv_heads * group + head) * d;
+      for (int c = 0; c < d; ++c) ordered[c] += values[c] * (rest_mass / total);
+    }
     E* out = static_cast<E*>(a_.out) + row * a_.out_stride + head * d;
     for (int c = 0; c < d; c += kWidth)
       store_rounded<E>(out + c, load_as<Floats>(ordered.data() + c));

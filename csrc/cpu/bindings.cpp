@@ -159,33 +159,34 @@ NB_MODULE(_cpu, m) {
       .def("__init__",
            [](Index* self, int kind, int dtype, nb::object torch_dtype, int kv_heads, int head_size,
               int page_size, int entry_tokens, int rank, float spread, uintptr_t records,
-              int64_t entries, int64_t record_bytes, uintptr_t cache, int layout) {
+              int64_t entries, int64_t record_bytes, uintptr_t cache, int layout, bool means) {
              new (self) Index{{static_cast<kvr::IndexKind>(kind), static_cast<kvr::DType>(dtype),
                                kv_heads, head_size, page_size, entry_tokens, rank, spread,
                                at<uint8_t>(records), entries, record_bytes, at<void>(cache),
-                               static_cast<kvr::KeyLayout>(layout)},
+                               static_cast<kvr::KeyLayout>(layout), means},
                               std::move(torch_dtype)};
            },
            nb::kw_only(),
            nb::arg("kind"), nb::arg("dtype"), nb::arg("torch_dtype"), nb::arg("kv_heads"),
            nb::arg("head_size"), nb::arg("page_size"), nb::arg("entry_tokens"), nb::arg("rank"),
            nb::arg("spread"), nb::arg("records"), nb::arg("entries"), nb::arg("record_bytes"),
-           nb::arg("cache"), nb::arg("layout"));
+           nb::arg("cache"), nb::arg("layout"), nb::arg("means"));
 
   nb::class_<Chooser>(m, "Chooser")
       .def("__init__",
            [](Chooser* self, const Index& index, int pooling, int group, float scale, int rerank,
               uintptr_t prev_query, uintptr_t selected, int seats, int max_selected,
-              uintptr_t counts, int64_t count_stride) {
+              uintptr_t counts, int64_t count_stride, float remainder) {
              new (self) Chooser{{index, static_cast<kvr::Pooling>(pooling), group, scale, rerank,
                                  at<void>(prev_query), at<int32_t>(selected), seats, max_selected,
-                                 at<int32_t>(counts), count_stride},
+                                 at<int32_t>(counts), count_stride, remainder},
                                 index.torch_dtype};
            },
            nb::kw_only(),
            nb::arg("index"), nb::arg("pooling"), nb::arg("group"), nb::arg("scale"),
            nb::arg("rerank"), nb::arg("prev_query"), nb::arg("selected"), nb::arg("seats"),
-           nb::arg("max_selected"), nb::arg("counts"), nb::arg("count_stride"));
+           nb::arg("max_selected"), nb::arg("counts"), nb::arg("count_stride"),
+           nb::arg("remainder"));
 
   nb::class_<ContextSelector>(m, "ContextSelector")
       .def("__init__",
@@ -306,7 +307,7 @@ NB_MODULE(_cpu, m) {
            uintptr_t lse, uintptr_t weights, int64_t weight_stride, uintptr_t entries, int64_t width,
            int64_t stride, bool per_head, uintptr_t lengths, int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
            int group, int head_size, int page_size, int dtype, nb::handle torch_dtype, float scale,
-           float softcap, uintptr_t sinks) {
+           float softcap, uintptr_t sinks, uintptr_t rest_values, uintptr_t rest_lse) {
           const Vectors query{queries, shape, strides, query_dtype};
           const Vectors output{out, out_shape, out_strides, out_dtype};
           query.check("query", rows, kv_heads * group, head_size, torch_dtype);
@@ -335,7 +336,9 @@ NB_MODULE(_cpu, m) {
                                          run,
                                          scale,
                                          softcap,
-                                         at<float>(sinks)};
+                                         at<float>(sinks),
+                                         at<float>(rest_values),
+                                         at<float>(rest_lse)};
           const nb::gil_scoped_release release;
           kvr::check_lists(attention);
           active->attend(attention);
@@ -348,7 +351,7 @@ NB_MODULE(_cpu, m) {
         nb::arg("run"), nb::arg("cache"), nb::arg("cache_tokens"), nb::arg("layout"),
         nb::arg("kv_heads"), nb::arg("group"), nb::arg("head_size"), nb::arg("page_size"),
         nb::arg("dtype"), nb::arg("torch_dtype"), nb::arg("scale"), nb::arg("softcap"),
-        nb::arg("sinks"));
+        nb::arg("sinks"), nb::arg("rest_values"), nb::arg("rest_lse"));
 
   m.def("attend_prompt",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
@@ -409,14 +412,18 @@ NB_MODULE(_cpu, m) {
   m.def("plan_decode",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,
            const kvr::DecodeRows& rows, const Chooser& chooser, uintptr_t scores,
-           int64_t score_stride) {
+           int64_t score_stride, uintptr_t rest_values, uintptr_t rest_lse) {
           const Vectors query{queries, shape, strides, torch_dtype};
           check_plan(query, rows, chooser);
-          const kvr::DecodePlan plan{rows,           chooser,          at<void>(queries),
-                                     query.stride(), at<float>(scores), score_stride};
+          const kvr::DecodePlan plan{rows,         chooser,          at<void>(queries),
+                                     query.stride(), at<float>(scores), score_stride,
+                                     at<float>(rest_values), at<float>(rest_lse)};
           const nb::gil_scoped_release release;
           active->plan_decode(plan);
-        });
+        },
+        nb::arg("query"), nb::arg("shape"), nb::arg("strides"), nb::arg("torch_dtype"),
+        nb::arg("rows"), nb::arg("chooser"), nb::arg("scores"), nb::arg("score_stride"),
+        nb::arg("rest_values"), nb::arg("rest_lse"));
 
   m.def("select_context",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,

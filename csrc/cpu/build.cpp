@@ -7,6 +7,7 @@
 
 #include "checks.h"
 #include "index/table.h"
+#include "index/value_mean.h"
 #include "kernels.h"
 #include "keys.h"
 #include "simd.h"
@@ -70,7 +71,7 @@ static void update_run(const IndexUpdate& u, const Run& run) {
 // Whether records are built here: exact has none, and an index without kernels builds its own.
 template <class E>
 static bool builds(const Index& index) {
-  return index.record_bytes > 0 && build_fn_of<E>(index.kind) != nullptr;
+  return index.means || (index.record_bytes > 0 && build_fn_of<E>(index.kind) != nullptr);
 }
 
 // The keys that have just been written are in the cache: so are those of all entries they complete.
@@ -88,6 +89,8 @@ static std::vector<int64_t>& find_completed(const IndexUpdate& u) {
 
 template <class E>
 static void build_entry(const Index& index, int64_t entry, int head) {
+  if (index.means) write_value_mean<E>(index, entry, head);
+  if (index.scored_bytes() == 0) return;
   thread_local std::vector<float> keys;
   keys.resize(index.head_size * index.entry_tokens);
   keys_of_entry<E>(index, entry, head, index.entry_tokens, keys.data());

@@ -98,7 +98,9 @@ struct Index {
   int64_t record_bytes;
   const void* cache;             // vLLM's, [pages, kv_heads, 2 * page_size * head_size], or null
   KeyLayout layout;
+  bool means;                    // whether a record ends with the mean of its values (value_mean.h)
 
+  int64_t scored_bytes() const { return record_bytes - (means ? 2 + head_size : 0); }
   int parts() const { return page_size / entry_tokens; }
   int64_t pages() const { return entries / parts(); }
   // The number of entries of a context that have records; unfinished ones do if records grow.
@@ -123,6 +125,8 @@ struct Chooser {
   int32_t seats, max_selected;
   const int32_t* counts;         // [seats, kv_heads]; units that a KV head selects; null: see the row
   int64_t count_stride;          // from one seat to the next
+  float remainder;               // the share of the attention below which entries have their means stand
+                                 // for them; 0: none has
 
   // The number of units between sink and window that a KV head attends to.
   int32_t select(const DecodeRows& rows, int row, int head) const {
@@ -186,6 +190,8 @@ struct DecodePlan {
   const float* scores;           // kOutside: [rows, kv_heads, group, score_stride], of entries or
                                  // of tokens; else null
   int64_t score_stride;
+  float* rest_values;            // out, [rows, kv_heads * group, head_size]: the remainder's values, or null
+  float* rest_lse;               // out, [rows, kv_heads * group]: the logarithm of its attention
 };
 
 // Pages of the cache that are to be taken into the index.
@@ -271,6 +277,8 @@ struct Attention {
   float scale;
   float softcap;                 // logits become softcap * tanh(logit / softcap); 0: they stay
   const float* sinks;            // [kv_heads * group]; a further logit, with a value of zero; or null
+  const float* rest_values;      // [rows, kv_heads * group, head_size]; a further part of the softmax, or null
+  const float* rest_lse;         // [rows, kv_heads * group]; the logarithm of its sum of exponentials
 };
 
 // Attention of prompts: sequences of queries, each with lists of pages. A query sees the first tokens

@@ -9,6 +9,7 @@
 
 #include "index/table.h"
 #include "pooling.h"
+#include "remainder.h"
 #include "simd.h"
 #include "topk.h"
 
@@ -128,6 +129,9 @@ struct Planner {
       rows.lengths[number] = units * size - (tail && units > 0 ? n * size - rows.seq_lens[row] : 0);
     };
     list_tokens(attended);
+    if (plan.rest_lse != nullptr)
+      std::fill_n(plan.rest_lse + number * chooser.group, chooser.group,
+                  -std::numeric_limits<float>::infinity());
     // Numbers of pages, where the cache is seen as [pages * kv_heads] single-head ones, or of tokens.
     const int shift = __builtin_ctz(index.page_size), last = index.page_size - 1;
     const auto append = [&](int32_t j) {
@@ -165,11 +169,16 @@ struct Planner {
     const bool correct = must_correct(row, q, prev);
     const bool anew = correct || everything;
     thread_local std::vector<int32_t> enough;
+    thread_local Remainder remainder;
+    const bool rest = plan.rest_lse != nullptr && chooser.remainder > 0 && !everything;
+    if (rest)
+      remainder.take(scores, stride, chooser.group, entries(row), chunk, chunks, masses);
     if (!anew)
       for (int i = 0; i < k; ++i) append(kept[i]);
     const int count = select_best(row, head, k, scores, stride, masses, chunks, kept, enough);
     if (anew)
       for (int i = 0; i < count; ++i) append(count < k ? enough[i] : kept[i]);
+    if (rest) leave_rest(row, head, count < k ? enough.data() : kept, count, remainder);
     if (correct) {
 #pragma omp atomic
       rows.corrected[rows.seats[row]] += 1;
@@ -180,6 +189,18 @@ struct Planner {
     }
     std::memcpy(prev, q, group_elements() * sizeof(E));
     return count;
+  }
+
+  // What the row does not attend to, beside sink, window and the selected units.
+  void leave_rest(int row, int head, const int32_t* selected, int count, Remainder& remainder) const {
+    thread_local std::vector<uint8_t> listed;
+    listed.assign(units(row), 0);
+    std::fill_n(listed.begin(), rows.sink[row], 1);
+    std::fill_n(listed.rbegin(), rows.window[row], 1);
+    for (int i = 0; i < count; ++i) listed[selected[i]] = 1;
+    const int64_t first = (int64_t(row) * index.kv_heads + head) * chooser.group;
+    remainder.add_up(Records(index, blocks(row)), head, listed, chooser.remainder,
+                     plan.rest_values + first * index.head_size, plan.rest_lse + first);
   }
 
   // The k best units between sink and window, given the scores of all entries, as score_task left them.

@@ -77,6 +77,23 @@ inline Mass exp_scores(float* scores, int n) {
   return mass;
 }
 
+// The sum of the stretches of a query head, relative to the one with the highest score.
+struct Total {
+  Mass top;
+  float sum;
+
+  float log() const { return top.reference() + std::log(sum); }
+};
+
+inline Total total_of(const Mass* stretches, int n, int stretch) {
+  Total total = {stretches[0], 0};
+  for (int i = 1; i * stretch < n; ++i)
+    if (stretches[i].highest > total.top.highest) total.top = stretches[i];
+  for (int i = 0; i * stretch < n; ++i)
+    total.sum += stretches[i].total * stretches[i].relative_to(total.top);
+  return total;
+}
+
 // Pools scores[g][0..n) into scores[0][0..n). exp_scores has replaced the scores of each stretch, and
 // returned masses[g * stretches + i]. The result is the mean over the group of the softmax over j or,
 // if `relative`, the sum over the group of exp(score - the highest score of the head). norms[g] becomes
@@ -85,13 +102,10 @@ inline void pool_shares(float* scores, int64_t stride, int group, int n, int str
                         const Mass* masses, bool relative, float* norms) {
   for (int g = 0; g < group; ++g) {
     const Mass* of_head = masses + int64_t(g) * stretches;
-    Mass top = of_head[0];
-    for (int i = 1; i * stretch < n; ++i)
-      if (of_head[i].highest > top.highest) top = of_head[i];
-    float total = 0;
-    for (int i = 0; i * stretch < n; ++i) total += of_head[i].total * of_head[i].relative_to(top);
-    norms[g] = relative ? top.highest : top.reference() + std::log(total);
-    const float weight = relative ? std::exp(top.reference() - top.highest) : 1 / (total * group);
+    const Total total = total_of(of_head, n, stretch);
+    const Mass& top = total.top;
+    norms[g] = relative ? top.highest : total.log();
+    const float weight = relative ? std::exp(top.reference() - top.highest) : 1 / (total.sum * group);
     for (int i = 0; i * stretch < n; ++i) {
       float* first = scores + i * stretch;
       const float* from = first + g * stride;

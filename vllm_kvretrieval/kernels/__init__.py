@@ -10,7 +10,14 @@ implementation offers the functions of :class:`Ops`. The ops of a cache in two t
 from vllm_kvretrieval.kernels.kept import KeptTokens
 from vllm_kvretrieval.kernels.ops import Ops
 from vllm_kvretrieval.kernels.recall import RecallCache
-from vllm_kvretrieval.kernels.rows import Contexts, DecodeRows, Mode, PromptLists, TokenLists
+from vllm_kvretrieval.kernels.rows import (
+    Contexts,
+    DecodeRows,
+    Mode,
+    PromptLists,
+    Remainder,
+    TokenLists,
+)
 from vllm_kvretrieval.kernels.tokens import TokenRecall
 from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexStore, Merge, Selection
 
@@ -26,6 +33,7 @@ __all__ = [
     "Ops",
     "PromptLists",
     "RecallCache",
+    "Remainder",
     "Selection",
     "TokenLists",
     "TokenRecall",

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 
 from vllm_kvretrieval.kernels.kept import KeptTokens
-from vllm_kvretrieval.kernels.rows import DecodeRows, PromptLists, TokenLists
+from vllm_kvretrieval.kernels.rows import DecodeRows, PromptLists, Remainder, TokenLists
 from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexStore, Merge
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.keeping import Keeping
@@ -55,7 +55,13 @@ class Ops(Protocol):
         """
         ...
 
-    def plan_decode(self, query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None:
+    def plan_decode(
+        self,
+        query: torch.Tensor,
+        rows: DecodeRows,
+        chooser: Chooser,
+        remainder: Remainder | None = None,
+    ) -> None:
         """List the units (pages or tokens) that each (row, KV head) attends to; remember the step.
 
         For each row and KV head (FreeKV, sections 3.2 and 3.3): compare the query with that of the
@@ -70,12 +76,18 @@ class Ops(Protocol):
         equal: they keep the order of their logarithms.
         Of rows of other modes nothing is scored, compared or remembered. Where a selection is
         given, each head attends to what it holds, or to everything where its count leaves nothing
-        out. Bytes moved: the records of the context.
+        out.
+
+        With a remainder, the entries of the index that a row does not attend to, and whose share of
+        the estimated attention (the mean over the query heads) is below ``Chooser.remainder``, are
+        added up by the means of their values. Entries with less than a hundredth of an equal share
+        are not, nor are those whose values are not finite. Bytes moved: the records of the context.
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided.
             rows: ``lists``, ``lengths`` and ``corrected`` are written.
             chooser: Its selection is written at the seats of the rows.
+            remainder: Written; None: nothing is added up.
 
         Raises:
             ValueError: A row does not fit: more units to select (or less than none) than the
@@ -254,6 +266,7 @@ class Ops(Protocol):
         weights: torch.Tensor | None = None,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        remainder: Remainder | None = None,
     ) -> None:
         """Softmax attention of single tokens to lists of tokens or pages.
 
@@ -273,6 +286,7 @@ class Ops(Protocol):
                 weight of each token of a list. Numbers behind a list stay as they are.
             softcap: Logits become ``softcap * tanh(logit / softcap)``; 0: they stay.
             sinks: float32 [kv_heads * group]; a further logit of every head, with a value of zero.
+            remainder: A further part of the softmax; None: there is none.
 
         Raises:
             ValueError: ``query`` or ``output`` does not have the cache's shape and dtype; a list is

@@ -177,6 +177,27 @@ class DecodeRows:
         )
 
 
+class Remainder(NamedTuple):
+    """What rows do not attend to token by token: a further part of their softmax.
+
+    Attributes:
+        values: float32 [R, kv_heads * group, head_size]; the mean of the values, by attention.
+        lse: float32 [R, kv_heads * group]; the logarithm of the sum of exponentials of the logits;
+            minus infinity: there is nothing.
+    """
+
+    values: torch.Tensor
+    lse: torch.Tensor
+
+    @classmethod
+    def empty(cls, query: torch.Tensor) -> "Remainder":
+        """Room for the remainder of the rows of a query, [R, kv_heads * group, head_size]."""
+        return cls(
+            torch.empty(query.shape, dtype=torch.float32),
+            torch.empty(query.shape[:2], dtype=torch.float32),
+        )
+
+
 @dataclass
 class TokenLists:
     """The tokens that rows of one token each attend to.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vllm_kvretrieval.retrieval.index import Index
+from vllm_kvretrieval.retrieval.index.base import mean_bytes
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
 
@@ -24,6 +25,8 @@ class IndexStore:
         cache: [pages, kv_heads, page_size, 2 * head_size] in ``dtype``, contiguous; vLLM's KV cache
             of the layer. None: the cache is never read.
         layout: The layout of keys in the cache: the name of vLLM's attention ``isa``.
+        means: Whether each record ends with the mean of the entry's values
+            (:func:`vllm_kvretrieval.retrieval.index.base.pack_means`).
         handle: The view of an implementation of all this, made on first use.
     """
 
@@ -35,6 +38,7 @@ class IndexStore:
     dtype: torch.dtype
     cache: torch.Tensor | None = None
     layout: str = "vec"
+    means: bool = False
     handle: Any = field(default=None, repr=False)
 
     @classmethod
@@ -50,13 +54,15 @@ class IndexStore:
         entry_tokens: int | None = None,
         cache: torch.Tensor | None = None,
         layout: str = "vec",
+        means: bool = False,
     ) -> "IndexStore":
         """Records for ``pages`` pages; their contents are undefined."""
         tokens = entry_tokens or page_size
         width = 0 if index is None else index.record_bytes(head_size, tokens, dtype)
+        width += mean_bytes(head_size) if means else 0
         entries = pages * page_size // tokens
         records = torch.empty(entries, kv_heads, width, dtype=torch.uint8)
-        return cls(index, tokens, records, page_size, head_size, dtype, cache, layout)
+        return cls(index, tokens, records, page_size, head_size, dtype, cache, layout, means)
 
     @property
     def parts(self) -> int:
@@ -121,6 +127,9 @@ class Chooser:
         pooling: The pooling over the query heads of a KV head.
         scale: Softmax scale of the layer.
         rerank: Candidates per selected unit that are scored again by their keys; 0: none.
+        remainder: The share of the attention below which the mean of an entry's values stands for
+            the entry, if it is not selected; 0: none does. It takes a store with means and an
+            index that estimates the attention, shares (``Pooling.MEAN_SOFTMAX``) and no reranking.
         handle: The view of an implementation of all this, made on first use.
     """
 
@@ -129,6 +138,7 @@ class Chooser:
     pooling: Pooling
     scale: float
     rerank: int = 0
+    remainder: float = 0.0
     handle: Any = field(default=None, repr=False)
 
     @property

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, Ops, TokenLists
+from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, Ops, Remainder, TokenLists
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.method import Method
 from vllm_kvretrieval.retrieval.roles import Role
@@ -117,7 +117,7 @@ class GroupMethod(Protocol):
 
     @property
     def even(self) -> bool:
-        """Whether all KV heads of all layers attend to as many tokens."""
+        """Whether all KV heads of all layers attend to as many tokens, and to nothing besides."""
         ...
 
     @property
@@ -164,13 +164,16 @@ class LayerMethod(Protocol):
         """The work that has been done for the rows before the layer reaches for their tokens."""
         ...
 
-    def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> None:
+    def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> Remainder | None:
         """Write what the rows attend to into their lists.
 
         Args:
             kernels: Implementation of the ops.
             query: [R, heads, head_size]; theirs.
             plan: What :meth:`GroupMethod.plan` returned.
+
+        Returns:
+            What they attend to besides; None: nothing.
         """
         ...
 

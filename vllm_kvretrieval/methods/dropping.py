@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_kvretrieval.kernels import Chooser, DecodeRows, KeptTokens, Ops, TokenLists
+from vllm_kvretrieval.kernels import Chooser, DecodeRows, KeptTokens, Ops, Remainder, TokenLists
 from vllm_kvretrieval.kernels.observe import context_keys, observe, observing_bytes
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
@@ -158,11 +158,11 @@ class DroppingLayer(ScoredLayer):
                 )
                 watched.entropies[self._facts.number] += entropy / query.shape[1]
 
-    def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> None:
+    def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> Remainder | None:
         """List what is kept, after choosing it of prompts that have just been read."""
         for row in plan.own:
             self.settle(int(plan.rows.seats[row]), plan.rows.block_table[row])
-        super().choose(kernels, query, plan)
+        return super().choose(kernels, query, plan)
 
     def settle(self, seat: int, pages: torch.Tensor) -> None:
         """Choose what is kept of a prompt that has been read."""

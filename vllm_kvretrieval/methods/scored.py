@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, TokenLists, cpu
+from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, Remainder, TokenLists, cpu
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
     EngineFacts,
@@ -31,7 +31,7 @@ class Scored:
     def __init__(self, facts: GroupFacts, number: int, method: Method) -> None:
         self.facts, self.number = facts, number
         self.per_token = method.per_token
-        self.even = method.name not in facts.requests.room.allotments
+        self.even = method.name not in facts.requests.room.allotments and not method.remainder
 
     def plan(self, rows: StepRows) -> DecodePlan:
         """Rows that select in each layer."""
@@ -85,9 +85,11 @@ class ScoredLayer:
         """Nothing has been done."""
         return Ready.NOTHING
 
-    def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> None:
+    def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> Remainder | None:
         """See :meth:`Ops.plan_decode`."""
-        kernels.plan_decode(query, plan.rows, self.chooser)
+        remainder = Remainder.empty(query) if self.chooser.remainder else None
+        kernels.plan_decode(query, plan.rows, self.chooser, remainder)
+        return remainder
 
     def weights(self, query: torch.Tensor) -> torch.Tensor | None:
         """The method does not ask."""

@@ -23,7 +23,7 @@ from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
 from vllm_kvretrieval.retrieval.family import NOTHING, family_with
 from vllm_kvretrieval.retrieval.filters import check_model, filters_for, read_filters
-from vllm_kvretrieval.retrieval.index import Index
+from vllm_kvretrieval.retrieval.index import Index, IndexKind
 from vllm_kvretrieval.retrieval.method import Method, make_method
 from vllm_kvretrieval.retrieval.presets import presets
 from vllm_kvretrieval.retrieval.roles import Role, roles_of
@@ -171,17 +171,21 @@ class RetrievalConfig(Options):
         return max(budget.window for budget in self.budgets.largest(self.own))
 
     @functools.cached_property
-    def stores(self) -> tuple[tuple[Index, int], ...]:
-        """The indexes of all methods, each with its tokens per entry, without duplicates."""
-        used = (m for m in self.methods.values() if m.index is not None)
-        return tuple(dict.fromkeys((m.index, m.entry_tokens) for m in used))  # type: ignore[misc]
+    def stores(self) -> tuple[IndexKind, ...]:
+        """What all methods keep of entries. Methods with equal indexes share their records."""
+        used: dict[tuple[Index, int], bool] = {}
+        for method in self.methods.values():
+            if method.index is not None:
+                kind = method.index, method.entry_tokens
+                used[kind] = used.get(kind, False) or method.remainder > 0
+        return tuple(IndexKind(*kind, means) for kind, means in used.items())
 
     def index_bytes(self, kv_bytes: int, head_size: int, dtype: "torch.dtype") -> int:
         """Bytes of all page indexes for ``kv_bytes`` bytes of keys and values."""
         tokens = kv_bytes // (2 * head_size * dtype.itemsize)  # per KV head
         return sum(
-            tokens // size * index.record_bytes(head_size, size, dtype)
-            for index, size in self.stores
+            tokens // kind.entry_tokens * kind.record_bytes(head_size, dtype)
+            for kind in self.stores
         )
 
     @property

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_kvretrieval.options.option import Option, option
 from vllm_kvretrieval.options.values import (
+    PART,
     SHARE,
     SIMILARITY,
     SIZE,
@@ -150,6 +151,17 @@ class Options:
         families=(SCORED,),
         neutral=1,
         more="methods.md#mass",
+    )
+    remainder: float | None = option(
+        None,
+        PART,
+        "the share of the estimated attention below which the mean value of a page stands for the "
+        "page if it is not selected; 0: what is not selected is left out",
+        "0",
+        of_method=True,
+        families=(SCORED,),
+        neutral=0,
+        more="methods.md#remainder",
     )
     unit: str | None = option(
         None,

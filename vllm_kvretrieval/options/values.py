@@ -46,6 +46,13 @@ def require_number(key: str, value: Any) -> float:
     return float(value)
 
 
+def require_part(key: str, value: Any) -> float:
+    """Check a share that may be 0."""
+    if not 0 <= require_number(key, value) < 1:
+        raise RetrievalConfigError(f"{key}={value} must be from 0 on and less than 1, e.g. 0.003.")
+    return float(value)
+
+
 def require_layers(key: str, value: Any) -> int:
     """Check a number of layers."""
     if require_int(key, value) < 0:
@@ -163,6 +170,7 @@ def checked_later(text: str) -> Kind:
 
 TOKENS = Kind("tokens", require_int)
 SHARE = Kind("above 0, up to 1", require_share)
+PART = Kind("from 0, below 1", require_part)
 SIMILARITY = Kind("a number from -1 to 1", require_number)
 SWITCH = Kind("true, false", require_bool)
 SIZE = Kind("bytes, such as `64GiB`", parse_size)

@@ -50,6 +50,8 @@ class Method:
         budget_shares: How layers and KV heads share what is selected.
         mass: The share of the estimated attention that is enough for a KV head, which attends to
             the fewest selected units that reach it; 1: to all of them.
+        remainder: The share of the estimated attention below which the mean value of an entry
+            stands for it, if it is not selected; 0: what is not selected is left out.
         keeping: Which tokens of a prompt are kept, where the others are dropped; None: none is.
         heads: Which KV heads attend to whole contexts; None: all attend alike.
     """
@@ -66,6 +68,7 @@ class Method:
     correction_threshold: float
     budget_shares: Shares = UNIFORM
     mass: float = 1.0
+    remainder: float = 0.0
     keeping: Keeping | None = None
     heads: RetrievalHeads | None = None
 
@@ -90,6 +93,12 @@ class Method:
         by_step = self.schedule.selects and not self.schedule.speculates
         pooled = self.pooling is Pooling.MEAN_SOFTMAX and not self.rerank
         return self.index is not None and by_step and pooled
+
+    @property
+    def estimates_rest(self) -> bool:
+        """Whether the attention of what is not selected is known, so that it can be added up."""
+        by_page = self.estimates_shares and not self.per_token
+        return by_page and self.index is not None and self.index.estimates
 
     @property
     def needs_prompts(self) -> bool:
@@ -187,7 +196,16 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
     )
     mass = checked("mass", given.get("mass", base.mass if made.estimates_shares else 1.0))
     check_mass(mass, made)
-    return replace(made, mass=mass)
+    rest = checked(
+        "remainder", given.get("remainder", base.remainder if made.estimates_rest else 0)
+    )
+    if rest and not made.estimates_rest:
+        raise RetrievalConfigError(
+            f"remainder={rest} cannot be added up with {name}: it takes an index that estimates "
+            "the attention of pages (low_rank, one_bit, exact) in each step (pooling mean_softmax, "
+            "schedule every_step, no rerank). Leave it out, or use kvretrieval."
+        )
+    return replace(made, mass=mass, remainder=rest)
 
 
 def check_mass(mass: float, method: Method) -> None:

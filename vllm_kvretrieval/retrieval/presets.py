@@ -22,6 +22,8 @@ class Preset:
         pooling: Name in :class:`vllm_kvretrieval.retrieval.pooling.Pooling`, in lower case.
         schedule: Name in :data:`vllm_kvretrieval.retrieval.schedule.SCHEDULES`.
         rerank: Candidates per page selected, which are scored again by their keys; 0: none.
+        remainder: The share of the estimated attention below which the mean value of a page stands
+            for it, if it is not selected.
         mass: The share of the estimated attention that is enough; 1: all that is selected.
         page_size: Tokens per page.
         unit: What is selected, one of :data:`vllm_kvretrieval.options.table.UNITS`.
@@ -40,6 +42,7 @@ class Preset:
     schedule: str = "every_step"
     rerank: int = 0
     mass: float = 1.0
+    remainder: float = 0.0
     page_size: int = 32
     unit: str = "page"
     sink_pages: int | None = None

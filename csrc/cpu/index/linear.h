@@ -92,7 +92,7 @@ static void score_linear(const ScoreTask<E>& t, const QueryParts<E, F>& q) {
       score_heads<E, F, 1>, score_heads<E, F, 2>, score_heads<E, F, 3>, score_heads<E, F, 4>,
       score_heads<E, F, 5>, score_heads<E, F, 6>, score_heads<E, F, 7>, score_heads<E, F, 8>};
   const int d = t.index.head_size;
-  by_blocks(t, t.index.record_bytes, [&](int head, int first, int last, float* out) {
+  by_blocks(t, t.index.scored_bytes(), [&](int head, int first, int last, float* out) {
     for (int g = 0; g < t.group; g += kGroupBlock)
       kFns[std::min(kGroupBlock, t.group - g) - 1](q, (int64_t(head) * t.group + g) * d, t, head,
                                                    first, last, out + g * t.stride);

@@ -14,7 +14,7 @@ template <class E>
 struct LowRank {
   static void score(const ScoreTask<E>& t) {
     const LowRankScorer scorer(t);
-    by_blocks(t, t.index.record_bytes, [&](int head, int first, int last, float*) {
+    by_blocks(t, t.index.scored_bytes(), [&](int head, int first, int last, float*) {
       scorer.add_up(head, first, last);
     });
     for (int head = 0; head < t.heads; ++head)

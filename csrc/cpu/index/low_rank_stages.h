@@ -265,6 +265,11 @@ inline void sum_tokens(const uint8_t* c, int64_t stride, int pairs, int count,
       const __m256i within = _mm256_min_epi16(_mm256_max_epi16(sum, least), most);
       std::memcpy(to, &within, sizeof within);
     };
+    // Of 16 tokens at once, since a load that two stores feed waits for both.
+    if (count < kTokens) {
+      store(sums[g], _mm256_permute2x128_si256(lower[g], upper[g], 0x20));
+      continue;
+    }
     store(sums[g], lower[g]);
     store(sums[g] + count / 2, upper[g]);
   }

@@ -145,7 +145,7 @@ struct OneBit {
       scaled_to(q, t.query + i * d, d, t.scale);
       for (int c = 0; c < d; ++c) q[size + c] = std::fabs(q[c]);
     }
-    by_blocks(t, t.index.record_bytes, [&](int head, int first, int last, float* out) {
+    by_blocks(t, t.index.scored_bytes(), [&](int head, int first, int last, float* out) {
       const uint8_t* records[kBlock];  // repeats the last one if there are fewer
       for (int e = 0; e < kBlock; ++e)
         records[e] = t.records.at(std::min(first + e, last - 1), t.first_head + head);

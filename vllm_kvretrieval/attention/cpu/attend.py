@@ -11,7 +11,7 @@ from vllm_kvretrieval.attention.cpu.blocks import Blocks
 from vllm_kvretrieval.attention.cpu.plans import Full, Prefill, Whole
 from vllm_kvretrieval.attention.cpu.schedules import Schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
-from vllm_kvretrieval.kernels import Chooser, Ops, PromptLists, TokenLists
+from vllm_kvretrieval.kernels import Chooser, Ops, PromptLists, Remainder, TokenLists
 from vllm_kvretrieval.kernels.cpu import ROWS
 from vllm_kvretrieval.methods import DecodePlan, LayerMethod
 from vllm_kvretrieval.storage import IN_PLACE, LayerStorage, Part
@@ -170,7 +170,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
         count, index = len(plan.rows), plan.index
         query = query[:count] if index is None else query[index]
         attended = output[:count] if index is None else torch.empty_like(query)
-        method.choose(self.kernels, query, plan)
+        remainder = method.choose(self.kernels, query, plan)
         parts = self.storage.reach(plan.rows, plan.lists, method.ready)
         self.storage.ahead(plan.rows, method.chooser)
         if plan.schedule is not None:
@@ -178,7 +178,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
         else:
             weights = method.weights(query)
             layout = method.chooser.store.layout
-            self._attend_to_reached(query, parts, attended, layout, weights)
+            self._attend_to_reached(query, parts, attended, layout, weights, remainder)
             if weights is not None:
                 method.attended(plan, weights)
         if index is not None:
@@ -191,21 +191,22 @@ class AttendingLayer(CPUAttentionBackendImpl):
         output: torch.Tensor,
         layout: str,
         weights: torch.Tensor | None = None,
+        remainder: Remainder | None = None,
     ) -> None:
         """Rows of one token by our own kernel, over parts of one softmax.
 
         Several parts are merged by the logarithms of their sums. Then there are neither weights nor
-        sinks.
+        sinks. The remainder goes with the first one.
         """
         if len(parts) == 1:
-            self._attend(query, parts[0], output, layout, weights=weights)
+            self._attend(query, parts[0], output, layout, None, weights, remainder)
             return
         assert weights is None
         assert self.sinks is None
         merged = total = torch.empty(0)
         for number, part in enumerate(parts):
             own, lse = torch.empty_like(query), torch.empty(query.shape[:2])
-            self._attend(query, part, own, layout, lse)
+            self._attend(query, part, own, layout, lse, None, None if number else remainder)
             attended = own.float()
             if number == 0:
                 merged, total = attended, lse
@@ -223,6 +224,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
         layout: str,
         lse: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
+        remainder: Remainder | None = None,
     ) -> None:
         """Rows of one token by our own kernel; see :meth:`Ops.attend`."""
         lists, units = part
@@ -237,6 +239,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
             weights=weights,
             softcap=self.logits_soft_cap,
             sinks=self._sinks,
+            remainder=remainder,
         )
 
     def _attend_by_vllm(

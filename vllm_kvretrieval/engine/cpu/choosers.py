@@ -54,15 +54,23 @@ class Choosers:
                 dtype=kv_cache.dtype,
                 cache=kv_cache if layout in cpu.LAYOUTS else None,
                 layout=layout,
+                means=means,
                 **shape,
             )
-            for index, tokens in [
-                *config.stores,
-                *((None, m.entry_tokens) for m in config.methods.values() if m.index is None),
+            for index, tokens, means in [
+                *((kind.index, kind.entry_tokens, kind.means) for kind in config.stores),
+                *((None, m.entry_tokens, False) for m in config.methods.values() if not m.index),
             ]
         }
         return [
-            Chooser(stores[m.index, m.entry_tokens], selection, m.pooling, impl.scale, m.rerank)
+            Chooser(
+                stores[m.index, m.entry_tokens],
+                selection,
+                m.pooling,
+                impl.scale,
+                m.rerank,
+                m.remainder,
+            )
             for m in config.methods.values()
         ]
 

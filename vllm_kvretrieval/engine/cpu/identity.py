@@ -60,7 +60,7 @@ def identity_of(
         "page_size": config.page_size,
         "rows": config.rows,
         "codec": config.codec,
-        "index": [[repr(index), tokens] for index, tokens in config.stores],
+        "index": [repr(kind) for kind in config.stores],
         "layers": list(layers),
         "hash": cache.prefix_caching_hash_algo,
         "seed": _hash(seed),

@@ -55,6 +55,12 @@ def check_logits(
             f"{', '.join(rating)} rates tokens by attention without the {what} of {model}. Use "
             "methods that select pages, such as kvretrieval."
         )
+    adding = [m.name for m in config.methods.values() if m.remainder]
+    if capped and adding:
+        raise RetrievalConfigError(
+            f"{', '.join(adding)} estimates the attention of what is not selected without the "
+            f"soft-capping of logits of {model}. Use kv_retrieval.remainder=0."
+        )
     others = {group.builder.isa for group in groups} - cpu.LAYOUTS.keys()
     if sinks and others:
         raise RetrievalConfigError(

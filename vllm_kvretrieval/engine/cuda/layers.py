@@ -156,7 +156,7 @@ class RetrievalLayers:
                     layout=ROWS,
                     **shape,
                 )
-                for index, tokens in [*config.stores, *without]
+                for index, tokens in [*((k.index, k.entry_tokens) for k in config.stores), *without]
             }
         return [
             Chooser(stores[m.index, m.entry_tokens], selection, m.pooling, impl.scale)
@@ -183,7 +183,7 @@ def make_workspace(
 ) -> Workspace:
     """The workspace for layers with these KV heads, query heads per KV head, and channels."""
     kv_heads, group, head_size = shape
-    finest = min([tokens for _, tokens in config.stores], default=config.page_size)
+    finest = min([kind.entry_tokens for kind in config.stores], default=config.page_size)
     return Workspace(
         rows=rows,
         kv_heads=kv_heads,

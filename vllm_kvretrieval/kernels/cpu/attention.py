@@ -10,10 +10,11 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     LAYOUTS,
     ROWS,
     check,
+    remainder_addresses,
     tokens,
     vectors,
 )
-from vllm_kvretrieval.kernels.rows import PromptLists, TokenLists
+from vllm_kvretrieval.kernels.rows import PromptLists, Remainder, TokenLists
 
 MOST_TOKENS_OF_PAGE = 128
 """Tokens that attention of prompts takes at once (kTile in csrc/cpu/prompt/product.h)."""
@@ -125,6 +126,7 @@ def attend(
     weights: torch.Tensor | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    remainder: Remainder | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.attend`."""
     page_size, width = cache.shape[-2:]
@@ -158,6 +160,7 @@ def attend(
                 f"{tuple(weights.shape)}"
             )
     _check_rule(scale, softcap, sinks, heads)
+    rest_values, rest_lse = remainder_addresses(remainder, rows, heads, width // 2)
     _cpu.attend(
         *vectors(query),
         *vectors(output),
@@ -183,6 +186,8 @@ def attend(
         scale=scale,
         softcap=softcap,
         sinks=0 if sinks is None else sinks.data_ptr(),
+        rest_values=rest_values,
+        rest_lse=rest_lse,
     )
 
 

@@ -3,10 +3,12 @@
 import torch
 
 from vllm_kvretrieval import _cpu
-from vllm_kvretrieval.kernels.rows import DecodeRows, Mode
+from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
 from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexStore
+from vllm_kvretrieval.retrieval.index.base import mean_bytes
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
+from vllm_kvretrieval.retrieval.pooling import Pooling
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 INT64 = torch.int64
@@ -118,6 +120,10 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
     elif index is not None and not index.grows:
         raise ValueError(f"an index of {index.name} reads the keys in the cache, and has none")
     width = 0 if index is None else index.record_bytes(size, store.entry_tokens, store.dtype)
+    if store.means:
+        if cache is None or index is None or index.name not in KINDS:
+            raise ValueError("means of values take an index with kernels, and a cache to read")
+        width += mean_bytes(size)
     records = (len(store.records), store.kv_heads, width)
     if store.records.dtype != torch.uint8 or store.records.shape != records:
         raise ValueError(
@@ -134,13 +140,14 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
         head_size=size,
         page_size=store.page_size,
         entry_tokens=store.entry_tokens,
-        rank=index.directions(size) if isinstance(index, LowRank) else 0,
+        rank=index.directions(size, store.entry_tokens) if isinstance(index, LowRank) else 0,
         spread=index.spread if isinstance(index, MeanStd) else 0.0,
         records=store.records.data_ptr(),
         entries=len(store.records),
         record_bytes=width,
         cache=0 if cache is None else cache.data_ptr(),
         layout=LAYOUTS.get(store.layout, 0),
+        means=store.means,
     )
 
 
@@ -175,6 +182,10 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
             )
     if chooser.rerank and store.cache is None:
         raise ValueError("candidates are scored by the keys in the cache, and there is none")
+    if chooser.remainder:
+        shares = chooser.pooling is Pooling.MEAN_SOFTMAX and not chooser.rerank
+        if not (store.means and store.index and store.index.estimates and shares):
+            raise ValueError("a remainder takes means of values, and estimates of the attention")
     return _cpu.Chooser(
         index=index,
         pooling=int(chooser.pooling),
@@ -187,7 +198,25 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
         max_selected=selection.chosen.shape[2],
         counts=0 if counts is None else counts.data_ptr(),
         count_stride=0 if counts is None else counts.stride(0),
+        remainder=chooser.remainder,
     )
+
+
+def remainder_addresses(
+    remainder: Remainder | None, rows: int, heads: int, head_size: int
+) -> tuple[int, int]:
+    """Addresses of a remainder's values and ``lse``; raises ValueError unless it has these rows."""
+    if remainder is None:
+        return 0, 0
+    shapes = {"values": (rows, heads, head_size), "lse": (rows, heads)}
+    for name, shape in shapes.items():
+        tensor = getattr(remainder, name)
+        if tensor.dtype != torch.float32 or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"the remainder's {name} must be float32 {shape} and contiguous, got "
+                f"{tensor.dtype} {tuple(tensor.shape)}"
+            )
+    return remainder.values.data_ptr(), remainder.lse.data_ptr()
 
 
 def selector_handle(selector: ContextSelector) -> "_cpu.ContextSelector":

@@ -8,6 +8,7 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     KINDS,
     check,
     chooser_handle,
+    remainder_addresses,
     rows_handle,
     selector_handle,
     store_handle,
@@ -15,7 +16,7 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     vectors,
 )
 from vllm_kvretrieval.kernels.kept import KeptTokens
-from vllm_kvretrieval.kernels.rows import DecodeRows, Mode
+from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
@@ -70,7 +71,9 @@ def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStor
         _build(store, slots[slots >= 0] // store.entry_tokens)
 
 
-def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None:
+def plan_decode(
+    query: torch.Tensor, rows: DecodeRows, chooser: Chooser, remainder: Remainder | None = None
+) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.plan_decode`."""
     index, scores = chooser.store.index, None
     arguments = (
@@ -88,6 +91,9 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
         *arguments,
         0 if scores is None else scores.data_ptr(),
         0 if scores is None else scores.shape[-1],
+        *remainder_addresses(
+            remainder, len(rows), chooser.store.kv_heads * chooser.group, chooser.store.head_size
+        ),
     )
 
 

@@ -21,6 +21,7 @@ from vllm_kvretrieval.kernels.reference.index import (
     keys_of_entries,
     tokens_of,
     update_index,
+    values_of_entries,
 )
 from vllm_kvretrieval.kernels.reference.plan import (
     entry_count,
@@ -57,5 +58,6 @@ __all__ = [
     "tokens_of",
     "top_pages",
     "update_index",
+    "values_of_entries",
     "write_rows",
 ]

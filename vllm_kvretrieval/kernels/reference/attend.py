@@ -7,7 +7,7 @@ import torch
 
 from vllm_kvretrieval.kernels.kept import KeptTokens
 from vllm_kvretrieval.kernels.reference.index import tokens_of
-from vllm_kvretrieval.kernels.rows import DecodeRows, PromptLists, TokenLists
+from vllm_kvretrieval.kernels.rows import DecodeRows, PromptLists, Remainder, TokenLists
 from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
 
 
@@ -110,6 +110,7 @@ def attend(
     weights: torch.Tensor | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    remainder: Remainder | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.attend`."""
     units = cache.flatten(0, -3)
@@ -127,8 +128,14 @@ def attend(
             logits = softcap * (logits / softcap).tanh()
         if sinks is not None:
             logits = torch.cat([logits, sinks[heads].double()[:, None]], -1)
-        found = logits.softmax(-1)[:, :length]
-        output[row, heads] = (found @ values[chosen]).to(output.dtype)
+        if remainder is not None:
+            logits = torch.cat([logits, remainder.lse[row, heads].double()[:, None]], -1)
+        found = logits.softmax(-1)
+        attended = found[:, :length] @ values[chosen]
+        if remainder is not None:
+            attended += found[:, -1:] * remainder.values[row, heads].double()
+        found = found[:, :length]
+        output[row, heads] = attended.to(output.dtype)
         if lse is not None:
             lse[row, heads] = logits.logsumexp(-1).float()
         if weights is not None:

@@ -4,6 +4,7 @@ import torch
 
 from vllm_kvretrieval.kernels.types import IndexStore
 from vllm_kvretrieval.retrieval.index import Field, pack, unpack
+from vllm_kvretrieval.retrieval.index.base import pack_means
 
 
 def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStore) -> None:
@@ -24,7 +25,9 @@ def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStor
                 new = pack(_layout(store), merged, store.dtype)
             store.records[entry] = new
         elif offset == size - 1 and store.records.shape[-1]:
-            store.records[entry] = build(keys_of_entries(torch.tensor([entry]), store), store)[0]
+            number = torch.tensor([entry])
+            values = values_of_entries(number, store) if store.means else None
+            store.records[entry] = build(keys_of_entries(number, store), store, values)[0]
 
 
 def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -> None:
@@ -36,12 +39,26 @@ def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -
         update_index(keys[:length], torch.arange(page * size, page * size + length), store)
 
 
-def build(keys: torch.Tensor, store: IndexStore) -> torch.Tensor:
-    """Build records, uint8 [n, kv_heads, bytes], of keys, float32 [n, entry_tokens, kv_heads,
-    head_size]."""
+def build(
+    keys: torch.Tensor, store: IndexStore, values: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Build records.
+
+    Args:
+        keys: float32 [n, entry_tokens, kv_heads, head_size].
+        store: Says what records hold.
+        values: As ``keys``; needed if the store has means.
+
+    Returns:
+        uint8 [n, kv_heads, bytes].
+    """
     assert store.index is not None
     record = store.index.build(keys.transpose(1, 2).flatten(0, 1))
-    return pack(_layout(store), record, store.dtype).view(len(keys), store.kv_heads, -1)
+    packed = pack(_layout(store), record, store.dtype) if record else keys.new_empty(0)
+    if values is not None:
+        means = pack_means(values.transpose(1, 2).flatten(0, 1))
+        packed = torch.cat([packed.view(len(means), -1).to(torch.uint8), means], 1)
+    return packed.view(len(keys), store.kv_heads, -1)
 
 
 def keys_of_entries(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
@@ -49,6 +66,15 @@ def keys_of_entries(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
     assert store.cache is not None
     pages = torch.stack([keys_of(store.cache[e // store.parts], store.layout) for e in entries])
     parts = pages.float().unflatten(2, (store.parts, -1))
+    return parts[torch.arange(len(entries)), :, entries % store.parts].transpose(1, 2)
+
+
+def values_of_entries(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
+    """Read the values of entries from the cache, float32 [n, entry_tokens, kv_heads, head_size]."""
+    assert store.cache is not None
+    pages = store.cache[entries // store.parts]
+    values = tokens_of(pages.flatten(0, 1), store.layout)[1].float()
+    parts = values.unflatten(0, pages.shape[:2]).unflatten(2, (store.parts, -1))
     return parts[torch.arange(len(entries)), :, entries % store.parts].transpose(1, 2)
 
 

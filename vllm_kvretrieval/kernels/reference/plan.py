@@ -5,13 +5,19 @@ import math
 import torch
 
 from vllm_kvretrieval.kernels.reference.index import fields_of, keys_of_entries
-from vllm_kvretrieval.kernels.rows import DecodeRows, Mode
+from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
 from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
 from vllm_kvretrieval.retrieval.index import Index
+from vllm_kvretrieval.retrieval.index.base import unpack_means
 from vllm_kvretrieval.retrieval.index.exact import Exact
 
+NEGLIGIBLE = 0.01
+"""The part of an equal share below which an entry is not added up."""
 
-def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None:
+
+def plan_decode(
+    query: torch.Tensor, rows: DecodeRows, chooser: Chooser, remainder: Remainder | None = None
+) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.plan_decode`."""
     store, selection = chooser.store, chooser.selection
     for r in range(len(rows)):
@@ -45,6 +51,12 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
             elif mode is Mode.GIVEN and not everything:
                 chosen = selection.chosen[seat, head, :select].long()
             attended = torch.cat([torch.arange(sink), chosen, torch.arange(count - window, count)])
+            if remainder is not None:
+                heads = slice(head * chooser.group, (head + 1) * chooser.group)
+                of_head = Remainder(remainder.values[r, heads], remainder.lse[r, heads])
+                rest = mode is Mode.SELECT and select > 0 and not everything
+                left = entries if rest else entries[:0]
+                add_up(grouped[head].float(), left, head, chooser, attended, of_head)
             page, offset = (attended // size, attended % size) if rows.per_token else (attended, 0)
             numbers = pages[page] * store.kv_heads + head
             listed = rows.lists[r * store.kv_heads + head]
@@ -55,6 +67,41 @@ def plan_decode(query: torch.Tensor, rows: DecodeRows, chooser: Chooser) -> None
             rows.lengths[r * store.kv_heads + head] = tokens
             if select > 0 and mode is Mode.SELECT:
                 previous[head] = grouped[head]
+
+
+def add_up(
+    query: torch.Tensor,
+    entries: torch.Tensor,
+    head: int,
+    chooser: Chooser,
+    attended: torch.Tensor,
+    remainder: Remainder,
+) -> None:
+    """Add up what one KV head does not attend to; see :meth:`Ops.plan_decode`.
+
+    Args:
+        query: float32 [group, head_size].
+        entries: int64 [n]; those of the context that count.
+        head: Number of the KV head.
+        chooser: How to select.
+        attended: int64; positions of the pages that the head attends to.
+        remainder: Of the head, written: [group, head_size] and [group].
+    """
+    remainder.values.zero_()
+    remainder.lse.fill_(-math.inf)
+    store = chooser.store
+    if not len(entries) or not chooser.remainder:
+        return
+    assert store.index is not None
+    scores = score_entries(store.index, query, entries, head, chooser).double()
+    share = scores.softmax(1).mean(0)
+    listed = torch.isin(torch.arange(len(entries)) // store.parts, attended)
+    values = unpack_means(store.records[entries, head], store.head_size).double()
+    kept = (share >= NEGLIGIBLE / len(entries)) & (share < chooser.remainder) & ~listed
+    kept &= values.isfinite().all(1)
+    if kept.any():
+        remainder.lse.copy_(scores[:, kept].logsumexp(1))
+        remainder.values.copy_(scores[:, kept].softmax(1) @ values[kept])
 
 
 def selected(rows: DecodeRows, r: int, head: int, units: int, selection: Selection) -> int:

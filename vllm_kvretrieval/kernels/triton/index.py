@@ -173,7 +173,9 @@ def _build(entries: torch.Tensor, from_slots: bool, store: IndexStore) -> None:
         KIND=KINDS[type(index)],
         RECORD=store.records.shape[2] // records.element_size(),
         FROM_SLOTS=from_slots,
-        RANK=index.directions(store.head_size) if isinstance(index, LowRank) else 0,
+        RANK=index.directions(store.head_size, store.entry_tokens)
+        if isinstance(index, LowRank)
+        else 0,
         HEAD_SIZE=store.head_size,
         PAGE=store.page_size,
         ENTRY=store.entry_tokens,

@@ -190,7 +190,9 @@ def score_entries(
     """
     store, index = chooser.store, chooser.store.index
     assert index is not None
-    rank = index.directions(store.head_size) if isinstance(index, LowRank) else 0
+    rank = (
+        index.directions(store.head_size, store.entry_tokens) if isinstance(index, LowRank) else 0
+    )
     records, tile = elements(store), LOW_RANK_TILE if rank else TILE
     if isinstance(index, Exact):
         tile = max(TILE // store.entry_tokens, 1)

@@ -7,7 +7,13 @@ from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.values import MOST
-from vllm_kvretrieval.retrieval.index.base import Field, Index, pack, unpack
+from vllm_kvretrieval.retrieval.index.base import (
+    Field,
+    Index,
+    IndexKind,
+    pack,
+    unpack,
+)
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
@@ -18,7 +24,7 @@ from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.index.representative import Representative
 from vllm_kvretrieval.retrieval.outside import entry_points
 
-__all__ = ["Field", "Index", "indexes", "make_index", "pack", "unpack"]
+__all__ = ["Field", "Index", "IndexKind", "indexes", "make_index", "pack", "unpack"]
 
 OWN: tuple[type[Index], ...] = (
     MinMax,

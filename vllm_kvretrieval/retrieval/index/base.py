@@ -2,9 +2,12 @@
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
+
+MEAN_STEPS, LEAST_SCALE = 127, 1e-8
 
 
 class Field(NamedTuple):
@@ -25,6 +28,26 @@ class Field(NamedTuple):
         return (self.dtype or dtype).itemsize * math.prod(self.shape)
 
 
+@dataclass(frozen=True)
+class IndexKind:
+    """What is kept of the entries of each layer.
+
+    Attributes:
+        index: The index.
+        entry_tokens: Tokens per entry.
+        means: Whether the mean of each entry's values is kept, too.
+    """
+
+    index: "Index"
+    entry_tokens: int
+    means: bool = False
+
+    def record_bytes(self, head_size: int, dtype: torch.dtype) -> int:
+        """Bytes of the record of an entry of one KV head."""
+        own = self.index.record_bytes(head_size, self.entry_tokens, dtype)
+        return own + mean_bytes(head_size) if self.means else own
+
+
 class Index(ABC):
     """An index over entries. An entry is ``entry_tokens`` adjacent tokens of a page, in a KV head.
 
@@ -39,12 +62,15 @@ class Index(ABC):
         per_token: Whether the index also scores single tokens; see :meth:`score_tokens`.
         reads_keys: Whether scoring reads keys from the KV cache. Records then have a field ``keys``
             that is not stored, float32 [entry_tokens, head_size].
+        estimates: Whether a score estimates the attention that an entry gets: the log-sum-exp of
+            ``q.k * scale`` over its tokens. Others bound it, or rate entries otherwise.
     """
 
     name: ClassVar[str]
     grows: ClassVar[bool] = False
     per_token: ClassVar[bool] = False
     reads_keys: ClassVar[bool] = False
+    estimates: ClassVar[bool] = False
 
     def check(self, entry_tokens: int) -> str:
         """The reason why entries of this size are impossible; empty if they are possible."""
@@ -97,6 +123,39 @@ class Index(ABC):
     def record_bytes(self, head_size: int, entry_tokens: int, dtype: torch.dtype) -> int:
         """Bytes of the record of an entry of one KV head."""
         return sum(field.bytes(dtype) for field in self.fields(head_size, entry_tokens))
+
+
+def mean_bytes(head_size: int) -> int:
+    """Bytes that the mean of an entry's values takes in its record; see :func:`pack_means`."""
+    return 2 + head_size
+
+
+def pack_means(values: torch.Tensor) -> torch.Tensor:
+    """The means of entries' values as records end with them.
+
+    A scale in bfloat16 is followed by a whole number of it per channel, in 8 bits. The scale is
+    infinite if a mean is not finite; then it says nothing.
+
+    Args:
+        values: float32 [n, entry_tokens, head_size].
+
+    Returns:
+        uint8 [n, 2 + head_size].
+    """
+    mean = values.mean(1)
+    finite = mean.isfinite().all(1, keepdim=True)
+    scale = (mean.abs().amax(1, keepdim=True) / MEAN_STEPS).clamp(min=LEAST_SCALE).bfloat16()
+    whole = (mean / scale.float()).round().clamp(-MEAN_STEPS, MEAN_STEPS)
+    whole = whole.where(finite, torch.zeros(())).to(torch.int8)
+    scale = scale.where(finite, torch.tensor(math.inf, dtype=torch.bfloat16))
+    return torch.cat([scale.contiguous().view(torch.uint8), whole.view(torch.uint8)], 1)
+
+
+def unpack_means(records: torch.Tensor, head_size: int) -> torch.Tensor:
+    """The means that records end with, float32 [n, head_size]; NaN: there is none."""
+    ends = records[:, -mean_bytes(head_size) :]
+    scale = ends[:, :2].clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
+    return ends[:, 2:].view(torch.int8).float() * scale.where(scale.isfinite(), scale * 0)
 
 
 def pack(

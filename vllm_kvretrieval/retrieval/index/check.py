@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.index import OWN, Field, Index, pack, unpack
+from vllm_kvretrieval.retrieval.index import OWN, Field, Index, IndexKind, pack, unpack
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 
 ENTRIES, GROUP, SCALE = 5, 3, 0.125
@@ -15,11 +15,11 @@ CLOSE = 0.02
 """How much the score of an entry scored alone may differ, relative to the largest score."""
 
 
-def check_outside(stores: Iterable[tuple[Index, int]], head_size: int, dtype: torch.dtype) -> None:
-    """Check those of ``stores`` (indexes and their tokens per entry) that other packages bring."""
-    for index, entry_tokens in stores:
-        if type(index) not in OWN:
-            check_index(index, entry_tokens, head_size, dtype)
+def check_outside(stores: Iterable[IndexKind], head_size: int, dtype: torch.dtype) -> None:
+    """Check those of ``stores`` whose indexes other packages bring."""
+    for kind in stores:
+        if type(kind.index) not in OWN:
+            check_index(kind.index, kind.entry_tokens, head_size, dtype)
 
 
 @functools.cache

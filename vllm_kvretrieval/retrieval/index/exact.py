@@ -19,6 +19,7 @@ class Exact(Index):
     """
 
     name: ClassVar[str] = "exact"
+    estimates: ClassVar[bool] = True
     per_token: ClassVar[bool] = True
     reads_keys: ClassVar[bool] = True
 

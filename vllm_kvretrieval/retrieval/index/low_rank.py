@@ -35,12 +35,12 @@ class LowRank(Index):
     half the rank, rounded up.
 
     Attributes:
-        rank: Directions, less than the tokens of an entry. 0: 12 for heads of up to 64 channels, 10
-            for others; with 32 tokens per entry, 8 % and 6 % of a cache in 16 bits.
+        rank: Directions, less than the tokens of an entry. 0: see :meth:`directions`.
     """
 
     rank: int = 0
     name: ClassVar[str] = "low_rank"
+    estimates: ClassVar[bool] = True
 
     def check(self, entry_tokens: int) -> str:
         """See :meth:`Index.check`."""
@@ -51,13 +51,20 @@ class LowRank(Index):
             return ""
         return f"rank={self.rank} must be a whole number from 1 to {most}, or 0 for the default"
 
-    def directions(self, head_size: int) -> int:
-        """The number of directions for heads of this size."""
-        return self.rank or (12 if head_size <= 64 else 10)
+    def directions(self, head_size: int, entry_tokens: int) -> int:
+        """The number of directions.
+
+        By default entries of 16 tokens have 6 of them for heads of up to 64 channels and 4 for
+        others (8 % and 5 % of a cache in 16 bits), larger entries 12 and 10 (of 32 tokens, 8 % and
+        6 %).
+        """
+        small = head_size <= 64
+        by_size = (6 if small else 4) if entry_tokens <= 16 else (12 if small else 10)
+        return self.rank or by_size
 
     def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
         """See :meth:`Index.fields`."""
-        rank = self.directions(head_size)
+        rank = self.directions(head_size, entry_tokens)
         return (
             Field("mean_scale", torch.bfloat16, (1,)),
             Field("scales", torch.uint8, (rank,)),
@@ -75,7 +82,9 @@ class LowRank(Index):
         mean_scale = mean_scale[:, None].bfloat16().float()
         mean = (centre / mean_scale).round()
         right = torch.linalg.svd(rest.transpose(1, 2), full_matrices=False).Vh
-        directions, _ = _rounded(right[:, : self.directions(keys.shape[2])], NIBBLE_MOST)
+        directions, _ = _rounded(
+            right[:, : self.directions(keys.shape[2], keys.shape[1])], NIBBLE_MOST
+        )
         rest = rest + (centre - mean * mean_scale)[..., None]
         nearest = torch.linalg.pinv(directions.transpose(1, 2)) @ rest
         scales = _scale_bytes(nearest.abs().amax(2) / NIBBLE_MOST / mean_scale)

@@ -34,6 +34,7 @@ class OneBit(Index):
     """
 
     name: ClassVar[str] = "one_bit"
+    estimates: ClassVar[bool] = True
     per_token: ClassVar[bool] = True
 
     def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:

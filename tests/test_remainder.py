@@ -1,0 +1,201 @@
+"""What is not selected, added up by the means of its values: a further part of the softmax."""
+
+import math
+
+import pytest
+import torch
+
+from tests.covering import covering
+from tests.isas import visited
+from tests.kernel_checks import DTYPES, clone_rows, copy_of, make_chooser, make_rows
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels import Contexts, DecodeRows, Remainder, TokenLists, cpu, reference
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.index import IndexKind, make_index
+from vllm_kvretrieval.retrieval.index.base import pack_means, unpack_means
+from vllm_kvretrieval.retrieval.index.low_rank import LowRank
+
+pytestmark = pytest.mark.cores
+
+KV_HEADS, GROUP = 2, 3
+LENS = (90 * 16 - 5, 160 * 16, 40 * 16 + 1)
+
+
+def setting(index, parts, dtype, head_size=64, page=16, layout="vec", gate=0.01):
+    """A chooser with means, queries, and rows of contexts of several lengths."""
+    chooser = make_chooser(
+        180, len(LENS), KV_HEADS, GROUP, head_size, dtype, index=make_index(index), parts=parts,
+        page_size=page, remainder=gate, means=True, layout=layout,
+    )  # fmt: skip
+    rows = make_rows(list(LENS), chooser, (1, 2, 5), tau=1.0)
+    return chooser, torch.randn(len(LENS), KV_HEADS * GROUP, head_size).to(dtype), rows
+
+
+def planned(ops, query, rows, chooser):
+    remainder = Remainder.empty(query)
+    remainder.values.fill_(math.nan)
+    ops.plan_decode(query, rows, chooser, remainder)
+    return remainder
+
+
+@covering(
+    index__parts__page=[
+        ("low_rank", 1, 16),
+        ("low_rank", 2, 32),
+        ("one_bit", 1, 32),
+        ("exact", 1, 16),
+    ],
+    head_size=[64, 80],
+    gate=[0.003, 0.02, 1.0],
+    dtype=DTYPES,
+)
+def test_plan_equals_reference(index, parts, page, head_size, gate, dtype):
+    torch.manual_seed(parts)
+    chooser, query, rows = setting(index, parts, dtype, head_size, page, gate=gate)
+    expected = planned(reference, query, clone_rows(rows), copy_of(chooser))
+    some = expected.lse.isfinite()
+    assert some.any()
+    for _ in visited():
+        ours = planned(cpu, query, clone_rows(rows), chooser)
+        # An entry as near to the gate as rounding may fall on either side of it.
+        near = (ours.lse - expected.lse).abs() < 0.02
+        assert (near | (ours.lse == expected.lse)).float().mean() > 0.9
+        both = near & some
+        off = (ours.values - expected.values)[both].norm(dim=-1)
+        assert (off < 0.03 * expected.values[both].norm(dim=-1) + 1e-3).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("layout", ["vec", "rows", "amx"])
+def test_means_are_of_the_values_of_complete_entries(layout):
+    """As tokens are written, and as pages are loaded."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16
+    chooser, _, _ = setting("low_rank", 2, dtype, page=32, layout=layout)
+    store, entries = chooser.store, torch.arange(360)
+    values = reference.values_of_entries(entries, store).transpose(1, 2).flatten(0, 1)
+    expected = values.mean(1)
+    limit = expected.abs().amax(1, keepdim=True) / 127 * 0.51 + 1e-6
+    for _ in visited():
+        store.records.zero_()
+        full = torch.full((180,), 32, dtype=torch.int32)
+        cpu.index_pages(torch.arange(180).int(), full, store)
+        found = unpack_means(store.records.flatten(0, 1), 64)
+        assert ((found - expected).abs() <= limit * 1.01).all()
+        loaded = store.records.clone()
+        store.records.zero_()
+        key = torch.zeros(3, KV_HEADS, 64, dtype=dtype)
+        cpu.update_index(key, torch.tensor([32 * 7 + 15, 32 * 9 + 30, -1]), store)
+        assert torch.equal(store.records[14], loaded[14])
+        assert not store.records[[15, 18, 19]].any(), "these are not complete"
+
+
+def test_values_that_are_not_finite_have_no_mean():
+    chooser, query, rows = setting("low_rank", 1, torch.float32)
+    plain = planned(cpu, query, clone_rows(rows), chooser)
+    store = chooser.store
+    page = int(rows.block_table[0, 30])
+    store.cache.view(180, KV_HEADS, 2, -1)[page, 0, 1, 5] = math.inf
+    cpu.index_pages(torch.tensor([page]).int(), torch.tensor([16]).int(), store)
+    assert unpack_means(store.records[page], 64).isnan().all(1).tolist() == [True, False]
+    for _ in visited():
+        ours = planned(cpu, query, clone_rows(rows), chooser)
+        expected = planned(reference, query, clone_rows(rows), copy_of(chooser))
+        assert ours.values.isfinite().all()
+        assert torch.allclose(ours.lse, expected.lse, atol=0.01)
+        assert not torch.equal(ours.lse, plain.lse)
+
+
+def test_nothing_is_left_where_everything_is_attended_to():
+    chooser, query, rows = setting("low_rank", 1, torch.float32)
+    rows = make_rows([20 * 16, 20 * 16 - 3, 700], chooser, (1, 2, 17), tau=1.0)
+    rows.select[2] = 0
+    for ops in (reference, cpu):
+        found = planned(ops, query, clone_rows(rows), copy_of(chooser))
+        assert (found.lse == -math.inf).all()
+
+
+@covering(dtype=DTYPES, rest=[-math.inf, 3.0, 60.0], sinks=[False, True])
+def test_attention_with_a_further_part(dtype, rest, sinks):
+    torch.manual_seed(2)
+    chooser, query, rows = setting("low_rank", 1, dtype)
+    cpu.plan_decode(query, rows, chooser)
+    lists = TokenLists(rows.lists, rows.lengths, 16, KV_HEADS)
+    units = chooser.store.cache.view(-1, 16, 128)
+    part = Remainder(torch.randn(query.shape), torch.full(query.shape[:2], rest))
+    part.lse[0, 1] = -math.inf
+    logits = torch.randn(KV_HEADS * GROUP) if sinks else None
+    found = []
+    for ops, isa in [(reference, None), *((cpu, isa) for isa in visited())]:
+        output, lse = torch.empty_like(query), torch.empty(query.shape[:2])
+        ops.attend(query, lists, units, output, "vec", 0.125, lse=lse, sinks=logits, remainder=part)
+        found.append((output.float(), lse, isa))
+    expected = found[0]
+    for output, lse, isa in found[1:]:
+        assert torch.allclose(output, expected[0], atol=0.03, rtol=0.02), isa
+        assert torch.allclose(lse, expected[1], atol=0.01), isa
+
+
+def test_the_whole_is_nearer_to_full_attention():
+    """Values of a page that are alike, of which selection alone knows the fewest."""
+    torch.manual_seed(3)
+    chooser, query, rows = setting("low_rank", 1, torch.float32, gate=0.05)
+    store = chooser.store
+    values = store.cache.view(180, KV_HEADS, 2, 16, 64)[:, :, 1]
+    values.copy_(torch.randn(180, KV_HEADS, 1, 64) + 0.1 * torch.randn(values.shape))
+    cpu.index_pages(torch.arange(180).int(), torch.full((180,), 16).int(), store)
+    query *= 0.5
+    units, outputs = store.cache.view(-1, 16, 128), []
+    context = Contexts(rows.block_table, rows.seq_lens, rows.seats)
+    whole = DecodeRows.whole(context, torch.empty(len(rows.lists), 160, dtype=torch.int32))
+    for chosen, part in ((whole, None), (rows, None), (rows, Remainder.empty(query))):
+        cpu.plan_decode(query, chosen, copy_of(chooser), part)
+        lists = TokenLists(chosen.lists, chosen.lengths, 16, KV_HEADS)
+        outputs.append(torch.empty_like(query))
+        cpu.attend(query, lists, units, outputs[-1], "vec", 0.125, remainder=part)
+    full, alone, added = outputs
+    assert (added - full).norm() < 0.3 * (alone - full).norm()
+
+
+def test_means_survive_packing():
+    torch.manual_seed(4)
+    values = torch.randn(50, 16, 64) + 5 * torch.randn(50, 1, 64)
+    values[7, 3, 2] = math.nan
+    found = unpack_means(pack_means(values), 64)
+    expected = values.mean(1)
+    assert found[7].isnan().all()
+    rest = torch.arange(50) != 7
+    step = expected[rest].abs().amax(1, keepdim=True) / 127
+    assert ((found - expected)[rest].abs() <= 0.51 * step).all()
+
+
+def test_methods_and_what_they_keep():
+    config = RetrievalConfig.from_options("kvretrieval", {"page_size": 16, "remainder": 0.003})
+    assert config.own.remainder == 0.003
+    assert config.stores == (IndexKind(LowRank(), 16, means=True),)
+    assert config.index_bytes(4096, 64, torch.bfloat16) == 312 + 66, "9.2 % of a page of 16"
+    plain = RetrievalConfig.from_options("kvretrieval", {})
+    assert plain.stores == (IndexKind(LowRank(), 32),)
+    both = RetrievalConfig.from_options("kvretrieval", {"also": {"added": {"remainder": 0.001}}})
+    assert both.stores == (IndexKind(LowRank(), 32, means=True),), "they share their records"
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("kvretrieval", {"index": "min_max"}),
+        ("kvretrieval", {"rerank": 2}),
+        ("kvretrieval", {"pooling": "max"}),
+        ("kvretrieval", {"schedule": "speculative"}),
+        ("freekv", {}),
+        ("fier", {}),
+    ],
+)
+def test_what_cannot_be_added_up_is_refused(method, options):
+    with pytest.raises(RetrievalConfigError, match=r"remainder=0\.01 cannot be added up with"):
+        RetrievalConfig.from_options(method, {**options, "remainder": 0.01})
+
+
+@pytest.mark.parametrize("value", [-0.1, 1, 1.5, math.nan, "0.1", True])
+def test_values_that_are_no_part(value):
+    with pytest.raises(RetrievalConfigError, match="remainder"):
+        RetrievalConfig.from_options("kvretrieval", {"remainder": value})
