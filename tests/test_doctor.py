@@ -28,7 +28,7 @@ def test_this_installation(capsys):
     assert main(["doctor", "--json"]) == 0
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert {"package", "vllm", "platform", "kernels", "threads", "home", "disk"} <= found.keys()
-    assert found["platform"]["text"].startswith("CpuRetrievalPlatform")
+    assert found["platform"]["text"].startswith("RetrievalCpuPlatform")
     assert all(finding["remedy"] for finding in found.values() if finding["severity"] != "ok")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
-from vllm_kvretrieval.engine.requests import logger, read_options
+from vllm_kvretrieval.engine.running import logger, read_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests
 from vllm_kvretrieval.options.engine import RetrievalConfig
