@@ -365,6 +365,11 @@ class BareEngine:
         request = Running(f"r{number}", options, prompt, generates, code, tokens=prompt)
         self._waiting.append(request)
 
+    @property
+    def left(self) -> int:
+        """How many requests have not ended."""
+        return len(self.running) + len(self._waiting)
+
     def preempt(self) -> None:
         """Interrupt the request that came last; it starts again, with all that it had."""
         request = self.running.pop()

@@ -90,6 +90,15 @@ def test_another_version(monkeypatch):
     assert "under vLLM 0.1.0; install vllm==" in str(found)
 
 
+def test_the_model_runner(monkeypatch):
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
+    assert str(software.check_runner()).endswith("V1 model runner")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert software.check_runner().severity is Severity.ERROR
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
+    assert str(software.check_runner()).endswith("V2 model runner")
+
+
 @pytest.fixture
 def two_cores(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
