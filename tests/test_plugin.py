@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import distribution, entry_points
+from pathlib import Path
 
 import pytest
 from vllm import platforms
@@ -19,7 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine import checkpoint
-from vllm_kvretrieval import __version__, plugin
+from vllm_kvretrieval import __version__, compat, plugin
 from vllm_kvretrieval.engine.scheduler import RetrievalScheduler
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms.cpu import CpuRetrieval
@@ -54,7 +55,11 @@ def test_installed_metadata():
     assert installed.version == __version__
     assert installed.requires is not None
     needed = [requirement for requirement in installed.requires if "extra ==" not in requirement]
-    assert needed == ["vllm<0.34,>=0.32"]
+    oldest, newest = compat.TESTED
+    after = f"0.{int(newest.split('.')[1]) + 1}"
+    assert needed == [f"vllm<{after},>={oldest}"]
+    readme = (Path(plugin.__file__).parents[1] / "README.md").read_text()
+    assert f"{oldest} and {newest} that makes long contexts" in readme
     extras = set(installed.metadata.get_all("Provides-Extra", []))
     assert extras == {"plot", "flashinfer"}
     ours = {(e.group, e.value) for e in installed.entry_points}
