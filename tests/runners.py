@@ -112,11 +112,24 @@ def converse(prompts, tokens, options):
     return turns
 
 
+def _worker():
+    core = device_engine._engine.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker
+
+
+def idle():
+    """Whether a step without requests, as of idle ranks of data parallelism, leaves those alone
+    that have seats."""
+    table = _worker().requests
+    assert len(table)
+    before = table.counts(), table._context.tolist()
+    _worker().execute_dummy_batch()
+    return before == (table.counts(), table._context.tolist())
+
+
 def left():
     """Requests that have a seat when all have ended, and the worker knows."""
     from tests.engine import Request, prompt
 
     drive([Request(prompt(5), 1, {})])
-    core = device_engine._engine.llm_engine.engine_core.engine_core
-    worker = core.model_executor.driver_worker.worker
-    return len(worker.requests) - 1
+    return len(_worker().requests) - 1

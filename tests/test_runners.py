@@ -49,14 +49,15 @@ def crowd(methods):
 def again():
     """Requests with a beginning that is in the prefix cache."""
     return [
-        Request(prompt(200), 6, {}, cache=True),
-        Request(prompt(200)[:130] + prompt(60), 6, {}, arrives=1, cache=True),
+        Request(prompt(200), 8, {}, cache=True),
+        Request(prompt(200), 6, {}, arrives=3, cache=True),
+        Request(prompt(200)[:130] + prompt(60), 6, {}, arrives=4, cache=True),
     ]
 
 
 def outgrowing():
     """Three requests that outgrow the cache."""
-    return [Request(prompt(n), 20, {}) for n in (266, 265, 250)]
+    return [Request(prompt(n), 20, {}) for n in (250, 249, 248)]
 
 
 class Served:
@@ -71,6 +72,7 @@ class Served:
             self.modules[runner] = self._call(runners.describe)
             self.answers[runner] = {
                 "crowd": self._call(runners.drive, crowd(methods)),
+                "idle": self._call(runners.idle),
                 "again": self._call(runners.drive, again()),
                 "outgrowing": self._call(runners.drive_preempting, outgrowing()),
                 "session": self._call(
@@ -116,7 +118,8 @@ def test_answers_do_not_depend_on_the_runner(served, part):
 
 def test_the_parts_are_what_they_are_meant_to_be(served):
     answers = served.answers["v2"]
-    assert [answer.cached for answer in answers["again"]] == [192, 128]
+    assert answers["idle"]
+    assert [answer.cached for answer in answers["again"][1:]] == [192, 128]
     _, preempted = answers["outgrowing"]
     assert preempted
     assert len(answers["session"]) == 3

@@ -3,7 +3,7 @@
 What a version has is found out by imports, not by its number, so nightly builds are served, too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -40,18 +40,26 @@ def is_v2(runner: Any) -> bool:
     return bool(runner.vllm_config.use_v2_model_runner)
 
 
-def rows(runner: Any, common: Any) -> Sequence[str]:
-    """Ids of the requests of a step, in batch order.
+def rows(runner: Any) -> Callable[[Any], Sequence[str]]:
+    """What tells the requests of a step in batch order, by id.
 
     Args:
-        runner: vLLM's model runner, at the step.
-        common: The ``CommonAttentionMetadata`` of the step.
+        runner: vLLM's model runner; its V2 runner is followed from now on.
+
+    Returns:
+        A function of the step's ``CommonAttentionMetadata``, for metadata builders.
     """
-    if is_v2(runner):
-        id_of = runner.req_states.index_to_req_id
-        return [id_of[number] for number in common.req_idx[: common.num_reqs].tolist()]
-    ids: list[str] = runner.input_batch.req_ids
-    return ids[: common.num_reqs]
+    if not is_v2(runner):
+        return lambda common: list(runner.input_batch.req_ids[: common.num_reqs])
+    prepare_inputs, ids = runner.prepare_inputs, list[str]()
+
+    def noting(*args: Any, **options: Any) -> Any:
+        batch = prepare_inputs(*args, **options)
+        ids[:] = batch.req_ids
+        return batch
+
+    runner.prepare_inputs = noting
+    return lambda common: ids[: common.num_reqs]
 
 
 def _builder(vllm_config: Any) -> Any:

@@ -127,7 +127,7 @@ class RetrievalScheduler(Scheduler):
         )
         manager = self.kv_cache_manager
         if diverged:  # vLLM would look up a hit that all groups share later, without asking here
-            blocks, tokens, *rest = manager.get_computed_blocks(request)
+            blocks, tokens, *rest = manager.get_computed_blocks(request, *args, **kwargs)
         found = tokens
         shared, taint = self._look(blocks, exactness.tolerance)
         while (shared := min(shared, self._begin_of_block(exactness, tokens))) < tokens:

@@ -1,6 +1,5 @@
 """The CPU worker with retrieval."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -163,7 +162,7 @@ class RetrievalCPUWorker(StoringWorker):
             self.seats,
             heads,
             self.room,
-            functools.partial(compat.rows, self.model_runner),
+            compat.rows(self.model_runner),
             dense_share,
             own_heads,
             self.fixed_counts,
