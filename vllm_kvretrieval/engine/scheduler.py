@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.levels import EXACT, NEVER, BlockLevels, Exactness, Level, Taint
 from vllm_kvretrieval.engine.loads import LoadReports
-from vllm_kvretrieval.engine.requests import read_options
+from vllm_kvretrieval.engine.running import read_options
 from vllm_kvretrieval.engine.store import StoredBlocks
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
