@@ -15,6 +15,9 @@ PIP := $(BIN)/python -m pip
 # No advice of pip's over the output, in programs that call it, too.
 export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# What a new vLLM is tried with, unless VLLM and NEXT say otherwise: its names, and engines of a kind.
+NEXT ?= $(addprefix tests/test_,$(addsuffix .py,vllm_names vllm_contract plugin refusals scheduler \
+	runners batching kv_connectors))
 CODE := $(wildcard vllm_kvretrieval benchmarks examples tests tools)
 
 LOCKS := requirements/runtime.txt requirements/build.txt requirements/dev.txt
@@ -28,7 +31,7 @@ INTERPRETER := $(VENV)/.interpreter-$(shell sha256sum < $(INTERPRETER_LOCK) | cu
 BUILT := $(VENV)/.built
 SOURCES := pyproject.toml CMakeLists.txt tools/packaging/backend.py $(wildcard csrc/cpu/* csrc/cpu/*/*)
 
-.PHONY: help venv build wheel model models demo lint test test-all bench gpu gpu-bundle clean distclean
+.PHONY: help venv build wheel model models demo lint test test-all test-next bench gpu gpu-bundle clean distclean
 
 help:
 	@echo "make venv    environment with the pinned dependencies, in $(VENV)"
@@ -38,6 +41,7 @@ help:
 	@echo "make demo    serve that model, ask it about a long document, compare with full attention"
 	@echo "make lint    ruff and mypy"
 	@echo "make test    all of the set-up, lint and the test suite; make test-all: slow ones, too"
+	@echo "make test-next VLLM=0.33.0   the tests that a new vLLM is tried with, over its Python"
 	@echo "make bench   speed against stock vLLM"
 	@echo "make gpu     what needs an NVIDIA GPU; make gpu-bundle: to do so without network"
 	@echo "make clean   remove builds and caches; make distclean: $(VENV) and models, too"
@@ -95,6 +99,13 @@ lint: $(INSTALLED)
 test: lint build models $(INTERPRETER)
 	$(BIN)/python -m pytest -m "not cores and not slow" -n auto --dist loadfile
 	$(BIN)/python -m pytest -m "cores and not slow"
+
+# Another vLLM's Python over the installed libraries: is there what we call, and do engines serve?
+test-next: build models $(INTERPRETER)
+	@test -n "$(VLLM)" || { echo "say which: make test-next VLLM=0.33.0"; exit 1; }
+	$(BIN)/python tools/overlay.py $(VLLM)
+	VLLM_KVRETRIEVAL_ALLOW_UNTESTED=1 PYTHONPATH=$(CURDIR)/build/vllm-$(VLLM) \
+	  $(BIN)/python -m pytest $(NEXT)
 
 # And the combinations that it leaves out, some minutes more.
 test-all: test

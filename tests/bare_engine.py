@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from vllm import SamplingParams
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -141,6 +142,16 @@ class Running:
     blocks: list[int] = field(default_factory=list)
 
     @property
+    def announced(self) -> Any:
+        """How vLLM's scheduler announces it, or that it resumes, to a V2 runner."""
+        return SimpleNamespace(
+            req_id=self.name,
+            sampling_params=SamplingParams(extra_args={"kv_retrieval": self.options}),
+            prompt_len=self.prompt,
+            prefill_token_ids=range(self.tokens),
+        )
+
+    @property
     def done(self) -> bool:
         return self.computed >= self.prompt + self.generates
 
@@ -187,7 +198,7 @@ class BareEngine:
         self._waiting: list[Running] = []
         self._ended: list[str] = []
         self._interrupted: list[str] = []
-        self._arrived: list[str] = []
+        self._arrived: list[Running] = []
         with self._vllm():
             self.worker = self._make_worker(method, options)
             self.config: RetrievalConfig = self.worker.retrieval_config
@@ -254,6 +265,7 @@ class BareEngine:
             ),
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
             kv_transfer_config=None,
+            use_v2_model_runner=False,
         )
         return RetrievalCPUWorker()
 
@@ -263,7 +275,7 @@ class BareEngine:
             setattr(worker, f"{name}_config", getattr(self.vllm_config, f"{name}_config"))
         worker.get_kv_cache_spec = lambda: {f"model.layers.{i}": self._spec for i in range(LAYERS)}
         worker.model_runner = self.runner = SimpleNamespace(
-            requests={}, input_batch=SimpleNamespace(req_ids=[]), attn_groups=[]
+            vllm_config=self.vllm_config, input_batch=SimpleNamespace(req_ids=[]), attn_groups=[]
         )
 
     @property
@@ -351,11 +363,12 @@ class BareEngine:
         number = next(self._added)
         code = (number % 5 - 2) / 2
         request = Running(f"r{number}", options, prompt, generates, code, tokens=prompt)
-        params = SamplingParams(extra_args={"kv_retrieval": options})
-        self.runner.requests[request.name] = SimpleNamespace(
-            sampling_params=params, num_tokens=prompt, num_prompt_tokens=prompt
-        )
         self._waiting.append(request)
+
+    @property
+    def left(self) -> int:
+        """How many requests have not ended."""
+        return len(self.running) + len(self._waiting)
 
     def preempt(self) -> None:
         """Interrupt the request that came last; it starts again, with all that it had."""
@@ -369,7 +382,7 @@ class BareEngine:
         """Run one step; whether there was anything to do."""
         while self._waiting and len(self.running) < self.worker.seats:
             self.running.append(self._waiting.pop(0))
-            self._arrived.append(self.running[-1].name)
+            self._arrived.append(self.running[-1])
         if not self.running:
             return False
         left, scheduled = self.step_tokens, dict[str, int]()
@@ -382,15 +395,15 @@ class BareEngine:
         output = SimpleNamespace(
             finished_req_ids={*self._ended},
             preempted_req_ids={*self._interrupted},
-            scheduled_new_reqs=[SimpleNamespace(req_id=r) for r in self._arrived if r in scheduled],
-            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+            scheduled_new_reqs=[r.announced for r in self._arrived if r.name in scheduled],
+            scheduled_cached_reqs=CachedRequestData.make_empty(),
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
             kv_cache_block_copies=None,
         )
         self._ended.clear()
         self._interrupted.clear()
-        self._arrived = [name for name in self._arrived if name not in scheduled]
+        self._arrived = [r for r in self._arrived if r.name not in scheduled]
         with self._vllm():
             self.worker.execute_model(output)
             assert self.worker.storage.check() == ""
@@ -403,7 +416,6 @@ class BareEngine:
                 self.finished += 1
             elif request.computed == request.tokens:
                 request.tokens += 1
-                self.runner.requests[request.name].num_tokens += 1
         return True
 
     def _give_back(self, request: Running) -> None:
@@ -454,7 +466,6 @@ class BareEngine:
             slots.append(page * self.page_size + positions % self.page_size)
         lens = [request.computed + count for request, count in zip(batch, new, strict=True)]
         starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
-        prefilling = [request.computed < request.prompt for request in batch]
         return SimpleNamespace(
             num_reqs=len(batch),
             num_actual_tokens=sum(new),
@@ -466,7 +477,6 @@ class BareEngine:
             block_table_tensor=table,
             slot_mapping=torch.cat(slots),
             causal=True,
-            is_prefilling=torch.tensor(prefilling),
         )
 
     def _check(self, output: torch.Tensor, codes: torch.Tensor, number: int, metadata: Any) -> None:

@@ -53,8 +53,8 @@ class ChunkRecorder(OmniKVRecorder):
             first, last = starts[r : r + 2]
             if last - first < 2:
                 continue
-            request = self.model_runner.requests[self.model_runner.input_batch.req_ids[r]]
-            options = request.sampling_params.extra_args["kv_retrieval"]
+            request = self.requests.notes[self.requests.batch[r]]
+            options = request.extra_args["kv_retrieval"]
             position = torch.arange(length)
             pages = metadata.block_table[r].long()
             slots = pages[position // size] * size + position % size

@@ -21,8 +21,8 @@ def start() -> ProcessPoolExecutor:
     return pool
 
 
-def prepare():
-    """Before a process imports vLLM, in its environment's interpreter of Triton."""
+def pretend_triton():
+    """Before a process imports vLLM: let it find Triton with a backend for the CPU."""
     os.environ |= {
         "TORCHDYNAMO_DISABLE": "1",  # its compiler takes the stub below for a GPU
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -39,6 +39,11 @@ def prepare():
             return True
 
     backends["cpu"] = Backend(compiler=None, driver=Driver)
+
+
+def prepare():
+    """Before a process imports vLLM, in its environment's interpreter of Triton."""
+    pretend_triton()
     from vllm_kvretrieval import plugin
 
     plugin.PLATFORMS["cpu"] = "tests.device_platform.DevicePlatform"

@@ -163,13 +163,16 @@ def choose_backends(cases: list[tuple[tuple[int, int], bool, dict[str, Any]]]) -
     """
     for name in ("vllm._C_stable_libtorch", "vllm._C"):
         sys.modules.setdefault(name, ModuleType(name))
+    from vllm.platforms.cuda import CudaPlatform
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backends import registry
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     from vllm_kvretrieval.attention.cuda import backend
-    from vllm_kvretrieval.platforms.cuda import CudaRetrievalPlatform
+    from vllm_kvretrieval.platforms.composed import compose
+    from vllm_kvretrieval.platforms.cuda import CudaRetrieval
 
+    platform = compose(CudaRetrieval, CudaPlatform)
     preset = registry.AttentionBackendEnum["FREEKV"]
     ours = {preset: f"{backend.__name__}.FREEKV"}
     answers = []
@@ -180,13 +183,13 @@ def choose_backends(cases: list[tuple[tuple[int, int], bool, dict[str, Any]]]) -
         with (
             set_current_vllm_config(worker().vllm_config),
             mock.patch.dict(registry._ATTN_OVERRIDES, ours),
-            mock.patch.object(CudaRetrievalPlatform, "get_device_capability") as asked,
+            mock.patch.object(platform, "get_device_capability") as asked,
             mock.patch.object(backend, "is_flash_attn_varlen_func_available", lambda f=flash: f),
             mock.patch.object(backend, "get_flash_attn_version", return_value=3),
         ):
             asked.return_value = DeviceCapability(*capability)
             try:
-                chosen = CudaRetrievalPlatform.get_attn_backend_cls(preset, layer)
+                chosen = platform.get_attn_backend_cls(preset, layer)
                 answers.append(f"{chosen} over {backend.FREEKV.dense.get_name()}")
             except ValueError as error:
                 answers.append(str(error))

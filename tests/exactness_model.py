@@ -1,6 +1,5 @@
 """A model of what a worker writes to vLLM's blocks: exact keys and values, or others."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,10 +8,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from benchmarks.stepper import Stepper
-from tests.steps import request_table
+from tests.steps import Runner, request_table
 from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.engine.levels import Level
+from vllm_kvretrieval.engine.running import notes
 from vllm_kvretrieval.methods.prompts import Heads
 
 
@@ -34,10 +34,9 @@ class Truth:
     def __init__(self, stepper: Stepper) -> None:
         self.scheduler = stepper.scheduler
         self.config = self.scheduler.retrieval
-        self.runner = SimpleNamespace(requests={}, input_batch=SimpleNamespace(req_ids=[]))
         seats = self.scheduler.max_num_running_reqs + 1
         heads = Heads([slice(0, 1)])
-        self.table = request_table(self.config, seats, [1], self.runner, heads=heads)
+        self.table = request_table(self.config, seats, [1], Runner(), heads=heads)
         sparse = self.config.prefill_budget is not None
         self.prefill = Divisor(self.config) if sparse else None
         pool = self.scheduler.kv_cache_manager.block_pool
@@ -60,13 +59,14 @@ class Truth:
         for copy in output.kv_cache_block_copies or ():
             self.exact[copy.dst_block_id] = self.exact[copy.src_block_id]
         scheduled = output.num_scheduled_tokens
-        arrived = {new.req_id for new in output.scheduled_new_reqs}
-        arrived |= output.scheduled_cached_reqs.resumed_req_ids
-        for name in arrived:
-            self.runner.requests[name] = self.scheduler.requests[name]
-        self.runner.input_batch.req_ids = list(scheduled)
-        self.table.begin_step(scheduled, sum(scheduled.values()), arrived)
-        self._watched = self.promised | (self.exact_prefixes & arrived)
+        brought = notes(output, self.table.notes)
+        for name, note in brought.items():
+            request = self.scheduler.requests[name]
+            assert note.prompt == request.num_prompt_tokens
+            assert note.tokens == max(request.num_tokens, request.num_prompt_tokens)
+        self.table.batch = list(scheduled)
+        self.table.begin_step(scheduled, sum(scheduled.values()), brought)
+        self._watched = self.promised | (self.exact_prefixes & brought.keys())
         seats = self.table.seats(len(scheduled))
         for row, (name, tokens) in enumerate(scheduled.items()):
             self._compute(self.scheduler.requests[name], tokens, seats[row : row + 1])
@@ -96,11 +96,8 @@ class Truth:
         table, written = self.table, np.ones(tokens, dtype=bool)
         if tokens == 1:
             lens = np.array([start + 1], dtype=np.int32)
-            decodes = np.array([start >= request.num_prompt_tokens])
-            if table.kept is not None:
-                decodes &= ~(table.kept.keeps[seat] & (lens <= table.kept.ends[seat]))
             pages = -(-lens // self.config.page_size)
-            return ~split_rows(table.select(seat), pages, decodes).sparse
+            return ~split_rows(table.select(seat), pages, table.decodes(seat, lens)).sparse
         end = start + tokens
         if (
             self.prefill is not None

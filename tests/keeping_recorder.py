@@ -91,9 +91,8 @@ class KeepingRecorder:
             if metadata is not None:
                 starts = metadata.query_start_loc.tolist()
                 for r, length in enumerate(metadata.seq_lens.tolist()):
-                    request = self.model_runner.input_batch.req_ids[r]
-                    state = self.model_runner.requests[request]
-                    self._prompts.setdefault(request, state.num_tokens)
+                    request = self.requests.batch[r]
+                    self._prompts.setdefault(request, self.requests.notes[request].tokens)
                     for token in range(starts[r], starts[r + 1]):
                         position = length - (starts[r + 1] - token)
                         self._queries[number, request][position] = query[token].double()
@@ -117,7 +116,7 @@ class KeepingRecorder:
             pages = rows.block_table[r, : -(-length // size)].tolist()
             attended = attended_tokens(plan.lists, r, pages, size)
             shape = (heads, impl.num_queries_per_kv, impl.head_size)
-            request = self.model_runner.input_batch.req_ids[place]
+            request = self.requests.batch[place]
             yield method, request, number, length, attended, output[place].double().reshape(shape)
 
     def check_recording(self, rules, budget, layers):

@@ -97,7 +97,7 @@ class OmniKVRecorder:
             if metadata is not None and number in self._filters:
                 starts = metadata.query_start_loc.tolist()
                 for r, length in enumerate(metadata.seq_lens.tolist()):
-                    request = self.model_runner.input_batch.req_ids[r]
+                    request = self.requests.batch[r]
                     for back in range(1, min(16, starts[r + 1] - starts[r]) + 1):
                         token = query[starts[r + 1] - back].float().clone()
                         self._queries[number][request, length - back] = token
@@ -122,7 +122,7 @@ class OmniKVRecorder:
             slots = [pages[t // size] * size + t % size for t in range(length)]
             shape = (heads, impl.num_queries_per_kv, impl.head_size)
             yield Step(
-                self.model_runner.input_batch.req_ids[place], number, length,
+                self.requests.batch[place], number, length,
                 torch.tensor(slots), self._budget(rows, r), attended,
                 query[place].float().reshape(shape), output[place].float().reshape(shape),
             )  # fmt: skip

@@ -400,7 +400,7 @@ class RecordingWorker:
                 attended.append([position[e // unit // heads] * unit + e % unit for e in entries])
             shape = (heads, chooser.group, chooser.store.head_size)
             yield Step(
-                self.model_runner.input_batch.req_ids[place], name, method, length, pages,
+                self.requests.batch[place], name, method, length, pages,
                 query[place].float().reshape(shape).clone(), attended,
                 output[place].float().reshape(shape).clone(), float(rows.threshold[r]), budget,
                 [*self.retrieval_layers].index(name), keys, values,

@@ -4,44 +4,58 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
-from vllm import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.engine.requests import RequestTable
+from vllm_kvretrieval.engine.running import Note
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.storage import Memory
 
 
 class Runner:
-    """The part of vLLM's model runner that the table uses."""
+    """What a table knows of vLLM's scheduler and model runner: requests, and their order.
+
+    Attributes:
+        notes: The table's.
+    """
 
     def __init__(self) -> None:
-        self.input_batch = SimpleNamespace(req_ids=[])
-        self.requests: dict[str, Any] = {}
+        self.notes: dict[str, Note] = {}
+        self.table: RequestTable | None = None
 
     def batch(self, *req_ids: str, **options: Any) -> None:
         """The batch about to run; ``options`` are those of requests that are new in it."""
-        self.input_batch.req_ids = list(req_ids)
+        assert self.table is not None
+        self.table.batch = req_ids
         for req_id in req_ids:
-            params = SamplingParams(extra_args={"kv_retrieval": options.get(req_id, {})})
-            self.requests.setdefault(req_id, SimpleNamespace(sampling_params=params))
+            if req_id not in self.notes:
+                self.notes[req_id] = note(**options.get(req_id, {}))
+
+
+def note(**options: Any) -> Note:
+    """Of a request with these options, which decodes."""
+    return Note({"kv_retrieval": options}, prompt=0, tokens=0)
 
 
 def request_table(
     config: RetrievalConfig,
     seats: int,
     kv_heads: Sequence[int],
-    runner: Any,
+    runner: Runner,
     longest: int = 1 << 20,
     **options: Any,
 ) -> RequestTable:
     """A table of requests for retrieval layers of so many KV heads, as a worker makes it."""
     room = Capacity(config, kv_heads, longest)
-    return RequestTable(config, seats, sum(kv_heads), room, runner, **options)
+    heads = sum(kv_heads)
+    table = RequestTable(config, seats, heads, room, lambda common: table.batch, **options)
+    table.notes, runner.table = runner.notes, table
+    return table
 
 
 def metadata_builder(
@@ -66,8 +80,9 @@ def split(builder, lens, queries=None, prefilling=None):
     common = SimpleNamespace(
         query_start_loc_cpu=starts,
         num_reqs=count,
-        is_prefilling=torch.tensor(prefilling or [False] * count),
     )
+    table = builder.requests
+    table.ends[table.seats(count)] = np.where(prefilling or [False] * count, lens, 0)
     dense = CPUAttentionMetadata(
         num_actual_tokens=int(starts[-1]),
         max_query_len=max(queries or [1]),

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.steps import Runner, metadata_builder, request_table, split
+from vllm_kvretrieval.engine.running import Note
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import (
     Chooser,
@@ -139,8 +140,8 @@ class Engine:
 
     def run(self, options: list[dict[str, Any]]) -> None:
         """Requests with these options, each beside the one before, over their budgets and not."""
-        self.table.release(list(self.runner.requests))
-        self.runner.requests.clear()
+        self.table.release(list(self.runner.notes))
+        self.runner.notes.clear()
         for i, own in enumerate(options):
             names = [f"r{max(i - 1, 0)}", f"r{i}"]
             self.table.release({f"r{i - 2}"})
@@ -220,10 +221,9 @@ def test_whatever_a_client_sends(name, xargs):
         accepted.append(own)
     assert all(message.startswith("kv_retrieval") for message in messages)
     for own in accepted:
-        engine.runner.requests.clear()
         engine.table.release({"r0"})
+        engine.runner.notes["r0"] = Note(own, prompt=0, tokens=0)
         engine.runner.batch("r0")
-        engine.runner.requests["r0"].sampling_params.extra_args = own
         longest = PAGES * engine.config.page_size
         for length in (longest - 2, longest - 1):
             engine.step([length])

@@ -188,7 +188,7 @@ def serve(seed: int, directory: str) -> BareEngine:
 
 def run(engine: BareEngine) -> None:
     """Serve all requests of an engine to their ends."""
-    requests = len(engine.runner.requests)
+    requests = engine.finished + engine.left
     while engine.step():
         pass
     assert engine.finished == requests

@@ -23,7 +23,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.platforms.cpu import CpuRetrievalPlatform
+from vllm_kvretrieval.platforms.cpu import CpuRetrieval
 
 HEADS = LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
 YET = "is not served on a GPU yet, where"
@@ -43,7 +43,7 @@ def runner(monkeypatch):
             ours.setattr(VllmConfig, "use_v2_model_runner", runner["use_v2_model_runner"])
             support.check_engine(vllm_config, config)
 
-    monkeypatch.setattr(CpuRetrievalPlatform, "check_engine", check_engine)
+    monkeypatch.setattr(CpuRetrieval, "check_engine", check_engine)
     return runner
 
 

@@ -28,7 +28,7 @@ def test_this_installation(capsys):
     assert main(["doctor", "--json"]) == 0
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert {"package", "vllm", "platform", "kernels", "threads", "home", "disk"} <= found.keys()
-    assert found["platform"]["text"].startswith("CpuRetrievalPlatform")
+    assert found["platform"]["text"].startswith("RetrievalCpuPlatform")
     assert all(finding["remedy"] for finding in found.values() if finding["severity"] != "ok")
 
 
@@ -88,6 +88,15 @@ def test_another_version(monkeypatch):
     *_, found = software.check_vllm()
     assert found.severity is Severity.ERROR
     assert "under vLLM 0.1.0; install vllm==" in str(found)
+
+
+def test_the_model_runner(monkeypatch):
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
+    assert str(software.check_runner()).endswith("V1 model runner")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert software.check_runner().severity is Severity.ERROR
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
+    assert str(software.check_runner()).endswith("V2 model runner")
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def test_arriving_requests_index_loaded_pages_and_copies():
     config, runner = RetrievalConfig.from_options("freekv", {}), Runner()
     table = request_table(config, 2, [1], runner)
     runner.batch("a", "b")
-    table.begin_step({}, 0, ["a", "b"])
+    table.begin_step({}, 0, dict(runner.notes))
     assert loaded(table, [100, 70], [36, 6]) == {}, "a hit of whole pages"
     assert loaded(table, [100, 70], [61, 3]) == {1: 32, 130: 6}, "copies, with the step's tokens"
     table.loaded = LoadedPages(256)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import distribution, entry_points
+from pathlib import Path
 
 import pytest
 from vllm import platforms
@@ -19,10 +20,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine import checkpoint
-from vllm_kvretrieval import __version__, plugin
+from vllm_kvretrieval import __version__, compat, plugin
 from vllm_kvretrieval.engine.scheduler import RetrievalScheduler
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.platforms.cpu import CpuRetrievalPlatform
+from vllm_kvretrieval.platforms.cpu import CpuRetrieval
 from vllm_kvretrieval.retrieval.presets import OWN
 
 
@@ -54,7 +55,11 @@ def test_installed_metadata():
     assert installed.version == __version__
     assert installed.requires is not None
     needed = [requirement for requirement in installed.requires if "extra ==" not in requirement]
-    assert needed == ["vllm<0.33,>=0.32"]
+    oldest, newest = compat.TESTED
+    after = f"0.{int(newest.split('.')[1]) + 1}"
+    assert needed == [f"vllm<{after},>={oldest}"]
+    readme = (Path(plugin.__file__).parents[1] / "README.md").read_text()
+    assert f"{oldest} and {newest} that makes long contexts" in readme
     extras = set(installed.metadata.get_all("Provides-Extra", []))
     assert extras == {"plot", "flashinfer"}
     ours = {(e.group, e.value) for e in installed.entry_points}
@@ -80,26 +85,64 @@ def test_importing_the_package_imports_nothing_heavy():
 
 
 def test_the_platform_is_ours():
-    assert type(current_platform) is CpuRetrievalPlatform
-    assert current_platform.is_cpu()
+    assert isinstance(current_platform, CpuRetrieval)
+    assert isinstance(current_platform, CpuPlatform)
+
+
+@pytest.mark.model
+def test_what_vllm_would_have_chosen_is_in_the_platform():
+    """An AMD CPU with zentorch, which linear layers ask for."""
+    done = python(
+        "import sys, types\n"
+        "sys.modules['zentorch'] = types.ModuleType('zentorch')\n"
+        "from vllm import platforms\n"
+        "platforms._is_amd_zen_cpu = lambda: True\n"
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        "from vllm.platforms.zen_cpu import ZenCpuPlatform\n"
+        f"args = EngineArgs(model={checkpoint('SmolLM2-135M-Instruct')!r}, "
+        "attention_backend='freekv')\n"
+        "worker = args.create_engine_config().parallel_config.worker_cls\n"
+        "ours = platforms.current_platform\n"
+        "print(type(ours).__name__, isinstance(ours, ZenCpuPlatform), ours.is_zen_cpu(), worker)"
+    )
+    worker = "vllm_kvretrieval.engine.cpu.worker.RetrievalCPUWorker"
+    assert done.stdout.splitlines()[-1] == f"RetrievalZenCpuPlatform True True {worker}"
 
 
 def test_registration_is_idempotent():
     before = dict(AttentionBackendEnum.__members__)
     for _ in range(2):
         plugin.register()
-        assert plugin.activate_platform() == "vllm_kvretrieval.platforms.cpu.CpuRetrievalPlatform"
+        path = "vllm_kvretrieval.platforms.composed.RetrievalCpuPlatform"
+        assert plugin.activate_platform() == path
     assert dict(AttentionBackendEnum.__members__) == before
     for name in map(str.upper, OWN):
         backend = AttentionBackendEnum[name].get_class()
         assert backend.get_name() == name
 
 
+@pytest.mark.parametrize(
+    ("version", "asked", "served"),
+    [
+        ("0.31.2", True, False),
+        ("0.32.0+cpu", False, True),
+        ("0.33.1", False, True),
+        ("0.34.0rc1+cpu", False, False),
+        ("0.34.0rc1+cpu", True, True),
+        ("1.0.0", False, False),
+    ],
+)
+def test_versions_of_vllm(monkeypatch, version, asked, served):
+    monkeypatch.setattr("vllm.version.__version__", version)
+    monkeypatch.setenv(plugin.ALLOW_UNTESTED, str(int(asked)))
+    assert (plugin.version_refusal() is None) == served
+
+
 def test_another_vllm_is_refused_with_one_line():
     """A process that resolves the platform and loads general plug-ins, as each of vLLM's does."""
     done = python(
         "import vllm.version\n"
-        "vllm.version.__version__ = '0.33.1+cpu'\n"
+        "vllm.version.__version__ = '0.34.1+cpu'\n"
         "from vllm.platforms import current_platform\n"
         "from vllm.plugins import load_general_plugins\n"
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
@@ -107,12 +150,11 @@ def test_another_vllm_is_refused_with_one_line():
         "print(type(current_platform).__name__, 'FREEKV' in AttentionBackendEnum.__members__)"
     )
     assert done.stdout.splitlines()[-1] == "CpuPlatform False"
-    lines = (done.stdout + done.stderr).splitlines()
-    refusals = [line for line in lines if "vllm-kvretrieval" in line]
-    assert len(refusals) == 1
-    assert (
-        "vllm-kvretrieval is made for vLLM 0.32 and stays off under vLLM 0.33.1+cpu: "
-        "install vllm==0.32.* or a release of vllm-kvretrieval for your vLLM." in refusals[0]
+    (line,) = (s for s in (done.stdout + done.stderr).splitlines() if "vllm-kvretrieval" in s)
+    assert line.endswith(
+        "vllm-kvretrieval is tested with vLLM 0.32 and 0.33 and stays off under vLLM 0.34.1+cpu: "
+        "install vllm==0.33.* or a release of vllm-kvretrieval for your vLLM; or set "
+        "VLLM_KVRETRIEVAL_ALLOW_UNTESTED=1 to try it, and check its answers."
     )
 
 
@@ -155,7 +197,8 @@ def test_methods_are_unknown_where_the_platform_is_not_ours(variable, value, why
 def test_another_platform_in_force(monkeypatch, caplog_vllm, device):
     """Our platform has failed while vLLM looked for it, or there is none for the device."""
     monkeypatch.setattr(platforms, "_current_platform", CpuPlatform())
-    monkeypatch.setattr(plugin, "_device", lambda: device)
+    found = device and plugin.VllmPlatform(device, "vllm.platforms.cpu.CpuPlatform")
+    monkeypatch.setattr(plugin, "vllm_platform", lambda: found)
     monkeypatch.setattr(plugin, "_register_backends", lambda: pytest.fail("registered"))
     plugin._platform_is_ours.cache_clear()
     try:

@@ -5,13 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
 
-from tests.steps import Runner, metadata_builder, request_table, split
+from tests.steps import Runner, metadata_builder, note, request_table, split
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage import Memory
@@ -52,7 +51,7 @@ def test_budgets_by_a_share_of_memory(runner):
     table = request_table(config, 5, [10], runner, dense_share=0.25)
     runner.batch("a", "b", "c", "d", "e", d={"budget": 128}, e={"method": "streamingllm"})
     for name, prompt in {"a": 32000, "b": 300, "c": 200000, "d": 32000, "e": 32000}.items():
-        runner.requests[name].num_prompt_tokens = prompt
+        runner.notes[name] = runner.notes[name]._replace(prompt=prompt)
     budgets = table.select(table.seats(5)).total_pages
     assert budgets.tolist() == [round(32000 / 15 / 32), 3, 4096 // 32, 128 // 32, 67]
     with pytest.raises(RetrievalConfigError, match=r"memory_fraction=0\.3 is too little"):
@@ -112,9 +111,7 @@ def test_a_session_may_bring_other_options(runner, builder, table):
     runner.batch("a")
     assert split(builder, [300]).decode[0].rows.fresh.tolist() == [1]
     assert split(builder, [301]).decode[0].rows.fresh.tolist() == [0]
-    params = SamplingParams(extra_args={"kv_retrieval": {"budget": 96}})
-    runner.requests["a"] = SimpleNamespace(sampling_params=params)
-    table.begin_step({"a": 1}, 1, {"a"})
+    table.begin_step({"a": 1}, 1, {"a": note(budget=96)})
     rows = split(builder, [302]).decode[0].rows
     assert rows.select.tolist() == [1]
     assert rows.fresh.tolist() == [1], "what another budget selected is of no use"
@@ -125,11 +122,7 @@ def test_how_a_session_prefills_is_up_to_its_next_input(runner):
     table = request_table(config, CAPACITY, [10], runner)
 
     def ask(**options):
-        extra_args = {"kv_retrieval": options}
-        runner.requests["a"] = SimpleNamespace(
-            sampling_params=SamplingParams(extra_args=extra_args)
-        )
-        table.begin_step({"a": 5}, 5, {"a"})
+        table.begin_step({"a": 5}, 5, {"a": note(**options)})
         return table.prefill_budgets(table.seats(1)).any(0).tolist()
 
     runner.batch("a", a={"exact": True})
@@ -295,9 +288,9 @@ def test_attention_that_is_not_causal_is_vllms_affair(runner, builder, table, mo
         causal=causal,
     )
     monkeypatch.setattr(CPUAttentionMetadataBuilder, "build", lambda *_: dense)
-    common = SimpleNamespace(
-        query_start_loc_cpu=starts, num_reqs=1, is_prefilling=torch.tensor([False])
-    )
+    common = SimpleNamespace(query_start_loc_cpu=starts, num_reqs=1)
+    assert builder.build(0, common) is None, "a dummy run"
+    table.begin_step({"a": 1}, 1)
     metadata = builder.build(0, common)
     assert (metadata.split is not None) == causal
     assert metadata.causal == causal

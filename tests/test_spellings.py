@@ -14,7 +14,8 @@ import pytest
 import yaml
 from vllm.benchmarks import latency, throughput
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from vllm.entrypoints.launchers import cli_args, run_batch
+from vllm.entrypoints.cli import serve
+from vllm.entrypoints.launchers import run_batch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -55,7 +56,7 @@ def of(case):
 every_option = pytest.mark.parametrize(("method", "key", "value"), CASES, ids=map(of, CASES))
 COMMANDS = {
     # The words before the options, and what adds the parser of the last of them.
-    "serve": (["serve", "MODEL"], cli_args.make_arg_parser),
+    "serve": (["serve", "MODEL"], serve.make_arg_parser),
     "run-batch": (["run-batch", "-i", "x", "-o", "y"], run_batch.make_arg_parser),
     "throughput": (["bench", "throughput"], throughput.add_cli_args),
     "latency": (["bench", "latency"], latency.add_cli_args),
@@ -76,7 +77,7 @@ def vllm(monkeypatch):
             below = subparsers.add_parser(name)
             if name == "bench":
                 below = below.add_subparsers(dest="bench_type").add_parser(words[1])
-            (add if name == words[0] else cli_args.make_arg_parser)(below)
+            (add if name == words[0] else serve.make_arg_parser)(below)
         return parser.parse_args().additional_config
 
     return run

@@ -25,7 +25,6 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, StreamingUpdate
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from benchmarks.stepper import Stepper
 from vllm_kvretrieval.engine.scheduler import RetrievalAsyncScheduler, RetrievalScheduler
@@ -37,10 +36,17 @@ COORDINATORS = (
 )
 
 
+PASSED_THROUGH = {
+    Scheduler._get_local_prefix_cache_hit: ["max_cache_hit_length"],
+    KVCacheManager.get_computed_blocks: ["max_cache_hit_length"],
+}
+"""Parameters that vLLM 0.33 has added to one of them, and that ours hands on to the other."""
+
+
 @pytest.mark.parametrize(
     ("function", "parameters"),
     [
-        # Those that our scheduler overrides; further parameters are passed through.
+        # Those that our scheduler overrides.
         (Scheduler._get_local_prefix_cache_hit, ["request"]),
         (Scheduler._update_after_schedule, ["scheduler_output"]),
         (Scheduler.reset_prefix_cache, ["reset_running_requests", "reset_connector"]),
@@ -69,7 +75,8 @@ COORDINATORS = (
     ids=lambda value: getattr(value, "__qualname__", ""),
 )
 def test_parameters(function, parameters):
-    assert list(inspect.signature(function).parameters)[1:] == parameters
+    found = list(inspect.signature(function).parameters)[1:]
+    assert [name for name in found if name not in PASSED_THROUGH.get(function, ())] == parameters
 
 
 def test_weights_are_seen_before_they_are_packed():
@@ -149,7 +156,7 @@ def test_order_of_calls():
         Scheduler.schedule,
         "self.current_step += 1",
         "# First, schedule the RUNNING requests.",
-        ") = self._get_local_prefix_cache_hit(request)",
+        ") = self._get_local_prefix_cache_hit(request",
         "if hit_diverged and num_external_computed_tokens == 0:",
         "self.running.append(request)",
         "self.kv_cache_manager.take_kv_cache_block_copies()",
@@ -174,9 +181,5 @@ def test_order_of_calls():
     in_order(
         EngineCore.__init__,
         "Scheduler = vllm_config.scheduler_config.get_scheduler_cls()",
-    )
-    in_order(
-        GPUModelRunner._build_attention_metadata,
-        "is_prefilling = num_computed_tokens_cpu < num_prompt_tokens_cpu",
     )
     assert current_platform.check_and_update_config

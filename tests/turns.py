@@ -32,7 +32,7 @@ def record_sparse(worker: Any) -> None:
     count_steps = table.count_steps
 
     def record(seats: Any, lens: Any, pages: Any, rows: Any, decodes: Any) -> None:
-        names = worker.model_runner.input_batch.req_ids
+        names = table.batch
         for row in rows.nonzero()[0].tolist():
             sparse.setdefault(names[row], set()).add(int(lens[row]) - 1)
         count_steps(seats, lens, pages, rows, decodes)

@@ -3,17 +3,25 @@
 import functools
 import logging
 import multiprocessing
+import os
+from typing import NamedTuple
 
-SUPPORTED_VLLM = "0.32"
+from vllm_kvretrieval import compat
+
 BACKENDS = {
     "cpu": "vllm_kvretrieval.attention.cpu.backend",
     "cuda": "vllm_kvretrieval.attention.cuda.backend",
 }
 """The module of the backends per device; a backend's name is that of its preset, in capitals."""
 PLATFORMS = {
-    "cpu": "vllm_kvretrieval.platforms.cpu.CpuRetrievalPlatform",
-    "cuda": "vllm_kvretrieval.platforms.cuda.CudaRetrievalPlatform",
+    "cpu": "vllm_kvretrieval.platforms.cpu.CpuRetrieval",
+    "cuda": "vllm_kvretrieval.platforms.cuda.CudaRetrieval",
 }
+"""What comes in front of vLLM's platform, per device."""
+
+ALLOW_UNTESTED = "VLLM_KVRETRIEVAL_ALLOW_UNTESTED"
+"""Set to 1, this variable lets retrieval run with a vLLM that is newer than those tested. There is
+no option for it, because this is decided before vLLM reads any."""
 
 NOT_MISSED = {
     "vllm.triton_utils.importing": "Triton is installed, but doesn't include CPU backend",
@@ -28,12 +36,15 @@ def version_refusal() -> str | None:
     """Why retrieval stays off under the vLLM that is installed, and the remedy; None: it serves."""
     from vllm.version import __version__
 
-    if ".".join(__version__.split(".")[:2]) == SUPPORTED_VLLM:
+    support = compat.support(__version__)
+    newer = support is compat.Support.NEWER
+    if support is compat.Support.TESTED or (newer and os.environ.get(ALLOW_UNTESTED) == "1"):
         return None
+    attempt = f"; or set {ALLOW_UNTESTED}=1 to try it, and check its answers" if newer else ""
     return (
-        f"vllm-kvretrieval is made for vLLM {SUPPORTED_VLLM} and stays off under vLLM "
-        f"{__version__}: install vllm=={SUPPORTED_VLLM}.* or a release of vllm-kvretrieval for "
-        "your vLLM."
+        f"vllm-kvretrieval is tested with vLLM {' and '.join(compat.TESTED)} and stays off under "
+        f"vLLM {__version__}: install vllm=={compat.TESTED[-1]}.* or a release of vllm-kvretrieval "
+        f"for your vLLM{attempt}."
     )
 
 
@@ -44,14 +55,27 @@ def _vllm_is_supported() -> bool:
     return why is None
 
 
+class VllmPlatform(NamedTuple):
+    """The platform that vLLM would choose by itself: its device, and the path of its class."""
+
+    device: str
+    path: str
+
+
 @functools.cache
-def _device() -> str | None:
-    """The device that vLLM is built for and finds here, if retrieval has a platform for it."""
+def vllm_platform() -> VllmPlatform | None:
+    """The platform that vLLM is built for and finds here, if retrieval can serve on it."""
     from vllm.platforms import cpu_platform_plugin, cuda_platform_plugin
 
-    if cpu_platform_plugin() is not None:
-        return "cpu"
-    return "cuda" if cuda_platform_plugin() is not None else None
+    for device, find in (("cpu", cpu_platform_plugin), ("cuda", cuda_platform_plugin)):
+        if (path := find()) is not None:
+            return VllmPlatform(device, path)
+    return None
+
+
+def composed_name(base: str) -> str:
+    """The name of the class that is one of vLLM's platforms with retrieval."""
+    return f"Retrieval{base}"
 
 
 def platform_refusal() -> str | None:
@@ -67,7 +91,7 @@ def platform_refusal() -> str | None:
     if envs.VLLM_TARGET_DEVICE == "cpu":
         why = "VLLM_TARGET_DEVICE=cpu makes vLLM skip all platform plug-ins; unset it, and "
         why += "serve on CPUs with vLLM's CPU build, which does not need it"
-    elif _device() is None:
+    elif vllm_platform() is None:
         why = "KV retrieval runs on CPUs (with vLLM's CPU build) and NVIDIA GPUs only"
     return (
         "vllm-kvretrieval stays off, and its attention backends are unknown, since vLLM runs on "
@@ -99,26 +123,30 @@ def _register_backends() -> None:
 
     from vllm_kvretrieval.retrieval.presets import preset_names
 
+    platform = vllm_platform()
+    assert platform is not None, "without one no backend is registered"
     for name in map(str.upper, preset_names()):
         if name not in AttentionBackendEnum.__members__:
-            register_backend(name, f"{BACKENDS[_device() or 'cpu']}.{name}")
+            register_backend(name, f"{BACKENDS[platform.device]}.{name}")
 
 
 def activate_platform() -> str | None:
-    """Register the backends and name our platform class (``vllm.platform_plugins``).
+    """Register the backends and name our platform's class (``vllm.platform_plugins``).
 
     The engine core unpickles its configuration, backend name included, before general plug-ins are
     loaded; platform plug-ins are loaded before that. vLLM's CPU platform ignores foreign backends,
-    and its CUDA platform takes one for layers with sliding windows, too; so subclasses stand in for
-    them. On other devices vLLM's own platform stays, and no backend is registered.
+    and its CUDA platform takes one for layers with sliding windows, too; so a subclass of the one
+    that vLLM would have chosen stands in for it. On other devices vLLM's own platform stays, and
+    no backend is registered.
     """
-    device = _device() if _vllm_is_supported() else None
-    if device is None:
+    platform = vllm_platform() if _vllm_is_supported() else None
+    if platform is None:
         return None
     _register_backends()
-    if device == "cpu":
+    if platform.device == "cpu":
         _leave_out_triton()
-    return PLATFORMS[device]
+    name = composed_name(platform.path.rsplit(".", 1)[1])
+    return f"vllm_kvretrieval.platforms.composed.{name}"
 
 
 def _leave_out_triton() -> None:

@@ -76,12 +76,14 @@ def check_runner() -> Finding:
     from vllm.triton_utils import HAS_TRITON
 
     chosen = envs.VLLM_USE_V2_MODEL_RUNNER
-    if HAS_TRITON if chosen is None else chosen:
-        why = "Triton has a CPU backend" if chosen is None else "VLLM_USE_V2_MODEL_RUNNER is set"
+    if chosen and not HAS_TRITON:
         return error(
-            "runner", f"vLLM takes its V2 model runner, as {why}", "set VLLM_USE_V2_MODEL_RUNNER=0"
+            "runner",
+            "VLLM_USE_V2_MODEL_RUNNER asks for vLLM's V2 model runner, which needs Triton for CPUs",
+            "unset it",
         )
-    return Finding("runner", "vLLM's V1 model runner")
+    v2 = HAS_TRITON if chosen is None else chosen
+    return Finding("runner", f"vLLM's V{2 if v2 else 1} model runner")
 
 
 def check_kernels() -> Iterator[Finding]:

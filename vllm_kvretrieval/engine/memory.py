@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from vllm_kvretrieval.attention.support import has_foreign_connector, nothing_retrieves
+from vllm_kvretrieval.compat import kv_cache_groups
 from vllm_kvretrieval.engine.connector import ENGINES
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -47,7 +47,7 @@ def bytes_per_block(
         retrieving: Says which layers retrieve.
     """
     blocks, index = [], 0
-    for group in get_kv_cache_groups(vllm_config, dict(specs)):
+    for group in kv_cache_groups(vllm_config, specs):
         common = group.kv_cache_spec
         uniform = isinstance(common, UniformTypeKVCacheSpecs)
         sizes = {

@@ -1,21 +1,17 @@
 """The table of running requests: their seats, options and counts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 
 from vllm_kvretrieval.engine.loads import LoadedPages
+from vllm_kvretrieval.engine.running import Note, read_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
-from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.capacity import Capacity
-
-logger = init_logger("vllm.kvretrieval.requests")
 
 
 class RowOptions(NamedTuple):
@@ -49,7 +45,7 @@ class RequestTable:
         capacity: The most requests that run at once.
         retrieval_heads: KV heads times retrieval layers, the denominator of the corrected share.
         room: How many units requests get of each of these heads.
-        runner: vLLM's model runner, which knows the order of the batch and the requests' options.
+        rows: Names the requests of a step in batch order, by vLLM's description of the step.
         dense_share: Share of dense layers among the layers with full attention.
         heads: The KV heads of this worker, for methods that drop tokens.
         fixed: int32 [retrieval_heads] by the name of a method that fixes them; pages that each KV
@@ -65,6 +61,10 @@ class RequestTable:
         uneven: Whether KV heads may attend to different numbers of units. Otherwise all attend to
             as many as are selected, whatever the mass.
         recalls: int64 [capacity, 3]; units looked up, missed and recalled.
+        in_step: Whether a step of requests is under way; vLLM's dummy runs are none.
+        batch: The requests of the step in batch order, by id.
+        notes: What is known of the requests that have not ended, by id.
+        ends: int32 [capacity]; see :attr:`Note.tokens`.
         arrived: Requests that got their first blocks in this step, perhaps with contents, and
             sessions that got more input.
         loaded: Pages that a KV connector fills; None: there is no connector.
@@ -77,7 +77,7 @@ class RequestTable:
         capacity: int,
         retrieval_heads: int,
         room: Capacity,
-        runner: Any,
+        rows: Callable[[Any], Sequence[str]],
         dense_share: float = 0.0,
         heads: Heads | None = None,
         fixed: Mapping[str, torch.Tensor] | None = None,
@@ -94,7 +94,11 @@ class RequestTable:
         self.retrieval_heads = retrieval_heads
         self.dense_share = dense_share
         self.capacity = capacity
-        self.runner = runner
+        self._rows = rows
+        self.in_step = False
+        self.batch: Sequence[str] = ()
+        self.notes: dict[str, Note] = {}
+        self.ends = np.zeros(capacity, dtype=np.int32)
         self.corrected = torch.zeros(capacity, dtype=torch.int64)
         self.spared = torch.zeros(capacity, dtype=torch.int64)
         self.uneven = True
@@ -121,7 +125,6 @@ class RequestTable:
         self._context = np.zeros(capacity, dtype=np.int32)
         self.arrived: frozenset[str] = frozenset()
         self.loaded: LoadedPages | None = None
-        self._renewed: set[str] = set()
         self.calm = False
         self._calm_batch: set[str] = set()
         self._calm_left = self._calm_passed = 0
@@ -147,6 +150,7 @@ class RequestTable:
                 self._preempted[req_id] = self._take_out(seat)
                 seats.append(seat)
         for req_id in finished:
+            self.notes.pop(req_id, None)
             noted = self._preempted.pop(req_id, None)
             if (seat := self._seat_of.pop(req_id, None)) is not None:
                 noted = self._take_out(seat)
@@ -193,17 +197,23 @@ class RequestTable:
         return int(self._context[seat]), counts
 
     def begin_step(
-        self, scheduled: dict[str, int], tokens: int, arrived: Iterable[str] = ()
+        self, scheduled: dict[str, int], tokens: int, notes: Mapping[str, Note] | None = None
     ) -> None:
-        """Find out whether the step is ``calm``: whether :meth:`expect_calm` has foreseen it.
+        """Begin a step, and find out whether it is ``calm``.
+
+        It is if :meth:`expect_calm` has foreseen it.
 
         Args:
             scheduled: Tokens of each request in the step.
             tokens: Tokens of the step.
-            arrived: Requests that have got their first blocks, and sessions that got more input.
+            notes: Requests that have got their first blocks, and sessions that got more input.
         """
-        self.arrived = frozenset(arrived)
-        self._renewed = {req_id for req_id in self.arrived if req_id in self._seat_of}
+        self.in_step = True
+        notes = notes or {}
+        self.arrived = frozenset(notes)
+        self.notes |= notes
+        for req_id in self.arrived & self._seat_of.keys():  # perhaps with other options
+            self._read_options(req_id, self._seat_of[req_id])
         self.calm = (
             self._calm_left > 0
             and not self.arrived
@@ -217,13 +227,14 @@ class RequestTable:
             self._settle()
 
     def end_step(self) -> None:
-        """Forget state that only this step needed."""
+        """End a step, and forget state that only it needed."""
+        self.in_step = False
         if self.kept is not None:
             self.kept.end_step()
 
     def expect_calm(self, steps: int) -> None:
         """Note that all rows decode within their budgets in this step and in ``steps`` more."""
-        self._calm_batch = set(self.runner.input_batch.req_ids)
+        self._calm_batch = set(self.batch)
         self._calm_left = steps
 
     def _settle(self) -> None:
@@ -240,19 +251,19 @@ class RequestTable:
         self._per_seat.append(entries)
         return entries
 
+    def look(self, common: Any) -> None:
+        """Look who is in the batch that is about to run; before :meth:`seats`.
+
+        Args:
+            common: vLLM's description of the step.
+        """
+        self.batch = self._rows(common)
+
     def seats(self, count: int) -> np.ndarray:
-        """The seats of the first ``count`` rows of the batch about to run, int32 [count]."""
-        slot_of = self._seat_of
-        while self._renewed:  # sessions whose next input has perhaps brought other options
-            req_id = self._renewed.pop()
-            self._read_options(req_id, slot_of[req_id])
-        return np.array(
-            [
-                slot_of[r] if r in slot_of else self._admit(r)
-                for r in self.runner.input_batch.req_ids[:count]
-            ],
-            dtype=np.int32,
-        )
+        """The seats of the first ``count`` rows of the batch, int32 [count]."""
+        seat_of = self._seat_of
+        found = [seat_of[r] if r in seat_of else self._admit(r) for r in self.batch[:count]]
+        return np.array(found, dtype=np.int32)
 
     def select(self, seats: np.ndarray) -> RowOptions:
         """The options of the requests in ``seats``."""
@@ -267,14 +278,12 @@ class RequestTable:
             self._method[seats],
         )
 
-    def reading(self, seats: np.ndarray, lens: np.ndarray) -> np.ndarray:
-        """bool [n]; whether a method still takes a context of so many tokens for a prompt.
+    def decodes(self, seats: np.ndarray, lens: np.ndarray) -> np.ndarray:
+        """bool [n]; whether the last token of each context is one that its request has generated.
 
-        The last chunk of a prompt, or of what a resumed request computes anew, may be one token.
+        Otherwise it belongs to a prompt, or is computed anew after an interruption.
         """
-        if self.kept is None:
-            return np.zeros(len(seats), dtype=bool)
-        return self.kept.keeps[seats] & (lens <= self.kept.ends[seats])
+        return lens > self.ends[seats]
 
     def count_steps(
         self,
@@ -351,13 +360,12 @@ class RequestTable:
 
     def _read_options(self, req_id: str, seat: int) -> None:
         """Read the options of a request into its seat, which starts afresh."""
-        sampling_params = self.runner.requests[req_id].sampling_params
-        extra_args = getattr(sampling_params, "extra_args", None)
-        options = read_options(req_id, extra_args, self.config)
+        note = self.notes[req_id]
+        options = read_options(req_id, note.extra_args, self.config)
+        self.ends[seat] = note.tokens
         budget = options.budget
         if self.config.memory_fraction is not None and not options.own_budget:
-            prompt = self.runner.requests[req_id].num_prompt_tokens
-            tokens = self.config.budget_of_share(prompt, self.dense_share, options.method)
+            tokens = self.config.budget_of_share(note.prompt, self.dense_share, options.method)
             budget = self.config.page_budget(tokens, options.method)
         self._sink[seat], self._window[seat] = budget.sink, budget.window
         self._select[seat], self._total[seat] = budget.select, budget.total
@@ -371,8 +379,8 @@ class RequestTable:
             counts = torch.from_numpy(self.room.counts(options.method, budget))
             self.selected[seat] = counts if fixed is None else fixed
         if self.kept is not None:
-            number, known = self._methods[options.method], self.runner.requests[req_id]
-            least = self.kept.admit(seat, number, known.num_tokens, budget, options.exact)
+            number = self._methods[options.method]
+            least = self.kept.admit(seat, number, note.tokens, budget, options.exact)
             self._total[seat] = budget.total if least is None else least
         prefill = options.prefill_budget
         self._prefill[:, seat] = (
@@ -380,14 +388,3 @@ class RequestTable:
         )
         for entries in self._per_seat:
             entries[seat] = 0
-
-
-def read_options(
-    req_id: str, extra_args: Mapping[str, Any] | None, config: RetrievalConfig
-) -> RequestOptions:
-    """The options of a request; the engine's own if they cannot be served."""
-    try:
-        return RequestOptions.parse(extra_args, config)
-    except RetrievalConfigError as e:  # only a front end that skips our validation gets here
-        logger.error("Request %s runs with the server's options: %s", req_id, e)
-        return RequestOptions.parse(None, config)

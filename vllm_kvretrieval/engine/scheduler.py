@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.levels import EXACT, NEVER, BlockLevels, Exactness, Level, Taint
 from vllm_kvretrieval.engine.loads import LoadReports
-from vllm_kvretrieval.engine.requests import read_options
+from vllm_kvretrieval.engine.running import read_options
 from vllm_kvretrieval.engine.store import StoredBlocks
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
@@ -127,7 +127,7 @@ class RetrievalScheduler(Scheduler):
         )
         manager = self.kv_cache_manager
         if diverged:  # vLLM would look up a hit that all groups share later, without asking here
-            blocks, tokens, *rest = manager.get_computed_blocks(request)
+            blocks, tokens, *rest = manager.get_computed_blocks(request, *args, **kwargs)
         found = tokens
         shared, taint = self._look(blocks, exactness.tolerance)
         while (shared := min(shared, self._begin_of_block(exactness, tokens))) < tokens:

@@ -98,7 +98,9 @@ class RetrievalPlatform(Platform):
         cls.check_engine(vllm_config, config)
         if has_foreign_connector(vllm_config):
             # Connectors index the cache by vLLM's blocks, whose views are in our pages.
+            # Since vLLM 0.33 a size that is not the user's is chosen again, later.
             vllm_config.cache_config.block_size = config.page_size
+            vllm_config.cache_config.user_specified_block_size = True
         if worker not in ("auto", cls.worker):
             raise RetrievalConfigError(
                 f"worker_cls={worker!r} cannot be combined with attention backend {method}, which "

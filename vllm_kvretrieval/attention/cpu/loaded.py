@@ -40,7 +40,7 @@ def loaded_pages(
         block_table: int32 [R, >= pages]; page ids in context order.
         page_size: Tokens per page.
     """
-    arrived = [r in requests.arrived for r in requests.runner.input_batch.req_ids[: len(lens)]]
+    arrived = [r in requests.arrived for r in requests.batch[: len(lens)]]
     rows = np.flatnonzero(arrived & (before > 0))
     if not len(rows):
         return None

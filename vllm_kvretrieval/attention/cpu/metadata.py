@@ -79,14 +79,21 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> RetrievalMetadata:
-        """See ``CPUAttentionMetadataBuilder.build``."""
+    ) -> RetrievalMetadata | None:
+        """See ``CPUAttentionMetadataBuilder.build``.
+
+        Returns:
+            None in vLLM's dummy runs, in which nothing is attended to: their rows are not those of
+            requests.
+        """
+        requests = self.requests
+        if requests is not None and not requests.in_step:
+            return None
         if self.own and common_attn_metadata.causal is True:
             dense = without_schedule(common_attn_metadata)
         else:
             dense = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = RetrievalMetadata(**vars(dense))
-        requests = self.requests
         # Attention that is not causal, as in prefix-LM layers, is vLLM's own affair.
         if requests is None:
             return metadata
@@ -95,6 +102,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             return metadata
         if self.own:
             metadata.full = self._full(dense)
+        requests.look(common_attn_metadata)
         lens, before = _lengths(dense)
         metadata.seen = see_step(self.methods, requests, dense, before)
         if not requests.calm:
@@ -138,7 +146,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
                     assert split.whole.index is not None, "others are in plans"
                     whole = np.concatenate([split.whole.index.numpy(), whole])
         return StepContexts(
-            requests=requests.runner.input_batch.req_ids[: len(lens)],
+            requests=requests.batch[: len(lens)],
             before=before,
             lens=lens,
             block_table=dense.block_table.numpy(),

@@ -64,9 +64,8 @@ class RowPlanner:
             Plans for those that attend to parts of their contexts; and the places of the rest.
         """
         lens = dense.seq_lens.numpy()[:count]
-        assert common.is_prefilling is not None, "vLLM's V1 model runner provides this"
         seats = self._requests.seats(count)
-        decodes = ~common.is_prefilling.numpy()[:count] & ~self._requests.reading(seats, lens)
+        decodes = self._requests.decodes(seats, lens)
         batch = self._requests.select(seats)
         pages = -(-lens // self._page_size)
         parts = split_rows(batch, pages, decodes)

@@ -97,9 +97,9 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"kv_retrieval.page_size={config.page_size} is not supported on this CPU, where vLLM's "
             "attention takes multiples of 32; use 32."
         )
-    if vllm_config.use_v2_model_runner:
+    if vllm_config.scheduler_config.async_scheduling:
         raise RetrievalConfigError(
-            f"{method} on the CPU needs vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0."
+            f"{method} on the CPU follows one step after the other; set --no-async-scheduling."
         )
     check_steps(vllm_config.scheduler_config, config)
     check_shape(model.dtype, head_size, method)

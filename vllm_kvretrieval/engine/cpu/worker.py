@@ -12,13 +12,13 @@ from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_kvretrieval import compat
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, ISAS, ISAS_OF_ROWS, PrefillStaging
 from vllm_kvretrieval.attention.cpu.support import ATTENDED
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
-from vllm_kvretrieval.engine.cpu.allocation import allocate_kv_cache
 from vllm_kvretrieval.engine.cpu.choosers import Choosers
 from vllm_kvretrieval.engine.cpu.linear import widen_linear_layers
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
@@ -26,9 +26,12 @@ from vllm_kvretrieval.engine.cpu.report import log_start
 from vllm_kvretrieval.engine.cpu.store import geometry_of
 from vllm_kvretrieval.engine.cpu.storing import StoringWorker
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
+from vllm_kvretrieval.engine.places import move_kv_cache
 from vllm_kvretrieval.engine.requests import RequestTable
+from vllm_kvretrieval.engine.running import notes
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.limits import SCARCE, explained
 from vllm_kvretrieval.methods import (
     EngineFacts,
@@ -88,24 +91,30 @@ class RetrievalCPUWorker(StoringWorker):
         if self.attention.own and (count := widen_linear_layers(self.model_runner.get_model())):
             logger.info("%d linear layers multiply prompts in float32.", count)
 
-    def _allocate_kv_cache(
-        self, kv_cache_config: Any, kernel_block_sizes: list[int], **_: Any
-    ) -> dict[str, torch.Tensor]:
+    def _allocate_kv_cache(self, kv_cache_config: Any, **options: Any) -> None:
         """Allocate the KV cache. It replaces the model runner's method if there is a slow home."""
         assert self.tiers is not None
-        layers = kv_cache_config.kv_cache_tensors[0].layers
-        self.in_home = layers if self.tiers.streams_dense else self.retrieving(layers)
-        stored = self.stored
-        kv_caches, self.home = allocate_kv_cache(
-            self.model_runner,
-            kv_cache_config,
-            kernel_block_sizes,
-            self.in_home,
-            directory_for(self.retrieval_config.home_directory),
-            None if self.encoding is None else self.tiers.home // len(self.in_home),
-            None if stored is None else stored.file(geometry_of(self.tiers, len(self.in_home))),
-        )
-        return kv_caches
+        runner, config = self.model_runner, self.retrieval_config
+        allocated = compat.one_block(self.vllm_config, kv_cache_config)
+        type(runner).initialize_kv_cache(runner, allocated, **options)
+        (tensor,) = kv_cache_config.kv_cache_tensors
+        names = tensor.layers
+        self.in_home = names if self.tiers.streams_dense else self.retrieving(names)
+        self.home = self._make_home(tensor.layer_stride)
+        dense = [name for name in names if name not in self.in_home]
+        memory = torch.zeros(len(dense) * tensor.layer_stride, dtype=torch.int8)
+        places = (dense, memory), (self.in_home, self.home.memory)
+        move_kv_cache(runner, kv_cache_config, config.page_size, places)
+
+    def _make_home(self, layer_bytes: int) -> DiskHome | EncodedHome:
+        """The slow home of the layers ``in_home``, whose caches take so many bytes each."""
+        assert self.tiers is not None
+        count, stored = len(self.in_home), self.stored
+        directory = directory_for(self.retrieval_config.home_directory)
+        file = None if stored is None else stored.file(geometry_of(self.tiers, count))
+        if self.encoding is None:
+            return DiskHome(directory, count, layer_bytes, MappingGuard, file)
+        return EncodedHome(directory, count, layer_bytes, self.tiers.home // count, file)
 
     @property
     def encoding(self) -> Codec | None:
@@ -113,8 +122,8 @@ class RetrievalCPUWorker(StoringWorker):
         return None if self.tiers is None else self.retrieval_config.encoding
 
     def _zero_blocks(self, block_ids: list[int]) -> None:
-        """Fill blocks with zeros. It replaces the model runner's method, which takes pages for
-        blocks."""
+        """Fill blocks with zeros. It replaces the method of vLLM's V1 runner, which takes pages
+        for blocks."""
         layers = self.vllm_config.compilation_config.static_forward_context
         for group in self.model_runner.kv_cache_config.kv_cache_groups:
             if isinstance(group.kv_cache_spec, FullAttentionSpec):
@@ -130,8 +139,9 @@ class RetrievalCPUWorker(StoringWorker):
     def _initialize(self, kv_cache_config: Any) -> None:
         if self.tiers is not None:
             self.tiers = self.tiers.of(kv_cache_config.num_blocks)
-            self.model_runner.initialize_kv_cache_tensors = self._allocate_kv_cache
-        self.model_runner._zero_block_ids = self._zero_blocks
+            self.model_runner.initialize_kv_cache = self._allocate_kv_cache
+        if not compat.is_v2(self.model_runner):
+            self.model_runner._zero_block_ids = self._zero_blocks
         super().initialize_from_config(kv_cache_config)
         self._use_huge_pages()
         config = self.retrieval_config
@@ -152,7 +162,7 @@ class RetrievalCPUWorker(StoringWorker):
             self.seats,
             heads,
             self.room,
-            self.model_runner,
+            compat.rows(self.model_runner),
             dense_share,
             own_heads,
             self.fixed_counts,
@@ -329,23 +339,28 @@ class RetrievalCPUWorker(StoringWorker):
             encoded,
         )
 
+    def compile_or_warm_up_model(self) -> Any:
+        """See ``CPUWorker.compile_or_warm_up_model``, whose requests are not counted."""
+        times = super().compile_or_warm_up_model()
+        if self.requests is not None:
+            self.requests.take_counts()
+        return times
+
     def execute_model(self, scheduler_output: Any) -> Any:
         assert self.requests is not None
         finished, preempted = scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids
         if finished or preempted:
             seats = self.requests.release(finished, preempted or ())
             self.storage.leave(seats, [*finished, *(preempted or ())])
-        arrived = {new.req_id for new in scheduler_output.scheduled_new_reqs}
-        arrived |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
         self.requests.begin_step(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.total_num_scheduled_tokens,
-            arrived,
+            notes(scheduler_output, self.requests.notes),
         )
         self.storage.begin_step(scheduler_output)
         self._copy_index(scheduler_output.kv_cache_block_copies)
         if self.requests.loaded is not None:
-            self.requests.loaded.begin_step(getattr(scheduler_output, FIELD))
+            self.requests.loaded.begin_step(getattr(scheduler_output, FIELD, ()))
         output = super().execute_model(scheduler_output)
         self.requests.end_step()
         self.storage.end_step(scheduler_output.total_num_scheduled_tokens)

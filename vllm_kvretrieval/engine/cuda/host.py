@@ -2,16 +2,14 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy, deepcopy
+from copy import copy
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.utils import bind_kv_cache_to_layers, map_kv_caches_to_kernel_blocks
 
 from vllm_kvretrieval.attention.cuda.far import FarTier
 from vllm_kvretrieval.attention.cuda.staging import Staging
@@ -23,7 +21,7 @@ from vllm_kvretrieval.engine.memory import (
     check_scheduler_knows,
     workers_here,
 )
-from vllm_kvretrieval.engine.views import layer_views
+from vllm_kvretrieval.engine.places import move_kv_cache
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import available_memory
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -103,29 +101,17 @@ def log_tiers(config: RetrievalConfig, tiers: HostTiers, block_size: int) -> Non
     )
 
 
-def one_block(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
-    """The same cache configuration with a single block, as vLLM makes small caches itself."""
-    cache_config = vllm_config.cache_config
-    given, cache_config.num_gpu_blocks_override = cache_config.num_gpu_blocks_override, 1
-    try:
-        groups = kv_cache_config.kv_cache_groups
-        return get_kv_cache_config_from_groups(vllm_config, groups, available_memory=0)
-    finally:
-        cache_config.num_gpu_blocks_override = given
-
-
 def move_home(
     runner: Any, kv_cache_config: KVCacheConfig, at_home: Sequence[str], map_home: MapHome
 ) -> None:
     """Put some layers of a model runner's KV cache in host memory.
 
     Args:
-        runner: vLLM's V2 model runner, with a cache of :func:`one_block`, which is released.
+        runner: vLLM's V2 model runner, with a cache of one block, which is released.
         kv_cache_config: The cache that it gets; a single group of layers that are all alike.
         at_home: Names of the layers in host memory, in the order of the model.
         map_home: Makes the host memory.
     """
-    runner.kv_cache_config = kv_cache_config = deepcopy(kv_cache_config)
     (tensor,) = kv_cache_config.kv_cache_tensors
     dense = [name for name in tensor.layers if name not in at_home]
     began, nbytes = time.monotonic(), len(at_home) * tensor.layer_stride
@@ -138,19 +124,8 @@ def move_home(
         nbytes / 2**30 / max(seconds, 1e-9),
     )
     memory = torch.zeros(len(dense) * tensor.layer_stride, dtype=torch.int8, device=runner.device)
-    kv_caches = layer_views(
-        kv_cache_config,
-        runner.cache_config.get_resolved_kv_cache_layout(),
-        runner.kernel_block_sizes[0],
-        ((dense, memory), (at_home, home)),
-    )
-    attn_groups = [g for groups in runner.attn_groups for g in groups]
-    bind_kv_cache_to_layers(
-        map_kv_caches_to_kernel_blocks(kv_caches, attn_groups),
-        runner.compilation_config.static_forward_context,
-        kv_cache_groups=kv_cache_config.kv_cache_groups,
-    )
-    runner.kv_caches = list(kv_caches.values())
+    places = (dense, memory), (at_home, home)
+    kv_caches = move_kv_cache(runner, kv_cache_config, runner.kernel_block_sizes[0], places)
     if has_kv_transfer_group():  # the connector knows only the small cache
         get_kv_transfer_group().register_kv_caches(kv_caches)
 

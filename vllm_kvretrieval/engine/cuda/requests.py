@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
-from vllm_kvretrieval.engine.requests import logger, read_options
+from vllm_kvretrieval.engine.running import Note, logger, read_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -123,9 +123,9 @@ class RunningRequests:
         self._tables.append(table)
         return DeviceRequests(table.gpu, self.corrected)
 
-    def admit(self, req_id: str, seat: int, extra_args: Mapping[str, Any] | None) -> None:
+    def admit(self, req_id: str, seat: int, note: Note) -> None:
         """Give a request its seat, and stage its options."""
-        options = read_options(req_id, extra_args, self.config)
+        options = read_options(req_id, note.extra_args, self.config)
         row = self._options[seat]
         row[:] = 0
         row[Column.SINK], row[Column.WINDOW] = options.budget.sink, options.budget.window

@@ -10,11 +10,13 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.support import WITHOUT, has_foreign_connector
-from vllm_kvretrieval.engine.cuda.host import limit_seats, move_home, one_block
+from vllm_kvretrieval.compat import one_block
+from vllm_kvretrieval.engine.cuda.host import limit_seats, move_home
 from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, groups_that_retrieve, retrieving
 from vllm_kvretrieval.engine.cuda.requests import Batch, RunningRequests
 from vllm_kvretrieval.engine.cuda.side import SideStream, SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
+from vllm_kvretrieval.engine.running import notes
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import triton
 from vllm_kvretrieval.kernels.triton.mapped import map_host
@@ -131,10 +133,8 @@ class RetrievalModelRunner(GPUModelRunner):
                 f"{self.scheduler_config.max_num_seqs} that there is room for"
             )
         super().add_requests(scheduler_output)
-        for new in scheduler_output.scheduled_new_reqs:
-            extra_args = getattr(new.sampling_params, "extra_args", None)
-            seat = self.req_states.req_id_to_index[new.req_id]
-            self.running.admit(new.req_id, seat, extra_args)
+        for req_id, note in notes(scheduler_output, {}).items():
+            self.running.admit(req_id, self.req_states.req_id_to_index[req_id], note)
         self.running.apply()
 
     def _remove_request(self, req_id: str) -> bool:

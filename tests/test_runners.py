@@ -1,0 +1,126 @@
+"""vLLM's V1 and V2 model runners serve the same answers, to the last bit.
+
+Both engines run in one process (``tests/runners.py``), over a small random Llama. A cache that is
+too small for three long requests lets one of them be preempted.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests import runners
+from tests.engine import Request, by, prompt, random_llama
+
+pytestmark = pytest.mark.engine
+
+OPTIONS: dict[str, Any] = {
+    "attention_backend": "freekv",
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "block_size": 32,
+    "num_gpu_blocks_override": 26,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+}
+BUDGET = {"budget": 128, "sink": 32, "window": 32}
+HOUSES: dict[str, dict[str, Any]] = {
+    "memory": BUDGET | {"also": ["kvretrieval", "quest", "streamingllm", "snapkv"]},
+    "file": BUDGET | {"also": ["quest"], "home": "disk"},
+}
+
+
+def crowd(methods):
+    """Prompts in chunks beside requests that decode; one is aborted, and one waits for a seat."""
+    return [
+        Request(prompt(200), 10, {}, cache=True),
+        Request(prompt(90), 12, {}),
+        Request(prompt(330), 6, {"correction_threshold": 1.0}, arrives=1),
+        Request(prompt(250), 9, {}, arrives=2, aborts=9),
+        *(
+            Request(prompt(180 + number), 6, by(method), arrives=3 + number)
+            for number, method in enumerate(methods)
+        ),
+        Request(prompt(260), 5, {"exact": True}, arrives=5),
+    ]
+
+
+def again():
+    """Requests with a beginning that is in the prefix cache."""
+    return [
+        Request(prompt(200), 8, {}, cache=True),
+        Request(prompt(200), 6, {}, arrives=3, cache=True),
+        Request(prompt(200)[:130] + prompt(60), 6, {}, arrives=4, cache=True),
+    ]
+
+
+def outgrowing():
+    """Three requests that outgrow the cache."""
+    return [Request(prompt(n), 20, {}) for n in (250, 249, 248)]
+
+
+class Served:
+    """What an engine has answered, by its model runner."""
+
+    def __init__(self, pool, model, house):
+        self.pool, methods = pool, HOUSES[house]["also"]
+        options = OPTIONS | {"additional_config": {"kv_retrieval": HOUSES[house]}}
+        self.modules, self.answers = {}, {}
+        for runner in ("v1", "v2"):
+            self._call(runners.open_engine, runner, model, options)
+            self.modules[runner] = self._call(runners.describe)
+            self.answers[runner] = {
+                "crowd": self._call(runners.drive, crowd(methods)),
+                "idle": self._call(runners.idle),
+                "again": self._call(runners.drive, again()),
+                "outgrowing": self._call(runners.drive_preempting, outgrowing()),
+                "session": self._call(
+                    runners.converse, [prompt(200), prompt(100), prompt(1)], 6, {}
+                ),
+                "left": self._call(runners.left),
+            }
+            self._call(runners.close_engine)
+
+    def _call(self, function, *args):
+        return self.pool.submit(function, *args).result()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return random_llama(tmp_path_factory.mktemp("toy") / "model", layers=3, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with runners.start() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", params=HOUSES)
+def served(request, pool, model):
+    return Served(pool, model, request.param)
+
+
+def test_both_runners_have_served(served):
+    assert served.modules == {
+        "v1": "vllm.v1.worker.cpu_model_runner",
+        "v2": "vllm.v1.worker.cpu.model_runner",
+    }
+
+
+@pytest.mark.parametrize("part", ["crowd", "again", "outgrowing", "session"])
+def test_answers_do_not_depend_on_the_runner(served, part):
+    """Batches with chunks of prompts, prefix hits, a preempted request, and a session."""
+    first, second = (served.answers[runner][part] for runner in ("v1", "v2"))
+    assert first == second
+
+
+def test_the_parts_are_what_they_are_meant_to_be(served):
+    answers = served.answers["v2"]
+    assert answers["idle"]
+    assert [answer.cached for answer in answers["again"][1:]] == [192, 128]
+    _, preempted = answers["outgrowing"]
+    assert preempted
+    assert len(answers["session"]) == 3
+    assert answers["left"] == 0, "no request has kept its seat"

@@ -1,0 +1,107 @@
+"""What differs between vLLM's versions and model runners; nothing of our own behaviour.
+
+What a version has is found out by imports, not by its number, so nightly builds are served, too.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+TESTED = ("0.32", "0.33")
+"""Releases of vLLM that this release is tested with, in order: the two latest when it was made."""
+
+
+class Support(Enum):
+    """What is known of a version of vLLM."""
+
+    TESTED = "tested"
+    OLDER = "older than those tested"
+    NEWER = "newer than those tested"
+
+
+def support(version: str) -> Support:
+    """What is known of a version of vLLM.
+
+    Args:
+        version: As vLLM says it, such as ``0.33.0+cpu``.
+    """
+    first, second, *_ = version.split(".")
+    if f"{first}.{second}" in TESTED:
+        return Support.TESTED
+    known = tuple(map(int, TESTED[-1].split(".")))
+    return Support.NEWER if (int(first), int(second)) > known else Support.OLDER
+
+
+def is_v2(runner: Any) -> bool:
+    """Whether a model runner is vLLM's V2 runner; otherwise it is its V1 runner."""
+    return bool(runner.vllm_config.use_v2_model_runner)
+
+
+def rows(runner: Any) -> Callable[[Any], Sequence[str]]:
+    """What tells the requests of a step in batch order, by id.
+
+    Args:
+        runner: vLLM's model runner; its V2 runner is followed from now on.
+
+    Returns:
+        A function of the step's ``CommonAttentionMetadata``, for metadata builders.
+    """
+    if not is_v2(runner):
+        return lambda common: list(runner.input_batch.req_ids[: common.num_reqs])
+    prepare_inputs, ids = runner.prepare_inputs, list[str]()
+
+    def noting(*args: Any, **options: Any) -> Any:
+        batch = prepare_inputs(*args, **options)
+        ids[:] = batch.req_ids
+        return batch
+
+    runner.prepare_inputs = noting
+    return lambda common: ids[: common.num_reqs]
+
+
+def _builder(vllm_config: Any) -> Any:
+    """What makes configurations of KV caches since vLLM 0.33; None: there is no such thing."""
+    try:
+        from vllm.v1.core.kv_cache_config_builder import (  # type: ignore[import-not-found]
+            get_kv_cache_config_builder,
+        )
+    except ModuleNotFoundError:
+        return None
+    return get_kv_cache_config_builder(vllm_config)
+
+
+def kv_cache_groups(vllm_config: Any, specs: Mapping[str, Any]) -> list["KVCacheGroupSpec"]:
+    """Layers in groups that share block tables, as vLLM makes them of a worker's specs."""
+    if (builder := _builder(vllm_config)) is not None:
+        from vllm.v1.core.kv_cache_planning import (  # type: ignore[import-not-found]
+            get_kv_cache_groups_from_builder,
+        )
+
+        found: list[KVCacheGroupSpec] = get_kv_cache_groups_from_builder(
+            builder, vllm_config, dict(specs)
+        )
+        return found
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+    return get_kv_cache_groups(vllm_config, dict(specs))
+
+
+def one_block(vllm_config: Any, kv_cache_config: "KVCacheConfig") -> "KVCacheConfig":
+    """The same configuration of a KV cache with a single block."""
+    groups = kv_cache_config.kv_cache_groups
+    if (builder := _builder(vllm_config)) is not None:
+        made: KVCacheConfig = builder.get_kv_cache_config_from_groups(
+            vllm_config, groups, num_blocks=1
+        )
+        return made
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+
+    cache_config = vllm_config.cache_config
+    given, cache_config.num_gpu_blocks_override = cache_config.num_gpu_blocks_override, 1
+    try:
+        return get_kv_cache_config_from_groups(vllm_config, groups, available_memory=0)
+    finally:
+        cache_config.num_gpu_blocks_override = given
