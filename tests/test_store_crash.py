@@ -2,34 +2,77 @@
 
 import random
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing import Pipe
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from tests import workers
 from tests.engine import random_llama
-from tests.store_crash import BLOCK, SEEDS, ask, start
+from tests.store_crash import BLOCK, SEEDS, ask, serve, start
 from tests.store_model import contents
 from vllm_kvretrieval.store.files import Folder
 from vllm_kvretrieval.store.store import open_store, store_names
 
-ROUNDS, MANY = 3, 40
+ROUNDS, MANY, PIECES = 4, 25, 8
 LONGEST_S = 4.0
+LATE_S = 1.5
 READY_S = 200
 
 pytestmark = [pytest.mark.engine]
 
 
-def kill(child, chance):
-    """Kill scheduler, worker, or both with everything else; what is left has to end by itself."""
-    processes = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
-    workers = [p for p in processes if "Worker" in p.name()]
-    victims = chance.choice([processes[:1], workers or processes, processes])
-    for victim in victims:
+def parts(front):
+    """Front end, engine core and worker of the server that runs, as far as there are any."""
+    server = workers.server()
+    assert server is not None
+    others = [p for p in psutil.Process(server).children() if p.pid != front.pid]
+    return [psutil.Process(front.pid), *others]
+
+
+def kill(front, chance):
+    """Kill one part of the server, or all of it; and after a while all but the worker.
+
+    Returns:
+        What has to end by itself.
+    """
+    found = parts(front)
+    for victim in chance.choice([*([part] for part in found), found]):
         victim.send_signal(signal.SIGKILL)
-    return processes
+    time.sleep(chance.random() * LATE_S)
+    found = [*{*found, *parts(front)}]
+    own = [part for part in found if "Worker" not in part.name()]
+    for part in own:
+        part.kill()
+    psutil.wait_procs(own)
+    return [part for part in found if part not in own]
+
+
+def one_life(model, directory, chance, start_s):
+    """Run a server, and kill it at some moment: in its start, its work, or its orderly end.
+
+    Returns:
+        The seconds of its start, as far as known, and what has to end by itself.
+    """
+    ready, told = Pipe()
+    front = workers.context().Process(target=serve, args=(model, directory, told))
+    begin = time.monotonic()
+    front.start()
+    told.close()
+    if start_s and chance.random() < 0.2:
+        time.sleep(chance.random() * start_s)
+    else:
+        assert ready.poll(READY_S), "the server does not start"
+        assert ready.recv()
+        start_s = time.monotonic() - begin
+        time.sleep(chance.random() * LONGEST_S)
+        if chance.random() < 0.2:
+            front.terminate()
+            time.sleep(chance.random())
+    left = kill(front, chance)
+    front.join()
+    return start_s, left
 
 
 def blocks(directory):
@@ -46,26 +89,19 @@ def blocks(directory):
     return found, damaged
 
 
-@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rounds",
+    [ROUNDS, *(pytest.param(MANY, marks=pytest.mark.slow, id=f"{i}") for i in range(PIECES))],
+)
 def test_kills(tmp_path, rounds):
-    """Of the scheduler, the worker, or all: at the start, in prefill, in decode, in eviction."""
-    chance = random.Random(time.time_ns())
+    """Of any part, or all: at the start, in prefill, in decode, in eviction, at the end."""
+    seed = time.time_ns()
+    print("seed", seed)
+    chance, start_s, left = random.Random(seed), 0.0, []
     model, directory = random_llama(tmp_path / "model", 4, 2), str(tmp_path / "store")
-    left = []
     for _ in range(rounds):
-        command = [sys.executable, "-m", "tests.store_crash", model, directory]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:
-            assert child.stdout is not None
-            lines = []
-            for line in child.stdout:
-                lines.append(line)
-                if line == b"ready\n":
-                    break
-            else:
-                pytest.fail(b"".join(lines).decode()[-5000:])
-            time.sleep(chance.random() * LONGEST_S)
-            left += kill(child, chance)
-            child.kill()
+        start_s, alone = one_life(model, directory, chance, start_s)
+        left += alone
     found, _ = blocks(directory)
     answers = {}
     with start(model, directory) as llm:

@@ -108,8 +108,8 @@ class Life:
         self.stepper.add(tokens, self.random.randrange(1, 3 * BLOCK), options)
 
     def end(self):
+        self.home.close()
         self.scheduler.shutdown()
-        self.home._lock.close()
 
 
 def prompt(document, blocks=8):
@@ -184,6 +184,19 @@ def test_a_reset_empties_the_store(tmp_path):
     life = Life(directory, stepper(directory))
     assert life.stepper.ask(prompt(1), 4)[1] == 0
     life.end()
+
+
+def test_a_reset_counts_if_the_server_stops_at_once(tmp_path):
+    """The worker may store a block after the reset, and no step tells it of the reset."""
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    life.stepper.ask(prompt(1), 4)
+    records = life.store.records()
+    assert life.scheduler.reset_prefix_cache()
+    for block, record in records.items():
+        life.store.commit(block, record)
+    life.end()
+    assert check_all(directory) == (0, 0)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -221,7 +221,8 @@ class StoredBlocks:
             blocks.clear()
 
     def close(self) -> None:
-        """Close the store; others may use it then."""
+        """Close the store; others may use it then. The workers have ended before."""
         self._checkers.shutdown(cancel_futures=True)
+        self._store.void(self._step.void)
         self._store.close()
         release(self._locks)

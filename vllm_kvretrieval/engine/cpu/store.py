@@ -1,4 +1,4 @@
-"""The worker's half of a store: it writes what a step has completed, and reads what one needs."""
+"""The worker's half of a store: it hands on what a step has completed, and reads what one needs."""
 
 import io
 import os
@@ -10,6 +10,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 
+from vllm_kvretrieval.engine.cpu.store_writer import BlockWriter
 from vllm_kvretrieval.engine.store_steps import StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import RecallCache
@@ -35,8 +36,6 @@ from vllm_kvretrieval.tiers.sizes import Cache, Tiers
 
 logger = init_logger("vllm.kvretrieval.store")
 
-PATIENCE = 3
-"""Blocks that cannot be stored, one after the other, before no more are tried."""
 WAIT_S = 60.0
 """How long a new worker waits for one of an earlier server that has yet to end its last step."""
 STOPS_S = 5.0
@@ -66,9 +65,9 @@ class HomeStore:
         self._pages = 1
         self._lost: LostBlocks | None = None
         self._pending: dict[int, Record] = {}
-        self._failures = 0
-        self._written = self._found = 0
+        self._found = 0
         self._store: Store | None = None
+        self._writer: BlockWriter | None = None
         self.blocks: int | None = None
         with self._explained(), closing(Folder.at(directory, make=True)) as root:
             others = [name for name in store_names(root) if name != self.name]
@@ -89,6 +88,7 @@ class HomeStore:
         with closing(root.folder(self.name)) as folder:
             self._lock = take_worker_lock(folder)
         self._store = Store(root.folder(self.name), write=True)
+        self._writer = BlockWriter(self._store, os.sched_getaffinity(os.getppid()))
         self.blocks = self._store.geometry.blocks
 
     def blocks_for(self, cache: Cache, config: RetrievalConfig, wanted: int | None) -> int:
@@ -178,9 +178,11 @@ class HomeStore:
     def begin_step(self, step: StoreStep) -> None:
         """Follow a step before it computes; what it relies on and cannot be read is lost."""
         assert self._store is not None
+        assert self._writer is not None
         assert self._lost is not None
         for block in step.void:
             self._pending.pop(block, None)
+        self._writer.give_up(step.void)
         try:
             self._store.void(step.void)
         except OSError as error:
@@ -213,33 +215,29 @@ class HomeStore:
         If home has lost something that the step may have read, nothing is stored.
         """
         assert self._lost is not None
+        assert self._writer is not None
+        self._writer.look()
         if self._lost.some:
             self._pending.clear()
             return
         self._pending.update(step.commit)
         complete = [block for block in self._pending if self._closed(block)]
         for block in complete:
-            self._commit(block, self._pending.pop(block))
-
-    def _commit(self, block: int, record: Record) -> None:
-        assert self._store is not None
-        if self._failures >= PATIENCE:
-            return
-        try:
-            side = [part[block].numpy() for part in self._parts]
-            self._store.write_side(block, b"".join(data.tobytes() for data in side))
-            self._store.commit(block, record)
-            self._failures, self._written = 0, self._written + 1
-        except OSError as error:
-            self._failures += 1
-            more = "" if self._failures < PATIENCE else " No more are stored until the next start."
-            logger.error("store: a block cannot be stored (%s).%s", error, more)
+            side = b"".join(part[block].numpy().tobytes() for part in self._parts)
+            self._writer.write(block, self._pending.pop(block), side)
 
     def take_counts(self) -> dict[str, int]:
         """Blocks written, and blocks of an earlier run that were found, since the last call."""
-        counts = {"store_blocks_written": self._written, "store_blocks_found": self._found}
-        self._written = self._found = 0
-        return counts
+        assert self._writer is not None
+        written, self._writer.written = self._writer.written, 0
+        found, self._found = self._found, 0
+        return {"store_blocks_written": written, "store_blocks_found": found}
+
+    def close(self) -> None:
+        """Store what has yet to be stored; others may use the store then."""
+        if self._writer is not None:
+            self._writer.close()
+            self._lock.close()
 
     def _closed(self, block: int) -> bool:
         """Whether all pages of a block have got their final form in home, in all layers."""

@@ -40,6 +40,12 @@ class StoringWorker(PlanningWorker):
         self.stored.end_step(step)
         return output
 
+    def shutdown(self) -> None:
+        """See ``Worker.shutdown``; before, the store gets what it has yet to get."""
+        if self.stored is not None:
+            self.stored.close()
+        super().shutdown()
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """See ``Worker.reload_weights``; refused with a store."""
         self._check_weights_stay()
