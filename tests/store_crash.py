@@ -18,7 +18,7 @@ from tests.engine import Request, drive, engine, prompt
 from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
 
 BLOCK = 128
-LENGTH, GENERATED = 6 * BLOCK + 20, 2 * BLOCK
+LENGTH, GENERATED = 6 * BLOCK + 20, BLOCK + 20
 SEEDS = range(8)
 OPTIONS = {
     "attention_backend": "kvretrieval",

@@ -1,7 +1,7 @@
 """An engine with a store is killed at random moments: nothing wrong is found, ever."""
 
+import contextlib
 import random
-import signal
 import time
 from multiprocessing import Pipe
 
@@ -10,11 +10,12 @@ import pytest
 
 from tests import workers
 from tests.engine import random_llama
-from tests.store_crash import BLOCK, SEEDS, ask, serve, start
+from tests.store_crash import BLOCK, GENERATED, LENGTH, SEEDS, ask, serve, start
 from tests.store_model import contents
 from vllm_kvretrieval.store.files import Folder
 from vllm_kvretrieval.store.store import open_store, store_names
 
+BLOCKS = (LENGTH + GENERATED - 1) // BLOCK
 ROUNDS, MANY, PIECES = 4, 25, 8
 LONGEST_S = 4.0
 LATE_S = 1.5
@@ -23,30 +24,37 @@ READY_S = 200
 pytestmark = [pytest.mark.engine]
 
 
-def parts(front):
+def parts():
     """Front end, engine core and worker of the server that runs, as far as there are any."""
     server = workers.server()
     assert server is not None
-    others = [p for p in psutil.Process(server).children() if p.pid != front.pid]
-    return [psutil.Process(front.pid), *others]
+    return psutil.Process(server).children()
 
 
-def kill(front, chance):
+def is_worker(part):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "Worker" in part.name()
+    return False
+
+
+def kill(chance):
     """Kill one part of the server, or all of it; and after a while all but the worker.
 
     Returns:
         What has to end by itself.
     """
-    found = parts(front)
+    found = parts()
     for victim in chance.choice([*([part] for part in found), found]):
-        victim.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
     time.sleep(chance.random() * LATE_S)
-    found = [*{*found, *parts(front)}]
-    own = [part for part in found if "Worker" not in part.name()]
+    left = parts()
+    own = [part for part in left if not is_worker(part)]
     for part in own:
-        part.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            part.kill()
     psutil.wait_procs(own)
-    return [part for part in found if part not in own]
+    return [part for part in left if part not in own]
 
 
 def one_life(model, directory, chance, start_s):
@@ -70,7 +78,7 @@ def one_life(model, directory, chance, start_s):
         if chance.random() < 0.2:
             front.terminate()
             time.sleep(chance.random())
-    left = kill(front, chance)
+    left = kill(chance)
     front.join()
     return start_s, left
 
@@ -89,6 +97,18 @@ def blocks(directory):
     return found, damaged
 
 
+def new_blocks(directory, before):
+    """Contents of the blocks of the latest answer, when all of them are stored."""
+    known = set().union(*before)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        new = {key: data for key, data in blocks(directory)[0].items() if key not in known}
+        if len(new) == BLOCKS:
+            return new
+        time.sleep(0.1)
+    pytest.fail(f"{len(new)} of {BLOCKS} blocks have been stored")
+
+
 @pytest.mark.parametrize(
     "rounds",
     [ROUNDS, *(pytest.param(MANY, marks=pytest.mark.slow, id=f"{i}") for i in range(PIECES))],
@@ -102,23 +122,25 @@ def test_kills(tmp_path, rounds):
     for _ in range(rounds):
         start_s, alone = one_life(model, directory, chance, start_s)
         left += alone
-    found, _ = blocks(directory)
-    answers = {}
-    with start(model, directory) as llm:
-        answers = {seed: ask(llm, seed) for seed in SEEDS}
     psutil.wait_procs(left, timeout=60)
     assert not [p for p in left if p.is_running()], "a worker has outlived its server"
+    found, _ = blocks(directory)
+    answers, fresh = {}, dict[int, dict[tuple[bytes, int], bytes]]()
     with start(model, str(tmp_path / "fresh")) as llm:
-        fresh: dict[tuple[bytes, int], bytes] = {}
         for seed in SEEDS:
+            answers[seed] = ask(llm, seed)
+            assert answers[seed].cached == 0
+            fresh[seed] = new_blocks(str(tmp_path / "fresh"), fresh.values())
+    assert found
+    right = {key: data for own in fresh.values() for key, data in own.items()}
+    wrong = [key for key, data in found.items() if right[key] != data]
+    assert not wrong, f"{len(wrong)} of {len(found)} blocks are wrong"
+    most_found_first = sorted(SEEDS, key=lambda seed: -len(fresh[seed].keys() & found.keys()))
+    with start(model, directory) as llm:
+        for number, seed in enumerate(most_found_first):
             answer = ask(llm, seed)
-            assert answer.cached == 0
             assert (answer.tokens, answer.logprobs) == (
                 answers[seed].tokens,
                 answers[seed].logprobs,
             )
-            fresh |= blocks(str(tmp_path / "fresh"))[0]
-    assert found
-    assert sum(answer.cached for answer in answers.values()) >= BLOCK
-    wrong = [key for key, data in found.items() if fresh[key] != data]
-    assert not wrong, f"{len(wrong)} of {len(found)} blocks are wrong"
+            assert number or answer.cached >= BLOCK
