@@ -164,12 +164,6 @@ def dearer(turns: dict[str, list[dict[str, float]]], what: str) -> float:
     return median(one[what] / other[what] for one, other in pairs) - 1
 
 
-def ask(engine: EngineProcess, prompt: list[int], steps: int) -> dict[str, float]:
-    """Seconds to the first token, and milliseconds of a decode step."""
-    timing = engine.generate([prompt], steps)
-    return {"first_token_s": timing.first_token[0], "step_ms": 1000 * median(timing.steps)}
-
-
 def show(context: int, figures: dict[str, Any]) -> None:
     """Print the figures of a document."""
     print(f"{context} tokens")

@@ -1,7 +1,7 @@
 """Blocks on their way into a store: a thread writes them, sums them, and records them."""
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from vllm.logger import init_logger
@@ -13,15 +13,13 @@ logger = init_logger("vllm.kvretrieval.store")
 
 PATIENCE = 3
 """Blocks that cannot be stored, one after the other, before no more are tried."""
-MOST_WAITING = 256
-"""Blocks that may wait for the thread; their parts beside home are copies in memory."""
 
 
 class BlockWriter:
     """Stores complete blocks while the engine goes on.
 
-    The sum of a block takes milliseconds, during which hashing lets other threads run. A block that
-    is about to be overwritten has to be given up before.
+    Copying and hashing a block takes milliseconds, and lets other threads run meanwhile. A complete
+    block does not change any more; one that is about to be overwritten has to be given up before.
 
     Args:
         store: Where blocks are stored; open for writing.
@@ -41,19 +39,16 @@ class BlockWriter:
         self._failures = 0
         self.written = 0
 
-    def write(self, block: int, record: Record, side: bytes) -> None:
-        """Store a block; where too many wait, wait for the first of them.
+    def write(self, block: int, record: Record, side: Sequence[memoryview]) -> None:
+        """Store a block.
 
         Args:
             block: Its number; its pages are complete in home.
             record: Its record, whose sum is missing.
-            side: What it has outside of home.
+            side: What it has outside of home, in bytes.
         """
-        if self._failures >= PATIENCE:
-            return
-        if len(self._waiting) >= MOST_WAITING:
-            self._end(next(iter(self._waiting)))
-        self._waiting[block] = self._thread.submit(self._write, block, record, side)
+        if self._failures < PATIENCE:
+            self._waiting[block] = self._thread.submit(self._write, block, record, side)
 
     def give_up(self, blocks: Iterable[int]) -> None:
         """Store none of these blocks, or have stored them before this returns."""
@@ -73,7 +68,7 @@ class BlockWriter:
         self._thread.shutdown()
         self.look()
 
-    def _write(self, block: int, record: Record, side: bytes) -> None:
+    def _write(self, block: int, record: Record, side: Sequence[memoryview]) -> None:
         self._store.write_side(block, side)
         self._store.commit(block, record)
 
