@@ -1,4 +1,4 @@
-"""An engine with a store, to be killed: ``python -m tests.store_crash MODEL DIR``.
+"""A server with a store, to be killed: front end, engine core and worker in processes of their own.
 
 Every chunk of a prompt is a block, and one request runs at a time: whatever is found and whatever
 is computed, the same tokens have the same bytes.
@@ -6,13 +6,19 @@ is computed, the same tokens have the same bytes.
 
 import dataclasses
 import itertools
+import os
 import random
+import signal
 import sys
+from multiprocessing.connection import Connection
+
+from vllm import LLM
 
 from tests.engine import Request, drive, engine, prompt
+from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
 
 BLOCK = 128
-LENGTH, GENERATED = 6 * BLOCK + 20, 2 * BLOCK
+LENGTH, GENERATED = 6 * BLOCK + 20, BLOCK + 20
 SEEDS = range(8)
 OPTIONS = {
     "attention_backend": "kvretrieval",
@@ -25,11 +31,16 @@ OPTIONS = {
 }
 
 
-def start(model, directory):
-    """An engine whose store has room for a few of the prompts."""
+def retrieval(directory):
+    """Options of a store that has room for a few of the prompts."""
     room = 40 * 3 * 2 * 2 * BLOCK * 64 * 2
-    retrieval = {"home": "disk", "store": directory, "budget": 512, "home_bytes": room}
-    return engine(model, **OPTIONS, additional_config={"kv_retrieval": retrieval})
+    store = {"home": "disk", "store": directory, "home_bytes": room}
+    return {"kv_retrieval": store | {"budget": 512, "attention": "vllm"}}
+
+
+def start(model, directory):
+    """The same engine with its scheduler in this process."""
+    return engine(model, **OPTIONS, additional_config=retrieval(directory))
 
 
 def ask(llm, seed):
@@ -37,13 +48,24 @@ def ask(llm, seed):
     return dataclasses.replace(answer, steps=[])
 
 
-def main():
-    model, directory = sys.argv[1:]
-    with start(model, directory) as llm:
-        print("ready", flush=True)
+def serve(model: str, directory: str, ready: Connection) -> None:
+    """Be the front end, and ask at random until the end; SIGTERM is an orderly one.
+
+    To be run in a process of :func:`tests.workers.context`, which forks the others, too.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    os.environ |= all_cores() | {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    llm = LLM(
+        model,
+        dtype=preferred_dtype(),
+        distributed_executor_backend="mp",
+        disable_log_stats=True,
+        additional_config=retrieval(directory),
+        **OPTIONS,
+    )
+    try:
+        ready.send(True)
         for _ in itertools.count():
             ask(llm, random.choice(SEEDS))
-
-
-if __name__ == "__main__":
-    main()
+    finally:
+        llm.llm_engine.engine_core.shutdown()

@@ -5,8 +5,6 @@ import os
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from vllm_kvretrieval.store.contexts import NO_PARENT
 from vllm_kvretrieval.store.files import Folder, write_at
@@ -57,7 +55,7 @@ def write(store: Store, block: int, data: bytes) -> None:
         place = (layer * sizes.blocks + block) * sizes.layer_block_bytes
         begin = layer * sizes.layer_block_bytes
         write_at(store.pages_fd, data[begin : begin + sizes.layer_block_bytes], place)
-    store.write_side(block, data[sizes.layers * sizes.layer_block_bytes :])
+    store.write_side(block, [data[sizes.layers * sizes.layer_block_bytes :]])
 
 
 def block_bytes(sizes: Geometry) -> int:
@@ -121,23 +119,19 @@ class Lost:
         self.added |= blocks
 
 
-def storage(lost: Lost, encoded=(), pages_per_block: int = 1) -> Any:
-    """As much of what is in front of a home as its store knows."""
-    facts = SimpleNamespace(pages_per_block=pages_per_block)
-    return SimpleNamespace(lost=lost, encoded_pages=encoded, facts=facts)
-
-
 class FailingDisk:
     """Takes the place of ``os.pwrite``: fails, writes less, or ends the process.
 
     Attributes:
         left: Writes until then; None: never.
         error: What happens: a number of an error, ``"short"``, or ``"crash"``.
+        part: Share of the write that is done before.
     """
 
     def __init__(self, monkeypatch) -> None:
         self.left: int | None = None
         self.error: int | str = errno.ENOSPC
+        self.part = 0.5
         self.calls = 0
         self._pwrite = os.pwrite
         monkeypatch.setattr(os, "pwrite", self)
@@ -152,7 +146,7 @@ class FailingDisk:
 
     def _fail(self, fd, data, offset):
         self.left = None
-        done = self._pwrite(fd, data[: len(data) // 2], offset)
+        done = self._pwrite(fd, data[: int(self.part * len(data))], offset)
         if self.error == "crash":
             raise Crash
         if not isinstance(self.error, int):

@@ -2,6 +2,7 @@
 
 import pickle
 from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -13,9 +14,10 @@ from vllm_kvretrieval.engine.connector import (
     RetrievalConnector,
     RetrievalStats,
     connector_config,
+    gauge,
 )
 
-STEP = {
+STEP = dict.fromkeys(COUNTERS, 0) | {
     "units_attended": 100,
     "units_looked_up": 120,
     "units_missed": 12,
@@ -36,7 +38,7 @@ def test_stats_add_up():
     assert nothing.aggregate(nothing).is_empty()
     assert nothing.aggregate(once).data == once.aggregate(nothing).data == STEP
     twice = once.aggregate(RetrievalStats(STEP | {"slots_used/0": 60, "units_missed": 0}))
-    assert twice.data == {
+    assert twice.data == dict.fromkeys(COUNTERS, 0) | {
         "units_attended": 200,
         "units_looked_up": 240,
         "units_missed": 12,
@@ -66,8 +68,6 @@ def test_stats_add_up():
     }, "of two workers"
     in_memory = RetrievalStats(STEP | {"slots/0": 0})
     assert in_memory.reduce() == {"units attended": 100, "heads corrected": 4}
-    without = {key: value for key, value in STEP.items() if not key.startswith("store_")}
-    assert once.aggregate(RetrievalStats(without)).data["store_blocks_written"] == 5
     twice.reset()
     assert twice.is_empty()
 
@@ -92,6 +92,25 @@ def test_prometheus():
     for name in GAUGES:
         assert value(name, "1") == 2 * STEP[f"{name}/0"]
         assert metrics._metrics[name][1]._multiprocess_mode == "mostrecent"
+
+
+def test_the_scheduler_counts_what_it_sees_of_a_store():
+    """Its counters join those of the workers, and its silence about slots changes no gauge."""
+    config = SimpleNamespace(kv_transfer_config=connector_config())
+    worker = RetrievalConnector(config, KVConnectorRole.WORKER, None)
+    worker.report(1, set, lambda: {"store_blocks_written": 5, "slots/0": 80}, "kv-01")
+    scheduler: Any = RetrievalConnector(config, KVConnectorRole.SCHEDULER, None)
+    counts = [{"store_tokens_hit": 256}, {}]
+    stored = SimpleNamespace(take_counts=lambda: counts.pop(0))
+    scheduler.restore_by(lambda name: stored)
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
+    seen = scheduler.get_kv_connector_stats()
+    together = worker.get_kv_connector_stats().aggregate(seen).data
+    assert together["store_blocks_written"] == 5
+    assert together["store_tokens_hit"] == 256
+    assert gauge(together, "slots") == 80
+    assert not [key for key in seen.data if key.startswith("slots")]
+    assert scheduler.get_kv_connector_stats() is None
 
 
 def test_the_scheduler_learns_the_least_of_all_workers():

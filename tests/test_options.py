@@ -45,6 +45,7 @@ VALUES: dict[str, Any] = {
     "home_bytes": "1GiB",
     "home_path": "/tmp",
     "store": "/tmp/store",
+    "store_days": 30,
     "codec": "k8v4",
     "recall_cache_bytes": "1GiB",
 }

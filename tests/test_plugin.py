@@ -66,11 +66,14 @@ def test_installed_metadata():
     assert ours == {
         ("vllm.platform_plugins", "vllm_kvretrieval.plugin:activate_platform"),
         ("vllm.general_plugins", "vllm_kvretrieval.plugin:register"),
+        ("vllm.endpoint_plugins", "vllm_kvretrieval.store.endpoints:StoreEndpoints"),
         ("console_scripts", "vllm_kvretrieval.command:main"),
     }
 
 
-@pytest.mark.parametrize("group", ["vllm.platform_plugins", "vllm.general_plugins"])
+@pytest.mark.parametrize(
+    "group", ["vllm.platform_plugins", "vllm.general_plugins", "vllm.endpoint_plugins"]
+)
 def test_entry_points_load(group):
     (entry,) = entry_points(group=group, name="kvretrieval")
     assert callable(entry.load())

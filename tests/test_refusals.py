@@ -202,15 +202,18 @@ ENGINES = {
         "kv_retrieval.home=disk cannot be combined with the KV connector ExampleConnector; "
         "leave --kv-transfer-config out, or use home=device.",
     ),
-    "a store in memory": (
-        {"additional_config": {"kv_retrieval": {"store": "/tmp/kvs"}}},
-        "kv_retrieval.store='/tmp/kvs' has no effect with home=device; leave it out, or use a home "
-        "that is larger: disk, on a GPU host.",
-    ),
-    "a store in memory, perhaps": (
+    "a store of an unknown home": (
         {"additional_config": {"kv_retrieval": {"home": "auto", "store": "/tmp/kvs"}}},
-        "kv_retrieval.store='/tmp/kvs' keeps the file of a home on disk, which home=auto does not "
-        "have (or not for certain); use home=disk, or leave it out.",
+        "kv_retrieval.store='/tmp/kvs' is another one for each home, and home=auto may be either; "
+        "use home=disk or home=device, or leave it out.",
+    ),
+    "a store and a connector": (
+        {
+            "kv_transfer_config": TRANSFER,
+            "additional_config": {"kv_retrieval": {"store": "/tmp/kvs"}},
+        },
+        "kv_retrieval.store='/tmp/kvs' needs the place of a KV connector, of which vLLM has one; "
+        "leave out --kv-transfer-config, or the store.",
     ),
     "a store and another place": (
         {
@@ -235,10 +238,18 @@ ENGINES = {
         "kv_retrieval.store='/tmp/kvs' needs hashes that mean the same in every run; use "
         "--prefix-caching-hash-algo sha256_cbor, or leave the option out.",
     ),
-    "a store of two workers": (
-        {"tensor_parallel_size": 2, "additional_config": STORE},
-        "kv_retrieval.store='/tmp/kvs' is the store of one worker; leave out "
-        "--tensor-parallel-size, --pipeline-parallel-size and --data-parallel-size, or the store.",
+    "a store of two engines": (
+        {"data_parallel_size": 2, "additional_config": STORE},
+        "kv_retrieval.store='/tmp/kvs' is the store of one engine, whose workers have all layers; "
+        "leave out --pipeline-parallel-size and --data-parallel-size, or the store.",
+    ),
+    "an age without a store": (
+        {"additional_config": {"kv_retrieval": {"home": "disk", "store_days": 3}}},
+        "kv_retrieval.store_days=3 has no effect without store; leave it out.",
+    ),
+    "an age of a store": (
+        {"additional_config": {"kv_retrieval": {**STORE["kv_retrieval"], "store_days": 0}}},
+        "kv_retrieval.store_days=0 must be a number of days above 0, up to 36500, e.g. 30.",
     ),
     "two methods": (
         {

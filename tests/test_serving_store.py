@@ -1,7 +1,9 @@
 """`vllm serve` with a store: killed, started again, and asked what it was asked before."""
 
+import json
 import re
 import signal
+import urllib.error
 import urllib.request
 
 import psutil  # type: ignore[import-untyped]
@@ -38,8 +40,23 @@ def counter(server, name):
     return sum(map(float, values))
 
 
-def test_kill_and_start(tmp_path):
-    """All processes at once, by SIGKILL. A tenant finds what it computed, others find nothing."""
+def call(server, path, asked=None):
+    """What an endpoint answers; asks by POST if there is something to ask for."""
+    data = None if asked is None else json.dumps(asked).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}{path}", data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_kill_and_start(tmp_path, monkeypatch):
+    """All processes at once, by SIGKILL. A tenant finds what it computed, others find nothing.
+
+    Endpoints are there if they are asked for. What is dropped by them is found no more.
+    """
     server = Server(tmp_path / "first.txt", *options(tmp_path / "store"))
     processes = []
     try:
@@ -49,6 +66,7 @@ def test_kill_and_start(tmp_path):
         text, cached = ask(server, "a tenant")
         assert KEY in text
         assert cached == 0
+        assert call(server, "/v1/kv_store")[0] == 404
         again, found = ask(server, "a tenant")
         assert found > 1000
     finally:
@@ -56,7 +74,12 @@ def test_kill_and_start(tmp_path):
             process.send_signal(signal.SIGKILL)
         server.process.wait()
     psutil.wait_procs(processes, timeout=30)
+    monkeypatch.setenv("VLLM_PLUGINS", "kvretrieval")
     with serving(tmp_path / "second.txt", *options(tmp_path / "store")) as server:
+        status, answer = call(server, "/v1/kv_store?contexts=5")
+        assert status == 200
+        ((context,),) = (store["contexts"] for store in answer["stores"])
+        assert context["tokens"] >= found
         assert "tokens of earlier runs are in the prefix cache" in server.text()
         assert ask(server) == (text, 0)
         assert ask(server, "another") == (text, 0)
@@ -64,3 +87,15 @@ def test_kill_and_start(tmp_path):
         server.nudge()
         assert counter(server, "kv_retrieval_store_blocks_found") == found // 128
         assert counter(server, "prefix_cache_hits") == found
+        assert counter(server, "kv_retrieval_store_tokens_hit") == found
+        assert counter(server, "kv_retrieval_store_tokens_restored") == context["tokens"]
+        for action, meant, expected in (
+            ("erase", context["id"], 400),
+            ("drop", "", 400),
+            ("drop", "../../etc/passwd", 404),
+            ("drop", context["id"], 200),
+        ):
+            status, _ = call(server, f"/v1/kv_store/{action}", {"context": meant})
+            assert status == expected
+        assert ask(server, "a tenant") == (text, 0)
+        assert ask(server) == (again, found)

@@ -71,7 +71,8 @@ def test_a_trivial_model(store):
     model.check(again(store))
 
 
-def test_crashes_at_every_write(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rounds", [100, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_crashes_at_every_write(tmp_path, monkeypatch, rounds):
     """The process ends within any one of its writes, of which a part is done."""
     disk = FailingDisk(monkeypatch)
     disk.error = "crash"
@@ -80,14 +81,18 @@ def test_crashes_at_every_write(tmp_path, monkeypatch):
     model = Model(chance)
     for block in range(GEOMETRY.blocks):
         model.fill(store, block)
-    for _ in range(100):
+    for _ in range(rounds):
         for writes in range(GEOMETRY.layers + 2):
+            disk.part = chance.random()
             block = chance.randrange(GEOMETRY.blocks)
             disk.left = writes
             with pytest.raises(Crash):
                 model.fill(store, block)
             store = again(store)
-            model.check(store)
+            # If not a byte of it was written, the block still has what it had before.
+            offered = {b for b, record in store.records().items() if store.intact(b, record)}
+            assert offered - {block} == model.live.keys()
+            model.check(store, complete=False)
             model.fill(store, block)
 
 
@@ -107,6 +112,22 @@ def test_failing_writes(store, monkeypatch, error):
         model.check(store)
         model.fill(store, 4)
     model.check(again(store))
+
+
+@pytest.mark.parametrize("error", [errno.EIO, "short"])
+def test_failing_reads(store, monkeypatch, error):
+    """What cannot be read is not offered; a short read is completed."""
+    model, preadv = Model(random.Random(7)), os.preadv
+    model.fill(store, 3)
+    (record,) = store.records().values()
+
+    def fail(fd, buffers, offset):
+        if error == "short":
+            return preadv(fd, [buffers[0][:5]], offset)
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    assert store.intact(3, record) == (error == "short")
 
 
 def test_power_loss(tmp_path):

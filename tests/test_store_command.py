@@ -2,13 +2,16 @@
 
 import os
 import random
+import signal
+from contextlib import contextmanager
 
 import pytest
 
 from tests.store_model import GEOMETRY, Model, again, block_bytes, new_store, write
 from vllm_kvretrieval.command import main
-from vllm_kvretrieval.store.contexts import NO_PARENT, read_pins
+from vllm_kvretrieval.store.contexts import NO_PARENT, read_names, read_pins, write_names
 from vllm_kvretrieval.store.files import Lock
+from vllm_kvretrieval.store.inbox import ACTIONS, PIN, Change, Inbox, put
 from vllm_kvretrieval.store.records import Record
 from vllm_kvretrieval.store.store import LOCK, PAGES, UNFINISHED, WORKER_LOCK
 
@@ -102,23 +105,62 @@ def test_gc(store, capsys):
     assert {path.name for path in root.iterdir()} == {"lock"}
 
 
-@pytest.mark.parametrize("name", [LOCK, WORKER_LOCK])
-@pytest.mark.parametrize("action", [("pin", ABC), ("drop", ABC), ("verify",), ("gc", "--all")])
-def test_a_store_in_use_is_left_alone(store, capsys, name, action):
-    """By another process, whose number is told."""
+@contextmanager
+def used_by_another(store, name):
+    """A process that holds a lock of the store; its number."""
     child = os.fork()
     if not child:
         Lock(store.folder, name).take()
-        os.kill(os.getpid(), 19)
+        os.kill(os.getpid(), signal.SIGSTOP)
     os.waitpid(child, os.WUNTRACED)
     try:
-        assert run(store, *action) == 1
+        yield child
     finally:
-        os.kill(child, 9)
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert f"in use by process {child}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [LOCK, WORKER_LOCK])
+@pytest.mark.parametrize("action", [("verify",), ("gc", "--all")])
+def test_a_store_in_use_is_left_alone(store, capsys, name, action):
+    """By another process, whose number is told."""
+    with used_by_another(store, name) as process:
+        assert run(store, *action) == 1
+    assert f"in use by process {process}" in capsys.readouterr().err
     assert len(store.records()) == 5
     assert run(store, "ls") == 0
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_server_in_use_is_asked(store, capsys, action):
+    """It is the server that changes its store."""
+    inbox = Inbox(store.folder)
+    assert [*inbox.take()] == []
+    with used_by_another(store, LOCK):
+        assert run(store, action, ABC) == 0
+    assert "as soon as the server gets a request" in capsys.readouterr().out
+    assert len(store.records()) == 5
+    assert read_pins(store.folder) == set()
+    assert [*inbox.take()] == [Change(action, key("abc"))]
+    assert [*inbox.take()] == []
+    put(store.folder, Change(PIN, key("abd")))
+    assert [*inbox.take()] == [Change(PIN, key("abd"))]
+
+
+def test_names(store, capsys):
+    """They stay with a context that goes on, and go with what is dropped."""
+    write_names(store.folder, {"book": key("ab"), "end": key("abd")})
+    assert run(store, "pin", "book") == 0
+    run(store, "ls")
+    rows = capsys.readouterr().out.splitlines()[-2:]
+    assert [row.split("yes")[1].strip() for row in rows] == ["book, end", "book"]
+    assert run(store, "unpin", "end") == 0
+    assert read_pins(store.folder) == set()
+    assert run(store, "drop", "end") == 0
+    assert read_names(store.folder) == {"book": key("ab")}
+    assert store.records().keys() == {0, 1, 2}
+    assert run(store, "drop", "book") == 0
+    assert store.records() == {}
 
 
 def test_no_directory(tmp_path, capsys):

@@ -7,8 +7,8 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.contexts import (
     NO_PARENT,
     contexts,
-    named,
-    own_blocks,
+    forgotten,
+    meant,
     pinned_blocks,
     reachable,
     read_pins,
@@ -58,18 +58,26 @@ def test_of_equal_blocks_the_most_exact_then_the_latest_counts():
 
 
 def test_contexts_are_named_by_first_digits():
-    found = contexts(reachable(RECORDS))
-    assert named(found, key("x").hex()[:4]).blocks == (2,)
-    assert named(found, found[0].id.upper()) is not None
-    for name, why in (("", "no context"), ("ff", "no context"), (key("ab").hex()[:4], "2 cont")):
-        with pytest.raises(RetrievalConfigError, match=why):
-            named(found, name)
+    records = reachable(RECORDS)
+    assert meant(records, key("x").hex()[:4], {}) == [key("x")]
+    assert meant(records, contexts(records)[0].id.upper(), {}) == [key("abd")]
+    for name, count in (("", 0), ("ff", 0), (key("ab").hex()[:4], 2)):
+        assert len(meant(records, name, {})) == count
 
 
-def test_blocks_of_one_context_alone():
-    found = contexts(reachable(RECORDS))
-    assert own_blocks(named(found, key("abd").hex()), found) == {7}
-    assert own_blocks(named(found, key("x").hex()), found) == {2}
+def test_names_stay_with_what_goes_on():
+    records = reachable(RECORDS)
+    assert meant(records, "book", {"book": key("ab")}) == [key("ab")]
+    assert meant(records, "book", {"book": key("gone")}) == []
+
+
+def test_what_is_dropped():
+    """A context and what goes on behind it, but for what others share of it, and its copies."""
+    assert forgotten(key("abd"), RECORDS) == {7}
+    assert forgotten(key("ab"), RECORDS) == {5, 3, 1, 7}
+    assert forgotten(key("x"), RECORDS) == {2}
+    assert forgotten(key("gone"), RECORDS) == set()
+    assert forgotten(key("abd"), RECORDS | {9: RECORDS[7]._replace(level=2)}) == {7, 9}
 
 
 def test_pins(tmp_path):

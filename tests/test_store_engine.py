@@ -1,16 +1,17 @@
 """An engine with a store, ended and started anew: what it finds, and what it answers."""
 
 import dataclasses
-import os
 
 import pytest
 
 from tests import engine as engines
 from tests.engine import Request, drive, engine, random_llama
 from vllm_kvretrieval.command import main
+from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.store.contexts import contexts, reachable
 from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.store import open_store, store_names
+from vllm_kvretrieval.store.listing import listed
+from vllm_kvretrieval.store.store import PAGES, SIDE, open_store, store_names
 
 LENGTH, BLOCK, PAGE = 1200, 128, 32
 WHOLE = LENGTH // BLOCK * BLOCK
@@ -54,13 +55,19 @@ def opened(directory):
     return open_store(str(directory), name, write=True)
 
 
-def damage(directory, block):
-    """Flip a bit of a block, in the last layer of home."""
-    store = opened(directory)
+def damage(directory, block, store=None):
+    """Flip a bit of a block, in the last layer of home, or in memory's part."""
+    store = store or opened(directory)
     sizes = store.geometry
-    place = ((sizes.layers - 1) * sizes.blocks + block) * sizes.layer_block_bytes + 7
-    (byte,) = os.pread(store.pages_fd, 1, place)
-    os.pwrite(store.pages_fd, bytes([byte ^ 4]), place)
+    name, place = SIDE, block * sizes.side_bytes + 7
+    if sizes.layers:
+        last = (sizes.layers - 1) * sizes.blocks + block
+        name, place = PAGES, last * sizes.layer_block_bytes + 7
+    with (store.folder.path / name).open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 4]))
     store.close()
 
 
@@ -75,13 +82,14 @@ def follow_up(llm, answer, **options):
     return ask(llm, [*prompt(1), *answer.tokens, 7, 8, 9], **options)
 
 
-@pytest.fixture(scope="module", params=["raw", "k8v4", "ttkv"])
+@pytest.fixture(scope="module", params=["raw", "k8v4", "ttkv", "device"])
 def lives(request, model, tmp_path_factory):
     """Answers of an engine, and of one that was started when it had ended."""
     directory = tmp_path_factory.mktemp("lives") / "store"
-    options = {} if request.param == "ttkv" else {"codec": request.param}
+    options = {"codec": request.param} if request.param in CODECS else {}
     method = {"attention_backend": "ttkv"} if request.param == "ttkv" else {}
-    retrieval = {"home": "disk", "store": str(directory), "budget": 512, "page_size": PAGE}
+    home = "device" if request.param == "device" else "disk"
+    retrieval = {"home": home, "store": str(directory), "budget": 512, "page_size": PAGE}
 
     def life():
         more = {"kv_retrieval": retrieval | options}
@@ -155,3 +163,32 @@ def test_the_latest_contexts_stay(model, tmp_path):
         assert llm.reset_prefix_cache()
         assert ask(llm, pinned, 2).cached == 0
     assert len(records_of(directory)) == whole // BLOCK, "what was there before the reset is gone"
+
+
+def test_every_worker_has_its_part(model, tmp_path):
+    """Of two workers; a block is found if both have theirs, and users see one store."""
+    directory, tokens = tmp_path / "store", prompt(1, 700)
+    whole = len(tokens) // BLOCK * BLOCK
+    options = OPTIONS | {"tensor_parallel_size": 2}
+    retrieval = {"home": "disk", "store": str(directory), "budget": 512}
+
+    def life():
+        return engine(model, **options, additional_config={"kv_retrieval": retrieval})
+
+    with life() as llm:
+        ask(llm, tokens, 2)
+        first = ask(llm, tokens, 2)
+    names = store_names(Folder.at(str(directory)))
+    assert [name.partition(".")[2] for name in names] == ["0", "1"]
+    (listed_store,) = listed(str(directory), 5)
+    assert [context.tokens for context in listed_store.contexts] == [whole]
+    with life() as llm:
+        assert ask(llm, tokens, 2) == first
+        assert first.cached == whole
+    store = open_store(str(directory), names[1])
+    (third,) = (block for block, record in store.records().items() if record.number == 2)
+    damage(directory, third, store)
+    with life() as llm:
+        answer = ask(llm, tokens, 2)
+        assert answer.cached == 2 * BLOCK
+        assert answer.tokens == first.tokens

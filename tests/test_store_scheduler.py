@@ -4,6 +4,8 @@ Servers end and start, in order or killed at random moments; whatever a request 
 the bytes of its key and its level.
 """
 
+import collections
+import contextlib
 import gc
 import hashlib
 import os
@@ -16,13 +18,15 @@ import torch
 from vllm.v1.request import RequestStatus
 
 from benchmarks.stepper import BLOCK, Stepper
-from tests.store_model import Lost, contents, storage
+from tests.store_model import Lost, contents
+from vllm_kvretrieval.engine import store_expiry
 from vllm_kvretrieval.engine.allotments import allotted_blocks
 from vllm_kvretrieval.engine.connector import Seats
 from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.store_steps import FIELD
 from vllm_kvretrieval.store.contexts import NO_PARENT
 from vllm_kvretrieval.store.files import Folder, write_at
+from vllm_kvretrieval.store.inbox import DROP, INBOX, PIN, UNPIN, Change, put
 from vllm_kvretrieval.store.records import Record
 from vllm_kvretrieval.store.store import Geometry, open_store, store_names
 
@@ -37,8 +41,8 @@ LONGEST_S = 0.06
 pytestmark = [pytest.mark.model]
 
 
-def stepper(directory):
-    store = {"store": str(directory)}
+def stepper(directory, **options):
+    store = {"store": str(directory)} | options
     return Stepper(OPTIONS | store, blocks=BLOCKS, max_model_len=1024, enable_prefix_caching=True)
 
 
@@ -57,14 +61,30 @@ class Life:
         self.home.file(GEOMETRY)
         self.parts = [torch.zeros(BLOCKS, n, dtype=torch.uint8) for n in PARTS]
         self.lost = Lost()
-        self.home.attach(self.parts, storage(self.lost))
+        self.home.attach(self.parts, self.lost)
         self.store = open_store(str(directory), self.home.name, write=True)
         self.stepper, self.scheduler = stepper, stepper.scheduler
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, 0): Seats(8, self.home.name)}
         )
         self.stepper.look = self.compute
-        self.checked = 0
+        self.checked, self.counts = 0, collections.Counter[str]()
+        take = self.scheduler._store.take_counts
+        self.scheduler._store.take_counts = lambda: self.count(take())
+
+    def count(self, counts):
+        """Add up what the connector takes."""
+        self.counts.update(counts)
+        return counts
+
+    def damage(self, block):
+        """Change the bytes of a block that has been stored."""
+        self.home._writer._thread.submit(int).result()
+        self.write(block, b"?" * len(written(b"", 0)))
+
+    def change(self, action, key):
+        """Ask the server for a change, as others do."""
+        put(self.store.folder, Change(action, key))
 
     def compute(self, output):
         """A step of the worker."""
@@ -108,8 +128,8 @@ class Life:
         self.stepper.add(tokens, self.random.randrange(1, 3 * BLOCK), options)
 
     def end(self):
+        self.home.close()
         self.scheduler.shutdown()
-        self.home._lock.close()
 
 
 def prompt(document, blocks=8):
@@ -145,7 +165,7 @@ def test_a_damaged_block_leaves_the_cache(tmp_path):
     directory = tmp_path / "store"
     life = Life(directory, stepper(directory))
     life.stepper.ask(prompt(1), 4)
-    life.write(3, b"?" * len(written(b"", 0)))
+    life.damage(3)
     life.end()
     life = Life(directory, stepper(directory))
     assert life.stepper.ask(prompt(1), 4)[1] == 2 * BLOCK
@@ -183,6 +203,122 @@ def test_a_reset_empties_the_store(tmp_path):
     assert check_all(directory) == (0, 0)
     life = Life(directory, stepper(directory))
     assert life.stepper.ask(prompt(1), 4)[1] == 0
+    life.end()
+
+
+def test_a_reset_counts_if_the_server_stops_at_once(tmp_path):
+    """The worker may store a block after the reset, and no step tells it of the reset."""
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    life.stepper.ask(prompt(1), 4)
+    records = life.store.records()
+    assert life.scheduler.reset_prefix_cache()
+    for block, record in records.items():
+        life.store.commit(block, record)
+    life.end()
+    assert check_all(directory) == (0, 0)
+
+
+def end_of(directory, tokens):
+    """The key of the block that ends a prompt of as many tokens, of any document."""
+    (name,) = store_names(Folder.at(str(directory)))
+    with contextlib.closing(open_store(str(directory), name)) as store:
+        keys = [r.key for r in store.records().values() if (r.number + 1) * BLOCK == tokens]
+    return keys
+
+
+def test_a_running_server_drops_what_it_is_asked_to(tmp_path):
+    """Before the request that would find it; what others share stays, and so does the rest."""
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    longer = [*prompt(1), *range(3 * BLOCK)]
+    for tokens in (prompt(1), longer, prompt(2)):
+        life.stepper.ask(tokens, 2)
+    (key,) = end_of(directory, len(longer) // BLOCK * BLOCK)
+    life.change(DROP, key)
+    assert life.stepper.ask(longer, 2)[1] == 0, "of one context, no part of which others have"
+    assert life.stepper.ask(prompt(2), 2)[1] == 8 * BLOCK
+    life.end()
+
+
+def test_a_running_server_pins_what_it_is_asked_to(tmp_path):
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    life.stepper.ask(prompt(1), 2)
+    (key,) = end_of(directory, 8 * BLOCK)
+    life.change(PIN, key)
+    for document in range(2, 16):
+        life.stepper.ask(prompt(document), 2)
+    assert life.stepper.ask(prompt(1), 2)[1] == 8 * BLOCK
+    life.change(UNPIN, key)
+    for document in range(2, 16):
+        life.stepper.ask(prompt(document), 2)
+    assert life.stepper.ask(prompt(1), 2)[1] == 0
+    assert life.scheduler.reset_prefix_cache(), "nothing is held any more"
+    life.end()
+
+
+def test_what_is_put_into_the_inbox_by_strangers(tmp_path):
+    """It is removed, and changes nothing."""
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    life.stepper.ask(prompt(1), 2)
+    life.change(PIN, b"?" * 32)
+    inbox = life.store.folder.path / INBOX
+    for number, text in enumerate(("", "[]", '{"action": "gc", "key": "00"}', '{"action": 1}')):
+        file = inbox / f"{number}.json"
+        file.write_text(text)
+        file.chmod(0o600)
+    assert life.stepper.ask(prompt(1), 2)[1] == 8 * BLOCK
+    assert not [*inbox.iterdir()]
+    life.end()
+
+
+def test_old_blocks_are_forgotten(tmp_path, monkeypatch):
+    """But for pinned ones; a clock that was set back keeps all, and one set forward keeps none."""
+    directory, now = tmp_path / "store", time.time()
+    monkeypatch.setattr(store_expiry, "PERIOD_S", 0)
+    monkeypatch.setattr(time, "time", lambda: now)
+    life = Life(directory, stepper(directory, store_days=2))
+    life.stepper.ask(prompt(1), 2)
+    life.stepper.ask(prompt(2), 2)
+    (key, _) = end_of(directory, 8 * BLOCK)
+    life.change(PIN, key)
+    now += 1.9 * 86400
+    assert life.stepper.ask(prompt(1), 2)[1] == 8 * BLOCK
+    life.end()
+    life = Life(directory, stepper(directory, store_days=2))
+    now -= 40 * 86400
+    assert life.stepper.ask(prompt(1), 2)[1] == 8 * BLOCK
+    now += 40.2 * 86400
+    found = [life.stepper.ask(prompt(document), 2)[1] for document in (1, 2)]
+    assert sorted(found) == [0, 8 * BLOCK]
+    now += 400 * 86400
+    assert life.stepper.ask(prompt(3), 2)[1] == 0
+    assert len(end_of(directory, 8 * BLOCK)) == 2, "the pinned one, and the new one"
+    assert life.counts["store_blocks_expired"] == 16
+    life.end()
+
+
+def test_counts(tmp_path):
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    for document in (1, 2):
+        life.stepper.ask(prompt(document), 2)
+    life.damage(3)
+    life.end()
+    life = Life(directory, stepper(directory))
+    for document in (1, 1, 2, 2, 3):
+        life.stepper.ask(prompt(document), 2)
+    for document in range(4, 16):
+        life.stepper.ask(prompt(document), 2)
+    assert life.counts.pop("store_blocks_evicted") > 16
+    assert life.counts == {
+        "store_tokens_restored": 16 * BLOCK,
+        "store_tokens_hit": (2 + 7 + 8 + 8) * BLOCK,  # the damaged one was computed anew
+        "store_bytes_checked": 16 * GEOMETRY.block_bytes,
+        "store_blocks_damaged": 1,
+    }
     life.end()
 
 

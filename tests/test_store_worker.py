@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.store_model import FailingDisk, Lost, contents, storage
+from tests.store_model import FailingDisk, Lost, contents
 from vllm_kvretrieval.engine.cpu import store as store_module
 from vllm_kvretrieval.engine.cpu.identity import identity_of, weights_hash
-from vllm_kvretrieval.engine.cpu.store import PATIENCE, HomeStore
+from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
+from vllm_kvretrieval.engine.cpu.store import HomeStore
+from vllm_kvretrieval.engine.cpu.store_writer import PATIENCE
 from vllm_kvretrieval.engine.cpu.storing import StoringWorker
 from vllm_kvretrieval.engine.store_steps import StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -45,7 +48,7 @@ def home_store(tmp_path):
     home.file(GEOMETRY)
     parts = [torch.randint(256, (BLOCKS, n), dtype=torch.uint8) for n in (DENSE, INDEX)]
     home.lost = Lost()
-    home.attach(parts, storage(home.lost, pages_per_block=4))
+    home.attach(parts, home.lost, pages=4)
     return home, parts
 
 
@@ -59,6 +62,13 @@ def record(block):
 
 def commit(home, *blocks):
     home.end_step(StoreStep(commit=[(block, record(block)) for block in blocks]))
+    settle(home)
+
+
+def settle(home):
+    """Wait until everything is stored."""
+    home._writer._thread.submit(int).result()
+    home._writer.look()
 
 
 def hold(tmp_path, home, lock, seconds):
@@ -79,14 +89,14 @@ def test_what_is_written_is_read_back(tmp_path):
     later = HomeStore(str(tmp_path / "store"), IDENTITY)
     assert later.blocks == BLOCKS
     later.file(GEOMETRY)
-    later.attach(parts, storage(lost := Lost()))
+    later.attach(parts, lost := Lost())
     later.begin_step(StoreStep(load=[2]))
     assert not lost.added
     for part, old in zip(parts, before, strict=True):
         assert part[2].equal(old[2])
         assert not part[4].any()
-    assert home.take_counts() == {"store_blocks_written": 2, "store_blocks_found": 0}
-    assert later.take_counts() == {"store_blocks_written": 0, "store_blocks_found": 1}
+    assert [*home.take_counts().values()] == [2, 2 * GEOMETRY.block_bytes, 0]
+    assert [*later.take_counts().values()] == [0, 0, 1]
     assert not any(later.take_counts().values())
     store = reader(tmp_path, home)
     assert {b: store.intact(b, r) for b, r in store.records().items()} == {2: True, 4: True}
@@ -100,6 +110,7 @@ def test_voids_come_before_and_records_after_the_step(tmp_path):
     assert reader(tmp_path, home).records() == {}
     parts[0][1] += 1
     home.end_step(step)
+    settle(home)
     store = reader(tmp_path, home)
     assert [store.intact(b, r) for b, r in store.records().items()] == [True]
     assert contents(store, 1).endswith(bytes(parts[0][1].tolist() + parts[1][1].tolist()))
@@ -130,18 +141,76 @@ class Cache:
 def test_encoded_blocks_wait_until_all_their_pages_are_closed(tmp_path):
     home, parts = home_store(tmp_path)
     caches = [Cache(), Cache()]
-    home.attach(parts, storage(home.lost, caches, 2))
+    home.attach(parts, home.lost, caches, 2)
     commit(home, 1, 2)
     caches[0].pages = {2, 3, 4, 5}
     caches[1].pages = {2, 3, 4}
     home.end_step(StoreStep())
+    settle(home)
     assert reader(tmp_path, home).records().keys() == {1}
     home.begin_step(StoreStep(void=[2]))  # it is overwritten before
     caches[1].pages.add(5)
     home.end_step(StoreStep())
+    settle(home)
     assert reader(tmp_path, home).records().keys() == {1}
     home.begin_step(StoreStep(load=[1]))
     assert [cache.adopted for cache in caches] == [[2, 3]] * 2
+
+
+class SlowDisk:
+    """Takes the place of ``os.pwrite``: lets the writer's thread wait, and nobody else."""
+
+    def __init__(self, monkeypatch):
+        self.go, self.began, self._pwrite = threading.Event(), threading.Event(), os.pwrite
+        monkeypatch.setattr(os, "pwrite", self)
+
+    def __call__(self, *arguments):
+        if threading.current_thread().name.startswith("store-write"):
+            self.began.set()
+            assert self.go.wait(30)
+        return self._pwrite(*arguments)
+
+
+def test_steps_do_not_wait_for_the_disk(tmp_path, monkeypatch):
+    """What they overwrite meanwhile is not stored; what they do not is stored as it was."""
+    home, parts = home_store(tmp_path)
+    disk = SlowDisk(monkeypatch)
+    home.end_step(StoreStep(commit=[(block, record(block)) for block in (1, 2, 3)]))
+    assert disk.began.wait(30)
+    before = [part[3].clone() for part in parts]
+    home.begin_step(StoreStep(void=[2]))
+    for part in parts:
+        part[2] += 1
+    late = threading.Thread(target=home.begin_step, args=(StoreStep(void=[1]),))
+    late.start()
+    late.join(0.2)
+    assert late.is_alive(), "a block is overwritten while its record is being written"
+    disk.go.set()
+    late.join()
+    home.close()
+    store = reader(tmp_path, home)
+    assert [(b, store.intact(b, r)) for b, r in store.records().items()] == [(3, True)]
+    assert store.read_side(3) == bytes(before[0].tolist() + before[1].tolist())
+
+
+def test_the_end_waits_for_the_disk(tmp_path, monkeypatch):
+    """A worker that is stopped stores what it has been told to store."""
+    home, _ = home_store(tmp_path)
+    disk = SlowDisk(monkeypatch)
+    home.end_step(StoreStep(commit=[(block, record(block)) for block in range(4)]))
+    worker: Any = StoringWorker.__new__(StoringWorker)
+    worker.stored = home
+    monkeypatch.setattr(PlanningWorker, "shutdown", lambda self: ended.append(True))
+    ended: list[bool] = []
+    end = threading.Thread(target=worker.shutdown)
+    end.start()
+    end.join(0.2)
+    assert not ended
+    disk.go.set()
+    end.join()
+    assert ended
+    assert len(reader(tmp_path, home).records()) == 4
+    hold(tmp_path, home, "worker-lock", 0).wait()
 
 
 def test_a_full_disk_ends_storing_not_serving(tmp_path, monkeypatch):
@@ -249,7 +318,7 @@ LLAMA = {
 def name(tmp_path):
     """Makes the name of the store of an engine, whose model is a config.json."""
 
-    def make(model=(), weights="w", layers=("0",), retrieval=(), **options):
+    def make(model=(), weights=("w",), layers=("0",), retrieval=(), **options):
         (tmp_path / "config.json").write_text(json.dumps(LLAMA | dict(model)))
         retrieval = {"home": "disk", "store": str(tmp_path / "store")} | dict(retrieval)
         options = {"skip_tokenizer_init": True, "attention_backend": "kvretrieval"} | options
@@ -266,7 +335,8 @@ def name(tmp_path):
 def test_what_makes_another_store(name, monkeypatch):
     first = name()
     others = [
-        name(weights="v"),
+        name(weights=("v",)),
+        name(weights=("w", "w")),
         name(model={"rope_theta": 5e5}),
         name(dtype="float32"),
         name(layers=("0", "1")),

@@ -43,31 +43,48 @@ class _Process(ForkServerProcess):
             os.sched_setaffinity(0, cores)
             torch.set_num_threads(len(cores))
         torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-        super().run()
+        # What this process starts is forked by the same server, to which it has the address.
+        known: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        known.ensure_running = lambda: None
+        with forked():
+            super().run()
 
 
 class _Context(ForkServerContext):
     Process = _Process
 
 
+def context() -> ForkServerContext:
+    """The context in which processes are forked by the server of this process."""
+    made = _Context()
+    made.set_forkserver_preload(PRELOADED)
+    return made
+
+
 @contextmanager
 def forked() -> Iterator[None]:
-    """Meanwhile vLLM's executor has its workers forked by the server of this process.
+    """Meanwhile vLLM has its engine cores and workers forked by the server of this process.
 
     Workers that are to find other packages (``tests/outside.py``) are spawned, as a user's are.
     """
     if os.environ.get("PYTHONPATH") != PYTHONPATH:
         yield
         return
+    from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
-    context = _Context()
-    context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiproc_executor, "get_mp_context", lambda: context)
+        for module in (multiproc_executor, utils):
+            patch.setattr(module, "get_mp_context", context)
         yield
 
 
+def server() -> int | None:
+    """The process that forks workers, and stays until this one ends; None: none was needed yet."""
+    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
 def is_server(process: int) -> bool:
-    """Whether a process forks workers, and stays until this one ends."""
-    return process == forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    """Whether a process is that one."""
+    return process == server()

@@ -33,7 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         parser.epilog = "vLLM is not installed here: `vllm-kvretrieval doctor` says what to do."
         parser.usage = f"%(prog)s [-h] [--version] COMMAND ...\n\n{parser.epilog}"
-    given = parser.parse_args(arguments)
+    own = list(sys.argv[1:] if arguments is None else arguments)
+    end = own.index("--") if "--" in own else len(own)
+    given, engine = parser.parse_args(own[:end]), own[end + 1 :]
+    if hasattr(given, "engine"):
+        given.engine = engine
+    elif engine:
+        parser.error("options of an engine, behind --, are for `store add` alone")
     try:
         return given.run(given) or 0
     except (RetrievalConfigError, ValueError, OSError) as error:

@@ -2,11 +2,15 @@
 
     python -m benchmarks.serving store                       # documents of 2K, 8K and 32K tokens
     python -m benchmarks.serving store --contexts 8192
+    python -m benchmarks.serving store --contexts --output price.json    # what a store costs, alone
 
 Each document is read and answered by an engine with a store, which is then ended (in order, or by
 SIGKILL) and started anew, with its files in the operating system's page cache, or out of it. The
 shortest document is also read by an engine without a store. Starts are from the engine's process
 on, imports included; first tokens from handing in the document and a question on.
+
+What a store costs is measured by two engines, with a store and without, that read new documents in
+turn; of every pair of turns the ratio is taken, and of all pairs the median.
 """
 
 from __future__ import annotations
@@ -20,13 +24,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 from transformers import AutoConfig
 
-from benchmarks.cli import SMOLLM2_32K, add_model, add_output, add_tokens
+from benchmarks.cli import SMOLLM2_32K, add_model, add_output
 from benchmarks.common import result_header, settings, write_json
 from benchmarks.engines import LONG_STEPS, EngineProcess, EngineSpec
 from benchmarks.models import Documents, kv_bytes_per_token
@@ -119,6 +123,47 @@ def ask(engine: EngineProcess, prompt: list[int], steps: int) -> dict[str, float
     return {"first_token_s": timing.first_token[0], "step_ms": 1000 * median(timing.steps)}
 
 
+def price(args: argparse.Namespace, documents: list[list[int]]) -> dict[str, Any]:
+    """Read documents, and decode answers, with a store and without.
+
+    Args:
+        args: Of the command line.
+        documents: One per pair of turns, and one more to begin with.
+
+    Returns:
+        Seconds of prompts and of decode steps, by engine, in the order of the documents.
+    """
+    context, logs = len(documents[0]), args.output.with_suffix("")
+    store = Path(tempfile.mkdtemp(prefix="store-", dir=args.directory))
+    turns = dict[str, list[dict[str, float]]](none=[], store=[])
+    try:
+        with (
+            EngineProcess(spec(args, context, None), logs.with_suffix(".none.log")) as none,
+            EngineProcess(spec(args, context, store), logs.with_suffix(".store.log")) as storing,
+        ):
+            for engine in (none, storing):
+                engine.pause()
+            for number, document in enumerate(documents):
+                pair = (none, storing) if number % 2 else (storing, none)
+                for engine in pair:
+                    engine.resume()
+                    timing = engine.generate([document + QUESTION], args.price_steps)
+                    engine.pause()
+                    if number:
+                        turns[engine.name].append(
+                            {"prompt_s": timing.first_token[0], "step_s": mean(timing.steps)}
+                        )
+    finally:
+        shutil.rmtree(store)
+    return turns
+
+
+def dearer(turns: dict[str, list[dict[str, float]]], what: str) -> float:
+    """How much longer something takes with a store, as a share."""
+    pairs = zip(turns["store"], turns["none"], strict=True)
+    return median(one[what] / other[what] for one, other in pairs) - 1
+
+
 def show(context: int, figures: dict[str, Any]) -> None:
     """Print the figures of a document."""
     print(f"{context} tokens")
@@ -133,8 +178,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, SMOLLM2_32K)
     add("--method", default="kvretrieval", help="retrieval method")
     add("--budget", type=int, default=1024, help="tokens attended to per decode step")
-    add_tokens(parser, "--contexts", [2048, 8192, 31744], "tokens of the documents")
+    lengths = [2048, 8192, 31744]
+    add("--contexts", type=int, nargs="*", default=lengths, help="tokens of the documents")
     add("--steps", type=int, default=100, help="tokens to decode")
+    add("--price-context", type=int, default=2048, help="tokens of documents that tell the price")
+    add("--pairs", type=int, default=12, help="of turns that tell what a store costs")
+    add("--price-steps", type=int, default=384, help="tokens to decode behind each of these")
     add("--directory", default="/var/tmp", help="where the store is made")
     add_output(parser, "store.json")
 
@@ -147,7 +196,10 @@ def run(args: argparse.Namespace) -> int:
         (document,) = documents.take(1, context)
         found[context] = restart(args, context, document, context == min(args.contexts))
         show(context, found[context])
-    header = result_header("benchmarks.serving")
-    write_json(args.output, header | {"settings": settings(args), "contexts": found})
+    turns = price(args, documents.take(args.pairs + 1, args.price_context))
+    for what in ("prompt_s", "step_s"):
+        print(f"{what} with a store: {100 * dearer(turns, what):+.2f} %")
+    results = {"settings": settings(args), "contexts": found, "price": turns}
+    write_json(args.output, result_header("benchmarks.serving") | results)
     print(f"results: {args.output}")
     return 0

@@ -22,6 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from vllm_kvretrieval.store.ranks import name_of_all
+
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.store import StoredBlocks
 
@@ -35,7 +37,15 @@ COUNTERS = {
     "bytes_recalled": "bytes read from home into recall caches, ahead or not",
     "heads_corrected": "KV heads that selected pages anew before attention",
     "store_blocks_written": "blocks written to the store",
+    "store_bytes_written": "bytes of these",
     "store_blocks_found": "blocks of an earlier run that a request has shared for the first time",
+    "store_tokens_restored": "tokens of earlier runs that were in the prefix cache at the start",
+    "store_tokens_hit": "tokens that requests have found in blocks of earlier runs; "
+    "vllm:prefix_cache_hits has those of this run, too",
+    "store_bytes_checked": "bytes of blocks of earlier runs that were compared with their sums",
+    "store_blocks_evicted": "stored blocks that had to make room",
+    "store_blocks_expired": "stored blocks that have become older than store_days",
+    "store_blocks_damaged": "blocks of earlier runs whose bytes were not those of their sums",
 }
 """Summed over layers and workers; what a worker does not report is 0."""
 GAUGES = {
@@ -125,14 +135,14 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         told = [message for message in metadata.values() if isinstance(message, Seats)]
         self._limit(min(message.count for message in told))
         if self._restore is not None and told[0].store is not None:
-            self._stored = self._restore(told[0].store)
+            self._stored = self._restore(name_of_all(told[0].store))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._failed_blocks()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        stats = RetrievalStats(self._stats())
-        return None if stats.is_empty() else stats
+        counts = self._stats() if self._stored is None else self._stored.take_counts()
+        return RetrievalStats(dict.fromkeys(COUNTERS, 0) | counts) if counts else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is loaded from elsewhere."""
@@ -196,13 +206,13 @@ def gauge(data: dict[str, int], name: str) -> int:
 
 
 class RetrievalStats(KVConnectorStats):
-    """Counters and gauges of some steps; ``data`` is empty, or has all but those of a store."""
+    """Counters and gauges of some steps; ``data`` is empty, or has all counters."""
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Merge steps, or workers of a step: counters add up, the last value of a gauge counts."""
         if self.is_empty() or other.is_empty():
             return other if self.is_empty() else self
-        summed = {key: self.data.get(key, 0) + other.data.get(key, 0) for key in COUNTERS}
+        summed = {key: self.data[key] + other.data[key] for key in COUNTERS}
         return RetrievalStats({**self.data, **other.data, **summed})
 
     def reduce(self) -> dict[str, int | float]:
@@ -258,5 +268,5 @@ class RetrievalMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name in COUNTERS:
             self._metrics[name][engine_idx].inc(transfer_stats_data.get(name, 0))
-        for name in GAUGES:
+        for name in {key.partition("/")[0] for key in transfer_stats_data}.intersection(GAUGES):
             self._metrics[name][engine_idx].set(gauge(transfer_stats_data, name))

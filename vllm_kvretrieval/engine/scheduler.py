@@ -110,7 +110,8 @@ class RetrievalScheduler(Scheduler):
         """Put the blocks of the store with this name into the prefix cache."""
         assert self.retrieval.store is not None
         pool = self.kv_cache_manager.block_pool
-        self._store = StoredBlocks(self.retrieval.store, name, pool, self.levels)
+        days = self.retrieval.store_days
+        self._store = StoredBlocks(self.retrieval.store, name, pool, self.levels, days)
         return self._store
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:

@@ -4,10 +4,11 @@ Blocks of an earlier run stand in vLLM's prefix cache from the start on, in thei
 Before a request shares one for the first time, its contents are read and compared with its sum.
 """
 
+import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,22 @@ from vllm.v1.request import Request
 
 from vllm_kvretrieval.engine.allotments import allotted_blocks
 from vllm_kvretrieval.engine.levels import BlockLevels, Level
+from vllm_kvretrieval.engine.store_expiry import Expiry
 from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
-from vllm_kvretrieval.store.contexts import NO_PARENT, pinned_blocks, reachable, read_pins
-from vllm_kvretrieval.store.files import Folder
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.store.changes import note
+from vllm_kvretrieval.store.contexts import (
+    ID_DIGITS,
+    NO_PARENT,
+    forgotten,
+    pinned_blocks,
+    reachable,
+    read_pins,
+)
+from vllm_kvretrieval.store.inbox import DROP, Change, Inbox
+from vllm_kvretrieval.store.ranks import open_ranks
 from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import LOCK, open_store, release, take_locks
+from vllm_kvretrieval.store.store import LOCK, release
 
 logger = init_logger("vllm.kvretrieval.store")
 
@@ -38,24 +50,30 @@ class StoredBlocks:
 
     Args:
         directory: The directory of all stores.
-        name: Of the store's own directory; the worker has opened it before.
+        name: What the names of the workers' own directories begin with; they have opened them.
         pool: vLLM's block pool, not yet used by any request.
         levels: Gets the levels of the blocks that are restored.
+        days: Age at which blocks are forgotten; None: they never are.
 
     Raises:
         RetrievalConfigError: Another process uses the store, or it is damaged.
     """
 
-    def __init__(self, directory: str, name: str, pool: Any, levels: BlockLevels) -> None:
+    def __init__(
+        self, directory: str, name: str, pool: Any, levels: BlockLevels, days: float | None = None
+    ) -> None:
         self._pool, self._levels = pool, levels
-        with closing(Folder.at(directory)) as root, closing(root.folder(name)) as folder:
-            self._locks = take_locks(folder, [LOCK], PATIENCE_S)
-        self._store = open_store(directory, name, write=True)
+        self._expiry = Expiry(days)
+        self._store = open_ranks(directory, name, write=True)
+        self._locks = self._store.take_locks([LOCK], PATIENCE_S)
         self._next_use = int(self._store.used.max(initial=0)) + 1
-        self._stored: set[int] = set()  # blocks that have a record, or will
+        self._inbox = Inbox(self._store.folder)
+        self._counts = Counter[str]()
+        self._stored: dict[int, int] = {}  # blocks that have a record, or will: when it was made
+        self._restored: set[int] = set()  # those of earlier runs
         self._unchecked: dict[int, Record] = {}
         self._absent: set[int] = set()  # what they have outside of home is not in memory yet
-        self._pinned: list[Any] = []
+        self._pinned: dict[int, Any] = {}  # vLLM's blocks by their numbers
         self._checkers = ThreadPoolExecutor(CHECKERS, thread_name_prefix="store-check")
         self._checks: dict[int, Future[bool]] = {}
         self._waiting: set[str] = set()
@@ -77,29 +95,74 @@ class StoredBlocks:
             block.set_block_hash(key, num_tokens=tokens)
             self._pool.cached_block_hash_to_block.insert(key, block)
             self._levels.note(block, Level(record.level))
-        pinned = self._pins(records)
-        self._pinned = [block for block in blocks if block.block_id in pinned]
-        self._pool.free_blocks(block for block in blocks if block.block_id not in pinned)
-        self._stored, self._absent, self._unchecked = set(records), set(records), records
-        size = self._pool.hash_block_size
+        self._stored = {number: record.created for number, record in records.items()}
+        self._restored, self._absent, self._unchecked = set(records), set(records), records
+        self._pin(records)
+        self._pool.free_blocks(blocks)
+        tokens = len(blocks) * self._pool.hash_block_size
+        self._counts["store_tokens_restored"] = tokens
         logger.info(
             "store: %d tokens of earlier runs are in the prefix cache (%d pinned), after %.3f s.",
-            len(blocks) * size,
-            len(self._pinned) * size,
+            tokens,
+            len(self._pinned) * self._pool.hash_block_size,
             time.perf_counter() - start,
         )
 
-    def _pins(self, records: dict[int, Record]) -> set[int]:
-        """Blocks that are never evicted; the first ones, if more are pinned than may be."""
-        pinned = pinned_blocks(read_pins(self._store.folder), records)
+    def _pin(self, records: Mapping[int, Record]) -> None:
+        """Hold the blocks of the contexts that are pinned, and no others.
+
+        Args:
+            records: Of blocks that may be in the prefix cache.
+        """
+        pins = read_pins(self._store.folder)
+        if not pins and not self._pinned:
+            return
+        cached = {
+            number: record
+            for number, record in records.items()
+            if self._pool.blocks[number].block_hash == make_block_hash_with_group_id(record.key, 0)
+        }
+        wanted = pinned_blocks(pins, reachable(cached))
         most = int(PINNED_SHARE * len(self._pool.blocks))
-        if len(pinned) > most:
+        if len(wanted) > most:
             logger.warning(
                 "store: %d of %d pinned blocks are kept; requests need the others.",
                 most,
-                len(pinned),
+                len(wanted),
             )
-        return set(pinned[:most])
+        before = self._pinned
+        self._pinned = {number: self._pool.blocks[number] for number in wanted[:most]}
+        self._pool.touch([*self._pinned.values()])
+        self._pool.free_blocks(before.values())
+
+    def _tend(self) -> None:
+        """Do what others have asked for, and forget what has become too old."""
+        try:
+            if old := self._expiry.look(self._stored, self._pinned):
+                self._counts["store_blocks_expired"] += len(old)
+                self._drop(old)
+            for change in self._inbox.take():
+                self._follow(change)
+        except (OSError, RetrievalConfigError) as error:
+            logger.error("store: what is too old, or was to be changed, stays (%s).", error)
+
+    def _follow(self, change: Change) -> None:
+        """Do what somebody has asked for."""
+        records = self._store.records()
+        records = {block: record for block, record in records.items() if block in self._stored}
+        if change.action == DROP:
+            self._drop(gone := forgotten(change.key, records))
+            records = {block: record for block, record in records.items() if block not in gone}
+        note(self._store.folder, change, records)
+        self._pin(records)
+        logger.info("store: %s %s, as asked for.", change.action, change.key.hex()[:ID_DIGITS])
+
+    def _drop(self, blocks: Collection[int]) -> None:
+        """Take blocks out of the prefix cache, and forget them, whatever happens to the server."""
+        self._pool.evict_blocks({*blocks})
+        self._pool.free_blocks([self._pinned.pop(b) for b in blocks if b in self._pinned])
+        self._forget(blocks)
+        self._store.void(blocks)
 
     def ready(self, request: Request) -> bool:
         """Whether every block that a request could share may be shared.
@@ -107,6 +170,7 @@ class StoredBlocks:
         If not, they are being checked, and the request has to ask again.
         """
         self._waiting.discard(request.request_id)
+        self._tend()
         self._take_checks()
         if not self._unchecked:
             return True
@@ -136,6 +200,7 @@ class StoredBlocks:
         damaged = list[int]()
         for number in [number for number, check in self._checks.items() if check.done()]:
             intact = self._checks.pop(number).result()
+            self._counts["store_bytes_checked"] += self._store.block_bytes
             if self._unchecked.pop(number, None) is not None and not intact:
                 damaged.append(number)
         if damaged:
@@ -144,15 +209,16 @@ class StoredBlocks:
                 len(damaged),
                 ", ".join(map(str, damaged[:20])),
             )
-            self._pool.evict_blocks(set(damaged))
-            self._forget(damaged)
+            self._counts["store_blocks_damaged"] += len(damaged)
+            with contextlib.suppress(OSError):  # they will be found out again
+                self._drop(damaged)
 
     def _forget(self, blocks: Iterable[int]) -> None:
         """Void the records of blocks with the next step."""
         for number in blocks:
-            if number in self._stored:
-                self._stored.discard(number)
+            if self._stored.pop(number, None) is not None:
                 self._step.void.append(number)
+            self._restored.discard(number)
             self._absent.discard(number)
             self._unchecked.pop(number, None)
 
@@ -162,7 +228,10 @@ class StoredBlocks:
         if self._absent:
             self._step.load += (found := self._absent.intersection(shared))
             self._absent -= found
-        if overwritten := self._stored.intersection(new):
+        hits = sum(block in self._restored for block in shared)
+        self._counts["store_tokens_hit"] += hits * self._pool.hash_block_size
+        if overwritten := self._stored.keys() & new:
+            self._counts["store_blocks_evicted"] += len(overwritten)
             self._forget(overwritten)
             late = self._step.commit
             self._step.commit = [entry for entry in late if entry[0] not in overwritten]
@@ -183,7 +252,7 @@ class StoredBlocks:
                 continue
             parent = keys[number - 1] if number else NO_PARENT
             record = Record(keys[number], parent, number, self._levels.of(block), now)
-            self._stored.add(block.block_id)
+            self._stored[block.block_id] = now
             self._step.commit.append((block.block_id, record))
 
     def end_step(self, scheduler_output: Any) -> None:
@@ -205,23 +274,29 @@ class StoredBlocks:
 
     def unpin(self) -> None:
         """Let go of the blocks that are never evicted, so that vLLM can empty its cache."""
-        self._pool.free_blocks(self._pinned)
+        self._pool.free_blocks(self._pinned.values())
 
     def pin(self) -> None:
         """Hold them again, if it could not."""
-        self._pool.touch(self._pinned)
+        self._pool.touch([*self._pinned.values()])
 
     def clear(self) -> None:
         """Forget everything: vLLM has emptied its prefix cache."""
-        self._pinned = []
+        self._pinned = {}
         self._store.void(self._stored)
         # Also what workers have yet to write, and what they have not been told of.
         self._step = StoreStep(void=[*self._stored])
-        for blocks in (self._stored, self._absent, self._unchecked):
+        for blocks in (self._stored, self._restored, self._absent, self._unchecked):
             blocks.clear()
 
+    def take_counts(self) -> dict[str, int]:
+        """What ``COUNTERS`` of the connector count of the scheduler's half since the last call."""
+        counts, self._counts = +self._counts, Counter()
+        return counts
+
     def close(self) -> None:
-        """Close the store; others may use it then."""
+        """Close the store; others may use it then. The workers have ended before."""
         self._checkers.shutdown(cancel_futures=True)
+        self._store.void(self._step.void)
         self._store.close()
         release(self._locks)

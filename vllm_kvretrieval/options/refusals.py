@@ -178,10 +178,10 @@ def _check_codec(config: "RetrievalConfig") -> None:
 def _check_store(config: "RetrievalConfig") -> None:
     if config.store is None:
         return
-    if config.home != "disk":
+    if config.home not in ("disk", "device"):
         raise RetrievalConfigError(
-            f"store={config.store!r} keeps the file of a home on disk, which home={config.home} "
-            "does not have (or not for certain); use home=disk, or leave it out."
+            f"store={config.store!r} is another one for each home, and home={config.home} may be "
+            "either; use home=disk or home=device, or leave it out."
         )
     if config.home_path is not None:
         raise RetrievalConfigError(

@@ -16,6 +16,7 @@ from vllm_kvretrieval.options.values import (
     checked_later,
     one_number_of,
     one_of,
+    require_days,
     require_int,
     require_layers,
     require_name,
@@ -343,10 +344,17 @@ class Options:
     store: str | None = option(
         None,
         Kind("a directory", require_path),
-        "a directory in which the file of `home=disk` outlives the server: its next start finds "
-        "every block that was computed before; it takes the place of `home_path`",
+        "a directory in which the KV cache outlives the server: its next start finds every block "
+        "that was computed before; with `home=disk` it takes the place of `home_path`",
         "none",
-        slow_home=True,
+        on_gpu="keep no file of the KV cache",
+        more="store.md",
+    )
+    store_days: float | None = option(
+        None,
+        Kind("days", require_days),
+        "the store forgets blocks that were computed so long ago, but for pinned ones",
+        "never",
         on_gpu="keep no file of the KV cache",
         more="store.md",
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 
+MOST_DAYS = 36500
 MOST_TOKENS = 2**31 - 1
 """Kernels count tokens in 32 bits."""
 MOST = 2**63 - 1
@@ -64,6 +65,16 @@ def require_share(key: str, value: Any) -> float:
     """Check a share above 0."""
     if require_number(key, value) <= 0:
         raise RetrievalConfigError(f"{key}={value} must be more than 0, such as 0.3.")
+    return float(value)
+
+
+def require_days(key: str, value: Any) -> float:
+    """Check an age in days."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= MOST_DAYS:  # NaN compares false
+        raise RetrievalConfigError(
+            f"{key}={value!r} must be a number of days above 0, up to {MOST_DAYS}, e.g. 30."
+        )
     return float(value)
 
 

@@ -108,7 +108,8 @@ class RetrievalPlatform(Platform):
             )
         vllm_config.parallel_config.worker_cls = cls.worker
         _set_scheduler(vllm_config, method)
-        if config.home != "device" and not has_foreign_connector(vllm_config):
+        reports = config.home != "device" or config.store is not None
+        if reports and not has_foreign_connector(vllm_config):
             from vllm_kvretrieval.engine.connector import connector_config
 
             engines = vllm_config.parallel_config.data_parallel_size_local

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.logger import init_logger
 
@@ -16,6 +16,39 @@ logger = init_logger("vllm.kvretrieval.home")
 
 TOLD = 20
 """Numbers of lost blocks that a line of the log has at most."""
+
+
+class Lost(Protocol):
+    """What is told of blocks that a step relies on and that cannot be read."""
+
+    @property
+    def some(self) -> bool:
+        """Whether something was lost in the last step; then what it computed may be wrong."""
+
+    def add(self, blocks: set[int]) -> None:
+        """Blocks that this step relies on and that are lost."""
+
+
+class LostLoads:
+    """vLLM's blocks in memory that a step relies on, and that could not be read into it.
+
+    Attributes:
+        some: Whether there were any in the last step; then what it computed may be wrong.
+    """
+
+    def __init__(self) -> None:
+        self._found: set[int] = set()
+        self.some = False
+
+    def add(self, blocks: set[int]) -> None:
+        """Blocks that this step relies on and that are lost."""
+        self._found |= blocks
+
+    def take(self) -> set[int]:
+        """Blocks that were lost in this step."""
+        taken, self._found = self._found, set()
+        self.some = bool(taken)
+        return taken
 
 
 class LostBlocks:

@@ -2,36 +2,27 @@
 
 import argparse
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 from tqdm import tqdm
 
-from vllm_kvretrieval.store.contexts import (
-    Context,
-    contexts,
-    named,
-    own_blocks,
-    reachable,
-    read_pins,
-    write_pins,
-)
+from vllm_kvretrieval.store.add import add_arguments
+from vllm_kvretrieval.store.changes import all_stores, change, locked
 from vllm_kvretrieval.store.files import Folder
+from vllm_kvretrieval.store.inbox import DROP, PIN, UNPIN
+from vllm_kvretrieval.store.listing import listed
 from vllm_kvretrieval.store.store import (
     LOCK,
     WORKER_LOCK,
-    Store,
-    open_store,
     release,
     remove_unfinished,
     store_names,
     take_locks,
 )
 
-LEVELS = ("exact", "decoded", "prefilled")
-"""Words for ``vllm_kvretrieval.engine.levels.Level``."""
-CONTEXT = "first digits of a context's id, as `ls` shows it"
+CONTEXT = "name of a context, or first digits of its id, as `ls` shows them"
+DONE = {PIN: "is pinned", UNPIN: "may be evicted", DROP: "is forgotten"}
 GIB = 1 << 30
 
 
@@ -42,12 +33,21 @@ def add_store(commands: Any) -> None:
     actions = store.add_subparsers(required=True, metavar="ACTION")
     listing = _add(actions, "ls", list_contexts, "list stores and the contexts in them")
     listing.add_argument("--contexts", type=int, default=20, help="most per store (default: 20)")
-    for action, run, what in (
-        ("pin", pin, "never evict a context; takes effect when the server starts"),
-        ("unpin", unpin, "let a context be evicted again"),
-        ("drop", drop, "forget a context, but for what others share of it"),
+    for what, text in (
+        (PIN, "never evict a context"),
+        (UNPIN, "let a context be evicted again"),
+        (DROP, "forget a context, but for what others share of it"),
     ):
-        _add(actions, action, run, what).add_argument("context", metavar="CONTEXT", help=CONTEXT)
+        action = _add(actions, what, alter, text)
+        action.set_defaults(change=what)
+        action.add_argument("context", metavar="CONTEXT", help=CONTEXT)
+    reading = actions.add_parser(
+        "add",
+        help="read documents, so that a server answers about them at once",
+        description="Reads documents by an engine of its own, and keeps their KV cache. Options of "
+        "the engine follow --, as for vllm serve: the server has to have the same.",
+    )
+    add_arguments(reading)
     _add(actions, "verify", verify, "read all blocks, and forget those that are damaged")
     cleaning = _add(actions, "gc", collect, "remove stores that no server has used for long")
     limit = cleaning.add_mutually_exclusive_group()
@@ -66,76 +66,44 @@ def _add(actions: Any, name: str, run: Any, about: str) -> argparse.ArgumentPars
 
 def list_contexts(given: argparse.Namespace) -> None:
     """Print the stores of a directory, and the latest contexts of each."""
-    with closing(Folder.at(given.directory)) as root:
-        names = store_names(root)
-    for name in names:
-        with closing(open_store(given.directory, name)) as store:
-            _print_store(store, given.contexts)
-    if not names:
+    stores = listed(given.directory, given.contexts)
+    for store in stores:
+        print(
+            f"{store.name}: {store.model}, {store.dtype}, codec {store.codec}, vLLM {store.vllm}; "
+            f"{store.bytes / GIB:.2f} GiB, {store.tokens} of {store.room} tokens, {store.count} "
+            "contexts"
+        )
+        if store.contexts:
+            print(f"  {'id':12} {'tokens':>9} {'level':9} {'written':16} {'pinned':6} names")
+        for context in store.contexts:
+            written = time.strftime("%Y-%m-%d %H:%M", time.localtime(context.written))
+            pinned = "yes" if context.pinned else ""
+            row = f"  {context.id} {context.tokens:9} {context.level:9} {written} {pinned:6}"
+            print(f"{row} {', '.join(context.names)}".rstrip())
+        if store.count > len(store.contexts):
+            print(f"  and {store.count - len(store.contexts)} more")
+    if not stores:
         print(f"{given.directory} has no stores.")
 
 
-def _print_store(store: Store, most: int) -> None:
-    sizes, identity = store.geometry, store.identity
-    records = reachable(store.records())
-    tokens, found = identity["block_size"], contexts(records)
-    pins = read_pins(store.folder)
-    print(
-        f"{store.folder.path.name}: {identity['model']}, {identity['dtype']}, codec "
-        f"{identity['codec']}, vLLM {identity['vllm']}; {sizes.bytes / GIB:.2f} GiB, "
-        f"{len(records) * tokens} of {sizes.blocks * tokens} tokens, {len(found)} contexts"
-    )
-    if found:
-        print(f"  {'id':12} {'tokens':>9} {'level':9} {'written':16} pinned")
-    for context in found[:most]:
-        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(context.created))
-        level = LEVELS[context.level]
-        pinned = "yes" if context.key in pins else ""
-        row = f"  {context.id:12} {len(context.blocks) * tokens:9} {level:9} {written} {pinned}"
-        print(row.rstrip())
-    if len(found) > most:
-        print(f"  and {len(found) - most} more")
-
-
-def pin(given: argparse.Namespace) -> None:
-    """Pin a context."""
-    with _context(given) as (store, context, _):
-        write_pins(store.folder, read_pins(store.folder) | {context.key})
-    print(f"{context.id} is pinned.")
-
-
-def unpin(given: argparse.Namespace) -> None:
-    """Unpin a context."""
-    with _context(given) as (store, context, _):
-        write_pins(store.folder, read_pins(store.folder) - {context.key})
-    print(f"{context.id} may be evicted.")
-
-
-def drop(given: argparse.Namespace) -> None:
-    """Forget a context."""
-    with _context(given) as (store, context, others):
-        own = own_blocks(context, others)
-        keys = {context.key}
-        # Also other blocks with these contents, which would take their place.
-        gone = {store.records()[block].key for block in own}
-        store.void(block for block, record in store.records().items() if record.key in gone)
-        write_pins(store.folder, read_pins(store.folder) - keys)
-    print(
-        f"{context.id} is forgotten: {len(own)} of its {len(context.blocks)} blocks were its own."
-    )
+def alter(given: argparse.Namespace) -> None:
+    """Pin, unpin or drop a context."""
+    by_server = change(given.directory, given.context, given.change)
+    when = ", as soon as the server gets a request" if by_server else ""
+    print(f"{given.context} {DONE[given.change]}{when}.")
 
 
 def verify(given: argparse.Namespace) -> None:
     """Check every block of all stores that no server uses."""
-    with closing(Folder.at(given.directory)) as root:
-        names = store_names(root)
-    for name in names:
-        with _locked(given.directory, name) as store:
-            records = store.records()
-            bar = tqdm(records.items(), desc=name, unit="block", leave=False)
-            damaged = [block for block, record in bar if not store.intact(block, record)]
-            store.void(damaged)
-        print(f"{name}: {len(records) - len(damaged)} blocks are intact, {len(damaged)} damaged.")
+    with all_stores(given.directory) as stores:
+        for found in stores:
+            with locked(found) as store:
+                records, name = store.records(), store.name
+                bar = tqdm(records.items(), desc=name, unit="block", leave=False)
+                damaged = [block for block, record in bar if not store.intact(block, record)]
+                store.void(damaged)
+            intact = len(records) - len(damaged)
+            print(f"{name}: {intact} blocks are intact, {len(damaged)} damaged.")
 
 
 def collect(given: argparse.Namespace) -> None:
@@ -161,28 +129,3 @@ def _collect(root: Folder, name: str, oldest: float | None) -> None:
         release(take_locks(folder, [LOCK, WORKER_LOCK]))
         root.remove(name)
     print(f"{name} is removed.")
-
-
-@contextmanager
-def _locked(directory: str, name: str) -> Iterator[Store]:
-    """A store that nobody else uses meanwhile."""
-    with closing(open_store(directory, name, write=True)) as store:
-        locks = take_locks(store.folder, [LOCK, WORKER_LOCK])
-        try:
-            yield store
-        finally:
-            release(locks)
-
-
-@contextmanager
-def _context(given: argparse.Namespace) -> Iterator[tuple[Store, Context, list[Context]]]:
-    """The context that is meant, its store, and all contexts there."""
-    found = dict[str, list[Context]]()
-    with closing(Folder.at(given.directory)) as root:
-        for name in store_names(root):
-            with closing(open_store(given.directory, name)) as store:
-                found[name] = contexts(reachable(store.records()))
-    context = named([context for own in found.values() for context in own], given.context)
-    (name,) = (name for name, own in found.items() if context in own)
-    with _locked(given.directory, name) as store:
-        yield store, context, contexts(reachable(store.records()))

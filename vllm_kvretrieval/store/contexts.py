@@ -1,16 +1,20 @@
 """Contexts: runs of blocks in a store, from the first token of a text to its last full block."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.files import Folder
 from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import PINS
+from vllm_kvretrieval.store.store import NAMES, PINS
 
 NO_PARENT = bytes(32)
 ID_DIGITS = 12
+REMEDIES = {PINS: "pin", NAMES: "name"}
+Said = TypeVar("Said")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Context(NamedTuple):
@@ -74,29 +78,39 @@ def contexts(records: Mapping[int, Record]) -> list[Context]:
     return sorted(found, key=lambda context: -context.created)
 
 
-def named(found: Iterable[Context], name: str) -> Context:
-    """The one context that a user means.
+def meant(records: Mapping[int, Record], name: str, names: Mapping[str, bytes]) -> list[bytes]:
+    """Keys of the last blocks of what a user may mean.
 
     Args:
-        found: All contexts.
-        name: First digits of its key, in hexadecimal.
-
-    Raises:
-        RetrievalConfigError: None is meant, or several.
+        records: As :func:`reachable` gives them.
+        name: The name of a context, or the first digits of its key, in hexadecimal. A context with
+            a name may go on: others then begin with it.
+        names: Keys of last blocks by name.
     """
-    meant = [context for context in found if name and context.key.hex().startswith(name.lower())]
-    if len(meant) != 1:
-        why = "no context" if not meant else f"{len(meant)} contexts"
-        raise RetrievalConfigError(
-            f"store: {name!r} names {why}; give the id as `vllm-kvretrieval store ls` shows it."
-        )
-    return meant[0]
+    if names.get(name) in {record.key for record in records.values()}:
+        return [names[name]]
+    ends = (context.key for context in contexts(records))
+    return [key for key in ends if name and key.hex().startswith(name.lower())]
 
 
-def own_blocks(context: Context, others: Iterable[Context]) -> set[int]:
-    """Blocks of a context that no other one has."""
-    shared = {block for other in others if other.key != context.key for block in other.blocks}
-    return {*context.blocks} - shared
+def forgotten(key: bytes, records: Mapping[int, Record]) -> set[int]:
+    """Blocks that are dropped with a context, and with what goes on behind it.
+
+    Args:
+        key: The key of the context's last block.
+        records: All that the store has.
+
+    Returns:
+        Blocks that no other context has, and others with the same contents, which would take their
+        place.
+    """
+    known = reachable(records)
+    ending = {block for block, record in known.items() if record.key == key}
+    dropped, kept = set[int](), set[int]()
+    for context in contexts(known):
+        (kept if ending.isdisjoint(context.blocks) else dropped).update(context.blocks)
+    gone = {records[block].key for block in dropped - kept}
+    return {block for block, record in records.items() if record.key in gone}
 
 
 def read_pins(folder: Folder) -> set[bytes]:
@@ -105,21 +119,55 @@ def read_pins(folder: Folder) -> set[bytes]:
     Raises:
         RetrievalConfigError: The file is damaged.
     """
-    try:
-        text = folder.read(PINS)
-    except FileNotFoundError:
-        return set()
-    try:
-        return {bytes.fromhex(key) for key in json.loads(text)}
-    except (ValueError, TypeError):
-        raise RetrievalConfigError(
-            f"store: {folder.path / PINS} is damaged. Remove it, and pin anew."
-        ) from None
+    return _read(folder, PINS, lambda keys: {bytes.fromhex(key) for key in keys}, set())
 
 
 def write_pins(folder: Folder, pins: Collection[bytes]) -> None:
     """Replace the keys of the contexts that are never evicted."""
     folder.replace(PINS, json.dumps(sorted(key.hex() for key in pins)).encode())
+
+
+def read_names(folder: Folder) -> dict[str, bytes]:
+    """Keys of contexts by the names that users have given them.
+
+    Raises:
+        RetrievalConfigError: The file is damaged.
+    """
+    return _read(
+        folder, NAMES, lambda keys: {name: bytes.fromhex(key) for name, key in keys.items()}, {}
+    )
+
+
+def write_names(folder: Folder, names: Mapping[str, bytes]) -> None:
+    """Replace the names of contexts."""
+    folder.replace(NAMES, json.dumps({name: names[name].hex() for name in names}).encode())
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that a command line or a log could take for something else.
+
+    Raises:
+        RetrievalConfigError: It is one.
+    """
+    if not NAME.fullmatch(name):
+        raise RetrievalConfigError(
+            f"store: {name!r} cannot be a context's name; take up to 128 letters, digits, dots, "
+            "dashes and underscores, a letter or a digit first (--name)."
+        )
+
+
+def _read(folder: Folder, file: str, parse: Callable[[Any], Said], empty: Said) -> Said:
+    """What a small file says; ``empty`` if there is none."""
+    try:
+        text = folder.read(file)
+    except FileNotFoundError:
+        return empty
+    try:
+        return parse(json.loads(text))
+    except (ValueError, TypeError, AttributeError):
+        raise RetrievalConfigError(
+            f"store: {folder.path / file} is damaged. Remove it, and {REMEDIES[file]} anew."
+        ) from None
 
 
 def pinned_blocks(pins: Collection[bytes], records: Mapping[int, Record]) -> list[int]:

@@ -134,6 +134,10 @@ class Folder:
         os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         self.sync()
 
+    def unlink(self, name: str) -> None:
+        """Remove a file inside of this directory."""
+        os.unlink(name, dir_fd=self.fd)
+
     def remove(self, name: str) -> None:
         """Remove a directory inside of this one, with all that it contains."""
         shutil.rmtree(name, dir_fd=self.fd)

@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,18 +18,34 @@ from vllm_kvretrieval.store.records import RECORD_BYTES, VOID, Record, unpack
 FORMAT = 1
 """Of the directory; other formats are refused."""
 PREFIX, UNFINISHED = "kv-", ".new-"
-IDENTITY, PAGES, SIDE, RECORDS, USED, PINS = (
+IDENTITY, PAGES, SIDE, RECORDS, USED, PINS, NAMES = (
     "identity.json",
     "pages",
     "side",
     "records",
     "used",
     "pins.json",
+    "names.json",
 )
 LOCK, WORKER_LOCK = "lock", "worker-lock"
 """The first is held in a store by the server's scheduler, or a command, and in the directory of all
 stores by a process that makes or removes one. The other one is held by the worker, which may
 outlive the scheduler by a step."""
+
+
+class Part(NamedTuple):
+    """Which worker of an engine a store is of.
+
+    Attributes:
+        rank: The worker's.
+        ranks: How many workers there are.
+    """
+
+    rank: int
+    ranks: int
+
+
+WHOLE = Part(0, 1)
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,7 @@ class Geometry:
 
     Attributes:
         blocks: vLLM's blocks.
-        layers: Layers in the slow home.
+        layers: Layers in the slow home; 0: there is none.
         layer_block_bytes: Bytes of a block there, in one layer.
         side_bytes: Bytes of a block outside of home: its part of dense layers and of page indexes.
     """
@@ -59,9 +75,18 @@ class Geometry:
         }
 
     @property
+    def block_bytes(self) -> int:
+        """Of a block, in home and outside of it."""
+        return self.layers * self.layer_block_bytes + self.side_bytes
+
+    @property
     def bytes(self) -> int:
         """Of all files together."""
         return sum(self.files.values())
+
+
+class StoreInUseError(RetrievalConfigError):
+    """Another process uses a store."""
 
 
 class Store:
@@ -86,6 +111,7 @@ class Store:
         try:
             described = _described(folder)
             self.identity: Mapping[str, Any] = described["identity"]
+            self.part = Part(*described["part"])
             self.geometry = Geometry(**described["geometry"])
             self.id = bytes.fromhex(described["id"])
             for name, size in self.geometry.files.items():
@@ -114,6 +140,10 @@ class Store:
         """The records by block, but for those that are void or damaged."""
         return unpack(bytes(read_at(self._fds[RECORDS], self.geometry.files[RECORDS], 0)))
 
+    def record(self, block: int) -> Record | None:
+        """The record of a block; None: it is void or damaged."""
+        return unpack(bytes(read_at(self._fds[RECORDS], RECORD_BYTES, block * RECORD_BYTES))).get(0)
+
     def commit(self, block: int, record: Record) -> None:
         """Write the record of a block whose contents are complete.
 
@@ -135,10 +165,15 @@ class Store:
         except OSError:
             return False
 
-    def write_side(self, block: int, data: bytes) -> None:
-        """Write a block's part of dense layers and page indexes, ``side_bytes`` in all."""
-        assert len(data) == self.geometry.side_bytes
-        write_at(self._fds[SIDE], data, block * len(data))
+    def write_side(self, block: int, parts: Sequence[bytes | memoryview]) -> None:
+        """Write a block's parts of dense layers and page indexes, ``side_bytes`` in all."""
+        views = [memoryview(part).cast("B") for part in parts]
+        size = self.geometry.side_bytes
+        assert sum(map(len, views)) == size
+        place = block * size
+        for view in views:
+            write_at(self._fds[SIDE], view, place)
+            place += len(view)
 
     def read_side(self, block: int) -> bytearray:
         """Read what :meth:`write_side` wrote; raises OSError where that is impossible."""
@@ -174,9 +209,15 @@ def open_store(directory: str, name: str, write: bool = False) -> Store:
         root.close()
 
 
-def name_of(identity: Mapping[str, Any]) -> str:
-    """The name of the store's directory; other identities have other names."""
-    return PREFIX + hashlib.sha256(_canonical(identity)).hexdigest()[:16]
+def name_of(identity: Mapping[str, Any], part: Part = WHOLE) -> str:
+    """The name of a store's directory; other identities have other names.
+
+    Args:
+        identity: See :func:`make_store`.
+        part: Of the worker.
+    """
+    name = PREFIX + hashlib.sha256(_canonical(identity)).hexdigest()[:16]
+    return name if part == WHOLE else f"{name}.{part.rank}"
 
 
 def make_store(
@@ -184,6 +225,7 @@ def make_store(
     identity: Mapping[str, Any],
     geometry: Geometry,
     reserve: Callable[[int, int, str], None],
+    part: Part = WHOLE,
 ) -> None:
     """Make an empty store.
 
@@ -195,6 +237,7 @@ def make_store(
         identity: All that the meaning of the bytes depends on; what JSON can hold.
         geometry: Its sizes.
         reserve: Gives a file its size and space: descriptor, bytes, directory for messages.
+        part: Of the worker whose store it is.
     """
     remove_unfinished(root)
     name = UNFINISHED + secrets.token_hex(8)
@@ -203,7 +246,8 @@ def make_store(
         for file, size in geometry.files.items():
             fd = folder.make(file)
             try:
-                reserve(fd, size, str(root.path))
+                if size:
+                    reserve(fd, size, str(root.path))
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -211,12 +255,13 @@ def make_store(
             "format": FORMAT,
             "id": secrets.token_hex(16),
             "identity": identity,
+            "part": part,
             "geometry": asdict(geometry),
         }
         sealed = described | {"sum": _sum_of(described)}
         folder.replace(IDENTITY, json.dumps(sealed, indent=1).encode())
         folder.sync()
-        root.rename(name, name_of(identity))
+        root.rename(name, name_of(identity, part))
     except BaseException:
         root.remove(name)
         raise
@@ -233,7 +278,7 @@ def take_locks(folder: Folder, names: Sequence[str], patience: float = 0.0) -> l
         patience: Seconds to wait for another process.
 
     Raises:
-        RetrievalConfigError: Another process has one of them; says which.
+        StoreInUseError: Another process has one of them; says which.
     """
     taken = list[Lock]()
     for name in names:
@@ -241,7 +286,7 @@ def take_locks(folder: Folder, names: Sequence[str], patience: float = 0.0) -> l
         if not taken[-1].take(patience):
             owner = taken[-1].owner
             release(taken)
-            raise RetrievalConfigError(
+            raise StoreInUseError(
                 f"store: {folder.path} is in use by process {owner}; stop it first, or name "
                 "another directory."
             )
@@ -288,7 +333,7 @@ def _described(folder: Folder) -> dict[str, Any]:
         )
     if said != _sum_of(described):
         raise RetrievalConfigError(f"{damaged}. {remedy}")
-    if name_of(described["identity"]) != folder.path.name:
+    if name_of(described["identity"], Part(*described["part"])) != folder.path.name:
         raise RetrievalConfigError(
             f"store: {folder.path} was given another name than its contents have. {remedy}"
         )

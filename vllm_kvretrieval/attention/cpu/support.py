@@ -152,6 +152,11 @@ def check_store(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         return
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     named = f"kv_retrieval.store={config.store!r}"
+    if support.has_foreign_connector(vllm_config):
+        raise RetrievalConfigError(
+            f"{named} needs the place of a KV connector, of which vLLM has one; leave out "
+            "--kv-transfer-config, or the store."
+        )
     if not cache.enable_prefix_caching:
         raise RetrievalConfigError(
             f"{named} is found through the prefix cache; leave --no-enable-prefix-caching out."
@@ -163,9 +168,9 @@ def check_store(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{named} needs hashes that mean the same in every run; use "
             f"--prefix-caching-hash-algo {STABLE_HASH}, or leave the option out."
         )
-    if parallel.world_size > 1 or parallel.data_parallel_size > 1:
+    if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
         raise RetrievalConfigError(
-            f"{named} is the store of one worker; leave out --tensor-parallel-size, "
+            f"{named} is the store of one engine, whose workers have all layers; leave out "
             "--pipeline-parallel-size and --data-parallel-size, or the store."
         )
 

@@ -25,7 +25,7 @@ PATHS = ("_name_or_path", "transformers_version")
 
 
 def identity_of(
-    vllm_config: Any, config: RetrievalConfig, layers: Sequence[str], weights: str
+    vllm_config: Any, config: RetrievalConfig, layers: Sequence[str], weights: Sequence[str]
 ) -> dict[str, Any]:
     """The identity of a store on this machine.
 
@@ -35,7 +35,7 @@ def identity_of(
         vllm_config: vLLM's configuration.
         config: Options of the engine.
         layers: Names of the retrieval layers.
-        weights: The hash of the model's weights.
+        weights: The hashes of the workers' weights, in order of their ranks.
 
     Returns:
         What JSON can hold.
@@ -50,7 +50,7 @@ def identity_of(
         "layout": LAYOUT,
         "model": model.architecture,
         "config": _hash(text),
-        "weights": weights,
+        "weights": [*weights],
         "dtype": str(model.dtype),
         "cache_dtype": str(cache.cache_dtype),
         "quantization": str(model.quantization),
@@ -59,6 +59,7 @@ def identity_of(
         "block_size": cache.block_size,
         "page_size": config.page_size,
         "rows": config.rows,
+        "home": config.home,
         "codec": config.codec,
         "index": [repr(kind) for kind in config.stores],
         "layers": list(layers),

@@ -78,9 +78,13 @@ class PlanningWorker(CPUWorker):
             self.vllm_config, specs, self.retrieval_config, self.retrieving
         )
         if self.cache_config.kv_cache_memory_bytes is None:
-            return (available - staging - scratch) * block // (block + index)
-        self._check_memory(available, available * index // block, staging + scratch)
-        return available
+            available = (available - staging - scratch) * block // (block + index)
+        else:
+            self._check_memory(available, available * index // block, staging + scratch)
+        if self.stored is None:
+            return available
+        wanted = self.cache_config.num_gpu_blocks_override
+        return self.stored.memory_for(available, block, wanted)
 
     def _check_memory(self, cache: int, index: int, working: int) -> None:
         """Find out at once, not under load, that memory does not suffice."""

@@ -1,4 +1,4 @@
-"""The worker's half of a store: it writes what a step has completed, and reads what one needs."""
+"""The worker's half of a store: it hands on what a step has completed, and reads what one needs."""
 
 import io
 import os
@@ -10,19 +10,22 @@ import torch
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 
+from vllm_kvretrieval.engine.cpu.store_writer import BlockWriter
 from vllm_kvretrieval.engine.store_steps import StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import RecallCache
 from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.file import FileStorage
-from vllm_kvretrieval.storage.lost import LostBlocks
+from vllm_kvretrieval.storage.lost import Lost
 from vllm_kvretrieval.store.files import Folder, Lock
+from vllm_kvretrieval.store.ranks import name_of_all, names_of_all
 from vllm_kvretrieval.store.records import Record
 from vllm_kvretrieval.store.store import (
     LOCK,
+    WHOLE,
     WORKER_LOCK,
     Geometry,
+    Part,
     Store,
     make_store,
     name_of,
@@ -35,8 +38,6 @@ from vllm_kvretrieval.tiers.sizes import Cache, Tiers
 
 logger = init_logger("vllm.kvretrieval.store")
 
-PATIENCE = 3
-"""Blocks that cannot be stored, one after the other, before no more are tried."""
 WAIT_S = 60.0
 """How long a new worker waits for one of an earlier server that has yet to end its last step."""
 STOPS_S = 5.0
@@ -49,6 +50,7 @@ class HomeStore:
     Args:
         directory: The directory of all stores.
         identity: All that the meaning of the bytes depends on.
+        part: Of this worker.
 
     Attributes:
         name: Of the store's directory.
@@ -58,20 +60,20 @@ class HomeStore:
         RetrievalConfigError: Another server uses the store, or it is damaged, or open to others.
     """
 
-    def __init__(self, directory: str, identity: Mapping[str, Any]) -> None:
-        self._directory, self._identity = directory, identity
-        self.name = name_of(identity)
+    def __init__(self, directory: str, identity: Mapping[str, Any], part: Part = WHOLE) -> None:
+        self._directory, self._identity, self._part = directory, identity, part
+        self.name = name_of(identity, part)
         self._parts: list[torch.Tensor] = []
         self._caches: Sequence[RecallCache] = ()
         self._pages = 1
-        self._lost: LostBlocks | None = None
+        self._lost: Lost | None = None
         self._pending: dict[int, Record] = {}
-        self._failures = 0
-        self._written = self._found = 0
+        self._found = 0
         self._store: Store | None = None
+        self._writer: BlockWriter | None = None
         self.blocks: int | None = None
         with self._explained(), closing(Folder.at(directory, make=True)) as root:
-            others = [name for name in store_names(root) if name != self.name]
+            others = {*names_of_all(root)} - {name_of_all(self.name)}
             if others:
                 logger.info(
                     "store: %s holds %d stores of other models or options, too; see "
@@ -89,6 +91,7 @@ class HomeStore:
         with closing(root.folder(self.name)) as folder:
             self._lock = take_worker_lock(folder)
         self._store = Store(root.folder(self.name), write=True)
+        self._writer = BlockWriter(self._store, os.sched_getaffinity(os.getppid()))
         self.blocks = self._store.geometry.blocks
 
     def blocks_for(self, cache: Cache, config: RetrievalConfig, wanted: int | None) -> int:
@@ -103,33 +106,62 @@ class HomeStore:
             RetrievalConfigError: The user wants another number, or the longest request more.
         """
         assert self._store is not None
-        assert self.blocks is not None
-        path, has = self._store.folder.path, f"{self.blocks} blocks"
         given = f"--num-gpu-blocks-override {wanted}"
         if wanted is None and config.home_bytes is not None:
             sizes = self._store.geometry
             wanted = config.home_bytes // (sizes.layers * sizes.layer_block_bytes)
             given = f"kv_retrieval.home_bytes={config.home_bytes} ({wanted} blocks)"
-        if wanted is not None and wanted != self.blocks:
-            raise RetrievalConfigError(
-                f"{given}: the store {path} has {has}, and its size cannot change. Leave the "
-                "option out, or remove the store with `vllm-kvretrieval store gc --all`."
-            )
+        self._check_blocks(wanted, given)
+        assert self.blocks is not None
         if self.blocks < cache.blocks_for(1):
             raise RetrievalConfigError(
                 f"--max-model-len {cache.max_model_len}: one request needs {cache.blocks_for(1)} "
-                f"blocks, and the store {path} has {has}. Lower it, or remove the store with "
-                "`vllm-kvretrieval store gc --all`."
+                f"blocks, and the store {self._store.folder.path} has {self.blocks}. Lower it, or "
+                "remove the store with `vllm-kvretrieval store gc --all`."
             )
         return self.blocks
+
+    def memory_for(self, available: int, block_bytes: int, wanted: int | None) -> int:
+        """Bytes that the KV cache has to have in memory, since the store has the blocks.
+
+        Args:
+            available: Bytes that it may have.
+            block_bytes: Bytes of a block in all layers.
+            wanted: How many blocks the user wants (``--num-gpu-blocks-override``), or None.
+
+        Raises:
+            RetrievalConfigError: The user wants another number, or there is too little memory.
+        """
+        if self.blocks is None:
+            return available
+        assert self._store is not None
+        self._check_blocks(wanted, f"--num-gpu-blocks-override {wanted}")
+        needed = self.blocks * block_bytes
+        if needed > available:
+            raise RetrievalConfigError(
+                f"kv_retrieval.store: {self._store.folder.path} has {self.blocks} blocks, of "
+                f"{format_gib(needed)} GiB, and the KV cache may have {format_gib(available)} GiB. "
+                "Give it more memory (--kv-cache-memory-bytes), or remove the store with "
+                "`vllm-kvretrieval store gc --all`."
+            )
+        return needed
+
+    def _check_blocks(self, wanted: int | None, given: str) -> None:
+        assert self._store is not None
+        if wanted is not None and wanted != self.blocks:
+            raise RetrievalConfigError(
+                f"{given}: the store {self._store.folder.path} has {self.blocks} blocks, and its "
+                "size cannot change. Leave the option out, or remove the store with "
+                "`vllm-kvretrieval store gc --all`."
+            )
 
     def has_dense(self, cache: Cache) -> bool:
         """Whether dense layers are in home, too."""
         assert self._store is not None
         return self._store.geometry.layers > cache.retrieval_layers
 
-    def file(self, geometry: Geometry) -> io.FileIO:
-        """The home's file; makes the store if there is none.
+    def make(self, geometry: Geometry) -> None:
+        """Make the store if there is none.
 
         Args:
             geometry: What the engine needs.
@@ -143,7 +175,7 @@ class HomeStore:
                 try:
                     if self.name not in store_names(root):  # another server may have been faster
                         check_room(self._directory, geometry.bytes)
-                        make_store(root, self._identity, geometry, reserve)
+                        make_store(root, self._identity, geometry, reserve, self._part)
                 finally:
                     release(locks)
                 self._open(root)
@@ -161,26 +193,41 @@ class HomeStore:
                 "the KV cache as much memory as then (--kv-cache-memory-bytes), or remove the "
                 "store with `vllm-kvretrieval store gc --all`."
             )
+
+    def file(self, geometry: Geometry) -> io.FileIO:
+        """The home's file; see :meth:`make`."""
+        self.make(geometry)
+        assert self._store is not None
         return os.fdopen(self._store.pages_fd, "r+b", buffering=0, closefd=False)
 
-    def attach(self, parts: Sequence[torch.Tensor], storage: FileStorage) -> None:
-        """Say what blocks have outside of home.
+    def attach(
+        self,
+        parts: Sequence[torch.Tensor],
+        lost: Lost,
+        caches: Sequence[RecallCache] = (),
+        pages: int = 1,
+    ) -> None:
+        """Say what blocks have outside of a slow home.
 
         Args:
-            parts: Dense layers and page indexes, uint8 [blocks, bytes of a block] each.
-            storage: What is in front of home.
+            parts: Layers and page indexes, uint8 [blocks, bytes of a block] each.
+            lost: Is told of blocks that cannot be read.
+            caches: Of encoded pages in home.
+            pages: Per block.
         """
         assert self._store is not None
         assert sum(part.shape[1] for part in parts) == self._store.geometry.side_bytes
-        self._parts, self._caches = list(parts), storage.encoded_pages
-        self._lost, self._pages = storage.lost, storage.facts.pages_per_block
+        self._parts, self._caches = [part for part in parts if part.shape[1]], caches
+        self._lost, self._pages = lost, pages
 
     def begin_step(self, step: StoreStep) -> None:
         """Follow a step before it computes; what it relies on and cannot be read is lost."""
         assert self._store is not None
+        assert self._writer is not None
         assert self._lost is not None
         for block in step.void:
             self._pending.pop(block, None)
+        self._writer.give_up(step.void)
         try:
             self._store.void(step.void)
         except OSError as error:
@@ -199,8 +246,7 @@ class HomeStore:
         begin = 0
         for part in self._parts:
             size = part.shape[1]
-            if size:
-                part[block] = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=begin)
+            part[block] = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=begin)
             begin += size
         for cache in self._caches:
             cache.adopt(self._pages_of(block))
@@ -213,33 +259,35 @@ class HomeStore:
         If home has lost something that the step may have read, nothing is stored.
         """
         assert self._lost is not None
+        assert self._writer is not None
+        self._writer.look()
         if self._lost.some:
             self._pending.clear()
             return
         self._pending.update(step.commit)
         complete = [block for block in self._pending if self._closed(block)]
         for block in complete:
-            self._commit(block, self._pending.pop(block))
-
-    def _commit(self, block: int, record: Record) -> None:
-        assert self._store is not None
-        if self._failures >= PATIENCE:
-            return
-        try:
-            side = [part[block].numpy() for part in self._parts]
-            self._store.write_side(block, b"".join(data.tobytes() for data in side))
-            self._store.commit(block, record)
-            self._failures, self._written = 0, self._written + 1
-        except OSError as error:
-            self._failures += 1
-            more = "" if self._failures < PATIENCE else " No more are stored until the next start."
-            logger.error("store: a block cannot be stored (%s).%s", error, more)
+            side = [part[block].numpy().data for part in self._parts]
+            self._writer.write(block, self._pending.pop(block), side)
 
     def take_counts(self) -> dict[str, int]:
         """Blocks written, and blocks of an earlier run that were found, since the last call."""
-        counts = {"store_blocks_written": self._written, "store_blocks_found": self._found}
-        self._written = self._found = 0
-        return counts
+        assert self._writer is not None
+        assert self._store is not None
+        written, self._writer.written = self._writer.written, 0
+        found, self._found = self._found, 0
+        size = self._store.geometry.block_bytes
+        return {
+            "store_blocks_written": written,
+            "store_bytes_written": written * size,
+            "store_blocks_found": found,
+        }
+
+    def close(self) -> None:
+        """Store what has yet to be stored; others may use the store then."""
+        if self._writer is not None:
+            self._writer.close()
+            self._lock.close()
 
     def _closed(self, block: int) -> bool:
         """Whether all pages of a block have got their final form in home, in all layers."""

@@ -1,12 +1,21 @@
 """A CPU worker that knows which store is that of its model."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvretrieval.engine.cpu.identity import hashing_weights, identity_of
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.storage import Storage
+from vllm_kvretrieval.storage.file import FileStorage
+from vllm_kvretrieval.storage.lost import LostLoads
+from vllm_kvretrieval.store.store import Geometry, Part
 
 
 class StoringWorker(PlanningWorker):
@@ -20,6 +29,12 @@ class StoringWorker(PlanningWorker):
             return
         with hashing_weights() as hashes:
             super().load_model(**options)
+        specs = self.get_kv_cache_spec().values()
+        if any(type(spec) is not FullAttentionSpec for spec in specs):
+            raise RetrievalConfigError(
+                f"kv_retrieval.store={directory!r} keeps blocks of full attention, and this model "
+                "has layers of other kinds; leave the store out."
+            )
         if len(hashes) != 1:
             load_format = self.vllm_config.load_config.load_format
             raise RetrievalConfigError(
@@ -27,8 +42,38 @@ class StoringWorker(PlanningWorker):
                 "loaded; use load_format=auto, or leave the store out."
             )
         layers = self.retrieving(self.layer_numbers)
-        identity = identity_of(self.vllm_config, self.retrieval_config, layers, hashes[0])
-        self.stored = HomeStore(directory, {**identity, "attention_own": self.attention.own})
+        weights = [""] * self.parallel_config.tensor_parallel_size
+        torch.distributed.all_gather_object(weights, hashes[0], get_tp_group().cpu_group)
+        identity = identity_of(self.vllm_config, self.retrieval_config, layers, weights)
+        self.stored = HomeStore(
+            directory,
+            {**identity, "attention_own": self.attention.own},
+            Part(self.rank, len(weights)),
+        )
+
+    def attach_store(
+        self, parts: Sequence[torch.Tensor], storage: Storage
+    ) -> Callable[[], set[int]]:
+        """Say what the store has to keep beside a slow home, or without one.
+
+        Args:
+            parts: What memory has of each block, uint8 [blocks, bytes of a block] each.
+            storage: Where the KV of retrieval layers is.
+
+        Returns:
+            Takes the blocks that were lost since the last call.
+        """
+        stored = self.stored
+        if stored is None:
+            return storage.take_lost
+        if isinstance(storage, FileStorage):
+            pages = storage.facts.pages_per_block
+            stored.attach(parts, storage.lost, storage.encoded_pages, pages)
+            return storage.take_lost
+        size = sum(part.shape[1] for part in parts)
+        stored.make(Geometry(len(parts[0]), 0, 0, size))
+        stored.attach(parts, lost := LostLoads())
+        return lost.take
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """See ``Worker.execute_model``; before and after it, the store follows the step."""
@@ -39,6 +84,12 @@ class StoringWorker(PlanningWorker):
         output = super().execute_model(scheduler_output)
         self.stored.end_step(step)
         return output
+
+    def shutdown(self) -> None:
+        """See ``Worker.shutdown``; before, the store gets what it has yet to get."""
+        if self.stored is not None:
+            self.stored.close()
+        super().shutdown()
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """See ``Worker.reload_weights``; refused with a store."""

@@ -43,7 +43,6 @@ from vllm_kvretrieval.methods import (
 from vllm_kvretrieval.methods.prompts import Heads
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.storage import LayerPlace, Memory, Storage
-from vllm_kvretrieval.storage.file import FileStorage
 from vllm_kvretrieval.storage.places import STORAGES, FileFacts
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
@@ -188,11 +187,9 @@ class RetrievalCPUWorker(StoringWorker):
             if name not in self.retrieval_layers:
                 layers[name].impl.storage = self.storage.dense_layer(name)
         self._connect(layers, groups)
-        if self.stored is not None:
-            assert isinstance(self.storage, FileStorage)
-            self.stored.attach([*self._blocks_beside_home(layers)], self.storage)
+        lost = self.attach_store([*self._blocks_beside_home(layers)], self.storage)
         if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
-            lost, store = self.storage.take_lost, self.stored and self.stored.name
+            store = self.stored and self.stored.name
             get_kv_transfer_group().report(self.seats, lost, self._take_stats, store)
         log_start(self, len(layers))
 

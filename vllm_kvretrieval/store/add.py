@@ -1,0 +1,222 @@
+"""``vllm-kvretrieval store add``: read documents, so that servers answer about them at once."""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from vllm_kvretrieval.calibration.inputs import read_text
+from vllm_kvretrieval.command_line import check_command_line
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.table import CONFIG_KEY, DEFAULT_METHOD
+from vllm_kvretrieval.store.changes import all_stores, locked
+from vllm_kvretrieval.store.contexts import (
+    check_name,
+    contexts,
+    reachable,
+    read_names,
+    read_pins,
+    write_names,
+    write_pins,
+)
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+PIECE = 4096
+"""Tokens that are read at once: what is interrupted goes on behind them, and progress shows."""
+ENDS_S = 60.0
+"""How long the engine may take to end."""
+TAILS = "\n\nWhat", " 1?"
+"""What may follow a document in a chat; what it has in common with all is the document."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.add_argument("model", metavar="MODEL", help="path, or name on a hub")
+    parser.add_argument(
+        "texts", metavar="TEXT", nargs="+", type=Path, help="a plain text file (UTF-8)"
+    )
+    parser.add_argument("--store", required=True, metavar="DIR", help="as --kv-retrieval.store")
+    parser.add_argument(
+        "--name",
+        action="append",
+        metavar="NAME",
+        help="what a document is called in `ls`, once per TEXT (default: the file's name)",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="documents will begin the first message of a chat, not a prompt",
+    )
+    parser.add_argument("--salt", help="the `cache_salt` of the requests that may find them")
+    parser.add_argument("--pin", action="store_true", help="never evict them")
+    parser.set_defaults(run=add, engine=[])
+
+
+def add(given: argparse.Namespace) -> None:
+    """Read documents, and name them.
+
+    Raises:
+        RetrievalConfigError: Names or options of the engine are wrong, or a document is too long.
+        OSError: A file cannot be read.
+        ValueError: A file is no text.
+    """
+    names = given.name or [path.name for path in given.texts]
+    if len(names) != len(given.texts) or len({*names}) != len(names):
+        raise RetrievalConfigError(
+            f"store add: {len(given.texts)} documents need as many names, each another one "
+            f"(--name), not {', '.join(names)}."
+        )
+    for name in names:
+        check_name(name)
+    texts = [read_text(path) for path in given.texts]
+    llm = _engine(given)
+    try:
+        documents = _documents(llm, texts, names, given.chat)
+        _read(llm, documents, given.salt)
+        config = llm.llm_engine.vllm_config.cache_config
+        keys = {name: last_key(tokens, config, given.salt) for name, tokens in documents.items()}
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    _note(given.store, {name: key for name, key in keys.items() if key is not None}, given.pin)
+    for name, key in keys.items():
+        if key is None:
+            print(f"{name} is shorter than a block; there is nothing to keep of it.")
+
+
+def _engine(given: argparse.Namespace) -> "LLM":
+    """The engine, as ``vllm serve`` would make it of the same options."""
+    options = ["--model", given.model, *given.engine]
+    if not any(part.replace("_", "-").startswith("--attention-backend") for part in given.engine):
+        options += ["--attention-backend", DEFAULT_METHOD]
+    options += ["--kv-retrieval.home", "disk", "--kv-retrieval.store", given.store]
+    check_command_line(["vllm", "serve", *options])
+
+    from vllm import LLM, AsyncEngineArgs, EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_kvretrieval.engine.cpu.advice import all_cores
+
+    # That of `vllm serve`, to which our options are added.
+    parser = AsyncEngineArgs.add_cli_args(
+        FlexibleArgumentParser(prog="vllm-kvretrieval store add MODEL TEXT... --store DIR --")
+    )
+    for name, value in all_cores().items():
+        os.environ.setdefault(name, value)
+    return LLM.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(options)))
+
+
+def _documents(
+    llm: "LLM", texts: Sequence[str], names: Sequence[str], chat: bool
+) -> dict[str, list[int]]:
+    """Tokens of the documents, as requests will have them."""
+    tokenizer: Any = llm.get_tokenizer()
+
+    def in_chat(text: str) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        written = tokenizer.apply_chat_template(messages, tokenize=False)
+        return list(tokenizer.encode(written, add_special_tokens=False))
+
+    documents = {}
+    most = llm.llm_engine.model_config.max_model_len
+    for name, text in zip(names, texts, strict=True):
+        if chat:
+            tokens = _common(*(in_chat(text + tail) for tail in TAILS))
+        else:
+            tokens = list(tokenizer.encode(text))
+        if len(tokens) >= most:
+            raise RetrievalConfigError(
+                f"store add: {name} has {len(tokens)} tokens, and a request {most} at most, with "
+                "its answer; raise --max-model-len (behind --), or divide the document."
+            )
+        documents[name] = tokens
+    return documents
+
+
+def _common(one: list[int], other: list[int]) -> list[int]:
+    """What two lists begin with."""
+    end = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+    return one[:end]
+
+
+def _read(llm: "LLM", documents: Mapping[str, list[int]], salt: str | None) -> None:
+    """Compute the documents, piece by piece, exactly."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        detokenize=False,
+        extra_args={CONFIG_KEY: {"exact": True}},
+    )
+    total = sum(map(len, documents.values()))
+    with tqdm(total=total, unit="token", unit_scale=True) as bar:
+        for name, tokens in documents.items():
+            bar.set_description(name)
+            done = 0
+            while done < len(tokens):
+                end = min(done + PIECE, len(tokens))
+                prompt: dict[str, Any] = {"prompt_token_ids": tokens[:end]}
+                if salt is not None:
+                    prompt["cache_salt"] = salt
+                llm.generate(prompt, params, use_tqdm=False)
+                bar.update(end - done)
+                done = end
+
+
+def last_key(tokens: list[int], config: Any, salt: str | None) -> bytes | None:
+    """The key of the last full block of a document, as vLLM hashes it.
+
+    Args:
+        tokens: Its tokens.
+        config: vLLM's ``CacheConfig``.
+        salt: The ``cache_salt`` of requests.
+
+    Returns:
+        None: it has no full block.
+    """
+    from vllm import SamplingParams
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    hash_function = get_hash_fn_by_name(config.prefix_caching_hash_algo)
+    init_none_hash(hash_function)
+    hasher = get_request_block_hasher(config.block_size, hash_function)
+    request = Request(
+        "document", tokens, SamplingParams(), None, cache_salt=salt, block_hasher=hasher
+    )
+    return request.block_hashes[-1] if request.block_hashes else None
+
+
+def _note(directory: str, keys: Mapping[str, bytes], pin: bool) -> None:
+    """Name documents in the store that has them, and pin them.
+
+    Raises:
+        RetrievalConfigError: One is not there.
+    """
+    missing = dict(keys)
+    with all_stores(directory) as stores:
+        for store in stores:
+            found = {record.key for record in reachable(store.records()).values()}
+            own = {name: key for name, key in missing.items() if key in found}
+            if not own:
+                continue
+            with locked(store, ENDS_S):
+                write_names(store.folder, read_names(store.folder) | own)
+                if pin:
+                    write_pins(store.folder, read_pins(store.folder) | {*own.values()})
+            missing = {name: key for name, key in missing.items() if name not in own}
+            ends = {context.key for context in contexts(reachable(store.records()))}
+            for name, key in own.items():
+                longer = "" if key in ends else ", as the beginning of another context"
+                print(f"{name} is in {store.name}{longer}.")
+    if missing:
+        raise RetrievalConfigError(
+            f"store add: {', '.join(missing)} could not be kept: the store is too small for all "
+            "documents (--kv-retrieval.home_bytes), or could not be written, as the log says."
+        )

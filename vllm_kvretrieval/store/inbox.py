@@ -1,0 +1,90 @@
+"""Changes that a running server makes to its store, since others ask it to.
+
+Whoever may write to the store's directory puts a file into its inbox. The server looks there before
+every request, so no request finds what has been dropped before it came.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vllm_kvretrieval.store.files import Folder
+
+INBOX = "inbox"
+DROP, PIN, UNPIN = "drop", "pin", "unpin"
+ACTIONS = DROP, PIN, UNPIN
+SETTLED_NS = 1_000_000_000
+
+
+class Change(NamedTuple):
+    """What is to become of a context.
+
+    Attributes:
+        action: One of ``ACTIONS``.
+        key: The key of the context's last block.
+    """
+
+    action: str
+    key: bytes
+
+
+def put(folder: Folder, change: Change) -> None:
+    """Ask the server that uses a store for a change.
+
+    Args:
+        folder: The store's directory.
+        change: What is asked for.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.folder(INBOX, make=True).close()
+    with contextlib.closing(folder.folder(INBOX)) as inbox:
+        text = json.dumps({"action": change.action, "key": change.key.hex()})
+        inbox.replace(f"{secrets.token_hex(8)}.json", text.encode())
+
+
+class Inbox:
+    """The inbox of a store, as its server sees it.
+
+    Args:
+        folder: The store's directory.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._seen = 0
+
+    def take(self) -> Iterator[Change]:
+        """Changes that were asked for since the last call; quick if there are none.
+
+        Each is removed when the next one is taken, so none is lost if the server ends before.
+        """
+        try:
+            found = os.stat(INBOX, dir_fd=self._folder.fd, follow_symlinks=False).st_mtime_ns
+        except OSError:
+            return
+        if found == self._seen:
+            return
+        # Times of files are coarse: what comes at the same time must not be missed.
+        self._seen = found if time.time_ns() - found > SETTLED_NS else 0
+        with contextlib.closing(self._folder.folder(INBOX)) as inbox:
+            for name in inbox.names():
+                if name.startswith("."):
+                    continue
+                change = _read(inbox, name)
+                if change is not None:
+                    yield change
+                inbox.unlink(name)
+
+
+def _read(inbox: Folder, name: str) -> Change | None:
+    """A change; None: the file holds none."""
+    try:
+        asked = json.loads(inbox.read(name))
+        change = Change(asked["action"], bytes.fromhex(asked["key"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return change if change.action in ACTIONS else None
