@@ -15,7 +15,7 @@ from tests.store_model import contents
 from vllm_kvretrieval.store.files import Folder
 from vllm_kvretrieval.store.store import open_store, store_names
 
-ROUNDS, MANY = 3, 40
+ROUNDS, MANY = 1, 40
 LONGEST_S = 4.0
 READY_S = 200
 
