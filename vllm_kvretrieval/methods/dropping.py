@@ -111,7 +111,7 @@ class DroppingLayer(ScoredLayer):
         prompts: KeptPrompts = facts.requests.kept
         self._facts, self._number, self._prompts = facts, number, prompts
         self._kernels = facts.kernels
-        self._rule, self._drops = prompts.rules[number], method.schedule.drops
+        self._rule, self._drops = prompts.rules[number], method.drops
         self._by_entropy = method.budget_shares.entropy is not None
         self._heads = prompts.heads.slices[facts.number]
         chosen = chooser.selection.chosen
