@@ -8,9 +8,8 @@ value.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -22,15 +21,15 @@ from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from tests.bare_request import Running
+from tests.guarded_memory import GuardedMemory, WrittenWeights
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.engine.cpu import worker as worker_module
 from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
-from vllm_kvretrieval.kernels import DecodeRows, KeptTokens, cpu
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.methods.filters import Filter
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.retrieval.keeping import Keeping
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
 
@@ -38,122 +37,13 @@ LAYERS, HEADS, GROUP, HEAD_SIZE = 4, 2, 2, 32
 BLOCK = 128
 UNWRITTEN = 1e30
 """Stands for values that were never written."""
-GUARD = 256
-"""Bytes before and behind each tensor."""
 MIB = 1 << 20
-
-
-class GuardedMemory:
-    """Tensors made meanwhile, by ``torch.empty`` and the like, lie between guards.
-
-    What ``torch.empty`` leaves undefined are bytes of 255: NaN, or -1.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Put what makes tensors in their place."""
-        with ExitStack() as patches:
-            for name, make in {"empty": self._empty, "zeros": self._zeros}.items():
-                like = self._like(make, getattr(torch, f"{name}_like"))
-                patches.enter_context(mock.patch.object(torch, name, make))
-                patches.enter_context(mock.patch.object(torch, f"{name}_like", like))
-            yield
-
-    def overrun(self) -> int:
-        """Tensors beside which something was written."""
-        edges = (torch.cat([b[:GUARD], b[-GUARD:]]) for b in self._buffers)
-        return sum(int((edge != 255).any()) for edge in edges)
-
-    def _empty(self, *size: Any, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
-        if {*options} - {"device"} or options.get("device") not in (None, "cpu"):
-            return EMPTY(*size, dtype=dtype, **options)
-        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
-        kind = dtype or torch.float32
-        count = shape.numel() * kind.itemsize
-        whole = EMPTY(2 * GUARD + -(-count // 64) * 64, dtype=torch.uint8).fill_(255)
-        buffer = whole[: 2 * GUARD + count]
-        self._buffers.append(buffer)
-        return buffer[GUARD : GUARD + count].view(kind).view(shape)
-
-    def _zeros(self, *size: Any, **options: Any) -> torch.Tensor:
-        return self._empty(*size, **options).zero_()
-
-    @staticmethod
-    def _like(make: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor]) -> Any:
-        def like(tensor: torch.Tensor, dtype: torch.dtype | None = None, **options: Any) -> Any:
-            if options:
-                return plain(tensor, dtype=dtype, **options)
-            return make(tensor.shape, dtype=dtype or tensor.dtype)
-
-        return like
-
-
-EMPTY = torch.empty
-
-
-class WrittenWeights:
-    """The compiled ops, which drop tokens by weights that were written."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(cpu, name)
-
-    def drop_tokens(
-        self, weights: torch.Tensor, rows: DecodeRows, kept: KeptTokens, rule: Keeping
-    ) -> None:
-        """See ``Ops.drop_tokens``."""
-        for row, seat in enumerate(rows.seats.tolist()):
-            for head, count in enumerate(kept.counts[seat].tolist()):
-                of_head = weights[row, min(head, weights.shape[1] - 1), :, : count + 1]
-                assert of_head.isfinite().all(), f"row {row}, head {head}: weights of nobody"
-        cpu.drop_tokens(weights, rows, kept, rule)
 
 
 class Backend(NamedTuple):
     """vLLM's name of one."""
 
     name: str
-
-
-@dataclass
-class Running:
-    """A request.
-
-    Attributes:
-        name: Its id.
-        options: Those of ``kv_retrieval``.
-        prompt: Tokens.
-        generates: Tokens.
-        code: What its values say.
-        tokens: Of its context that are known: prompt, and what it has generated.
-        computed: Of these that are in the cache.
-        blocks: vLLM's, in the order of the context.
-    """
-
-    name: str
-    options: dict[str, Any]
-    prompt: int
-    generates: int
-    code: float
-    tokens: int = 0
-    computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-
-    @property
-    def announced(self) -> Any:
-        """How vLLM's scheduler announces it, or that it resumes, to a V2 runner."""
-        return SimpleNamespace(
-            req_id=self.name,
-            sampling_params=SamplingParams(extra_args={"kv_retrieval": self.options}),
-            prompt_len=self.prompt,
-            prefill_token_ids=range(self.tokens),
-        )
-
-    @property
-    def done(self) -> bool:
-        return self.computed >= self.prompt + self.generates
 
 
 class BareEngine:

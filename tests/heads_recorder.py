@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.recorder import Method, Oracle, RecordingWorker
+from tests.recorder import Oracle, RecordingWorker
+from tests.recorder_scores import Method
 
 
 class HeadsRecorder(RecordingWorker):

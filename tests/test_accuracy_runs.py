@@ -105,7 +105,7 @@ def test_indexes_differ_in_nothing_but_the_index():
             continue
         method = variant.config.own
         assert method.pooling is Pooling.MEAN_SOFTMAX
-        assert not method.schedule.speculates or variant.asks == {"correction_threshold": 1.0}
+        assert not method.speculates or variant.asks == {"correction_threshold": 1.0}
         assert method.rerank == (2 if variant.index.endswith("_rerank") else 0)
         assert variant.config.page_size == catalogue.PAGE
 

@@ -14,7 +14,7 @@ import torch
 from benchmarks import common
 from benchmarks.ops import __main__ as ops_driver
 from benchmarks.quality import __main__ as quality_driver
-from benchmarks.quality import prefill, recall
+from benchmarks.quality import recall
 from benchmarks.serving import __main__ as serving_driver
 from benchmarks.serving import bench, capacity, decode, disk, report
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -253,21 +253,3 @@ def test_recall_is_of_the_tokens_with_the_most_attention():
 def test_indexes_are_compared_at_the_same_bytes():
     bytes_of = {case.name: case.bytes_per_token(64) for case in recall.CASES}
     assert bytes_of["one_bit, tokens"] == bytes_of["min_max, pages of 16"] == 16
-
-
-def test_prefill_table_compares_with_the_exact_one_of_the_context():
-    def cell(seconds, cpu, **scores):
-        return {"prefill_s": seconds, "cpu_s": cpu, "read_share": 0.25, **scores}
-
-    scores = {"novel": {"kl": 0.01}, "copy": {"kl": 0.5}}
-    figures = {
-        "8192/exact": cell([9.0, 10.0, 12.0], [40.0, 20.0, 20.0]),
-        "8192/1024:512": cell([5.0], [8.0], **scores),
-        "16384/1024:512": cell([7.0], [9.0], **scores),
-    }
-    rows = prefill.table(figures, [8192, 16384]).splitlines()[2:]
-    assert rows == [
-        "| 8,192 | exact | 25% | 10.0 |  |  |  |  |",
-        "| 8,192 | 1024, 512 | 25% | 5.0 | 2.00x | 2.50x | 0.0100 | 0.5000 |",
-        "| 16,384 | 1024, 512 | 25% | 7.0 |  |  | 0.0100 | 0.5000 |",
-    ]

@@ -64,7 +64,15 @@ def test_what_is_skipped_is_counted():
     lens, new = np.array([512, 280]), np.array([512, 30])
     # Before each of the sparse chunks lies more than the budget.
     skipped = 100 * (300 - 256) + 100 * (400 - 256) + 12 * (500 - 256)
-    assert ChunkPlanner(config()).skipped(lens, new).tolist() == [skipped, 0]
+    division = ChunkPlanner(config()).divide(lens, new)
+    assert division.skipped(2).tolist() == [skipped, 0]
+
+
+def test_a_part_of_a_division_is_that_of_its_prompts():
+    by, lens, new = ChunkPlanner(config()), np.array([512, 280, 460]), np.array([512, 30, 110])
+    part = by.divide(lens, new).of(slice(1, 3))
+    for ours, expected in zip(part, by.divide(lens[1:], new[1:]), strict=True):
+        assert ours.tolist() == expected.tolist()
 
 
 def test_rows_have_their_chunk_as_window():

@@ -96,7 +96,7 @@ def test_requests_wait_for_slots(engines):
     """Only as many requests run at once as have slots, which are fewer than the server was asked
     for."""
     assert engines(device_engine.limits) == [(4, 4), (4, 4)]
-    requests = [Request(prompt(70 + 9 * seed, seed), 4 + seed % 3, {}) for seed in range(7)]
+    requests = [Request(prompt(66 + 5 * seed, seed), 3 + seed % 2, {}) for seed in range(6)]
     near, far = engines(device_engine.drive, requests)
     assert [answer.steps for answer in near] == [answer.steps for answer in far]
     for one, other in zip(near, far, strict=True):

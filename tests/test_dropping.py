@@ -1,7 +1,7 @@
 """Methods that drop tokens, in an engine: what they keep is what their papers say.
 
 Held against a replay of recorded queries and keys (``tests/keeping_recorder.py``). Company, prefix
-hits and preemption: ``tests/test_methods.py``.
+hits, preemption, and what is stock vLLM's answer: ``tests/test_methods.py``.
 """
 
 from typing import Any
@@ -64,14 +64,7 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def stock(model):
-    """The answers of vLLM without retrieval. Its engine ends before ours starts."""
-    with engine(model, **STOCK) as llm:
-        return drive(llm, [Request(novel(llm, 700, 50), 16)])[0]
-
-
-@pytest.fixture(scope="module")
-def llm(model, stock):
+def llm(model):
     with engine(
         model,
         attention_backend="entropykv",
@@ -82,13 +75,12 @@ def llm(model, stock):
         yield llm
 
 
-def test_longer_ones_are_not(llm, stock):
-    """The first token comes of exact prefill; exact requests are exact to the end."""
+def test_the_first_token_is_exact(llm):
+    """It comes of exact prefill, and those after it do not."""
     prompt = novel(llm, 700, 50)
     exact, *dropping = drive(
         llm, [Request(prompt, 16, o) for o in (by("h2o", exact=True), *map(by, RULES))]
     )
-    assert_same(exact, stock, TOLERANCE)
     for answer in dropping:
         assert answer.logprobs[0] == pytest.approx(exact.logprobs[0], abs=TOLERANCE)
         assert difference(answer, exact) > 10 * TOLERANCE

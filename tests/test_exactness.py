@@ -11,7 +11,7 @@ from vllm import LLM, SamplingParams
 
 from benchmarks.texts import emma
 from tests.engine import checkpoint, engine
-from tests.recorder import INDEXES, POOLINGS, Method
+from tests.recorder_scores import INDEXES, POOLINGS, Method
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 

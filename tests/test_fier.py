@@ -17,7 +17,7 @@ from tests.engine import (
     novel,
     shortened,
 )
-from tests.recorder import Method
+from tests.recorder_scores import Method
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 

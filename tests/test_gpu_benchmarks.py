@@ -15,6 +15,7 @@ from benchmarks.gpu import (
     decoding,
     engine_decode,
     goals,
+    layer_parts,
     layer_step,
     sparse_decode,
 )
@@ -24,7 +25,7 @@ from vllm_kvretrieval.attention.cuda import far
 from vllm_kvretrieval.engine.cuda import tiers
 from vllm_kvretrieval.kernels import triton as kernels
 
-SHAPE = layer_step.Shape(kv_heads=2, group=2, head_size=16, budget=256)
+SHAPE = layer_parts.Shape(kv_heads=2, group=2, head_size=16, budget=256)
 COPY, BUS = 1e9, 1e8
 
 
@@ -52,7 +53,7 @@ def once(calls):
 def decode_step(context, side=None):
     torch.manual_seed(context)
     memory = torch.zeros(40 * SHAPE.kv_heads * SHAPE.unit_bytes + 100, dtype=torch.uint8)
-    pool = layer_step.Pool(kernels, SHAPE, memory, "cpu")
+    pool = layer_parts.Pool(kernels, SHAPE, memory, "cpu")
     return layer_step.LayerStep(
         kernels, pool, SHAPE, batch=2, context=context, layers=2, units=2, side=side
     )
@@ -167,7 +168,7 @@ def test_sparse_decode_beside_its_peers(tmp_path, monkeypatch, capsys):
 
 
 def test_layers_are_beyond_the_cache():
-    shape = layer_step.Shape()
+    shape = layer_parts.Shape()
     assert decode_layer.layers_for(1, 2048, shape) == decode_layer.MOST_LAYERS
     assert decode_layer.layers_for(32, 1 << 20, shape) == 2
 
@@ -195,6 +196,7 @@ TINY = {
 TOKEN_BYTES = 2 * 2 * 2 * 32 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_engine_decode(tmp_path, monkeypatch):
     """Two engines in turn, on the CPU, whose platform serves freekv, too."""

@@ -127,8 +127,8 @@ def test_refusals(preset, options, message):
 
 
 def test_what_can_be_combined():
-    assert make_method("h2o", "h2o", {"schedule": "once"}, 32).schedule.drops is False
-    assert make_method("s", "snapkv", {"schedule": "running"}, 32).schedule.drops
+    assert make_method("h2o", "h2o", {"schedule": "once"}, 32).drops is False
+    assert make_method("s", "snapkv", {"schedule": "running"}, 32).drops
     assert make_method("p", "snapkv", {"budget_shares": "pyramid"}, 32).budget_shares.beta == 20
     shares = make_method(
         "e", "snapkv", {"budget_shares": {"entropy": {"most": 4}}}, 32

@@ -265,22 +265,19 @@ def test_exact_and_short_requests_are_stock_vllms(llm, house, stock, computed):
         assert difference(sparse, stock["long"]) > 10 * TOLERANCE, name
 
 
-BY_PAGES = [("pages", "kvretrieval"), ("pages", "quest"), ("pages", "toy")]
-
-
-@pytest.mark.parametrize(("house", "name"), BY_PAGES, indirect=["house"])
-def test_budgets(llm, name):
+@pytest.mark.parametrize("house", ["pages"], indirect=True)
+def test_budgets(llm):
     """Each request attends to as many pages as its own budget has."""
-    drive(llm, [Request(prompt(40, 0), 1, {})])
-    llm.collective_rpc(lambda worker: tuple(worker.requests.take_counts()))
-    budgets = (96, 160, 256)
-    drive(llm, [Request(DOCUMENT, 12, by(name, budget=budget)) for budget in budgets])
-    drive(llm, [Request(prompt(40, 0), 1, {})])
-    (counts,) = llm.collective_rpc(lambda worker: worker.requests.take_counts()._asdict())
-    heads, steps = (LAYERS - 1) * KV_HEADS, 11
-    assert counts["sparse_steps"] == len(budgets) * steps
-    assert counts["attended"] == heads * steps * sum(budgets) // 32
-    assert counts["corrected"] == len(budgets) * steps * heads
+    budgets, steps, heads = (96, 160, 256), 11, (LAYERS - 1) * KV_HEADS
+    for name in ("kvretrieval", "quest", "toy"):
+        drive(llm, [Request(prompt(40, 0), 1, {})])
+        llm.collective_rpc(lambda worker: tuple(worker.requests.take_counts()))
+        drive(llm, [Request(DOCUMENT, 12, by(name, budget=budget)) for budget in budgets])
+        drive(llm, [Request(prompt(40, 0), 1, {})])
+        (counts,) = llm.collective_rpc(lambda worker: worker.requests.take_counts()._asdict())
+        assert counts["sparse_steps"] == len(budgets) * steps, name
+        assert counts["attended"] == heads * steps * sum(budgets) // 32, name
+        assert counts["corrected"] == len(budgets) * steps * heads, name
 
 
 @pytest.mark.parametrize("house", ["pages"], indirect=True)

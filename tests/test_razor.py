@@ -1,7 +1,7 @@
 """RazorAttention in an engine: which KV heads attend to everything, and which to sink and window.
 
-Every list of recorded steps is held against what the file of scores says; what requests are
-answered, against stock vLLM and the same requests by themselves.
+Every list of recorded steps is held against what the file of scores says. Requests within the
+budget and exact ones: ``tests/test_methods.py``.
 """
 
 import json
@@ -11,7 +11,6 @@ import pytest
 
 from tests.engine import (
     Request,
-    alone,
     assert_same,
     by,
     difference,
@@ -66,15 +65,6 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def stock(model):
-    """The answers of vLLM without retrieval. Its engine ends before ours starts."""
-    with engine(model, **STOCK) as llm:
-        short = Request(novel(llm, 200, 0), 30)
-        long = Request(novel(llm, 700, 50), 16)
-        return {"short": drive(llm, [short])[0], "long": drive(llm, [long])[0]}
-
-
-@pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     """The flags of each method that uses scores, and the file of these scores."""
     scores = tmp_path_factory.mktemp("scores") / "scores.json"
@@ -85,7 +75,7 @@ def flags(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def llm(model, stock, flags):
+def llm(model, flags):
     """The file of scores that options name is gone before the first request."""
     scores = flags[1]
     also = ALSO | {"many": {"heads": {"file": str(scores), "share": 0.5}}}
@@ -99,15 +89,6 @@ def llm(model, stock, flags):
     ) as llm:
         scores.unlink()
         yield llm
-
-
-def test_within_the_budget_and_exact_requests_are_stock_vllms(llm, stock):
-    for method in ("razor", "by_hand", "none"):
-        short = alone(llm, Request(novel(llm, 200, 0), 30, by(method)))
-        assert short.tokens == stock["short"].tokens
-        assert short.logprobs == stock["short"].logprobs
-    exact = alone(llm, Request(novel(llm, 700, 50), 16, by("razor", exact=True)))
-    assert_same(exact, stock["long"], TOLERANCE)
 
 
 def test_what_each_head_attends_to(llm, flags):
@@ -143,13 +124,15 @@ def test_what_each_head_attends_to(llm, flags):
     llm.collective_rpc("start_recording", args=(RECORDED,))
 
 
-def test_all_heads_or_none(llm, stock):
+def test_all_heads_or_none(llm):
     """With all heads requests are exact. With none they attend to sink and window alone."""
     prompt = novel(llm, 700, 50)
-    everything, nothing, window, some = drive(
-        llm, [Request(prompt, 16, by(m)) for m in ("all", "none", "streamingllm", "razor")]
+    everything, nothing, window, some, exact = drive(
+        llm,
+        [Request(prompt, 16, by(m)) for m in ("all", "none", "streamingllm", "razor")]
+        + [Request(prompt, 16, by("razor", exact=True))],
     )
-    assert_same(everything, stock["long"], TOLERANCE)
+    assert_same(everything, exact, TOLERANCE)
     assert_same(nothing, window, TOLERANCE)
     for answer in (nothing, some):
         assert difference(answer, everything) > 10 * TOLERANCE

@@ -10,20 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.engine import checkpoint
 from vllm_kvretrieval.attention.cpu import support
-from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.support import CONNECTOR, check_layer
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.retrieval.filters import filters_for
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -365,12 +361,6 @@ def test_nixl_sends_only_to_instances_with_retrieval(configure):
                 configure(LLAMA, kv_transfer_config=KVTransferConfig(**given))
 
 
-DEMO_MODELS = (
-    "SmolLM2-135M-Instruct",
-    "SmolLM2-135M-Instruct-32K",
-    "Qwen2.5-Coder-0.5B-Instruct",
-    "gemma-3-270m",
-)
 SHARING: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline parallel": (
         {"pipeline_parallel_size": 2},
@@ -414,79 +404,6 @@ def test_layers_that_share_a_selection(configure, options, message):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", DEMO_MODELS)
-def test_our_models_have_filters(configure, name):
-    model = configure(checkpoint(name), attention_backend="omnikv").model_config
-    assert filters_for(model.model, model.hf_text_config).model == name
-
-
-@pytest.mark.model
 def test_a_real_model_is_refused_alike(configure):
     with pytest.raises(ValueError, match=r"freekv serves text generation; .*SmolLM2"):
         configure(checkpoint("SmolLM2-135M-Instruct"), runner="pooling")
-
-
-# ---------------------------------------------------------- what only single layers give away
-
-
-FULL = AttentionSelectorConfig(64, torch.bfloat16, "auto", 128)
-
-
-def test_sliding_window_layers_keep_vllms_backend():
-    select = current_platform.get_attn_backend_cls
-    backend = AttentionBackendEnum["FREEKV"]
-    assert select(backend, FULL) == "vllm_kvretrieval.attention.cpu.backend.FREEKV"
-    ours = FULL._replace(has_sliding_window=True)
-    assert select(backend, ours) == AttentionBackendEnum.CPU_ATTN.get_path()
-    assert select(None, FULL) == AttentionBackendEnum.CPU_ATTN.get_path()
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"use_mla": True}, r"multi-head latent attention \(MLA\)"),
-        ({"use_sparse": True}, "a model-native sparse attention"),
-        ({"use_mm_prefix": True}, "bidirectional multimodal prefixes"),
-        ({"use_non_causal": True}, "non-causal attention"),
-        ({"use_rswa": True}, "reference sliding windows"),
-        ({"use_dcp": True}, "context parallelism"),
-        ({"use_pcp": True}, "context parallelism"),
-        ({"attn_type": "encoder_only"}, "encoder_only layers"),
-        ({"attn_type": "encoder_decoder"}, "encoder_decoder layers"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, r"a KV cache in fp8_e5m2 with a model in torch\.bfloat16"),
-        ({"head_size": 48}, r"head size 48, only \(32, 64"),
-        ({"dtype": torch.float64}, r"dtype torch\.float64; use bfloat16"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("backend", ["FREEKV", "STREAMINGLLM"])
-def test_layers(change, what, backend):
-    with pytest.raises(RetrievalConfigError, match=f"KV retrieval does not support {what}"):
-        current_platform.get_attn_backend_cls(
-            AttentionBackendEnum[backend], FULL._replace(**change)
-        )
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
-        ({"kv_sharing_target_layer_name": "model.layers.0.attn"}, "cross-layer KV sharing"),
-    ],
-    ids=["alibi", "sharing"],
-)
-def test_attention_variants(configure, change, what):
-    plain: dict[str, Any] = {
-        "num_heads": 2,
-        "head_size": 64,
-        "scale": 0.125,
-        "num_kv_heads": 1,
-        "alibi_slopes": None,
-        "sliding_window": None,
-        "kv_cache_dtype": "auto",
-    }
-    refusal = f"does not support {what}, which this model"
-    with set_current_vllm_config(configure(LLAMA)):
-        RetrievalAttentionImpl(**plain, logits_soft_cap=30.0, sinks=torch.zeros(2))
-        with pytest.raises(RetrievalConfigError, match=refusal):
-            RetrievalAttentionImpl(**plain | change)

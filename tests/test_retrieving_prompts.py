@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.engine import Request, alone, assert_same, difference, drive, engine, novel, shortened
-from tests.recorder import Method
+from tests.recorder_scores import Method
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 

@@ -1,6 +1,6 @@
 """Methods of single tokens with their KV cache on disk: the same answers as in memory.
 
-As in ``test_slow_home``, whose requests these are: a small Llama with random weights, in float32.
+As in ``test_slow_home``: a small Llama with random weights, in float32.
 Both engines give out the same block numbers and attend with the same kernel to the same tokens in
 the same order, so answers agree to the last bit.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine import Request, drive, engine, prompt, random_llama
-from tests.test_slow_home import (
+from tests.home_requests import (
     BUDGET,
     DOCUMENT,
     HEAD_SIZE,
@@ -82,7 +82,7 @@ def model(tmp_path_factory):
     return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=[pytest.param("fier", marks=pytest.mark.slow), "omnikv"])
 def method(request):
     return request.param
 

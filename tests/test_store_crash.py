@@ -16,7 +16,7 @@ from vllm_kvretrieval.store.files import Folder
 from vllm_kvretrieval.store.store import open_store, store_names
 
 BLOCKS = (LENGTH + GENERATED - 1) // BLOCK
-ROUNDS, MANY, PIECES = 4, 25, 8
+ROUNDS, MANY, PIECES = 1, 25, 8
 LONGEST_S = 4.0
 LATE_S = 1.5
 READY_S = 200

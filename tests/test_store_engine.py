@@ -82,7 +82,9 @@ def follow_up(llm, answer, **options):
     return ask(llm, [*prompt(1), *answer.tokens, 7, 8, 9], **options)
 
 
-@pytest.fixture(scope="module", params=["raw", "k8v4", "ttkv", "device"])
+@pytest.fixture(
+    scope="module", params=["raw", pytest.param("k8v4", marks=pytest.mark.slow), "ttkv", "device"]
+)
 def lives(request, model, tmp_path_factory):
     """Answers of an engine, and of one that was started when it had ended."""
     directory = tmp_path_factory.mktemp("lives") / "store"

@@ -9,7 +9,8 @@ import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.tiers.sizes import Cache, Tiers
+from vllm_kvretrieval.tiers.cache import Cache
+from vllm_kvretrieval.tiers.sizes import Tiers
 
 MIB = 1 << 20
 

@@ -28,7 +28,8 @@ import torch
 from benchmarks.common import Stopwatch
 from benchmarks.gpu.ceilings import device_copy
 from benchmarks.gpu.common import Report, gpu_header, graph_seconds, multiprocessors, parser
-from benchmarks.gpu.layer_step import DTYPE, LayerStep, Op, Pool, Shape
+from benchmarks.gpu.layer_parts import DTYPE, Op, Pool, Shape
+from benchmarks.gpu.layer_step import LayerStep
 from vllm_kvretrieval.engine.cuda.side import SideStream, SideWork
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.triton.mapped import map_host

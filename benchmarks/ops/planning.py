@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from benchmarks.cli import add_output
 from benchmarks.common import Stopwatch
 from benchmarks.ops.setup import DTYPES, PAGE, Shape, add_common, add_step, keep
+from benchmarks.tables import indexes
 from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, IndexStore, Selection, cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.index import Index, make_index
@@ -150,21 +150,6 @@ def measure(shape: Shape, context: int, batch: int, dtype: torch.dtype, rounds: 
     return found
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text."""
-    lines = [
-        f"{'index':16} {'batch':>5} {'bytes/token':>11} {'of KV':>6} {'planning':>10} "
-        f"{'to min_max':>10} {'building':>12}"
-    ]
-    for row in rows:
-        lines.append(
-            f"{row['index']:16} {row['batch']:5} {row['bytes_per_token']:11.1f} "
-            f"{row['share']:6.1%} {row['planning_us']:7.0f} us {row['to_min_max']:9.2f}x "
-            f"{row['building_us_per_token']:7.2f} us/tok"
-        )
-    return "\n".join(lines)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_step(parser)
@@ -178,6 +163,6 @@ def run(args: argparse.Namespace) -> int:
     for batch in args.batch:
         print(f"[{clock}] {args.context} tokens, batch {batch}", flush=True)
         found += measure(shape, args.context, batch, DTYPES[args.dtype], args.rounds)
-    print(table(found))
+    print(indexes.planning({"": {"rows": found}}, {}))
     keep(args, found, shape)
     return 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ from benchmarks.quality.tasks.store import (
     model_fingerprint,
     reference_key,
 )
+from benchmarks.tables import prompts
 
 CONTEXTS = (8192, 16384, 32512)  # answers beyond the last still fit in the model's 32K
 SETTINGS = ("1024:512", "2048:512", "4096:512")
@@ -125,8 +125,6 @@ class Benchmark:
         text = TokenText(AutoTokenizer.from_pretrained(model))
         self._weights = model_fingerprint(model)
         self._documents = [Document.build(text, context) for context in sorted(contexts)]
-        self.figures: dict[str, dict[str, Any]] = {}
-        """This run's cells, by name."""
 
     def run(self, setting: Setting) -> None:
         """Measure one setting at every context that is not stored yet."""
@@ -206,15 +204,10 @@ class Benchmark:
 
     def _stored(self, document: Document, name: str) -> bool:
         label = f"{document.context}/{name}"
-        cell = self._results.get(label, self._cell_key(document, name))
-        if cell is not None:
-            self.figures[label] = cell
-        return cell is not None
+        return self._results.get(label, self._cell_key(document, name)) is not None
 
     def _keep(self, document: Document, name: str, cell: dict[str, Any]) -> None:
-        label = f"{document.context}/{name}"
-        self.figures[label] = cell
-        self._results.put(label, self._cell_key(document, name), cell)
+        self._results.put(f"{document.context}/{name}", self._cell_key(document, name), cell)
 
     def _say(self, message: str) -> None:
         print(f"[{self._clock}] {message}", flush=True)
@@ -228,33 +221,6 @@ def _processor_time() -> float:
 
 def _scored(answers: Sequence[Generated]) -> list[Scored]:
     return [answer.scored for answer in answers if answer.scored is not None]
-
-
-def table(figures: dict[str, dict[str, Any]], contexts: Sequence[int]) -> str:
-    """The figures as a table in Markdown."""
-    lines = [
-        "| context | budget, chunk | attended to | prefill, s | speed-up | of CPU time "
-        "| KL: novel | copy |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for context in contexts:
-        exact = figures.get(f"{context}/exact")
-        for name in [n for n in figures if n.startswith(f"{context}/")]:
-            cell, setting = figures[name], name.split("/")[1].replace(":", ", ")
-            seconds = statistics.median(cell["prefill_s"])
-            gains = [_gain(exact, cell, key) for key in ("prefill_s", "cpu_s")]
-            kl = [f"{cell[what]['kl']:.4f}" if what in cell else "" for what in ("novel", "copy")]
-            lines.append(
-                f"| {context:,} | {setting} | {cell['read_share']:.0%} | {seconds:.1f} | "
-                f"{' | '.join(gains + kl)} |"
-            )
-    return "\n".join(lines)
-
-
-def _gain(exact: dict[str, Any] | None, cell: dict[str, Any], key: str) -> str:
-    if exact is None or exact is cell:
-        return ""
-    return f"{statistics.median(exact[key]) / statistics.median(cell[key]):.2f}x"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -279,16 +245,17 @@ def run(options: argparse.Namespace) -> int:
         **result_header("benchmarks.quality"),
         "settings": {"dtype": options.dtype, "model": options.model.name},
     }
+    results = Results(options.output, header)
     benchmark = Benchmark(
         options.model,
         options.method,
         options.contexts,
-        Results(options.output, header),
+        results,
         options.repeats,
         options.dtype,
         options.options,
     )
     for setting in options.settings:
         benchmark.run(setting)
-    print(f"\n{table(benchmark.figures, options.contexts)}\nresults: {options.output}")
+    print(f"\n{prompts.sparse({'': {'cells': results.cells}}, {})}\nresults: {options.output}")
     return 0

@@ -22,6 +22,7 @@ import torch
 from benchmarks import texts
 from benchmarks.cli import QWEN, SMOLLM2, add_output
 from benchmarks.common import Stopwatch, result_header, settings, write_json
+from benchmarks.tables import quality
 from vllm_kvretrieval.calibration.model import CHUNK, Measurement
 from vllm_kvretrieval.retrieval.index import Index, make_index
 from vllm_kvretrieval.retrieval.index.base import pack, unpack
@@ -181,19 +182,6 @@ def measure(model: Path, tokens: int, queries: int) -> list[dict[str, Any]]:
     ]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text."""
-    heads = "".join(f"{selected:>8}" for selected in SELECTED)
-    lines = [f"recall of the true top {TOP} tokens among so many selected"]
-    for model in dict.fromkeys(row["model"] for row in rows):
-        lines.append(f"{model:28} bytes/token{heads}")
-        for row in rows:
-            if row["model"] == model:
-                found = "".join(f"{share:8.1%}" for share in row["recall"].values())
-                lines.append(f"  {row['case']:26} {row['bytes_per_token']:11.2f}{found}")
-    return "\n".join(lines)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
@@ -218,5 +206,5 @@ def run(args: argparse.Namespace) -> int:
         print(f"[{clock}] {model.name}", flush=True)
         rows += measure(model, args.tokens, args.queries)
         write_json(args.output, {**header, "rows": rows})
-    print(f"{table(rows)}\nresults: {args.output}\ntime:    {clock}")
+    print(f"{quality.recall({'': {'rows': rows}}, {})}\nresults: {args.output}\ntime:    {clock}")
     return 0

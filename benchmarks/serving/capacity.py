@@ -40,7 +40,8 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import DEFAULT_METHOD
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.retrieval.presets import preset_names
-from vllm_kvretrieval.tiers.sizes import Cache, Tiers
+from vllm_kvretrieval.tiers.cache import Cache
+from vllm_kvretrieval.tiers.sizes import Tiers
 
 MIB = 1 << 20
 BLOCK = 128

@@ -26,6 +26,7 @@ from benchmarks.quality.tasks.base import TokenText
 from benchmarks.quality.tasks.engine import DTYPE, open_engine
 from benchmarks.quality.tasks.forced import novel
 from benchmarks.serving.worker_timing import EXTENSION, OBSERVATION, RUNNER
+from benchmarks.tables import prompts
 
 CONTEXTS = (2048, 8192, 16384)
 BUDGET = 1024
@@ -88,22 +89,6 @@ def measure(llm: LLM, prompt: Sequence[int], repeats: int) -> dict[str, Any]:
     }
 
 
-def table(cells: dict[int, dict[str, Any]]) -> str:
-    """The figures as a table in Markdown."""
-    lines = [
-        f"| context | rest | {' | '.join(METHODS)} |",
-        "| --- |" + " --- |" * (len(METHODS) + 1),
-    ]
-    for context, methods in cells.items():
-        rest = statistics.median(s for cell in methods.values() for s in cell["rest_seconds"])
-        row = [
-            f"{1e3 * statistics.median(cell['watching_seconds']):.0f} ms, {cell['ratio']:.1%}"
-            for cell in methods.values()
-        ]
-        lines.append(f"| {context} | {rest:.1f} s | {' | '.join(row)} |")
-    return "\n".join(lines)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_model(parser, SMOLLM2_32K)
@@ -130,5 +115,5 @@ def run(options: argparse.Namespace) -> int:
             print(f"[{clock}] {context}: {cells[context]}", flush=True)
             result["cells"] = {str(c): cell for c, cell in cells.items()}
             write_json(options.output, result)
-    print(f"\n{table(cells)}\nresults: {options.output}\ntime:    {clock}")
+    print(f"\n{prompts.observation({'': result}, {})}\nresults: {options.output}\ntime:    {clock}")
     return 0

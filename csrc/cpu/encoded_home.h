@@ -1,8 +1,8 @@
 // The home of one layer whose pages are encoded in a file.
 //
-// A page is open from its first token on: it then lies raw in memory, where vLLM writes it. Once it
-// is closed, the file has it, encoded, and its memory is given back. What lies raw is addressed as if
-// the whole cache were there, but takes memory for open pages only.
+// A page is open from its first token on: vLLM writes it to memory, raw. When it is closed, it is
+// encoded into the file, and its memory is given back. Raw pages have addresses as if the whole
+// cache were in memory, but only open pages take memory.
 #pragma once
 
 #include <sys/types.h>
@@ -20,7 +20,7 @@ struct EncodedHomeConfig {
   int32_t pages, kv_heads, page_size, head_size;
   char* raw;                 // [pages, kv_heads, raw bytes of a unit]
   int fd;                    // the file
-  off_t offset;              // of the layer's part in it: [pages, kv_heads, encoded bytes]
+  off_t offset;              // where the layer's part begins: [pages, kv_heads, encoded bytes]
   const KernelTable* kernels;
 };
 
@@ -35,24 +35,24 @@ class EncodedHome {
   int64_t element_size() const { return element_bytes(config_.dtype); }
   int64_t raw_bytes() const { return raw_bytes_; }  // of a unit
 
-  // The page's first token is written; what it held is void.
+  // Opens a page whose first token is written. Earlier contents are void.
   void open(int64_t page) { state_[page] = State::kOpen; }
   bool is_open(int64_t page) const { return state_[page] == State::kOpen; }
   bool is_closed(int64_t page) const { return state_[page] == State::kClosed; }
-  // The file has the page, encoded, from an earlier run.
+  // Takes over a page that the file has, encoded, from an earlier run.
   void adopt(int64_t page) { state_[page] = State::kClosed; }
-  // Where an open page's unit lies.
+  // Returns the address of a unit of an open page.
   const char* raw(int64_t unit) const { return config_.raw + unit * raw_bytes_; }
-  // Brings a unit there, raw. False where it cannot be read, or where there is nothing; errno says
+  // Copies a unit to `to`, raw. Returns false if it cannot be read or does not exist; errno says
   // why. May run beside calls for other pages.
   bool read(int64_t unit, char* to) const;
-  // Encodes an open page into the file. decoded has an address per KV head, or null: what reading
-  // brings there from now on. False where the page could not be written; then it is lost, and
-  // errno says why. May run beside calls for other pages.
+  // Encodes an open page into the file. `decoded` has an address per KV head, which gets what a read
+  // would give from now on, or null. Returns false if the page could not be written: it is lost then,
+  // and errno says why. May run beside calls for other pages.
   bool close(int64_t page, char* const* decoded);
-  // An open page that nobody will read.
+  // Forgets an open page that no request will read.
   void abandon(int64_t page) { state_[page] = State::kNothing; }
-  // Gives back the memory of a page that is not open any more.
+  // Gives back the memory of a page that is no longer open.
   void let_go(int64_t page) const;
 
  private:

@@ -1,5 +1,5 @@
-// Slots in fast memory for one layer whose KV cache lives in a file: which unit is where, which may
-// be evicted, and the reading of what misses.
+// Slots in fast memory for one layer whose KV cache lies in a file. The cache knows which slot holds
+// which unit and which slots may be given to others, and reads units that no slot holds.
 //
 // A unit is one (page, KV head) slice of the KV cache, `page * kv_heads + head`; home and slots hold
 // it in the same bytes. The specification is RecallCache in vllm_kvretrieval/kernels/reference.
@@ -23,12 +23,12 @@ struct RecallCacheConfig {
   int32_t units, slots, kv_heads, page_size, requests;
   int64_t unit_bytes;
   char* slot_memory;        // [slots, unit_bytes]
-  const char* home;         // the layer's part of the home file, mapped: [units, unit_bytes]; or
-                            // where open pages of an encoded home lie
+  const char* home;         // the layer's part of the home file, mapped: [units, unit_bytes]; the
+                            // memory of open pages if the home is encoded
   int fd;                   // the home file
-  off_t offset;             // of the layer's part in it
+  off_t offset;             // where the layer's part begins in the file
   int64_t* counts;          // [requests, kRecallCounts]
-  EncodedHome* encoded;     // what the file holds, or null: units as they are in slots
+  EncodedHome* encoded;     // null: the file holds units as slots do
 };
 
 // Per request, summed over the layers.
@@ -36,13 +36,13 @@ enum RecallCount { kAttended = 0, kMissed = 1, kRecalled = 2, kRecallCounts = 3 
 
 class RecallCache {
  public:
-  // Starts the reader threads; throws std::system_error where the process can have none.
+  // Starts the reader threads; throws std::system_error if the process cannot have any.
   explicit RecallCache(const RecallCacheConfig& config);
   ~RecallCache() { join(); }
   RecallCache(const RecallCache&) = delete;
   RecallCache& operator=(const RecallCache&) = delete;
 
-  // Home was written at these tokens: page * page_size + offset, negative for padding.
+  // Notes that home was written at these tokens: page * page_size + offset, negative for padding.
   void write(const int64_t* slot_mapping, int64_t tokens);
   // Replaces the units in the rows' page lists by slots that hold them, and pins sink and window.
   void resolve(const DecodeRows& rows);
@@ -50,34 +50,34 @@ class RecallCache {
   void prefetch(const DecodeRows& rows, const Chooser& chooser);
   // Forgets the pages: their home has changed by other means than write().
   void drop_pages(const int64_t* pages, int64_t count);
-  // Unpins what a request pinned; it has finished, or was aborted or preempted.
+  // Unpins what a request pinned that has finished, or was aborted or preempted.
   void release(int request);
-  // Pages found unreadable since the last call. Their slots are given up. Does not wait for what is
-  // being read ahead: a failure there is known before anyone attends to the page.
+  // Returns the pages that could not be read since the last call, and gives up their slots. It does
+  // not wait for reads ahead: their failures are known before a step attends to the page.
   std::vector<int64_t> take_failed_pages();
-  // Number of the latest error by which one could not be read or written since the last call; or 0.
+  // Returns the number of the latest error of a read or write since the last call; 0: none.
   int take_error() { return error_.exchange(0); }
-  // Over an encoded home. Its pages are opened by write(), and closed by this, when they are full:
-  // their slots then hold what the file gives back.
+  // Closes full pages of an encoded home, which write() has opened. Their slots then hold what the
+  // file gives back.
   void close(const int64_t* pages, int64_t count);
-  // Whether the file has all of these pages.
+  // Returns whether the file has all of these pages.
   bool closed(const int64_t* pages, int64_t count);
-  // The file has these pages from an earlier run, and nothing else is known of them.
+  // Takes over pages that the file has from an earlier run.
   void adopt(const int64_t* pages, int64_t count);
-  // Open pages, of those named, that nobody will read.
+  // Forgets those of these pages that are open: no request will read them.
   void abandon(const int64_t* pages, int64_t count);
   // Lays out pages as blocks of `parts` pages in vLLM's layout; a negative page becomes zeros.
   void stage(const int64_t* pages, int64_t count, char* target, int parts);
-  // Read a unit in pieces from now on, as a home would have to be in which it does not lie in one:
-  // the cost of another layout, for benchmarks. Not to be called during a step.
+  // Reads each unit in pieces from now on, as in a home that does not keep units in one piece. For
+  // benchmarks of layouts. Must not be called during a step.
   void read_in_pieces(int64_t bytes) { piece_bytes_ = bytes; }
-  // What is wrong with the bookkeeping, or with a slot's contents; empty if nothing.
+  // Describes what is wrong with the books or with a slot's contents; empty: nothing is.
   std::string check();
 
   int used() const { return config_.slots - static_cast<int>(free_.size()); }
   int pinned() const;
   std::vector<int32_t> resident() const;  // units, least recently used first, pinned ones last
-  // Nanoseconds that reader threads read ahead, and that steps waited for reads of any kind.
+  // Nanoseconds in which reader threads read ahead, and in which steps waited for any reads.
   int64_t read_ahead_ns() const { return read_ahead_ns_; }
   int64_t waited_ns() const { return waited_ns_; }
 
@@ -93,10 +93,10 @@ class RecallCache {
 
   char* slot_at(int32_t slot) { return config_.slot_memory + slot * config_.unit_bytes; }
   void touch(int32_t slot);
-  int32_t acquire(int32_t unit);  // kNone where every slot is pinned or of this step
+  int32_t acquire(int32_t unit);  // kNone if every slot is pinned or used by this step
   void drop(int32_t unit);
-  bool give_up(int32_t unit);  // whether a slot held it
-  EncodedHome& encoded(const int64_t* pages, int64_t count);  // that these are of
+  bool give_up(int32_t unit);  // returns whether a slot held it
+  EncodedHome& encoded(const int64_t* pages, int64_t count);  // the home of these pages
   void note_lost(int64_t page);
   void pin(int32_t slot);
   void unpin(int32_t slot);

@@ -1,9 +1,9 @@
-// Tokens in fast memory for layers whose KV cache lies in a file, for methods that select single
-// tokens: which tokens of each request are there, and the reading of what misses.
+// Single tokens in fast memory, for layers whose KV cache lies in a file. TokenRecall knows which
+// tokens of each request are there, and reads those that are not.
 //
 // Every request has places for `capacity` tokens of each KV head, in every layer alike. Its lists say
-// which token is where: one per KV head, or one for all heads of several layers that attend to the
-// same tokens. Tokens are numbered as in Attention (kernels.h). The specification is TokenRecall in
+// which token is where: a list per KV head, or one list for all heads of several layers that attend
+// to the same tokens. Tokens are numbered as in Attention (kernels.h). The specification is TokenRecall in
 // vllm_kvretrieval/kernels/tokens_reference.py.
 #pragma once
 
@@ -34,40 +34,40 @@ struct TokenRecallConfig {
 
 class TokenRecall {
  public:
-  // Starts the reader threads where there are several layers; throws std::system_error where the
-  // process can have none.
+  // Starts the reader threads if there are several layers; throws std::system_error if the process
+  // cannot have any.
   explicit TokenRecall(TokenRecallConfig config);
   ~TokenRecall() { join(); }
   TokenRecall(const TokenRecall&) = delete;
   TokenRecall& operator=(const TokenRecall&) = delete;
 
-  // Replaces the tokens, or pages, in the rows' lists by the places where their tokens will be, and
-  // with several layers starts to read what is not there yet, layer after layer.
+  // Replaces the tokens, or pages, in the rows' lists by the places where their tokens will be. With
+  // several layers it starts to read missing tokens, layer after layer.
   void recall(const DecodeRows& rows);
-  // Waits until one of the layers has it all, and helps to read it. Home has the rows' new tokens in
-  // this layer by then.
+  // Waits until one of the layers has all of these tokens, and helps to read them. By then home has
+  // the rows' new tokens in this layer.
   void wait(int layer);
-  // Forgets what a request had; it has finished, or was aborted or preempted.
+  // Forgets the tokens of a request that has finished, or was aborted or preempted.
   void release(int request);
-  // What is wrong with the books, or with a place's contents; empty if nothing.
+  // Describes what is wrong with the books or with a place's contents; empty: nothing is.
   std::string check();
 
-  int64_t used() const;  // places, of all layers and heads
-  // Nanoseconds that reader threads read, and that steps waited for reads of any kind.
+  int64_t used() const;  // places of all layers and heads that hold a token
+  // Nanoseconds in which reader threads read, and in which steps waited for any reads.
   int64_t read_ahead_ns() const { return read_ahead_ns_; }
   int64_t waited_ns() const { return waited_ns_; }
 
  private:
   struct Held {
     int32_t position;       // in the context
-    int32_t token;          // in home; of the first KV head where the list is for all heads
+    int32_t token;          // in home; the first KV head's if the list is for all heads
     int32_t place;
-    uint32_t step;          // that last attended to it
+    uint32_t step;          // the last one that attended to it
   };
   struct Read {
-    int32_t request, list, token, place, count;  // of tokens and places side by side
+    int32_t request, list, token, place, count;  // `count` tokens and places side by side
   };
-  // What one list attends to in this step.
+  // The tokens that one list attends to in this step.
   struct Work {
     std::vector<int32_t> positions, tokens, places;
     std::vector<Held> merged;

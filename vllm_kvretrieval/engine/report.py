@@ -29,7 +29,7 @@ def log_method(
         kernels: Which ones run.
         shares: How far KV heads differ in what they attend to.
     """
-    if config.own.schedule.whole:
+    if config.own.whole:
         logger.info("%s: all %d layers attend to whole contexts.", config.method, layers)
     else:
         _log_parts(config, retrieval_layers, layers, stores, kernels, shares)

@@ -75,7 +75,7 @@ def attended(
         longest: Tokens of the longest context of the model.
         whole: bool [layers that are not dense, kv_heads]; heads that attend to whole contexts.
     """
-    dense_layers = max(layers) + 1 if config.own.schedule.whole else config.dense_layers
+    dense_layers = max(layers) + 1 if config.own.whole else config.dense_layers
     dense = [layer for number, layer in layers.items() if number < dense_layers]
     retrieval = [layer for number, layer in layers.items() if number >= dense_layers]
     everything = [torch.ones_like(layer.keys[..., 0], dtype=torch.bool) for layer in dense]
@@ -107,7 +107,7 @@ def _kept(
     entropies = torch.tensor([layer.entropy for layer in layers], dtype=torch.float64)
     prompts.watched(0, 0).entropies.copy_(entropies)
     prompts.settle(0, 0)
-    if method.schedule.drops:
+    if method.drops:
         prompts.step(np.zeros(1, dtype=np.int64), 0, np.array([tokens + 1]))
     rule, found = prompts.rules[0], []
     for layer, own in zip(layers, heads.slices, strict=True):

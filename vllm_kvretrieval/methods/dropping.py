@@ -113,7 +113,7 @@ class DroppingLayer(ScoredLayer):
         prompts: KeptPrompts = facts.requests.kept
         self._facts, self._number, self._prompts = facts, number, prompts
         self._kernels = facts.kernels
-        self._rule, self._drops = prompts.rules[number], method.schedule.drops
+        self._rule, self._drops = prompts.rules[number], method.drops
         self._slides = method.schedule.slides
         self._dropping = self._rule
         if self._slides:  # the ratings alone say what goes

@@ -1,4 +1,4 @@
-"""Prompts of requests whose methods keep some tokens and drop the others."""
+"""The prompts of requests whose methods keep some tokens and drop the others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from vllm_kvretrieval.retrieval.keeping import Keeping, entropy_shares
 from vllm_kvretrieval.retrieval.method import Method
 
 NEVER = 1 << 20
-"""Pages of context that a request which attends to everything never exceeds."""
+"""A number of pages that no context has: a request with this limit attends to everything."""
 
 AddUp = Callable[[torch.Tensor], object]
 """Adds up a tensor over all workers, in place."""
@@ -21,13 +21,13 @@ AddUp = Callable[[torch.Tensor], object]
 
 @dataclass
 class Watched:
-    """The attention that the tokens of one prompt received, until the first token after it.
+    """The attention that tokens of a prompt received. It is kept until the prompt has been read.
 
     Attributes:
         mass: float32 [KV heads of all retrieval layers, tokens]; or [retrieval layers, tokens], if
             all heads of a layer keep the same tokens.
         entropies: float64 [retrieval layers]; sums over queries, for the layer's heads here.
-        settled: Whether it is known how many tokens each KV head keeps.
+        settled: Whether the numbers of tokens that KV heads keep are fixed.
     """
 
     mass: torch.Tensor
@@ -40,8 +40,8 @@ class Heads:
     """The KV heads of a worker's retrieval layers.
 
     Attributes:
-        slices: For each layer, the places of its KV heads among all.
-        add_up: Adds up over workers, if other workers have heads of these layers, too.
+        slices: For each layer, the places of its KV heads among those of all layers.
+        add_up: Adds up over workers; None: no other worker has heads of these layers.
     """
 
     slices: Sequence[slice]
@@ -57,16 +57,16 @@ class KeptPrompts:
     """The tokens that the request of each seat keeps.
 
     Attributes:
-        methods: The methods that drop tokens, by their numbers among the engine's.
-        rules: Their rules.
+        methods: The methods that drop tokens, by their numbers among the engine's methods.
+        rules: The rules of these methods.
         heads: The heads of this worker.
         selected: int32 [seats, KV heads]; see ``RequestTable``.
-        room: Tokens that requests get of each head.
+        room: How many tokens requests may keep of each head.
         page_size: Tokens per page.
-        keeps: bool [seats]; whether the request drops tokens, now or later. It does not if its
-            prompt fits in its budget and nothing is dropped afterwards.
-        ends: int32 [seats]; tokens of the prompt, in a resumed request including those that it had
-            generated.
+        keeps: bool [seats]; whether the request drops tokens, now or later. It drops none if its
+            prompt fits in its budget and its method drops nothing afterwards.
+        ends: int32 [seats]; tokens of the prompt. A resumed request's prompt includes the tokens
+            that it had generated.
         budgets: int32 [seats, KV heads]; tokens that each KV head may keep.
     """
 
@@ -89,7 +89,9 @@ class KeptPrompts:
         self._ratings: dict[int, torch.Tensor] = {}
 
     def ratings(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:
-        """float32, of the shape of ``chosen``; of the tokens kept in a layer, one for all methods.
+        """Ratings of the tokens that are kept in a layer, float32 of the shape of ``chosen``.
+
+        All methods of the engine use the same tensor.
 
         Args:
             layer: The layer's place among retrieval layers.
@@ -100,7 +102,7 @@ class KeptPrompts:
     def admit(
         self, seat: int, method: int, prompt: int, budget: PageBudget, exact: bool
     ) -> int | None:
-        """Take note of a new request, or of one whose options or prompt have changed.
+        """Note a request that is new, or whose options or prompt have changed.
 
         Args:
             seat: The request's seat.
@@ -110,7 +112,7 @@ class KeptPrompts:
             exact: Whether it attends to everything.
 
         Returns:
-            Pages of context beyond which the request decodes sparsely; None: as with other methods.
+            Pages of context beyond which the request decodes sparsely; None: the usual number.
         """
         self._watched.pop(seat, None)
         self.keeps[seat] = False
@@ -119,11 +121,11 @@ class KeptPrompts:
             return None
         self.ends[seat], self._budget[seat] = prompt, budget
         self.budgets[seat] = torch.from_numpy(self.room.counts(rule.name, budget))
-        self.keeps[seat] = rule.schedule.drops or prompt > budget.total * self.page_size
+        self.keeps[seat] = rule.drops or prompt > budget.total * self.page_size
         self.selected[seat] = self.budgets[seat].clamp(max=prompt)
         if not self.keeps[seat]:
             return NEVER
-        return 0 if rule.schedule.drops else None
+        return 0 if rule.drops else None
 
     def leave(self, seat: int) -> None:
         """Forget the seat's request, which has ended or is interrupted."""
@@ -131,7 +133,7 @@ class KeptPrompts:
         self.keeps[seat] = False
 
     def watched(self, seat: int, method: int) -> Watched:
-        """The sums of attention for the seat's prompt while it is read."""
+        """Return the sums of attention for the seat's prompt while it is read."""
         if seat not in self._watched:
             layers = len(self.heads.slices)
             per_layer = self.rules[method].per_layer
@@ -158,43 +160,49 @@ class KeptPrompts:
             shares = entropy_shares(watched.entropies.numpy(), *bounds)
             counts = self.room.counts(rule.name, self._budget[seat], shares)
             self.budgets[seat] = torch.from_numpy(counts)
-        if not rule.schedule.drops:
+        if not rule.drops:
             end = torch.tensor(int(self.ends[seat]))
             kept = self.rules[method].kept(self.budgets[seat].long(), end, torch.tensor(0))
             self.selected[seat] = kept
 
     def step(self, seats: np.ndarray, method: int, lens: np.ndarray) -> np.ndarray:
-        """int32 [n]; tokens at the end of each context that are attended to beside the kept ones.
+        """Prepare a step; returns how many tokens at the end of contexts are attended to.
 
         Args:
             seats: Seats of requests of one method that decode a token.
             method: The number of the method.
             lens: Tokens of their contexts, the new one included.
+
+        Returns:
+            int32 [n]; tokens at the end of each context, beside those that are kept.
         """
-        drops = self.methods[method].schedule.drops
+        drops = self.methods[method].drops
         if drops:
             self.selected[torch.from_numpy(seats).long()] = self._kept(seats, method, lens).int()
         return np.ones_like(lens) if drops else lens - self.ends[seats]
 
     def _kept(self, seats: np.ndarray, method: int, lens: np.ndarray) -> torch.Tensor:
-        """int64 [n, KV heads]; tokens kept before a step, beside which the new one has room."""
+        """Tokens kept before a step that leave room for the new one, int64 [n, KV heads]."""
         ends = torch.from_numpy(self.ends[seats].astype(np.int64))[:, None]
         added = torch.from_numpy(lens.astype(np.int64) - 1)[:, None] - ends
         room = (self.budgets[torch.from_numpy(seats).long()].long() - 1).clamp(min=0)
         return self.rules[method].kept(room, ends, added)
 
     def attended(self, seats: np.ndarray, lens: np.ndarray, methods: np.ndarray) -> np.ndarray:
-        """int64 [n]; tokens that all KV heads of requests attend to in a step.
+        """Count the tokens that all KV heads of requests attend to in a step.
 
         Args:
             seats: Seats of the requests.
             lens: Tokens of their contexts, the new one included.
             methods: Numbers of their methods.
+
+        Returns:
+            int64 [n].
         """
         beside = (lens - self.ends[seats]).astype(np.int64) * self.heads.count
         tokens = self.selected.numpy()[seats].sum(1, dtype=np.int64) + beside
         for number, method in self.methods.items():
-            if method.schedule.drops and (rows := np.flatnonzero(methods == number)).size:
+            if method.drops and (rows := np.flatnonzero(methods == number)).size:
                 kept = self._kept(seats[rows], number, lens[rows])
                 tokens[rows] = kept.sum(1).numpy() + self.heads.count
         return tokens
@@ -212,7 +220,7 @@ def kept_prompts(
     selected: torch.Tensor,
     room: Capacity,
 ) -> KeptPrompts | None:
-    """The kept prompts of an engine; None if no method drops tokens."""
+    """Make the kept prompts of an engine; None if no method drops tokens."""
     methods, rules = dict[int, Method](), dict[int, Keeping]()
     for number, method in enumerate(config.methods.values()):
         if (rule := method.keeping) is None:

@@ -14,16 +14,23 @@ from vllm_kvretrieval.methods.base import (
     LayerMethod,
     WorkSize,
 )
+from vllm_kvretrieval.retrieval import family as families
 from vllm_kvretrieval.retrieval.method import Method
+
+FILES: Mapping[families.Family, Family] = {
+    families.DROPPING: dropping,
+    families.FILTERS: filters,
+    families.HEADS: heads,
+    families.NOTHING: scored,
+    families.SCORED: scored,
+    families.WHOLE: scored,
+}
+"""The file that serves the methods of each family."""
 
 
 def family_of(method: Method) -> Family:
     """The file that serves a method."""
-    if method.schedule.by_head:
-        return heads
-    if method.keeping is not None:
-        return dropping
-    return filters if method.shares else scored
+    return FILES[families.family_with(method.schedule)]
 
 
 def group_methods(facts: GroupFacts) -> list[GroupMethod]:

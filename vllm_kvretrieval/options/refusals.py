@@ -136,7 +136,7 @@ def _check_home(config: "RetrievalConfig") -> None:
             "home=device."
         )
     by_head = _named(config, lambda method: method.heads is not None)
-    if by_head or config.own.schedule.whole:
+    if by_head or config.own.whole:
         who, what = (by_head, "some heads") if by_head else (config.method, "steps")
         raise RetrievalConfigError(
             f"home={config.home!r} is for contexts of which little is read at a step, and with "
@@ -150,7 +150,7 @@ def _keeps_unevenly(method: Method) -> bool:
     Shares by entropy are those of layers; as heads drop tokens step by step, they come to differ.
     """
     shares = method.budget_shares
-    return not shares.uniform and (shares.entropy is None or method.schedule.drops)
+    return not shares.uniform and (shares.entropy is None or method.drops)
 
 
 def _check_codec(config: "RetrievalConfig") -> None:

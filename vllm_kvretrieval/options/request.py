@@ -80,7 +80,7 @@ class RequestOptions:
                 f"budget={budget} exceeds the server's limit of {config.budget_limit}. Ask for "
                 f"less, or start the server with --kv-retrieval.max_budget {budget}."
             )
-        if "correction_threshold" in given and not method.schedule.speculates:
+        if "correction_threshold" in given and not method.speculates:
             raise RetrievalConfigError(
                 f"correction_threshold={value['correction_threshold']} has no effect with {name}, "
                 "which does so at every step; leave it out."
@@ -123,7 +123,7 @@ class RequestOptions:
         the first step.
         """
         method = config.methods[self.method]
-        if method.schedule.drops:
+        if method.drops:
             return 0
         if config.memory_fraction is not None and not self.own_budget:
             return config.budgets.least(method)

@@ -83,6 +83,21 @@ class Method:
         return self.schedule.shares
 
     @property
+    def speculates(self) -> bool:
+        """Whether a step may attend to what an earlier one selected."""
+        return self.schedule.speculates
+
+    @property
+    def drops(self) -> bool:
+        """Whether each step drops a token for the one that it adds."""
+        return self.schedule.drops
+
+    @property
+    def whole(self) -> bool:
+        """Whether each step attends to the whole context."""
+        return self.schedule.whole
+
+    @property
     def selects_for_blocks(self) -> bool:
         """Whether blocks of a prompt can select pages by the method's index."""
         return self.index is not None and not self.per_token
@@ -90,7 +105,7 @@ class Method:
     @property
     def estimates_shares(self) -> bool:
         """Whether each step's scores are shares of the attention, so that a mass can be reached."""
-        by_step = self.schedule.selects and not self.schedule.speculates
+        by_step = self.selects and not self.speculates
         pooled = self.pooling is Pooling.MEAN_SOFTMAX and not self.rerank
         return self.index is not None and by_step and pooled
 

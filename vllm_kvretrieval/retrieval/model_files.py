@@ -112,6 +112,32 @@ class Kind:
                 f"model than {model} ({'; '.join(parts)}); write one for it by {self.command}."
             )
 
+    def of_model(
+        self, files: Sequence[File], model: str, config: Any, known: str, or_else: str = ""
+    ) -> File:
+        """The file for a model's shape that has its name, or else the first for the shape.
+
+        Args:
+            files: Those of this package.
+            model: The model's path, or its place on a hub.
+            config: Its configuration.
+            known: What the files tell of a model, for messages.
+            or_else: What a user can do instead of measuring, for messages.
+
+        Raises:
+            RetrievalConfigError: There is no such file.
+        """
+        shape, name = shape_of(config), name_of(model).lower()
+        alike = [file for file in files if file.shape == shape]
+        named = [file for file in alike if file.model.lower() == name]
+        if not alike:
+            raise RetrievalConfigError(
+                f"the {known} of {model} are not known (known: "
+                f"{', '.join(file.model for file in files)}). Measure them by '{self.command}', "
+                f"and name the file that it writes as kv_retrieval.{self.option}{or_else}."
+            )
+        return (named + alike)[0]
+
 
 def shape_of(config: Any) -> dict[str, Any]:
     """The fields of ``SHAPE`` of a model's (text) configuration."""
@@ -121,11 +147,3 @@ def shape_of(config: Any) -> dict[str, Any]:
 def name_of(model: str) -> str:
     """A model's name, from its path or its place on a hub."""
     return Path(model).name
-
-
-def best_known(files: Sequence[File], model: str, config: Any) -> File | None:
-    """The file for a model's shape that has its name, or else the first for the shape."""
-    shape = shape_of(config)
-    alike = [file for file in files if file.shape == shape]
-    named = [file for file in alike if file.model.lower() == name_of(model).lower()]
-    return next(iter(named + alike), None)

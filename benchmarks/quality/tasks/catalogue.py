@@ -113,7 +113,7 @@ class Variant:
     @property
     def speculates(self) -> bool:
         """Whether a step may attend to what an earlier one selected."""
-        return self.config.own.schedule.speculates
+        return self.config.own.speculates
 
     @property
     def watches(self) -> bool:

@@ -63,23 +63,24 @@ class Results:
         self.path = path
         self._header = header
         stored = read_json(path) or {}
-        self._cells: dict[str, dict[str, Any]] = {
+        self.cells: dict[str, dict[str, Any]] = {
             name: {"build": stored["build"], **cell}
             for name, cell in stored.get("cells", {}).items()
         }
+        """All cells, by name."""
 
     def get(self, name: str, key: str) -> dict[str, Any] | None:
         """Return the stored cell, or None where there is none or `key` says it is another's."""
-        cell = self._cells.get(name)
+        cell = self.cells.get(name)
         return cell if cell is not None and cell["key"] == key else None
 
     def put(self, name: str, key: str, cell: dict[str, Any]) -> None:
         """Store a cell under its name, in place of an older one, and write the file."""
         mine = self._header["build"]
-        self._cells[name] = {"key": key, **cell, "build": mine}
+        self.cells[name] = {"key": key, **cell, "build": mine}
         cells = {
             name: {key: value for key, value in cell.items() if (key, value) != ("build", mine)}
-            for name, cell in self._cells.items()
+            for name, cell in self.cells.items()
         }
         write_json(self.path, {**self._header, "cells": cells})
 
@@ -93,7 +94,7 @@ class Results:
         print(f"build:   {build.label(mine)}\n")
         outdated = [
             name
-            for name, cell in self._cells.items()
+            for name, cell in self.cells.items()
             if not build.same(cell.get("build"), mine) and not (always and always in name)
         ]
         if outdated:

@@ -26,6 +26,17 @@ class Division(NamedTuple):
     sparse: np.ndarray
     attended: np.ndarray
 
+    def of(self, prompts: slice) -> "Division":
+        """The chunks of adjacent prompts, which are counted from the first of these."""
+        first, end = np.searchsorted(self.request, (prompts.start, prompts.stop))
+        part = Division(*(of_each[first:end] for of_each in self))
+        return part._replace(request=part.request - prompts.start)
+
+    def skipped(self, prompts: int) -> np.ndarray:
+        """int64 [prompts]; pairs of tokens that are left out of each prompt."""
+        pairs = (self.ends - self.attended) * self.new
+        return np.bincount(self.request, pairs, prompts).astype(np.int64)
+
 
 class Divisor:
     """Divides prompts into chunks.
@@ -72,14 +83,6 @@ class Divisor:
         of, sparse = np.array(request, dtype=np.int64), first >= self.exact
         before = self.budget if budgets is None else budgets[of]
         return Division(of, to, to - first, sparse, np.where(sparse, before + to - first, to))
-
-    def skipped(
-        self, lens: np.ndarray, new: np.ndarray, budgets: np.ndarray | None = None
-    ) -> np.ndarray:
-        """int64 [n]; pairs of tokens that these prompts' divisions leave out."""
-        division = self.divide(lens, new, budgets)
-        left = division.ends - division.attended
-        return np.bincount(division.request, left * division.new, len(lens)).astype(np.int64)
 
 
 def int32(values: np.ndarray) -> torch.Tensor:

@@ -8,6 +8,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner
 from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
+from vllm_kvretrieval.attention.cpu.division import Division
 from vllm_kvretrieval.attention.cpu.plans import Prefill
 from vllm_kvretrieval.attention.cpu.schedules import Scheduler
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
@@ -62,21 +63,22 @@ class PromptPlanner:
         new = np.diff(dense.query_start_loc.numpy()[first:])
         pairs = new * (2 * lens.astype(np.int64) - new + 1) // 2
         tokens = budgets.sum(0) * self._page_size
-        skipped = np.where(sparse, self._sparse.skipped(lens, new, tokens), 0)
+        division = self._sparse.divide(lens, new, tokens)
+        skipped = np.where(sparse, division.skipped(len(lens)), 0)
         self._requests.count_prefill(seats, lens, pairs, pairs - skipped)
         sparse &= lens > self._sparse.exact
         methods = np.where(sparse, self._requests.select(seats).method, -1)
         parts = list[Prefill]()
         borders = np.flatnonzero(np.diff(methods)) + 1
         for begin, end in pairwise([0, *borders.tolist(), len(sparse)]):
-            requests = slice(first + begin, first + end)
+            requests, divided = slice(first + begin, first + end), division.of(slice(begin, end))
             if not sparse[begin]:
                 parts += self._exactly(dense, requests)
             elif isinstance(self._sparse, BlockPlanner):
-                of = budgets[:, begin:end]
-                parts += self._blocks(dense, requests, self._sparse, int(methods[begin]), of)
+                method, of = int(methods[begin]), budgets[:, begin:end]
+                parts += self._blocks(dense, requests, self._sparse, method, divided, of)
             else:
-                parts += self._chunks(dense, requests, self._sparse, parts)
+                parts += self._chunks(dense, requests, self._sparse, divided, parts)
         return parts
 
     def in_cache(self, dense: CPUAttentionMetadata, requests: slice) -> Prefill:
@@ -116,17 +118,16 @@ class PromptPlanner:
         dense: CPUAttentionMetadata,
         requests: slice,
         by: ChunkPlanner,
+        division: Division,
         earlier: list[Prefill],
     ) -> list[Prefill]:
         """Requests whose prompts are divided into chunks, after those of this step before them."""
         assert self._staging is not None, "chunks are laid out"
-        starts = dense.query_start_loc[requests.start : requests.stop + 1].numpy()
-        division = by.divide(dense.seq_lens[requests].numpy(), np.diff(starts))
         seat = sum(len(part.chunks.rows) for part in earlier if part.chunks is not None)
         planned = by.plan(
             division,
             dense.block_table[requests],
-            int(starts[0]),
+            int(dense.query_start_loc[requests.start]),
             self._staging,
             self._kv_heads,
             seat,
@@ -144,6 +145,7 @@ class PromptPlanner:
         requests: slice,
         by: BlockPlanner,
         method: int,
+        division: Division,
         budgets: np.ndarray,
     ) -> list[Prefill]:
         """Requests whose prompts are divided into blocks that select pages by a method."""
@@ -157,10 +159,8 @@ class PromptPlanner:
             turns = [(part.requests, part.pages) for part in staged]
         parts = list[Prefill]()
         for own, pages in turns:
-            firsts = starts[own.start : own.stop + 1].numpy()
-            division = by.divide(lens[own].numpy(), np.diff(firsts))
-            first = int(firsts[0])
-            blocks = by.plan(method, division, budgets[:, own], table[own], first, pages)
+            first = int(starts[own.start])
+            blocks = by.plan(method, division.of(own), budgets[:, own], table[own], first, pages)
             parts.append(Prefill(first, blocks.lists, pages, blocks=blocks))
         return parts
 

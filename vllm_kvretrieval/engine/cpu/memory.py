@@ -31,8 +31,9 @@ from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import retrieving_layers
 from vllm_kvretrieval.retrieval.roles import Role
 from vllm_kvretrieval.retrieval.shares import own_heads
+from vllm_kvretrieval.tiers.cache import Cache
 from vllm_kvretrieval.tiers.place import check_room, directory_for, free_space
-from vllm_kvretrieval.tiers.sizes import Cache, Tiers
+from vllm_kvretrieval.tiers.sizes import Tiers
 
 logger = init_logger("vllm.kvretrieval.memory")
 

@@ -33,8 +33,9 @@ from vllm_kvretrieval.store.store import (
     store_names,
     take_locks,
 )
+from vllm_kvretrieval.tiers.cache import Cache
 from vllm_kvretrieval.tiers.place import check_room, reserve
-from vllm_kvretrieval.tiers.sizes import Cache, Tiers
+from vllm_kvretrieval.tiers.sizes import Tiers
 
 logger = init_logger("vllm.kvretrieval.store")
 

@@ -25,7 +25,7 @@ from vllm_kvretrieval.engine.places import move_kv_cache
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import available_memory
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.tiers.sizes import Cache
+from vllm_kvretrieval.tiers.cache import Cache
 
 logger = init_logger("vllm.kvretrieval.host")
 

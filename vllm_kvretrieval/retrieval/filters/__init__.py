@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.files import has_file, path_of
-from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile, best_known
+from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile
 
 SHIPPED = Path(__file__).parent
 FORMAT = "vllm-kvretrieval filters 1"
@@ -49,20 +49,9 @@ def shipped() -> tuple[FilterFile, ...]:
 
 
 def filters_for(model: str, config: Any) -> FilterFile:
-    """The file of this package for a model.
-
-    Raises:
-        RetrievalConfigError: There is no such file.
-    """
-    file = best_known(shipped(), model, config)
-    if file is None:
-        known = ", ".join(file.model for file in shipped())
-        raise RetrievalConfigError(
-            f"the filter layers of {model} are not known (known: {known}). Measure them by "
-            f"'{CALIBRATE}', and name the file that it writes as kv_retrieval.filters; or name "
-            "layers, such as [2, 8, 18]."
-        )
-    return file
+    """The file of this package for a model; see :meth:`Kind.of_model`."""
+    or_else = "; or name layers, such as [2, 8, 18]"
+    return KIND.of_model(shipped(), model, config, "filter layers", or_else)
 
 
 def check_model(file: FilterFile, model: str, config: Any) -> None:

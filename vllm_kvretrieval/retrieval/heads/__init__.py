@@ -15,7 +15,7 @@ import numpy as np
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.values import shortened
 from vllm_kvretrieval.retrieval.files import FILE, HOLDS, has_file, path_of
-from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile, best_known
+from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile
 
 SHIPPED = Path(__file__).parent
 FORMAT = "vllm-kvretrieval heads 1"
@@ -105,19 +105,8 @@ def shipped() -> tuple[HeadFile, ...]:
 
 
 def heads_for(model: str, config: Any) -> HeadFile:
-    """The file of this package for a model.
-
-    Raises:
-        RetrievalConfigError: There is no such file.
-    """
-    file = best_known(shipped(), model, config)
-    if file is None:
-        known = ", ".join(file.model for file in shipped())
-        raise RetrievalConfigError(
-            f"the retrieval heads of {model} are not known (known: {known}). Measure them by "
-            f"'{MEASURE}', and name the file that it writes as kv_retrieval.heads."
-        )
-    return file
+    """The file of this package for a model; see :meth:`Kind.of_model`."""
+    return KIND.of_model(shipped(), model, config, "retrieval heads")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,144 @@
+"""Homes of a layer for tests of recall caches, and requests that come, grow, share and end."""
+
+import mmap
+import tempfile
+
+import torch
+
+from tests.kernel_checks import make_rows
+from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.tiers.encoded import EncodedHome
+
+PAGES, HEADS, PAGE, HEAD_SIZE = 60, 2, 32, 16
+UNITS = PAGES * HEADS
+REQUESTS = 4
+SINK, WINDOW, SELECT = BUDGET = 1, 2, 3
+LEAST_SLOTS = REQUESTS * HEADS * sum(BUDGET)
+
+
+class Home:
+    """A layer's KV cache in an unnamed file behind one page of something else."""
+
+    def __init__(self):
+        shape = (UNITS, 1, 2 * PAGE, HEAD_SIZE)
+        offset = mmap.PAGESIZE
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        self.file.truncate(offset + 4 * torch.Size(shape).numel())
+        self.map = mmap.mmap(self.file.fileno(), 0)
+        self.units = torch.frombuffer(self.map, dtype=torch.float32, offset=offset).view(shape)
+        self.units.normal_()
+        self.place = self.file.fileno(), offset
+
+
+class OpenPages:
+    """The places of the open pages of a layer with an encoded home, and the file of the other
+    pages."""
+
+    def __init__(self, codec):
+        shape = (UNITS, 1, 2 * PAGE, HEAD_SIZE)
+        encoded = codec.unit_bytes(PAGE, HEAD_SIZE, torch.float32)
+        self.codec = codec
+        self.home = EncodedHome(
+            tempfile.gettempdir(), 2, 4 * torch.Size(shape).numel(), UNITS * encoded
+        )
+        self.units = self.home.memory.chunk(2)[1].view(torch.float32).view(shape)
+        self.place = self.home.fd, self.home.begin(1)
+
+
+def caches(home, slots):
+    """The compiled cache and its specification, over the same home."""
+    counts = [torch.zeros(REQUESTS, 3, dtype=torch.int64) for _ in range(2)]
+    codec = getattr(home, "codec", None)
+    return [
+        cpu.RecallCache(home.units, slots, HEADS, counts[0], home.place, codec),
+        reference.RecallCache(home.units, slots, HEADS, counts[1], codec),
+    ], counts
+
+
+class Engine:
+    """The least that a scheduler does: requests with page lists that grow, share and end."""
+
+    def __init__(self, home, generator):
+        self.home, self.random = home, generator
+        self.requests: dict[int, tuple[list[int], int]] = {}  # entry -> pages, tokens
+        self.owners = [0] * PAGES
+
+    def integer(self, low, high):
+        return int(torch.randint(low, high, (), generator=self.random))
+
+    def free(self):
+        return [page for page in range(PAGES) if not self.owners[page]]
+
+    def write(self, pages, first, last):
+        """Tokens [first, last) of a request with these pages; the slot mapping."""
+        slots = [pages[t // PAGE] * PAGE + t % PAGE for t in range(first, last)]
+        for page in {slot // PAGE for slot in slots}:
+            self.home.units[page * HEADS : (page + 1) * HEADS].normal_(generator=self.random)
+        return torch.tensor(slots)
+
+    def add(self):
+        """A new request, half of the time behind a prefix of another; what it writes."""
+        entry = next(e for e in range(REQUESTS) if e not in self.requests)
+        shared = []
+        if self.requests and self.integer(0, 2):
+            pages, tokens = self.requests[sorted(self.requests)[0]]
+            shared = pages[: self.integer(0, tokens // PAGE + 1)]
+        room = min(len(self.free()), 10)
+        tokens = len(shared) * PAGE + self.integer(1, room * PAGE)
+        pages = shared + self.free()[: -(-tokens // PAGE) - len(shared)]
+        self.requests[entry] = pages, tokens
+        for page in pages:
+            self.owners[page] += 1
+        return self.write(pages, len(shared) * PAGE, tokens)
+
+    def remove(self, entry):
+        """Finish, abort or preempt."""
+        for page in self.requests.pop(entry)[0]:
+            self.owners[page] -= 1
+        return entry
+
+    def append(self, entry):
+        """Append a token. Returns the slot mapping, or None if no page is free."""
+        pages, tokens = self.requests[entry]
+        if tokens % PAGE == 0:
+            if not self.free():
+                return None
+            pages = [*pages, self.free()[0]]
+            self.owners[pages[-1]] += 1
+        self.requests[entry] = pages, tokens + 1
+        return self.write(pages, tokens, tokens + 1)
+
+    def rows(self, entries, chooser):
+        """The rows of a decode step, with page lists as ``plan_decode`` would write them.
+
+        Where the chooser has counts, as many pages as these say.
+        """
+        counts = chooser.selection.counts
+        lens = [self.requests[e][1] for e in entries]
+        exact = [r for r, length in enumerate(lens) if -(-length // PAGE) <= sum(BUDGET)]
+        rows = make_rows(lens, chooser, BUDGET, exact=exact)
+        rows.seats = torch.tensor(entries, dtype=torch.int32)
+        for r, entry in enumerate(entries):
+            pages = self.requests[entry][0]
+            rows.block_table[r, : len(pages)] = torch.tensor(pages)
+            for head in range(HEADS):
+                attended = torch.arange(len(pages))
+                if r not in exact:
+                    middle = len(pages) - SINK - WINDOW
+                    select = SELECT if counts is None else min(int(counts[entry, head]), middle)
+                    chosen, following = (
+                        torch.randperm(middle, generator=self.random)[:select].sort().values + SINK
+                        for _ in range(2)
+                    )
+                    window = attended[-WINDOW:]
+                    attended = torch.cat([attended[:SINK], chosen, window])
+                    chooser.selection.chosen[entry, head, :select] = following.int()
+                units = torch.tensor(pages)[attended] * HEADS + head
+                rows.lists[r * HEADS + head, : len(units)] = units.int()
+                rows.lengths[r * HEADS + head] = len(units) * PAGE - (-lens[r] % PAGE)
+        return rows
+
+
+def full(written):
+    """The pages that these tokens fill."""
+    return written[written % PAGE == PAGE - 1] // PAGE
