@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from vllm import SamplingParams
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.kv_cache_interface import FullAttentionSpec
