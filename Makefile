@@ -6,6 +6,8 @@ SHELL := bash
 
 # Python 3.11 or newer, to make the environment with.
 PYTHON ?= python3
+# Python 3.12 or newer, for the wheel that serves all of these.
+PYTHON312 ?= python3.12
 # For pip: an index, for instance, on a machine where plain torch is not the CPU build.
 PIP_FLAGS ?=
 
@@ -31,17 +33,20 @@ INTERPRETER := $(VENV)/.interpreter-$(shell sha256sum < $(INTERPRETER_LOCK) | cu
 BUILT := $(VENV)/.built
 SOURCES := pyproject.toml CMakeLists.txt tools/packaging/backend.py $(wildcard csrc/cpu/* csrc/cpu/*/*)
 
-.PHONY: help venv build wheel model models demo lint test test-all test-next bench gpu gpu-bundle clean distclean
+.PHONY: help venv build wheel wheels check-wheels docs lint-workflows model models demo lint test test-all test-next bench gpu gpu-bundle clean distclean
 
 help:
 	@echo "make venv    environment with the pinned dependencies, in $(VENV)"
 	@echo "make build   the package with its C++ extension, installed there (editable)"
-	@echo "make wheel   the same as a wheel, in dist"
+	@echo "make wheel   the same as a wheel, in dist; make wheels: those of all Pythons, and the sdist"
+	@echo "make check-wheels  install them into empty environments"
 	@echo "make model   SmolLM2-135M-Instruct, in models; make models: every model"
 	@echo "make demo    serve that model, ask it about a long document, compare with full attention"
 	@echo "make lint    ruff and mypy"
 	@echo "make test    all of the set-up, lint and the test suite; make test-all: slow ones, too"
 	@echo "make test-next VLLM=0.33.0   the tests that a new vLLM is tried with, over its Python"
+	@echo "make docs    the pages of documentation, in build/site"
+	@echo "make lint-workflows  check the workflows of a public host"
 	@echo "make bench   speed against stock vLLM"
 	@echo "make gpu     what needs an NVIDIA GPU; make gpu-bundle: to do so without network"
 	@echo "make clean   remove builds and caches; make distclean: $(VENV) and models, too"
@@ -78,7 +83,33 @@ $(BUILT): $(INSTALLED) $(SOURCES)
 
 # Serves every Python from 3.12 on where it is made with one of those.
 wheel: $(INSTALLED)
-	$(PIP) wheel -q --no-deps --no-build-isolation --config-settings=wheel.py-api=cp312 -w dist .
+	$(PIP) wheel -q --no-deps --no-build-isolation -w dist .
+
+# A wheel for Python 3.11, one for all newer ones, and the sdist.
+wheels:
+	bash tools/packaging/wheels.sh $(PYTHON) $(PYTHON312)
+
+check-wheels: wheels
+	bash tools/packaging/check_wheels.sh $(PYTHON) $(PYTHON312)
+
+# In environments of their own, named after what is installed there.
+DOCS := build/docs-$(shell sha256sum < requirements/docs.txt | cut -c1-12)
+WORKFLOWS := build/workflows-$(shell sha256sum < requirements/workflows.txt | cut -c1-12)
+
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+
+lint-workflows: $(WORKFLOWS)
+	$(WORKFLOWS)/bin/python -m check_jsonschema --builtin-schema vendor.github-workflows \
+	  .github/workflows/*.yml
+	$(WORKFLOWS)/bin/zizmor --offline --no-progress --config .github/zizmor.yml .github/workflows
+
+$(DOCS): requirements/docs.txt
+$(WORKFLOWS): requirements/workflows.txt
+$(DOCS) $(WORKFLOWS):
+	@$(PYTHON) -m venv --clear $@
+	@$@/bin/python -m pip install -q --no-deps $(PIP_FLAGS) -r $< || { rm -rf $@; exit 1; }
+	@touch $@
 
 model: $(INSTALLED)
 	@$(BIN)/python tools/get_model.py smollm2

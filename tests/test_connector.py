@@ -4,21 +4,23 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from vllm_kvretrieval.engine.connector import (
-    COUNTERS,
-    GAUGES,
-    RetrievalConnector,
-    RetrievalStats,
-    connector_config,
-    gauge,
-)
+from vllm_kvretrieval.engine.connector import RetrievalConnector, RetrievalStats, connector_config
+from vllm_kvretrieval.engine.metrics import COUNTERS, GAUGES, gauge, metric_name
 
 STEP = dict.fromkeys(COUNTERS, 0) | {
     "units_attended": 100,
+    "units_in_context": 400,
+    "tokens_read": 3200,
+    "heads_decoded": 10,
+    "prompt_pairs": 70,
+    "prompt_pairs_skipped": 30,
+    "planning_us": 1500000,
+    "waiting_us": 500,
     "units_looked_up": 120,
     "units_missed": 12,
     "bytes_recalled": 3 << 20,
@@ -40,6 +42,13 @@ def test_stats_add_up():
     twice = once.aggregate(RetrievalStats(STEP | {"slots_used/0": 60, "units_missed": 0}))
     assert twice.data == dict.fromkeys(COUNTERS, 0) | {
         "units_attended": 200,
+        "units_in_context": 800,
+        "tokens_read": 6400,
+        "heads_decoded": 20,
+        "prompt_pairs": 140,
+        "prompt_pairs_skipped": 60,
+        "planning_us": 3000000,
+        "waiting_us": 1000,
         "units_looked_up": 240,
         "units_missed": 12,
         "bytes_recalled": 6 << 20,
@@ -52,6 +61,7 @@ def test_stats_add_up():
     assert twice.reduce() == {
         "units attended": 200,
         "heads corrected": 8,
+        "share of the cache read": 0.25,
         "recall hit rate": 0.95,
         "MiB recalled": 6.0,
         "slots used": 60,
@@ -61,13 +71,20 @@ def test_stats_add_up():
     assert both.reduce() == {
         "units attended": 300,
         "heads corrected": 12,
+        "share of the cache read": 0.25,
         "recall hit rate": round(1 - 24 / 360, 4),
         "MiB recalled": 9.0,
         "slots used": 110,
         "slots": 160,
     }, "of two workers"
     in_memory = RetrievalStats(STEP | {"slots/0": 0})
-    assert in_memory.reduce() == {"units attended": 100, "heads corrected": 4}
+    assert in_memory.reduce() == {
+        "units attended": 100,
+        "heads corrected": 4,
+        "share of the cache read": 0.25,
+    }
+    without = {key: value for key, value in STEP.items() if not key.startswith("store_")}
+    assert once.aggregate(RetrievalStats(without)).data["store_blocks_written"] == 5
     twice.reset()
     assert twice.is_empty()
 
@@ -83,15 +100,16 @@ def test_prometheus():
 
     def value(name, engine):
         return REGISTRY.get_sample_value(
-            f"vllm:kv_retrieval_{name}", {"model": "m", "engine": engine}
+            f"{metric_name(name)}{'_total' * (name in COUNTERS)}", {"model": "m", "engine": engine}
         )
 
     for name in COUNTERS:
-        assert value(f"{name}_total", "1") == 2 * STEP[name]
-        assert value(f"{name}_total", "0") == 0
+        scale = 1e-6 if name.endswith("_us") else 1
+        assert value(name, "1") == pytest.approx(2 * STEP[name] * scale)
+        assert value(name, "0") == 0
     for name in GAUGES:
         assert value(name, "1") == 2 * STEP[f"{name}/0"]
-        assert metrics._metrics[name][1]._multiprocess_mode == "mostrecent"
+        assert metrics.metrics._metrics[name][1]._multiprocess_mode == "mostrecent"
 
 
 def test_the_scheduler_counts_what_it_sees_of_a_store():

@@ -1,5 +1,9 @@
 """`vllm serve` as a user starts it: torch.compile, HTTP, clients that come and go."""
 
+import json
+import re
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,8 +11,12 @@ import openai
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
+from benchmarks.common import ROOT
 from tests.engine import checkpoint
+from tests.monitoring import board, expressions, names_in
 from tests.server import BUDGET, KEY, MODEL, PROMPT, serving
+from vllm_kvretrieval.command import main
+from vllm_kvretrieval.doctor.server import PREFIX, Client, samples
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -111,6 +119,142 @@ def test_a_lost_client_frees_its_slot(server):
     stream.close()
     noted = server.usage(first.id)
     assert 0 < noted["decode_steps"] < 500
+
+
+def metrics(server):
+    """What Prometheus gets from the server: values by name and labels."""
+    return samples(Client(server.url).ask("/metrics")[1])
+
+
+def sums(server):
+    """The counters of retrieval, once the worker knows that earlier requests are done."""
+    server.nudge()
+    found = metrics(server)
+    ours = [name for name in found if name.startswith(PREFIX) and name.endswith("_total")]
+    return {name[len(PREFIX) : -len("_total")]: sum(found[name].values()) for name in ours}
+
+
+def test_metrics_without_a_connector(server):
+    """What was counted for a request is what its line in the log says."""
+    before = sums(server)
+    noted = server.usage(server.complete(PROMPT, 12).id)
+    change = {name: value - before[name] for name, value in sums(server).items()}
+    heads = 3 * 29  # of layers that retrieve
+    assert change["heads_decoded"] == heads * noted["sparse_steps"] == heads * 11
+    assert change["units_attended"] == heads * 11 * BUDGET / 32
+    assert change["tokens_read"] == heads * 11 * BUDGET
+    share = change["units_attended"] / change["units_in_context"]
+    assert share == pytest.approx(noted["kv_read_share"], abs=1e-4)
+    corrected = change["heads_corrected"] / change["heads_decoded"]
+    assert corrected == pytest.approx(noted["corrected_share"], abs=1e-4)
+    assert 0 < change["planning_seconds"] < 10
+    assert change["bytes_recalled"] == change["units_missed"] == 0
+
+
+def test_the_board_shows_what_the_server_has(server):
+    found = metrics(server)
+    assert {name for text in expressions(board()) for name in names_in(text)} <= found.keys()
+    ((labels, value),) = found[f"{PREFIX}info"].items()
+    assert value == 1
+    assert dict(labels).items() >= {"method": "freekv", "budget": str(BUDGET)}.items()
+
+
+def test_the_doctor_reads_the_options(server, capsys):
+    assert main(["doctor", server.url]) == 0
+    assert f"engine 0: attention=vllm, budget={BUDGET}, home=device" in capsys.readouterr().out
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"key": {"type": "string", "pattern": "^[0-9]{5}$"}},
+    "required": ["key"],
+    "additionalProperties": False,
+}
+LITTLE = {"kv_retrieval_budget": 256}
+"""Options of a request, in pages of 32: eight of each context."""
+
+
+def structured(server):
+    """Structured output."""
+    reply = server.client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": PROMPT}],
+        max_tokens=30,
+        temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "key", "schema": SCHEMA}},
+        extra_body={"vllm_xargs": LITTLE},
+    )
+    assert re.fullmatch(r"[0-9]{5}", json.loads(reply.choices[0].message.content)["key"])
+
+
+def tool(server):
+    """A call of a tool."""
+    function = {"name": "remember", "description": "Remember a key.", "parameters": SCHEMA}
+    reply = server.client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": PROMPT}],
+        max_tokens=30,
+        temperature=0,
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "remember"}},
+        extra_body={"vllm_xargs": LITTLE},
+    )
+    (call,) = reply.choices[0].message.tool_calls
+    assert re.fullmatch(r"[0-9]{5}", json.loads(call.function.arguments)["key"])
+
+
+def responses(server):
+    """OpenAI's Responses API."""
+    reply = server.client.responses.create(
+        model=MODEL,
+        input=PROMPT,
+        max_output_tokens=12,
+        temperature=0,
+        extra_body={"vllm_xargs": LITTLE},
+    )
+    assert reply.output_text
+
+
+def messages(server):
+    """Anthropic's Messages API."""
+    body = {
+        "model": MODEL,
+        "max_tokens": 12,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "vllm_xargs": LITTLE,
+    }
+    status, text = Client(server.url).ask("/v1/messages", body)
+    assert status == 200
+    assert json.loads(text)["content"][0]["text"]
+
+
+@pytest.mark.parametrize("feature", [structured, tool, responses, messages])
+def test_features_of_vllm(server, feature):
+    """Long contexts are retrieved from, with the options of the request."""
+    before = sums(server)
+    feature(server)
+    change = {name: value - before[name] for name, value in sums(server).items()}
+    assert change["heads_decoded"] >= 3 * 29 * 5
+    assert change["units_attended"] == change["heads_decoded"] * 256 / 32
+
+
+def test_chat_over_a_document(server, tmp_path):
+    """``examples/chat.py``: the second question finds the document in the prefix cache."""
+    (tmp_path / "text.txt").write_text(PROMPT.partition("\nWhat is")[0])
+    hits = "vllm:prefix_cache_hits_total"
+    before = sum(metrics(server)[hits].values())
+    options = ("--url", f"{server.url}/v1", "--budget", str(BUDGET), "--max-tokens", "24")
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "chat.py", tmp_path / "text.txt", *options],
+        input="What is the pass key?\nWhich colour is the sky?\n\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert KEY in done.stdout
+    assert len(re.findall(r"\[first token after [\d.]+ s\]", done.stdout)) == 2
+    assert sum(metrics(server)[hits].values()) - before > 3 * BUDGET
 
 
 def test_many_clients(server):

@@ -143,8 +143,18 @@ def test_metrics_in_memory(expected):
     change, heads = expected["metrics"]
     of_recall = ("units_looked_up", "units_missed", "bytes_recalled", "slots_used", "slots")
     of_store = ("store_blocks_written", "store_blocks_found")
-    nothing = dict.fromkeys((*of_recall, *of_store), 0)
-    assert change == nothing | {"heads_corrected": heads, "units_attended": heads * 4}
+    of_prompts = ("prompt_pairs", "prompt_pairs_skipped")
+    nothing = dict.fromkeys((*of_recall, *of_store, *of_prompts), 0)
+    assert 0 < change.pop("planning_seconds") < 1
+    assert 0 <= change.pop("waiting_seconds") < 1
+    whole = change.pop("units_in_context")
+    assert whole > heads * 4
+    assert change == nothing | {
+        "heads_corrected": heads,
+        "heads_decoded": heads,
+        "units_attended": heads * 4,
+        "tokens_read": heads * 4 * 32,
+    }
 
 
 def test_integrity_in_the_middle_of_things(llm):

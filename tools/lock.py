@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Write the lock files requirements/*.txt from what the running environment holds.
 
-    python tools/lock.py         # all but cuda.txt
-    python tools/lock.py cuda    # cuda.txt, from what pip would install; some minutes
+    python tools/lock.py                   # those of the environment
+    python tools/lock.py cuda docs ...     # these, from what pip would install; some minutes
 
 Each requirements/NAME.in lists what we ask for; its lock file pins that and everything it needs,
 less what an earlier lock file already pins. To upgrade: install the new versions into the
-environment, run its Python on this file, and commit the result. What a GPU needs is installed
-nowhere for it; it is for the version of Python that runs this.
+environment, run its Python on this file, and commit the result. What a GPU, making wheels and the
+pages of documentation need is installed nowhere for it; it is for the version of Python that runs
+this.
 """
 
 import json
@@ -23,6 +24,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1] / "requirements"
 LOCKS = ("runtime", "build", "dev", "interpreter")  # each may rely on those before it
+ALONE = ("cuda", "wheels", "docs", "workflows")  # of environments of their own
 # Left out where others ask for them. The first three are needed for images, sound and video only,
 # and on a CPU machine they break `import transformers`: their only builds are for CUDA. Of Triton
 # only the GPU's kernels make use.
@@ -86,9 +88,12 @@ def write(lock: str, pinned: dict[str, str], earlier: set[str]) -> None:
 
 
 def main() -> None:
-    """Rewrite all lock files, or that of a GPU."""
-    if sys.argv[1:] == ["cuda"]:
-        write("cuda", resolve(read_roots(ROOT / "cuda.in")), set())
+    """Rewrite the lock files of the environment, or those that are named."""
+    if names := sys.argv[1:]:
+        for name in names:
+            if name not in ALONE:
+                sys.exit(f"{name} is none of {', '.join(ALONE)}")
+            write(name, resolve(read_roots(ROOT / f"{name}.in")), set())
         return
     earlier: set[str] = set()
     for lock in LOCKS:

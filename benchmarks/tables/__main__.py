@@ -8,7 +8,7 @@ A page asks for a table by a comment, and this program writes the table below it
 
 The words after ``table:`` are a kind of table, files of ``benchmarks/results``, and options such
 as ``budgets=256,1024``. ``--list`` prints the kinds. Tables of the options of an engine or a
-request take no file: they come from ``vllm_kvretrieval.options``.
+request, and of metrics, take no file: they come from ``vllm_kvretrieval``.
 
 A page asks for a plot by a link to ``plots/KIND/NAME.svg``, drawn from ``NAME.json``.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, write_text
-from benchmarks.tables import indexes, options, places, plots, prompts, quality, steps
+from benchmarks.tables import indexes, metrics, options, places, plots, prompts, quality, steps
 from benchmarks.tables.markdown import Options, Results, read_results, source
 
 KINDS: Mapping[str, Callable[[Results, Options], str]] = {
@@ -34,6 +34,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "layers": prompts.layers,
     "levels": indexes.levels,
     "methods": steps.methods,
+    "metrics": metrics.metrics,
     "observation": prompts.observation,
     "options": options.engine,
     "parts": steps.parts,

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter, Gauge
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -20,39 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.v1.metrics.utils import create_metric_per_engine
 
+from vllm_kvretrieval.engine.metrics import COUNTERS, RetrievalMetrics, log_line
 from vllm_kvretrieval.store.ranks import name_of_all
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.store import StoredBlocks
 
-COUNTERS = {
-    "units_attended": "(page, KV head) units, sink and window included, that decode steps attended "
-    "to where they attended to a part of the context",
-    "units_looked_up": "(page, KV head) units, or tokens of KV heads where methods select these, "
-    "that were looked up in recall caches: those attended to, and the whole contexts of requests "
-    "within their budgets in the same steps",
-    "units_missed": "those looked up that had to be read from home in the step that needed them",
-    "bytes_recalled": "bytes read from home into recall caches, ahead or not",
-    "heads_corrected": "KV heads that selected pages anew before attention",
-    "store_blocks_written": "blocks written to the store",
-    "store_bytes_written": "bytes of these",
-    "store_blocks_found": "blocks of an earlier run that a request has shared for the first time",
-    "store_tokens_restored": "tokens of earlier runs that were in the prefix cache at the start",
-    "store_tokens_hit": "tokens that requests have found in blocks of earlier runs; "
-    "vllm:prefix_cache_hits has those of this run, too",
-    "store_bytes_checked": "bytes of blocks of earlier runs that were compared with their sums",
-    "store_blocks_evicted": "stored blocks that had to make room",
-    "store_blocks_expired": "stored blocks that have become older than store_days",
-    "store_blocks_damaged": "blocks of earlier runs whose bytes were not those of their sums",
-}
-"""Summed over layers and workers; what a worker does not report is 0."""
-GAUGES = {
-    "slots_used": "slots of all recall caches that hold a unit, or a token of a KV head",
-    "slots": "slots of all recall caches",
-}
-"""Summed over layers and workers; on their way they are named after the worker, ``slots/0``."""
 ENGINES = "engines"
 """In the connector's configuration: how many engines of this server run on one machine. vLLM lets
 engines of data parallelism forget it, but where they share experts."""
@@ -196,13 +169,8 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         metric_types: Any,
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> "RetrievalMetrics":
-        return RetrievalMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def gauge(data: dict[str, int], name: str) -> int:
-    """One of ``GAUGES`` of all workers."""
-    return sum(value for key, value in data.items() if key.partition("/")[0] == name)
+    ) -> "ConnectorMetrics":
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 class RetrievalStats(KVConnectorStats):
@@ -212,24 +180,12 @@ class RetrievalStats(KVConnectorStats):
         """Merge steps, or workers of a step: counters add up, the last value of a gauge counts."""
         if self.is_empty() or other.is_empty():
             return other if self.is_empty() else self
-        summed = {key: self.data[key] + other.data[key] for key in COUNTERS}
+        summed = {key: self.data.get(key, 0) + other.data.get(key, 0) for key in COUNTERS}
         return RetrievalStats({**self.data, **other.data, **summed})
 
     def reduce(self) -> dict[str, int | float]:
         """The values for vLLM's log line."""
-        reduced: dict[str, int | float] = {
-            "units attended": self.data["units_attended"],
-            "heads corrected": self.data["heads_corrected"],
-        }
-        if slots := gauge(self.data, "slots"):
-            looked_up = max(self.data["units_looked_up"], 1)
-            reduced |= {
-                "recall hit rate": round(1 - self.data["units_missed"] / looked_up, 4),
-                "MiB recalled": round(self.data["bytes_recalled"] / (1 << 20), 1),
-                "slots used": gauge(self.data, "slots_used"),
-                "slots": slots,
-            }
-        return reduced
+        return log_line(self.data)
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -238,8 +194,8 @@ class RetrievalStats(KVConnectorStats):
         return not self.data
 
 
-class RetrievalMetrics(KVConnectorPromMetrics):
-    """``vllm:kv_retrieval_*`` in vLLM's Prometheus endpoint."""
+class ConnectorMetrics(KVConnectorPromMetrics):
+    """``vllm:kv_retrieval_*`` in vLLM's Prometheus endpoint, by what the connector brings."""
 
     def __init__(
         self,
@@ -249,24 +205,7 @@ class RetrievalMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        # Several front-end processes may each have a value: the latest one is right.
-        gauges = {"multiprocess_mode": "mostrecent"}
-        self._metrics = {
-            name: create_metric_per_engine(
-                metric_types[kind](
-                    name=f"vllm:kv_retrieval_{name}",
-                    documentation=f"KV retrieval: {text}.",
-                    labelnames=labelnames,
-                    **options,
-                ),
-                per_engine_labelvalues,
-            )
-            for kind, metrics, options in ((Counter, COUNTERS, {}), (Gauge, GAUGES, gauges))
-            for name, text in metrics.items()
-        }
+        self.metrics = RetrievalMetrics(metric_types, labelnames, per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name in COUNTERS:
-            self._metrics[name][engine_idx].inc(transfer_stats_data.get(name, 0))
-        for name in {key.partition("/")[0] for key in transfer_stats_data}.intersection(GAUGES):
-            self._metrics[name][engine_idx].set(gauge(transfer_stats_data, name))
+        self.metrics.observe(transfer_stats_data, engine_idx)

@@ -1,7 +1,8 @@
-"""vLLM's scheduler with three additions.
+"""vLLM's scheduler with additions.
 
 It knows how exact the blocks of the prefix cache are, runs no more requests at once than the
-workers have room for, and tells the workers which blocks a KV connector loads.
+workers have room for, tells the workers which blocks a KV connector loads, and passes on what
+workers count.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.levels import EXACT, NEVER, BlockLevels, Exactness, Level, Taint
 from vllm_kvretrieval.engine.loads import LoadReports
+from vllm_kvretrieval.engine.reports import put
 from vllm_kvretrieval.engine.running import read_options
 from vllm_kvretrieval.engine.store import StoredBlocks
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -74,6 +76,7 @@ class RetrievalScheduler(Scheduler):
         # The step being scheduled, and how many of the running requests have provisional notes.
         self._looked_at = (0, 0)
         self._store: StoredBlocks | None = None
+        self._output: Any = None  # of the workers, while it is taken up
         if isinstance(self.connector, RetrievalConnector):
             self.connector.limit_by(self._limit)
             self.connector.restore_by(self._restore)
@@ -105,6 +108,18 @@ class RetrievalScheduler(Scheduler):
             wanted,
             tokens,
         )
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
+        """See ``Scheduler.update_from_output``."""
+        self._output = output
+        return super().update_from_output(scheduler_output, output)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's statistics of a step, with what the workers have counted."""
+        stats = super().make_stats(*args, **kwargs)
+        put(self._output, stats)
+        self._output = None
+        return stats
 
     def _restore(self, name: str) -> StoredBlocks:
         """Put the blocks of the store with this name into the prefix cache."""

@@ -1,6 +1,7 @@
 """How a layer attends, once it is known to what: by our own kernels, or vLLM's."""
 
 from collections.abc import Sequence
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from vllm_kvretrieval.attention.cpu.blocks import Blocks
+from vllm_kvretrieval.attention.cpu.durations import Durations
 from vllm_kvretrieval.attention.cpu.plans import Full, Prefill, Whole
 from vllm_kvretrieval.attention.cpu.schedules import Schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
@@ -28,6 +30,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
             dense layer.
         staging: Where contexts of prompts are laid out; None: they are read where they are.
         storage: Where the layer's KV is.
+        durations: How long decode steps take to choose and to bring what is attended to.
     """
 
     kernels: Ops
@@ -38,6 +41,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
         self.methods: list[LayerMethod] = []
         self.staging: PrefillStaging | None = None
         self.storage: LayerStorage = IN_PLACE
+        self.durations = Durations()
 
     @property
     def _sinks(self) -> torch.Tensor | None:
@@ -170,8 +174,11 @@ class AttendingLayer(CPUAttentionBackendImpl):
         count, index = len(plan.rows), plan.index
         query = query[:count] if index is None else query[index]
         attended = output[:count] if index is None else torch.empty_like(query)
+        began = perf_counter_ns()
         remainder = method.choose(self.kernels, query, plan)
+        planned = perf_counter_ns()
         parts = self.storage.reach(plan.rows, plan.lists, method.ready)
+        self.durations.note(began, planned)
         self.storage.ahead(plan.rows, method.chooser)
         if plan.schedule is not None:
             self._attend_by_vllm(query, parts[0], plan.schedule, attended)

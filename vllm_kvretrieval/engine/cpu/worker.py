@@ -13,6 +13,7 @@ from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvretrieval import compat
+from vllm_kvretrieval.attention.cpu.durations import Durations
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, ISAS, ISAS_OF_ROWS, PrefillStaging
@@ -27,8 +28,10 @@ from vllm_kvretrieval.engine.cpu.store import geometry_of
 from vllm_kvretrieval.engine.cpu.storing import StoringWorker
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.places import move_kv_cache
+from vllm_kvretrieval.engine.reports import attach
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.engine.running import notes
+from vllm_kvretrieval.engine.usage import Counts
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.kernels.cpu import MappingGuard
@@ -83,6 +86,8 @@ class RetrievalCPUWorker(StoringWorker):
         self.home: DiskHome | EncodedHome | None = None
         self.in_home: list[str] = []  # names of the layers in home, in its order
         self.storage: Storage = Memory()
+        self.durations = Durations()
+        self._told = Counts()
 
     def load_model(self, **options: Any) -> None:
         """See ``CPUWorker.load_model``; with ``attention=vllm`` all is computed as vLLM does."""
@@ -188,7 +193,7 @@ class RetrievalCPUWorker(StoringWorker):
                 layers[name].impl.storage = self.storage.dense_layer(name)
         self._connect(layers, groups)
         lost = self.attach_store([*self._blocks_beside_home(layers)], self.storage)
-        if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
+        if self._connected:
             store = self.stored and self.stored.name
             get_kv_transfer_group().report(self.seats, lost, self._take_stats, store)
         log_start(self, len(layers))
@@ -251,6 +256,11 @@ class RetrievalCPUWorker(StoringWorker):
         return STORAGES["file"](config, facts)
 
     @property
+    def _connected(self) -> bool:
+        """Whether our connector reports to the scheduler and the front end."""
+        return has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector)
+
+    @property
     def _pages_per_block(self) -> int:
         return self.cache_config.block_size // self.retrieval_config.page_size
 
@@ -271,6 +281,7 @@ class RetrievalCPUWorker(StoringWorker):
         facts = LayerFacts(number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale)
         methods = layer_methods(facts, choosers)
         impl.attach(cpu, choosers, methods, kv_cache, staging, storage)
+        impl.durations = self.durations
         impl.block_choosers = self.choosers.for_blocks(impl, kv_cache, choosers)
         self.retrieval_layers[name] = impl
 
@@ -363,17 +374,39 @@ class RetrievalCPUWorker(StoringWorker):
         self.storage.end_step(scheduler_output.total_num_scheduled_tokens)
         return output
 
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """See ``Worker.sample_tokens``; adds what was counted, if no connector of ours takes it."""
+        output = super().sample_tokens(grammar_output)
+        if not self._connected and getattr(output, "req_ids", None):
+            return attach(output, self._over_tensor_parallel(self._take_stats()))
+        return output
+
+    def _over_tensor_parallel(self, counts: dict[str, int]) -> dict[str, int]:
+        """The sums over all workers with parts of the same layers; only one is asked for them."""
+        if (add := self._over_workers(ReduceOp.SUM)) is None:
+            return counts
+        sums = torch.tensor([*counts.values()])
+        add(sums)
+        return dict(zip(counts, sums.tolist(), strict=True))
+
     def _take_stats(self) -> dict[str, int]:
-        """The reports of the connector."""
+        """What was counted since the last call; see ``engine/metrics.py``."""
         assert self.requests is not None
-        usage = self.storage.usage
-        counts = self.requests.take_counts()
+        now, usage = self.requests.counts(), self.storage.usage
+        new = Counts(*(after - before for after, before in zip(now, self._told, strict=True)))
+        self._told = now
         return {
-            "units_attended": counts.attended,
-            "units_looked_up": counts.looked_up,
-            "units_missed": counts.missed,
-            "bytes_recalled": counts.recalled * usage.bytes_per_read,
-            "heads_corrected": counts.corrected,
+            "units_attended": new.attended,
+            "units_in_context": new.pages * self.requests.retrieval_heads,
+            "tokens_read": new.attended * self.retrieval_config.page_size,
+            "heads_decoded": new.sparse_steps * self.requests.retrieval_heads,
+            "heads_corrected": new.corrected,
+            "units_looked_up": new.looked_up,
+            "units_missed": new.missed,
+            "bytes_recalled": new.recalled * usage.bytes_per_read,
+            "prompt_pairs": new.prompt,
+            "prompt_pairs_skipped": new.prompt - new.prompt_attended,
+            **self.durations.take(),
             **({} if self.stored is None else self.stored.take_counts()),
             f"slots_used/{self.rank}": usage.used,
             f"slots/{self.rank}": usage.slots,

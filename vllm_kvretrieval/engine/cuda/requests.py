@@ -91,7 +91,8 @@ class RunningRequests:
 
     Attributes:
         corrected: int64 [capacity], on the device; KV heads that selected anew, by seat.
-        attended: Units attended to so far where that was a part of the context.
+        counts: int64; ``steps``, ``sparse_steps``, ``pages``, ``attended`` of :class:`Counts`, all
+            requests so far added up.
         batch: The step that the runner is at; :data:`NOBODY` between steps.
         assumes_sparse: Whether steps launch the kernels for rows with a selection even if no row
             may have one, so that all kernels are compiled.
@@ -103,7 +104,7 @@ class RunningRequests:
         self.config, self.capacity, self.device = config, capacity, device
         self.retrieval_heads = retrieval_heads
         self.corrected = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.attended = 0
+        self.counts = np.zeros(4, dtype=np.int64)
         self.batch = NOBODY
         self.assumes_sparse = False
         self._methods = {name: number for number, name in enumerate(config.methods)}
@@ -166,13 +167,23 @@ class RunningRequests:
         sparse, pages = self._sparse(batch), self._pages(batch.lens)
         attended = self._budgets(batch.seats) * self.retrieval_heads
         booked = np.stack((batch.decodes, sparse, sparse * pages, sparse * attended), axis=1)
-        self.attended += int(booked[:, 3].sum())
+        self.counts += booked.sum(0, dtype=np.int64)
         lists = batch.seats.tolist(), batch.lens.tolist(), booked
         for seat, context, counts in zip(*lists, strict=True):
             usage = self._usage[seat]
             assert usage is not None, "running requests have seats"
             usage.context = context
             usage.counts += counts
+
+    def counted(self) -> dict[str, int]:
+        """What the host has counted so far, by the names of metrics."""
+        _, sparse_steps, pages, attended = self.counts.tolist()
+        return {
+            "units_attended": attended,
+            "units_in_context": pages * self.retrieval_heads,
+            "tokens_read": attended * self.config.page_size,
+            "heads_decoded": sparse_steps * self.retrieval_heads,
+        }
 
     def end_step(self) -> None:
         """End a step: work before the next :meth:`begin_step` belongs to no request."""

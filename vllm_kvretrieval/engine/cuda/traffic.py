@@ -35,13 +35,13 @@ class TrafficReport:
         self._arriving = torch.zeros(count, dtype=torch.int64, pin_memory=traffic.is_cuda)
         self._seen = [0] * count
         self._arrived: Any = None
-        self._attended = 0
+        self._told: dict[str, int] = {}
 
-    def take(self, attended: int) -> dict[str, int]:
-        """The counts for the connector to report; empty if nothing new has arrived.
+    def take(self, counted: dict[str, int]) -> dict[str, int]:
+        """The counts to report; empty if nothing new has arrived.
 
         Args:
-            attended: Units attended to so far in steps over a part of the context.
+            counted: What the host has counted so far, by the names of metrics.
         """
         stats: dict[str, int] = {}
         if self._arrived is not None:
@@ -51,7 +51,7 @@ class TrafficReport:
             new = [after - before for after, before in zip(now, self._seen, strict=True)]
             self._seen = now
             stats = {
-                "units_attended": attended - self._attended,
+                **{name: count - self._told.get(name, 0) for name, count in counted.items()},
                 "units_looked_up": new[Traffic.LOOKED_UP],
                 "units_missed": new[Traffic.MISSED],
                 "bytes_recalled": (new[Traffic.MISSED] + new[Traffic.AHEAD]) * self._unit_bytes,
@@ -59,7 +59,7 @@ class TrafficReport:
                 f"slots_used/{self._rank}": now[Traffic.HELD],
                 f"slots/{self._rank}": self._slots,
             }
-            self._attended = attended
+            self._told = counted
         totals = torch.cat((self._traffic.sum(0), self._corrected.sum()[None]))
         self._arriving.copy_(totals, non_blocking=True)
         self._arrived = torch.cuda.Event()

@@ -19,6 +19,7 @@ from vllm_kvretrieval.engine.memory import (
     requests_at_once,
 )
 from vllm_kvretrieval.engine.report import log_method
+from vllm_kvretrieval.engine.reports import attach
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
@@ -28,9 +29,11 @@ class RetrievalGPUWorker(Worker):
 
     Attributes:
         tiers: Sizes, if the retrieval layers' cache is in host memory.
+        unconnected: What is counted, where no connector of ours reports it.
     """
 
     tiers: HostTiers | None = None
+    unconnected: TrafficReport | None = None
 
     def _make_model_runner(self) -> RetrievalModelRunner:
         return RetrievalModelRunner(self.vllm_config, self.device)
@@ -90,8 +93,7 @@ class RetrievalGPUWorker(Worker):
         log_method(kept.config, len(kept.impls), layers, kept.stores, "Triton")
         if self.tiers is not None:
             log_tiers(kept.config, self.tiers, self.cache_config.block_size)
-        if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
-            self._report_traffic(kept)
+        self._report_traffic(kept)
 
     def compile_or_warm_up_model(self) -> Any:
         """See ``Worker.compile_or_warm_up_model``; compiles the kernels before their capture."""
@@ -99,7 +101,7 @@ class RetrievalGPUWorker(Worker):
         return super().compile_or_warm_up_model()
 
     def _report_traffic(self, kept: RetrievalLayers) -> None:
-        """Report hits and misses of the slots to the front end after every step."""
+        """Report what is counted to the front end after every step."""
         requests, unit_bytes = kept.requests, 0
         if kept.tier is not None:
             unit_bytes = kept.tier.far[0].slots[0].nbytes
@@ -110,8 +112,19 @@ class RetrievalGPUWorker(Worker):
             slots=0 if kept.tier is None else kept.tier.slots,
             rank=self.rank,
         )
-        get_kv_transfer_group().report(
-            requests_at_once(self.vllm_config) if self.tiers is None else self.tiers.seats,
-            set,
-            lambda: report.take(requests.attended),
-        )
+        if has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector):
+            get_kv_transfer_group().report(
+                requests_at_once(self.vllm_config) if self.tiers is None else self.tiers.seats,
+                set,
+                lambda: report.take(requests.counted()),
+            )
+        else:
+            self.unconnected = report
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """See ``Worker.sample_tokens``; adds what was counted, if no connector of ours takes it."""
+        output = super().sample_tokens(grammar_output)
+        if self.unconnected is None or output is None:
+            return output
+        requests = self.model_runner.retrieval_layers.requests
+        return attach(output, self.unconnected.take(requests.counted()))

@@ -1,0 +1,88 @@
+"""Answer questions about many documents offline.
+
+    python examples/batch.py MODEL QUESTIONS.jsonl ANSWERS.jsonl --budget 1024
+
+Each line of the input is an object with ``document`` (a path) and ``question``. Questions about one
+document follow each other, so that it is read once. The output has the same lines in the same
+order, each with its ``answer``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+MAX_TOKENS = 64
+
+
+def read_tasks(file: Path) -> list[dict[str, str]]:
+    """The lines of the input.
+
+    Raises:
+        ValueError: One is no object with ``document`` and ``question``; says which.
+    """
+    tasks = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        task = json.loads(line)
+        if not isinstance(task, dict) or not {"document", "question"} <= task.keys():
+            raise ValueError(f"{file}, line {number}: has no document and question")
+        tasks.append(task)
+    return tasks
+
+
+def answer(
+    llm: LLM, tasks: Sequence[dict[str, str]], folder: Path, max_tokens: int = MAX_TOKENS
+) -> list[dict[str, str]]:
+    """The tasks with their answers, in their order.
+
+    Args:
+        llm: An engine for chats.
+        tasks: See :func:`read_tasks`.
+        folder: Where paths of documents begin.
+        max_tokens: Most tokens of an answer.
+    """
+    texts = {task["document"]: (folder / task["document"]).read_text() for task in tasks}
+    order = sorted(range(len(tasks)), key=lambda number: tasks[number]["document"])
+    chats: list[Any] = [
+        [{"role": "user", "content": f"{texts[task['document']]}\n\n{task['question']}"}]
+        for task in (tasks[number] for number in order)
+    ]
+    outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=max_tokens))
+    texts_of = {number: out.outputs[0].text for number, out in zip(order, outputs, strict=True)}
+    return [{**task, "answer": texts_of[number]} for number, task in enumerate(tasks)]
+
+
+def main() -> int:
+    """Answer a file of questions; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="path or name")
+    parser.add_argument("questions", type=Path, help="JSON lines")
+    parser.add_argument("answers", type=Path, help="the file to write")
+    parser.add_argument("--method", default="kvretrieval")
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--max-model-len", type=int, help="tokens of the longest context")
+    given = parser.parse_args()
+    try:
+        tasks = read_tasks(given.questions)
+    except (OSError, ValueError) as error:
+        print(f"batch: {error}", file=sys.stderr)
+        return 1
+    llm = LLM(
+        given.model,
+        max_model_len=given.max_model_len,
+        attention_backend=given.method,
+        additional_config={"kv_retrieval": {"budget": given.budget}},
+    )
+    lines = (json.dumps(task) for task in answer(llm, tasks, given.questions.parent))
+    given.answers.write_text("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The way of counts from workers to the front end where there is no connector of ours.
+
+A worker attaches them to its output, the scheduler puts them into vLLM's statistics, and the
+front end's logger takes them out.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
+from vllm_kvretrieval.engine.metrics import COUNTERS, PREFIX, RetrievalMetrics, log_line
+from vllm_kvretrieval.options.engine import RetrievalConfig
+
+logger = init_logger("vllm.kvretrieval.metrics")
+
+FIELD = "kv_retrieval"
+"""Attribute of a worker's output with what it has counted."""
+CARRIER = "num_kv_fetch_reqs_by_stage"
+"""A mapping of names to whole numbers in vLLM's statistics, of which it reads known names only."""
+SHOWN = ("budget", "max_budget", "home", "page_size", "prefill_budget", "reuse", "attention")
+"""Options in the labels of ``vllm:kv_retrieval_info``, beside the method."""
+
+
+def attach(output: Any, counts: Mapping[str, int]) -> Any:
+    """A worker's output with a step's counts; it may be one that has not arrived yet."""
+    if isinstance(output, AsyncModelRunnerOutput):
+        return _Arriving(output, counts)
+    setattr(output, FIELD, dict(counts))
+    return output
+
+
+class _Arriving(AsyncModelRunnerOutput):
+    """An output on its way from the device, and the counts that go with it."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, counts: Mapping[str, int]) -> None:
+        self._output, self._counts = output, counts
+
+    def get_output(self) -> Any:
+        return attach(self._output.get_output(), self._counts)
+
+
+def put(output: Any, stats: Any) -> None:
+    """Put what is attached to a worker's output into vLLM's statistics of the step, if there are
+    any."""
+    counts = getattr(output, FIELD, None)
+    if stats is not None and counts:
+        getattr(stats, CARRIER).update({f"{PREFIX}{name}": n for name, n in counts.items()})
+
+
+def take(stats: Any) -> dict[str, int]:
+    """Take the counts out of vLLM's statistics; empty if there are none."""
+    carried = getattr(stats, CARRIER)
+    names = [name for name in carried if name.startswith(PREFIX)]
+    return {name.removeprefix(PREFIX): carried.pop(name) for name in names}
+
+
+class RetrievalStatLogger(AggregateStatLoggerBase):
+    """Shows in the front end what retrieval counts (``vllm.stat_logger_plugins``).
+
+    vLLM makes it for every server; it does nothing for one without retrieval.
+    """
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+        self._config = RetrievalConfig.from_vllm(vllm_config)
+        self._vllm_config, self._engines = vllm_config, engine_indexes
+        self._metrics: RetrievalMetrics | None = None
+        self._since: dict[str, int] = {}
+
+    def log_engine_initialized(self) -> None:
+        """Register the metrics; before, vLLM's own logger would remove them."""
+        if self._config is None:
+            return
+        name = self._vllm_config.model_config.served_model_name
+        labels: dict[int, list[object]] = {i: [name, str(i)] for i in self._engines}
+        names = ["model_name", "engine"]
+        shown = {key: getattr(self._config, key) for key in SHOWN}
+        options = {"method": self._config.method} | {k: str(v) for k, v in shown.items()}
+        info = Gauge(
+            f"{PREFIX}info",
+            "KV retrieval: options of the engine.",
+            [*names, *options],
+            multiprocess_mode="mostrecent",
+        )
+        for values in labels.values():
+            info.labels(*values, *options.values()).set(1)
+        if not self._by_connector:
+            kinds = {Counter: Counter, Gauge: Gauge}
+            self._metrics = RetrievalMetrics(kinds, names, labels)
+
+    @property
+    def _by_connector(self) -> bool:
+        """Whether our connector brings the counts, and vLLM shows them."""
+        from vllm_kvretrieval.engine.connector import RetrievalConnector
+
+        transfer = self._vllm_config.kv_transfer_config
+        return transfer is not None and transfer.kv_connector == RetrievalConnector.__name__
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """See ``StatLoggerBase.record``; other loggers do not see what is ours."""
+        if scheduler_stats is None or self._metrics is None:
+            return
+        if counts := take(scheduler_stats):
+            self._metrics.observe(counts, engine_idx)
+            for name in COUNTERS:
+                self._since[name] = self._since.get(name, 0) + counts.get(name, 0)
+
+    def log(self) -> None:
+        """Say what steps have attended to since the last line, if there were any."""
+        if self._since.get("units_attended") and logger.isEnabledFor(logging.INFO):
+            said = ", ".join(f"{key}={value}" for key, value in log_line(self._since).items())
+            logger.info("KV retrieval metrics: %s", said)
+        self._since = {}
