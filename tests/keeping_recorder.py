@@ -71,6 +71,7 @@ class KeepingRecorder:
     retrieval_layers: dict[str, Any]
     model_runner: Any
     retrieval_config: Any
+    requests: Any
 
     def start_recording(self):
         """Record all layers afresh."""

@@ -60,6 +60,7 @@ class OmniKVRecorder:
     vllm_config: Any
     model_runner: Any
     retrieval_config: Any
+    requests: Any
 
     def start_recording(self, filters, observation):
         """Replay the steps to come; what was written before stays known.

@@ -202,6 +202,7 @@ class RecordingWorker:
 
     retrieval_layers: dict[str, Any]
     retrieval_config: Any
+    requests: Any
     model_runner: Any
     _steps: list[Step]
     _written: defaultdict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]

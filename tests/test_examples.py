@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import batch
 import compare
@@ -33,7 +34,7 @@ def llm():
 @pytest.fixture
 def as_example(monkeypatch, llm):
     """The engine in place of one that an example would start."""
-    asked = {}
+    asked = dict[str, Any]()
 
     def opened(model, methods, budget, **options):
         asked.update(model=model, methods=methods, budget=budget)
@@ -44,7 +45,7 @@ def as_example(monkeypatch, llm):
 
 
 def test_the_engine_of_a_comparison(monkeypatch):
-    asked = {}
+    asked = dict[str, Any]()
     monkeypatch.setattr(compare, "LLM", lambda model, **options: asked.update(options))
     compare.open_engine("model", METHODS, BUDGET)
     assert asked["attention_backend"] == METHODS[0]
@@ -78,7 +79,7 @@ def test_notebook(as_example, tmp_path, monkeypatch, capsys):
     (tmp_path / "examples").mkdir()
     monkeypatch.chdir(tmp_path / "examples")
     cells = json.loads((ROOT / "examples" / "compare.ipynb").read_text())["cells"]
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     for cell in (cell for cell in cells if cell["cell_type"] == "code"):
         assert not cell["outputs"]
         exec(cell["source"], names)

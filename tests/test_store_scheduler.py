@@ -79,6 +79,7 @@ class Life:
 
     def damage(self, block):
         """Change the bytes of a block that has been stored."""
+        assert self.home._writer is not None
         self.home._writer._thread.submit(int).result()
         self.write(block, b"?" * len(written(b"", 0)))
 

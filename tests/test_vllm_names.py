@@ -31,7 +31,9 @@ def imports(path: Path) -> Iterator[tuple[str, str | None]]:
 
 def source(module: str) -> Path | None:
     """The file of a module; None: there is none."""
-    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    (folder,) = found.submodule_search_locations or [""]
     path = Path(folder, *module.split(".")[1:])
     for file in (path / "__init__.py", path.with_suffix(".py")):
         if file.exists():
@@ -53,7 +55,8 @@ def names(module: str) -> frozenset[str]:
             found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
             if "*" in found:
                 found.remove("*")
-                found |= names(f"{module}.{node.module}" if node.level else node.module)
+                assert isinstance(node, ast.ImportFrom)
+                found |= names(f"{module}.{node.module}" if node.level else str(node.module))
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif lazy and isinstance(node, ast.Constant) and isinstance(node.value, str):

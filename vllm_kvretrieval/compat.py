@@ -65,9 +65,7 @@ def rows(runner: Any) -> Callable[[Any], Sequence[str]]:
 def _builder(vllm_config: Any) -> Any:
     """What makes configurations of KV caches since vLLM 0.33; None: there is no such thing."""
     try:
-        from vllm.v1.core.kv_cache_config_builder import (  # type: ignore[import-not-found]
-            get_kv_cache_config_builder,
-        )
+        from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
     except ModuleNotFoundError:
         return None
     return get_kv_cache_config_builder(vllm_config)
@@ -76,9 +74,7 @@ def _builder(vllm_config: Any) -> Any:
 def kv_cache_groups(vllm_config: Any, specs: Mapping[str, Any]) -> list["KVCacheGroupSpec"]:
     """Layers in groups that share block tables, as vLLM makes them of a worker's specs."""
     if (builder := _builder(vllm_config)) is not None:
-        from vllm.v1.core.kv_cache_planning import (  # type: ignore[import-not-found]
-            get_kv_cache_groups_from_builder,
-        )
+        from vllm.v1.core.kv_cache_planning import get_kv_cache_groups_from_builder
 
         found: list[KVCacheGroupSpec] = get_kv_cache_groups_from_builder(
             builder, vllm_config, dict(specs)
