@@ -63,7 +63,7 @@ def make_chooser(
         kv_heads=kv_heads,
         head_size=head_size,
         page_size=page_size,
-        entry_tokens=page_size // parts,
+        entry_tokens=int(page_size / parts),
         dtype=dtype,
         cache=keys_and_values.view(shape).to(dtype),
         means=means,

@@ -89,7 +89,7 @@ class Oracle:
         scores, off = self._entries(method.index, query, keys, method.index == "min_max")
         norms = NORMS[method.pooling](scores)
         norms_off = (off * torch.softmax(scores, -1)).sum(-1).max()
-        parts = self.page_size // size
+        parts = max(1, self.page_size // size)
         pooled, off = self._pool(scores - norms, off, parts, norms_off)
         pooled, off = pooled[sink:end], off[sink:end]
         everything = torch.ones(len(pooled), dtype=torch.bool)

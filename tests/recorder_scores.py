@@ -19,6 +19,7 @@ class Method:
     index: str = "min_max"
     pooling: str = "mean_softmax"
     entry_tokens: int = 32
+    entry_pages: int = 1
     rerank: int = 0
     rank: int = 11
     per_token: bool = False
@@ -103,8 +104,10 @@ def low_rank(query, keys, method, dtype):
     across = (query @ directions.transpose(1, 2)).square() @ steps[1].square()[..., None]
     of_query = (query.abs().amax(-1)[:, None] / 127).square() * along.square().sum(-1)[:, None]
     variance = (variance + across + of_query + norm * steps[2][..., None].square()) / 12
-    off = (torch.softmax(tokens, -1) * SIGMAS * variance.sqrt()).sum(-1)
-    return tokens.logsumexp(-1).T, off.T
+    pages = tokens.unflatten(-1, (method.entry_pages, -1))
+    deviation = SIGMAS * variance.sqrt().unflatten(-1, (method.entry_pages, -1))
+    off = (torch.softmax(pages, -1) * deviation).sum(-1)
+    return (x.transpose(0, 1).flatten(1) for x in (pages.logsumexp(-1), off))
 
 
 def mass(query, keys, method, dtype):

@@ -42,7 +42,7 @@ def planned(ops, query, rows, chooser):
     index__parts__page=[
         ("low_rank", 1, 16),
         ("low_rank", 2, 32),
-        ("one_bit", 1, 32),
+        ("low_rank", 0.5, 16),
         ("exact", 1, 16),
     ],
     head_size=[64, 80],
@@ -52,6 +52,7 @@ def planned(ops, query, rows, chooser):
 def test_plan_equals_reference(index, parts, page, head_size, gate, dtype):
     torch.manual_seed(parts)
     chooser, query, rows = setting(index, parts, dtype, head_size, page, gate=gate)
+    assert chooser.store.spans == max(1, 1 / parts)
     expected = planned(reference, query, clone_rows(rows), copy_of(chooser))
     some = expected.lse.isfinite()
     assert some.any()
@@ -79,7 +80,7 @@ def test_means_are_of_the_values_of_complete_entries(layout):
         store.records.zero_()
         full = torch.full((180,), 32, dtype=torch.int32)
         cpu.index_pages(torch.arange(180).int(), full, store)
-        found = unpack_means(store.records.flatten(0, 1), 64)
+        found = unpack_means(store.records.flatten(0, 1), 1, 64)[:, 0]
         assert ((found - expected).abs() <= limit * 1.01).all()
         loaded = store.records.clone()
         store.records.zero_()
@@ -96,7 +97,8 @@ def test_values_that_are_not_finite_have_no_mean():
     page = int(rows.block_table[0, 30])
     store.cache.view(180, KV_HEADS, 2, -1)[page, 0, 1, 5] = math.inf
     cpu.index_pages(torch.tensor([page]).int(), torch.tensor([16]).int(), store)
-    assert unpack_means(store.records[page], 64).isnan().all(1).tolist() == [True, False]
+    means = unpack_means(store.records[page], 1, 64)[:, 0]
+    assert means.isnan().all(1).tolist() == [True, False]
     for _ in visited():
         ours = planned(cpu, query, clone_rows(rows), chooser)
         expected = planned(reference, query, clone_rows(rows), copy_of(chooser))
@@ -160,7 +162,7 @@ def test_means_survive_packing():
     torch.manual_seed(4)
     values = torch.randn(50, 16, 64) + 5 * torch.randn(50, 1, 64)
     values[7, 3, 2] = math.nan
-    found = unpack_means(pack_means(values), 64)
+    found = unpack_means(pack_means(values[:, None]), 1, 64)[:, 0]
     expected = values.mean(1)
     assert found[7].isnan().all()
     rest = torch.arange(50) != 7
@@ -171,12 +173,12 @@ def test_means_survive_packing():
 def test_methods_and_what_they_keep():
     config = RetrievalConfig.from_options("kvretrieval", {"page_size": 16, "remainder": 0.003})
     assert config.own.remainder == 0.003
-    assert config.stores == (IndexKind(LowRank(), 16, means=True),)
+    assert config.stores == (IndexKind(LowRank(), 16, means=1),)
     assert config.index_bytes(4096, 64, torch.bfloat16) == 312 + 66, "9.2 % of a page of 16"
     plain = RetrievalConfig.from_options("kvretrieval", {})
     assert plain.stores == (IndexKind(LowRank(), 32),)
     both = RetrievalConfig.from_options("kvretrieval", {"also": {"added": {"remainder": 0.001}}})
-    assert both.stores == (IndexKind(LowRank(), 32, means=True),), "they share their records"
+    assert both.stores == (IndexKind(LowRank(), 32, means=1),), "they share their records"
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ static std::vector<int64_t>& find_completed(const IndexUpdate& u) {
 
 template <class E>
 static void build_entry(const Index& index, int64_t entry, int head) {
-  if (index.means) write_value_mean<E>(index, entry, head);
+  if (index.means) write_value_means<E>(index, entry, head);
   if (index.scored_bytes() == 0) return;
   thread_local std::vector<float> keys;
   keys.resize(index.head_size * index.entry_tokens);
@@ -231,6 +231,11 @@ static void index_page(const PageIndexing& p, int64_t i, int head) {
   const Index& index = p.index;
   if (index.kind == IndexKind::kMinMax) return bound_page<E>(p, i, head);
   if (!builds<E>(index)) return;
+  if (const int spans = index.spans(); spans > 1) {  // the last page completes an entry
+    if (p.pages[i] % spans == spans - 1 && p.lengths[i] == index.page_size)
+      build_entry<E>(index, p.pages[i] / spans, head);
+    return;
+  }
   const int64_t first = int64_t(p.pages[i]) * index.parts();
   for (int part = 0; part < p.lengths[i] / index.entry_tokens; ++part)
     build_entry<E>(index, first + part, head);

@@ -152,6 +152,8 @@ void check_scoring(const DecodeRows& rows, const Index& index) {
     if (index.kind == IndexKind::kNone) refuse(r, {units, "by no index"});
     if (!rows.per_token && rows.window[r] < 1)
       refuse(r, {units, "beside a window that lacks the tail page"});
+    if (!rows.per_token && rows.window[r] < index.spans())
+      refuse(r, {units, "beside a window that lacks pages of an unfinished entry"});
     if (rows.per_token && rows.window[r] < index.entry_tokens)
       refuse(r, {units, "beside a window of less than the", std::to_string(index.entry_tokens),
                  "of an entry"});

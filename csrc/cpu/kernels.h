@@ -85,12 +85,12 @@ enum class IndexKind : int32_t {
 enum class Pooling : int32_t { kMeanSoftmax = 0, kRelative = 1, kMax = 2, kSum = 3 };
 
 // The index of one layer. It has a record for every entry: `entry_tokens` tokens of a page, in a KV
-// head.
+// head, or all tokens of several pages that lie side by side in the cache (kLowRank).
 struct Index {
   IndexKind kind;
   DType dtype;                   // of the KV cache, and of fields of records with its precision
   int32_t kv_heads, head_size, page_size;
-  int32_t entry_tokens;          // page_size over a power of two
+  int32_t entry_tokens;          // page_size over or times a power of two
   int32_t rank;                  // of kLowRank
   float spread;                  // of kMeanStd: standard deviations above the mean
   uint8_t* records;              // [entries, kv_heads, record_bytes]
@@ -98,11 +98,13 @@ struct Index {
   int64_t record_bytes;
   const void* cache;             // vLLM's, [pages, kv_heads, 2 * page_size * head_size], or null
   KeyLayout layout;
-  bool means;                    // whether a record ends with the mean of its values (value_mean.h)
+  bool means;                    // whether a record ends with means of its values (value_mean.h)
 
-  int64_t scored_bytes() const { return record_bytes - (means ? 2 + head_size : 0); }
-  int parts() const { return page_size / entry_tokens; }
-  int64_t pages() const { return entries / parts(); }
+  int parts() const { return std::max(page_size / entry_tokens, 1); }  // entries of a page
+  int spans() const { return std::max(entry_tokens / page_size, 1); }  // pages of an entry
+  int64_t pages() const { return entries / parts() * spans(); }
+  int mean_bytes() const { return 2 + head_size; }
+  int64_t scored_bytes() const { return record_bytes - (means ? spans() * mean_bytes() : 0); }
   // The number of entries of a context that have records; unfinished ones do if records grow.
   int entries_of(int32_t seq_len) const {
     return kind == IndexKind::kMinMax ? (seq_len + entry_tokens - 1) / entry_tokens

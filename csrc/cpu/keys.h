@@ -91,9 +91,12 @@ inline const E* keys_of_page(const Index& index, int64_t page, int head) {
 // The keys of an entry and KV head; out is [head_size, stride].
 template <class E>
 inline void keys_of_entry(const Index& index, int64_t entry, int head, int stride, float* out) {
-  const int parts = index.parts(), n = index.entry_tokens;
-  const E* keys = keys_of_page<E>(index, entry / parts, head) + entry % parts * n;
-  for (int c = 0; c < index.head_size; ++c) to_floats(keys + c * index.page_size, n, out + c * stride);
+  const int parts = index.parts(), spans = index.spans(), n = index.entry_tokens / spans;
+  for (int i = 0; i < spans; ++i) {
+    const E* keys = keys_of_page<E>(index, entry / parts * spans + i, head) + entry % parts * n;
+    for (int c = 0; c < index.head_size; ++c)
+      to_floats(keys + c * index.page_size, n, out + c * stride + i * n);
+  }
 }
 
 }  // namespace KVR_ISA

@@ -67,7 +67,7 @@ struct Planner {
   explicit Planner(const DecodePlan& p)
       : rows(p.rows), chooser(p.chooser), index(p.chooser.index), plan(p),
         score_fn(rows.per_token ? token_score_fn_of<E>(index.kind) : score_fn_of<E>(index.kind)),
-        per_entry(rows.per_token ? index.entry_tokens : 1),
+        per_entry(rows.per_token ? index.entry_tokens : index.spans()),
         parts(rows.per_token ? 1 : index.parts()) {
     for (int r = 0; r < rows.rows; ++r)
       if (rows.scores(r)) most = std::max(most, entries(r));
@@ -172,7 +172,8 @@ struct Planner {
     thread_local Remainder remainder;
     const bool rest = plan.rest_lse != nullptr && chooser.remainder > 0 && !everything;
     if (rest)
-      remainder.take(scores, stride, chooser.group, entries(row), chunk, chunks, masses);
+      remainder.take(scores, stride, chooser.group, entries(row) * per_entry, chunk * per_entry, chunks,
+                     masses);
     if (!anew)
       for (int i = 0; i < k; ++i) append(kept[i]);
     const int count = select_best(row, head, k, scores, stride, masses, chunks, kept, enough);

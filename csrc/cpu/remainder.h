@@ -16,7 +16,8 @@ namespace KVR_ISA {
 
 class Remainder {
  public:
-  // Takes the shares of the n entries, by each query head, before they are pooled; see pool_shares.
+  // Takes the shares of the n entries (of an entry of several pages, those of each), by each query head,
+  // before they are pooled; see pool_shares.
   void take(const float* scores, int64_t stride, int group, int n, int stretch, int stretches,
             const Mass* masses) {
     width_ = (n + kWidth - 1) / kWidth * kWidth;
@@ -73,7 +74,9 @@ class Remainder {
   using Bytes = int8_t __attribute__((vector_size(kWidth)));
 
   const uint8_t* field(const Records& records, int head, size_t i) const {
-    return records.at(chosen_[i], head) + records.index.scored_bytes();
+    const int j = chosen_[i], span = j & ((1 << records.span_shift) - 1);
+    return records.at(j >> records.span_shift, head) + records.index.scored_bytes() +
+           span * records.index.mean_bytes();
   }
 
   // kTogether of the chosen entries from the i-th on, or what is left.

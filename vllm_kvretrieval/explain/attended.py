@@ -217,6 +217,7 @@ def make_chooser(
     method, size = config.own, config.page_size
     kv_heads, tokens, head_size = layer.keys.shape
     pages = -(-tokens // size)
+    pages += -pages % method.entry_pages
     padded = torch.nn.functional.pad(layer.keys, (0, head_size, 0, pages * size - tokens))
     store = IndexStore.empty(
         method.index,
@@ -233,7 +234,7 @@ def make_chooser(
         whole = torch.arange(tokens // store.entry_tokens)
         store.records[whole] = reference.build(reference.keys_of_entries(whole, store), store)
         if rest := tokens % size:  # an unfinished entry, too
-            last = torch.tensor([pages - 1])
+            last = torch.tensor([tokens // size])
             reference.index_pages(last, torch.tensor([rest]), store)
     selection = Selection.empty(
         seats=1,

@@ -17,7 +17,9 @@ class IndexStore:
 
     Attributes:
         index: The index; None: there are no records, and nothing is selected.
-        entry_tokens: Tokens per entry; ``page_size`` over a power of two.
+        entry_tokens: Tokens per entry; ``page_size`` over a power of two, or times one. In that
+            case an entry has the tokens of several pages in a row, and the id of the first one is
+            a multiple of their number.
         records: uint8 [pages * page_size / entry_tokens, kv_heads, record bytes]. A page, by vLLM's
             page id, has ``page_size / entry_tokens`` entries in a row.
         page_size: Tokens per page.
@@ -25,7 +27,7 @@ class IndexStore:
         cache: [pages, kv_heads, page_size, 2 * head_size] in ``dtype``, contiguous; vLLM's KV cache
             of the layer. None: the cache is never read.
         layout: The layout of keys in the cache: the name of vLLM's attention ``isa``.
-        means: Whether each record ends with the mean of the entry's values
+        means: Whether each record ends with the mean of the entry's values, or those of its pages
             (:func:`vllm_kvretrieval.retrieval.index.base.pack_means`).
         handle: The view of an implementation of all this, made on first use.
     """
@@ -59,19 +61,24 @@ class IndexStore:
         """Records for ``pages`` pages; their contents are undefined."""
         tokens = entry_tokens or page_size
         width = 0 if index is None else index.record_bytes(head_size, tokens, dtype)
-        width += mean_bytes(head_size) if means else 0
+        width += max(1, tokens // page_size) * mean_bytes(head_size) if means else 0
         entries = pages * page_size // tokens
         records = torch.empty(entries, kv_heads, width, dtype=torch.uint8)
         return cls(index, tokens, records, page_size, head_size, dtype, cache, layout, means)
 
     @property
     def parts(self) -> int:
-        """Entries per page."""
-        return self.page_size // self.entry_tokens
+        """Entries per page, if there are several; otherwise 1."""
+        return max(1, self.page_size // self.entry_tokens)
+
+    @property
+    def spans(self) -> int:
+        """Pages per entry, if there are several; otherwise 1."""
+        return max(1, self.entry_tokens // self.page_size)
 
     @property
     def pages(self) -> int:
-        return len(self.records) // self.parts
+        return len(self.records) // self.parts * self.spans
 
     @property
     def kv_heads(self) -> int:

@@ -120,7 +120,9 @@ def connect(facts: EngineFacts, number: int, method: Method, layers: Mapping[int
 def scratch_bytes(methods: Sequence[Method], size: WorkSize) -> int:
     """Scores of pages or tokens; see :meth:`Family.scratch_bytes`."""
     scored = [
-        size.tokens if method.per_token else -(-size.tokens // method.entry_tokens)
+        size.tokens
+        if method.per_token
+        else -(-size.tokens * method.entry_pages // method.entry_tokens)
         for method in methods
         if method.index is not None
     ]

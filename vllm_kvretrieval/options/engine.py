@@ -178,7 +178,10 @@ class RetrievalConfig(Options):
             if method.index is not None:
                 kind = method.index, method.entry_tokens
                 used[kind] = used.get(kind, False) or method.remainder > 0
-        return tuple(IndexKind(*kind, means) for kind, means in used.items())
+        return tuple(
+            IndexKind(index, tokens, max(1, tokens // self.page_size) if means else 0)
+            for (index, tokens), means in used.items()
+        )
 
     def index_bytes(self, kv_bytes: int, head_size: int, dtype: "torch.dtype") -> int:
         """Bytes of all page indexes for ``kv_bytes`` bytes of keys and values."""

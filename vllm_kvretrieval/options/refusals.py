@@ -66,8 +66,14 @@ def _check_budgets(config: "RetrievalConfig") -> None:
                 f"{key}={value} must be a positive multiple of page_size={config.page_size}; "
                 f"try {config.budgets.nearest(value)}, or leave it out."
             )
-    for name in config.methods:
-        config.page_budget(method=name)
+    for name, method in config.methods.items():
+        window = config.page_budget(method=name).window
+        if method.entry_pages > max(1, window):
+            raise RetrievalConfigError(
+                f"window={config.window} has no room for an unfinished entry of "
+                f"{method.entry_tokens} tokens; use {method.entry_tokens} or more, or "
+                f"summary_size={config.page_size}."
+            )
     if config.max_budget is not None:
         if config.max_budget < config.budget:
             raise RetrievalConfigError(

@@ -52,6 +52,8 @@ REUSES = {
 }
 ATTENTION = {"vllm": "bit by bit as vLLM alone", "own": "exact to rounding"}
 ENTRY_TOKENS = (8, 16, 32, 64, 128)
+MOST_SPANNED = 2
+"""Pages of an entry at most; a window holds them all while the last one is filled."""
 UNITS = {"page": "whole pages", "token": "single tokens, by `one_bit` or `exact`"}
 DEFAULT_THRESHOLD = 0.9
 DEFAULT_CHUNK = 512
@@ -100,7 +102,11 @@ class Options:
     )
     summary_size: int | None = option(
         None,
-        Kind(f"{', '.join(map(str, ENTRY_TOKENS))}, up to `page_size`", require_int),
+        Kind(
+            f"{', '.join(map(str, ENTRY_TOKENS))}, up to `page_size`; with `low_rank` up to twice "
+            "as many",
+            require_int,
+        ),
         "tokens per entry of the page index; smaller ones tell pages apart better, and cost memory "
         "and time in proportion",
         "`page_size`",

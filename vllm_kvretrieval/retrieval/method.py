@@ -10,6 +10,7 @@ from vllm_kvretrieval.options.table import (
     DEFAULT_THRESHOLD,
     ENTRY_TOKENS,
     MOST_RERANKED,
+    MOST_SPANNED,
     OF_METHOD,
     OPTIONS,
     checked,
@@ -39,6 +40,7 @@ class Method:
         name: What requests call it.
         index: None: nothing is selected.
         entry_tokens: Tokens per entry of the index.
+        entry_pages: Pages per entry if there are several; otherwise 1.
         pooling: Over the query heads of a KV head.
         schedule: When pages are selected.
         rerank: Candidates per page selected, scored again by their keys; 0: none.
@@ -67,6 +69,7 @@ class Method:
     window_pages: int | None
     correction_threshold: float
     budget_shares: Shares = UNIFORM
+    entry_pages: int = 1
     mass: float = 1.0
     remainder: float = 0.0
     keeping: Keeping | None = None
@@ -166,7 +169,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
             f"schedule={schedule_name!r} selects pages by an index, and {name} has none; add one, "
             "such as index=min_max."
         )
-    entry_tokens = _entry_tokens(given.get("summary_size", page_size), page_size)
+    entry_tokens = _entry_tokens(given.get("summary_size", page_size), page_size, index)
     if why := index.check(entry_tokens):
         raise RetrievalConfigError(f"index={given.get('index', base.index)!r}: {why}.")
     pooling = Pooling[checked("pooling", given.get("pooling", base.pooling)).upper()]
@@ -208,7 +211,13 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
         base.window_pages,
         threshold,
         _shares(name, given.get("budget_shares", base.budget_shares)),
+        entry_pages=max(1, entry_tokens // page_size),
     )
+    if rerank and made.entry_pages > 1:
+        raise RetrievalConfigError(
+            f"rerank={rerank} scores pages by their keys, and an entry has {made.entry_pages} "
+            f"pages (summary_size={entry_tokens}); leave one out."
+        )
     mass = checked("mass", given.get("mass", base.mass if made.estimates_shares else 1.0))
     check_mass(mass, made)
     rest = checked(
@@ -308,11 +317,12 @@ def _keeping_method(
     )
 
 
-def _entry_tokens(value: Any, page_size: int) -> int:
+def _entry_tokens(value: Any, page_size: int, index: Index) -> int:
     size = checked("summary_size", value)
-    if size not in ENTRY_TOKENS or size > page_size:
+    most = MOST_SPANNED * page_size if index.spans else page_size
+    if size not in ENTRY_TOKENS or size > most:
         raise RetrievalConfigError(
-            f"summary_size={size} is not supported with page_size={page_size}; use one of "
-            f"{tuple(s for s in ENTRY_TOKENS if s <= page_size)}."
+            f"summary_size={size} is not supported with page_size={page_size} and an index of "
+            f"{index.name}; use one of {tuple(s for s in ENTRY_TOKENS if s <= most)}."
         )
     return size

@@ -294,11 +294,19 @@ VARIANTS = (
         style="^:",
     ),
     Variant(
-        "remainder",
-        "kvretrieval, pages of 16 tokens, and means of what is left out",
-        "remainder",
+        "paired",
+        "kvretrieval, pages of 16 tokens, two to an entry of the index",
+        "paired",
         ("small",),
-        {"preset": OWN, "remainder": 0.003},
+        {"preset": OWN, "summary_size": 32},
+        engine={"page_size": 16},
+    ),
+    Variant(
+        "paired_rest",
+        "the same, and means of what is left out",
+        "paired_rest",
+        ("small",),
+        {"preset": OWN, "summary_size": 32, "remainder": 0.003},
         engine={"page_size": 16},
     ),
     Variant(

@@ -19,7 +19,7 @@ struct LowRank {
     });
     for (int head = 0; head < t.heads; ++head)
       for (int g = 0; g < t.group; ++g)
-        scorer.finish(head, g, t.out + head * t.unit_stride + g * t.stride + t.begin);
+        scorer.finish(head, g, t.out + head * t.unit_stride + g * t.stride + t.begin * t.index.spans());
   }
   static void build(const BuildTask<E>& t) {
     thread_local LowRankBuilder builder;

@@ -54,11 +54,11 @@ class LowRankScorer {
       : index_(t.index), records_(t.records), fields_(t.index),
         queries_(float_queries(t, 1), t.heads * t.group, t.index.rank, t.index.head_size, t.scale),
         first_head_(t.first_head), group_(t.group), begin_(t.begin), count_(t.end - t.begin),
-        stride_(padded(count_ + kBlock)) {
+        stride_(padded(count_ + kBlock)), spans_(t.index.spans()) {
     thread_local std::vector<float> buffer;
-    buffer.resize(2 * t.heads * t.group * stride_);
-    masses_ = buffer.data();
-    means_ = masses_ + t.heads * t.group * stride_;
+    buffer.resize((1 + spans_) * t.heads * t.group * stride_);
+    means_ = buffer.data();
+    masses_ = means_ + t.heads * t.group * stride_;
   }
 
   // Of entries [first, last) of a KV head, at most kBlock.
@@ -71,25 +71,35 @@ class LowRankScorer {
       (this->*kFns[std::min(kHeads, group_ - g) - 1])(head, head * group_ + g, first, last);
   }
 
-  // Scores of all entries for a query head of a KV head.
+  // Scores of all entries, or of their pages, for a query head of a KV head.
   void finish(int head, int g, float* out) const {
-    const int i = head * group_ + g;
-    const float* masses = masses_ + i * stride_;
-    const float* means = means_ + i * stride_;
-    for (int j = 0; j < count_; j += kWidth) {
-      const Floats mass = load_as<Floats>(masses + j);
-      const Floats score = load_as<Floats>(means + j) + log_positive(mass);
-      std::memcpy(out + j, &score, std::min(kWidth, count_ - j) * sizeof(float));
-      const Ints near = (mass > 0x1p-60f) & (mass < 0x1p99f);
-      if (all_of(near)) continue;
-      for (int k = 0; k < std::min(kWidth, count_ - j); ++k)
-        if (!near[k]) out[j + k] = means[j + k] + far_mass(record(j + k, head), i);
-    }
+    for (int span = 0; span < spans_; ++span) finish_span(head, g, span, out + span);
   }
 
  private:
   const uint8_t* record(int at, int head) const {
     return records_.at(begin_ + at, first_head_ + head);
+  }
+  float* masses_of(int i, int span) const { return masses_ + (int64_t(i) * spans_ + span) * stride_; }
+
+  void finish_span(int head, int g, int span, float* out) const {
+    const int i = head * group_ + g, spans = spans_;
+    const float* masses = masses_of(i, span);
+    const float* means = means_ + i * stride_;
+    for (int j = 0; j < count_; j += kWidth) {
+      const int some = std::min(kWidth, count_ - j);
+      const Floats mass = load_as<Floats>(masses + j);
+      const Floats score = load_as<Floats>(means + j) + log_positive(mass);
+      if (spans == 1) {
+        std::memcpy(out + j, &score, some * sizeof(float));
+      } else {
+        for (int k = 0; k < some; ++k) out[(j + k) * spans] = score[k];
+      }
+      const Ints near = (mass > 0x1p-60f) & (mass < 0x1p99f);
+      if (all_of(near)) continue;
+      for (int k = 0; k < some; ++k)
+        if (!near[k]) out[(j + k) * spans] = means[j + k] + far_mass(record(j + k, head), i, span);
+    }
   }
 
   // For N query heads from the task's i-th on.
@@ -104,7 +114,7 @@ class LowRankScorer {
     Along along[kBlock][N];
     Quad mean_scales = {};
     for (int e = 0; e < kBlock; ++e)
-      KVR_UNROLL for (int g = 0; g < N; ++g) masses[e][g] = means[e][g] = Floats{};
+      KVR_UNROLL for (int g = 0; g < N; ++g) means[e][g] = Floats{};
     for (int e = 0; e < count; ++e) {
       records[e] = record(first - begin_ + e, head);
       mean_scales[e] = mean_scale_of(records[e]);
@@ -114,17 +124,23 @@ class LowRankScorer {
     for (int e = 0; e < count; ++e) round_products<N>(records[e], totals[e], queries, i, along[e]);
     float units[N];
     KVR_UNROLL for (int g = 0; g < N; ++g) units[g] = queries.factors(i + g).directions;
-    for (int e = 0; e < count; ++e)
-      for (int token = 0; token < n; token += kTokens)
-        add_masses<N>(records[e] + fields.coefficients + token, n, fields.pairs,
-                      std::min(kTokens, n - token), units, along[e], masses[e]);
+    for (int span = 0; span < spans_; ++span) {
+      const int begin = span * n / spans_, end = (span + 1) * n / spans_;
+      for (int e = 0; e < kBlock; ++e)
+        KVR_UNROLL for (int g = 0; g < N; ++g) masses[e][g] = Floats{};
+      for (int e = 0; e < count; ++e)
+        for (int token = begin; token < end; token += kTokens)
+          add_masses<N>(records[e] + fields.coefficients + token, n, fields.pairs,
+                        std::min(kTokens, end - token), units, along[e], masses[e]);
+      KVR_UNROLL for (int g = 0; g < N; ++g) {
+        const Quad mass = sum_four(masses[0][g], masses[1][g], masses[2][g], masses[3][g]);
+        std::memcpy(masses_of(i + g, span) + first - begin_, &mass, sizeof mass);
+      }
+    }
     KVR_UNROLL for (int g = 0; g < N; ++g) {
-      const Quad mass = sum_four(masses[0][g], masses[1][g], masses[2][g], masses[3][g]);
       const Quad mean = sum_four(means[0][g], means[1][g], means[2][g], means[3][g]) * mean_scales *
                         queries.factors(i + g).mean;
-      const int64_t to = (i + g) * stride_ + first - begin_;
-      std::memcpy(masses_ + to, &mass, sizeof mass);
-      std::memcpy(means_ + to, &mean, sizeof mean);
+      std::memcpy(means_ + (i + g) * stride_ + first - begin_, &mean, sizeof mean);
     }
   }
 
@@ -140,8 +156,8 @@ class LowRankScorer {
   }
 
   // Logarithm of the mass relative to the mean's, however far from it.
-  float far_mass(const uint8_t* record, int i) const {
-    const int n = index_.entry_tokens;
+  float far_mass(const uint8_t* record, int i, int span) const {
+    const int n = index_.entry_tokens, begin = span * n / spans_, end = (span + 1) * n / spans_;
     alignas(32) int32_t totals[1][kMostRank];
     Along along[1];
     products<1>(record, fields_, index_.head_size, queries_, i, totals);
@@ -149,14 +165,14 @@ class LowRankScorer {
     along[0].limit = kNoLimit;
     const float unit = along[0].unit * queries_.factors(i).directions * kLn2;
     thread_local std::vector<float> scores;
-    scores.resize(padded(n));
-    for (int token = 0; token < n; token += kTokens) {
+    scores.resize(padded(end - begin));
+    for (int token = begin; token < end; token += kTokens) {
       alignas(32) int16_t sums[1][kTokens];
-      const int count = std::min(kTokens, n - token);
+      const int count = std::min(kTokens, end - token);
       sum_tokens<1>(record + fields_.coefficients + token, n, fields_.pairs, count, along, sums);
-      for (int t = 0; t < count; ++t) scores[token + t] = sums[0][t] * unit;
+      for (int t = 0; t < count; ++t) scores[token - begin + t] = sums[0][t] * unit;
     }
-    return log_sum_exp(scores.data(), n);
+    return log_sum_exp(scores.data(), end - begin);
   }
 
   const Index& index_;
@@ -165,7 +181,8 @@ class LowRankScorer {
   const RoundedQueries queries_;
   const int first_head_, group_, begin_, count_;
   const int64_t stride_;
-  float* masses_;  // [heads * group, stride]; of the entries, relative to their means'
+  const int spans_;  // scores of an entry
+  float* masses_;  // [heads * group, spans, stride]; of the entries, relative to their means'
   float* means_;   // [heads * group, stride]; the means' scores
 };
 

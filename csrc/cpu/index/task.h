@@ -26,17 +26,21 @@ struct Records {
   const Index& index;
   const int32_t* pages;  // ids
   int shift;             // log2 of the entries per page
+  int span_shift;        // log2 of the pages per entry
 
   Records(const Index& index, const int32_t* pages)
-      : index(index), pages(pages), shift(__builtin_ctz(index.parts())) {}
+      : index(index), pages(pages), shift(__builtin_ctz(index.parts())),
+        span_shift(__builtin_ctz(index.spans())) {}
   int64_t entry(int j) const {
-    return (int64_t(pages[j >> shift]) << shift) + (j & ((1 << shift) - 1));
+    const int64_t page = pages[(j << span_shift) >> shift] >> span_shift;
+    return (page << shift) + (j & ((1 << shift) - 1));
   }
   const uint8_t* at(int j, int head) const { return index.record(entry(j), head); }
 };
 
 // Scores entries [begin, end) of a context: out[head * unit_stride + g * stride + j]; or their tokens:
-// out[head * unit_stride + g * stride + j * entry_tokens + t].
+// out[head * unit_stride + g * stride + j * entry_tokens + t]. An entry of several pages has a score for
+// each: out[head * unit_stride + g * stride + j * spans + page].
 template <class E>
 struct ScoreTask {
   const Index& index;

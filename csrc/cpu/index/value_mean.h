@@ -1,4 +1,5 @@
-// The mean of the values of an entry, which a record of any index may end with.
+// The mean of the values of an entry, which a record of any index may end with; of an entry of several
+// pages, that of each.
 //
 // Field: scale (bfloat16); mean [head_size], 8 bits, as whole numbers of the scale. An infinite scale says
 // that there is no mean, since a value was not finite.
@@ -22,13 +23,12 @@ inline float value_scale(const uint8_t* field) {
   return bits_as<float>(uint32_t(load_as<uint16_t>(field)) << 16);
 }
 
-// Adds the values of an entry's tokens to sums [head_size].
+// Adds the values of n tokens of a page, from the first on, to sums [head_size].
 template <class E>
-inline void add_values(const Index& index, int64_t entry, int head, float* sums) {
-  const int d = index.head_size, size = index.page_size, n = index.entry_tokens;
-  const int64_t page = entry / index.parts(), first = entry % index.parts() * n;
+inline void add_values(const Index& index, int64_t page, int head, int first, int n, float* sums) {
+  const int d = index.head_size, size = index.page_size;
   const E* unit = static_cast<const E*>(index.cache) + (page * index.kv_heads + head) * 2 * d * size;
-  for (int64_t t = first; t < first + n; ++t) {
+  for (int t = first; t < first + n; ++t) {
     if (index.layout == KeyLayout::kAmx) {  // as in PageStaging
       for (int c = 0; c < d; c += kWidth) {
         E together[kWidth];
@@ -41,7 +41,7 @@ inline void add_values(const Index& index, int64_t entry, int head, float* sums)
       }
       continue;
     }
-    const E* values = index.layout == KeyLayout::kRows ? unit + t * 2 * d + d : unit + (size + t) * d;
+    const E* values = index.layout == KeyLayout::kRows ? unit + int64_t(t) * 2 * d + d : unit + int64_t(size + t) * d;
     for (int c = 0; c < d; c += kWidth) {
       const Floats x = load_as<Floats>(sums + c) + E::load(values + c);
       std::memcpy(sums + c, &x, sizeof x);
@@ -49,17 +49,17 @@ inline void add_values(const Index& index, int64_t entry, int head, float* sums)
   }
 }
 
-// Writes the mean of an entry's values, which are in the cache, into its record.
+// Writes the mean of n tokens' values, which are in the cache.
 template <class E>
-inline void write_value_mean(const Index& index, int64_t entry, int head) {
+inline void write_value_mean(const Index& index, int64_t page, int head, int first, int n,
+                             uint8_t* field) {
   const int d = index.head_size;
-  uint8_t* field = index.record(entry, head) + index.scored_bytes();
   thread_local std::vector<float> mean;
   mean.assign(d, 0);
-  add_values<E>(index, entry, head, mean.data());
+  add_values<E>(index, page, head, first, n, mean.data());
   float most = 0, all = 0;
   for (int c = 0; c < d; ++c) {
-    mean[c] /= index.entry_tokens;
+    mean[c] /= n;
     most = std::max(most, std::fabs(mean[c]));
     all += mean[c] * 0;  // NaN unless all are finite
   }
@@ -75,6 +75,15 @@ inline void write_value_mean(const Index& index, int64_t entry, int head) {
   for (int c = 0; c < d; ++c)
     field[2 + c] = static_cast<uint8_t>(static_cast<int8_t>(
         std::clamp(std::nearbyint(mean[c] / scale), -kMeanSteps, kMeanSteps)));
+}
+
+// Writes the means of an entry into its record.
+template <class E>
+inline void write_value_means(const Index& index, int64_t entry, int head) {
+  const int parts = index.parts(), spans = index.spans(), n = index.entry_tokens / spans;
+  uint8_t* field = index.record(entry, head) + index.scored_bytes();
+  for (int i = 0; i < spans; ++i, field += index.mean_bytes())
+    write_value_mean<E>(index, entry / parts * spans + i, head, entry % parts * n, n, field);
 }
 
 }  // namespace KVR_ISA

@@ -101,10 +101,25 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         raise RetrievalConfigError(
             f"{method} on the CPU follows one step after the other; set --no-async-scheduling."
         )
+    check_entries(vllm_config, config)
     check_steps(vllm_config.scheduler_config, config)
     check_shape(model.dtype, head_size, method)
     check_attention(config, model.dtype, head_size)
     check_outside(config.stores, head_size, model.dtype)
+
+
+def check_entries(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse entries of pages that may lie apart in the KV cache, in several blocks."""
+    block_size = vllm_config.cache_config.block_size
+    if support.has_foreign_connector(vllm_config):
+        block_size = config.page_size
+    for kind in config.stores:
+        if kind.entry_tokens > config.page_size and block_size % kind.entry_tokens:
+            raise RetrievalConfigError(
+                f"kv_retrieval.summary_size={kind.entry_tokens} cannot be used with blocks of "
+                f"{block_size} tokens, whose pages lie apart; use {config.page_size}, or another "
+                "--block-size."
+            )
 
 
 def check_steps(scheduler: "SchedulerConfig", config: RetrievalConfig) -> None:

@@ -117,6 +117,7 @@ def check_method(method: Method) -> None:
         "uneven shares (budget_shares) are": not method.budget_shares.uniform,
         "candidates scored again by their keys (rerank) are": method.rerank > 0,
         "lists of different lengths (mass) are": method.mass < 1,
+        "entries of several pages (summary_size) are": method.entry_pages > 1,
         "means of what is not selected (remainder) are": method.remainder > 0,
         f"index {index.name if index else None} is": (
             index is not None and type(index) not in KINDS

@@ -58,7 +58,7 @@ class Choosers:
                 **shape,
             )
             for index, tokens, means in [
-                *((kind.index, kind.entry_tokens, kind.means) for kind in config.stores),
+                *((kind.index, kind.entry_tokens, kind.means > 0) for kind in config.stores),
                 *((None, m.entry_tokens, False) for m in config.methods.values() if not m.index),
             ]
         }

@@ -94,15 +94,18 @@ def store_handle(store: IndexStore) -> "_cpu.Index":
 
 
 def _bind_index(store: IndexStore) -> "_cpu.Index":
-    size, parts = store.head_size, store.page_size // store.entry_tokens
+    size, parts, spans = store.head_size, store.parts, store.spans
     if size % 16:
         raise ValueError(f"head size {size} is no multiple of 16")
-    if parts * store.entry_tokens != store.page_size or parts & (parts - 1):
+    even = parts * store.entry_tokens == spans * store.page_size
+    if not even or parts & (parts - 1) or spans & (spans - 1):
         raise ValueError(
             f"entries of {store.entry_tokens} tokens are no power of two in a page of "
-            f"{store.page_size}"
+            f"{store.page_size}, or of such pages"
         )
     index, cache = store.index, store.cache
+    if spans > 1 and (index is None or not index.spans or store.cache is None):
+        raise ValueError(f"entries of {spans} pages take an index that scores each of them")
     if index is not None and (why := index.check(store.entry_tokens)):
         raise ValueError(f"index {index.name}: {why}")
     if cache is not None:
@@ -123,7 +126,7 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
     if store.means:
         if cache is None or index is None or index.name not in KINDS:
             raise ValueError("means of values take an index with kernels, and a cache to read")
-        width += mean_bytes(size)
+        width += spans * mean_bytes(size)
     records = (len(store.records), store.kv_heads, width)
     if store.records.dtype != torch.uint8 or store.records.shape != records:
         raise ValueError(
@@ -180,6 +183,8 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
             raise ValueError(
                 f"the selection's counts must be {(seats, heads)}, got {tuple(counts.shape)}"
             )
+    if chooser.rerank and store.spans > 1:
+        raise ValueError(f"candidates are scored by keys, and entries have {store.spans} pages")
     if chooser.rerank and store.cache is None:
         raise ValueError("candidates are scored by the keys in the cache, and there is none")
     if chooser.remainder:

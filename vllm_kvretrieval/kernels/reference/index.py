@@ -56,7 +56,8 @@ def build(
     record = store.index.build(keys.transpose(1, 2).flatten(0, 1))
     packed = pack(_layout(store), record, store.dtype) if record else keys.new_empty(0)
     if values is not None:
-        means = pack_means(values.transpose(1, 2).flatten(0, 1))
+        by_head = values.transpose(1, 2).flatten(0, 1)
+        means = pack_means(by_head.unflatten(1, (store.spans, -1)))
         packed = torch.cat([packed.view(len(means), -1).to(torch.uint8), means], 1)
     return packed.view(len(keys), store.kv_heads, -1)
 
@@ -64,7 +65,8 @@ def build(
 def keys_of_entries(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
     """Read the keys of entries from the cache, float32 [n, entry_tokens, kv_heads, head_size]."""
     assert store.cache is not None
-    pages = torch.stack([keys_of(store.cache[e // store.parts], store.layout) for e in entries])
+    pages = torch.stack([keys_of(store.cache[p], store.layout) for p in pages_of(entries, store)])
+    pages = pages.unflatten(0, (-1, store.spans)).transpose(1, 2).flatten(2, 3)
     parts = pages.float().unflatten(2, (store.parts, -1))
     return parts[torch.arange(len(entries)), :, entries % store.parts].transpose(1, 2)
 
@@ -72,10 +74,17 @@ def keys_of_entries(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
 def values_of_entries(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
     """Read the values of entries from the cache, float32 [n, entry_tokens, kv_heads, head_size]."""
     assert store.cache is not None
-    pages = store.cache[entries // store.parts]
+    pages = store.cache[pages_of(entries, store)]
     values = tokens_of(pages.flatten(0, 1), store.layout)[1].float()
-    parts = values.unflatten(0, pages.shape[:2]).unflatten(2, (store.parts, -1))
+    values = values.unflatten(0, (-1, store.spans, store.kv_heads)).transpose(1, 2).flatten(2, 3)
+    parts = values.unflatten(2, (store.parts, -1))
     return parts[torch.arange(len(entries)), :, entries % store.parts].transpose(1, 2)
+
+
+def pages_of(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
+    """Ids of the pages of entries, int64 [n * spans]; the page of each if it has several."""
+    first = entries // store.parts * store.spans
+    return (first[:, None] + torch.arange(store.spans)).flatten()
 
 
 def _layout(store: IndexStore) -> tuple[Field, ...]:

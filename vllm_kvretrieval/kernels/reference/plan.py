@@ -23,7 +23,8 @@ def plan_decode(
     for r in range(len(rows)):
         length, size = int(rows.seq_lens[r]), store.page_size
         pages = rows.block_table[r, : -(-length // size)].long()
-        entries = (pages[:, None] * store.parts + torch.arange(store.parts)).flatten()
+        first = pages[:: store.spans] // store.spans * store.parts
+        entries = (first[:, None] + torch.arange(store.parts)).flatten()
         entries = entries[: entry_count(length, store)]
         count = length if rows.per_token else len(pages)  # of units of selection
         sink, window = int(rows.sink[r]), int(rows.window[r])
@@ -95,9 +96,10 @@ def add_up(
     assert store.index is not None
     scores = score_entries(store.index, query, entries, head, chooser).double()
     share = scores.softmax(1).mean(0)
-    listed = torch.isin(torch.arange(len(entries)) // store.parts, attended)
-    values = unpack_means(store.records[entries, head], store.head_size).double()
-    kept = (share >= NEGLIGIBLE / len(entries)) & (share < chooser.remainder) & ~listed
+    listed = torch.isin(torch.arange(len(share)) // store.parts, attended)
+    records = store.records[entries, head]
+    values = unpack_means(records, store.spans, store.head_size).flatten(0, 1).double()
+    kept = (share >= NEGLIGIBLE / len(share)) & (share < chooser.remainder) & ~listed
     kept &= values.isfinite().all(1)
     if kept.any():
         remainder.lse.copy_(scores[:, kept].logsumexp(1))
@@ -198,7 +200,11 @@ def score_entries(
     chooser: Chooser,
     per_token: bool = False,
 ) -> torch.Tensor:
-    """The scores of entries of a KV head, or of their tokens, by the index; float32 [group, n]."""
+    """The scores of entries of a KV head, or of their pages or tokens, by the index.
+
+    Returns:
+        float32 [group, n].
+    """
     store, record = chooser.store, {}
     if index == store.index:
         record = fields_of(store.records[entries, head], store)
@@ -206,6 +212,8 @@ def score_entries(
         record["keys"] = keys_of_entries(entries, store)[:, :, head]
     if per_token:
         return index.score_tokens(query, record, chooser.scale).flatten(1)
+    if store.spans > 1:
+        return index.score_pages(query, record, chooser.scale, store.spans).flatten(1)
     return index.score(query, record, chooser.scale)
 
 

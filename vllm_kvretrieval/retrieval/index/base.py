@@ -35,17 +35,17 @@ class IndexKind:
     Attributes:
         index: The index.
         entry_tokens: Tokens per entry.
-        means: Whether the mean of each entry's values is kept, too.
+        means: How many means of its values are kept of an entry: one, or one of each of its pages.
     """
 
     index: "Index"
     entry_tokens: int
-    means: bool = False
+    means: int = 0
 
     def record_bytes(self, head_size: int, dtype: torch.dtype) -> int:
         """Bytes of the record of an entry of one KV head."""
         own = self.index.record_bytes(head_size, self.entry_tokens, dtype)
-        return own + mean_bytes(head_size) if self.means else own
+        return own + self.means * mean_bytes(head_size)
 
 
 class Index(ABC):
@@ -62,6 +62,8 @@ class Index(ABC):
         per_token: Whether the index also scores single tokens; see :meth:`score_tokens`.
         reads_keys: Whether scoring reads keys from the KV cache. Records then have a field ``keys``
             that is not stored, float32 [entry_tokens, head_size].
+        spans: Whether an entry may be all tokens of several pages, each of which has a score of its
+            own; see :meth:`score_pages`.
         estimates: Whether a score estimates the attention that an entry gets: the log-sum-exp of
             ``q.k * scale`` over its tokens. Others bound it, or rate entries otherwise.
     """
@@ -71,6 +73,7 @@ class Index(ABC):
     per_token: ClassVar[bool] = False
     reads_keys: ClassVar[bool] = False
     estimates: ClassVar[bool] = False
+    spans: ClassVar[bool] = False
 
     def check(self, entry_tokens: int) -> str:
         """The reason why entries of this size are impossible; empty if they are possible."""
@@ -120,6 +123,20 @@ class Index(ABC):
         """
         raise NotImplementedError(f"an index of {self.name} scores entries, not tokens")
 
+    def score_pages(
+        self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float, pages: int
+    ) -> torch.Tensor:
+        """Score the pages of entries; only for indexes with ``spans``.
+
+        Args:
+            query, record, scale: See :meth:`score`.
+            pages: Pages of an entry.
+
+        Returns:
+            float32 [group, n, pages]; in the unit of :meth:`score`.
+        """
+        raise NotImplementedError(f"an index of {self.name} scores whole entries")
+
     def record_bytes(self, head_size: int, entry_tokens: int, dtype: torch.dtype) -> int:
         """Bytes of the record of an entry of one KV head."""
         return sum(field.bytes(dtype) for field in self.fields(head_size, entry_tokens))
@@ -131,31 +148,31 @@ def mean_bytes(head_size: int) -> int:
 
 
 def pack_means(values: torch.Tensor) -> torch.Tensor:
-    """The means of entries' values as records end with them.
+    """The means of tokens' values as records end with them.
 
     A scale in bfloat16 is followed by a whole number of it per channel, in 8 bits. The scale is
     infinite if a mean is not finite; then it says nothing.
 
     Args:
-        values: float32 [n, entry_tokens, head_size].
+        values: float32 [n, means, tokens, head_size].
 
     Returns:
-        uint8 [n, 2 + head_size].
+        uint8 [n, means * (2 + head_size)].
     """
-    mean = values.mean(1)
-    finite = mean.isfinite().all(1, keepdim=True)
-    scale = (mean.abs().amax(1, keepdim=True) / MEAN_STEPS).clamp(min=LEAST_SCALE).bfloat16()
+    mean = values.mean(2)
+    finite = mean.isfinite().all(2, keepdim=True)
+    scale = (mean.abs().amax(2, keepdim=True) / MEAN_STEPS).clamp(min=LEAST_SCALE).bfloat16()
     whole = (mean / scale.float()).round().clamp(-MEAN_STEPS, MEAN_STEPS)
     whole = whole.where(finite, torch.zeros(())).to(torch.int8)
     scale = scale.where(finite, torch.tensor(math.inf, dtype=torch.bfloat16))
-    return torch.cat([scale.contiguous().view(torch.uint8), whole.view(torch.uint8)], 1)
+    return torch.cat([scale.contiguous().view(torch.uint8), whole.view(torch.uint8)], 2).flatten(1)
 
 
-def unpack_means(records: torch.Tensor, head_size: int) -> torch.Tensor:
-    """The means that records end with, float32 [n, head_size]; NaN: there is none."""
-    ends = records[:, -mean_bytes(head_size) :]
-    scale = ends[:, :2].clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
-    return ends[:, 2:].view(torch.int8).float() * scale.where(scale.isfinite(), scale * 0)
+def unpack_means(records: torch.Tensor, means: int, head_size: int) -> torch.Tensor:
+    """The means that records end with, float32 [n, means, head_size]; NaN: there is none."""
+    ends = records[:, -means * mean_bytes(head_size) :].unflatten(1, (means, -1))
+    scale = ends[..., :2].clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
+    return ends[..., 2:].view(torch.int8).float() * scale.where(scale.isfinite(), scale * 0)
 
 
 def pack(

@@ -41,6 +41,7 @@ class LowRank(Index):
     rank: int = 0
     name: ClassVar[str] = "low_rank"
     estimates: ClassVar[bool] = True
+    spans: ClassVar[bool] = True
 
     def check(self, entry_tokens: int) -> str:
         """See :meth:`Index.check`."""
@@ -102,6 +103,12 @@ class LowRank(Index):
         self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
     ) -> torch.Tensor:
         """See :meth:`Index.score`."""
+        return self.score_pages(query, record, scale, 1)[..., 0]
+
+    def score_pages(
+        self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float, pages: int
+    ) -> torch.Tensor:
+        """See :meth:`Index.score_pages`."""
         coarse, coarse_scale = _rounded(query, QUERY_MOST)
         fine, fine_scale = _rounded(query, FINE_MOST)
         mean_scale = record["mean_scale"].float()
@@ -113,7 +120,7 @@ class LowRank(Index):
         )
         rest = tokens * (unit * (coarse_scale * scale)[..., None])
         mean = (fine @ record["mean"].float().T) * (fine_scale * scale) * mean_scale[:, 0]
-        return mean + rest.logsumexp(-1)
+        return mean[..., None] + rest.unflatten(-1, (pages, -1)).logsumexp(-1)
 
 
 def _rounded(values: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
