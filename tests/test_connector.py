@@ -97,7 +97,7 @@ def test_prometheus():
 def test_the_scheduler_counts_what_it_sees_of_a_store():
     """Its counters join those of the workers, and its silence about slots changes no gauge."""
     config = SimpleNamespace(kv_transfer_config=connector_config())
-    worker = RetrievalConnector(config, KVConnectorRole.WORKER, None)
+    worker: Any = RetrievalConnector(config, KVConnectorRole.WORKER, None)
     worker.report(1, set, lambda: {"store_blocks_written": 5, "slots/0": 80}, "kv-01")
     scheduler: Any = RetrievalConnector(config, KVConnectorRole.SCHEDULER, None)
     counts = [{"store_tokens_hit": 256}, {}]

@@ -44,7 +44,7 @@ class _Process(ForkServerProcess):
             torch.set_num_threads(len(cores))
         torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
         # What this process starts is forked by the same server, to which it has the address.
-        known: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        known: Any = forkserver._forkserver
         known.ensure_running = lambda: None
         with forked():
             super().run()
