@@ -64,11 +64,12 @@ def test_documents_are_found_by_requests(tmp_path, monkeypatch, capsys):
     assert [row.split()[-2:] for row in rows[2:]] == [["yes", "other"], ["yes", "emma"]]
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = [[*tokenizer.encode(path.read_text()), 7, 8, 9] for path in files]
+    documents = [tokenizer.encode(path.read_text()) for path in files]
+    prompts = [[*document, 7, 8, 9] for document in documents]
     retrieval = {"home": "disk", "store": directory, "budget": 512}
     with engine(model, **OPTIONS, additional_config={"kv_retrieval": retrieval}) as llm:
         answers = drive(llm, [Request(prompt, 2, cache=True) for prompt in prompts])
-    whole = [len(prompt) // BLOCK * BLOCK for prompt in prompts]
+    whole = [len(document) // BLOCK * BLOCK for document in documents]
     assert [answer.cached for answer in answers] == whole
     assert whole[0] > 700 > whole[2] == 0
     assert main(["store", "drop", directory, "emma"]) == 0

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ class Life:
 
     def __init__(self, directory, stepper, seed=0):
         self.random = random.Random(seed)
-        self.home = HomeStore(str(directory), {"model": "test", "block_size": BLOCK})
+        self.home: Any = HomeStore(str(directory), {"model": "test", "block_size": BLOCK})
         self.home.file(GEOMETRY)
         self.parts = [torch.zeros(BLOCKS, n, dtype=torch.uint8) for n in PARTS]
         self.lost = Lost()

@@ -288,6 +288,7 @@ class HomeStore:
         """Store what has yet to be stored; others may use the store then."""
         if self._writer is not None:
             self._writer.close()
+            self._writer = None
             self._lock.close()
 
     def _closed(self, block: int) -> bool:
