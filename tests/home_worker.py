@@ -52,9 +52,9 @@ class HomeWorker:
             impl.kernels.plan_decode = self._recorded(name)
 
     def _recorded(self, name):
-        def plan_decode(query, rows, chooser):
+        def plan_decode(query, rows, chooser, remainder):
             rows.lists.fill_(-1)
-            cpu.plan_decode(query, rows, chooser)
+            cpu.plan_decode(query, rows, chooser, remainder)
             self._plans[name].append(rows.lists.flatten().tolist())
 
         return plan_decode
