@@ -1,14 +1,21 @@
 """The way of counts to the front end without a connector; ``test_serving`` goes all of it."""
 
+import logging
 import pickle
 from types import SimpleNamespace
 
+import pytest
+from prometheus_client import REGISTRY
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from tests.engine import checkpoint
 from vllm_kvretrieval.engine.reports import RetrievalStatLogger, attach, put, take
 
-COUNTS = {"units_attended": 7, "planning_us": 3}
+COUNTS = {"units_attended": 7, "heads_corrected": 1, "planning_us": 3}
 
 
 def output():
@@ -45,3 +52,36 @@ def test_a_server_without_retrieval():
     logger.log_engine_initialized()
     logger.record(SchedulerStats(), None)
     logger.log()
+
+
+@pytest.mark.model
+def test_through_the_loggers_of_a_server(caplog, monkeypatch):
+    """vLLM's own loggers beside ours, which takes out what they do not know."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm")
+    model = checkpoint("SmolLM2-135M-Instruct")
+    config = EngineArgs(
+        model=model,
+        served_model_name="m",
+        attention_backend="freekv",
+        additional_config={"kv_retrieval": {"budget": 512}},
+    ).create_engine_config()
+    loggers = StatLoggerManager(config, [0], custom_stat_loggers=[RetrievalStatLogger])
+    loggers.log_engine_initialized()
+    for _ in range(2):
+        stats = SchedulerStats()
+        put(attach(output(), COUNTS), stats)
+        loggers.record(stats, None, engine_idx=0)
+    labels = {"model_name": "m", "engine": "0"}
+
+    def value(name):
+        return REGISTRY.get_sample_value(f"vllm:kv_retrieval_{name}", labels)
+
+    assert value("units_attended_total") == 14
+    assert value("planning_seconds_total") == pytest.approx(6e-6)
+    info = [m for m in REGISTRY.collect() if m.name == "vllm:kv_retrieval_info"]
+    assert info[0].samples[0].labels.items() >= {"method": "freekv", "budget": "512"}.items()
+    loggers.log()
+    assert "KV retrieval metrics: units attended=14" in caplog.text
+    assert "KV fetch" not in caplog.text
+    unregister_vllm_metrics()
