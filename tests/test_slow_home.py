@@ -142,11 +142,11 @@ def test_metrics_in_memory(expected):
     """With home=auto and the cache in memory, there is no recall, but there is retrieval."""
     change, heads = expected["metrics"]
     of_recall = ("units_looked_up", "units_missed", "bytes_recalled", "slots_used", "slots")
-    of_store = ("store_blocks_written", "store_blocks_found")
+    of_store = [name for name in change if name.startswith("store_")]
     of_prompts = ("prompt_pairs", "prompt_pairs_skipped")
     nothing = dict.fromkeys((*of_recall, *of_store, *of_prompts), 0)
-    assert 0 < change.pop("planning_seconds") < 1
-    assert 0 <= change.pop("waiting_seconds") < 1
+    for name in ("planning_seconds", "waiting_seconds"):
+        assert change.pop(name) == 0  # vLLM's reader rounds down
     whole = change.pop("units_in_context")
     assert whole > heads * 4
     assert change == nothing | {
