@@ -107,7 +107,7 @@ def low_rank(query, keys, method, dtype):
     pages = tokens.unflatten(-1, (method.entry_pages, -1))
     deviation = SIGMAS * variance.sqrt().unflatten(-1, (method.entry_pages, -1))
     off = (torch.softmax(pages, -1) * deviation).sum(-1)
-    return (x.transpose(0, 1).flatten(1) for x in (pages.logsumexp(-1), off))
+    return pages.logsumexp(-1).transpose(0, 1).flatten(1), off.transpose(0, 1).flatten(1)
 
 
 def mass(query, keys, method, dtype):

@@ -10,6 +10,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu, reference
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.index import unpack
+from vllm_kvretrieval.retrieval.index.base import unpack_means
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
@@ -51,6 +52,8 @@ def test_entries_of_two_pages(means, layout):
     store, entries = chooser.store, torch.arange(90)
     assert (store.spans, store.pages, len(store.records)) == (2, 180, 90)
     keys = reference.keys_of_entries(entries, store)
+    values = reference.values_of_entries(entries, store)
+    specified = reference.build(keys, store, values if means else None)
     for half in range(2):
         page = reference.keys_of(store.cache[2 * 7 + half], layout).float().transpose(0, 1)
         assert torch.equal(keys[7, 16 * half : 16 * half + 16], page)
@@ -67,6 +70,12 @@ def test_entries_of_two_pages(means, layout):
         assert torch.allclose(pages.logsumexp(-1), whole, atol=1e-3)
         off = (whole.view(90, KV_HEADS) - exact).abs()
         assert off.mean() < 0.3 * exact.std()
+        if means:
+            by_page = values.transpose(1, 2).flatten(0, 1).unflatten(1, (2, 16)).mean(2)
+            step = by_page.abs().amax(2, keepdim=True) / 127
+            for records in (loaded, specified):
+                found = unpack_means(records.flatten(0, 1), 2, 64)
+                assert ((found - by_page).abs() <= 0.52 * step).all()
         store.records.zero_()
         key = torch.zeros(3, KV_HEADS, 64, dtype=torch.bfloat16)
         slots = torch.tensor([16 * 15 + 15, 16 * 20 + 15, 16 * 33 + 14])

@@ -40,7 +40,8 @@ def methods_of(page_size: int, summary_size: int) -> dict[str, Method]:
     methods["by head"] = replace(methods[OWN], shares=by_head)
     if summary_size < 16:  # the least that it takes
         methods["by low_rank"] = Method("low_rank", entry_tokens=16, rank=8)
-    methods["by two pages"] = Method("low_rank", entry_tokens=2 * page_size, entry_pages=2)
+    two = 2 * page_size
+    methods["by two pages"] = Method("low_rank", entry_tokens=two, entry_pages=2, rank=15)
     return methods
 
 
@@ -156,7 +157,8 @@ def test_every_index_and_every_pooling(served):
     assert summaries.keys() == served.methods.keys()
     for name, summary in summaries.items():
         assert_equal_to_oracle(summary, 1, steps)
-        agreement = 0.9 if served.methods[name].index == "low_rank" else 0.98
+        method = served.methods[name]
+        agreement = 0.98 if method.index != "low_rank" else 0.8 if method.entry_pages > 1 else 0.9
         assert summary["agree"] > agreement * summary["pages"], name
         if not served.methods[name].shares and name != OWN:
             assert summary["corrected"] == summary["heads"], name
