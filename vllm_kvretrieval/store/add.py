@@ -11,6 +11,7 @@ from tqdm import tqdm
 from vllm_kvretrieval.calibration.inputs import read_text
 from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import CONFIG_KEY, DEFAULT_METHOD
 from vllm_kvretrieval.store.changes import all_stores, locked
 from vllm_kvretrieval.store.contexts import (
@@ -90,10 +91,11 @@ def add(given: argparse.Namespace) -> None:
 
 def _engine(given: argparse.Namespace) -> "LLM":
     """The engine, as ``vllm serve`` would make it of the same options."""
-    options = ["--model", given.model, *given.engine]
-    if not any(part.replace("_", "-").startswith("--attention-backend") for part in given.engine):
-        options += ["--attention-backend", DEFAULT_METHOD]
-    options += ["--kv-retrieval.home", "disk", "--kv-retrieval.store", given.store]
+    options = ["--model", given.model, *given.engine, "--kv-retrieval.store", given.store]
+    said = {part.partition("=")[0].replace("_", "-") for part in given.engine}
+    for option, value in (("--attention-backend", DEFAULT_METHOD), ("--kv-retrieval.home", "disk")):
+        if option not in said:
+            options += [option, value]
     check_command_line(["vllm", "serve", *options])
 
     from vllm import LLM, AsyncEngineArgs, EngineArgs
@@ -105,9 +107,10 @@ def _engine(given: argparse.Namespace) -> "LLM":
     parser = AsyncEngineArgs.add_cli_args(
         FlexibleArgumentParser(prog="vllm-kvretrieval store add MODEL TEXT... --store DIR --")
     )
-    for name, value in all_cores().items():
+    parsed = EngineArgs.from_cli_args(parser.parse_args(options))
+    for name, value in all_cores(parsed.tensor_parallel_size).items():
         os.environ.setdefault(name, value)
-    return LLM.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(options)))
+    return LLM.from_engine_args(parsed)
 
 
 def _documents(
@@ -144,15 +147,13 @@ def _common(one: list[int], other: list[int]) -> list[int]:
 
 
 def _read(llm: "LLM", documents: Mapping[str, list[int]], salt: str | None) -> None:
-    """Compute the documents, piece by piece, exactly."""
+    """Compute the documents, piece by piece, exactly where the options of the engine allow it."""
     from vllm import SamplingParams
 
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=1,
-        detokenize=False,
-        extra_args={CONFIG_KEY: {"exact": True}},
-    )
+    config = RetrievalConfig.from_vllm(llm.llm_engine.vllm_config)
+    assert config is not None
+    extra_args = {CONFIG_KEY: {"exact": True}} if config.allow_exact else None
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, extra_args=extra_args)
     total = sum(map(len, documents.values()))
     with tqdm(total=total, unit="token", unit_scale=True) as bar:
         for name, tokens in documents.items():
