@@ -31,8 +31,10 @@ def imports(path: Path) -> Iterator[tuple[str, str | None]]:
 
 def source(module: str) -> Path | None:
     """The file of a module; None: there is none."""
-    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
-    path = Path(folder, *module.split(".")[1:])
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(Path(spec.origin).parent, *module.split(".")[1:])
     for file in (path / "__init__.py", path.with_suffix(".py")):
         if file.exists():
             return file
@@ -44,7 +46,7 @@ def names(module: str) -> frozenset[str]:
     """Names that a module defines or imports, or makes when they are asked for."""
     path = source(module)
     assert path is not None
-    found, tree = set(), ast.parse(path.read_text())
+    found, tree = set[str](), ast.parse(path.read_text())
     lazy = any(isinstance(n, ast.FunctionDef) and n.name == "__getattr__" for n in tree.body)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -53,7 +55,7 @@ def names(module: str) -> frozenset[str]:
             found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
             if "*" in found:
                 found.remove("*")
-                found |= names(f"{module}.{node.module}" if node.level else node.module)
+                found |= names(f"{module}.{node.module}" if node.level else str(node.module))
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif lazy and isinstance(node, ast.Constant) and isinstance(node.value, str):
