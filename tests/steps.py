@@ -53,7 +53,9 @@ def request_table(
     """A table of requests for retrieval layers of so many KV heads, as a worker makes it."""
     room = Capacity(config, kv_heads, longest)
     heads = sum(kv_heads)
-    table = RequestTable(config, seats, heads, room, lambda common: table.batch, **options)
+    table: RequestTable = RequestTable(
+        config, seats, heads, room, lambda common: table.batch, **options
+    )
     table.notes, runner.table = runner.notes, table
     return table
 

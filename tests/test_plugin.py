@@ -133,6 +133,8 @@ def test_registration_is_idempotent():
         ("0.34.0rc1+cpu", False, False),
         ("0.34.0rc1+cpu", True, True),
         ("1.0.0", False, False),
+        ("dev", False, False),
+        ("dev", True, True),
     ],
 )
 def test_versions_of_vllm(monkeypatch, version, asked, served):

@@ -31,10 +31,10 @@ def imports(path: Path) -> Iterator[tuple[str, str | None]]:
 
 def source(module: str) -> Path | None:
     """The file of a module; None: there is none."""
-    found = importlib.util.find_spec("vllm")
-    assert found is not None
-    (folder,) = found.submodule_search_locations or [""]
-    path = Path(folder, *module.split(".")[1:])
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(Path(spec.origin).parent, *module.split(".")[1:])
     for file in (path / "__init__.py", path.with_suffix(".py")):
         if file.exists():
             return file
@@ -46,7 +46,7 @@ def names(module: str) -> frozenset[str]:
     """Names that a module defines or imports, or makes when they are asked for."""
     path = source(module)
     assert path is not None
-    found, tree = set(), ast.parse(path.read_text())
+    found, tree = set[str](), ast.parse(path.read_text())
     lazy = any(isinstance(n, ast.FunctionDef) and n.name == "__getattr__" for n in tree.body)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

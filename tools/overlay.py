@@ -131,7 +131,7 @@ def add_requirements(source: Path, overlay: Path) -> None:
 
 def main() -> int:
     """Make the overlay, unless it is there; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("version", help="of vLLM, such as 0.33.0")
     version = parser.parse_args().version
     overlay = BUILD / f"vllm-{version}"

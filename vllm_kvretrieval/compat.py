@@ -3,6 +3,7 @@
 What a version has is found out by imports, not by its number, so nightly builds are served, too.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -26,13 +27,15 @@ def support(version: str) -> Support:
     """What is known of a version of vLLM.
 
     Args:
-        version: As vLLM says it, such as ``0.33.0+cpu``.
+        version: As vLLM says it, such as ``0.33.0+cpu``; a build that has none counts as newer.
     """
-    first, second, *_ = version.split(".")
-    if f"{first}.{second}" in TESTED:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None:
+        return Support.NEWER
+    if numbers[0] in TESTED:
         return Support.TESTED
-    known = tuple(map(int, TESTED[-1].split(".")))
-    return Support.NEWER if (int(first), int(second)) > known else Support.OLDER
+    newest = [int(number) for number in TESTED[-1].split(".")]
+    return Support.NEWER if [int(number) for number in numbers.groups()] > newest else Support.OLDER
 
 
 def is_v2(runner: Any) -> bool:
@@ -76,10 +79,7 @@ def kv_cache_groups(vllm_config: Any, specs: Mapping[str, Any]) -> list["KVCache
     if (builder := _builder(vllm_config)) is not None:
         from vllm.v1.core.kv_cache_planning import get_kv_cache_groups_from_builder
 
-        found: list[KVCacheGroupSpec] = get_kv_cache_groups_from_builder(
-            builder, vllm_config, dict(specs)
-        )
-        return found
+        return get_kv_cache_groups_from_builder(builder, vllm_config, dict(specs))
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
     return get_kv_cache_groups(vllm_config, dict(specs))
@@ -89,10 +89,7 @@ def one_block(vllm_config: Any, kv_cache_config: "KVCacheConfig") -> "KVCacheCon
     """The same configuration of a KV cache with a single block."""
     groups = kv_cache_config.kv_cache_groups
     if (builder := _builder(vllm_config)) is not None:
-        made: KVCacheConfig = builder.get_kv_cache_config_from_groups(
-            vllm_config, groups, num_blocks=1
-        )
-        return made
+        return builder.get_kv_cache_config_from_groups(vllm_config, groups, num_blocks=1)
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 
     cache_config = vllm_config.cache_config
