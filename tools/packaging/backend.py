@@ -67,6 +67,8 @@ def _settled(config_settings: Settings | None) -> Settings:
     if "wheel.cmake" not in settings and _torch_is_for_cuda():
         print("torch is a CUDA build: leaving the CPU kernels out (-C wheel.cmake=true keeps them)")
         settings["wheel.cmake"] = "false"
+    if settings.get("wheel.cmake") == "false":
+        settings["wheel.py-api"] = "py3"
     return settings
 
 

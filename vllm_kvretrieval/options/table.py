@@ -361,6 +361,7 @@ class Options:
         Kind("days", require_days),
         "the store forgets blocks that were computed so long ago, but for pinned ones",
         "never",
+        needs="store",
         on_gpu="keep no file of the KV cache",
         more="store.md",
     )
