@@ -23,8 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    tools = "--enable-auto-tool-choice", "--tool-call-parser", "hermes"
-    with serving(tmp_path_factory.mktemp("server") / "log.txt", *tools) as server:
+    with serving(tmp_path_factory.mktemp("server") / "log.txt") as server:
         yield server
 
 
@@ -188,22 +187,6 @@ def structured(server):
     assert re.fullmatch(r"[0-9]{5}", json.loads(reply.choices[0].message.content)["key"])
 
 
-def tool(server):
-    """A call of a tool."""
-    function = {"name": "remember", "description": "Remember a key.", "parameters": SCHEMA}
-    reply = server.client.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": PROMPT}],
-        max_tokens=30,
-        temperature=0,
-        tools=[{"type": "function", "function": function}],
-        tool_choice={"type": "function", "function": {"name": "remember"}},
-        extra_body={"vllm_xargs": LITTLE},
-    )
-    (call,) = reply.choices[0].message.tool_calls
-    assert re.fullmatch(r"[0-9]{5}", json.loads(call.function.arguments)["key"])
-
-
 def responses(server):
     """OpenAI's Responses API."""
     reply = server.client.responses.create(
@@ -229,7 +212,7 @@ def messages(server):
     assert json.loads(text)["content"][0]["text"]
 
 
-@pytest.mark.parametrize("feature", [structured, tool, responses, messages])
+@pytest.mark.parametrize("feature", [structured, responses, messages])
 def test_features_of_vllm(server, feature):
     """Long contexts are retrieved from, with the options of the request."""
     before = sums(server)
