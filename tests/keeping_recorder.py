@@ -68,6 +68,7 @@ class KeepingRecorder:
 
     retrieval_layers: dict[str, Any]
     model_runner: Any
+    requests: Any
     retrieval_config: Any
 
     def start_recording(self):

@@ -333,6 +333,7 @@ class RecordingWorker:
     retrieval_layers: dict[str, Any]
     retrieval_config: Any
     model_runner: Any
+    requests: Any
     _steps: list[Step]
     _written: defaultdict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
 
