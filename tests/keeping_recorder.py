@@ -70,6 +70,7 @@ class KeepingRecorder:
 
     retrieval_layers: dict[str, Any]
     model_runner: Any
+    requests: Any
     retrieval_config: Any
     requests: Any
 

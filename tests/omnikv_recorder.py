@@ -59,6 +59,7 @@ class OmniKVRecorder:
     retrieval_layers: dict[str, Any]
     vllm_config: Any
     model_runner: Any
+    requests: Any
     retrieval_config: Any
     requests: Any
 

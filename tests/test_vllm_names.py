@@ -51,12 +51,10 @@ def names(module: str) -> frozenset[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            found |= names(f"{module}.{node.module}" if node.level else str(node.module))
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
-            if "*" in found:
-                found.remove("*")
-                assert isinstance(node, ast.ImportFrom)
-                found |= names(f"{module}.{node.module}" if node.level else str(node.module))
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif lazy and isinstance(node, ast.Constant) and isinstance(node.value, str):
