@@ -72,7 +72,6 @@ class KeepingRecorder:
     model_runner: Any
     requests: Any
     retrieval_config: Any
-    requests: Any
 
     def start_recording(self):
         """Record all layers afresh."""

@@ -61,7 +61,6 @@ class OmniKVRecorder:
     model_runner: Any
     requests: Any
     retrieval_config: Any
-    requests: Any
 
     def start_recording(self, filters, observation):
         """Replay the steps to come; what was written before stays known.

@@ -204,7 +204,6 @@ class RecordingWorker:
     retrieval_config: Any
     requests: Any
     model_runner: Any
-    requests: Any
     _steps: list[Step]
     _written: defaultdict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
 
