@@ -41,6 +41,10 @@ VARIANTS = {
     "threshold_0.7": "freekv, threshold 0.7",
     "reuse": "freekv, no correction",
     "page_16": "freekv, `page_size: 16`",
+    "kvretrieval_page_16": "kvretrieval, `page_size: 16`",
+    "paired": "the same, `summary_size: 32`",
+    "paired_rest": "the same, `remainder: 0.003`",
+    "oracle_page_16": "best pages of 16 by all keys (oracle)",
 }
 """Variants of `benchmarks.quality`; others are named as they are."""
 
