@@ -1,9 +1,9 @@
 """Calibration: filter abilities beside a plain computation, the choice of filters, the command."""
 
-import importlib.util
 import itertools
 import json
 import math
+import sys
 import types
 
 import pytest
@@ -229,10 +229,7 @@ def test_other_mistakes(model, capfd, tmp_path, monkeypatch):
     binary.write_bytes(b"\xff\xfe\xfa")
     assert main(["calibrate", str(model.folder), str(binary), "--no-plot"]) == 1
     assert "is not UTF-8 text" in capfd.readouterr().err
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
-    )
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # it is not installed
     assert main(["calibrate", str(model.folder), str(model.text)]) == 1
     assert "leave the plot out by --no-plot" in capfd.readouterr().err
     for wrong in ("--tokens=-1", f"--queries={'9' * 5000}", "--dense-share=2", "--dtype=int8"):
