@@ -190,7 +190,7 @@ class Oracle:
             whole = step.length // size * size
             entries = logits[:, :whole].unflatten(1, (-1, size)).logsumexp(-1)
             share = torch.softmax(entries, -1).mean(0)
-            left = (share < self.method.remainder) & (share >= 0.01 / len(share))
+            left = share <= self.method.remainder
             left[torch.unique(tokens[tokens < whole] // size)] = False
             masses = torch.cat([masses, entries[:, left]], 1)
             means = torch.cat([means, values[:whole].unflatten(0, (-1, size)).mean(1)[left]])

@@ -66,6 +66,27 @@ def test_plan_equals_reference(index, parts, page, head_size, gate, dtype):
         assert (off < 0.03 * expected.values[both].norm(dim=-1) + 1e-3).float().mean() > 0.9
 
 
+@pytest.mark.parametrize("sharper", [1.0, 4.0, 12.0])
+def test_what_is_subtracted_leaves_no_more_than_rounding(sharper):
+    """Also where nearly all of the attention is on what is selected: in parts of the whole."""
+    torch.manual_seed(1)
+    chooser, query, rows = setting("exact", 1, torch.float32, gate=1.0)
+    query *= sharper
+    expected = planned(reference, query, clone_rows(rows), copy_of(chooser))
+    grouped = query.unflatten(1, (KV_HEADS, GROUP))
+    whole = torch.empty(query.shape[:2])
+    for r, n in enumerate(LENS):
+        for h in range(KV_HEADS):
+            pages = rows.block_table[r, : n // 16].long()
+            scores = reference.score_entries(chooser.store.index, grouped[r, h], pages, h, chooser)
+            whole[r].view(KV_HEADS, GROUP)[h] = scores.logsumexp(1)
+    for _ in visited():
+        ours = planned(cpu, query, clone_rows(rows), chooser)
+        part, wanted = ((r.lse - whole).double().exp()[..., None] for r in (ours, expected))
+        off = (part * ours.values - wanted * expected.values).norm(dim=-1)
+        assert off.max() < 2e-5
+
+
 @pytest.mark.parametrize("layout", ["vec", "rows", "amx"])
 def test_means_are_of_the_values_of_complete_entries(layout):
     """As tokens are written, and as pages are loaded."""

@@ -143,7 +143,7 @@ static void decode_rows(const uint8_t* words, const uint8_t* codes, int rows, in
       scale[j] = R::unpack(packed);
     }
     for (int i = 0; i < n; i += kWidth) {
-      const Ints all = __builtin_convertvector(load_as<Bytes>(codes + int64_t(r) * n + i), Ints);
+      const Ints all = whole(codes + int64_t(r) * n + i);
       for (int j = 0; j < kTogether; ++j) {
         const Floats code = __builtin_convertvector(all >> (R::kBits * j) & kMask, Floats);
         store_rounded<E>(x + int64_t(r + j * apart) * n + i,

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "index/table.h"
@@ -52,6 +53,16 @@ static float query_similarity(const E* q, const E* prev, int group, int d) {
   return mean / group;
 }
 
+// The scores of the items of a KV head in a row, for each query head, and what tasks made of them. An item
+// is what has a score: a token, an entry or, of an entry of several pages, a page.
+struct HeadScores {
+  float* scores;                     // [group, stride]
+  int64_t stride;
+  Mass* masses;                      // [group, chunks]
+  float* sums;                       // [group, chunks, MeanSums::size]; null: there is no remainder
+  int chunks;
+};
+
 template <class E>
 struct Planner {
   const DecodeRows& rows;
@@ -77,6 +88,7 @@ struct Planner {
   int group_elements() const { return chooser.group * index.head_size; }
   int units(int row) const { return rows.units(row, index.page_size); }
   int entries(int row) const { return index.entries_of(rows.seq_lens[row]); }
+  int64_t sum_size() const { return MeanSums::size(index.head_size); }
   const int32_t* blocks(int row) const { return rows.block_table + row * rows.block_table_stride; }
   const E* query(int row, int head) const {
     return static_cast<const E*>(plan.query) + row * plan.query_stride +
@@ -98,25 +110,32 @@ struct Planner {
       return;
     }
     score_fn({index, Records(index, blocks(row)), query(row, head), head, heads, chooser.group,
-              chooser.scale, begin, end, scores, unit_stride, stride});
+              chooser.scale, begin, end, scores, unit_stride, stride,
+              plan.rest_lse != nullptr && chooser.remainder > 0});
   }
 
-  // The same of a task, made ready for pooling; masses[(unit * group + g) * chunks] of this task.
-  void score_task(int row, int begin, float* scores, int64_t unit_stride, int64_t stride, Mass* masses,
-                  int chunks) const {
-    const int end = std::min(begin + chunk, entries(row));
-    score(row, 0, index.kv_heads, begin, end, scores, unit_stride, stride);
+  // The same of a task, made ready for pooling and, with a remainder, added up; `heads` of all KV heads.
+  void score_task(int row, int task, const HeadScores* heads) const {
+    const int begin = task * chunk, end = std::min(begin + chunk, entries(row));
+    score(row, 0, index.kv_heads, begin, end, heads->scores, chooser.group * heads->stride, heads->stride);
     if (is_raw(chooser.pooling)) return;
-    for (int head = 0; head < index.kv_heads; ++head)
+    const int first = begin * per_entry, count = (end - begin) * per_entry;
+    const Records records(index, blocks(row));
+    thread_local std::vector<int32_t> items;
+    items.resize(count);
+    std::iota(items.begin(), items.end(), first);
+    for (int head = 0; head < index.kv_heads; ++head) {
+      const HeadScores& of = heads[head];
       for (int g = 0; g < chooser.group; ++g)
-        masses[(int64_t(head) * chooser.group + g) * chunks] =
-            exp_scores(scores + head * unit_stride + g * stride + int64_t(begin) * per_entry,
-                       (end - begin) * per_entry);
+        of.masses[g * of.chunks + task] = exp_scores(of.scores + g * of.stride + first, count);
+      if (of.sums != nullptr)
+        MeanSums(records, head).sum(items, chooser.group, of.scores, of.stride,
+                                    of.sums + task * sum_size(), of.chunks * sum_size());
+    }
   }
 
   // Selects for the next step, decides whose selection this step attends to, writes the list.
-  // `masses` are those of the head's tasks, [group, chunks].
-  void select(int row, int head, float* scores, int64_t stride, const Mass* masses, int chunks) const {
+  void select(int row, int head, const HeadScores& of) const {
     const int n = units(row), k = chooser.select(rows, row, head);
     const int sink = rows.sink[row], window = rows.window[row];
     const int32_t* block = blocks(row);
@@ -151,7 +170,7 @@ struct Planner {
         for (int i = 0; i < k; ++i) append(kept[i]);
       } else {
         const int chosen =
-            select_anew(row, head, k, attended == n, scores, stride, masses, chunks, kept, append);
+            select_anew(row, head, k, attended == n, of, kept, append);
         if (chosen < k) list_tokens(attended - k + chosen);
       }
     }
@@ -161,8 +180,8 @@ struct Planner {
   // The same of what a query selects; a step that attends to everything takes it at once, since the
   // previous one may have had less. Returns how many units are listed.
   template <class Append>
-  int select_anew(int row, int head, int k, bool everything, float* scores, int64_t stride,
-                   const Mass* masses, int chunks, int32_t* kept, const Append& append) const {
+  int select_anew(int row, int head, int k, bool everything, const HeadScores& of, int32_t* kept,
+                  const Append& append) const {
     const int64_t unit = int64_t(rows.seats[row]) * index.kv_heads + head;
     E* prev = static_cast<E*>(chooser.prev_query) + unit * group_elements();
     const E* q = query(row, head);
@@ -170,13 +189,13 @@ struct Planner {
     const bool anew = correct || everything;
     thread_local std::vector<int32_t> enough;
     thread_local Remainder remainder;
-    const bool rest = plan.rest_lse != nullptr && chooser.remainder > 0 && !everything;
+    const bool rest = of.sums != nullptr && !everything;
     if (rest)
-      remainder.take(scores, stride, chooser.group, entries(row) * per_entry, chunk * per_entry, chunks,
-                     masses);
+      remainder.take(of.scores, of.stride, chooser.group, entries(row) * per_entry, chunk * per_entry,
+                     of.chunks, of.masses, of.sums, sum_size());
     if (!anew)
       for (int i = 0; i < k; ++i) append(kept[i]);
-    const int count = select_best(row, head, k, scores, stride, masses, chunks, kept, enough);
+    const int count = select_best(row, head, k, of, kept, enough);
     if (anew)
       for (int i = 0; i < count; ++i) append(count < k ? enough[i] : kept[i]);
     if (rest) leave_rest(row, head, count < k ? enough.data() : kept, count, remainder);
@@ -194,20 +213,21 @@ struct Planner {
 
   // What the row does not attend to, beside sink, window and the selected units.
   void leave_rest(int row, int head, const int32_t* selected, int count, Remainder& remainder) const {
-    thread_local std::vector<uint8_t> listed;
-    listed.assign(units(row), 0);
-    std::fill_n(listed.begin(), rows.sink[row], 1);
-    std::fill_n(listed.rbegin(), rows.window[row], 1);
-    for (int i = 0; i < count; ++i) listed[selected[i]] = 1;
+    thread_local std::vector<int32_t> attended;
+    attended.assign(selected, selected + count);
+    for (int j = 0; j < rows.sink[row]; ++j) attended.push_back(j);
+    for (int j = units(row) - rows.window[row]; j < units(row); ++j) attended.push_back(j);
     const int64_t first = (int64_t(row) * index.kv_heads + head) * chooser.group;
-    remainder.add_up(Records(index, blocks(row)), head, listed, chooser.remainder,
-                     plan.rest_values + first * index.head_size, plan.rest_lse + first);
+    remainder.leave(Records(index, blocks(row)), head, attended, chooser.remainder,
+                    plan.rest_values + first * index.head_size, plan.rest_lse + first);
   }
 
   // The k best units between sink and window, given the scores of all entries, as score_task left them.
   // Returns how many of them are enough for the row's mass; if fewer than k, `enough` has these.
-  int select_best(int row, int head, int k, float* scores, int64_t stride, const Mass* masses,
-                  int chunks, int32_t* best, std::vector<int32_t>& enough) const {
+  int select_best(int row, int head, int k, const HeadScores& of, int32_t* best,
+                  std::vector<int32_t>& enough) const {
+    float* scores = of.scores;
+    const int64_t stride = of.stride;
     const int n = entries(row) * per_entry;
     const int first = rows.sink[row], last = units(row) - rows.window[row];
     const int wanted = std::min(last - first, std::max(k, k * chooser.rerank));
@@ -222,7 +242,7 @@ struct Planner {
       top_k(scores + first, last - first, wanted, first, candidates.data(), true);
     } else {
       const bool relative = chooser.pooling == Pooling::kRelative;
-      pool_shares(scores, stride, chooser.group, n, chunk * per_entry, chunks, masses, relative,
+      pool_shares(scores, stride, chooser.group, n, chunk * per_entry, of.chunks, of.masses, relative,
                   norms.data());
       if (parts > 1) pool_parts(scores, n, parts, false);
       top_k_of_many(scores + first, last - first, wanted, first, candidates.data());
@@ -311,32 +331,35 @@ static void plan_decode_of(const DecodePlan& p) {
   const int most = planner.most, chunk = planner.chunk, group = p.chooser.group;
   const int chunks = (most + chunk - 1) / chunk;
   const int64_t stride = int64_t(chunks) * chunk * planner.per_entry;
-  const int64_t unit_stride = group * stride;
+  const bool rest = p.rest_lse != nullptr && p.chooser.remainder > 0;
+  const int64_t sums = rest ? chunks * planner.sum_size() : 0;
   const int shared = std::min<int>(rows.rows, (4 * omp_get_max_threads() + heads - 1) / heads);
-  const int wave = std::clamp<int64_t>(kMostScores / std::max<int64_t>(heads * unit_stride, 1), 1,
+  const int wave = std::clamp<int64_t>(kMostScores / std::max<int64_t>(heads * group * stride, 1), 1,
                                        std::max(shared, 1));
   // Engines in one process may step at the same time.
   thread_local std::vector<float> scratch;
   thread_local std::vector<Mass> stretches;
-  const int64_t units = int64_t(wave) * heads;
-  if (int64_t(scratch.size()) < units * unit_stride) scratch.resize(units * unit_stride);
-  if (int64_t(stretches.size()) < units * group * chunks) stretches.resize(units * group * chunks);
-  float* scores = scratch.data();
-  Mass* masses = stretches.data();
+  thread_local std::vector<HeadScores> units;
+  units.resize(wave * heads);
+  const int64_t query_heads = int64_t(units.size()) * group;
+  if (int64_t(scratch.size()) < query_heads * (stride + sums)) scratch.resize(query_heads * (stride + sums));
+  if (int64_t(stretches.size()) < query_heads * chunks) stretches.resize(query_heads * chunks);
+  for (size_t i = 0; i < units.size(); ++i)
+    units[i] = {scratch.data() + i * group * stride, stride, stretches.data() + i * group * chunks,
+                rest ? scratch.data() + query_heads * stride + i * group * sums : nullptr, chunks};
+  const HeadScores* scored = units.data();
 #pragma omp parallel if (int64_t(rows.rows) * heads * most > kSerialScores)
   for (int first = 0; first < rows.rows; first += wave) {
     const int count = std::min(wave, rows.rows - first);
 #pragma omp for schedule(dynamic, 1)
     for (int task = 0; task < count * chunks; ++task) {
-      const int at = task / chunks, row = first + at, begin = task % chunks * chunk;
-      if (!rows.scores(row) || begin >= planner.entries(row)) continue;
-      planner.score_task(row, begin, scores + at * heads * unit_stride, unit_stride, stride,
-                         masses + int64_t(at) * heads * group * chunks + task % chunks, chunks);
+      const int at = task / chunks, row = first + at, number = task % chunks;
+      if (!rows.scores(row) || number * chunk >= planner.entries(row)) continue;
+      planner.score_task(row, number, scored + at * heads);
     }
 #pragma omp for schedule(dynamic, 1)
     for (int unit = 0; unit < count * heads; ++unit)
-      planner.select(first + unit / heads, unit % heads, scores + unit * unit_stride, stride,
-                     masses + int64_t(unit) * group * chunks, chunks);
+      planner.select(first + unit / heads, unit % heads, scored[unit]);
   }
 }
 

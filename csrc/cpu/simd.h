@@ -58,6 +58,26 @@ inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
 #endif
 
+// Bytes as whole numbers: one instruction for what GCC makes a loop over elements.
+inline Ints whole(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepi8_epi32(load_as<__m128i>(p));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  return __builtin_convertvector(load_as<int8_t __attribute__((vector_size(kWidth)))>(p), Ints);
+#endif
+}
+inline Ints whole(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepu8_epi32(load_as<__m128i>(p));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  return __builtin_convertvector(load_as<uint8_t __attribute__((vector_size(kWidth)))>(p), Ints);
+#endif
+}
+
 // Whether an element is above the bound; NaN is not.
 inline bool any_above(Floats x, float bound) {
 #if defined(__AVX512F__)

@@ -47,7 +47,8 @@ inline bool all_of(Ints conditions) {
 // the mean's part of its score; the logarithms of many at once then.
 class LowRankScorer {
  public:
-  static constexpr int kHeads = 4;  // query heads together; more have no registers
+  static constexpr int kHeads = 4;      // query heads together; more have no registers
+  static constexpr int kMostSpans = 2;  // pages of an entry
 
   template <class E>
   explicit LowRankScorer(const ScoreTask<E>& t)
@@ -110,7 +111,7 @@ class LowRankScorer {
     const RoundedQueries queries = queries_;
     const uint8_t* records[kBlock];
     alignas(32) int32_t totals[kBlock][N][kMostRank];
-    Floats masses[kBlock][N], means[kBlock][N];
+    Floats masses[kMostSpans][kBlock][N], means[kBlock][N];
     Along along[kBlock][N];
     Quad mean_scales = {};
     for (int e = 0; e < kBlock; ++e)
@@ -124,19 +125,21 @@ class LowRankScorer {
     for (int e = 0; e < count; ++e) round_products<N>(records[e], totals[e], queries, i, along[e]);
     float units[N];
     KVR_UNROLL for (int g = 0; g < N; ++g) units[g] = queries.factors(i + g).directions;
-    for (int span = 0; span < spans_; ++span) {
-      const int begin = span * n / spans_, end = (span + 1) * n / spans_;
+    for (int span = 0; span < spans_; ++span)
       for (int e = 0; e < kBlock; ++e)
-        KVR_UNROLL for (int g = 0; g < N; ++g) masses[e][g] = Floats{};
-      for (int e = 0; e < count; ++e)
-        for (int token = begin; token < end; token += kTokens)
-          add_masses<N>(records[e] + fields.coefficients + token, n, fields.pairs,
-                        std::min(kTokens, end - token), units, along[e], masses[e]);
+        KVR_UNROLL for (int g = 0; g < N; ++g) masses[span][e][g] = Floats{};
+    const int of_span = n / spans_;
+    for (int e = 0; e < count; ++e)
+      for (int token = 0; token < n; token += kTokens)
+        add_masses<N>(records[e] + fields.coefficients + token, n, fields.pairs,
+                      std::min(kTokens, n - token), units, along[e], masses[token / of_span][e],
+                      masses[std::min(token + 16, n - 1) / of_span][e]);
+    for (int span = 0; span < spans_; ++span)
       KVR_UNROLL for (int g = 0; g < N; ++g) {
-        const Quad mass = sum_four(masses[0][g], masses[1][g], masses[2][g], masses[3][g]);
+        const auto& of = masses[span];
+        const Quad mass = sum_four(of[0][g], of[1][g], of[2][g], of[3][g]);
         std::memcpy(masses_of(i + g, span) + first - begin_, &mass, sizeof mass);
       }
-    }
     KVR_UNROLL for (int g = 0; g < N; ++g) {
       const Quad mean = sum_four(means[0][g], means[1][g], means[2][g], means[3][g]) * mean_scales *
                         queries.factors(i + g).mean;
@@ -144,15 +147,20 @@ class LowRankScorer {
     }
   }
 
-  // Adds the masses of at most kTokens tokens, relative to the mean's, for N query heads.
+  // Adds the masses of at most kTokens tokens, relative to the mean's, for N query heads: of the first 16,
+  // and of the others.
   template <int N>
   static void add_masses(const uint8_t* coefficients, int64_t stride, int pairs, int count,
-                         const float (&units)[N], const Along (&along)[N], Floats (&totals)[N]) {
+                         const float (&units)[N], const Along (&along)[N], Floats (&totals)[N],
+                         Floats (&others)[N]) {
     alignas(32) int16_t sums[N][kTokens];
     sum_tokens<N>(coefficients, stride, pairs, count, along, sums);
-    for (int t = 0; t < count; t += kWidth)
+    for (int t = 0; t < 16; t += kWidth)
       KVR_UNROLL for (int g = 0; g < N; ++g)
         totals[g] += power_of_two(floats_of(sums[g] + t), along[g].unit * units[g]);
+    for (int t = 16; t < count; t += kWidth)
+      KVR_UNROLL for (int g = 0; g < N; ++g)
+        others[g] += power_of_two(floats_of(sums[g] + t), along[g].unit * units[g]);
   }
 
   // Logarithm of the mass relative to the mean's, however far from it.

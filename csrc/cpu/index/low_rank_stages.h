@@ -240,7 +240,7 @@ inline void round_products(const uint8_t* record, const int32_t (&products)[N][k
 }
 
 // Sums of what N queries have along the directions with the coefficients of 32 tokens or, in the
-// first half of them, 16, within limits; in an order of their own.
+// first half of them, 16, within limits.
 template <int N>
 inline void sum_tokens(const uint8_t* c, int64_t stride, int pairs, int count,
                        const Along (&along)[N], int16_t (&sums)[N][kTokens]) {
@@ -266,12 +266,8 @@ inline void sum_tokens(const uint8_t* c, int64_t stride, int pairs, int count,
       std::memcpy(to, &within, sizeof within);
     };
     // Of 16 tokens at once, since a load that two stores feed waits for both.
-    if (count < kTokens) {
-      store(sums[g], _mm256_permute2x128_si256(lower[g], upper[g], 0x20));
-      continue;
-    }
-    store(sums[g], lower[g]);
-    store(sums[g] + count / 2, upper[g]);
+    store(sums[g], _mm256_permute2x128_si256(lower[g], upper[g], 0x20));
+    if (count == kTokens) store(sums[g] + 16, _mm256_permute2x128_si256(lower[g], upper[g], 0x31));
   }
 }
 

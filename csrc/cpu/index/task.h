@@ -51,6 +51,7 @@ struct ScoreTask {
   int begin, end;
   float* out;          // output of first_head
   int64_t unit_stride, stride;
+  bool means;          // whether means of values are read, too, after the scores
 };
 
 // Builds a record of the keys of its tokens.
@@ -67,6 +68,7 @@ struct BuildTask {
 // once to hide the latency of memory.
 template <class E, class Score>
 inline void by_blocks(const ScoreTask<E>& t, int head_bytes, const Score& score) {
+  if (t.means) head_bytes = t.index.record_bytes;
   for (int first = t.begin - kAhead; first < t.end; first += kBlock) {
     for (int head = 0; head < t.heads; ++head) {
       const int next = first + kAhead;

@@ -19,7 +19,7 @@ namespace KVR_ISA {
 constexpr float kMeanSteps = 127, kLeastMeanScale = 1e-8f;
 constexpr uint16_t kNoMean = 0x7f80;  // infinity
 
-inline float value_scale(const uint8_t* field) {
+inline float value_scale(const void* field) {
   return bits_as<float>(uint32_t(load_as<uint16_t>(field)) << 16);
 }
 

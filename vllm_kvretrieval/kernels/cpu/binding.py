@@ -21,6 +21,8 @@ LAYOUTS = _cpu.LAYOUTS
 its ``isa``."""
 CODINGS = _cpu.CODECS
 """Codecs by name (Codec in csrc/cpu/codec.h)."""
+MOST_SPANS = 2
+"""Pages of an entry (kMostSpans in csrc/cpu/index/low_rank_score.h)."""
 assert {name.upper(): number for name, number in _cpu.MODES.items()} == Mode.__members__
 
 
@@ -106,6 +108,8 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
     index, cache = store.index, store.cache
     if spans > 1 and (index is None or not index.spans or store.cache is None):
         raise ValueError(f"entries of {spans} pages take an index that scores each of them")
+    if spans > MOST_SPANS:
+        raise ValueError(f"entries have {MOST_SPANS} pages at most, not {spans}")
     if index is not None and (why := index.check(store.entry_tokens)):
         raise ValueError(f"index {index.name}: {why}")
     if cache is not None:

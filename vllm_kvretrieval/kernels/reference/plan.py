@@ -11,8 +11,8 @@ from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.index.base import unpack_means
 from vllm_kvretrieval.retrieval.index.exact import Exact
 
-NEGLIGIBLE = 0.01
-"""The part of an equal share below which an entry is not added up."""
+LEAST_SHARE = 1e-5
+"""The share of the attention below which there is no remainder."""
 
 
 def plan_decode(
@@ -99,11 +99,12 @@ def add_up(
     listed = torch.isin(torch.arange(len(share)) // store.parts, attended)
     records = store.records[entries, head]
     values = unpack_means(records, store.spans, store.head_size).flatten(0, 1).double()
-    kept = (share >= NEGLIGIBLE / len(share)) & (share < chooser.remainder) & ~listed
-    kept &= values.isfinite().all(1)
+    kept = (share <= chooser.remainder) & ~listed & values.isfinite().all(1)
     if kept.any():
-        remainder.lse.copy_(scores[:, kept].logsumexp(1))
-        remainder.values.copy_(scores[:, kept].softmax(1) @ values[kept])
+        mass = scores[:, kept].logsumexp(1)
+        some = mass - scores.logsumexp(1) > math.log(LEAST_SHARE)
+        remainder.lse[some] = mass[some].float()
+        remainder.values[some] = (scores[some][:, kept].softmax(1) @ values[kept]).float()
 
 
 def selected(rows: DecodeRows, r: int, head: int, units: int, selection: Selection) -> int:
