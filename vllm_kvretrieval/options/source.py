@@ -61,6 +61,15 @@ def read_option_files(vllm_config: "VllmConfig") -> None:
     vllm_config.additional_config = {**additional, CONFIG_KEY: read}
 
 
+def add_options(vllm_config: "VllmConfig", added: Mapping[str, Any]) -> None:
+    """Put further options into those of an engine, for all of its processes."""
+    if added:
+        options, additional = options_of(vllm_config), vllm_config.additional_config
+        assert isinstance(options, Mapping)
+        kept = additional if isinstance(additional, Mapping) else {}
+        vllm_config.additional_config = {**kept, CONFIG_KEY: {**options, **added}}
+
+
 def window_tokens(
     size: str, vllm_config: "VllmConfig", method: str, page_size: int, dense_layers: int
 ) -> int:

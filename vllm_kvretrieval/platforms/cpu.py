@@ -1,8 +1,13 @@
 """vLLM's CPU platforms with retrieval."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from vllm_kvretrieval.options.source import options_of
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class CpuRetrieval(RetrievalPlatform):
@@ -14,3 +19,9 @@ class CpuRetrieval(RetrievalPlatform):
     @classmethod
     def retrieval_backend(cls, backend: Any, selector: Any, num_heads: int | None) -> str:
         return str(backend.get_path())
+
+    @classmethod
+    def finer_options(cls, vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
+        from vllm_kvretrieval.attention.cpu.finer import finer_options  # which loads the kernels
+
+        return finer_options(vllm_config, method, options_of(vllm_config))

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -15,7 +16,12 @@ from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
-from vllm_kvretrieval.options.source import options_of, read_option_files, selected_method
+from vllm_kvretrieval.options.source import (
+    add_options,
+    options_of,
+    read_option_files,
+    selected_method,
+)
 from vllm_kvretrieval.retrieval.presets import preset_names
 
 if TYPE_CHECKING:
@@ -56,6 +62,11 @@ class RetrievalPlatform(Platform):
         raise NotImplementedError
 
     @classmethod
+    def finer_options(cls, vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
+        """Options that a method has on this platform in place of its preset's."""
+        return {}
+
+    @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         super().pre_register_and_update(parser)
         try:
@@ -65,9 +76,9 @@ class RetrievalPlatform(Platform):
                 raise
             parser.exit(2, f"{Path(sys.argv[0]).name}: error: {e}\n")
         if parser is not None:
-            from vllm_kvretrieval.cli import add_options
+            from vllm_kvretrieval import cli
 
-            add_options(parser)
+            cli.add_options(parser)
 
     @classmethod
     def get_attn_backend_cls(
@@ -93,6 +104,7 @@ class RetrievalPlatform(Platform):
                 )
             return
         read_option_files(vllm_config)
+        add_options(vllm_config, cls.finer_options(vllm_config, method))
         config = RetrievalConfig.from_vllm(vllm_config)
         assert config is not None, "a method is named"
         cls.check_engine(vllm_config, config)

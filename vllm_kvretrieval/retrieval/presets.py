@@ -1,6 +1,7 @@
 """The methods as presets over the axes; no other file of the package knows their names."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ class Preset:
         home: The option ``home``.
         keeping: Where the schedule keeps some tokens and drops the others, which.
         budget_shares: See :func:`vllm_kvretrieval.retrieval.shares.make_shares`.
+        finer: Options in place of these where smaller pages are served well
+            (:mod:`vllm_kvretrieval.attention.cpu.finer`); None: there are none.
     """
 
     summary: str
@@ -53,6 +56,7 @@ class Preset:
     home: str = "device"
     keeping: Keeping | None = None
     budget_shares: Any = "uniform"
+    finer: Mapping[str, Any] | None = None
 
 
 def _keeps(
@@ -76,6 +80,7 @@ OWN = {
         index="low_rank",
         sink_pages=1,
         window_pages=2,
+        finer={"page_size": 16, "summary_size": 32, "remainder": 0.003},
     ),
     "freekv": Preset(
         "FreeKV: speculative retrieval with correction", index="min_max", schedule="speculative"

@@ -1,0 +1,55 @@
+"""Smaller pages by default, where this CPU and the engine serve them."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from vllm_kvretrieval.attention.cpu.support import choose_attention
+from vllm_kvretrieval.attention.support import has_foreign_connector
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.presets import presets
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SHAPING = {
+    *("page_size", "summary_size", "index", "pooling", "schedule", "rerank", "unit", "remainder"),
+    *("home", "prefill_budget"),
+}
+"""Options with which the preset's own pages stay: they shape pages, or read many of them."""
+
+SOFT_CAPPING = "attn_logit_softcapping"
+"""Field of a model's configuration."""
+
+
+def finer_options(vllm_config: "VllmConfig", method: str, options: Any) -> Mapping[str, Any]:
+    """Options that a method has here in place of its preset's; empty: there are none.
+
+    The pages of an engine have one size, so other methods that keep an index leave the preset's
+    pages, too. So do blocks that entries of two pages do not fit in, and whatever our own kernel
+    does not attend to.
+
+    Args:
+        vllm_config: The configuration of the engine.
+        method: The engine's own method.
+        options: The ``kv_retrieval`` options of the engine, as the user wrote them.
+    """
+    finer, model = presets()[method].finer, vllm_config.model_config
+    if not finer or not isinstance(options, Mapping) or SHAPING.intersection(options):
+        return {}
+    try:
+        config = RetrievalConfig.from_options(method, {**options, **finer})
+    except RetrievalConfigError:
+        return {}  # the message will be about the options as they are
+    indexed = [m for m in config.methods.values() if m.index is not None and m is not config.own]
+    cache, text = vllm_config.cache_config, model.hf_text_config
+    given = cache.block_size if cache.user_specified_block_size else 0
+    apart = has_foreign_connector(vllm_config) or given % config.own.entry_tokens
+    if indexed or apart or model.is_hybrid or getattr(text, SOFT_CAPPING, None):
+        return {}
+    own_pages = presets()[method].page_size
+    plain = _get_attn_isa(model.dtype, own_pages, model.get_head_size()) == "vec"  # no AMX
+    own = choose_attention(config, model.dtype, model.get_head_size()).own
+    return finer if plain and own else {}
