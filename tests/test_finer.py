@@ -14,7 +14,7 @@ from vllm_kvretrieval.attention.cpu import finer, support
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.presets import presets
 
-FINER = presets()["kvretrieval"].finer
+FINER = presets()["kvretrieval"].finer or {}
 
 
 @pytest.fixture(scope="module")
