@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig
 
 from benchmarks.common import ROOT
 from tests.engine import checkpoint
@@ -201,6 +202,34 @@ def test_sizes(capsys):
     assert "a token takes 22.5 KiB of KV cache and 1344 bytes of page index" in text
     tokens = (1 << 30) // (128 * 30 * 3 * 64 * 4) * 128
     assert f"1.00 GiB hold {tokens} tokens" in text
+
+
+def llama_8b(path):
+    """The configuration of Llama 3.1 8B, without weights, saved at ``path``."""
+    LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        vocab_size=128256,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("home", ["device", "disk"])
+def test_sizes_of_many_users(capsys, tmp_path, home):
+    """They are those of the page on deployment."""
+    options = "--attention-backend freekv --dtype bfloat16 --max-model-len 32768".split()
+    options += ["--skip-tokenizer-init", "--kv-retrieval.home", home]
+    main(["doctor", "--serve", llama_8b(tmp_path), *options])
+    (line,) = (s for s in capsys.readouterr().out.splitlines() if "1,000 users" in s)
+    gib = 1000 * 32768 * 32 * 8 * 128 * 2 * 2 / (1 << 30)
+    assert f"{gib:.0f} GiB of KV cache {'on disk' if home == 'disk' else 'in memory'}" in line
+    page = (Path(__file__).parents[1] / "docs" / "deployment.md").read_text()
+    assert line.partition("1,000 users: ")[2] in page
 
 
 class Stranger(BaseHTTPRequestHandler):

@@ -8,7 +8,8 @@ from vllm_kvretrieval.doctor.findings import Finding, Severity, advice
 from vllm_kvretrieval.doctor.logs import quiet
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
-GIB, KIB = 1 << 30, 1 << 10
+GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
+USERS = 1000
 EXAMPLE = "add --attention-backend kvretrieval, or another method"
 
 
@@ -98,6 +99,7 @@ def _sizes(vllm_config: Any, config: RetrievalConfig) -> Iterator[Finding]:
         f"bytes of page index{each}; a context of {longest} tokens "
         f"{-(-longest // block_size) * (kv + index) / GIB:.2f} GiB",
     )
+    yield _many_users(vllm_config, config, kv / block_size, index / block_size, len(found) / layers)
     if config.home == "device" and (memory := cache.kv_cache_memory_bytes) is not None:
         tokens = memory // kv * block_size
         yield Finding(
@@ -105,6 +107,31 @@ def _sizes(vllm_config: Any, config: RetrievalConfig) -> Iterator[Finding]:
             f"{memory / GIB:.2f} GiB hold {tokens} tokens, {tokens / longest:.1f} contexts of "
             f"{longest}",
         )
+
+
+def _many_users(
+    vllm_config: Any, config: RetrievalConfig, kv: float, index: float, retrieving: float
+) -> Finding:
+    """What a thousand users take whose contexts are as long as the model's longest, per worker.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        config: The engine's.
+        kv: Bytes of a token's keys and values, in all layers.
+        index: Bytes of a token in the page index, which lies in memory.
+        retrieving: The share of layers that retrieve; the others read the whole context.
+    """
+    longest = vllm_config.model_config.max_model_len
+    attended = retrieving * min(config.budget, longest) + (1 - retrieving) * longest
+    each = " per worker" if vllm_config.parallel_config.world_size > 1 else ""
+    home = {"disk": "on disk", "host": "in host memory"}.get(config.home, "in memory")
+    return Finding(
+        "1,000 users",
+        f"of {longest} tokens each: {USERS * longest * kv / GIB:.0f} GiB of KV cache {home}, "
+        f"{USERS * longest * index / GIB:.0f} GiB of index in memory; a token generated reads "
+        f"{attended * kv / MIB:.0f} MiB of KV cache and up to {longest * index / MIB:.0f} MiB of "
+        f"index{each}",
+    )
 
 
 def home_of(vllm_config: Any) -> tuple[str | None, int | None] | None:
