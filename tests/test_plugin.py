@@ -99,8 +99,9 @@ def test_the_platform_is_ours():
 def test_what_vllm_would_have_chosen_is_in_the_platform():
     """An AMD CPU with zentorch, which linear layers ask for."""
     done = python(
-        "import sys, types\n"
+        "import sys, torch, types\n"
         "sys.modules['zentorch'] = types.ModuleType('zentorch')\n"
+        "torch.ops.zentorch = types.SimpleNamespace(zentorch_is_fp16_supported=lambda: False)\n"
         "from vllm import platforms\n"
         "platforms._is_amd_zen_cpu = lambda: True\n"
         "from vllm.engine.arg_utils import EngineArgs\n"
@@ -149,7 +150,8 @@ def test_versions_of_vllm(monkeypatch, version, asked, served):
 def test_another_vllm_is_refused_with_one_line():
     """A process that resolves the platform and loads general plug-ins, as each of vLLM's does."""
     done = python(
-        "import vllm.version\n"
+        "import os, vllm.version\n"
+        f"os.environ.pop({plugin.ALLOW_UNTESTED!r}, None)  # a trial of a new vLLM sets it\n"
         "vllm.version.__version__ = '0.34.1+cpu'\n"
         "from vllm.platforms import current_platform\n"
         "from vllm.plugins import load_general_plugins\n"

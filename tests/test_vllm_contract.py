@@ -167,11 +167,10 @@ def test_order_of_calls():
         "new_blocks = self.coordinator.allocate_new_blocks(",
         "self.coordinator.cache_blocks(request, num_tokens_to_cache)",
     )
-    in_order(
-        AsyncScheduler._update_request_with_output,
-        "super()._update_request_with_output(",
-        "self.kv_cache_manager.cache_blocks(",
-    )
+    late = Scheduler.update_from_output, " = self._update_request_with_output("
+    if "_update_request_with_output" in vars(AsyncScheduler):  # until vLLM 0.32
+        late = AsyncScheduler._update_request_with_output, "super()._update_request_with_output("
+    in_order(*late, "self.kv_cache_manager.cache_blocks(")
     in_order(
         VllmConfig.__post_init__,
         "self.scheduler_config.async_scheduling = True",

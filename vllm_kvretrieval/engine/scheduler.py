@@ -359,8 +359,11 @@ class RetrievalAsyncScheduler(RetrievalScheduler, AsyncScheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
+        runs = request.status == RequestStatus.RUNNING and not is_stale
         result = super()._update_request_with_output(request, new_token_ids, is_stale)
         known = request.num_computed_tokens - request.num_output_placeholders
         if known % self.hash_block_size < len(new_token_ids):
+            if runs:  # vLLM 0.32 has given blocks their hashes by now, 0.33 is about to do so
+                self.kv_cache_manager.cache_blocks(request, known)
             self._note_final(self._contexts[request.request_id])
         return result
