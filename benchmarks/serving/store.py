@@ -38,7 +38,7 @@ from benchmarks.cli import SMOLLM2_32K, add_model, add_output
 from benchmarks.common import result_header, settings, write_json
 from benchmarks.engines import LONG_STEPS, EngineProcess, EngineSpec
 from benchmarks.models import Documents, kv_bytes_per_token
-from benchmarks.serving.store_start import restoring
+from benchmarks.serving.store_start import restores
 
 QUESTION = list(range(100, 130))
 """Tokens behind the document."""
@@ -204,7 +204,7 @@ def run(args: argparse.Namespace) -> int:
         (document,) = documents.take(1, context)
         found[context] = restart(args, context, document, context == min(args.contexts))
         show(context, found[context])
-    starts = restoring(args.stored, STARTS)
+    starts = restores(args.stored, STARTS)
     print(
         f"{args.stored} blocks are restored in {median(start['cpu_s'] for start in starts):.3f} s"
     )

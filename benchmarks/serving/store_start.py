@@ -50,24 +50,32 @@ def fill(directory: Path, blocks: int) -> None:
     (store / USED).write_bytes(used)
 
 
-def restoring(blocks: int, repeats: int) -> list[dict[str, float]]:
+def pool_for(blocks: int) -> BlockPool:
+    """vLLM's block pool for a store with so many blocks."""
+    return BlockPool(blocks + 1, enable_caching=True, hash_block_size=BLOCK)
+
+
+def restore(directory: Path, pool: BlockPool) -> dict[str, float]:
     """Seconds, and seconds of CPU time, until all blocks are in vLLM's prefix cache.
 
     Args:
-        blocks: How many the store has.
-        repeats: How often it is opened.
+        directory: Where :func:`fill` has made the store.
+        pool: See :func:`pool_for`; not used before.
     """
-    engine = Stepper({})  # objects that garbage collection has to look through
-    times = []
+    begin, cpu = time.perf_counter(), time.process_time()
+    store = StoredBlocks(str(directory), name_of(IDENTITY), pool, BlockLevels())
+    times = {"s": time.perf_counter() - begin, "cpu_s": time.process_time() - cpu}
+    assert store.take_counts() == {"store_tokens_restored": (len(pool.blocks) - 1) * BLOCK}
+    store.close()
+    return times
+
+
+def restores(blocks: int, repeats: int) -> list[dict[str, float]]:
+    """The times of :func:`restore`, so often, in a process with an engine's objects."""
+    engine = Stepper({})
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent, "store")
         fill(directory, blocks)
-        for _ in range(repeats):
-            pool = BlockPool(blocks + 1, enable_caching=True, hash_block_size=BLOCK)
-            begin, cpu = time.perf_counter(), time.process_time()
-            store = StoredBlocks(str(directory), name_of(IDENTITY), pool, BlockLevels())
-            times.append({"s": time.perf_counter() - begin, "cpu_s": time.process_time() - cpu})
-            assert store.take_counts() == {"store_tokens_restored": blocks * BLOCK}
-            store.close()
+        times = [restore(directory, pool_for(blocks)) for _ in range(repeats)]
     del engine
     return times
