@@ -18,6 +18,7 @@ import pytest
 import torch
 from vllm.v1.request import RequestStatus
 
+from benchmarks.serving import store_start
 from benchmarks.stepper import BLOCK, Stepper
 from tests.store_model import Lost, contents
 from vllm_kvretrieval.engine import store_expiry
@@ -37,6 +38,7 @@ PARTS = 24, 8
 GEOMETRY = Geometry(BLOCKS, 2, 64, sum(PARTS))
 OPTIONS = {"home": "disk", "budget": 256}
 KILLS = 60
+MANY = 20000
 LONGEST_S = 0.06
 
 pytestmark = [pytest.mark.model]
@@ -148,6 +150,19 @@ def test_a_prefix_is_found_after_a_restart(tmp_path):
     assert life.stepper.ask(prompt(1), 4)[1] == 8 * BLOCK
     assert life.checked == 8
     life.end()
+
+
+def test_a_start_with_many_blocks_looks_for_no_garbage(tmp_path):
+    """That would take several times as long as all else; afterwards it is looked for again."""
+    store_start.fill(tmp_path / "store", MANY)
+    pool, looks = store_start.pool_for(MANY), []
+    gc.callbacks.append(look := lambda phase, _: looks.append(phase))
+    try:
+        store_start.restore(tmp_path / "store", pool)
+    finally:
+        gc.callbacks.remove(look)
+    assert looks.count("start") <= 2
+    assert gc.isenabled()
 
 
 def test_levels_survive(tmp_path):

@@ -3,6 +3,7 @@
     python -m benchmarks.serving store                       # documents of 2K, 8K and 32K tokens
     python -m benchmarks.serving store --contexts 8192
     python -m benchmarks.serving store --contexts --output price.json    # what a store costs, alone
+    python -m benchmarks.serving store --contexts --pairs 0 --output start.json    # a start, alone
 
 Each document is read and answered by an engine with a store, which is then ended (in order, or by
 SIGKILL) and started anew, with its files in the operating system's page cache, or out of it. The
@@ -11,6 +12,9 @@ on, imports included; first tokens from handing in the document and a question o
 
 What a store costs is measured by two engines, with a store and without, that read new documents in
 turn; of every pair of turns the ratio is taken, and of all pairs the median.
+
+What a full store adds to a start is measured without a model: records of so many blocks are read,
+and put into vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -34,10 +38,13 @@ from benchmarks.cli import SMOLLM2_32K, add_model, add_output
 from benchmarks.common import result_header, settings, write_json
 from benchmarks.engines import LONG_STEPS, EngineProcess, EngineSpec
 from benchmarks.models import Documents, kv_bytes_per_token
+from benchmarks.serving.store_start import restores
 
 QUESTION = list(range(100, 130))
 """Tokens behind the document."""
 SLACK = 1024
+STARTS = 5
+"""How often a full store is opened."""
 ENDS = ("stopped", "killed", "cold")
 """How an engine ended: in order, by SIGKILL, or by that, its files leaving the page cache, too."""
 
@@ -184,6 +191,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--price-context", type=int, default=2048, help="tokens of documents that tell the price")
     add("--pairs", type=int, default=12, help="of turns that tell what a store costs")
     add("--price-steps", type=int, default=384, help="tokens to decode behind each of these")
+    add("--stored", type=int, default=23000, help="blocks of a full store (64 GiB of SmolLM2-135M)")
     add("--directory", default="/var/tmp", help="where the store is made")
     add_output(parser, "store.json")
 
@@ -196,10 +204,16 @@ def run(args: argparse.Namespace) -> int:
         (document,) = documents.take(1, context)
         found[context] = restart(args, context, document, context == min(args.contexts))
         show(context, found[context])
-    turns = price(args, documents.take(args.pairs + 1, args.price_context))
-    for what in ("prompt_s", "step_s"):
-        print(f"{what} with a store: {100 * dearer(turns, what):+.2f} %")
-    results = {"settings": settings(args), "contexts": found, "price": turns}
+    starts = restores(args.stored, STARTS)
+    print(
+        f"{args.stored} blocks are restored in {median(start['cpu_s'] for start in starts):.3f} s"
+    )
+    results = {"settings": settings(args), "contexts": found, "starts": starts}
+    if args.pairs:
+        turns = price(args, documents.take(args.pairs + 1, args.price_context))
+        for what in ("prompt_s", "step_s"):
+            print(f"{what} with a store: {100 * dearer(turns, what):+.2f} %")
+        results["price"] = turns
     write_json(args.output, result_header("benchmarks.serving") | results)
     print(f"results: {args.output}")
     return 0

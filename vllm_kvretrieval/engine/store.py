@@ -5,9 +5,10 @@ Before a request shares one for the first time, its contents are read and compar
 """
 
 import contextlib
+import gc
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -45,6 +46,21 @@ PATIENCE_S = 10.0
 """How long a command that looks at the store may keep the server waiting."""
 
 
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Meanwhile Python looks for no garbage: many objects are made then, which all stay.
+
+    They would have it look through all objects of the engine, which takes longer than making them.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 class StoredBlocks:
     """Blocks of a store in vLLM's block pool.
 
@@ -78,7 +94,8 @@ class StoredBlocks:
         self._checks: dict[int, Future[bool]] = {}
         self._waiting: set[str] = set()
         self._step = StoreStep()
-        self._restore()
+        with without_collection():
+            self._restore()
 
     def _restore(self) -> None:
         """Put the blocks of earlier runs into the prefix cache."""
