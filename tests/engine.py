@@ -47,7 +47,7 @@ def shortened(path: Path, name: str, layers: int) -> str:
     whole = Path(checkpoint(name))
     config = json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": layers}
     path.mkdir(exist_ok=True)
-    for file in whole.glob("*token*.json"):
+    for file in (*whole.glob("*token*.json"), *whole.glob("*.jinja")):
         shutil.copy(file, path)
     (path / "config.json").write_text(json.dumps(config))
     with safe_open(whole / "model.safetensors", "pt") as weights:

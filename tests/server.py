@@ -40,14 +40,14 @@ PROMPT = (
 class Server:
     """A running server and what it logs."""
 
-    def __init__(self, log: Path, *options: str) -> None:
+    def __init__(self, log: Path, *options: str, model: str | None = None, engines: int = 1):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         command = [
-            *(str(Path(sys.executable).with_name("vllm")), "serve", checkpoint(MODEL)),
+            *(str(Path(sys.executable).with_name("vllm")), "serve", model or checkpoint(MODEL)),
             *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL),
             *("--attention-backend", "freekv", "--kv-retrieval.budget", str(BUDGET)),
             *("--kv-retrieval.attention", "vllm"),  # answers are compared bit by bit
@@ -61,7 +61,7 @@ class Server:
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | all_cores() | settings,
+                env=os.environ | all_cores(engines) | settings,
             )
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
@@ -105,16 +105,26 @@ class Server:
 
 
 @contextmanager
-def serving(log: Path, *options: str) -> Iterator[Server]:
-    """A server that is ready; at the end it must leave cleanly, and nothing behind."""
-    server = Server(log, *options)
+def serving(
+    log: Path, *options: str, model: str | None = None, engines: int = 1
+) -> Iterator[Server]:
+    """A server that is ready; at the end it must leave cleanly, and nothing behind.
+
+    Args:
+        log: A file for what it logs.
+        options: Options of ``vllm serve``.
+        model: The path of its model; that of ``MODEL`` unless given.
+        engines: How many engines share the cores.
+    """
+    server = Server(log, *options, model=model, engines=engines)
     children = []
     try:
         server.wait_until_ready()
         children = psutil.Process(server.process.pid).children(recursive=True)
         yield server
         # vLLM itself may log an EngineDeadError once it is told to stop.
-        assert "Traceback" not in server.text()
+        text = server.text()
+        assert "Traceback" not in text, text[text.index("Traceback") - 500 :][:5000]
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(timeout=60) == 0, server.text()[-5000:]
         _, left = psutil.wait_procs(children, timeout=10)
