@@ -44,6 +44,18 @@ def test_given_sink_and_window():
     assert RetrievalConfig.from_options("freekv", options).page_budget() == (1, 2, 13)
 
 
+def test_budgets_of_the_fier_paper():
+    """Its smallest: 64 tokens in groups of 32, and 32 in groups of 16."""
+    for page, budget in ((32, 64), (16, 32)):
+        options = {"sink": 0, "page_size": page, "budget": budget}
+        assert RetrievalConfig.from_options("fier", options).page_budget() == PageBudget(0, 1, 1)
+
+
+def test_a_sink_of_none_replaces_the_own_one_of_methods_that_drop():
+    config = RetrievalConfig.from_options("entropykv", {"sink": 0, "budget": 64})
+    assert config.page_budget() == PageBudget(0, 0, 2)
+
+
 def test_streamingllm_gives_the_budget_to_the_window():
     config = RetrievalConfig.from_options("streamingllm", {"budget": 512, "sink": 64})
     assert config.page_budget() == PageBudget(sink=2, window=14, select=0)
@@ -80,7 +92,8 @@ def test_streamingllm_gives_the_budget_to_the_window():
         ),
         ({"sink": "64"}, r"kv_retrieval\.sink='64' must be a whole number"),
         ({"sink": False}, r"kv_retrieval\.sink=False must be a whole number"),
-        ({"sink": 0}, r"sink=0 must be a positive multiple of page_size=32; try 32, or leave it"),
+        ({"sink": 8}, r"sink=8 must be 0 or a positive multiple of page_size=32; try 32, or"),
+        ({"sink": -32}, r"sink=-32 must be 0 or a positive multiple"),
         ({"window": 40}, r"window=40 must be a positive multiple of page_size=32; try 32"),
         ({"window": -32}, r"window=-32 must be a positive multiple"),
         ({"window": 64.0}, r"kv_retrieval\.window=64\.0 must be a whole number"),
