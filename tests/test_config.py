@@ -5,8 +5,10 @@ import math
 from dataclasses import fields
 
 import pytest
+import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.options.values import parse_size
@@ -51,9 +53,12 @@ def test_budgets_of_the_fier_paper():
         assert RetrievalConfig.from_options("fier", options).page_budget() == PageBudget(0, 1, 1)
 
 
-def test_a_sink_of_none_replaces_the_own_one_of_methods_that_drop():
-    config = RetrievalConfig.from_options("entropykv", {"sink": 0, "budget": 64})
-    assert config.page_budget() == PageBudget(0, 0, 2)
+@pytest.mark.parametrize(("given", "sink"), [({}, 1), ({"sink": 0}, 0), ({"sink": 32}, 32)])
+def test_sink_of_a_method_that_drops(given, sink):
+    """The user's, also none, in place of the method's."""
+    config = RetrievalConfig.from_options("entropykv", {"budget": 64} | given)
+    kept = kept_prompts(config, Heads([slice(0, 1)]), torch.zeros(1, 1, dtype=torch.int32), None)
+    assert kept.rules[0].sink == sink
 
 
 def test_streamingllm_gives_the_budget_to_the_window():
