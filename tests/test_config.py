@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,9 @@ def test_budgets_of_the_fier_paper():
 def test_sink_of_a_method_that_drops(given, sink):
     """The user's, also none, in place of the method's."""
     config = RetrievalConfig.from_options("entropykv", {"budget": 64} | given)
-    kept = kept_prompts(config, Heads([slice(0, 1)]), torch.zeros(1, 1, dtype=torch.int32), None)
+    room: Any = None  # is asked when a request is admitted
+    kept = kept_prompts(config, Heads([slice(0, 1)]), torch.zeros(1, 1, dtype=torch.int32), room)
+    assert kept is not None
     assert kept.rules[0].sink == sink
 
 
