@@ -36,6 +36,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "pages of 16": {"budget": 1024, "page_size": 16},
     "small": {"budget": 512},
+    "no sink": {"budget": 512, "sink": 0},
     "given sink": {"budget": 2048, "sink": 96},
     "given window": {"budget": 2048, "window": 512},
     "both": {"budget": 1024, "sink": 32, "window": 32},

@@ -53,7 +53,7 @@ def test_the_axes_are_all_here():
     assert SELECTING == ["speculative", "every_step"]
     assert SHARING == ["omnikv"]
     assert BY_HEAD == ["razor"]
-    assert WHOLE == ["full"]
+    assert WHOLE == ["full", "kivi"]
     assert KEEPING == ["entropykv", "snapkv", "h2o", "tova", "raas"]
 
 

@@ -3,10 +3,13 @@
 import itertools
 import math
 from dataclasses import fields
+from typing import Any
 
 import pytest
+import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.options.values import parse_size
@@ -42,6 +45,23 @@ def test_default_sink_and_window(budget, page, sink, window):
 def test_given_sink_and_window():
     options = {"budget": 512, "sink": 32, "window": 64}
     assert RetrievalConfig.from_options("freekv", options).page_budget() == (1, 2, 13)
+
+
+def test_budgets_of_the_fier_paper():
+    """Its smallest: 64 tokens in groups of 32, and 32 in groups of 16."""
+    for page, budget in ((32, 64), (16, 32)):
+        options = {"sink": 0, "page_size": page, "budget": budget}
+        assert RetrievalConfig.from_options("fier", options).page_budget() == PageBudget(0, 1, 1)
+
+
+@pytest.mark.parametrize(("given", "sink"), [({}, 1), ({"sink": 0}, 0), ({"sink": 32}, 32)])
+def test_sink_of_a_method_that_drops(given, sink):
+    """The user's, also none, in place of the method's."""
+    config = RetrievalConfig.from_options("entropykv", {"budget": 64} | given)
+    room: Any = None  # is asked when a request is admitted
+    kept = kept_prompts(config, Heads([slice(0, 1)]), torch.zeros(1, 1, dtype=torch.int32), room)
+    assert kept is not None
+    assert kept.rules[0].sink == sink
 
 
 def test_streamingllm_gives_the_budget_to_the_window():
@@ -80,7 +100,8 @@ def test_streamingllm_gives_the_budget_to_the_window():
         ),
         ({"sink": "64"}, r"kv_retrieval\.sink='64' must be a whole number"),
         ({"sink": False}, r"kv_retrieval\.sink=False must be a whole number"),
-        ({"sink": 0}, r"sink=0 must be a positive multiple of page_size=32; try 32, or leave it"),
+        ({"sink": 8}, r"sink=8 must be 0 or a positive multiple of page_size=32; try 32, or"),
+        ({"sink": -32}, r"sink=-32 must be 0 or a positive multiple"),
         ({"window": 40}, r"window=40 must be a positive multiple of page_size=32; try 32"),
         ({"window": -32}, r"window=-32 must be a positive multiple"),
         ({"window": 64.0}, r"kv_retrieval\.window=64\.0 must be a whole number"),

@@ -46,6 +46,7 @@ ALSO = {
     "freekv": {},
     "one_bit": {"unit": "page"},
 }
+OPTIONS = {"budget": BUDGET, "also": ALSO, "max_budget": 512, "sink": 0}
 LAYERS = 6
 RECORDED = (0, 2, 3)
 
@@ -60,7 +61,7 @@ def llm(model):
     with engine(
         model,
         attention_backend="fier",
-        additional_config={"kv_retrieval": {"budget": BUDGET, "also": ALSO, "max_budget": 512}},
+        additional_config={"kv_retrieval": OPTIONS},
         worker_extension_cls="tests.recorder.RecordingWorker",
         **STOCK,
     ) as llm:
@@ -86,10 +87,10 @@ def test_the_tokens_of_the_paper_are_chosen(llm):
 
 
 def test_counts(llm):
-    """Counts are the tokens that a step attends to, in pages."""
+    """Counts are the tokens that a step attends to, in pages; without a sink, of small budgets."""
     drive(llm, [Request(novel(llm, 40, 0), 1, {})])
     llm.collective_rpc(lambda worker: tuple(worker.requests.take_counts()))
-    budgets = (96, 256, 512)
+    budgets = (64, 256, 512)
     drive(llm, [Request(novel(llm, 700, 0), 12, {"budget": budget}) for budget in budgets])
     drive(llm, [Request(novel(llm, 40, 0), 1, {})])
     (counts,) = llm.collective_rpc(lambda worker: worker.requests.take_counts()._asdict())

@@ -69,6 +69,19 @@ def test_host_memory_is_no_home_on_the_cpu():
         check_home(VllmConfig(), config)
 
 
+def test_kivi_needs_no_option_but_its_name():
+    """The recent 128 tokens are raw, as in the paper."""
+    config = RetrievalConfig.from_options("kivi", {})
+    assert (config.home, config.codec, config.open_pages) == ("disk", "k2v2", 4)
+    assert RetrievalConfig.from_options("kivi", {"codec": "k4v4"}).codec == "k4v4"
+    full = RetrievalConfig.from_options("full", {"home": "disk", "codec": "k4v4"})
+    assert (full.own.whole, full.open_pages) == (True, 0)
+    with pytest.raises(RetrievalConfigError, match="steps read everything"):
+        RetrievalConfig.from_options("kivi", {"codec": "raw"})
+    with pytest.raises(RetrievalConfigError, match=r"also: kivi: how the cache is encoded .* full"):
+        RetrievalConfig.from_options("freekv", {"also": ["kivi"]})
+
+
 def test_ttkv_needs_no_option_but_its_name():
     config = RetrievalConfig.from_options("ttkv", {})
     assert (config.home, config.codec, config.open_pages) == ("disk", "k8v4", 4)

@@ -86,6 +86,7 @@ class House:
         assert sum(change > self.near_ties for change in changes) <= len(changes) // 20
 
 
+MINE = ("kvretrieval", "full", "kivi", "ttkv", "razor")
 HOUSES = {
     "pages": House(
         "kvretrieval",
@@ -93,7 +94,7 @@ HOUSES = {
             **{
                 name: {}
                 for name, preset in OWN.items()
-                if preset.unit == "page" and name not in ("kvretrieval", "full", "ttkv", "razor")
+                if preset.unit == "page" and name not in MINE
             },
             "twilight": {"mass": 0.3},
             "reranked": {"index": "mean", "rerank": 2},

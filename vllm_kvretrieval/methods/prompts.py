@@ -228,5 +228,5 @@ def kept_prompts(
         if config.window is not None:
             rule = replace(rule, recent=config.window, recent_share=0.0)
         methods[number] = method
-        rules[number] = replace(rule, sink=max(rule.sink, config.sink or 0))
+        rules[number] = rule if config.sink is None else replace(rule, sink=config.sink)
     return KeptPrompts(methods, rules, heads, selected, room, config.page_size) if methods else None

@@ -94,6 +94,11 @@ class RetrievalConfig(Options):
                 made[name] = make_method(name, base, own | changed, self.page_size)
             except RetrievalConfigError as e:
                 raise RetrievalConfigError(f"also: {name}: {e}") from None
+            if made[name].whole and presets()[base].codec != RAW and self.codec == RAW:
+                raise RetrievalConfigError(
+                    f"also: {name}: how the cache is encoded is the server's affair, and here it "
+                    f"is not. Use --attention-backend {base}, or name full."
+                )
             if made[name].shares and self.own.shares:
                 raise RetrievalConfigError(
                     f"also: {name}: its layers would select as {self.method} does, of which there "
@@ -168,6 +173,8 @@ class RetrievalConfig(Options):
         """
         if not presets()[self.method].raw_window:
             return 0
+        if self.own.whole:
+            return self.own.window_pages or 0
         return max(budget.window for budget in self.budgets.largest(self.own))
 
     @functools.cached_property

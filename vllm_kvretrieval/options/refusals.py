@@ -61,9 +61,11 @@ def _named(config: "RetrievalConfig", has: Callable[[Method], bool]) -> str:
 def _check_budgets(config: "RetrievalConfig") -> None:
     for key in ("sink", "window"):
         value = getattr(config, key)
-        if value is not None and (value < config.page_size or value % config.page_size):
+        least = 0 if key == "sink" else config.page_size
+        if value is not None and (value < least or value % config.page_size):
+            what = "0 or a positive multiple" if key == "sink" else "a positive multiple"
             raise RetrievalConfigError(
-                f"{key}={value} must be a positive multiple of page_size={config.page_size}; "
+                f"{key}={value} must be {what} of page_size={config.page_size}; "
                 f"try {config.budgets.nearest(value)}, or leave it out."
             )
     for name, method in config.methods.items():
@@ -142,7 +144,7 @@ def _check_home(config: "RetrievalConfig") -> None:
             "home=device."
         )
     by_head = _named(config, lambda method: method.heads is not None)
-    if by_head or config.own.whole:
+    if by_head or (config.own.whole and config.encoding is None):
         who, what = (by_head, "some heads") if by_head else (config.method, "steps")
         raise RetrievalConfigError(
             f"home={config.home!r} is for contexts of which little is read at a step, and with "

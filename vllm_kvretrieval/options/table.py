@@ -82,7 +82,7 @@ class Options:
     sink: int | None = option(
         None,
         TOKENS,
-        "the first tokens of the context, always attended to",
+        "the first tokens of the context, always attended to; 0: none are",
         "a page, or budget / 16, as the method has it",
         families=tuple(family for family in FAMILIES if family is not WHOLE),
     )

@@ -269,6 +269,8 @@ def _without_index(
     made = Method(
         name, None, page_size, pooling, schedule, 0, schedule.shares, None, None, threshold
     )
+    if schedule.whole:
+        return replace(made, window_pages=base.window_pages)
     if not schedule.by_head:
         return made
     return replace(made, sink_pages=base.sink_pages, heads=make_heads(given.get("heads")))

@@ -168,6 +168,15 @@ OWN = {
         schedule="whole",
         dense_layers=0,
     ),
+    "kivi": Preset(
+        "KIVI: full attention over keys and values of 2 bits, but for recent tokens: a baseline",
+        schedule="whole",
+        window_pages=4,
+        dense_layers=0,
+        codec="k2v2",
+        raw_window=True,
+        home="disk",
+    ),
     "oracle": Preset("the best pages by all their keys, slowly: for evaluation", index="exact"),
 }
 
