@@ -51,7 +51,7 @@ def served(model, monkeypatch):
         {},
         {"budget": 64},
         {"budget": 512, "sink": 32, "window": 64, "mass": 0.9},
-        {"also": ["full", "snapkv"]},
+        {"also": ["full", "snapkv"], "home": "device"},
     ],
     ids=str,
 )

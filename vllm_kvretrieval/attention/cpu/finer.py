@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SHAPING = {
     *("page_size", "summary_size", "index", "pooling", "schedule", "rerank", "unit", "remainder"),
-    *("home", "prefill_budget"),
+    "prefill_budget",
 }
 """Options with which the preset's own pages stay: they shape pages, or read many of them."""
 
@@ -38,6 +38,8 @@ def finer_options(vllm_config: "VllmConfig", method: str, options: Any) -> Mappi
     """
     finer, model = presets()[method].finer, vllm_config.model_config
     if not finer or not isinstance(options, Mapping) or SHAPING.intersection(options):
+        return {}
+    if options.get("home", "device") != "device":
         return {}
     try:
         config = RetrievalConfig.from_options(method, {**options, **finer})
