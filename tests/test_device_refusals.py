@@ -44,6 +44,7 @@ def runner(monkeypatch):
             support.check_engine(vllm_config, config)
 
     monkeypatch.setattr(CpuRetrieval, "check_engine", check_engine)
+    monkeypatch.delattr(CpuRetrieval, "finer_options")
     return runner
 
 

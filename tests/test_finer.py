@@ -10,8 +10,9 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine import random_llama
-from vllm_kvretrieval.attention.cpu import finer, support
+from vllm_kvretrieval.attention.cpu import support
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.platforms import finer
 from vllm_kvretrieval.retrieval.presets import presets
 
 FINER = presets()["kvretrieval"].finer or {}

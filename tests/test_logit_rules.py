@@ -109,9 +109,8 @@ def test_selected_pages(llm, model):
             cpu.attend(query, lists, cache, output, layout, scale, **rule)
             expected = torch.empty_like(output)
             own = impl_of[cache.data_ptr()]
-            reference.attend(
-                query, lists, cache, expected, layout, scale, softcap=own[0], sinks=own[1]
-            )
+            own_rule = {"softcap": own[0], "sinks": own[1], "remainder": rule["remainder"]}
+            reference.attend(query, lists, cache, expected, layout, scale, **own_rule)
             torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
             worker.compared += 1
 

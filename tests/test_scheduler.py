@@ -181,9 +181,10 @@ def test_sparse_prefill_shares_exact_chunks(backend, aligned):
 
 def test_a_share_of_the_prompt_is_no_budget_to_rely_on():
     stepper = Stepper({"memory_fraction": 0.5, "max_budget": 2048})
-    least = stepper.scheduler.retrieval.page_budget(128).total * 32
-    answer, _ = stepper.ask(text(100), 100)
-    chat = text(100) + answer + text(9, 5)
+    retrieval = stepper.scheduler.retrieval
+    least = retrieval.budgets.least(retrieval.own)
+    answer, _ = stepper.ask(text(least - 10), 100)
+    chat = text(least - 10) + answer + text(9, 5)
     assert stepper.ask(chat, 1, EXACT)[1] == full(least + 1)
 
 

@@ -22,6 +22,6 @@ class CpuRetrieval(RetrievalPlatform):
 
     @classmethod
     def finer_options(cls, vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
-        from vllm_kvretrieval.attention.cpu.finer import finer_options  # which loads the kernels
+        from vllm_kvretrieval.platforms.finer import finer_options  # which loads the kernels
 
         return finer_options(vllm_config, method, options_of(vllm_config))

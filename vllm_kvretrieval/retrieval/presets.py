@@ -36,7 +36,7 @@ class Preset:
         keeping: Where the schedule keeps some tokens and drops the others, which.
         budget_shares: See :func:`vllm_kvretrieval.retrieval.shares.make_shares`.
         finer: Options in place of these where smaller pages are served well
-            (:mod:`vllm_kvretrieval.attention.cpu.finer`); None: there are none.
+            (:mod:`vllm_kvretrieval.platforms.finer`); None: there are none.
     """
 
     summary: str
