@@ -107,7 +107,7 @@ def _lines(data: Any, levels: int) -> str:
     if isinstance(data, list):
         entries = [_lines(value, levels - 1) for value in data]
     else:
-        entries = [f"{json.dumps(key)}: {_lines(v, levels - 1)}" for key, v in data.items()]
+        entries = [f"{json.dumps(str(key))}: {_lines(v, levels - 1)}" for key, v in data.items()]
     begin, end = "[]" if isinstance(data, list) else "{}"
     if isinstance(data, list) and not isinstance(data[0], dict | list):
         return f"{begin}{', '.join(entries)}{end}"

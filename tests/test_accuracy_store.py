@@ -58,6 +58,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_numbers_are_keys(tmp_path):
+    common.write_json(tmp_path / "results.json", {"contexts": {2048: {"ms": [1, 2]}}})
+    assert common.read_json(tmp_path / "results.json") == {"contexts": {"2048": {"ms": [1, 2]}}}
+
+
 def test_a_broken_result_file_says_what_to_do(tmp_path):
     path = tmp_path / "results.json"
     path.write_text("{")
