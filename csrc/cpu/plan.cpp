@@ -88,6 +88,7 @@ struct Planner {
   int group_elements() const { return chooser.group * index.head_size; }
   int units(int row) const { return rows.units(row, index.page_size); }
   int entries(int row) const { return index.entries_of(rows.seq_lens[row]); }
+  bool adds_up() const { return plan.rest_lse != nullptr && chooser.remainder > 0; }
   int64_t sum_size() const { return MeanSums::size(index.head_size); }
   const int32_t* blocks(int row) const { return rows.block_table + row * rows.block_table_stride; }
   const E* query(int row, int head) const {
@@ -110,8 +111,7 @@ struct Planner {
       return;
     }
     score_fn({index, Records(index, blocks(row)), query(row, head), head, heads, chooser.group,
-              chooser.scale, begin, end, scores, unit_stride, stride,
-              plan.rest_lse != nullptr && chooser.remainder > 0});
+              chooser.scale, begin, end, scores, unit_stride, stride, adds_up()});
   }
 
   // The same of a task, made ready for pooling and, with a remainder, added up; `heads` of all KV heads.
@@ -120,17 +120,24 @@ struct Planner {
     score(row, 0, index.kv_heads, begin, end, heads->scores, chooser.group * heads->stride, heads->stride);
     if (is_raw(chooser.pooling)) return;
     const int first = begin * per_entry, count = (end - begin) * per_entry;
+    for (int head = 0; head < index.kv_heads; ++head)
+      for (int g = 0; g < chooser.group; ++g) {
+        const HeadScores& of = heads[head];
+        of.masses[g * of.chunks + task] = exp_scores(of.scores + g * of.stride + first, count);
+      }
+    if (adds_up()) add_up(row, task, first, count, heads);
+  }
+
+  // Adds up the items of a task that exp_scores has given their masses.
+  void add_up(int row, int task, int first, int count, const HeadScores* heads) const {
     const Records records(index, blocks(row));
     thread_local std::vector<int32_t> items;
     items.resize(count);
     std::iota(items.begin(), items.end(), first);
     for (int head = 0; head < index.kv_heads; ++head) {
       const HeadScores& of = heads[head];
-      for (int g = 0; g < chooser.group; ++g)
-        of.masses[g * of.chunks + task] = exp_scores(of.scores + g * of.stride + first, count);
-      if (of.sums != nullptr)
-        MeanSums(records, head).sum(items, chooser.group, of.scores, of.stride,
-                                    of.sums + task * sum_size(), of.chunks * sum_size());
+      MeanSums(records, head).sum(items, chooser.group, of.scores, of.stride, of.sums + task * sum_size(),
+                                  of.chunks * sum_size());
     }
   }
 
@@ -331,7 +338,7 @@ static void plan_decode_of(const DecodePlan& p) {
   const int most = planner.most, chunk = planner.chunk, group = p.chooser.group;
   const int chunks = (most + chunk - 1) / chunk;
   const int64_t stride = int64_t(chunks) * chunk * planner.per_entry;
-  const bool rest = p.rest_lse != nullptr && p.chooser.remainder > 0;
+  const bool rest = planner.adds_up();
   const int64_t sums = rest ? chunks * planner.sum_size() : 0;
   const int shared = std::min<int>(rows.rows, (4 * omp_get_max_threads() + heads - 1) / heads);
   const int wave = std::clamp<int64_t>(kMostScores / std::max<int64_t>(heads * group * stride, 1), 1,

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvretrieval.options.source import options_of
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
 
 if TYPE_CHECKING:
@@ -24,4 +23,4 @@ class CpuRetrieval(RetrievalPlatform):
     def finer_options(cls, vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
         from vllm_kvretrieval.platforms.finer import finer_options  # which loads the kernels
 
-        return finer_options(vllm_config, method, options_of(vllm_config))
+        return finer_options(vllm_config, method)

@@ -9,22 +9,22 @@ from vllm_kvretrieval.attention.cpu.support import choose_attention
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.source import options_of
 from vllm_kvretrieval.retrieval.presets import presets
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SHAPING = {
-    *("page_size", "summary_size", "index", "pooling", "schedule", "rerank", "unit", "remainder"),
-    "prefill_budget",
-}
+SHAPING = frozenset(
+    "page_size summary_size index pooling schedule rerank unit remainder prefill_budget".split()
+)
 """Options with which the preset's own pages stay: they shape pages, or read many of them."""
 
 SOFT_CAPPING = "attn_logit_softcapping"
 """Field of a model's configuration."""
 
 
-def finer_options(vllm_config: "VllmConfig", method: str, options: Any) -> Mapping[str, Any]:
+def finer_options(vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
     """Options that a method has here in place of its preset's; empty: there are none.
 
     The pages of an engine have one size, so other methods that keep an index leave the preset's
@@ -34,9 +34,9 @@ def finer_options(vllm_config: "VllmConfig", method: str, options: Any) -> Mappi
     Args:
         vllm_config: The configuration of the engine.
         method: The engine's own method.
-        options: The ``kv_retrieval`` options of the engine, as the user wrote them.
     """
-    finer, model = presets()[method].finer, vllm_config.model_config
+    preset, model, options = presets()[method], vllm_config.model_config, options_of(vllm_config)
+    finer = preset.finer
     if not finer or not isinstance(options, Mapping) or SHAPING.intersection(options):
         return {}
     if options.get("home", "device") != "device":
@@ -51,7 +51,6 @@ def finer_options(vllm_config: "VllmConfig", method: str, options: Any) -> Mappi
     apart = has_foreign_connector(vllm_config) or given % config.own.entry_tokens
     if indexed or apart or model.is_hybrid or getattr(text, SOFT_CAPPING, None):
         return {}
-    own_pages = presets()[method].page_size
-    plain = _get_attn_isa(model.dtype, own_pages, model.get_head_size()) == "vec"  # no AMX
+    plain = _get_attn_isa(model.dtype, preset.page_size, model.get_head_size()) == "vec"  # no AMX
     own = choose_attention(config, model.dtype, model.get_head_size()).own
     return finer if plain and own else {}
