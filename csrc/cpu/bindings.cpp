@@ -229,6 +229,16 @@ NB_MODULE(_cpu, m) {
       nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
+      "multiply",
+      [](uintptr_t x, uintptr_t weights, uintptr_t bias, uintptr_t out, int64_t tokens, int64_t inputs,
+         int64_t outputs, int dtype) {
+        active->multiply({static_cast<kvr::DType>(dtype), at<void>(x), at<void>(weights), at<void>(bias),
+                          at<void>(out), tokens, inputs, outputs});
+      },
+      nb::kw_only(), nb::arg("x"), nb::arg("weights"), nb::arg("bias"), nb::arg("out"), nb::arg("tokens"),
+      nb::arg("inputs"), nb::arg("outputs"), nb::arg("dtype"), nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
       "stage_pages",
       [](uintptr_t source, uintptr_t pages, int64_t num_pages, uintptr_t target,
          int32_t pages_per_block, int32_t kv_heads, int32_t page_size, int32_t head_size,

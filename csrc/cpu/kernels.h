@@ -311,6 +311,16 @@ struct PromptAttention {
   int32_t queries(int sequence) const { return starts[sequence + 1] - starts[sequence]; }
 };
 
+// out = x * weights^T + bias, of a few tokens.
+struct LinearLayer {
+  DType dtype;
+  const void* x;        // [tokens, inputs]
+  const void* weights;  // [outputs, inputs]
+  const void* bias;     // [outputs], or null
+  void* out;            // [tokens, outputs]
+  int64_t tokens, inputs, outputs;
+};
+
 struct UnitCoding;  // codec.h
 
 // The functions that one instruction set provides.
@@ -323,6 +333,7 @@ struct KernelTable {
   void (*attend)(const Attention&);
   void (*attend_prompt)(const PromptAttention&);
   void (*select_context)(const ContextSelection&);
+  void (*multiply)(const LinearLayer&);
   // These run on the calling thread alone.
   void (*encode_units)(const UnitCoding&);
   void (*decode_units)(const UnitCoding&);

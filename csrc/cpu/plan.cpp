@@ -28,6 +28,7 @@ void read_keys(const KeyReading&);
 void attend(const Attention&);      // attend.cpp
 void attend_prompt(const PromptAttention&);  // attend_prompt.cpp
 void select_context(const ContextSelection&);  // filter.cpp
+void multiply(const LinearLayer&);             // linear.cpp
 void encode_units(const UnitCoding&);          // codec.cpp
 void decode_units(const UnitCoding&);
 
@@ -385,7 +386,7 @@ const KernelTable KVR_CONCAT(table_, KVR_ISA) = {KVR_STRING(KVR_ISA), KVR_ISA::u
                                                  KVR_ISA::plan_decode, KVR_ISA::index_pages,
                                                  KVR_ISA::read_keys,
                                                  KVR_ISA::attend, KVR_ISA::attend_prompt,
-                                                 KVR_ISA::select_context,
+                                                 KVR_ISA::select_context, KVR_ISA::multiply,
                                                  KVR_ISA::encode_units, KVR_ISA::decode_units};
 
 }  // namespace kvr

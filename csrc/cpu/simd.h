@@ -157,6 +157,10 @@ struct BFloat16
   static Floats load(const BFloat16* p) {
     return (Floats)((Words)_mm512_cvtepu16_epi32(load_as<__m256i>(p)) << 16);
   }
+#elif defined(__AVX2__)
+  static Floats load(const BFloat16* p) {
+    return (Floats)((Words)_mm256_cvtepu16_epi32(load_as<__m128i>(p)) << 16);
+  }
 #else
   static Floats load(const BFloat16* p) {
     return (Floats)(__builtin_convertvector(load_as<Halves>(p), Words) << 16);

@@ -1,8 +1,8 @@
-"""Linear layers in 16 bits on CPUs that have no instructions for them: prompts in float32.
+"""Linear layers in 16 bits on CPUs that have no instructions for them: products in float32.
 
 vLLM multiplies by oneDNN, which refuses 16 bits on a CPU with AVX2 only, and then by PyTorch, which
-is slow there. To convert the weights and multiply in float32 takes less time from a few tokens on,
-and its sums are rounded once, at the end.
+is slow there. A kernel of our own multiplies few tokens. For many, the weights are converted, and
+PyTorch multiplies in float32. Both round a sum once, at the end.
 """
 
 import torch
@@ -10,8 +10,9 @@ from torch.nn import functional
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
+from vllm_kvretrieval.kernels import cpu
 
-MANY = 16
+MANY = 32
 """Tokens from which on the conversion of weights pays."""
 AT_ONCE = 1 << 22
 """Elements of weights that are converted at a time, so that they take little memory."""
@@ -22,11 +23,11 @@ _library = torch.library.Library("kv_retrieval", "FRAGMENT")
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias``; of many tokens with products in float32.
+    """``x @ weight.T + bias``, with products and sums in float32.
 
     Args:
         x: [..., inputs], of 16 bits.
-        weight: [outputs, inputs].
+        weight: [outputs, inputs], contiguous.
         bias: [outputs].
 
     Returns:
@@ -34,7 +35,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     outputs, inputs = weight.shape
     if x.numel() < MANY * inputs:
-        return functional.linear(x, weight, bias)
+        return cpu.multiply(x, weight, bias)
     result = x.new_empty(*x.shape[:-1], outputs)
     wide = x.float()
     rows = max(AT_ONCE // inputs, 1)
@@ -75,7 +76,9 @@ def widen_linear_layers(model: torch.nn.Module) -> int:
         # vLLM's faster products are closures over what they have packed; its last resort is none.
         if chosen is None or getattr(chosen, "__closure__", None) is not None:
             continue
-        if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.dtype in NARROW:
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+            continue
+        if weight.dtype in NARROW and weight.is_contiguous():
             module.cpu_linear = torch.ops.kv_retrieval.linear
             found += 1
     return found
