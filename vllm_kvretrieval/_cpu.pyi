@@ -99,6 +99,17 @@ def update_index(
 ) -> None: ...
 def index_pages(pages: int, lengths: int, num_pages: int, index: Index) -> None: ...
 def read_keys(entries: int, num_entries: int, index: Index, keys: int) -> None: ...
+def multiply(
+    *,
+    x: int,
+    weights: int,
+    bias: int,
+    out: int,
+    tokens: int,
+    inputs: int,
+    outputs: int,
+    dtype: int,
+) -> None: ...
 def stage_pages(
     source: int,
     pages: int,

@@ -33,6 +33,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "first": steps.first,
     "layers": prompts.layers,
     "levels": indexes.levels,
+    "linear": indexes.linear,
     "methods": steps.methods,
     "metrics": metrics.metrics,
     "observation": prompts.observation,

@@ -1,4 +1,4 @@
-"""Tables of operations alone: `benchmarks.ops planning`, `attention` and `scheduler`."""
+"""Tables of operations alone: `benchmarks.ops planning`, `attention`, `linear` and `scheduler`."""
 
 from __future__ import annotations
 
@@ -62,3 +62,24 @@ def levels(results: Results, options: Options) -> str:
         for row in store["rows"]
     ]
     return markdown(["us of processor time", "vLLM", "ours", "more"], rows)
+
+
+def linear(results: Results, options: Options) -> str:
+    """Milliseconds of a step's linear layers: rows by tokens, columns by type and way."""
+    (store,) = results.values()
+    rows_of = {(row["dtype"], row["tokens"]): row for row in store["rows"]}
+    dtypes = list(dict.fromkeys(dtype for dtype, _ in rows_of))
+    header = ["tokens"]
+    for dtype in dtypes:
+        header += [f"{dtype}: PyTorch, ms", "our kernel", "weights converted"]
+    header.append("float32: vLLM, ms")
+    rows = []
+    for tokens in dict.fromkeys(tokens for _, tokens in rows_of):
+        found = [rows_of[dtype, tokens] for dtype in dtypes]
+        cells = [
+            f"{row[way]:.1f}"
+            for row in found
+            for way in ("pytorch_ms", "kernel_ms", "converted_ms")
+        ]
+        rows.append([str(tokens), *cells, f"{found[0]['float32_ms']:.1f}"])
+    return markdown(header, rows)

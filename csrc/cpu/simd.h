@@ -58,7 +58,7 @@ inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
 #endif
 
-// Bytes as whole numbers: one instruction for what GCC makes a loop over elements.
+// Bytes or halves as whole numbers: one instruction for what GCC makes several of, or a loop.
 inline Ints whole(const int8_t* p) {
 #if defined(__AVX512F__)
   return (Ints)_mm512_cvtepi8_epi32(load_as<__m128i>(p));
@@ -75,6 +75,15 @@ inline Ints whole(const uint8_t* p) {
   return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #else
   return __builtin_convertvector(load_as<uint8_t __attribute__((vector_size(kWidth)))>(p), Ints);
+#endif
+}
+inline Words whole(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepu16_epi32(load_as<__m256i>(p));
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32(load_as<__m128i>(p));
+#else
+  return __builtin_convertvector(load_as<Halves>(p), Words);
 #endif
 }
 
@@ -153,19 +162,7 @@ struct BFloat16
 #endif
 {
   uint16_t bits;
-#if defined(__AVX512F__)  // one instruction for what GCC makes four of
-  static Floats load(const BFloat16* p) {
-    return (Floats)((Words)_mm512_cvtepu16_epi32(load_as<__m256i>(p)) << 16);
-  }
-#elif defined(__AVX2__)
-  static Floats load(const BFloat16* p) {
-    return (Floats)((Words)_mm256_cvtepu16_epi32(load_as<__m128i>(p)) << 16);
-  }
-#else
-  static Floats load(const BFloat16* p) {
-    return (Floats)(__builtin_convertvector(load_as<Halves>(p), Words) << 16);
-  }
-#endif
+  static Floats load(const BFloat16* p) { return (Floats)(whole(&p->bits) << 16); }
   static void store(BFloat16* p, Floats v) {
     Halves h = __builtin_convertvector((Words)v >> 16, Halves);
     std::memcpy(p, &h, sizeof h);

@@ -49,8 +49,7 @@ inline Words words_of(const typename P::Element* p) {
 template <class P>
 inline Words join(const typename P::Element* p, [[maybe_unused]] const typename P::Element* second) {
   if constexpr (P::kDepth == 2)
-    return __builtin_convertvector(load_as<Halves>(p), Words) |
-           __builtin_convertvector(load_as<Halves>(second), Words) << 16;
+    return whole(&p->bits) | whole(&second->bits) << 16;
   else return (Words)P::Element::load(p);
 }
 

@@ -49,7 +49,7 @@ def startup_advice(dtype: torch.dtype, workers: int, widened: bool = False) -> s
     Args:
         dtype: the model's.
         workers: how many share this machine.
-        widened: whether linear layers multiply prompts in float32, whatever the dtype.
+        widened: whether linear layers multiply in float32, whatever the dtype.
     """
     # vLLM binds the worker's own threads; its parent may run on every core.
     cores = cores_of(os.getppid())

@@ -93,7 +93,7 @@ class RetrievalCPUWorker(StoringWorker):
         """See ``CPUWorker.load_model``; with ``attention=vllm`` all is computed as vLLM does."""
         super().load_model(**options)
         if self.attention.own and (count := widen_linear_layers(self.model_runner.get_model())):
-            logger.info("%d linear layers multiply prompts in float32.", count)
+            logger.info("%d linear layers multiply in float32.", count)
 
     def _allocate_kv_cache(self, kv_cache_config: Any, **options: Any) -> None:
         """Allocate the KV cache. It replaces the model runner's method if there is a slow home."""
