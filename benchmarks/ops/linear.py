@@ -54,7 +54,7 @@ def _packed(x: torch.Tensor, weight: Any) -> torch.Tensor:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
-    add_tokens(parser, "--tokens", [1, 2, 4, 8, 16, 24, 32, 64], "tokens of a step")
+    add_tokens(parser, "--tokens", [1, 2, 4, 8, 16, 32, 48, 64], "tokens of a step")
     add(
         "--dtype",
         nargs="+",

@@ -12,7 +12,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
 from vllm_kvretrieval.kernels import cpu
 
-MANY = 32
+MANY = 48
 """Tokens from which on the conversion of weights pays."""
 AT_ONCE = 1 << 22
 """Elements of weights that are converted at a time, so that they take little memory."""
