@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_tokens(parser, "--tokens", [1, 2, 4, 8, 16, 32, 48, 64], "tokens of a step")
     add(
-        "--dtype",
+        "--dtypes",
         nargs="+",
         choices=("bfloat16", "float16"),
         default=["bfloat16", "float16"],
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     torch.manual_seed(0)
     wide = [[torch.randn(shape) for shape in SHAPES] for _ in range(LAYERS)]
     packed = [[ops.create_onednn_mm(weight.t(), PRIMITIVES) for weight in layer] for layer in wide]
-    for dtype in args.dtype:
+    for dtype in args.dtypes:
         weights = [[weight.to(DTYPES[dtype]) for weight in layer] for layer in wide]
         for count in args.tokens:
             floats = [torch.randn(count, inputs) for _, inputs in SHAPES]

@@ -24,14 +24,7 @@ from vllm_kvretrieval.options.values import (
 )
 from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
-from vllm_kvretrieval.retrieval.family import (
-    DROPPING,
-    FAMILIES,
-    FILTERS,
-    HEADS,
-    SCORED,
-    WHOLE,
-)
+from vllm_kvretrieval.retrieval.family import DROPPING, FAMILIES, FILTERS, HEADS, SCORED, WHOLE
 from vllm_kvretrieval.retrieval.filters import check_filters
 from vllm_kvretrieval.retrieval.heads import SHARE as SHARE_OF_HEADS
 from vllm_kvretrieval.retrieval.index import OWN as OWN_INDEXES

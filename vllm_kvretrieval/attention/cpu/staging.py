@@ -6,6 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
+
 BLOCK_SIZE = 128
 """vLLM's own choice for the CPU. Its kernel takes 7 to 12 % longer over blocks of 32 tokens."""
 
@@ -124,3 +127,37 @@ class PrefillStaging:
             ),
             torch.from_numpy(np.minimum(staged, len(self.buffer) - 1).astype(np.int32)),
         )
+
+
+def staging_for(
+    shape: tuple[int, int, torch.dtype],
+    isa: str,
+    config: RetrievalConfig,
+    encoded: bool,
+    model: str,
+    max_tokens: int,
+) -> PrefillStaging | None:
+    """Room for layers of one shape; None where vLLM's kernel reads their pages as well.
+
+    Args:
+        shape: KV heads, head size and dtype of the KV cache.
+        isa: Variant of vLLM's kernel that reads it.
+        config: Options of the engine.
+        encoded: Whether the pages are encoded.
+        model: Its name, for messages.
+        max_tokens: Tokens of the longest context.
+
+    Raises:
+        RetrievalConfigError: The layout that vLLM chose cannot be encoded.
+    """
+    page_size, rows = config.page_size, config.rows
+    if isa not in (ISAS_OF_ROWS if rows else ISAS):
+        if encoded:
+            raise RetrievalConfigError(
+                f"kv_retrieval.codec={config.codec} cannot encode pages of {model}, whose keys "
+                f"vLLM lays out for {isa}; use codec=raw."
+            )
+        return None
+    if BLOCK_SIZE % page_size or (page_size == BLOCK_SIZE and not (rows or encoded)):
+        return None
+    return PrefillStaging(page_size, *shape, max_tokens, isa, rows, encoded)

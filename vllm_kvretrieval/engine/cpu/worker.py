@@ -16,7 +16,7 @@ from vllm_kvretrieval import compat
 from vllm_kvretrieval.attention.cpu.durations import Durations
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
-from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, ISAS, ISAS_OF_ROWS, PrefillStaging
+from vllm_kvretrieval.attention.cpu.staging import PrefillStaging, staging_for
 from vllm_kvretrieval.attention.cpu.support import ATTENDED
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
@@ -36,13 +36,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.limits import SCARCE, explained
-from vllm_kvretrieval.methods import (
-    EngineFacts,
-    Layer,
-    LayerFacts,
-    connect_layers,
-    layer_methods,
-)
+from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_layers, layer_methods
 from vllm_kvretrieval.methods.prompts import Heads
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.storage import LayerPlace, Memory, Storage
@@ -217,6 +211,19 @@ class RetrievalCPUWorker(StoringWorker):
                 layers[name].impl.kernels = cpu
         return groups
 
+    def _staging(self, builder: RetrievalMetadataBuilder) -> PrefillStaging | None:
+        """The group's staging buffer; None where prompts are read in place."""
+        if not self.stages or (self.tiers is not None and not self.tiers.staging):
+            return None
+        return staging_for(
+            (builder.num_kv_heads, builder.head_dim, builder.dtype),
+            builder.isa,
+            self.retrieval_config,
+            self.encoding is not None,
+            self.model_config.model,
+            self.model_config.max_model_len,
+        )
+
     def _blocks_beside_home(self, layers: dict[str, Any]) -> Iterator[torch.Tensor]:
         """What fast memory has of each block: dense layers and page indexes, uint8 [blocks, n]."""
         blocks = self.cache_config.num_gpu_blocks
@@ -259,10 +266,6 @@ class RetrievalCPUWorker(StoringWorker):
     def _connected(self) -> bool:
         """Whether our connector reports to the scheduler and the front end."""
         return has_kv_transfer_group() and isinstance(get_kv_transfer_group(), RetrievalConnector)
-
-    @property
-    def _pages_per_block(self) -> int:
-        return self.cache_config.block_size // self.retrieval_config.page_size
 
     def _attach(self, name: str, layer: Any, layout: str, staging: PrefillStaging | None) -> None:
         """Make the layer a retrieval layer."""
@@ -319,33 +322,6 @@ class RetrievalCPUWorker(StoringWorker):
         if workers.world_size == 1:
             return None
         return lambda numbers: torch.distributed.all_reduce(numbers, by, workers.cpu_group)
-
-    def _staging(self, builder: RetrievalMetadataBuilder) -> PrefillStaging | None:
-        """The group's staging buffer; None where the pages serve vLLM's prefill kernel as well."""
-        page_size, rows = self.retrieval_config.page_size, self.retrieval_config.rows
-        if not self.stages or (self.tiers is not None and not self.tiers.staging):
-            return None
-        encoded = self.encoding is not None
-        if builder.isa not in (ISAS_OF_ROWS if rows else ISAS):
-            if encoded:
-                raise RetrievalConfigError(
-                    f"kv_retrieval.codec={self.retrieval_config.codec} cannot encode pages of "
-                    f"{self.model_config.model}, whose keys vLLM lays out for {builder.isa}; use "
-                    "codec=raw."
-                )
-            return None
-        if BLOCK_SIZE % page_size or (page_size == BLOCK_SIZE and not (rows or encoded)):
-            return None
-        return PrefillStaging(
-            page_size,
-            builder.num_kv_heads,
-            builder.head_dim,
-            builder.dtype,
-            self.model_config.max_model_len,
-            builder.isa,
-            rows,
-            encoded,
-        )
 
     def compile_or_warm_up_model(self) -> Any:
         """See ``CPUWorker.compile_or_warm_up_model``, whose requests are not counted."""
