@@ -16,7 +16,8 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from tests.test_refusals import LLAMA, TRANSFER, configure, pattern  # noqa: F401
+from tests.model_configs import LLAMA
+from tests.test_refusals import TRANSFER, configure, pattern  # noqa: F401
 from vllm_kvretrieval.attention.cuda import support
 from vllm_kvretrieval.engine.cuda.runner import MODEL_STATES, RetrievalModelRunner
 from vllm_kvretrieval.errors import RetrievalConfigError

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.heads_recorder import scored
-from tests.test_refusals import LLAMA, configure  # noqa: F401  # a fixture
+from tests.model_configs import LLAMA
+from tests.test_refusals import configure  # noqa: F401  # a fixture
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.heads import SHIPPED, choose_heads, read_heads, shipped

@@ -11,7 +11,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.engine import checkpoint
-from tests.test_refusals import LLAMA, configure  # noqa: F401
+from tests.model_configs import LLAMA
+from tests.test_refusals import configure  # noqa: F401
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.filters import filters_for

@@ -4,140 +4,33 @@ Servers end and start, in order or killed at random moments; whatever a request 
 the bytes of its key and its level.
 """
 
-import collections
 import contextlib
 import gc
-import hashlib
 import os
 import random
 import signal
 import time
-from typing import Any
 
 import pytest
-import torch
 from vllm.v1.request import RequestStatus
 
 from benchmarks.serving import store_start
 from benchmarks.stepper import BLOCK, Stepper
-from tests.store_model import Lost, contents
+from tests.store_life import BLOCKS, GEOMETRY, OPTIONS, Life, prompt, stepper, written
+from tests.store_model import contents
 from vllm_kvretrieval.engine import store_expiry
-from vllm_kvretrieval.engine.allotments import allotted_blocks
-from vllm_kvretrieval.engine.connector import Seats
-from vllm_kvretrieval.engine.cpu.store import HomeStore
-from vllm_kvretrieval.engine.store_steps import FIELD
 from vllm_kvretrieval.store.contexts import NO_PARENT
-from vllm_kvretrieval.store.files import Folder, write_at
-from vllm_kvretrieval.store.inbox import DROP, INBOX, PIN, UNPIN, Change, put
+from vllm_kvretrieval.store.files import Folder
+from vllm_kvretrieval.store.inbox import DROP, INBOX, PIN, UNPIN
 from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import Geometry, open_store, store_names
+from vllm_kvretrieval.store.store import open_store, store_names
 
-BLOCKS = 90
 ABORTED = RequestStatus.FINISHED_ABORTED
-PARTS = 24, 8
-GEOMETRY = Geometry(BLOCKS, 2, 64, sum(PARTS))
-OPTIONS = {"home": "disk", "budget": 256}
 KILLS = 60
 MANY = 20000
 LONGEST_S = 0.06
 
 pytestmark = [pytest.mark.model]
-
-
-def stepper(directory, **options):
-    store = {"store": str(directory)} | options
-    return Stepper(OPTIONS | store, blocks=BLOCKS, max_model_len=1024, enable_prefix_caching=True)
-
-
-def written(key, level):
-    """What the worker writes to a block: its pages in all layers, and what is beside them."""
-    size = GEOMETRY.layers * GEOMETRY.layer_block_bytes + GEOMETRY.side_bytes
-    return hashlib.shake_256(bytes(key) + bytes([level])).digest(size)
-
-
-class Life:
-    """A server from its start to its end: the scheduler, and a worker that computes nothing."""
-
-    def __init__(self, directory, stepper, seed=0):
-        self.random = random.Random(seed)
-        self.home: Any = HomeStore(str(directory), {"model": "test", "block_size": BLOCK})
-        self.home.file(GEOMETRY)
-        self.parts = [torch.zeros(BLOCKS, n, dtype=torch.uint8) for n in PARTS]
-        self.lost = Lost()
-        self.home.attach(self.parts, self.lost)
-        self.store = open_store(str(directory), self.home.name, write=True)
-        self.stepper, self.scheduler = stepper, stepper.scheduler
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): Seats(8, self.home.name)}
-        )
-        self.stepper.look = self.compute
-        self.checked, self.counts = 0, collections.Counter[str]()
-        take = self.scheduler._store.take_counts
-        self.scheduler._store.take_counts = lambda: self.count(take())
-
-    def count(self, counts):
-        """Add up what the connector takes."""
-        self.counts.update(counts)
-        return counts
-
-    def damage(self, block):
-        """Change the bytes of a block that has been stored."""
-        assert self.home._writer is not None
-        self.home._writer._thread.submit(int).result()
-        self.write(block, b"?" * len(written(b"", 0)))
-
-    def change(self, action, key):
-        """Ask the server for a change, as others do."""
-        put(self.store.folder, Change(action, key))
-
-    def compute(self, output):
-        """A step of the worker."""
-        if not output.total_num_scheduled_tokens:
-            time.sleep(0.001)  # as vLLM does where requests wait for a connector
-        step = getattr(output, FIELD)
-        self.home.begin_step(step)
-        assert not self.lost.added
-        shared, new = allotted_blocks(output, BLOCK)
-        for block in new:
-            self.write(block, self.random.randbytes(len(written(b"", 0))))
-        for block, record in step.commit:
-            self.write(block, written(record.key, record.level))
-        for block in {*shared}:
-            self.check(self.scheduler.kv_cache_manager.block_pool.blocks[block])
-        self.home.end_step(step)
-
-    def check(self, block):
-        """What a request shares has the right bytes: on disk, and in memory beside it."""
-        data = written(block.block_hash[:32], self.scheduler.levels.of(block))
-        pages, side = data[: -GEOMETRY.side_bytes], data[-GEOMETRY.side_bytes :]
-        assert contents(self.store, block.block_id)[: len(pages)] == pages
-        assert b"".join(bytes(part[block.block_id].tolist()) for part in self.parts) == side
-        self.checked += 1
-
-    def write(self, block, data):
-        for layer in range(GEOMETRY.layers):
-            size = GEOMETRY.layer_block_bytes
-            place = (layer * BLOCKS + block) * size
-            write_at(self.store.pages_fd, data[layer * size : (layer + 1) * size], place)
-        side = torch.frombuffer(bytearray(data[-GEOMETRY.side_bytes :]), dtype=torch.uint8)
-        for part, values in zip(self.parts, side.split(PARTS), strict=True):
-            part[block] = values
-
-    def ask_at_random(self):
-        """A request that shares beginnings with others, and perhaps wants exact answers."""
-        document = self.random.randrange(6)
-        length = self.random.randrange(1, 20) * BLOCK + self.random.randrange(BLOCK)
-        tokens = [document * 97 + i % 89 for i in range(length)]
-        options = {"exact": True} if self.random.random() < 0.3 else {}
-        self.stepper.add(tokens, self.random.randrange(1, 3 * BLOCK), options)
-
-    def end(self):
-        self.home.close()
-        self.scheduler.shutdown()
-
-
-def prompt(document, blocks=8):
-    return [document * 97 + i % 89 for i in range(blocks * BLOCK + 5)]
 
 
 def test_a_prefix_is_found_after_a_restart(tmp_path):
