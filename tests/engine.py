@@ -269,10 +269,14 @@ def assert_resumed(
     assert answer.logprobs[done:] == pytest.approx(again.logprobs, abs=tolerance)
 
 
-def assert_same(answer: Answer, expected: Answer, tolerance: float) -> None:
-    """Equal tokens, and log-probs of them that are equal to rounding."""
+def assert_same(answer: Answer, expected: Answer, tolerance: float, tipped: int = 0) -> None:
+    """Equal tokens, and log-probs of them that are equal to rounding.
+
+    In as many steps as ``tipped`` a rounding may have decided between pages of equal worth.
+    """
     assert answer.tokens == expected.tokens
-    assert answer.logprobs == pytest.approx(expected.logprobs, abs=tolerance)
+    apart = [abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs, strict=True)]
+    assert sum(not difference <= tolerance for difference in apart) <= tipped, apart
 
 
 def prompt(length: int, seed: int | None = None) -> list[int]:

@@ -87,14 +87,17 @@ def test_workers_have_their_parts(served):
 
 
 def test_two_workers_answer_as_one(served, expected):  # noqa: F811
-    """Prompts in chunks beside decode steps, whole contexts and selections, replays of graphs."""
+    """Prompts in chunks beside decode steps, whole contexts and selections, replays of graphs.
+
+    Each worker rounds its part of a sum, which may decide between two pages.
+    """
     engine, *_ = served
     requests = {"short": SHORT, "exact": EXACT, **SPARSE}
     crowd = [replace(r, arrives=2 * number) for number, r in enumerate(requests.values())]
     before = [worker["replays"] for worker in engine.describe_workers()]
     answers = dict(zip(requests, engine.drive(crowd), strict=True))
     for name, answer in answers.items():
-        assert_same(answer, expected[name], TOLERANCE)
+        assert_same(answer, expected[name], TOLERANCE, tipped=int(name in SPARSE))
     assert difference(answers["exact"], answers["freekv"]) > 10 * TOLERANCE
     after = [worker["replays"] for worker in engine.describe_workers()]
     assert all(b - a > 10 for a, b in zip(before, after, strict=True))

@@ -12,6 +12,7 @@ import torch
 from vllm.config import KVTransferConfig
 
 from tests.engine import Answer, Request, assert_same, drive, engine, random_llama
+from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
 
 pytestmark = pytest.mark.engine
 
@@ -25,6 +26,9 @@ OPTIONS: dict[str, Any] = {
 }
 RETRIEVAL: dict[str, Any] = {"budget": 128, "sink": 32, "window": 32}
 RETRIEVAL |= {"also": {"kvretrieval": {}, "quest": {}}}
+IN_CROWD = 0.05 if slow_bfloat16() else 1e-4
+"""Tolerance of log-probs. With AVX2 only, products of a token depend on the tokens beside it, and a
+rounding may decide which of two pages is read."""
 LOADED = 1184 // 32
 """Pages of the document that its connector loads."""
 EVERY_STEP = ({"correction_threshold": 1.0}, {"method": "kvretrieval"}, {"method": "quest"})
@@ -144,7 +148,7 @@ def test_loaded_kv_is_retrieved_from(llm, storage, stock):
         (crowd[1::2], documents),
     ):
         for answer, right in zip(answers, expected, strict=True):
-            assert_same(answer, right, tolerance=1e-4)
+            assert_same(answer, right, IN_CROWD if answer in crowd else 1e-4)
 
 
 def test_a_cache_filled_without_prefill(model):
