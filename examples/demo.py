@@ -30,7 +30,7 @@ from typing import Any
 import openai
 from demo_server import Progress, Server, ServerError
 
-from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
+from vllm_kvretrieval.engine.cpu.advice import all_cores
 from vllm_kvretrieval.retrieval.presets import presets
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
@@ -233,11 +233,6 @@ def run(args: argparse.Namespace) -> bool:
     options += ["--enable-prompt-tokens-details"]
     if args.store is not None:
         options += ["--kv-retrieval.home", "disk", "--kv-retrieval.store", args.store]
-    if (dtype := preferred_dtype()) != "auto":
-        print(
-            f"bfloat16 is slow on this CPU, which has neither AVX-512 BF16 nor AMX: {dtype} it is."
-        )
-        options += ["--dtype", dtype]
     settings = all_cores()
     print("The server computes on all cores; by default vLLM would keep one for its front end.")
     with Server(args.model, options, settings, args.log) as server:
