@@ -23,6 +23,7 @@ from vllm import _custom_ops as ops
 from benchmarks.cli import add_output, add_tokens
 from benchmarks.common import Stopwatch
 from benchmarks.ops.setup import DTYPES, keep, medians
+from vllm_kvretrieval.engine.cpu.linear import converted
 from vllm_kvretrieval.kernels import cpu
 
 LAYERS = 30
@@ -41,10 +42,6 @@ def _all(
     for layer in weights:
         for weight, x in zip(layer, tokens, strict=True):
             product(x, weight)
-
-
-def _converted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return functional.linear(x.float(), weight.float()).to(x.dtype)
 
 
 def _packed(x: torch.Tensor, weight: Any) -> torch.Tensor:
@@ -79,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             tokens = [x.to(DTYPES[dtype]) for x in floats]
             runs = [
                 partial(_all, product, weights, tokens)
-                for product in (functional.linear, cpu.multiply, _converted)
+                for product in (functional.linear, cpu.multiply, converted)
             ]
             runs.append(partial(_all, _packed, packed, floats))
             times = medians(runs, args.rounds, time.perf_counter, warm=1)

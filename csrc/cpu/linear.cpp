@@ -1,8 +1,6 @@
 // Products of a few tokens with the weights of a linear layer, in the time that it takes to read these;
 // compiled once per instruction set. Weights are converted two vectors at a time, in the cheapest order of
 // elements, and so are the tokens.
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -27,7 +25,7 @@ class Product {
   void multiply(int64_t first, int64_t last) const {
     using Fn = decltype(&Product::some_tokens<1>);
     static constexpr Fn kFns[kTokens] = {&Product::some_tokens<1>, &Product::some_tokens<2>,
-                                           &Product::some_tokens<3>, &Product::some_tokens<4>};
+                                         &Product::some_tokens<3>, &Product::some_tokens<4>};
     for (int64_t t = 0; t < l_.tokens; t += kTokens)
       (this->*kFns[std::min<int64_t>(kTokens, l_.tokens - t) - 1])(t, first, last);
   }

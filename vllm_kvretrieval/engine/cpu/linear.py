@@ -33,9 +33,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Returns:
         [..., outputs], in the type of ``x``.
     """
+    few = x.numel() < MANY * weight.shape[1]
+    return (cpu.multiply if few else converted)(x, weight, bias)
+
+
+def converted(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See :func:`linear`; by PyTorch, which multiplies weights that are converted in parts."""
     outputs, inputs = weight.shape
-    if x.numel() < MANY * inputs:
-        return cpu.multiply(x, weight, bias)
     result = x.new_empty(*x.shape[:-1], outputs)
     wide = x.float()
     rows = max(AT_ONCE // inputs, 1)
