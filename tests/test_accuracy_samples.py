@@ -52,7 +52,29 @@ def test_second_copy_forces_what_stands_in_the_prompt(text):
         assert len(passage) == forced.COPY_TOKENS
         place = blind_positions(len(sample.prompt), forced.COPY_TOKENS, forced.COPIES)
         assert passage in [sample.prompt[i : i + forced.COPY_TOKENS] for i in place]
-        assert sample.scored_from == 2 + forced.COPY_CUE
+        assert sample.scored == [*range(2 + forced.COPY_CUE, 2 + forced.COPY_TOKENS)]
+
+
+@pytest.mark.parametrize("build", [forced.turns, forced.alike])
+def test_turns_ask_for_what_stands_in_the_prompt(text, build):
+    """Each answer stands once in the document, behind what asks for it; none is near its end."""
+    samples = build(text, 4096, 3)
+    assert len({sample.forced for sample in samples}) == 3
+    for sample in samples:
+        assert len(sample.prompt) == prompt_length(4096)
+        asked = sample.prompt + sample.forced
+        answers, document = [], text.tokenizer.decode(sample.prompt)
+        for begin, end in sample.turns:
+            answer = text.tokenizer.decode(
+                asked[len(sample.prompt) + begin - 1 :][: end - begin + 1]
+            )
+            before = text.tokenizer.decode(asked[: len(sample.prompt) + begin - 1])[-12:]
+            assert document.count(before + answer) == 1
+            assert BLIND_HEAD <= document.index(answer) < len(document) - BLIND_TAIL
+            answers.append(answer)
+        assert len(set(answers)) == forced.TURNS
+        lengths = {end - begin for begin, end in sample.turns}
+        assert lengths == {forced.TURN_TOKENS - forced.COPY_CUE - 1}
 
 
 def test_novel_forces_its_own_continuation(text):

@@ -43,8 +43,15 @@ class Sample:
     answer_tokens: int = 0
     """Number of tokens the model generates freely."""
 
-    scored_from: int = 1
-    """Index of the first forced token whose distribution is scored."""
+    turns: tuple[tuple[int, int], ...] = ()
+    """Stretches of the forced tokens whose distributions are scored, [begin, end) each, of equal
+    lengths; empty: all but the first."""
+
+    @property
+    def scored(self) -> list[int]:
+        """Indices of the forced tokens whose distributions are scored."""
+        stretches = self.turns or ((1, len(self.forced)),)
+        return [index for begin, end in stretches for index in range(begin, end)]
 
     @property
     def generated(self) -> int:

@@ -49,6 +49,8 @@ TASKS = (
         forced.novel,
         ("covering", "oracle", "control", "speculation"),
     ),
+    Task("turns", "smollm2", _SMOLLM2, 4096, 4, forced.turns, ("oracle", "control")),
+    Task("alike", "smollm2", _SMOLLM2, 4096, 4, forced.alike, ("oracle", "control")),
 )
 """The tasks of the full benchmark."""
 

@@ -140,7 +140,7 @@ def run_samples(
             raise RuntimeError(f"{label}: the engine did not generate the tokens forced upon it")
         scored = None
         if not sample.answer:
-            scored = _scored(cast(FlatLogprobs, completion.logprobs), sample.scored_from)
+            scored = _scored(cast(FlatLogprobs, completion.logprobs), sample.scored)
         results.append(Generated(tokens, scored))
     return results
 
@@ -166,9 +166,9 @@ def _sampling(sample: Sample, options: dict[str, Any] | None, anew: bool) -> Sam
     )
 
 
-def _scored(logprobs: FlatLogprobs, first: int) -> Scored:
+def _scored(logprobs: FlatLogprobs, places: Sequence[int]) -> Scored:
     """Read vLLM's log-probs: per position the generated token's own, then the top ones."""
     shape = (len(logprobs.start_indices), TOP_LOGPROBS + 1)
-    values = np.array(logprobs.logprobs).reshape(shape)[first:]
-    ids = np.array(logprobs.token_ids).reshape(shape)[first:]
+    values = np.array(logprobs.logprobs).reshape(shape)[places]
+    ids = np.array(logprobs.token_ids).reshape(shape)[places]
     return Scored(values[:, 0], ids[:, 1:], values[:, 1:])

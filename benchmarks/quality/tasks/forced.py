@@ -6,6 +6,9 @@ would measure the prefill, which is exact under every method.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 from benchmarks.quality.tasks.base import Sample, TokenText, blind_positions, prompt_length
 
 COPY_TOKENS = 80
@@ -20,6 +23,15 @@ COPIES = 4
 NOVEL_TOKENS = 256
 """Tokens of the novel forced after the prompt."""
 
+TURNS = 5
+"""Requests for a passage, one after the other, over one document."""
+
+TURN_TOKENS = 48
+"""Length of such a passage."""
+
+ALIKE = 8
+"""Passages of a document whose headings are alike."""
+
 
 def second_copy(text: TokenText, context: int, count: int) -> list[Sample]:
     """Force a passage that occurred earlier in the prompt: easy for a method that looks it up."""
@@ -32,10 +44,75 @@ def second_copy(text: TokenText, context: int, count: int) -> list[Sample]:
         prompt = (*text.prefix, *novel)
         for place in blind_positions(length, COPY_TOKENS, COPIES):
             passage = prompt[place : place + COPY_TOKENS]
+            copied = (*separator, *passage)
             samples.append(
-                Sample(prompt, (*separator, *passage), scored_from=len(separator) + COPY_CUE)
+                Sample(prompt, copied, turns=((len(separator) + COPY_CUE, len(copied)),))
             )
     return samples[:count]
+
+
+def turns(text: TokenText, context: int, count: int) -> list[Sample]:
+    """Ask for a passage of one document five times, in the manner of SCBench (arXiv 2412.10319).
+
+    A request is the first tokens of a passage, the answer the rest of it. The prompt ends with the
+    first request; answers and further requests are forced, so that all of them are decode steps of
+    one generation.
+    """
+    samples = []
+    separator = tuple(text.encode("\n\n"))
+    length = prompt_length(context)
+    size = length - len(text.prefix) - len(separator) - COPY_CUE
+    for index in range(count):
+        novel, _ = text.passage(size, index, count)
+        document = (*text.prefix, *novel)
+        places = blind_positions(len(document), TURN_TOKENS, TURNS)
+        random.Random(f"turns {context} {index}").shuffle(places)
+        passages = [document[place : place + TURN_TOKENS] for place in places]
+        samples.append(
+            _asked(document, separator, [(p[:COPY_CUE], p[COPY_CUE:]) for p in passages])
+        )
+    return samples
+
+
+def alike(text: TokenText, context: int, count: int) -> list[Sample]:
+    """The same where requests name one of eight headings that differ in a number, as in MRCR.
+
+    The passages stand below their headings in the document (see arXiv 2409.12640).
+    """
+    samples = []
+    separator = tuple(text.encode("\n\n"))
+    headings = [
+        tuple(text.encode(f"Passage number {n} of {ALIKE}:\n")) for n in range(1, 1 + ALIKE)
+    ]
+    size = prompt_length(context) - len(text.prefix) - len(separator) - max(map(len, headings))
+    size -= sum(len(heading) + 2 * len(separator) for heading in headings)
+    for index in range(count):
+        novel, _ = text.passage(size, index, count)
+        places = blind_positions(len(novel), TURN_TOKENS, ALIKE)
+        document, passages, done = [*text.prefix], [], 0
+        for heading, place in zip(headings, places, strict=True):
+            passage = tuple(novel[place : place + TURN_TOKENS - COPY_CUE])
+            document += [*novel[done:place], *separator, *heading, *passage, *separator]
+            passages.append((heading, passage))
+            done = place + len(passage)
+        chosen = random.Random(f"alike {context} {index}").sample(passages, TURNS)
+        samples.append(_asked((*document, *novel[done:]), separator, chosen))
+    return samples
+
+
+def _asked(
+    document: tuple[int, ...],
+    separator: tuple[int, ...],
+    turns: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> Sample:
+    """A document with requests and their answers after it; all answers are scored."""
+    (first, forced), *others = turns
+    stretches = [(1, len(forced))]
+    for request, answer in others:
+        forced = (*forced, *separator, *request)
+        stretches.append((len(forced) + 1, len(forced) + len(answer)))
+        forced += answer
+    return Sample((*document, *separator, *first), forced, turns=tuple(stretches))
 
 
 def novel(text: TokenText, context: int, count: int) -> list[Sample]:

@@ -78,12 +78,19 @@ def perplexity(samples: list[Scored]) -> float:
     return float(np.exp(-np.concatenate([sample.target for sample in samples]).mean()))
 
 
-def forced_scores(full: list[Scored], other: list[Scored]) -> dict[str, float | list[float]]:
+def forced_scores(
+    full: list[Scored], other: list[Scored], turns: int = 1
+) -> dict[str, float | list[float]]:
     """Compare the same samples under full attention and under another method.
+
+    Args:
+        full: Under full attention.
+        other: Under the other method.
+        turns: Equal stretches that the positions of each sample consist of.
 
     Returns:
         ``kl`` (mean over all positions), ``kl_samples`` (mean of each sample), ``agreement``,
-        ``perplexity`` and ``perplexity_full``.
+        ``perplexity`` and ``perplexity_full``; of several turns ``kl_turns`` (mean of each turn).
 
     Raises:
         ValueError: the numbers of samples differ.
@@ -93,13 +100,17 @@ def forced_scores(full: list[Scored], other: list[Scored]) -> dict[str, float | 
     divergences = [kl_divergence(a, b) for a, b in zip(full, other, strict=True)]
     sizes = [len(values) for values in divergences]
     agreement = [top_agreement(a, b) for a, b in zip(full, other, strict=True)]
-    return {
+    scores: dict[str, float | list[float]] = {
         "kl": float(np.concatenate(divergences).mean()),
         "kl_samples": [round(float(values.mean()), 6) for values in divergences],
         "agreement": float(np.average(agreement, weights=sizes)),
         "perplexity": perplexity(other),
         "perplexity_full": perplexity(full),
     }
+    if turns > 1:
+        of_turns = np.concatenate([values.reshape(turns, -1) for values in divergences], 1).mean(1)
+        scores["kl_turns"] = [round(float(value), 6) for value in of_turns]
+    return scores
 
 
 def answer_found(generated: str, answer: str) -> bool:
