@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks import texts
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.roles import Follows
 
 
 class Documents:
@@ -49,6 +52,22 @@ def head_size(config: Any) -> int:
 def kv_bytes_per_token(config: Any) -> int:
     """Bytes of keys and values that one token takes in all layers, in 16-bit precision."""
     return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
+
+
+def dense_layers(config: RetrievalConfig, model: Path, layers: Sequence[int]) -> int:
+    """How many of the layers with full attention attend to whole contexts by the method's rules.
+
+    Args:
+        config: Options of the engine.
+        model: Directory of the checkpoint.
+        layers: The model's layers with full attention.
+    """
+    if not config.own.shares:
+        return sum(layer < config.dense_layers for layer in layers)
+    text_config = AutoConfig.from_pretrained(model).get_text_config()
+    served = SimpleNamespace(model=str(model), hf_text_config=text_config)
+    roles = config.roles(served, layers).values()
+    return sum(not isinstance(role, Follows) for role in roles)
 
 
 def yarn_overrides(config: Any, longest: int) -> dict[str, Any]:

@@ -115,10 +115,15 @@ MODEL = SimpleNamespace(
 )
 
 
+def served(method="freekv", dense=1):
+    return capacity.Served(RetrievalConfig(method, budget=512, home="disk"), MODEL, dense)
+
+
 @pytest.mark.parametrize("mib", [8, 64, 256])
-def test_capacity_is_the_most_that_the_plan_takes(mib):
-    config, memory = RetrievalConfig(budget=512, home="disk"), mib * capacity.MIB
-    most = capacity.largest(config, MODEL, memory)
+@pytest.mark.parametrize(("method", "dense"), [("freekv", 1), ("omnikv", 6)])
+def test_capacity_is_the_most_that_the_plan_takes(mib, method, dense):
+    of, memory = served(method, dense), mib * capacity.MIB
+    most = capacity.largest(of, memory)
     assert most is not None
     assert most.tiers.fast <= memory
     assert most.tiers.blocks * capacity.BLOCK > most.tokens
@@ -127,12 +132,11 @@ def test_capacity_is_the_most_that_the_plan_takes(mib):
     if most.context < limit:
         longer = most.context + capacity.BLOCK
         with pytest.raises(RetrievalConfigError):
-            capacity.plan(config, MODEL, memory, most.requests, longer)
+            capacity.plan(of, memory, most.requests, longer)
 
 
 def test_capacity_without_room_for_a_block():
-    config = RetrievalConfig(budget=512, home="disk")
-    assert capacity.largest(config, MODEL, capacity.MIB) is None
+    assert capacity.largest(served(), capacity.MIB) is None
 
 
 def capacity_row(**changes: Any) -> dict[str, Any]:

@@ -85,13 +85,34 @@ def plain_similarity(model):
     positions = [half + (i + 1) * (TOKENS - half) // QUERIES - 1 for i in range(QUERIES)]
     assert positions[-1] == TOKENS - 1
     kept = torch.zeros(len(model.full), len(model.full))
+    ends = SELECTED // 16
     for (a, i), (b, j) in itertools.combinations(enumerate(model.full), 2):
+        selected = between = 0.0
         for position in positions:
-            scores = attentions[i][0, :, position].max(0).values
-            chosen = set(scores.argsort(descending=True)[:SELECTED].tolist())
-            of_later = attentions[j][0, :, position]
-            kept[a, b] += sum(float(of_later[:, t].mean()) for t in chosen) / QUERIES
+            scores = attentions[i][0, :, position].max(0).values[ends : position + 1 - ends]
+            chosen = set((ends + scores.argsort(descending=True)[:SELECTED]).tolist())
+            of_later = attentions[j][0, :, position].mean(0)
+            selected += sum(float(of_later[t]) for t in chosen)
+            between += float(of_later[ends : position + 1 - ends].sum())
+        kept[a, b] = selected / between
     return kept
+
+
+def test_the_ends_of_a_context_say_nothing():
+    """All layers look at the first token above all; only then do two of them agree."""
+    torch.manual_seed(1)
+    n, d, k = 300, 32, 20
+    ability = FilterAbility(3, k)
+    ability.begin()
+    for layer, planted in enumerate((40, 90, 90)):
+        query = torch.nn.functional.normalize(torch.randn(d), dim=0)
+        key = torch.zeros(1, n, d)
+        key[0, [0, n - 1]] = 100 * query
+        key[0, planted : planted + k] = 95 * query
+        ability.observe(layer, query.expand(2, 1, d), key, torch.tensor([n]), scale=1.0)
+    similarity = ability.similarity()
+    assert similarity[1, 2] > 0.999
+    assert similarity[0, 1] < 0.01
 
 
 def test_abilities_are_those_of_a_plain_computation(model):

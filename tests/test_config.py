@@ -78,8 +78,8 @@ def test_streamingllm_gives_the_budget_to_the_window():
             r"no option 'bugdet' \(value 1024\)\. Known: budget, sink, window, page_size, "
             "summary_size, index, pooling, schedule, rerank, mass, remainder, unit, "
             "correction_threshold, "
-            "budget_shares, also, filters, observation, heads, prefill_budget, prefill_chunk, "
-            "prefill_queries, dense_layers",
+            "budget_shares, also, filters, filter_heads, observation, heads, prefill_budget, "
+            "prefill_chunk, prefill_queries, dense_layers",
         ),
         ({"method": "freekv"}, "method='freekv'.*use --attention-backend freekv"),
         ({"budget": "1024"}, r"kv_retrieval\.budget='1024' must be a whole number.*e\.g\. 1024"),

@@ -27,8 +27,8 @@ OPTIONS: dict[str, Any] = {
 RETRIEVAL: dict[str, Any] = {"budget": 128, "sink": 32, "window": 32}
 RETRIEVAL |= {"also": {"kvretrieval": {}, "quest": {}}}
 ROUNDING = 0.05 if slow_bfloat16() else 1e-4
-"""Tolerance of log-probs. With AVX2 only, products of a token depend on the tokens beside it, so
-prompts that are read in other parts differ, and a rounding may decide which of two pages is read."""
+"""Tolerance of log-probs. With AVX2 only, products of a token depend on the tokens beside it, so a
+prompt that is read in other parts differs, and a rounding may decide which of two pages is read."""
 LOADED = 1184 // 32
 """Pages of the document that its connector loads."""
 EVERY_STEP = ({"correction_threshold": 1.0}, {"method": "kvretrieval"}, {"method": "quest"})

@@ -31,6 +31,7 @@ VALUES: dict[str, Any] = {
     "budget_shares": "pyramid",
     "also": [],
     "filters": [2, 8],
+    "filter_heads": "own",
     "heads": [[0, 1]],
     "prefill_budget": 2048,
     "prefill_chunk": 256,

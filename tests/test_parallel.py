@@ -4,11 +4,13 @@ A small Llama with random weights, in float32: what is at stake is which head at
 the answers are to be those of a single worker to rounding.
 """
 
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.engine import Request, assert_same, drive, engine, random_llama
 
@@ -61,13 +63,21 @@ HOUSES = {
 }
 
 
+def selections(worker):
+    """What the filters of a worker selected last, seat by seat."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    watchers = [w for layer in layers for w in layer.impl.watchers.values()]
+    return [w.selectors.rows.chosen.tolist() for w in watchers if hasattr(w, "selectors")]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
 
 
 def answers(model, house, workers, **options):
-    """Answers of an engine with so many workers, the last one exact, and the KV heads of each."""
+    """Answers of an engine with so many workers, the last one exact, the KV heads of each worker,
+    and what its filters selected."""
     generator = torch.Generator().manual_seed(1)
     prompts = [
         torch.randint(512, (length,), generator=generator).tolist()
@@ -93,17 +103,47 @@ def answers(model, house, workers, **options):
         states = llm.collective_rpc(
             lambda worker: (worker.storage.check(), worker.storage.usage.slots > 0)
         )
+        selected = llm.collective_rpc(selections)
     assert {*states} == {("", "home" in options)}
-    return found, heads
+    return found, heads, selected
 
 
 @pytest.mark.parametrize("house", HOUSES.values(), ids=HOUSES)
 def test_two_workers_answer_as_one(model, house):
-    expected, heads = answers(model, house, workers=1)
+    expected, heads, _ = answers(model, house, workers=1)
     assert {*heads[0]} == {KV_HEADS}
-    ours, divided = answers(model, house, workers=2, **house.divided)
+    ours, divided, selected = answers(model, house, workers=2, **house.divided)
     assert divided == [[KV_HEADS // 2] * len(heads[0])] * 2
+    assert selected[0] == selected[1]
     for answer, single in zip(ours, expected, strict=True):
         assert_same(answer, single, tolerance=1e-3)
     differences = zip(expected[-1].logprobs, expected[1].logprobs, strict=True)
     assert max(abs(a - b) for a, b in differences) > 0.05, "retrieval attends to a part"
+
+
+@pytest.fixture(scope="module")
+def twins(model, tmp_path_factory):
+    """The same model, but the second half of each layer's heads attends as the first half does."""
+    folder = tmp_path_factory.mktemp("twins") / "model"
+    shutil.copytree(model, folder)
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for layer in network.model.layers:
+            for part in (layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight):
+                half = len(part) // 2
+                part[half:] = part[:half]
+    network.save_pretrained(folder)
+    return str(folder)
+
+
+def test_filters_select_by_the_heads_of_their_worker(model, twins):
+    """Where both workers' heads attend alike, each selects as all heads do; else something else."""
+    house = HOUSES["shared layers on disk"]
+    expected, *_ = answers(twins, house, workers=1)
+    ours, _, selected = answers(twins, house, 2, filter_heads="own", **house.divided)
+    assert selected[0] == selected[1]
+    for answer, single in zip(ours, expected, strict=True):
+        assert_same(answer, single, tolerance=1e-3)
+    ours, _, selected = answers(model, house, 2, filter_heads="own", **house.divided)
+    assert selected[0] != selected[1]
+    assert all(any(map(any, filters[0])) for filters in selected)

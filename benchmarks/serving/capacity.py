@@ -20,6 +20,7 @@ import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -29,7 +30,7 @@ from transformers import AutoConfig, AutoTokenizer
 from benchmarks.cli import QWEN, add_model, add_output
 from benchmarks.common import result_header, settings, write_json
 from benchmarks.engines import LONG_STEPS, EngineError, EngineProcess, EngineSpec
-from benchmarks.models import head_size, kv_bytes_per_token
+from benchmarks.models import dense_layers, head_size, kv_bytes_per_token
 from benchmarks.quality.tasks.base import TokenText
 from benchmarks.quality.tasks.engine import open_engine, run_samples
 from benchmarks.quality.tasks.metrics import answer_found
@@ -71,26 +72,44 @@ class Capacity:
         return self.requests * self.context
 
 
-def plan(config: RetrievalConfig, model: Any, memory: int, requests: int, context: int) -> Tiers:
+@dataclass(frozen=True)
+class Served:
+    """A model, and the options with which it is served.
+
+    Attributes:
+        config: the plug-in's.
+        model: the model's Hugging Face configuration; all layers have full attention.
+        dense: layers that attend to whole contexts.
+    """
+
+    config: RetrievalConfig
+    model: Any
+    dense: int
+
+    @classmethod
+    def of(cls, config: RetrievalConfig, model: Path) -> Served:
+        """Read a checkpoint's configuration."""
+        read = AutoConfig.from_pretrained(model)
+        return cls(config, read, dense_layers(config, model, range(read.num_hidden_layers)))
+
+
+def plan(served: Served, memory: int, requests: int, context: int) -> Tiers:
     """Divide fast memory for a number of requests of one length.
 
     Args:
-        config: the plug-in's options.
-        model: the model's Hugging Face configuration.
+        served: the model and its options.
         memory: bytes of fast memory, as in ``--kv-cache-memory-bytes``.
         requests, context: most requests at once, and tokens of each.
 
     Raises:
         RetrievalConfigError: it does not fit.
-        ValueError: layers share a selection.
     """
-    if config.own.shares:
-        raise ValueError(f"{config.method}: how many layers are dense depends on its filters")
+    config, model = served.config, served.model
     layers = model.num_hidden_layers
     per_layer = kv_bytes_per_token(model) // layers
     cache = Cache(
-        retrieval_layers=layers - config.dense_layers,
-        dense_layers=config.dense_layers,
+        retrieval_layers=layers - served.dense,
+        dense_layers=served.dense,
         kv_heads=model.num_key_value_heads,
         block_size=BLOCK,
         block_bytes=per_layer * BLOCK,
@@ -107,11 +126,11 @@ def plan(config: RetrievalConfig, model: Any, memory: int, requests: int, contex
     return tiers
 
 
-def largest(config: RetrievalConfig, model: Any, memory: int) -> Capacity | None:
+def largest(served: Served, memory: int) -> Capacity | None:
     """The longest context that fits and, where the model ends before the memory does, as many
     requests of that length as fit; None where not even one of a block does."""
     best: Capacity | None = None
-    limit = model.max_position_embeddings // BLOCK
+    limit = served.model.max_position_embeddings // BLOCK
     for requests in itertools.count(1):
         fits, too_long = 0, limit + 1
         while too_long - fits > 1:
@@ -120,7 +139,7 @@ def largest(config: RetrievalConfig, model: Any, memory: int) -> Capacity | None
                 found = Capacity(
                     requests,
                     blocks * BLOCK,
-                    plan(config, model, memory, requests, blocks * BLOCK),
+                    plan(served, memory, requests, blocks * BLOCK),
                 )
             except RetrievalConfigError:
                 too_long = blocks
@@ -272,14 +291,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store."""
-    model = AutoConfig.from_pretrained(args.model)
-    config = RetrievalConfig(args.method, budget=args.budget, home="disk", **codec_of(args))
+    options = RetrievalConfig(args.method, budget=args.budget, home="disk", **codec_of(args))
+    served = Served.of(options, args.model)
     rows = []
     for mib in args.fast_memory:
         memory = mib * MIB
-        stock = memory // kv_bytes_per_token(model)
+        stock = memory // kv_bytes_per_token(served.model)
         row: dict[str, Any] = {"fast_memory": memory, "stock_tokens": stock, "tokens": 0}
-        most = largest(config, model, memory)
+        most = largest(served, memory)
         if most is None:
             row["refused"] = f"not even {BLOCK} tokens at budget {args.budget}"
         else:

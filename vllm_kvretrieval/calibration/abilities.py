@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_kvretrieval.retrieval.budget import DEFAULT_SHARE
 from vllm_kvretrieval.retrieval.roles import MOST_FILTERS
 
 POSITIONS_AT_ONCE = 16
@@ -15,17 +16,24 @@ POSITIONS_AT_ONCE = 16
 DENSE_SHARE = 0.25
 """Most of the layers that may stay dense, as in the paper: 8 of 32 with {2, 8, 18}."""
 
+LEAST_ATTENTION = 1e-30
+"""What is divided by where there is no attention to select from."""
+
 TOLERANCE = 0.01
 """Share of attention mass that is worth giving up for fewer dense layers."""
 
 
 class FilterAbility:
-    """Sums, over queries, the share of a layer's attention on tokens that earlier layers select.
+    """Sums, over queries, a layer's attention on tokens that earlier layers select.
+
+    The first and the last tokens of a context are neither selected nor counted: a decode step reads
+    them anyway, and the first ones get much of the attention in every layer.
 
     Attributes:
-        mass: float64 [layers, layers]; at [i, j], for j > i, the share of layer j's attention that
-            falls on the tokens that layer i selects, summed over the queries.
-        queries: int64 [layers]; number of queries of each layer.
+        always: How many tokens at either end of a context these are.
+        mass: float64 [layers, layers]; at [i, j], for j > i, the attention of layer j that falls
+            on the tokens that layer i selects, summed over the queries.
+        between: float64 [layers]; the attention that falls between the ends, summed.
 
     Args:
         layers: Number of layers of the model.
@@ -34,8 +42,9 @@ class FilterAbility:
 
     def __init__(self, layers: int, tokens: int) -> None:
         self.tokens = tokens
+        self.always = always_attended(tokens)
         self.mass = torch.zeros(layers, layers, dtype=torch.float64)
-        self.queries = torch.zeros(layers, dtype=torch.int64)
+        self.between = torch.zeros(layers, dtype=torch.float64)
         self._chosen: dict[int, list[torch.Tensor]] = {}
 
     def begin(self) -> None:
@@ -60,7 +69,7 @@ class FilterAbility:
             query: [heads, n, head_size].
             key: [kv_heads, most tokens of a context, head_size].
             context: int64 [n]; tokens that each query attends to, its own included; more than
-                ``tokens``.
+                ``tokens + 2 * always``.
             scale: Softmax scale.
         """
         chosen = []
@@ -69,16 +78,23 @@ class FilterAbility:
             start = number * POSITIONS_AT_ONCE
             part = query[:, start : start + len(lengths)]
             attention = attend(part, key[:, : int(lengths.max())], lengths, scale)
+            place = torch.arange(attention.shape[-1])
+            attention *= (place >= self.always) & (place < lengths[:, None] - self.always)
             mean = attention.mean(0)
+            self.between[layer] += mean.sum(dtype=torch.float64)
             for earlier, sets in self._chosen.items():
                 self.mass[earlier, layer] += mean.gather(1, sets[number]).sum(dtype=torch.float64)
             chosen.append(attention.amax(0).topk(self.tokens, -1).indices)
         self._chosen[layer] = chosen
-        self.queries[layer] += len(context)
 
     def similarity(self) -> torch.Tensor:
-        """float64 [layers, layers]; ``mass`` per query; zero where there is none."""
-        return self.mass / self.queries.clamp(min=1)
+        """float64 [layers, layers]; ``mass`` as shares of ``between``; zero where there is none."""
+        return self.mass / self.between.clamp(min=LEAST_ATTENTION)
+
+
+def always_attended(tokens: int) -> int:
+    """Tokens at either end of a context that are attended to beside so many selected ones."""
+    return tokens // DEFAULT_SHARE
 
 
 def attend(
@@ -110,8 +126,8 @@ class Choice(NamedTuple):
     Attributes:
         filters: Numbers of layers.
         dense: Layers with full attention that attend to whole contexts, the filters included.
-        kept: Mean over the layers with full attention of the share of their attention that they
-            keep; 1 for dense ones.
+        kept: Mean over the layers with full attention of the share that they keep of their
+            attention between sink and window; 1 for dense ones.
     """
 
     filters: tuple[int, ...]

@@ -9,6 +9,7 @@ from vllm_kvretrieval.calibration.abilities import (
     TOLERANCE,
     FilterAbility,
     abilities,
+    always_attended,
     choose_filters,
 )
 from vllm_kvretrieval.calibration.inputs import (
@@ -40,8 +41,9 @@ def add_calibrate(commands: Any) -> None:
         "calibrate",
         help="measure which layers of a model can select tokens for the layers after them",
         description="Measures the filter ability of every layer of a model: how much of the "
-        "attention of later layers falls on the tokens that it gives most attention to. Writes a "
-        "file for --kv-retrieval.filters, and draws a plot.",
+        "attention of later layers falls on the tokens that it gives most attention to, beside the "
+        "first and last tokens, which are attended to anyway. Writes a file for "
+        "--kv-retrieval.filters, and draws a plot.",
     )
     add_inputs(parser)
     parser.add_argument("--out", type=Path, help="file to write (default: MODEL's name.json)")
@@ -87,10 +89,12 @@ def calibrate(given: argparse.Namespace) -> None:
         require_plot()
     selected = given.selected or max(given.tokens // SELECTED_SHARE, 1)
     half = given.tokens // 2
-    if selected > half:
+    always = always_attended(selected)
+    if selected + 2 * always > half:
         raise ValueError(
-            f"--selected {selected} must be at most half of --tokens {given.tokens}: queries of "
-            "shorter contexts would select all of them"
+            f"--selected {selected} and twice {always} tokens that are attended to anyway must be "
+            f"at most half of --tokens {given.tokens}: queries of shorter contexts would attend to "
+            "all of them"
         )
     if given.queries > given.tokens - half:
         raise ValueError(
@@ -120,6 +124,8 @@ def calibrate(given: argparse.Namespace) -> None:
         "tokens": given.tokens,
         "queries": given.queries,
         "selected": selected,
+        "sink": always,
+        "window": always,
         "most_filters": given.most_filters,
         "dense_share": given.dense_share,
         "tolerance": TOLERANCE,

@@ -133,7 +133,7 @@ class Filter:
         number: The number of the method.
         selectors: What it selects with.
         latest: Where its latest queries are kept; None: it selects by the last one alone.
-        merge: Where other workers have heads of this layer, too; see :meth:`Ops.select_context`.
+        merge: Where heads of other workers count, too; see :meth:`Ops.select_context`.
 
     Attributes:
         storage: Where what it selects is announced.
@@ -232,7 +232,7 @@ def _make_filter(facts: EngineFacts, number: int, layer: Layer) -> Selectors:
         heads = impl.num_kv_heads * impl.num_queries_per_kv
         latest = LatestQueries(facts.seats, window, heads, impl.head_size, kv_cache.dtype)
     selectors = Selectors(selector, _chunk_selector(facts, selector))
-    merge = facts.over_workers(ReduceOp.MAX)
+    merge = None if config.filter_heads == "own" else facts.over_workers(ReduceOp.MAX)
     impl.watchers[number] = Filter(facts.kernels, number, selectors, latest, merge)
     return selectors
 

@@ -48,6 +48,10 @@ ENTRY_TOKENS = (8, 16, 32, 64, 128)
 MOST_SPANNED = 2
 """Pages of an entry at most; a window holds them all while the last one is filled."""
 UNITS = {"page": "whole pages", "token": "single tokens, by `one_bit` or `exact`"}
+FILTER_HEADS = {
+    "all": "those of all workers, so that results depend on no number of them",
+    "own": "each worker's own, without communication",
+}
 DEFAULT_THRESHOLD = 0.9
 DEFAULT_CHUNK = 512
 """Tokens of a prompt that a filter selects for at once."""
@@ -208,6 +212,15 @@ class Options:
         Kind("a list, or a file that `vllm-kvretrieval calibrate` wrote", check_filters),
         "the layers that select tokens for the layers after them",
         "what is known of the model",
+        families=(FILTERS,),
+        why="whose layers select for themselves",
+        more="methods.md#omnikv",
+    )
+    filter_heads: str | None = option(
+        None,
+        one_of(FILTER_HEADS),
+        "with tensor parallelism, the KV heads by whose attention a filter selects",
+        "`all`",
         families=(FILTERS,),
         why="whose layers select for themselves",
         more="methods.md#omnikv",

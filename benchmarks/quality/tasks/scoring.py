@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from benchmarks.models import head_size, read_config
+from benchmarks.models import dense_layers, head_size, read_config
 from benchmarks.quality.tasks import metrics
 from benchmarks.quality.tasks.base import CACHE_BLOCK, Sample
 from benchmarks.quality.tasks.catalogue import PAGE, Variant
 from benchmarks.quality.tasks.metrics import Generated
-from vllm_kvretrieval.retrieval.roles import Follows
 
 
 def score(
@@ -54,8 +53,8 @@ def mean_share(samples: Sequence[Sample], budget: int, variant: Variant, model: 
     """
     schedule = variant.config.own.schedule
     grows = schedule.keeps and not schedule.drops
-    full_layers, dense_layers = attention_layers(variant, model)
-    whole_layers = dense_layers + (full_layers - dense_layers) * whole_heads(variant, model)
+    full_layers, dense = attention_layers(variant, model)
+    whole_layers = dense + (full_layers - dense) * whole_heads(variant, model)
     shares = [
         metrics.cache_share(
             len(sample.prompt),
@@ -95,13 +94,7 @@ def _full_attention(model: Path) -> list[int]:
 def attention_layers(variant: Variant, model: Path) -> tuple[int, int]:
     """Return how many layers have full attention, and how many of those retrieval leaves alone."""
     full = _full_attention(model)
-    engine = variant.engine_config
-    if not engine.own.shares:
-        return len(full), sum(index < engine.dense_layers for index in full)
-    text_config = AutoConfig.from_pretrained(model).get_text_config()
-    served = SimpleNamespace(model=str(model), hf_text_config=text_config)
-    roles = engine.roles(served, full).values()
-    return len(full), sum(not isinstance(role, Follows) for role in roles)
+    return len(full), dense_layers(variant.engine_config, model, full)
 
 
 def index_bytes(variant: Variant, model: Path) -> dict[str, float]:
