@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -110,7 +111,8 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
         options |= {"additional_config": additional | {"kv_retrieval": retrieval}}
     with pytest.MonkeyPatch.context() as environment, workers.forked():
         environment.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-        for name, value in all_cores(options.get("tensor_parallel_size", 1)).items():
+        parallel = ("tensor_parallel_size", "pipeline_parallel_size")
+        for name, value in all_cores(math.prod(options.get(p, 1) for p in parallel)).items():
             environment.setenv(name, value)
         environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if options.get("enforce_eager"):  # one function of vLLM's sampler is compiled all the same

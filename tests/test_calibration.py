@@ -21,7 +21,7 @@ from vllm_kvretrieval.command import main
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.filters import check_model, filters_for, read_filters, shipped
 from vllm_kvretrieval.retrieval.model_files import SHAPE, shape_of
-from vllm_kvretrieval.retrieval.roles import Dense, Filters, Follows, roles_of
+from vllm_kvretrieval.retrieval.roles import Dense, Filters, Follows, roles_of, stage_roles
 
 TOKENS, QUERIES, SELECTED = 700, 10, 40
 SIZES = {
@@ -205,6 +205,28 @@ def test_roles():
     }
     # Of a hybrid model: the layer after a filter is another kind's, and none of the others dense.
     assert roles_of([5], [5, 11, 17]) == {5: Filters(), 11: Follows(5), 17: Follows(5)}
+
+
+def test_roles_of_stages():
+    """Of a pipeline: who would follow another stage's filter has one of its own stage."""
+    roles = roles_of([1, 5], range(12))
+    assert stage_roles(roles, range(12)) == roles
+    assert stage_roles(roles, range(4)) == {0: Dense(), 1: Filters(), 2: Dense(), 3: Follows(1)}
+    assert stage_roles(roles, range(3, 8)) == {
+        3: Dense(),  # nothing would follow it: its next layer is dense
+        4: Dense(),
+        5: Filters(),
+        6: Dense(),
+        7: Follows(5),
+    }
+    own = {8: Filters(), 9: Dense(), 10: Follows(8), 11: Follows(8)}
+    assert stage_roles(roles, range(8, 12)) == own
+    assert stage_roles(roles, range(6, 12)) == {6: Dense(), 7: Filters(), 8: Dense()} | {
+        layer: Follows(7) for layer in (9, 10, 11)
+    }
+    assert stage_roles(roles, [0, 1, 2]) == {layer: Dense() for layer in (0, 1, 2)}
+    # Of a hybrid model: no layer is right after the filter.
+    assert stage_roles(roles_of([5], [5, 11, 17]), [11, 17]) == {11: Filters(), 17: Follows(11)}
 
 
 @pytest.mark.parametrize(

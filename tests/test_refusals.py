@@ -330,10 +330,10 @@ def test_nixl_sends_only_to_instances_with_retrieval(configure):
 
 
 SHARING: dict[str, tuple[dict[str, Any], str]] = {
-    "pipeline parallel": (
-        {"pipeline_parallel_size": 2},
-        "omnikv selects for layers that may be on another worker, and cannot be served with "
-        "--pipeline-parallel-size 2; leave it out.",
+    "pipeline of unknown layers": (
+        {"pipeline_parallel_size": 2, "hf_overrides": {"sliding_window": 64}},
+        "omnikv selects for layers that may be on another worker, * does not say which layers "
+        "have full attention. Leave out --pipeline-parallel-size 2.",
     ),
     "connector": (
         {"kv_transfer_config": TRANSFER},

@@ -114,14 +114,15 @@ def check_sharing(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     if not config.own.shares:
         return
     stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages > 1:
-        raise RetrievalConfigError(
-            f"{config.method} selects for layers that may be on another worker, and cannot be "
-            f"served with --pipeline-parallel-size {stages}; leave it out."
-        )
     model = vllm_config.model_config
     if (layers := full_attention_layers(model)) is not None:
         config.roles(model, layers)
+    elif stages > 1:
+        raise RetrievalConfigError(
+            f"{config.method} selects for layers that may be on another worker, and the "
+            f"configuration of {model.model} does not say which layers have full attention. Leave "
+            f"out --pipeline-parallel-size {stages}."
+        )
 
 
 def check_shares(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:

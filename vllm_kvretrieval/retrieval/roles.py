@@ -1,6 +1,6 @@
 """Roles of a model's layers if layers share the selection of one of them (OmniKV)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -79,6 +79,30 @@ def roles_of(filters: Sequence[int], layers: Collection[int]) -> dict[int, Role]
                 f"after a filter is dense, too. Layers with full attention: {_listed(roles)}."
             )
     return roles
+
+
+def stage_roles(roles: Mapping[int, Role], layers: Collection[int]) -> dict[int, Role]:
+    """The roles of the layers that one stage of a pipeline has (OmniKV, appendix D.9).
+
+    A stage has no selection of another one. So the first of its layers that would follow an earlier
+    stage's filter is a filter itself, and the others of these follow it. A filter that no layer
+    would follow is dense.
+
+    Args:
+        roles: Of all layers of the model; see :func:`roles_of`.
+        layers: The stage's, with plain full attention.
+    """
+    own = {layer: roles[layer] for layer in sorted(layers)}
+    followed = {layer: role.filter for layer, role in own.items() if isinstance(role, Follows)}
+    first, *others = [layer for layer, by in followed.items() if by not in own] or [None]
+    if first is not None:
+        own[first] = Filters()
+        for layer in others:
+            own[layer] = Dense() if layer == first + 1 else Follows(first)
+    for layer, role in own.items():
+        if isinstance(role, Filters) and Follows(layer) not in own.values():
+            own[layer] = Dense()
+    return own
 
 
 def _listed(layers: Collection[int]) -> str:

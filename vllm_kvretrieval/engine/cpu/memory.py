@@ -28,8 +28,8 @@ from vllm_kvretrieval.methods import WorkSize, scratch_bytes
 from vllm_kvretrieval.methods.heads import fixed_counts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
-from vllm_kvretrieval.retrieval.layers import retrieving_layers
-from vllm_kvretrieval.retrieval.roles import Role
+from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
+from vllm_kvretrieval.retrieval.roles import Role, stage_roles
 from vllm_kvretrieval.retrieval.shares import own_heads
 from vllm_kvretrieval.tiers.cache import Cache
 from vllm_kvretrieval.tiers.place import check_room, directory_for, free_space
@@ -184,8 +184,16 @@ class PlanningWorker(CPUWorker):
     @functools.cached_property
     def roles(self) -> dict[int, Role]:
         """The roles of the layers with plain full attention; empty if each selects for itself."""
-        numbers = self.layer_numbers.values()
-        return self.retrieval_config.roles(self.model_config, numbers)
+        config, model, numbers = (
+            self.retrieval_config,
+            self.model_config,
+            self.layer_numbers.values(),
+        )
+        if self.parallel_config.pipeline_parallel_size == 1 or not config.own.shares:
+            return config.roles(model, numbers)
+        layers = full_attention_layers(model)
+        assert layers is not None, "the front end refuses other models"
+        return stage_roles(config.roles(model, layers), numbers)
 
     @functools.cached_property
     def layer_numbers(self) -> dict[str, int]:
