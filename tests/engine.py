@@ -24,8 +24,11 @@ from vllm.lora.request import LoRARequest
 
 from benchmarks.texts import excerpt
 from tests import workers
-from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
+from vllm_kvretrieval.engine.cpu.advice import all_cores, slow_bfloat16
 from vllm_kvretrieval.retrieval.presets import preset_names
+
+DTYPE = "float32" if slow_bfloat16() else "auto"
+"""In which engines compute unless a test says otherwise: vLLM's kernels are fast in it."""
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 SHUTDOWN_S = 30
@@ -100,7 +103,7 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
     """
     before = set(processes())
     defaults = {
-        "dtype": preferred_dtype(),
+        "dtype": DTYPE,
         "kv_cache_memory_bytes": 1 << 30,
         "disable_log_stats": True,
         "distributed_executor_backend": "mp",

@@ -16,8 +16,8 @@ import openai
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.engine import checkpoint
-from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
+from tests.engine import DTYPE, checkpoint
+from vllm_kvretrieval.engine.cpu.advice import all_cores
 
 MODEL = "SmolLM2-135M-Instruct"
 BUDGET = 512
@@ -52,7 +52,7 @@ class Server:
             *("--attention-backend", "freekv", "--kv-retrieval.budget", str(BUDGET)),
             *("--kv-retrieval.attention", "vllm"),  # answers are compared bit by bit
             *("--max-model-len", "4096", "--max-num-seqs", "8", "--async-scheduling"),
-            *("--kv-cache-memory-bytes", "1G", "--dtype", preferred_dtype()),
+            *("--kv-cache-memory-bytes", "1G", "--dtype", DTYPE),
             *options,
         ]
         settings = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_NO_USAGE_STATS": "1"}

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 
 from vllm import LLM
 
-from tests.engine import Request, drive, engine, prompt
-from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
+from tests.engine import DTYPE, Request, drive, engine, prompt
+from vllm_kvretrieval.engine.cpu.advice import all_cores
 
 BLOCK = 128
 LENGTH, GENERATED = 6 * BLOCK + 20, BLOCK + 20
@@ -57,7 +57,7 @@ def serve(model: str, directory: str, ready: Connection) -> None:
     os.environ |= all_cores() | {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     llm = LLM(
         model,
-        dtype=preferred_dtype(),
+        dtype=DTYPE,
         distributed_executor_backend="mp",
         disable_log_stats=True,
         additional_config=retrieval(directory),

@@ -5,9 +5,9 @@ import urllib.request
 
 import pytest
 
+from tests.engine import DTYPE
 from tests.server import BUDGET, KEY, PROMPT, serving
 from vllm_kvretrieval.command import main
-from vllm_kvretrieval.engine.cpu.advice import preferred_dtype
 
 PAGE = 16
 
@@ -22,7 +22,7 @@ def disk(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, disk):
     options = ("--kv-retrieval.home", "disk", "--kv-retrieval.home_path", str(disk))
-    size = "96MiB" if preferred_dtype() == "auto" else "192MiB"  # of float32
+    size = "96MiB" if DTYPE == "auto" else "192MiB"  # of float32
     slots = ("--kv-retrieval.recall_cache_bytes", size, "--kv-retrieval.page_size", str(PAGE))
     log = tmp_path_factory.mktemp("server") / "log.txt"
     with serving(log, *options, *slots, "--enforce-eager") as server:

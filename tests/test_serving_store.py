@@ -9,12 +9,12 @@ import urllib.request
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from tests.engine import DTYPE
 from tests.server import KEY, MODEL, PROMPT, Server, serving
-from vllm_kvretrieval.engine.cpu.advice import preferred_dtype
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
-SLOTS = "96MiB" if preferred_dtype() == "auto" else "192MiB"  # of float32
+SLOTS = "96MiB" if DTYPE == "auto" else "192MiB"  # of float32
 
 
 def options(directory):

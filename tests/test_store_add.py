@@ -8,9 +8,9 @@ from transformers import AutoTokenizer
 
 from benchmarks.texts import excerpt
 from tests import workers
-from tests.engine import Request, checkpoint, drive, engine, shortened
+from tests.engine import DTYPE, Request, checkpoint, drive, engine, shortened
 from vllm_kvretrieval.command import main
-from vllm_kvretrieval.engine.cpu.advice import all_cores, preferred_dtype
+from vllm_kvretrieval.engine.cpu.advice import all_cores
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store import add
 
@@ -49,7 +49,7 @@ def test_documents_are_found_by_requests(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     given = ["store", "add", model, *map(str, files), "--store", directory]
     given += [part for name in ("emma", "other", "note") for part in ("--name", name)]
-    options = ["--dtype", preferred_dtype(), "--kv-retrieval.attention", "vllm"]
+    options = ["--dtype", DTYPE, "--kv-retrieval.attention", "vllm"]
     options += ["--kv-retrieval.budget", "512", "--enforce-eager"]
     for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs"):
         options += [f"--{name.replace('_', '-')}", str(OPTIONS[name])]

@@ -49,6 +49,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "ruler": quality.ruler,
     "sparse": prompts.sparse,
     "steps": steps.steps,
+    "turns": quality.turns,
 }
 """Every kind of table, and the function that makes it of result files."""
 

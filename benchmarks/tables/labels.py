@@ -1,9 +1,11 @@
 """Words for the tasks and variants of result files."""
 
 TASKS = {
+    "alike-smollm2-4k": "alike headings",
     "copy-qwen-4k": "copy, Qwen2.5-Coder-0.5B, 4K",
     "copy-smollm2-2k": "copy, SmolLM2-135M, 2K",
     "novel-smollm2-4k": "novel, SmolLM2-135M, 4K",
+    "turns-smollm2-4k": "passages",
     "passkey-gemma3-4k": "pass key, Gemma 3 270M, 4K",
     "passkey-gemma3-16k": "pass key, Gemma 3 270M, 16K",
     "passkey-qwen-4k": "pass key, Qwen2.5-Coder-0.5B, 4K",

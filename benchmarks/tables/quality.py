@@ -39,6 +39,23 @@ def quality(results: Results, options: Options) -> str:
     return markdown(header, rows)
 
 
+def turns(results: Results, options: Options) -> str:
+    """KL to full attention in each turn over one document: a row per variant, columns per task."""
+    (store,) = results.values()
+    tasks, variants = listed(options, "tasks"), listed(options, "variants")
+    first = store["cells"][f"{tasks[0]}/{FULL}/all"]
+    numbers = range(1, 1 + len(first["kl_turns"]))
+    header = [""]
+    for task in tasks:
+        header += [f"{TASKS[task]}: turn {n}" if n == 1 else f"{n}" for n in numbers]
+    rows = []
+    for variant in variants:
+        cells = [store["cells"][f"{task}/{variant}/{options['budget']}"] for task in tasks]
+        figures = [significant(kl) for cell in cells for kl in cell["kl_turns"]]
+        rows.append([VARIANTS.get(variant, variant), *figures])
+    return markdown(header, rows)
+
+
 def _heading(task: str, budget: str, budgets: list[str]) -> str:
     return f"{TASKS[task]}: budget {budget}" if budget == budgets[0] else budget
 

@@ -25,11 +25,6 @@ def slow_bfloat16() -> bool:
     )
 
 
-def preferred_dtype() -> str:
-    """The value for vLLM's ``dtype``: ``auto``, or ``float32`` if bfloat16 is slow."""
-    return "float32" if slow_bfloat16() else "auto"
-
-
 def all_cores(workers: int = 1) -> dict[str, str]:
     """Environment that gives vLLM's CPU workers every core, without hogging them.
 
