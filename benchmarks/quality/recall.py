@@ -41,11 +41,15 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """An index, tokens per entry, and whether it selects single tokens."""
+    """An index, tokens per entry, and whether it selects single tokens.
+
+    With ``shortlist`` only one entry in so many is scored, the best by the means of their keys.
+    """
 
     index: Any
     entry_tokens: int
     per_token: bool = False
+    shortlist: int = 1
 
     @property
     def made(self) -> Index:
@@ -58,7 +62,8 @@ class Case:
     def name(self) -> str:
         """The name in the table."""
         unit = "tokens" if self.per_token else f"pages of {self.entry_tokens}"
-        return f"{self.made.name}, {unit}"
+        some = f", one in {self.shortlist} by means first" if self.shortlist > 1 else ""
+        return f"{self.made.name}, {unit}{some}"
 
     def bytes_per_token(self, head_size: int) -> float:
         """Bytes that the index keeps per token and KV head."""
@@ -71,6 +76,8 @@ CASES = (
     Case("one_bit", 16),
     Case("mean_std", 16),
     Case("low_rank", 32),
+    Case("low_rank", 32, shortlist=2),
+    Case("low_rank", 32, shortlist=4),
     Case("min_max", 32),
     Case("exact", 16),
 )
@@ -145,7 +152,12 @@ class Recall:
                 scores, unit = index.score_tokens(query, entries, scale).flatten(1), 1
             else:
                 scores, unit = index.score(query, entries, scale), case.entry_tokens
-            best = pooled(scores).topk(max(SELECTED) // unit).indices
+            shares = pooled(scores)
+            if case.shortlist > 1:
+                means = keys[:tokens].view(-1, unit, keys.shape[1]).mean(1)
+                first = pooled(query @ means.T * scale).topk(len(means) // case.shortlist).indices
+                shares = torch.zeros_like(shares).index_copy(0, first, shares[first])
+            best = shares.topk(max(SELECTED) // unit).indices
             found = wanted.view(-1, unit).sum(1)[best].cumsum(0)
             self.found[number] += found[[selected // unit - 1 for selected in SELECTED]]
         self.count += 1
