@@ -67,6 +67,14 @@ def test_variants_run_where_asked_for(quick, also, added):
     assert sorted(names) == sorted((QUICK if quick else CORE) + added)
 
 
+def test_variants_run_alone_where_asked_for(capsys):
+    names = [variant.name for variant in catalogue.chosen(False, ["presets", "fier"], alone=True)]
+    assert names == ["quest", "arkvale", "infllm", "fier"]
+    with pytest.raises(SystemExit):
+        driver.main(["accuracy", "--alone"])
+    assert "--alone runs the variants of --also alone; name some" in capsys.readouterr().err
+
+
 def test_cells_are_of_all_budgets_and_the_covering_one():
     variants = catalogue.chosen(False, ["mean"])
     cells = catalogue.cells_of(NOVEL, (256, 512), 4224, variants)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     groups = ", ".join(catalogue.GROUPS)
     add("--also", nargs="+", default=[], metavar="NAME|GROUP", choices=names,
         help=f"further variants (see --list), or groups of them: {groups}")  # fmt: skip
+    add("--alone", action="store_true", help="run the variants of --also alone: without the core, "
+        "with which they are compared, and without criteria")  # fmt: skip
     add("--samples", type=int, metavar="N", help="samples per task; by default as --list shows")
     add("--output", type=Path, metavar="FILE", help="result file (JSON); by default accuracy.json, "
         "or accuracy-quick.json, in benchmarks/results")  # fmt: skip
@@ -238,6 +240,10 @@ def _list_tasks(tasks: Sequence[Task]) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print and store; returns 1 where a criterion fails."""
     tasks, budgets = _tasks(options), tuple(sorted(set(options.budgets)))
+    if options.alone and not options.also:
+        options.usage_error("--alone runs the variants of --also alone; name some")
+    if options.alone:
+        tasks = [replace(task, checks=()) for task in tasks]
     if options.list:
         _list_tasks(tasks)
         return 0
@@ -249,7 +255,7 @@ def run(options: argparse.Namespace) -> int:
     }
     results = Results(output, header)
     references = References(RESULTS / ".reference")
-    variants = catalogue.chosen(options.quick, options.also)
+    variants = catalogue.chosen(options.quick, options.also, options.alone)
     benchmark = Benchmark(results, references, budgets, variants)
     for model in dict.fromkeys(task.model for task in tasks):
         benchmark.run(model, [task for task in tasks if task.model == model], options.samples)

@@ -326,14 +326,15 @@ GROUPS = tuple(dict.fromkeys(group for variant in VARIANTS for group in variant.
 FULL = Variant("full", "stock vLLM, full attention", "", ())
 
 
-def chosen(quick: bool, also: Collection[str]) -> tuple[Variant, ...]:
+def chosen(quick: bool, also: Collection[str], alone: bool = False) -> tuple[Variant, ...]:
     """Return the variants to be run.
 
     Args:
         quick: those of the quick tier, or the core.
         also: names of further variants, or of groups of them.
+        alone: these and no others.
     """
-    wanted = {"quick" if quick else "core", *also}
+    wanted = {*also} if alone else {"quick" if quick else "core", *also}
     return tuple(v for v in VARIANTS if v.name in wanted or wanted.intersection(v.groups))
 
 
