@@ -94,10 +94,11 @@ def stage_roles(roles: Mapping[int, Role], layers: Collection[int]) -> dict[int,
     """
     own = {layer: roles[layer] for layer in sorted(layers)}
     followed = {layer: role.filter for layer, role in own.items() if isinstance(role, Follows)}
-    first, *others = [layer for layer, by in followed.items() if by not in own] or [None]
-    if first is not None:
+    apart = [layer for layer, by in followed.items() if by not in own]
+    if apart:
+        first = apart[0]
         own[first] = Filters()
-        for layer in others:
+        for layer in apart[1:]:
             own[layer] = Dense() if layer == first + 1 else Follows(first)
     for layer, role in own.items():
         if isinstance(role, Filters) and Follows(layer) not in own.values():
