@@ -66,6 +66,17 @@ def test_forced_scores_weigh_positions_not_samples():
     assert scores["kl"] == pytest.approx(exact_kl(a, b).mean())
     assert scores["agreement"] == pytest.approx((a.argmax(1) == b.argmax(1)).mean())
     assert scores["perplexity"] == pytest.approx(math.exp(-top(b, 30).target.mean()))
+    assert "kl_turns" not in scores
+
+
+def test_forced_scores_of_turns():
+    """A turn is the same stretch of every sample."""
+    rng = np.random.default_rng(4)
+    a, b = rng.normal(size=(2, 12, 30))
+    full, other = [top(a[:6], 30), top(a[6:], 30)], [top(b[:6], 30), top(b[6:], 30)]
+    found = metrics.forced_scores(full, other, turns=3)["kl_turns"]
+    expected = exact_kl(a, b).reshape(2, 3, 2).mean((0, 2))
+    assert found == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
