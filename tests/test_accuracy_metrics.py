@@ -106,7 +106,7 @@ def test_hybrid_models_count_their_full_layers_only(tmp_path):
 
 def test_filters_and_the_layers_after_them_count_as_dense():
     smollm2 = common.MODELS / "SmolLM2-135M-Instruct"
-    assert scoring.attention_layers(VARIANT["omnikv"], smollm2) == (30, 7)
+    assert scoring.attention_layers(VARIANT["omnikv"], smollm2) == (30, 8)
     assert scoring.whole_heads(VARIANT["razor"], smollm2) == pytest.approx(14 / 87)
     assert scoring.whole_heads(VARIANT["snapkv"], smollm2) == 0
     samples = [Sample(prompt=(1,) * 999, forced=(1, 2))]
