@@ -88,6 +88,7 @@ class Records(NamedTuple):
 
     made: Index
     fields: dict[str, torch.Tensor]
+    means: torch.Tensor  # of keys, [entries, head_size]
 
     @classmethod
     def of(cls, case: Case, keys: torch.Tensor) -> Records:
@@ -96,9 +97,10 @@ class Records(NamedTuple):
         entries = keys[: len(keys) // case.entry_tokens * case.entry_tokens]
         entries = entries.view(-1, case.entry_tokens, size)
         if index.reads_keys:
-            return cls(index, {"keys": entries})
+            return cls(index, {"keys": entries}, entries.mean(1))
         fields = index.fields(size, case.entry_tokens)
-        return cls(index, unpack(fields, pack(fields, index.build(entries), DTYPE), DTYPE))
+        packed = pack(fields, index.build(entries), DTYPE)
+        return cls(index, unpack(fields, packed, DTYPE), entries.mean(1))
 
 
 class Recall:
@@ -146,7 +148,7 @@ class Recall:
         true = pooled(query @ keys[:tokens].T * scale).topk(TOP).indices
         wanted = torch.zeros(tokens, dtype=torch.float64)
         wanted[true] = 1 / TOP
-        for number, (case, (index, fields)) in enumerate(zip(CASES, records, strict=True)):
+        for number, (case, (index, fields, means)) in enumerate(zip(CASES, records, strict=True)):
             entries = {name: field[: tokens // case.entry_tokens] for name, field in fields.items()}
             if case.per_token:
                 scores, unit = index.score_tokens(query, entries, scale).flatten(1), 1
@@ -154,8 +156,8 @@ class Recall:
                 scores, unit = index.score(query, entries, scale), case.entry_tokens
             shares = pooled(scores)
             if case.shortlist > 1:
-                means = keys[:tokens].view(-1, unit, keys.shape[1]).mean(1)
-                first = pooled(query @ means.T * scale).topk(len(means) // case.shortlist).indices
+                first = pooled(query @ means[: tokens // unit].T * scale)
+                first = first.topk(len(first) // case.shortlist).indices
                 shares = torch.zeros_like(shares).index_copy(0, first, shares[first])
             best = shares.topk(max(SELECTED) // unit).indices
             found = wanted.view(-1, unit).sum(1)[best].cumsum(0)

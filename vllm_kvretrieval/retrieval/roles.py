@@ -93,9 +93,8 @@ def stage_roles(roles: Mapping[int, Role], layers: Collection[int]) -> dict[int,
         layers: The stage's, with plain full attention.
     """
     own = {layer: roles[layer] for layer in sorted(layers)}
-    followed = {layer: role.filter for layer, role in own.items() if isinstance(role, Follows)}
-    apart = [layer for layer, by in followed.items() if by not in own]
-    if apart:
+    follows = ((layer, role) for layer, role in own.items() if isinstance(role, Follows))
+    if apart := [layer for layer, role in follows if role.filter not in own]:
         first = apart[0]
         own[first] = Filters()
         for layer in apart[1:]:

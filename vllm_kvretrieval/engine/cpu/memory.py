@@ -184,11 +184,8 @@ class PlanningWorker(CPUWorker):
     @functools.cached_property
     def roles(self) -> dict[int, Role]:
         """The roles of the layers with plain full attention; empty if each selects for itself."""
-        config, model, numbers = (
-            self.retrieval_config,
-            self.model_config,
-            self.layer_numbers.values(),
-        )
+        config, model = self.retrieval_config, self.model_config
+        numbers = self.layer_numbers.values()
         if self.parallel_config.pipeline_parallel_size == 1 or not config.own.shares:
             return config.roles(model, numbers)
         layers = full_attention_layers(model)
