@@ -43,7 +43,9 @@ def worker(specs, workers=1, engines=1, **options):
         is_hybrid=True,  # only the worker's layers show which of them attend
     )
     worker.cache_config = SimpleNamespace(num_gpu_blocks_override=None, kv_offloading_size=None)
-    worker.parallel_config = SimpleNamespace(local_world_size=workers, tensor_parallel_size=workers)
+    worker.parallel_config = SimpleNamespace(
+        local_world_size=workers, tensor_parallel_size=workers, pipeline_parallel_size=1
+    )
     worker.model_config.get_total_num_kv_heads = lambda: 4 * workers
     worker.rank = workers - 1
     worker.vllm_config = SimpleNamespace(
