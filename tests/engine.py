@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
-from vllm.inputs import TokensPrompt
+from vllm.inputs import EmbedsPrompt, TokensPrompt
 from vllm.lora.request import LoRARequest
 
 from benchmarks.texts import excerpt
@@ -164,6 +164,7 @@ class Request:
         cache: whether it may read the prefix cache.
         lora: its adapter.
         images: for which there are places in its prompt.
+        embeddings: of its prompt, ``[tokens, hidden]``, handed in instead of the ids.
     """
 
     prompt: list[int]
@@ -174,6 +175,16 @@ class Request:
     cache: bool = False
     lora: LoRARequest | None = None
     images: Sequence[Any] = ()
+    embeddings: torch.Tensor | None = None
+
+    def handed_in(self) -> TokensPrompt | EmbedsPrompt:
+        """Its prompt, as vLLM takes it."""
+        if self.embeddings is not None:
+            return EmbedsPrompt(prompt_embeds=self.embeddings)
+        prompt = TokensPrompt(prompt_token_ids=self.prompt)
+        if self.images:
+            prompt["multi_modal_data"] = {"image": list(self.images)}
+        return prompt
 
     def params(self) -> SamplingParams:
         return SamplingParams(
@@ -197,11 +208,8 @@ def drive(llm: LLM, requests: Sequence[Request]) -> list[Answer]:
     while step <= last or core.has_unfinished_requests():
         for i, request in enumerate(requests):
             if request.arrives == step:
-                prompt = TokensPrompt(prompt_token_ids=request.prompt)
-                if request.images:
-                    prompt["multi_modal_data"] = {"image": list(request.images)}
                 ids[i] = core.add_request(
-                    str(i), prompt, request.params(), lora_request=request.lora
+                    str(i), request.handed_in(), request.params(), lora_request=request.lora
                 )
             if request.aborts == step:
                 core.abort_request([ids[i]], internal=True)

@@ -21,9 +21,17 @@ from vllm_kvretrieval.doctor.server import PREFIX, Client, samples
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 
+PARSERS = (
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--reasoning-parser", "granite"),
+    *("--structured-outputs-config.enable_in_reasoning", "true"),
+)
+"""They read the text of answers. Granite's goes by words, so it is for any tokenizer."""
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server") / "log.txt") as server:
+    with serving(tmp_path_factory.mktemp("server") / "log.txt", *PARSERS) as server:
         yield server
 
 
@@ -174,17 +182,67 @@ LITTLE = {"kv_retrieval_budget": 256}
 """Options of a request, in pages of 32: eight of each context."""
 
 
-def structured(server):
-    """Structured output."""
+def asked(server, tokens, **options):
+    """The answer in a chat about the pass key."""
+    extra = {"vllm_xargs": LITTLE} | options.pop("extra_body", {})
     reply = server.client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": PROMPT}],
-        max_tokens=30,
+        max_tokens=tokens,
         temperature=0,
-        response_format={"type": "json_schema", "json_schema": {"name": "key", "schema": SCHEMA}},
-        extra_body={"vllm_xargs": LITTLE},
+        extra_body=extra,
+        **options,
     )
-    assert re.fullmatch(r"[0-9]{5}", json.loads(reply.choices[0].message.content)["key"])
+    return reply.choices[0].message
+
+
+def structured(server):
+    """Structured output."""
+    form = {"type": "json_schema", "json_schema": {"name": "key", "schema": SCHEMA}}
+    message = asked(server, 30, response_format=form)
+    assert re.fullmatch(r"[0-9]{5}", json.loads(message.content)["key"])
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "unlock",
+        "description": "Open the door.",
+        "parameters": SCHEMA,
+        "strict": True,
+    },
+}
+
+
+def called(message):
+    """The key with which a message calls the tool."""
+    (call,) = message.tool_calls
+    assert call.function.name == "unlock"
+    return json.loads(call.function.arguments)["key"]
+
+
+def named_tools(server):
+    """A tool that has to be called."""
+    choice = {"type": "function", "function": {"name": "unlock"}}
+    message = asked(server, 60, tools=[TOOL], tool_choice=choice)
+    assert re.fullmatch(r"[0-9]{5}", called(message))
+
+
+def parsed_tools(server):
+    """A tool that the text of the answer calls."""
+    call = r'<tool_call>\{"name": "unlock", "arguments": \{"key": "[0-9]{5}"\}\}</tool_call>'
+    forced = {"structured_outputs": {"regex": call}}
+    message = asked(server, 60, tools=[TOOL], tool_choice="auto", extra_body=forced)
+    assert re.fullmatch(r"[0-9]{5}", called(message))
+    assert not message.content
+
+
+def reasoning(server):
+    """Reasoning apart from the answer."""
+    text = r"Here is my thought process: [a-z]{4,9}\. Here is my response: [0-9]{5}"
+    message = asked(server, 40, extra_body={"structured_outputs": {"regex": text}})
+    assert re.fullmatch(r"[a-z]{4,9}\.", message.reasoning.strip())
+    assert re.fullmatch(r"[0-9]{5}", message.content.strip())
 
 
 def responses(server):
@@ -212,7 +270,9 @@ def messages(server):
     assert json.loads(text)["content"][0]["text"]
 
 
-@pytest.mark.parametrize("feature", [structured, responses, messages])
+@pytest.mark.parametrize(
+    "feature", [structured, named_tools, parsed_tools, reasoning, responses, messages]
+)
 def test_features_of_vllm(server, feature):
     """Long contexts are retrieved from, with the options of the request."""
     before = sums(server)
