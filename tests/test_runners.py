@@ -1,6 +1,6 @@
 """vLLM's V1 and V2 model runners serve the same answers, to the last bit.
 
-Both engines run in one process (``tests/runners.py``), over a small random Llama. A cache that is
+Both engines run in one process (``tests/runners.py``), over small random models. A cache that is
 too small for three long requests lets one of them be preempted.
 """
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import runners
+from tests import device_models, runners
 from tests.engine import Request, by, prompt, random_llama
 
 pytestmark = pytest.mark.engine
@@ -25,10 +25,14 @@ OPTIONS: dict[str, Any] = {
     "enforce_eager": True,
 }
 BUDGET = {"budget": 128, "sink": 32, "window": 32}
+FILE = BUDGET | {"also": ["quest"], "home": "disk"}
 HOUSES: dict[str, dict[str, Any]] = {
     "memory": BUDGET | {"also": ["kvretrieval", "quest", "streamingllm", "snapkv"]},
-    "file": BUDGET | {"also": ["quest"], "home": "disk"},
+    "file": FILE,
+    "encoded": FILE | {"codec": "k8v4", "streaming_attention": True},
+    "sliding windows": BUDGET | {"also": ["kvretrieval", "snapkv"]},
 }
+SLOW = pytest.mark.slow
 
 
 def crowd(methods):
@@ -86,9 +90,12 @@ class Served:
         return self.pool.submit(function, *args).result()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_llama(tmp_path_factory.mktemp("toy") / "model", layers=3, kv_heads=2)
+def model_of(house, path):
+    """A model for an engine, saved at a path: a small Llama, or Gemma 3."""
+    if house == "sliding windows":
+        device_models.make(device_models.windows, path)
+        return str(path)
+    return random_llama(path, layers=3, kv_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +104,11 @@ def pool():
         yield pool
 
 
-@pytest.fixture(scope="module", params=HOUSES)
-def served(request, pool, model):
+@pytest.fixture(
+    scope="module", params=["memory", "file", *(pytest.param(h, marks=SLOW) for h in [*HOUSES][2:])]
+)
+def served(request, pool, tmp_path_factory):
+    model = model_of(request.param, tmp_path_factory.mktemp("toy") / "model")
     return Served(pool, model, request.param)
 
 
