@@ -255,11 +255,13 @@ def test_dense_layers_on_disk(model, expected):
 
 def test_more_than_memory_would_hold(model):
     """With home=auto and as many requests as vLLM runs by default: what does not fit in memory goes
-    to disk, prompts of full length included, and requests wait for others' slots."""
+    to disk, prompts of full length included, and requests wait for others' slots. Steps attend to
+    pages in slots while others are read."""
     fast = 63 << 18
     assert fast < OPTIONS["max_model_len"] * LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4
     options = OPTIONS | {"kv_cache_memory_bytes": fast, "num_gpu_blocks_override": None}
-    options |= {"additional_config": {"kv_retrieval": BUDGET | {"home": "auto"}}}
+    retrieval = BUDGET | {"home": "auto", "streaming_attention": True}
+    options |= {"additional_config": {"kv_retrieval": retrieval}}
     del options["max_num_seqs"]
     with engine(model, **options) as llm:
         core: Any = llm.llm_engine.engine_core.engine_core
@@ -298,8 +300,9 @@ WHOLE = 2e-3  # of log-probs, where another kernel attends to whole contexts
 
 @pytest.fixture(scope="module")
 def encoded(model, expected):
-    """The same with an encoded home, and a codec without loss."""
-    options = {"kv_retrieval": on_disk(LEAST_SLOTS, also=ALSO, codec=LOSSLESS)}
+    """The same with an encoded home, a codec without loss, and attention while pages are read."""
+    retrieval = on_disk(LEAST_SLOTS, also=ALSO, codec=LOSSLESS, streaming_attention=True)
+    options = {"kv_retrieval": retrieval}
     with engine(model, additional_config=options, disable_log_stats=False, **OPTIONS) as llm:
         yield llm
 
