@@ -300,9 +300,8 @@ WHOLE = 2e-3  # of log-probs, where another kernel attends to whole contexts
 
 @pytest.fixture(scope="module")
 def encoded(model, expected):
-    """The same with an encoded home, a codec without loss, and attention while pages are read."""
-    retrieval = on_disk(LEAST_SLOTS, also=ALSO, codec=LOSSLESS, streaming_attention=True)
-    options = {"kv_retrieval": retrieval}
+    """The same with an encoded home, and a codec without loss."""
+    options = {"kv_retrieval": on_disk(LEAST_SLOTS, also=ALSO, codec=LOSSLESS)}
     with engine(model, additional_config=options, disable_log_stats=False, **OPTIONS) as llm:
         yield llm
 
@@ -325,6 +324,21 @@ def test_same_answers_from_encoded_pages(encoded, expected):
             assert_same(answer, Answer(**raw), WHOLE)
     settle(encoded)
     assert encoded.collective_rpc("check_caches") == [([], 0)]
+
+
+@pytest.mark.parametrize("home", ["llm", "encoded"])
+def test_attention_while_pages_are_read(home, request, expected):
+    """Streaming attention: the parts of a step make what one list makes, to rounding."""
+    llm = request.getfixturevalue(home)
+    llm.collective_rpc("stream", args=(True,))
+    for name in ("methods", "crowd"):
+        llm.reset_prefix_cache()
+        for answer, raw in zip(drive(llm, SCENARIOS[name]()), expected[name], strict=True):
+            assert_same(answer, Answer(**raw), WHOLE)
+    (waits,) = llm.collective_rpc("stream", args=(False,))
+    assert waits > 50
+    settle(llm)
+    assert llm.collective_rpc("check_caches") == [([], 0)]
 
 
 def test_integrity_of_encoded_pages(encoded):
