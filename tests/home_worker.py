@@ -171,6 +171,25 @@ class HomeWorker:
         """The recall caches, if pages are recalled."""
         return getattr(self.storage, "pages", [])
 
+    def stream(self, on: bool) -> int:
+        """Attend to pages in slots while others are read, or no longer.
+
+        Returns:
+            How often layers have waited for the others since the last call.
+        """
+        before, self._waits = getattr(self, "_waits", 0), 0
+        for impl in self.retrieval_layers.values():
+            impl.storage.streams = on
+            impl.storage.cache.wait = self._counted(impl.storage.cache._cache.wait)
+        return before
+
+    def _counted(self, wait):
+        def waiting():
+            self._waits += 1
+            wait()
+
+        return waiting
+
     def check_caches(self):
         """Complaints of the recall caches, and how many slots are pinned in all."""
         caches = self._caches

@@ -6,7 +6,7 @@ import torch
 from benchmarks.ops.attention import Case, measure
 from benchmarks.ops.setup import Shape
 from tests.kernel_checks import DTYPES, specified
-from vllm_kvretrieval.kernels import TokenLists, cpu, reference
+from vllm_kvretrieval.kernels import Remainder, TokenLists, cpu, reference
 
 pytestmark = pytest.mark.cores
 
@@ -99,6 +99,29 @@ def test_soft_capping_and_sinks(isa, dtype, layout, run, softcap, with_sinks):
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(ours, sums, atol=2e-5, rtol=1e-6)
     torch.testing.assert_close(given, weights, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rest", ["nothing", "sinks", "remainder"])
+def test_empty_lists(isa, rest):
+    """Parts of a softmax may have no tokens; what else there is counts."""
+    torch.manual_seed(5)
+    kv_heads, group, size = 2, 3, 64
+    cache = cache_of(30, kv_heads, 32, size, torch.float32)
+    lists, heads = token_lists((0, 700, 31, 0), cache, 32), kv_heads * group
+    query, sinks, remainder = torch.randn(2, heads, size), None, None
+    if rest == "sinks":
+        sinks = torch.linspace(-4, 4, heads)
+    elif rest == "remainder":
+        remainder = Remainder(torch.randn(2, heads, size), torch.randn(2, heads))
+        remainder.values[1, 5:], remainder.lse[1, 5:] = 9e9, -torch.inf
+    expected, actual = torch.empty_like(query), torch.empty_like(query)
+    sums, ours = torch.empty(2, heads), torch.empty(2, heads)
+    known, more = (query, lists, cache), (0.0, sinks, remainder)
+    specified(reference.attend, *known, expected, "vec", 0.3, sums, None, *more)
+    cpu.attend(*known, actual, "vec", 0.3, ours, None, *more)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(ours, sums, atol=2e-5, rtol=1e-6)
+    assert ours.isneginf().sum() == {"nothing": 2 * group, "sinks": 0, "remainder": 1}[rest]
 
 
 @pytest.mark.parametrize(

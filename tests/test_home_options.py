@@ -63,6 +63,13 @@ def test_impossible_homes(options, message):
         RetrievalConfig.from_options("freekv", options)
 
 
+def test_only_pages_stream():
+    options = {"home": "disk", "streaming_attention": True}
+    assert RetrievalConfig.from_options("ttkv", options).streaming_attention
+    with pytest.raises(RetrievalConfigError, match=r"is for pages, and fier recalls single tokens"):
+        RetrievalConfig.from_options("fier", options)
+
+
 def test_host_memory_is_no_home_on_the_cpu():
     config = RetrievalConfig.from_options("freekv", {"home": "host", "home_bytes": "1GiB"})
     with pytest.raises(RetrievalConfigError, match=r"home='host' is for GPUs; .* or home=disk"):

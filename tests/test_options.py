@@ -48,6 +48,7 @@ VALUES: dict[str, Any] = {
     "store": "/tmp/store",
     "store_days": 30,
     "codec": "k8v4",
+    "streaming_attention": True,
     "recall_cache_bytes": "1GiB",
 }
 

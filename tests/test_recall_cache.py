@@ -27,7 +27,7 @@ from tests.recall_life import (
     caches,
     full,
 )
-from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.kernels import TokenLists, cpu, reference
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 
@@ -61,7 +61,7 @@ def test_random_life(slots, codec, counts):
     most = SELECT if given is None else int(given.max())
     chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, most)
     chooser.selection.counts = given
-    seen = dict.fromkeys(("add", "remove", "append", "copy"), 0)
+    seen = dict.fromkeys(("add", "remove", "append", "copy", "stream"), 0)
     for _ in range(600 if codec else 2000):
         action = engine.integer(0, 20)
         if action == 0 and len(engine.requests) < REQUESTS and engine.free():
@@ -101,15 +101,26 @@ def test_random_life(slots, codec, counts):
             for cache in both:
                 for e in entries:
                     cache.write(written[e])
+            streams = engine.integer(0, 2)
             for cache in both:
-                own = replace(rows, lists=units.clone(), handle=None)
-                cache.resolve(own)
-                tables.append(own.lists)
-                assert cache.check() == ""
-                for slot, unit in zip(own.lists.flatten(), units.flatten(), strict=True):
-                    assert unit < 0 or cache.slots[slot].equal(specified.content(int(unit)))
+                own = replace(rows, lists=units.clone(), lengths=rows.lengths.clone(), handle=None)
+                late = TokenLists(
+                    torch.full_like(units, -1), torch.zeros_like(own.lengths), PAGE, HEADS
+                )
+                if not streams:
+                    cache.resolve(own)
+                elif cache.stream(own, late):
+                    seen["stream"] += 1
+                else:
+                    late.lengths.zero_()
                 cache.prefetch(own, chooser)
-            assert tables[0].equal(tables[1])
+                cache.wait()
+                lists = listed(own.lengths, own.lists), listed(late.lengths, late.entries)
+                for here, there, asked in zip(*lists, listed(rows.lengths, units), strict=True):
+                    compare(cache, specified, here, there, asked)
+                tables.append(lists)
+                assert cache.check() == ""
+            assert tables[0] == tables[1]
             if codec:
                 if engine.integer(0, 4) == 0:
                     pages, length = engine.requests[entries[0]]
@@ -134,6 +145,26 @@ def test_random_life(slots, codec, counts):
     assert compiled.pinned == 0
     if codec:
         assert not home.units.any(), "memory has been given back"
+
+
+def listed(lengths, entries):
+    """The entries of each list, and how many tokens they have."""
+    pairs = zip(entries, lengths.tolist(), strict=True)
+    return [(entry[: -(-length // PAGE)].tolist(), length) for entry, length in pairs]
+
+
+def compare(cache, specified, here, late, asked):
+    """The units that were asked for are in slots, in their order, here or late."""
+    (here, tokens), (late, more), (units, length) = map(list, (here, late, asked))
+    here, late, source = list(here), list(late), []
+    for unit in units:
+        content = specified.content(unit)
+        source = here if here and cache.slots[here[0]].equal(content) else late
+        assert cache.slots[source.pop(0)].equal(content)
+    assert here == late == []
+    last, other = (tokens, more) if source is here else (more, tokens)
+    assert last + other == length
+    assert other % PAGE == 0, "the page that may be partly filled is the last one"
 
 
 def stage(both, pages):

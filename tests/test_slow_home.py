@@ -255,11 +255,13 @@ def test_dense_layers_on_disk(model, expected):
 
 def test_more_than_memory_would_hold(model):
     """With home=auto and as many requests as vLLM runs by default: what does not fit in memory goes
-    to disk, prompts of full length included, and requests wait for others' slots."""
+    to disk, prompts of full length included, and requests wait for others' slots. Steps attend to
+    pages in slots while others are read."""
     fast = 63 << 18
     assert fast < OPTIONS["max_model_len"] * LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4
     options = OPTIONS | {"kv_cache_memory_bytes": fast, "num_gpu_blocks_override": None}
-    options |= {"additional_config": {"kv_retrieval": BUDGET | {"home": "auto"}}}
+    retrieval = BUDGET | {"home": "auto", "streaming_attention": True}
+    options |= {"additional_config": {"kv_retrieval": retrieval}}
     del options["max_num_seqs"]
     with engine(model, **options) as llm:
         core: Any = llm.llm_engine.engine_core.engine_core
@@ -322,6 +324,21 @@ def test_same_answers_from_encoded_pages(encoded, expected):
             assert_same(answer, Answer(**raw), WHOLE)
     settle(encoded)
     assert encoded.collective_rpc("check_caches") == [([], 0)]
+
+
+@pytest.mark.parametrize("home", ["llm", "encoded"])
+def test_attention_while_pages_are_read(home, request, expected):
+    """Streaming attention: the parts of a step make what one list makes, to rounding."""
+    llm = request.getfixturevalue(home)
+    llm.collective_rpc("stream", args=(True,))
+    for name in ("methods", "crowd"):
+        llm.reset_prefix_cache()
+        for answer, raw in zip(drive(llm, SCENARIOS[name]()), expected[name], strict=True):
+            assert_same(answer, Answer(**raw), WHOLE)
+    (waits,) = llm.collective_rpc("stream", args=(False,))
+    assert waits > 50
+    settle(llm)
+    assert llm.collective_rpc("check_caches") == [([], 0)]
 
 
 def test_integrity_of_encoded_pages(encoded):

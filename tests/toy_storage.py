@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from vllm_kvretrieval.storage import Memory
+from vllm_kvretrieval.storage import Memory, Part
 from vllm_kvretrieval.storage.memory import MemoryLayer
 from vllm_kvretrieval.storage.places import STORAGES
 
@@ -37,7 +37,7 @@ class MirroredLayer(MemoryLayer):
         per_unit = self._cache.shape[2] // lists.run
         unit, within = lists.entries // per_unit, lists.entries % per_unit
         entries = (len(self.mirror) - 1 - unit) * per_unit + within
-        return ((replace(lists, entries=entries.int()), self.mirror),)
+        return (Part(replace(lists, entries=entries.int()), self.mirror),)
 
 
 class Mirrored(Memory):

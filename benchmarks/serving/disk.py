@@ -19,7 +19,7 @@ reported by itself; "ms/step" is the mean of the others.
 With `--codecs` the same documents are decoded from homes that are encoded, instead of the ablation;
 once with the file in the page cache, and once "cold": it is dropped from there before every step.
 `--method ttkv` compares that preset, warm and cold, with freekv and with full attention, both over
-raw pages on disk.
+raw pages on disk; with "streaming" a step attends to the pages in memory while it reads the others.
 
 The waiting is what steps wait for reads into recall caches. It leaves out what the kernel does for
 the mapped file when new tokens are written to it: such page faults are counted, not timed. Nothing
@@ -45,7 +45,7 @@ from benchmarks.models import Documents, kv_bytes_per_token, yarn_overrides
 from benchmarks.serving import slow_worker
 from benchmarks.serving.status import Status
 from benchmarks.worker_counts import corrected_share
-from vllm_kvretrieval.options.table import DEFAULT_THRESHOLD
+from vllm_kvretrieval.options.choices import DEFAULT_THRESHOLD
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
 
 MIB = 1 << 20
@@ -62,8 +62,14 @@ class Variant:
     layout: bool = True
     read_ahead: bool = True
     keep: bool = True
+    streams: bool = False
     cold: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def recall(self) -> tuple[bool, bool, bool, bool]:
+        """The arguments of `SlowHomeExtension.prepare_recall`."""
+        return self.read_ahead, self.layout, self.keep, self.streams
 
     @property
     def threshold(self) -> float | None:
@@ -108,8 +114,10 @@ VARIANTS_OF = {
 TIERED, SPECULATIVE = "ttkv", "ttkv_speculative"
 TIERED_VARIANTS = (
     Variant("freekv, raw on disk", DISK),
+    Variant("freekv, streaming", DISK, streams=True),
     Variant("full attention, on disk", DISK, options={"exact": True}),
     Variant("ttkv", TIERED),
+    Variant("ttkv, streaming", TIERED, streams=True),
     Variant("ttkv, speculative", TIERED, options={"method": SPECULATIVE}),
     Variant("ttkv, spec., no ahead", TIERED, read_ahead=False, options={"method": SPECULATIVE}),
 )
@@ -282,7 +290,7 @@ class Steady:
         engine = self._engines[variant.engine]
         engine.resume()
         engine.generate([self._short], WARM_TOKENS)  # wakes the threads, and takes no slot
-        engine.collective_rpc("prepare_recall", variant.read_ahead, variant.layout, variant.keep)
+        engine.collective_rpc("prepare_recall", *variant.recall)
         engine.collective_rpc("start_steps", variant.cold)
         options = {"kv_retrieval": variant.options}
         timing = engine.generate(prompts, self._tokens, extra_args=options)

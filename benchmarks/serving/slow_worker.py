@@ -32,7 +32,7 @@ class SlowHomeExtension(CountsExtension):
     home: Any
     _steps: list[dict[str, float]]
 
-    def prepare_recall(self, read_ahead: bool, layout: bool, keep: bool) -> None:
+    def prepare_recall(self, read_ahead: bool, layout: bool, keep: bool, streams: bool) -> None:
         """Empty the recall caches; to be called while no request runs.
 
         Args:
@@ -41,7 +41,10 @@ class SlowHomeExtension(CountsExtension):
             layout: Of pages, whether a page of a KV head is read at once, or a token's keys or
                 values at a time.
             keep: Of single tokens, whether a step finds those that earlier ones have read.
+            streams: Of pages, whether a step attends to those in slots while it reads the others.
         """
+        for layer in self.retrieval_layers.values():
+            layer.storage.streams = streams
         for cache in getattr(self.storage, "pages", []):
             for entry in range(self.requests.capacity):
                 cache.release(entry)

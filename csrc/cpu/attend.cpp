@@ -14,6 +14,7 @@
 namespace kvr {
 namespace KVR_ISA {
 
+constexpr float kNothing = -std::numeric_limits<float>::infinity();  // the logarithm of 0
 constexpr int kLeastTask = 256;      // tokens
 constexpr int kMostTasks = 32;       // of a list
 constexpr int kSerialTokens = 256;   // work below which waking the other threads costs more
@@ -33,7 +34,7 @@ class Attending {
     first_task_.resize(units_ + 1);
     for (int u = 0; u < units_; ++u) {
       tokens += a.lengths[u];
-      first_task_[u + 1] = first_task_[u] + (a.lengths[u] - 1) / task_tokens(u) + 1;
+      first_task_[u + 1] = first_task_[u] + (a.lengths[u] + task_tokens(u) - 1) / task_tokens(u);
     }
     parallel_ = tokens > kSerialTokens;
   }
@@ -127,16 +128,15 @@ class Attending {
     }
   }
 
-  // The parts of a query head.
+  // The parts of a query head. Of nothing at all zeros come out.
   void merge(int unit, int g, const float* values, const Partial* parts) const {
     const int d = a_.head_size, group = a_.group;
     const int first = first_task_[unit], last = first_task_[unit + 1];
     const int64_t head = int64_t(unit % a_.kv_heads) * group + g, row = unit / a_.kv_heads;
-    const float sink = a_.sinks == nullptr ? kLeastLogit : a_.sinks[head] * kLog2E;
-    const float rest = a_.rest_lse == nullptr
-                           ? kLeastLogit
-                           : std::max(a_.rest_lse[row * a_.kv_heads * group + head] * kLog2E, kLeastLogit);
-    float top = std::max(sink, rest);
+    const int64_t query_head = row * a_.kv_heads * group + head;
+    const float sink = a_.sinks == nullptr ? kNothing : a_.sinks[head] * kLog2E;
+    const float rest = a_.rest_lse == nullptr ? kNothing : a_.rest_lse[query_head] * kLog2E;
+    float top = std::max({sink, rest, kLeastLogit});
     for (int task = first; task < last; ++task)
       top = std::max(top, parts[task * group + g].reference);
     const float rest_mass = std::exp2(rest - top);
@@ -159,15 +159,15 @@ class Attending {
       }
     }
     for (int c = 0; c < d; ++c) ordered[c] = sums[Tile::channel_place(c)];
-    if (a_.rest_lse != nullptr) {
-      const float* values = a_.rest_values + (row * a_.kv_heads * group + head) * d;
+    if (rest_mass > 0) {
+      const float* values = a_.rest_values + query_head * d;
       for (int c = 0; c < d; ++c) ordered[c] += values[c] * (rest_mass / total);
     }
     E* out = static_cast<E*>(a_.out) + row * a_.out_stride + head * d;
     for (int c = 0; c < d; c += kWidth)
       store_rounded<E>(out + c, load_as<Floats>(ordered.data() + c));
     const float lse = top + std::log2(mass);
-    if (a_.lse != nullptr) a_.lse[row * a_.kv_heads * group + head] = lse * kLn2;
+    if (a_.lse != nullptr) a_.lse[query_head] = lse * kLn2;
     if (a_.weights != nullptr) exponentiate(weights_of(unit, g), a_.lengths[unit], lse);
   }
 

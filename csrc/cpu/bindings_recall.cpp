@@ -56,6 +56,13 @@ void bind_recall(nb::module_& m) {
            },
            release_gil)
       .def("resolve", &Cache::resolve, release_gil)
+      .def("stream",
+           [](Cache& self, const kvr::DecodeRows& rows, uintptr_t lists, int64_t size, int64_t width,
+              int64_t stride, uintptr_t lengths) {
+             return self.stream(rows, {at<int32_t>(lists), stride, at<int32_t>(lengths), size, width});
+           },
+           release_gil)
+      .def("wait", &Cache::wait, release_gil)
       .def("prefetch",
            [](Cache& self, const kvr::DecodeRows& rows, const Chooser& chooser) {
              self.prefetch(rows, chooser);

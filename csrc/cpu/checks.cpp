@@ -204,11 +204,13 @@ void check_pages(const PageIndexing& p) {
 
 void check_lists(const Attention& a) {
   const int64_t entries = a.cache_tokens / a.run / (a.per_head ? 1 : a.kv_heads);
+  const int least = a.lse != nullptr ? 0 : 1;  // what has nothing may be put together with others
   for (int64_t unit = 0; unit < int64_t(a.rows) * a.kv_heads; ++unit) {
     const int64_t length = a.lengths[unit], count = (length + a.run - 1) / a.run;
-    if (length < 1 || count > a.entries_width)
+    if (length < least || count > a.entries_width)
       throw std::invalid_argument("lengths[" + std::to_string(unit) + "] is " +
-                                  std::to_string(length) + ", a list holds from 1 to " +
+                                  std::to_string(length) + ", a list holds from " +
+                                  std::to_string(least) + " to " +
                                   std::to_string(a.entries_width * a.run) + " tokens");
     if (a.weights != nullptr && length > a.weight_stride)
       throw std::invalid_argument("lengths[" + std::to_string(unit) + "] is " +

@@ -16,14 +16,15 @@ namespace kvr {
 namespace {
 
 constexpr size_t kSerialReads = 4;  // fewer reads than this are not worth waking threads for
-constexpr size_t kReadsPerJob = 8;  // at least, when reading ahead
+constexpr size_t kReadsPerJob = 8;  // at least, by reader threads
 
 }  // namespace
 
 RecallCache::RecallCache(const RecallCacheConfig& config)
     : config_(config), piece_bytes_(config.unit_bytes), slot_of_(config.units, kNone),
       unit_of_(config.slots, kNone), pins_(config.slots, 0), stamp_(config.slots, 0),
-      older_(config.slots + 1), newer_(config.slots + 1), pinned_by_(config.requests) {
+      older_(config.slots + 1), newer_(config.slots + 1), pinned_by_(config.requests),
+      late_since_(config.slots, 0) {
   const EncodedHome* encoded = config.encoded;
   if (encoded != nullptr && (encoded->pages() * encoded->kv_heads() != config.units ||
                              encoded->kv_heads() != config.kv_heads ||
@@ -132,17 +133,19 @@ void RecallCache::write(const int64_t* slot_mapping, int64_t tokens) {
   }
 }
 
-void RecallCache::resolve(const DecodeRows& rows) {
+int RecallCache::entries_of(const DecodeRows& rows, int row, int head) const {
+  const int32_t tokens = rows.lengths[int64_t(row) * config_.kv_heads + head];
+  return (tokens + config_.page_size - 1) / config_.page_size;
+}
+
+// Finds a slot for each unit, lists those that are to be read in `misses_`, and pins sink and window.
+void RecallCache::begin(const DecodeRows& rows) {
   check_rows(rows, config_.requests, config_.kv_heads, config_.page_size);
   if (rows.per_token) throw std::invalid_argument("a recall cache holds pages, not tokens");
   check_lengths(rows, config_.kv_heads, config_.page_size);
   join();
   ++step_;
   for (int r = 0; r < rows.rows; ++r) release(rows.seats[r]);
-  const auto entries_of = [&](int r, int head) {
-    const int32_t tokens = rows.lengths[int64_t(r) * config_.kv_heads + head];
-    return (tokens + config_.page_size - 1) / config_.page_size;
-  };
   // Hits first: what a row is about to use is then safe from another row's misses.
   missing_.clear();
   for (int r = 0; r < rows.rows; ++r) {
@@ -151,7 +154,7 @@ void RecallCache::resolve(const DecodeRows& rows) {
     for (int head = 0; head < config_.kv_heads; ++head) {
       int32_t* entry =
           rows.lists + (int64_t(r) * config_.kv_heads + head) * rows.lists_stride;
-      const int entries = entries_of(r, head);
+      const int entries = entries_of(rows, r, head);
       attended += entries;
       for (int32_t* end = entry + entries; entry != end; ++entry) {
         const int32_t slot = slot_of_[*entry];
@@ -180,24 +183,70 @@ void RecallCache::resolve(const DecodeRows& rows) {
     }
     *entry = slot;
   }
-  if (!misses_.empty()) {
-    const int64_t start = now_ns();
-    const int64_t count = static_cast<int64_t>(misses_.size());
-#pragma omp parallel for schedule(static) if (misses_.size() >= kSerialReads)
-    for (int64_t i = 0; i < count; ++i) read(misses_, i, i + 1);
-    waited_ns_ += now_ns() - start;
-  }
   for (int r = 0; r < rows.rows; ++r) {
     if (rows.mode[r] == Mode::kWhole) continue;
     std::vector<int32_t>& pinned = pinned_by_[rows.seats[r]];
     for (int head = 0; head < config_.kv_heads; ++head) {
       const int32_t* first =
           rows.lists + (int64_t(r) * config_.kv_heads + head) * rows.lists_stride;
-      const int32_t* end = first + entries_of(r, head);
+      const int32_t* end = first + entries_of(rows, r, head);
       pinned.insert(pinned.end(), first, first + rows.sink[r]);
       pinned.insert(pinned.end(), end - rows.window[r], end);
     }
     for (int32_t slot : pinned) pin(slot);
+  }
+}
+
+void RecallCache::resolve(const DecodeRows& rows) {
+  begin(rows);
+  if (misses_.empty()) return;
+  const int64_t start = now_ns();
+  const int64_t count = static_cast<int64_t>(misses_.size());
+#pragma omp parallel for schedule(static) if (misses_.size() >= kSerialReads)
+  for (int64_t i = 0; i < count; ++i) read(misses_, i, i + 1);
+  waited_ns_ += now_ns() - start;
+}
+
+bool RecallCache::stream(const DecodeRows& rows, const UnitLists& late) {
+  if (late.size < int64_t(rows.rows) * config_.kv_heads || late.width < rows.lists_width)
+    throw std::invalid_argument("there is no room for the lists of what is late");
+  begin(rows);
+  late_.reads.clear();
+  for (const Read& miss : misses_) {
+    if (config_.encoded != nullptr && config_.encoded->is_open(miss.unit / config_.kv_heads)) {
+      config_.encoded->read(miss.unit, slot_at(miss.slot));  // a copy in memory
+    } else {
+      late_.reads.push_back(miss);
+      late_since_[miss.slot] = step_;
+    }
+  }
+  if (late_.reads.empty()) return false;
+  start(late_);
+  split(rows, late);
+  return true;
+}
+
+// Moves the slots that are being read from the rows' lists to others.
+void RecallCache::split(const DecodeRows& rows, const UnitLists& late) const {
+  const int32_t page_size = config_.page_size;
+  for (int64_t list = 0; list < int64_t(rows.rows) * config_.kv_heads; ++list) {
+    int32_t* here = rows.lists + list * rows.lists_stride;
+    int32_t* there = late.lists + list * late.lists_stride;
+    int32_t& length = rows.lengths[list];
+    int32_t rest = length, moved = 0, kept = 0;  // in tokens: the last page may be partly filled
+    for (const int32_t* entry = here; rest > 0; ++entry) {
+      const int32_t tokens = std::min(rest, page_size);
+      rest -= tokens;
+      if (late_since_[*entry] == step_) {
+        there[moved / page_size] = *entry;
+        moved += tokens;
+      } else {
+        here[kept / page_size] = *entry;
+        kept += tokens;
+      }
+    }
+    length = kept;
+    late.lengths[list] = moved;
   }
 }
 
@@ -208,8 +257,8 @@ void RecallCache::prefetch(const DecodeRows& rows, const Chooser& chooser) {
   check_rows(rows, std::min(config_.requests, chooser.seats), config_.kv_heads,
              config_.page_size);
   check_selection(rows, chooser);
-  join();
-  ahead_.clear();
+  wait_for(ahead_);
+  ahead_.reads.clear();
   bool room = true;
   for (int r = 0; r < rows.rows; ++r) {
     if (rows.mode[r] != Mode::kSelect) continue;  // nothing has been selected for a next step
@@ -233,26 +282,31 @@ void RecallCache::prefetch(const DecodeRows& rows, const Chooser& chooser) {
           if (config_.encoded != nullptr && config_.encoded->is_open(block[kept[i]]))
             config_.encoded->read(unit, slot_at(slot));  // at once: it may be closed any time
           else
-            ahead_.push_back({unit, slot});
+            ahead_.reads.push_back({unit, slot});
         }
       }
     }
     config_.counts[int64_t(rows.seats[r]) * kRecallCounts + kRecalled] += recalled;
   }
-  if (ahead_.empty()) return;
-  const size_t jobs = std::clamp<size_t>(ahead_.size() / kReadsPerJob, 1, reader_threads());
+  start(ahead_);
+}
+
+void RecallCache::start(Reads& reads) {
+  const size_t count = reads.reads.size();
+  if (count == 0) return;
+  const size_t jobs = std::clamp<size_t>(count / kReadsPerJob, 1, reader_threads());
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    pending_ = static_cast<int>(jobs);
+    reads.pending = static_cast<int>(jobs);
   }
   for (size_t job = 0; job < jobs; ++job) {
-    const size_t begin = ahead_.size() * job / jobs, end = ahead_.size() * (job + 1) / jobs;
-    const auto work = [this, begin, end] {
+    const size_t begin = count * job / jobs, end = count * (job + 1) / jobs;
+    const auto work = [this, &reads, begin, end] {
       const int64_t start = now_ns();
-      read(ahead_, begin, end);
+      read(reads.reads, begin, end);
       const std::lock_guard<std::mutex> lock(mutex_);
       read_ahead_ns_ += now_ns() - start;
-      if (--pending_ == 0) done_.notify_all();
+      if (--reads.pending == 0) done_.notify_all();
     };
     try {
       submit(work);
@@ -262,11 +316,11 @@ void RecallCache::prefetch(const DecodeRows& rows, const Chooser& chooser) {
   }
 }
 
-void RecallCache::join() {
+void RecallCache::wait_for(const Reads& reads) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (pending_ == 0) return;
+  if (reads.pending == 0) return;
   const int64_t start = now_ns();
-  done_.wait(lock, [this] { return pending_ == 0; });
+  done_.wait(lock, [&reads] { return reads.pending == 0; });
   waited_ns_ += now_ns() - start;
 }
 

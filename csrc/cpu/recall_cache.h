@@ -31,6 +31,14 @@ struct RecallCacheConfig {
   EncodedHome* encoded;     // null: the file holds units as slots do
 };
 
+// Lists of units of (row, KV head), as DecodeRows has them.
+struct UnitLists {
+  int32_t* lists;
+  int64_t lists_stride;
+  int32_t* lengths;  // tokens
+  int64_t size, width;
+};
+
 // Per request, summed over the layers.
 enum RecallCount { kAttended = 0, kMissed = 1, kRecalled = 2, kRecallCounts = 3 };
 
@@ -46,7 +54,14 @@ class RecallCache {
   void write(const int64_t* slot_mapping, int64_t tokens);
   // Replaces the units in the rows' page lists by slots that hold them, and pins sink and window.
   void resolve(const DecodeRows& rows);
-  // Starts fetching what the rows selected for their next step, as far as there is room.
+  // Does the same without waiting: begins to read what no slot holds, and moves it from the rows'
+  // lists, which may then be empty, to the others. Returns whether there is any. Call wait() before
+  // what has been moved is read.
+  bool stream(const DecodeRows& rows, const UnitLists& late);
+  // Waits for the reads that stream() has begun.
+  void wait() { wait_for(late_); }
+  // Starts fetching what the rows selected for their next step, as far as there is room. Call it
+  // once after resolve() or stream().
   void prefetch(const DecodeRows& rows, const Chooser& chooser);
   // Forgets the pages: their home has changed by other means than write().
   void drop_pages(const int64_t* pages, int64_t count);
@@ -89,6 +104,11 @@ class RecallCache {
     int32_t* entry;  // of a page list
     int32_t request;
   };
+  // Reads by reader threads.
+  struct Reads {
+    std::vector<Read> reads;
+    int pending = 0;  // parts of `reads` still to be read; shared with reader threads
+  };
   static constexpr int32_t kNone = -1;
 
   char* slot_at(int32_t slot) { return config_.slot_memory + slot * config_.unit_bytes; }
@@ -102,9 +122,17 @@ class RecallCache {
   void unpin(int32_t slot);
   void link_newest(int32_t slot);
   void unlink(int32_t slot);
+  int entries_of(const DecodeRows& rows, int row, int head) const;
+  void begin(const DecodeRows& rows);
+  void split(const DecodeRows& rows, const UnitLists& late) const;
   bool read_unit(int32_t unit, char* to) const;
   void read(const std::vector<Read>& reads, size_t begin, size_t end);
-  void join();
+  void start(Reads& reads);
+  void wait_for(const Reads& reads);
+  void join() {
+    wait_for(ahead_);
+    wait_for(late_);
+  }
 
   RecallCacheConfig config_;
   int64_t piece_bytes_;           // of one read call
@@ -116,15 +144,16 @@ class RecallCache {
   std::vector<int32_t> older_, newer_;
   std::vector<int32_t> free_;
   std::vector<std::vector<int32_t>> pinned_by_;  // per request: slots
+  std::vector<int64_t> late_since_;  // per slot: the step that waits for its unit
   std::vector<Miss> missing_;
-  std::vector<Read> misses_, ahead_;
+  std::vector<Read> misses_;
+  Reads late_, ahead_;
   int64_t step_ = 0;
   int64_t waited_ns_ = 0;
 
   // Shared with reader threads.
   std::mutex mutex_;
   std::condition_variable done_;
-  int pending_ = 0;                  // parts of `ahead_` still to be read
   std::vector<int32_t> failed_;      // units
   std::vector<int64_t> lost_;        // pages, whether in slots or not
   std::atomic<int> error_{0};

@@ -283,6 +283,7 @@ class Ops(Protocol):
                 ``amx`` (see :meth:`stage_pages`) elements have 16 bits.
             scale: Softmax scale.
             lse: float32 [R, kv_heads * group], written: the logarithm of the sum of exponentials.
+                Lists may be empty then; of nothing at all come zeros, and minus infinity here.
             weights: float32 [R, kv_heads * group, >= tokens of the longest list], written: the
                 weight of each token of a list. Numbers behind a list stay as they are.
             softcap: Logits become ``softcap * tanh(logit / softcap)``; 0: they stay.

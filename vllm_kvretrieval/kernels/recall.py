@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_kvretrieval.kernels.rows import DecodeRows
+from vllm_kvretrieval.kernels.rows import DecodeRows, TokenLists
 from vllm_kvretrieval.kernels.types import Chooser
 
 
@@ -68,11 +68,36 @@ class RecallCache(Protocol):
         """
         ...
 
+    def stream(self, rows: DecodeRows, late: TokenLists) -> bool:
+        """Do as :meth:`resolve`, but wait for no read of home.
+
+        Units that have to be read from there move from the rows' lists, which may then be empty, to
+        others, in the same order, and reader threads begin to read them. Call :meth:`wait` before
+        their slots are read.
+
+        Args:
+            rows: See :meth:`resolve`; ``lengths`` is written, too.
+            late: ``entries`` and ``lengths`` are written, if there are such units; there is room
+                for all units of the rows.
+
+        Returns:
+            Whether there are such units.
+
+        Raises:
+            ValueError, RuntimeError: See :meth:`resolve`.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Wait for the reads that :meth:`stream` has begun."""
+        ...
+
     def prefetch(self, rows: DecodeRows, chooser: Chooser) -> None:
         """Fetch the pages selected for the next step of the rows, while the model goes on.
 
-        Call it after ``resolve``. It takes no slot of the current step, and fetches fewer pages if
-        there are too few slots. The next call of this object waits for the reads.
+        Call it once after ``resolve`` or ``stream``. It takes no slot of the current step, and
+        fetches fewer pages if there are too few slots. The next call of this object, but for
+        :meth:`wait`, waits for the reads.
 
         Args:
             rows: The rows of ``resolve``; ``lists`` is not read.

@@ -209,8 +209,8 @@ class TokenLists:
         entries: int32 [>= R * kv_heads, W]; for each (row, KV head) the numbers of tokens, or of
             stretches of ``run`` tokens (of units, if ``run`` is ``page_size``). Without
             ``per_head``: [>= R, W], page ids.
-        lengths: int32 [R * kv_heads]; tokens to attend to, at least one. The last stretch may have
-            fewer tokens than ``run``.
+        lengths: int32 [R * kv_heads]; tokens to attend to. The last stretch may have fewer tokens
+            than ``run``.
         run: Tokens per entry, a power of two.
         kv_heads: KV heads of the layer.
         per_head: Whether every KV head has a list of its own. Otherwise the KV heads of a row share

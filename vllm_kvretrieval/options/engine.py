@@ -6,18 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.choices import DEFAULT_BLOCK, DEFAULT_CHUNK, DEFAULT_QUERIES
 from vllm_kvretrieval.options.files import read_files
 from vllm_kvretrieval.options.refusals import check_combinations
 from vllm_kvretrieval.options.source import options_of, selected_method, window_tokens
-from vllm_kvretrieval.options.table import (
-    DEFAULT_BLOCK,
-    DEFAULT_CHUNK,
-    DEFAULT_QUERIES,
-    OF_METHOD,
-    OPTIONS,
-    Options,
-    checked,
-)
+from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS, Options, checked
 from vllm_kvretrieval.options.values import check_digits, reject_unknown, require_name
 from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec

@@ -6,13 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import check_directory
+from vllm_kvretrieval.options.choices import DEFAULT_CHUNK, DEFAULT_QUERIES, MOST_QUERIES
 from vllm_kvretrieval.options.option import refuse_without_effect
-from vllm_kvretrieval.options.table import (
-    DEFAULT_CHUNK,
-    DEFAULT_QUERIES,
-    MOST_QUERIES,
-    OPTIONS,
-)
+from vllm_kvretrieval.options.table import OPTIONS
 from vllm_kvretrieval.retrieval.codec import RAW
 from vllm_kvretrieval.retrieval.family import family_with
 from vllm_kvretrieval.retrieval.method import Method
@@ -48,6 +44,7 @@ def check_combinations(config: "RetrievalConfig", given: Mapping[str, Any]) -> N
     _check_prefill(config)
     _check_home(config)
     _check_codec(config)
+    _check_streaming(config)
     _check_store(config)
     if config.home_path is not None:
         check_directory(config.home_path)
@@ -180,6 +177,16 @@ def _check_codec(config: "RetrievalConfig") -> None:
             f"codec={config.codec!r} reads contexts within the budget from slots, of which every "
             f"layer needs as many, and {uneven} divides the budget unevenly (budget_shares); use "
             "codec=raw, or leave the shares out."
+        )
+
+
+def _check_streaming(config: "RetrievalConfig") -> None:
+    if not config.streaming_attention:
+        return
+    if tokens := _named(config, lambda method: method.per_token):
+        raise RetrievalConfigError(
+            f"streaming_attention=True is for pages, and {tokens} recalls single tokens; leave it "
+            "out."
         )
 
 

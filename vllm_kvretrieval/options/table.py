@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vllm_kvretrieval.options import choices
 from vllm_kvretrieval.options.option import Option, option
 from vllm_kvretrieval.options.values import (
     PART,
@@ -38,28 +39,6 @@ CONFIG_KEY = "kv_retrieval"
 """Key in vLLM's ``additional_config``, and in ``SamplingParams.extra_args``."""
 
 DEFAULT_METHOD = next(iter(OWN))
-PAGE_SIZES = (16, 32, 64, 128)
-REUSES = {
-    "all": "as far as their options allow",
-    "exact": "only those that full attention has computed",
-}
-ATTENTION = {"vllm": "bit by bit as vLLM alone", "own": "exact to rounding"}
-ENTRY_TOKENS = (8, 16, 32, 64, 128)
-MOST_SPANNED = 2
-"""Pages of an entry at most; a window holds them all while the last one is filled."""
-UNITS = {"page": "whole pages", "token": "single tokens, by `one_bit` or `exact`"}
-FILTER_HEADS = {
-    "all": "those of all workers, so that results depend on no number of them",
-    "own": "each worker's own, without communication",
-}
-DEFAULT_THRESHOLD = 0.9
-DEFAULT_CHUNK = 512
-"""Tokens of a prompt that a filter selects for at once."""
-DEFAULT_BLOCK = 128
-"""Tokens of a prompt that select pages at once."""
-DEFAULT_QUERIES = 8
-MOST_QUERIES = 64
-MOST_RERANKED = 64
 
 
 @dataclass(frozen=True)
@@ -92,7 +71,7 @@ class Options:
     )
     page_size: int = option(
         None,
-        one_number_of(PAGE_SIZES),
+        one_number_of(choices.PAGE_SIZES),
         "tokens per page, the unit of retrieval; smaller ones hold fewer unwanted tokens, and "
         "there are more to choose from",
         "the method's, 32 for most; `kvretrieval`: 16 on most CPUs",
@@ -101,8 +80,8 @@ class Options:
     summary_size: int | None = option(
         None,
         Kind(
-            f"{', '.join(map(str, ENTRY_TOKENS))}, up to `page_size`; with `low_rank` up to twice "
-            "as many",
+            f"{', '.join(map(str, choices.ENTRY_TOKENS))}, up to `page_size`; with `low_rank` up "
+            "to twice as many",
             require_int,
         ),
         "tokens per entry of the page index; smaller ones tell pages apart better, and cost memory "
@@ -140,7 +119,7 @@ class Options:
     )
     rerank: int | None = option(
         None,
-        Kind(f"0, or 2 to {MOST_RERANKED}", require_int),
+        Kind(f"0, or 2 to {choices.MOST_RERANKED}", require_int),
         "candidates per selected page that are scored again by their keys; 0: none",
         "the method's",
         of_method=True,
@@ -170,7 +149,7 @@ class Options:
     )
     unit: str | None = option(
         None,
-        one_of(UNITS),
+        one_of(choices.UNITS),
         "what is selected; with `token` the KV cache of retrieval layers is laid out token by "
         "token",
         "the method's, `page` for most",
@@ -183,7 +162,7 @@ class Options:
         SIMILARITY,
         "for schedule `speculative`: a KV head whose query has a lower cosine similarity to the "
         "previous step's selects anew before attention; 1 selects at every step, -1 never corrects",
-        str(DEFAULT_THRESHOLD),
+        str(choices.DEFAULT_THRESHOLD),
         of_method=True,
         families=(SCORED,),
     )
@@ -218,7 +197,7 @@ class Options:
     )
     filter_heads: str | None = option(
         None,
-        one_of(FILTER_HEADS),
+        one_of(choices.FILTER_HEADS),
         "with tensor parallelism, the KV heads by whose attention a filter selects",
         "`all`",
         families=(FILTERS,),
@@ -267,16 +246,16 @@ class Options:
         None,
         TOKENS,
         "the tokens of a prompt that select, or that a filter selects for, at once",
-        f"{DEFAULT_BLOCK}; `omnikv`: {DEFAULT_CHUNK}",
+        f"{choices.DEFAULT_BLOCK}; `omnikv`: {choices.DEFAULT_CHUNK}",
         families=(SCORED, FILTERS),
         why="which selects no pages by an index: its prefill is exact",
         needs="prefill_budget",
     )
     prefill_queries: int | None = option(
         None,
-        Kind(f"1 to {MOST_QUERIES}", require_int),
+        Kind(f"1 to {choices.MOST_QUERIES}", require_int),
         "how many queries of a chunk of a prompt select pages for it",
-        str(DEFAULT_QUERIES),
+        str(choices.DEFAULT_QUERIES),
         families=(SCORED,),
         why=f"by which no queries, or the last {WINDOW} of a chunk, select for a prompt",
         needs="prefill_budget",
@@ -307,14 +286,14 @@ class Options:
     allow_exact: bool = option(True, SWITCH, "whether requests may ask for full attention")
     reuse: str = option(
         "all",
-        one_of(REUSES),
+        one_of(choices.REUSES),
         "which keys and values requests share by the prefix cache",
         "`all`",
         more="#what-requests-share",
     )
     attention: str | None = option(
         None,
-        one_of(ATTENTION),
+        one_of(choices.ATTENTION),
         "whose kernel attends to whole contexts (prompts, contexts within the budget, dense "
         "layers, `full`)",
         "the faster one",
@@ -324,15 +303,7 @@ class Options:
     )
     home: str = option(
         None,
-        one_of(
-            {
-                "auto": "`device` if `max_num_seqs` requests of `max_model_len` fit there, else "
-                "the other",
-                "device": "vLLM's own memory",
-                "host": "host memory; on a GPU",
-                "disk": "a file; fast memory then holds recalled pages only; on a CPU",
-            }
-        ),
+        one_of(choices.HOMES),
         "where the whole KV cache of the retrieval layers lives",
         "the method's, `device` for most",
         more="#a-cache-larger-than-memory",
@@ -382,6 +353,17 @@ class Options:
         "the method's, `raw` for most",
         neutral=RAW,
         on_gpu="keep pages as the model made them",
+    )
+    streaming_attention: bool | None = option(
+        None,
+        SWITCH,
+        "whether a step of `home=disk` attends to the pages in fast memory while it reads the "
+        "others (TTKV)",
+        "false",
+        families=(SCORED,),
+        slow_home=True,
+        on_gpu="leave it out",
+        more="methods.md#ttkv",
     )
     recall_cache_bytes: int | None = option(
         None,

@@ -5,16 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.option import refuse_without_effect
-from vllm_kvretrieval.options.table import (
+from vllm_kvretrieval.options.choices import (
     DEFAULT_THRESHOLD,
     ENTRY_TOKENS,
     MOST_RERANKED,
     MOST_SPANNED,
-    OF_METHOD,
-    OPTIONS,
-    checked,
 )
+from vllm_kvretrieval.options.option import refuse_without_effect
+from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS, checked
 from vllm_kvretrieval.options.values import reject_unknown, require_name
 from vllm_kvretrieval.retrieval.family import (
     DROPPING,

@@ -1,6 +1,6 @@
 """The interface of a place for KV to attention and the worker."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -12,9 +12,19 @@ import torch
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, TokenLists
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
-Part = tuple[TokenLists, torch.Tensor]
-"""What rows attend to, and the memory whose tokens the lists number: [units, page_size, 2 *
-head_size]."""
+
+class Part(NamedTuple):
+    """A part of what rows attend to.
+
+    Attributes:
+        lists: The tokens of the part.
+        units: [units, page_size, 2 * head_size]; the memory whose tokens the lists number.
+        wait: To be called before the part is read; None: it is there.
+    """
+
+    lists: TokenLists
+    units: torch.Tensor
+    wait: Callable[[], None] | None = None
 
 
 class Ready(Enum):
@@ -101,7 +111,7 @@ class LayerStorage(Protocol):
             ready: What has been done for these rows already.
 
         Returns:
-            Parts of one softmax.
+            Parts of one softmax. A list may be empty in some of them, but not in all.
         """
         ...
 

@@ -53,14 +53,15 @@ class Encoded(FilePages):
 
     Args:
         facts: The home, and the fast memory in front of it.
+        streams: See :class:`FilePagesLayer`.
         codec: What pages are encoded by.
         open_pages: Full pages at the end of a context that are not yet encoded.
     """
 
     in_place = False
 
-    def __init__(self, facts: FileFacts, codec: Codec, open_pages: int) -> None:
-        super().__init__(facts)
+    def __init__(self, facts: FileFacts, streams: bool, codec: Codec, open_pages: int) -> None:
+        super().__init__(facts, streams)
         self._codec = codec
         self._open = FastTier(facts.page_size, open_pages)
 
@@ -78,7 +79,7 @@ class Encoded(FilePages):
 
     def layer(self, place: LayerPlace) -> EncodedLayer:
         """See :meth:`Storage.layer`."""
-        layer = EncodedLayer(self.facts, place, self._codec)
+        layer = EncodedLayer(self.facts, place, self.streams, self._codec)
         self.pages.append(layer.cache)
         return layer
 

@@ -1,6 +1,7 @@
 """KV in a file, of which pages are recalled into slots; see :class:`RecallCache`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +19,15 @@ class FilePagesLayer(FileLayer):
     Args:
         facts: The home.
         place: The layer.
+        streams: Whether what is in slots is attended to while the rest is read (TTKV, 4.3).
         codec: What its pages are encoded by; None: they are not.
     """
 
-    def __init__(self, facts: FileFacts, place: LayerPlace, codec: Codec | None = None) -> None:
+    def __init__(
+        self, facts: FileFacts, place: LayerPlace, streams: bool, codec: Codec | None = None
+    ) -> None:
         super().__init__(facts, place)
+        self.streams = streams
         _, kv_heads, page_size, width = place.kv_cache.shape
         self.cache = cpu.RecallCache(
             place.kv_cache.view(-1, 1, 2 * page_size, width // 2),
@@ -40,9 +45,16 @@ class FilePagesLayer(FileLayer):
         self.cache.write(slot_mapping)
 
     def reach(self, rows: DecodeRows, lists: TokenLists, ready: Ready) -> Sequence[Part]:
-        """See :meth:`RecallCache.resolve`."""
-        self.cache.resolve(rows)
-        return ((lists, self._units),)
+        """See :meth:`RecallCache.resolve` and :meth:`RecallCache.stream`."""
+        here = Part(lists, self._units)
+        if not self.streams:
+            self.cache.resolve(rows)
+            return (here,)
+        entries = torch.empty(len(rows) * lists.kv_heads, lists.entries.shape[1], dtype=torch.int32)
+        late = replace(lists, entries=entries, lengths=torch.empty(len(entries), dtype=torch.int32))
+        if not self.cache.stream(rows, late):
+            return (here,)
+        return here, Part(late, self._units, self.cache.wait)
 
     def ahead(self, rows: DecodeRows, chooser: Chooser) -> None:
         """See :meth:`RecallCache.prefetch`."""
@@ -50,16 +62,25 @@ class FilePagesLayer(FileLayer):
 
 
 class FilePages(FileStorage):
-    """An engine's KV in a file, by pages; see :class:`FileStorage`."""
+    """An engine's KV in a file, by pages; see :class:`FileStorage`.
+
+    Args:
+        facts: The home, and the fast memory in front of it.
+        streams: See :class:`FilePagesLayer`.
+    """
 
     token_major = False
+
+    def __init__(self, facts: FileFacts, streams: bool) -> None:
+        super().__init__(facts)
+        self.streams = streams
 
     def refuse_two_directions(self, config: RetrievalConfig) -> None:
         """vLLM's kernel reads pages in the mapped file."""
 
     def layer(self, place: LayerPlace) -> FilePagesLayer:
         """See :meth:`Storage.layer`."""
-        layer = FilePagesLayer(self.facts, place)
+        layer = FilePagesLayer(self.facts, place, self.streams)
         self.pages.append(layer.cache)
         return layer
 

@@ -63,7 +63,7 @@ class FileTokensLayer(FileLayer):
             self.own.recall(rows)
             self.own.wait(0)
         places = TokenLists(rows.lists, rows.lengths, 1, lists.kv_heads)
-        return ((places, self._in_slots),)
+        return (Part(places, self._in_slots),)
 
     def hold(self, seat: int, head: int, pages: torch.Tensor, positions: torch.Tensor) -> None:
         """See :meth:`LayerStorage.hold`."""
@@ -84,8 +84,8 @@ class FileTokensLayer(FileLayer):
         later = later.clamp(max=lists.entries.shape[1] - 1)  # of a row with fewer: never read
         rest = lists.entries[: len(held)].gather(1, later.long())
         return (
-            (TokenLists(entries.int(), held.contiguous(), 1, kv_heads), self._in_slots),
-            (TokenLists(rest, behind, 1, kv_heads), self._in_home),
+            Part(TokenLists(entries.int(), held.contiguous(), 1, kv_heads), self._in_slots),
+            Part(TokenLists(rest, behind, 1, kv_heads), self._in_home),
         )
 
 

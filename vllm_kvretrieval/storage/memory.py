@@ -66,7 +66,7 @@ class MemoryLayer(InPlace):
 
     def reach(self, rows: DecodeRows, lists: TokenLists, ready: Ready) -> Sequence[Part]:
         """All of it is there."""
-        return ((lists, self._units),)
+        return (Part(lists, self._units),)
 
     def lay_out(self, pages: torch.Tensor, target: torch.Tensor, layout: str) -> None:
         """See :meth:`LayerStorage.lay_out`."""

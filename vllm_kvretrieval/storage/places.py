@@ -21,9 +21,10 @@ def _in_file(config: RetrievalConfig, facts: FileFacts | None) -> Storage:
     assert facts is not None
     if config.rows:
         return FileTokens(facts)
+    streams = bool(config.streaming_attention)
     if config.encoding is not None:
-        return Encoded(facts, config.encoding, config.open_pages)
-    return FilePages(facts)
+        return Encoded(facts, streams, config.encoding, config.open_pages)
+    return FilePages(facts, streams)
 
 
 STORAGES: dict[str, Callable[[RetrievalConfig, FileFacts | None], Storage]] = {

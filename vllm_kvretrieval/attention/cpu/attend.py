@@ -158,7 +158,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
     ) -> None:
         """Rows of one token by our own kernel, over whole contexts in the KV cache."""
         units = kv_cache.view(-1, kv_cache.shape[2], 2 * self.head_size)
-        self._attend(query, (lists, units), output, self._layout(layer))
+        self._attend(query, Part(lists, units), output, self._layout(layer), self._sinks)
 
     def _select_for_blocks(self, query: torch.Tensor, blocks: Blocks) -> None:
         """List the pages that blocks of prompts attend to."""
@@ -202,18 +202,20 @@ class AttendingLayer(CPUAttentionBackendImpl):
     ) -> None:
         """Rows of one token by our own kernel, over parts of one softmax.
 
-        Several parts are merged by the logarithms of their sums. Then there are neither weights nor
-        sinks. The remainder goes with the first one.
+        Several parts are merged by the logarithms of their sums; then there are no weights. Sinks
+        and the remainder go with the first one.
         """
         if len(parts) == 1:
-            self._attend(query, parts[0], output, layout, None, weights, remainder)
+            self._attend(query, parts[0], output, layout, self._sinks, None, weights, remainder)
             return
         assert weights is None
-        assert self.sinks is None
         merged = total = torch.empty(0)
         for number, part in enumerate(parts):
+            if part.wait is not None:
+                part.wait()
             own, lse = torch.empty_like(query), torch.empty(query.shape[:2])
-            self._attend(query, part, own, layout, lse, None, None if number else remainder)
+            further = (None, lse) if number else (self._sinks, lse, None, remainder)
+            self._attend(query, part, own, layout, *further)
             attended = own.float()
             if number == 0:
                 merged, total = attended, lse
@@ -229,23 +231,23 @@ class AttendingLayer(CPUAttentionBackendImpl):
         part: Part,
         output: torch.Tensor,
         layout: str,
+        sinks: torch.Tensor | None,
         lse: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
         remainder: Remainder | None = None,
     ) -> None:
         """Rows of one token by our own kernel; see :meth:`Ops.attend`."""
-        lists, units = part
         self.kernels.attend(
             query,
-            lists,
-            units,
+            part.lists,
+            part.units,
             output,
             layout,
             self.scale,
             lse=lse,
             weights=weights,
             softcap=self.logits_soft_cap,
-            sinks=self._sinks,
+            sinks=sinks,
             remainder=remainder,
         )
 
@@ -256,7 +258,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
 
         Every KV head is a sequence of its own then, so there are no sinks of single heads.
         """
-        lists, units = part
+        units = part.units
         single_heads = units.view(len(units), 1, -1, self.head_size)
         keys, values = single_heads.chunk(2, dim=2)
         shape = (len(schedule.seq_lens), -1, self.head_size)
@@ -271,7 +273,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
             causal=True,
             alibi_slopes=None,
             sliding_window=-1,
-            block_table=lists.entries,
+            block_table=part.lists.entries,
             softcap=self.logits_soft_cap,
             scheduler_metadata=schedule.scheduler_metadata,
             s_aux=None,

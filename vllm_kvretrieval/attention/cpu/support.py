@@ -70,12 +70,17 @@ def choose_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int
 
 
 def check_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int) -> None:
-    """Refuse our own attention to whole contexts where its kernels cannot read the KV cache."""
+    """Refuse what our own kernels have to do where they cannot read the KV cache, or do not."""
     layout = _get_attn_isa(dtype, config.page_size, head_size)
     if config.attention == "own" and layout not in cpu.LAYOUTS:
         raise RetrievalConfigError(
             f"kv_retrieval.attention=own cannot read keys as vLLM lays them out here ({layout}); "
             "leave it out."
+        )
+    if config.streaming_attention and layout not in ATTENDED:
+        raise RetrievalConfigError(
+            "kv_retrieval.streaming_attention=True puts parts together that our own kernel attends "
+            f"to, and here vLLM's kernel attends ({layout}); leave it out."
         )
 
 

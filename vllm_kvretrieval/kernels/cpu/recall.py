@@ -11,7 +11,7 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     rows_handle,
     tokens,
 )
-from vllm_kvretrieval.kernels.rows import DecodeRows
+from vllm_kvretrieval.kernels.rows import DecodeRows, TokenLists
 from vllm_kvretrieval.kernels.types import Chooser
 from vllm_kvretrieval.retrieval.codec import Codec
 
@@ -102,6 +102,7 @@ class RecallCache:
             counts=counts.data_ptr(),
             encoded=encoded,
         )
+        self.wait = self._cache.wait
         self.abandon = self._cache.abandon
         self.adopt = self._cache.adopt
         self.closed = self._cache.closed
@@ -166,6 +167,20 @@ class RecallCache:
     def resolve(self, rows: DecodeRows) -> None:
         """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.resolve`."""
         self._cache.resolve(rows_handle(rows))
+
+    def stream(self, rows: DecodeRows, late: TokenLists) -> bool:
+        """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.stream`."""
+        check("late entries", late.entries, torch.int32)
+        check("late lengths", late.lengths, torch.int32)
+        size, width = late.entries.shape
+        return self._cache.stream(
+            rows_handle(rows),
+            late.entries.data_ptr(),
+            min(size, len(late.lengths)),
+            width,
+            late.entries.stride(0),
+            late.lengths.data_ptr(),
+        )
 
     def prefetch(self, rows: DecodeRows, chooser: Chooser) -> None:
         """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.prefetch`."""

@@ -130,7 +130,8 @@ def attend(
             logits = torch.cat([logits, sinks[heads].double()[:, None]], -1)
         if remainder is not None:
             logits = torch.cat([logits, remainder.lse[row, heads].double()[:, None]], -1)
-        found = logits.softmax(-1)
+        nothing = logits.isneginf().all(-1, keepdim=True)
+        found = logits.softmax(-1).masked_fill(nothing, 0)
         attended = found[:, :length] @ values[chosen]
         if remainder is not None:
             attended += found[:, -1:] * remainder.values[row, heads].double()

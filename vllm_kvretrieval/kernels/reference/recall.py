@@ -8,7 +8,7 @@ import torch
 from vllm_kvretrieval.kernels.reference.attend import stage_pages
 from vllm_kvretrieval.kernels.reference.index import tokens_of
 from vllm_kvretrieval.kernels.reference.plan import selected
-from vllm_kvretrieval.kernels.rows import DecodeRows, Mode
+from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, TokenLists
 from vllm_kvretrieval.kernels.types import Chooser
 from vllm_kvretrieval.retrieval.codec import Codec
 
@@ -140,6 +140,30 @@ class RecallCache:
 
     def resolve(self, rows: DecodeRows) -> None:
         """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.resolve`."""
+        self._bring(rows)
+
+    def stream(self, rows: DecodeRows, late: TokenLists) -> bool:
+        """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.stream`."""
+        read = self._bring(rows)
+        read = {unit for unit in read if unit // self.kv_heads not in self._open}
+        slots = torch.tensor([self._slot_of[unit] for unit in read], dtype=torch.int32)
+        for number, (listed, length) in enumerate(
+            zip(rows.lists, rows.lengths.tolist(), strict=False)
+        ):
+            tokens = torch.arange(length)
+            moved = torch.isin(listed[tokens // self.page_size], slots)
+            here, there = (listed[tokens[m] // self.page_size] for m in (~moved, moved))
+            for target, entries in (listed, here), (late.entries[number], there):
+                pages = entries.unique_consecutive()
+                target[: len(pages)] = pages
+            rows.lengths[number], late.lengths[number] = len(here), len(there)
+        return bool(read)
+
+    def wait(self) -> None:
+        """Do nothing: units are read at once."""
+
+    def _bring(self, rows: DecodeRows) -> set[int]:
+        """Bring all attended units into slots; those that none held are returned."""
         self._step += 1
         for request in rows.seats.tolist():
             self.release(request)
@@ -168,6 +192,7 @@ class RecallCache:
                     pinned += units[:sink] + units[len(units) - window :]
             for unit in pinned:
                 self._unpinned.pop(unit, None)
+        return {unit for _, unit in missing}
 
     def prefetch(self, rows: DecodeRows, chooser: Chooser) -> None:
         """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.prefetch`."""

@@ -1,0 +1,30 @@
+"""The values among which options choose, their bounds, and some of their defaults."""
+
+PAGE_SIZES = (16, 32, 64, 128)
+REUSES = {
+    "all": "as far as their options allow",
+    "exact": "only those that full attention has computed",
+}
+HOMES = {
+    "auto": "`device` if `max_num_seqs` requests of `max_model_len` fit there, else the other",
+    "device": "vLLM's own memory",
+    "host": "host memory; on a GPU",
+    "disk": "a file; fast memory then holds recalled pages only; on a CPU",
+}
+ATTENTION = {"vllm": "bit by bit as vLLM alone", "own": "exact to rounding"}
+ENTRY_TOKENS = (8, 16, 32, 64, 128)
+MOST_SPANNED = 2
+"""Pages of an entry at most; a window holds them all while the last one is filled."""
+UNITS = {"page": "whole pages", "token": "single tokens, by `one_bit` or `exact`"}
+FILTER_HEADS = {
+    "all": "those of all workers, so that results depend on no number of them",
+    "own": "each worker's own, without communication",
+}
+DEFAULT_THRESHOLD = 0.9
+DEFAULT_CHUNK = 512
+"""Tokens of a prompt that a filter selects for at once."""
+DEFAULT_BLOCK = 128
+"""Tokens of a prompt that select pages at once."""
+DEFAULT_QUERIES = 8
+MOST_QUERIES = 64
+MOST_RERANKED = 64
