@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from benchmarks import common, worker_counts
-from benchmarks.quality.tasks import catalogue, engine, metrics, scoring
+from benchmarks.quality.tasks import engine, metrics, scoring, variants
 from benchmarks.quality.tasks.base import Sample
 from benchmarks.quality.tasks.metrics import Scored
 
-VARIANT = {variant.name: variant for variant in catalogue.VARIANTS}
+VARIANT = {variant.name: variant for variant in variants.VARIANTS}
 
 
 def top(logits: np.ndarray, count: int, target: int = 0) -> Scored:
@@ -129,7 +129,7 @@ def test_corrected_share_is_of_the_heads_of_sparse_steps():
     after = {"corrected": 5 + 652, "sparse_heads": 870 + 87 * 10}
     assert worker_counts.corrected_share(before, after) == pytest.approx(0.7494)
     assert worker_counts.corrected_share(before, before) is None
-    assert [v.name for v in catalogue.VARIANTS if not v.selects] == ["sink_window", "razor"]
-    speculating = {v.name for v in catalogue.VARIANTS if v.speculates}
-    of_freekv = {v.name for v in catalogue.VARIANTS if v.method == "freekv"}
+    assert [v.name for v in variants.VARIANTS if not v.selects] == ["sink_window", "razor"]
+    speculating = {v.name for v in variants.VARIANTS if v.speculates}
+    of_freekv = {v.name for v in variants.VARIANTS if v.method == "freekv"}
     assert speculating == of_freekv | {"speculative", "summary_8"}

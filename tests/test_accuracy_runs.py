@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import build
 from benchmarks.quality import __main__ as driver
 from benchmarks.quality import accuracy
-from benchmarks.quality.tasks import catalogue, scoring, store
+from benchmarks.quality.tasks import catalogue, scoring, store, variants
 from benchmarks.quality.tasks.base import Sample
 from benchmarks.quality.tasks.metrics import Generated
 from tests.accuracy_figures import NOVEL, OLD, PASSKEY, SENTENCES
@@ -25,7 +25,7 @@ from vllm_kvretrieval.retrieval.pooling import Pooling
 
 
 def test_thresholds_are_variants_of_the_same_engine():
-    cells = catalogue.cells_of(NOVEL, (512,), 4096, catalogue.chosen(False, ["thresholds"]))
+    cells = catalogue.cells_of(NOVEL, (512,), 4096, variants.chosen(False, ["thresholds"]))
     names = {cell.variant.name for cell in cells}
     assert {"freekv", "every_step", "threshold_0.8", "threshold_0.7", "reuse"} <= names
     assert not any(cell.variant.engine for cell in cells)
@@ -62,13 +62,13 @@ QUICK = ["kvretrieval", "oracle", "freekv", "sink_window"]
     ],
 )
 def test_variants_run_where_asked_for(quick, also, added):
-    names = [variant.name for variant in catalogue.chosen(quick, also)]
-    assert names[0] == catalogue.OWN == "kvretrieval"
+    names = [variant.name for variant in variants.chosen(quick, also)]
+    assert names[0] == variants.OWN == "kvretrieval"
     assert sorted(names) == sorted((QUICK if quick else CORE) + added)
 
 
 def test_variants_run_alone_where_asked_for(capsys):
-    names = [variant.name for variant in catalogue.chosen(False, ["presets", "fier"], alone=True)]
+    names = [variant.name for variant in variants.chosen(False, ["presets", "fier"], alone=True)]
     assert names == ["quest", "arkvale", "infllm", "fier"]
     with pytest.raises(SystemExit):
         driver.main(["accuracy", "--alone"])
@@ -76,26 +76,26 @@ def test_variants_run_alone_where_asked_for(capsys):
 
 
 def test_cells_are_of_all_budgets_and_the_covering_one():
-    variants = catalogue.chosen(False, ["mean"])
-    cells = catalogue.cells_of(NOVEL, (256, 512), 4224, variants)
-    assert len({cell.name for cell in cells}) == len(cells) == 2 * len(variants) + 1
+    compared = variants.chosen(False, ["mean"])
+    cells = catalogue.cells_of(NOVEL, (256, 512), 4224, compared)
+    assert len({cell.name for cell in cells}) == len(cells) == 2 * len(compared) + 1
     assert cells[-1].name == f"{NOVEL.name}/kvretrieval/all"
     assert cells[-1].options == {"budget": 4224, "method": "kvretrieval"}
     by_name = {cell.name.split("/", 1)[1]: cell for cell in cells}
     every_step = {"budget": 256, "method": "freekv", "correction_threshold": 1.0}
     assert by_name["every_step/256"].options == every_step
-    assert not [c for c in catalogue.cells_of(PASSKEY, (256,), 4224, variants) if c.covering]
+    assert not [c for c in catalogue.cells_of(PASSKEY, (256,), 4224, compared) if c.covering]
 
 
 def test_an_engine_serves_every_cell_that_it_runs():
     """It serves all cells at once, and each cell alone, as after an interruption."""
-    cells = catalogue.cells_of(NOVEL, (256, 1024), 4224, catalogue.VARIANTS)
-    engines = [variant.engine for variant in catalogue.VARIANTS]
+    cells = catalogue.cells_of(NOVEL, (512, 1024), 4224, variants.VARIANTS)
+    engines = [variant.engine for variant in variants.VARIANTS]
     assert {"method": "omnikv"} in engines
     for engine_options in engines:
         run = [cell for cell in cells if cell.variant.engine == engine_options]
         options = dict(engine_options)
-        own = options.pop("method", catalogue.OWN)
+        own = options.pop("method", variants.OWN)
         for part in (run, *([cell] for cell in run)):
             also = catalogue.also_of(part)
             config = RetrievalConfig.from_options(own, {"budget": 4224, "also": also, **options})
@@ -108,14 +108,14 @@ def test_an_engine_serves_every_cell_that_it_runs():
 
 
 def test_indexes_differ_in_nothing_but_the_index():
-    for variant in catalogue.VARIANTS:
+    for variant in variants.VARIANTS:
         if variant.index in ("", "none"):
             continue
         method = variant.config.own
         assert method.pooling is Pooling.MEAN_SOFTMAX
         assert not method.speculates or variant.asks == {"correction_threshold": 1.0}
         assert method.rerank == (2 if variant.index.endswith("_rerank") else 0)
-        assert variant.config.page_size == catalogue.PAGE
+        assert variant.config.page_size == variants.PAGE
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_indexes_differ_in_nothing_but_the_index():
 )
 def test_index_bytes_are_of_the_variant_alone(tmp_path, name, head_size, kept):
     (tmp_path / "config.json").write_text(json.dumps({"head_dim": head_size}))
-    variant = next(v for v in catalogue.VARIANTS if v.name == name)
+    variant = next(v for v in variants.VARIANTS if v.name == name)
     assert tuple(scoring.index_bytes(variant, tmp_path).values()) == kept
 
 
@@ -240,7 +240,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
 def test_a_method_that_changes_is_run_anew(tmp_path, monkeypatch):
     """What the engine serves under a name is part of a cell's key."""
     monkeypatch.setattr(build, "code_fingerprint", lambda: "code")
-    mean = next(v for v in catalogue.VARIANTS if v.name == "mean")
+    mean = next(v for v in variants.VARIANTS if v.name == "mean")
     other = replace(mean, served=mean.served | {"pooling": "max"})
     results = store.Results(tmp_path / "out.json", {"build": OLD})
     benchmark = accuracy.Benchmark(results, store.References(tmp_path), (512,), [mean])

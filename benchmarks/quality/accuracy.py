@@ -24,9 +24,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from benchmarks import build
 from benchmarks.cli import add_tokens
 from benchmarks.common import RESULTS, Stopwatch, result_header, versions
-from benchmarks.quality.tasks import catalogue, criteria, report, scoring
+from benchmarks.quality.tasks import catalogue, criteria, report, scoring, variants
 from benchmarks.quality.tasks.base import Sample, Task, TokenText
-from benchmarks.quality.tasks.catalogue import FULL, Cell, Variant
+from benchmarks.quality.tasks.catalogue import Cell
 from benchmarks.quality.tasks.engine import (
     BATCH,
     DTYPE,
@@ -43,6 +43,7 @@ from benchmarks.quality.tasks.store import (
     model_fingerprint,
     reference_key,
 )
+from benchmarks.quality.tasks.variants import FULL, Variant
 from benchmarks.worker_counts import corrected_share
 
 
@@ -190,7 +191,7 @@ def _label(job: Job, variant: str, budget: int | None) -> dict[str, Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    names = [*catalogue.GROUPS, *(variant.name for variant in catalogue.VARIANTS)]
+    names = [*variants.GROUPS, *(variant.name for variant in variants.VARIANTS)]
     add = parser.add_argument
     add("--list", action="store_true", help="show the tasks and the variants, and leave")
     add("--quick", action="store_true", help="the quick tier, a few minutes")
@@ -199,7 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     usual, quick = (" ".join(map(str, b)) for b in (catalogue.BUDGETS, catalogue.QUICK_BUDGETS))
     add_tokens(parser, "--budgets", None, "tokens attended to per decode step "
         f"(default: {usual}; of the quick tier: {quick})")  # fmt: skip
-    groups = ", ".join(catalogue.GROUPS)
+    groups = ", ".join(variants.GROUPS)
     add("--also", nargs="+", default=[], metavar="NAME|GROUP", choices=names,
         help=f"further variants (see --list), or groups of them: {groups}")  # fmt: skip
     add("--alone", action="store_true", help="run the variants of --also alone: without the core, "
@@ -233,7 +234,7 @@ def _list_tasks(tasks: Sequence[Task]) -> None:
             f"{task.name:22}{task.samples:4} samples  context {task.context:6}  "
             f"{task.model.name:30}{', '.join(task.checks)}"
         )
-    for variant in (FULL, *catalogue.VARIANTS):
+    for variant in (FULL, *variants.VARIANTS):
         print(f"{variant.name:22}{variant.meaning} [{', '.join(variant.groups) or 'always'}]")
 
 
@@ -255,8 +256,8 @@ def run(options: argparse.Namespace) -> int:
     }
     results = Results(output, header)
     references = References(RESULTS / ".reference")
-    variants = catalogue.chosen(options.quick, options.also, options.alone)
-    benchmark = Benchmark(results, references, budgets, variants)
+    compared = variants.chosen(options.quick, options.also, options.alone)
+    benchmark = Benchmark(results, references, budgets, compared)
     for model in dict.fromkeys(task.model for task in tasks):
         benchmark.run(model, [task for task in tasks if task.model == model], options.samples)
     verdict = criteria.check(tasks, budgets, benchmark.figures)

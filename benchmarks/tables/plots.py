@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 
 from benchmarks.common import RESULTS
-from benchmarks.quality.tasks.catalogue import FULL, VARIANTS
+from benchmarks.quality.tasks.variants import FULL, VARIANTS
 from benchmarks.serving import report
 from benchmarks.tables.labels import TASKS
 from benchmarks.tables.labels import VARIANTS as NAMES

@@ -19,9 +19,9 @@ from benchmarks import worker_counts
 from benchmarks.engines import LONG_STEPS
 from benchmarks.models import kv_bytes_per_token, read_config
 from benchmarks.quality.tasks.base import CACHE_BLOCK, Sample
-from benchmarks.quality.tasks.catalogue import OWN
 from benchmarks.quality.tasks.forcing import FORCED_TOKENS, ForceTokens
 from benchmarks.quality.tasks.metrics import TOP_LOGPROBS, Generated, Scored
+from benchmarks.quality.tasks.variants import OWN
 from vllm_kvretrieval.engine.cpu.advice import all_cores, slow_bfloat16
 
 BATCH = 4

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.quality.tasks.base import Task
-from benchmarks.quality.tasks.catalogue import FULL, OWN, VARIANTS
 from benchmarks.quality.tasks.criteria import Criterion, Figures
+from benchmarks.quality.tasks.variants import FULL, OWN, VARIANTS
 
 
 def table(tasks: Sequence[Task], budgets: Sequence[int], cells: Figures) -> str:

@@ -13,8 +13,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from benchmarks.models import dense_layers, head_size, read_config
 from benchmarks.quality.tasks import metrics
 from benchmarks.quality.tasks.base import CACHE_BLOCK, Sample
-from benchmarks.quality.tasks.catalogue import PAGE, Variant
 from benchmarks.quality.tasks.metrics import Generated
+from benchmarks.quality.tasks.variants import PAGE, Variant
 
 
 def score(

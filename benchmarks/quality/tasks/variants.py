@@ -1,0 +1,312 @@
+"""The methods that the accuracy benchmark compares: variants of presets, in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.table import DEFAULT_METHOD
+from vllm_kvretrieval.retrieval.codec import CODECS, RAW
+from vllm_kvretrieval.retrieval.presets import preset_names
+
+OWN = DEFAULT_METHOD
+"""The method that the engine itself is started with; others come by its option ``also``."""
+
+FREEKV = "freekv"
+
+PAGE = 32
+"""Tokens per page of the engine, whatever methods it serves; budgets are multiples of it."""
+
+_PRESETS = ("presets",)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of decoding: a method that the retrieval engine serves, and how it is asked for."""
+
+    name: str
+    meaning: str
+    method: str
+    """The method's name in requests."""
+
+    groups: tuple[str, ...]
+    """``core``: always run; ``quick``: in the quick tier; others are run where asked for."""
+
+    served: dict[str, Any] = field(default_factory=dict)
+    """The method's entry in the engine's option ``also``."""
+
+    asks: dict[str, Any] = field(default_factory=dict)
+    """Further ``kv_retrieval`` options of a request."""
+
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Options of the engine that differ from the defaults, or its own ``method``. Such a variant
+    needs an engine and a prefill of its own."""
+
+    index: str = ""
+    """The index by which it selects; empty: not in the comparison of indexes."""
+
+    style: str = ""
+    """The style of its line in the plot, as in matplotlib; empty: it is not drawn."""
+
+    @property
+    def engine_config(self) -> RetrievalConfig:
+        """Options of the engine that serves it, as far as all methods of the engine share them."""
+        return RetrievalConfig(**{"method": OWN, "page_size": PAGE, **self.engine})
+
+    @property
+    def also(self) -> dict[str, Any]:
+        """The engine's option ``also`` with which the method is served."""
+        return {} if self.method == self.engine_config.method else {self.method: self.served}
+
+    @property
+    def config(self) -> RetrievalConfig:
+        """Options of an engine whose own method is this one, to see what the method alone needs."""
+        options = {"page_size": PAGE, **self.engine, **self.served}
+        options.pop("method", None)
+        preset = options.pop("preset", self.method if self.method in preset_names() else OWN)
+        return RetrievalConfig(method=preset, **options)
+
+    @property
+    def selects(self) -> bool:
+        """Whether queries select pages or tokens."""
+        return self.config.own.selects
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a step may attend to what an earlier one selected."""
+        return self.config.own.speculates
+
+    @property
+    def watches(self) -> bool:
+        """Whether the attention of a prompt's queries decides, so that none may be left out."""
+        return self.config.own.keeping is not None
+
+
+def _index(name: str, index: Any, meaning: str, planned: str = "", **options: Any) -> Variant:
+    """An index at the schedule and pooling that all indexes are compared at."""
+    served = {"index": index, "schedule": "every_step", "pooling": "mean_softmax", **options}
+    return Variant(name, meaning, name, ("indexes",), served, index=planned or name)
+
+
+def _own_engine(name: str, meaning: str) -> Variant:
+    """A preset that decides what the whole engine is like."""
+    return Variant(name, meaning, name, ("token_presets",), engine={"method": name})
+
+
+def _dropping(name: str, meaning: str, style: str = "", **served: Any) -> Variant:
+    """A preset that drops tokens, or what is changed of it; beside others in one engine."""
+    return Variant(name, meaning, name, ("dropping",), served, style=style)
+
+
+def _codec(name: str) -> Variant:
+    """Our own method, over pages that are encoded."""
+    meaning = f"kvretrieval, pages on disk by {name}: {CODECS[name].meaning}"
+    engine = {"home": "disk", "codec": name}
+    return Variant(f"codec_{name}", meaning, OWN, ("codecs",), engine=engine)
+
+
+def _tiers(name: str, meaning: str, **engine: Any) -> Variant:
+    """TTKV, or a change of it, with sink and window alike, so that all select as many tokens."""
+    shape = {"method": "ttkv", "page_size": 128, "sink": 128, "window": 256} | engine
+    return Variant(name, meaning, str(shape["method"]), ("tiers",), engine=shape)
+
+
+def _pooling(name: str) -> Variant:
+    label = f"pooling_{name}"
+    return Variant(label, f"kvretrieval, pooling {name}", label, ("poolings",), {"pooling": name})
+
+
+def _shares(name: str, meaning: str, beta: float) -> Variant:
+    served = {"budget_shares": {"pyramid": {"beta": beta}}}
+    return Variant(name, meaning, name, ("budgets",), served)
+
+
+def _threshold(name: str, meaning: str, threshold: float, style: str = "") -> Variant:
+    asks = {"correction_threshold": threshold}
+    return Variant(name, meaning, FREEKV, ("thresholds",), asks=asks, style=style)
+
+
+VARIANTS = (
+    Variant(
+        OWN,
+        "this project's own choice: low-rank factors of the keys, at every step",
+        OWN,
+        ("core", "quick", "indexes"),
+        index="low_rank",
+        style="o-",
+    ),
+    Variant(
+        "oracle",
+        "the best pages by all their keys: what an index can reach",
+        "oracle",
+        ("core", "quick", "indexes"),
+        index="exact",
+        style="*-",
+    ),
+    Variant(
+        FREEKV, "speculative retrieval with correction", FREEKV, ("core", "quick"), style="s--"
+    ),
+    Variant(
+        "every_step",
+        "freekv's minima and maxima, selection at every step (threshold 1)",
+        FREEKV,
+        ("core", "indexes", "thresholds"),
+        asks={"correction_threshold": 1.0},
+        index="min_max",
+        style="D--",
+    ),
+    Variant(
+        "sink_window",
+        "sinks and window alone, the control",
+        "streamingllm",
+        ("core", "quick", "indexes"),
+        index="none",
+        style="x:",
+    ),
+    _index("mean", "mean", "mean of the keys"),
+    _index("mean_std", "mean_std", "mean and standard deviation"),
+    _index("mean_std_half", {"mean_std": {"spread": 0.5}}, "half a standard deviation", "mean_std"),
+    _index("bounding", "bounding", "sphere around the keys"),
+    _index("representative", "representative", "representative keys"),
+    _index("one_bit", "one_bit", "a bit per token and channel"),
+    _index("low_rank_4", {"low_rank": {"rank": 4}}, "low-rank factors, rank 4"),
+    _index("low_rank_8", {"low_rank": {"rank": 8}}, "low-rank factors, rank 8"),
+    Variant(
+        "kvretrieval_rerank",
+        "kvretrieval, two candidates per page scored again by their keys (cache in memory only)",
+        "kvretrieval_rerank",
+        ("indexes",),
+        {"rerank": 2},
+        index="low_rank_rerank",
+    ),
+    _pooling("relative"),
+    _pooling("max"),
+    _pooling("sum"),
+    Variant("quest", "Quest, at the engine's pages of 32 and one dense layer", "quest", _PRESETS),
+    Variant("arkvale", "ArkVale", "arkvale", _PRESETS),
+    Variant(
+        "infllm", "InfLLM, at the engine's pages of 32 and one dense layer", "infllm", _PRESETS
+    ),
+    _own_engine("fier", "FIER: single tokens by a bit per channel; two dense layers"),
+    _own_engine("omnikv", "OmniKV: filter layers, which are dense, select tokens for the others"),
+    _dropping(
+        "entropykv", "entropy-guided budgets of layers; one dense layer, as all of these", "P-"
+    ),
+    _dropping(
+        "entropykv_uniform",
+        "the same tokens, all layers alike",
+        "p:",
+        preset="entropykv",
+        budget_shares="uniform",
+    ),
+    _dropping(
+        "entropykv_32",
+        "entropykv by a prompt's last 32 queries",
+        preset="entropykv",
+        observation=32,
+    ),
+    _dropping(
+        "entropykv_32_uniform",
+        "the same, all layers alike",
+        preset="entropykv",
+        observation=32,
+        budget_shares="uniform",
+    ),
+    _dropping("snapkv", "SnapKV", "<-."),
+    _dropping("h2o", "H2O", ">-."),
+    _dropping("tova", "TOVA", "1-."),
+    _dropping("raas", "RaaS", "2-."),
+    _dropping(
+        "razor", "RazorAttention: retrieval heads read everything, whatever the budget", "X--"
+    ),
+    _shares("pyramid", "kvretrieval, less with depth: 1.95 to 0.05 times the mean", 20),
+    _shares("pyramid_2", "kvretrieval, less with depth: 1.5 to 0.5 times the mean", 2),
+    _threshold("threshold_0.8", "freekv, fewer heads select anew", 0.8),
+    _threshold("threshold_0.7", "freekv, fewer still", 0.7),
+    _threshold(
+        "reuse",
+        "freekv, no correction: always the previous step's selection (threshold -1)",
+        -1.0,
+        "^-.",
+    ),
+    Variant(
+        "speculative",
+        "kvretrieval, with freekv's schedule",
+        "speculative",
+        ("thresholds",),
+        {"schedule": "speculative"},
+    ),
+    Variant(
+        "summary_8",
+        "freekv, 8 tokens per entry of the index",
+        "summary_8",
+        ("thresholds",),
+        {"preset": FREEKV, "summary_size": 8},
+        style="d-.",
+    ),
+    Variant(
+        "page_16",
+        "freekv, pages of 16 tokens",
+        FREEKV,
+        ("pages",),
+        engine={"page_size": 16},
+        style="v-.",
+    ),
+    Variant(
+        "kvretrieval_page_16",
+        "kvretrieval, pages of 16 tokens",
+        OWN,
+        ("pages", "small"),
+        engine={"page_size": 16},
+        style="^:",
+    ),
+    Variant(
+        "paired",
+        "kvretrieval, pages of 16 tokens, two to an entry of the index",
+        "paired",
+        ("small",),
+        {"preset": OWN, "summary_size": 32},
+        engine={"page_size": 16},
+    ),
+    Variant(
+        "paired_rest",
+        "the same, and means of what is left out",
+        "paired_rest",
+        ("small",),
+        {"preset": OWN, "summary_size": 32, "remainder": 0.003},
+        engine={"page_size": 16},
+    ),
+    Variant(
+        "oracle_page_16",
+        "the best pages of 16 tokens by all their keys",
+        "oracle",
+        ("small",),
+        engine={"page_size": 16},
+    ),
+    *(_codec(name) for name in CODECS if name != RAW),
+    _tiers("tiers_freekv", "freekv, pages of 32 in memory", method=FREEKV, page_size=PAGE),
+    _tiers("tiers_ttkv", "TTKV: blocks of 128, 8-bit keys and 4-bit values"),
+    _tiers("tiers_raw", "the same, as the model made them", home="device", codec=RAW),
+    _tiers("tiers_4_bits", "the same, keys of 4 bits, too", codec="k4v4"),
+    _tiers("tiers_64", "blocks of 64", page_size=64),
+    _tiers("tiers_32", "blocks of 32", page_size=32),
+    _tiers("tiers_low_rank", "blocks of 128 by low-rank factors", index="low_rank"),
+)
+
+GROUPS = tuple(dict.fromkeys(group for variant in VARIANTS for group in variant.groups))
+
+FULL = Variant("full", "stock vLLM, full attention", "", ())
+
+
+def chosen(quick: bool, also: Collection[str], alone: bool = False) -> tuple[Variant, ...]:
+    """Return the variants to be run.
+
+    Args:
+        quick: those of the quick tier, or the core.
+        also: names of further variants, or of groups of them.
+        alone: these and no others.
+    """
+    wanted = {*also} if alone else {"quick" if quick else "core", *also}
+    return tuple(v for v in VARIANTS if v.name in wanted or wanted.intersection(v.groups))
