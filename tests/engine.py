@@ -30,6 +30,10 @@ from vllm_kvretrieval.retrieval.presets import preset_names
 DTYPE = "float32" if slow_bfloat16() else "auto"
 """In which engines compute unless a test says otherwise: vLLM's kernels are fast in it."""
 
+ROUNDING = 0.05 if slow_bfloat16() else 1e-4
+"""Tolerance of log-probs. With AVX2 only, products of a token depend on the tokens beside it, so a
+prompt that is read in other parts differs, and a rounding may decide which of two pages is read."""
+
 MODELS = Path(__file__).resolve().parents[1] / "models"
 SHUTDOWN_S = 30
 
