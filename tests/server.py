@@ -206,6 +206,14 @@ def tokens_of(server: Server, text: str) -> list[int]:
     return ids
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether a process has not ended; one that has may be there until its parent looks."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 @contextmanager
 def running(server: Server) -> Iterator[Server]:
     """A server that starts; at the end it must leave cleanly, and nothing behind.
@@ -222,6 +230,7 @@ def running(server: Server) -> Iterator[Server]:
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(timeout=60) == 0, server.text()[-5000:]
         _, left = psutil.wait_procs(server.children, timeout=10)
+        left = [child for child in left if lives(child)]
         assert not left, f"still running after shutdown: {left}"
     finally:
         server.kill()
