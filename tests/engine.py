@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -80,6 +80,28 @@ def random_llama(path: Path, layers: int, kv_heads: int) -> str:
         initializer_range=0.1,
     )
     LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def random_mixture(path: Path) -> str:
+    """A small mixture of experts with random weights, and a tokenizer, saved at ``path``."""
+    torch.manual_seed(0)
+    whole = Path(checkpoint("SmolLM2-135M-Instruct"))
+    config = MixtralConfig(
+        vocab_size=json.loads((whole / "config.json").read_text())["vocab_size"],
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_local_experts=4,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+    )
+    MixtralForCausalLM(config).save_pretrained(path)
+    for file in (*whole.glob("*token*.json"), *whole.glob("*.jinja")):
+        shutil.copy(file, path)
     return str(path)
 
 

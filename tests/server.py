@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,7 @@ class Server:
         options: Options of ``vllm serve``.
         model: The path of its model; that of ``MODEL`` unless given.
         engines: How many engines share the cores.
+        environment: What is set for it, beside and in place of what all have.
         port: Where it listens; somewhere unless given.
         retrieves: Whether it has a retrieval method, or is stock vLLM.
     """
@@ -77,6 +78,7 @@ class Server:
         *options: str,
         model: str | None = None,
         engines: int = 1,
+        environment: Mapping[str, str] | None = None,
         port: int | None = None,
         retrieves: bool = True,
     ):
@@ -99,7 +101,7 @@ class Server:
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | all_cores(engines) | settings,
+                env=os.environ | all_cores(engines) | settings | dict(environment or {}),
             )
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 

@@ -67,7 +67,7 @@ def test_sessions_stay_and_move_with_their_replicas(tmp_path):
     router = tmp_path / "router.txt"
 
     def start(name: str, port: int | None = None) -> Server:
-        server = Server(tmp_path / name, *OPTIONS, model=model, engines=2, port=port)
+        server = Server(tmp_path / name, *OPTIONS, model=model, port=port)
         return stack.enter_context(running(server))
 
     with ExitStack() as stack:
