@@ -2,15 +2,13 @@
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.server import free_ports
+from tests.server import free_ports, until
 from vllm_kvretrieval.doctor.server import Client
 
-WAIT_S = 120
 QUICK = (
     *("--health-check-interval-secs", "1", "--health-failure-threshold", "1"),
     *("--retry-initial-backoff-ms", "1000"),
@@ -41,19 +39,6 @@ def routing(log: Path, *options: str) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
-
-
-def until(true: Callable[[], bool], log: Path) -> None:
-    """Wait until something is true.
-
-    Args:
-        true: Says whether it is.
-        log: A file whose end is shown if it never is.
-    """
-    end = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < end, log.read_text(errors="replace")[-5000:]
-        time.sleep(0.5)
 
 
 def _ready(url: str) -> bool:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ MODEL = "SmolLM2-135M-Instruct"
 BUDGET = 512
 READY_S = 600
 SETTLE_S = 20
+WAIT_S = 120
 KEY = "48213"
 FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
@@ -206,6 +207,19 @@ def tokens_of(server: Server, text: str) -> list[int]:
     _, told = Client(server.url).ask("/tokenize", {"model": MODEL, "prompt": text})
     ids: list[int] = json.loads(told)["tokens"]
     return ids
+
+
+def until(true: Callable[[], bool], log: Path) -> None:
+    """Wait until something is true.
+
+    Args:
+        true: Says whether it is.
+        log: A file whose end is shown if it never is.
+    """
+    end = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < end, log.read_text(errors="replace")[-5000:]
+        time.sleep(0.5)
 
 
 def lives(process: psutil.Process) -> bool:

@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from tests.engine import shortened
-from tests.routing import WAIT_S, routing, until
-from tests.server import MODEL, PROMPT, Server, running
+from tests.routing import routing
+from tests.server import MODEL, PROMPT, WAIT_S, Server, running, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.model, pytest.mark.slow]
 
