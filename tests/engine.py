@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.inputs import EmbedsPrompt, TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -29,6 +29,10 @@ from vllm_kvretrieval.retrieval.presets import preset_names
 
 DTYPE = "float32" if slow_bfloat16() else "auto"
 """In which engines compute unless a test says otherwise: vLLM's kernels are fast in it."""
+
+ROUNDING = 0.05 if slow_bfloat16() else 1e-4
+"""Tolerance of log-probs. With AVX2 only, products of a token depend on the tokens beside it, so a
+prompt that is read in other parts differs, and a rounding may decide which of two pages is read."""
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 SHUTDOWN_S = 30
@@ -76,6 +80,28 @@ def random_llama(path: Path, layers: int, kv_heads: int) -> str:
         initializer_range=0.1,
     )
     LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def random_mixture(path: Path) -> str:
+    """A small mixture of experts with random weights, and a tokenizer, saved at ``path``."""
+    torch.manual_seed(0)
+    whole = Path(checkpoint("SmolLM2-135M-Instruct"))
+    config = MixtralConfig(
+        vocab_size=json.loads((whole / "config.json").read_text())["vocab_size"],
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_local_experts=4,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+    )
+    MixtralForCausalLM(config).save_pretrained(path)
+    for file in (*whole.glob("*token*.json"), *whole.glob("*.jinja")):
+        shutil.copy(file, path)
     return str(path)
 
 

@@ -1,5 +1,6 @@
 """`vllm serve` as a user starts it, for tests."""
 
+import json
 import os
 import re
 import signal
@@ -8,21 +9,24 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import openai
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.engine import DTYPE, checkpoint
+from tests.engine import DTYPE, Answer, checkpoint
+from vllm_kvretrieval.doctor.server import Client, samples
 from vllm_kvretrieval.engine.cpu.advice import all_cores
 
 MODEL = "SmolLM2-135M-Instruct"
 BUDGET = 512
-READY_S = 300
+READY_S = 600
 SETTLE_S = 20
+WAIT_S = 120
 KEY = "48213"
 FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
@@ -35,22 +39,59 @@ PROMPT = (
     + 40 * FILLER
     + "\nWhat is the pass key? The pass key is"
 )
+RETRIEVAL = (
+    *("--attention-backend", "freekv", "--kv-retrieval.budget", str(BUDGET)),
+    *("--kv-retrieval.attention", "vllm"),  # answers are compared bit by bit
+)
+
+
+def free_ports(count: int = 1) -> int:
+    """The first of so many ports in a row that are free."""
+    while True:
+        with ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+            sockets[0].bind(("127.0.0.1", 0))
+            first: int = sockets[0].getsockname()[1]
+            try:
+                for place, following in enumerate(sockets[1:], start=1):
+                    following.bind(("127.0.0.1", first + place))
+            except OSError:
+                continue
+            return first
 
 
 class Server:
-    """A running server and what it logs."""
+    """A running server and what it logs.
 
-    def __init__(self, log: Path, *options: str, model: str | None = None, engines: int = 1):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+    Args:
+        log: A file for what it logs.
+        options: Options of ``vllm serve``.
+        model: The path of its model; that of ``MODEL`` unless given.
+        engines: How many engines share the cores.
+        environment: What is set for it, beside and in place of what all have.
+        port: Where it listens; somewhere unless given.
+        retrieves: Whether it has a retrieval method, or is stock vLLM.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        *options: str,
+        model: str | None = None,
+        engines: int = 1,
+        environment: Mapping[str, str] | None = None,
+        port: int | None = None,
+        retrieves: bool = True,
+    ):
+        self.port = port or free_ports()
+        self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
+        self.killed = False
+        self.children: list[psutil.Process] = []
         command = [
             *(str(Path(sys.executable).with_name("vllm")), "serve", model or checkpoint(MODEL)),
-            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL),
-            *("--attention-backend", "freekv", "--kv-retrieval.budget", str(BUDGET)),
-            *("--kv-retrieval.attention", "vllm"),  # answers are compared bit by bit
+            *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL),
+            *(RETRIEVAL if retrieves else ()),
             *("--max-model-len", "4096", "--max-num-seqs", "8", "--async-scheduling"),
             *("--kv-cache-memory-bytes", "1G", "--dtype", DTYPE),
             *options,
@@ -61,7 +102,7 @@ class Server:
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | all_cores(engines) | settings,
+                env=os.environ | all_cores(engines) | settings | dict(environment or {}),
             )
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
@@ -74,6 +115,7 @@ class Server:
             except OSError:
                 time.sleep(0.5)
             else:
+                self.children = psutil.Process(self.process.pid).children(recursive=True)
                 return
         pytest.fail(f"not ready after {READY_S} s:\n{self.text()[-5000:]}")
 
@@ -88,6 +130,24 @@ class Server:
             assert time.monotonic() < end, f"nothing logged about {request_id}"
             self.nudge()
         return {key: float(value) for key, value in re.findall(r"(\w+)=([\d.]+)", found[1])}
+
+    def total(self, name: str) -> float:
+        """A metric of vLLM's, summed over engines and labels."""
+        _, text = Client(self.url).ask("/metrics")
+        return sum(samples(text)[f"vllm:{name}"].values())
+
+    def kill(self) -> None:
+        """End all its processes at once, by SIGKILL, as a machine that fails does."""
+        self.killed = True
+        children = self.children
+        if self.process.poll() is None:
+            children = children + psutil.Process(self.process.pid).children(recursive=True)
+            self.process.kill()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        self.process.wait()
+        psutil.wait_procs(children, timeout=SETTLE_S)
 
     def nudge(self) -> None:
         """Make the engine step: the worker learns with its next step who is done."""
@@ -104,33 +164,97 @@ class Server:
         )
 
 
-@contextmanager
-def serving(
-    log: Path, *options: str, model: str | None = None, engines: int = 1
-) -> Iterator[Server]:
-    """A server that is ready; at the end it must leave cleanly, and nothing behind.
+class Reply(NamedTuple):
+    """What a server has answered to a request.
+
+    Attributes:
+        id: The request's.
+        answer: Its tokens, as of an engine that is asked without a server.
+        transfer: Where another instance finds its blocks, if one is to have them.
+    """
+
+    id: str
+    answer: Answer
+    transfer: dict[str, Any]
+
+
+def ask(url: str, prompt: list[int], tokens: int, **more: Any) -> Reply:
+    """Ask for so many tokens, greedily, of a server with ``--enable-prompt-tokens-details``.
 
     Args:
-        log: A file for what it logs.
-        options: Options of ``vllm serve``.
-        model: The path of its model; that of ``MODEL`` unless given.
-        engines: How many engines share the cores.
+        url: The server's.
+        prompt: Token ids.
+        tokens: How many.
+        more: Further fields of the request.
     """
-    server = Server(log, *options, model=model, engines=engines)
-    children = []
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    asked |= {"logprobs": 0, "ignore_eos": True, "return_token_ids": True, **more}
+    status, text = Client(url).ask("/v1/completions", asked)
+    assert status == 200, text
+    told = json.loads(text)
+    (choice,) = told["choices"]
+    details = told["usage"]["prompt_tokens_details"] or {}
+    answer = Answer(
+        choice["token_ids"],
+        choice["logprobs"]["token_logprobs"],
+        details.get("cached_tokens") or 0,
+    )
+    return Reply(told["id"], answer, told.get("kv_transfer_params") or {})
+
+
+def tokens_of(server: Server, text: str) -> list[int]:
+    """Token ids of a text."""
+    _, told = Client(server.url).ask("/tokenize", {"model": MODEL, "prompt": text})
+    ids: list[int] = json.loads(told)["tokens"]
+    return ids
+
+
+def until(true: Callable[[], bool], log: Path) -> None:
+    """Wait until something is true.
+
+    Args:
+        true: Says whether it is.
+        log: A file whose end is shown if it never is.
+    """
+    end = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < end, log.read_text(errors="replace")[-5000:]
+        time.sleep(0.5)
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether a process has not ended; one that has may be there until its parent looks."""
     try:
-        server.wait_until_ready()
-        children = psutil.Process(server.process.pid).children(recursive=True)
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """A server that starts; at the end it must leave cleanly, and nothing behind.
+
+    Where one was killed meanwhile, nothing is asked of it.
+    """
+    try:
         yield server
+        if server.killed:
+            return
         # vLLM itself may log an EngineDeadError once it is told to stop.
         text = server.text()
         assert "Traceback" not in text, text[text.index("Traceback") - 500 :][:5000]
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(timeout=60) == 0, server.text()[-5000:]
-        _, left = psutil.wait_procs(children, timeout=10)
+        _, left = psutil.wait_procs(server.children, timeout=10)
+        left = [child for child in left if lives(child)]
         assert not left, f"still running after shutdown: {left}"
     finally:
-        server.process.kill()
-        for child in children:
-            if child.is_running():
-                child.kill()
+        server.kill()
+
+
+@contextmanager
+def serving(log: Path, *options: str, **more: Any) -> Iterator[Server]:
+    """One that is :func:`running`, and ready; arguments are those of :class:`Server`."""
+    with running(Server(log, *options, **more)) as server:
+        server.wait_until_ready()
+        yield server

@@ -67,6 +67,21 @@ def test_who_bound_cores_knows(machine, monkeypatch):
     assert advice.startup_advice(torch.bfloat16, workers=1) is None
 
 
+def test_nixl_takes_the_last_core(machine, monkeypatch):
+    """Of two threads on it each waits for the other; and it is not one that lies idle."""
+    machine(avx512_bf16=True, cores=4, threads=4)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0,1,2,3")
+    told = advice.startup_advice(torch.bfloat16, workers=1, nixl=True) or ""
+    assert "NIXL to core 3; VLLM_CPU_OMP_THREADS_BIND=0,1,2 " in told
+    assert advice.startup_advice(torch.bfloat16, workers=1) is None
+    machine(avx512_bf16=True, cores=4, threads=3)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+    assert advice.startup_advice(torch.bfloat16, workers=1, nixl=True) is None
+    machine(avx512_bf16=True, cores=4, threads=2)
+    told = advice.startup_advice(torch.bfloat16, workers=1, nixl=True) or ""
+    assert "2 of 4 cores; with VLLM_CPU_OMP_THREADS_BIND=0,1,2 " in told
+
+
 def test_workers_share_all_cores(machine):
     machine(cores=4)
     assert advice.all_cores()["VLLM_CPU_OMP_THREADS_BIND"] == "0,1,2,3"

@@ -11,8 +11,15 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 
-from tests.engine import Answer, Request, assert_same, drive, engine, random_llama
-from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
+from tests.engine import (
+    ROUNDING,
+    Answer,
+    Request,
+    assert_same,
+    drive,
+    engine,
+    random_llama,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -26,9 +33,6 @@ OPTIONS: dict[str, Any] = {
 }
 RETRIEVAL: dict[str, Any] = {"budget": 128, "sink": 32, "window": 32}
 RETRIEVAL |= {"also": {"kvretrieval": {}, "quest": {}}}
-ROUNDING = 0.05 if slow_bfloat16() else 1e-4
-"""Tolerance of log-probs. With AVX2 only, products of a token depend on the tokens beside it, so a
-prompt that is read in other parts differs, and a rounding may decide which of two pages is read."""
 LOADED = 1184 // 32
 """Pages of the document that its connector loads."""
 EVERY_STEP = ({"correction_threshold": 1.0}, {"method": "kvretrieval"}, {"method": "quest"})

@@ -1,7 +1,6 @@
 """Two engines behind one server, on this machine: their homes, metrics and KV events."""
 
 import json
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,26 +11,13 @@ import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from tests.engine import shortened
-from tests.server import MODEL, PROMPT, Server, serving
+from tests.server import MODEL, PROMPT, Server, free_ports, serving
 from vllm_kvretrieval.doctor.server import CACHE, INFO, PREFIX, Client, samples
 
 pytestmark = [pytest.mark.engine, pytest.mark.model, pytest.mark.slow]
 
 ENGINES = 2
 QUIET_S = 3
-
-
-def two_free_ports() -> int:
-    """The first of two ports in a row that are free."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 class Router:
@@ -87,7 +73,7 @@ class Router:
 
 @pytest.fixture(scope="module")
 def port() -> int:
-    return two_free_ports()
+    return free_ports(ENGINES)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ OPENMP = ("libgomp", "libiomp5", "libomp")
 GIB = 1 << 30
 
 
-def check_threads(parallel: Any = None, connector: object = None) -> Iterator[Finding]:
+def check_threads(parallel: Any = None, connector: Any = None) -> Iterator[Finding]:
     """On how many cores vLLM's workers would compute, by vLLM's own division of cores.
 
     Args:
@@ -29,6 +29,7 @@ def check_threads(parallel: Any = None, connector: object = None) -> Iterator[Fi
     """
     from vllm.utils.ompmultiprocessing import OMPProcessManager
 
+    from vllm_kvretrieval.attention.cpu.nixl import uses_nixl
     from vllm_kvretrieval.engine.cpu import advice as cpu_advice
 
     if parallel is None:
@@ -55,7 +56,8 @@ def check_threads(parallel: Any = None, connector: object = None) -> Iterator[Fi
             f"workers share the cores {', '.join(map(str, shared))}",
             "give each worker cores of its own, with | between them in VLLM_CPU_OMP_THREADS_BIND",
         )
-    yield cpu_advice.check_threads(cores, len(used) or len(cores), workers)
+    nixl = uses_nixl(connector)
+    yield cpu_advice.check_threads(cores, len(used) or len(cores), workers, nixl)
 
 
 def check_openmp() -> Finding:

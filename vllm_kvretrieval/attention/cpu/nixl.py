@@ -43,6 +43,11 @@ def connectors(transfer: "KVTransferConfig") -> Iterator[Connector]:
             )
 
 
+def uses_nixl(transfer: "KVTransferConfig | None") -> bool:
+    """Whether one of the connectors of a configuration is NIXL's."""
+    return transfer is not None and any(held.name in NAMES for held in connectors(transfer))
+
+
 def check_consumers(transfer: "KVTransferConfig", method: str) -> None:
     """Refuse to send blocks by NIXL, unless only instances with retrieval read them.
 

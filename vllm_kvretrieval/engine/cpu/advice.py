@@ -38,17 +38,20 @@ def all_cores(workers: int = 1) -> dict[str, str]:
     return _bound(cores_of(os.getpid()), workers)
 
 
-def startup_advice(dtype: torch.dtype, workers: int, widened: bool = False) -> str | None:
+def startup_advice(
+    dtype: torch.dtype, workers: int, widened: bool = False, nixl: bool = False
+) -> str | None:
     """One line for the log of a worker process; None where its settings suit the machine.
 
     Args:
         dtype: the model's.
         workers: how many share this machine.
         widened: whether linear layers multiply in float32, whatever the dtype.
+        nixl: whether a connector of NIXL takes the last core.
     """
     # vLLM binds the worker's own threads; its parent may run on every core.
     cores = cores_of(os.getppid())
-    found = [check_threads(cores, workers * torch.get_num_threads(), workers)]
+    found = [check_threads(cores, workers * torch.get_num_threads(), workers, nixl)]
     if not widened:
         found.insert(0, check_dtype(dtype))
     told = [str(finding) for finding in found if finding.severity is Severity.ADVICE]
@@ -67,18 +70,23 @@ def check_dtype(dtype: torch.dtype) -> Finding:
     return Finding("dtype", f"{name} suits this CPU")
 
 
-def check_threads(cores: list[int], used: int, workers: int) -> Finding:
-    """Whether vLLM leaves a core idle where there are few.
+def check_threads(cores: list[int], used: int, workers: int, nixl: bool = False) -> Finding:
+    """Whether vLLM leaves a core idle where there are few, or computes on one that is taken.
 
     Args:
         cores: one logical CPU of each core that vLLM may run on.
         used: threads of all workers together.
         workers: how many share this machine.
+        nixl: whether a connector of NIXL takes the last core.
     """
     text = f"vLLM computes on {used} of {len(cores)} cores"
-    chosen = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
-    if used < len(cores) <= FEW_CORES and not chosen:
-        settings = " ".join(f"{name}={value}" for name, value in _bound(cores, workers).items())
+    bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    free = cores[:-1] if nixl and len(cores) > 1 else cores
+    settings = " ".join(f"{name}={value}" for name, value in _bound(free, workers).items())
+    if used > len(free) and nixl and bound != "nobind":
+        remedy = f"vLLM moves workers with NIXL to core {cores[-1]}; {settings} leaves it to them"
+        return advice("threads", text, remedy)
+    if used < len(free) and len(cores) <= FEW_CORES and bound == "auto":
         return advice("threads", text, f"with {settings} in its environment it takes all")
     return Finding("threads", text)
 

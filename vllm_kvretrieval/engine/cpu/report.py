@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from vllm.utils.mem_utils import format_gib
 
+from vllm_kvretrieval.attention.cpu.nixl import uses_nixl
 from vllm_kvretrieval.engine.cpu.advice import startup_advice
 from vllm_kvretrieval.engine.report import log_method, logger
 from vllm_kvretrieval.kernels import cpu
@@ -25,6 +26,7 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         worker.model_config.dtype,
         worker.parallel_config.local_world_size,
         widened=worker.attention.own,
+        nixl=uses_nixl(worker.vllm_config.kv_transfer_config),
     )
     if advice is not None and worker.rank == 0:
         logger.warning(advice)
