@@ -1,5 +1,7 @@
 """Attention over lists of tokens and pages, against plain torch, per instruction set."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -121,6 +123,9 @@ def test_empty_lists(isa, rest):
     cpu.attend(*known, actual, "vec", 0.3, ours, None, *more)
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(ours, sums, atol=2e-5, rtol=1e-6)
+    with nullcontext() if remainder else pytest.raises(ValueError, match="holds from 1 to"):
+        cpu.attend(*known, actual, "vec", 0.3, None, None, *more)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
     assert ours.isneginf().sum() == {"nothing": 2 * group, "sinks": 0, "remainder": 1}[rest]
 
 

@@ -204,7 +204,8 @@ void check_pages(const PageIndexing& p) {
 
 void check_lists(const Attention& a) {
   const int64_t entries = a.cache_tokens / a.run / (a.per_head ? 1 : a.kv_heads);
-  const int least = a.lse != nullptr ? 0 : 1;  // what has nothing may be put together with others
+  // Of a softmax of several parts some may be empty.
+  const int least = a.lse != nullptr || a.rest_lse != nullptr ? 0 : 1;
   for (int64_t unit = 0; unit < int64_t(a.rows) * a.kv_heads; ++unit) {
     const int64_t length = a.lengths[unit], count = (length + a.run - 1) / a.run;
     if (length < least || count > a.entries_width)

@@ -275,7 +275,8 @@ class Ops(Protocol):
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided.
-            lists: The lists of R rows.
+            lists: The lists of R rows. They may be empty if there is ``lse`` or ``remainder``: of
+                nothing at all come zeros, and minus infinity as ``lse``.
             cache: [units, page_size, 2 * head_size], contiguous; there may be more leading
                 dimensions.
             output: [>= R, kv_heads * group, head_size], written; rows may be strided.
@@ -283,7 +284,6 @@ class Ops(Protocol):
                 ``amx`` (see :meth:`stage_pages`) elements have 16 bits.
             scale: Softmax scale.
             lse: float32 [R, kv_heads * group], written: the logarithm of the sum of exponentials.
-                Lists may be empty then; of nothing at all come zeros, and minus infinity here.
             weights: float32 [R, kv_heads * group, >= tokens of the longest list], written: the
                 weight of each token of a list. Numbers behind a list stay as they are.
             softcap: Logits become ``softcap * tanh(logit / softcap)``; 0: they stay.

@@ -202,28 +202,16 @@ class AttendingLayer(CPUAttentionBackendImpl):
     ) -> None:
         """Rows of one token by our own kernel, over parts of one softmax.
 
-        Several parts are merged by the logarithms of their sums; then there are no weights. Sinks
-        and the remainder go with the first one.
+        A part takes what was attended to before as its remainder, the first one that of the method.
+        Learned sinks go with the first part. Weights are asked for of a single part only.
         """
-        if len(parts) == 1:
-            self._attend(query, parts[0], output, layout, self._sinks, None, weights, remainder)
-            return
-        assert weights is None
-        merged = total = torch.empty(0)
-        for number, part in enumerate(parts):
-            if part.wait is not None:
-                part.wait()
+        assert weights is None or len(parts) == 1
+        sinks, (*before, last) = self._sinks, parts
+        for part in before:
             own, lse = torch.empty_like(query), torch.empty(query.shape[:2])
-            further = (None, lse) if number else (self._sinks, lse, None, remainder)
-            self._attend(query, part, own, layout, *further)
-            attended = own.float()
-            if number == 0:
-                merged, total = attended, lse
-                continue
-            share = torch.sigmoid(total - lse)[..., None]
-            merged = attended + share * (merged - attended)
-            total = torch.logaddexp(total, lse)
-        output[: len(query)] = merged.to(output.dtype)
+            self._attend(query, part, own, layout, sinks, lse, None, remainder)
+            sinks, remainder = None, Remainder(own.float(), lse)
+        self._attend(query, last, output, layout, sinks, None, weights, remainder)
 
     def _attend(
         self,
@@ -237,6 +225,8 @@ class AttendingLayer(CPUAttentionBackendImpl):
         remainder: Remainder | None = None,
     ) -> None:
         """Rows of one token by our own kernel; see :meth:`Ops.attend`."""
+        if part.wait is not None:
+            part.wait()
         self.kernels.attend(
             query,
             part.lists,
