@@ -23,8 +23,7 @@ constexpr size_t kReadsPerJob = 8;  // at least, by reader threads
 RecallCache::RecallCache(const RecallCacheConfig& config)
     : config_(config), piece_bytes_(config.unit_bytes), slot_of_(config.units, kNone),
       unit_of_(config.slots, kNone), pins_(config.slots, 0), stamp_(config.slots, 0),
-      older_(config.slots + 1), newer_(config.slots + 1), pinned_by_(config.requests),
-      late_since_(config.slots, 0) {
+      older_(config.slots + 1), newer_(config.slots + 1), pinned_by_(config.requests) {
   const EncodedHome* encoded = config.encoded;
   if (encoded != nullptr && (encoded->pages() * encoded->kv_heads() != config.units ||
                              encoded->kv_heads() != config.kv_heads ||
@@ -217,11 +216,13 @@ bool RecallCache::stream(const DecodeRows& rows, const UnitLists& late) {
       config_.encoded->read(miss.unit, slot_at(miss.slot));  // a copy in memory
     } else {
       late_.reads.push_back(miss);
-      late_since_[miss.slot] = step_;
     }
   }
   if (late_.reads.empty()) return false;
   start(late_);
+  late_slots_.clear();
+  for (const Read& read : late_.reads) late_slots_.push_back(read.slot);
+  std::sort(late_slots_.begin(), late_slots_.end());
   split(rows, late);
   return true;
 }
@@ -237,7 +238,7 @@ void RecallCache::split(const DecodeRows& rows, const UnitLists& late) const {
     for (const int32_t* entry = here; rest > 0; ++entry) {
       const int32_t tokens = std::min(rest, page_size);
       rest -= tokens;
-      if (late_since_[*entry] == step_) {
+      if (std::binary_search(late_slots_.begin(), late_slots_.end(), *entry)) {
         there[moved / page_size] = *entry;
         moved += tokens;
       } else {

@@ -144,7 +144,7 @@ class RecallCache {
   std::vector<int32_t> older_, newer_;
   std::vector<int32_t> free_;
   std::vector<std::vector<int32_t>> pinned_by_;  // per request: slots
-  std::vector<int64_t> late_since_;  // per slot: the step that waits for its unit
+  std::vector<int32_t> late_slots_;  // of late_, in rising order
   std::vector<Miss> missing_;
   std::vector<Read> misses_;
   Reads late_, ahead_;
