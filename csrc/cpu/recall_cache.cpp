@@ -16,7 +16,7 @@ namespace kvr {
 namespace {
 
 constexpr size_t kSerialReads = 4;  // fewer reads than this are not worth waking threads for
-constexpr size_t kReadsPerJob = 8;  // at least, by reader threads
+constexpr size_t kReadsPerJob = 8;  // at least, when reading ahead
 
 }  // namespace
 
@@ -219,7 +219,7 @@ bool RecallCache::stream(const DecodeRows& rows, const UnitLists& late) {
     }
   }
   if (late_.reads.empty()) return false;
-  start(late_);
+  start(late_, 1);
   late_slots_.clear();
   for (const Read& read : late_.reads) late_slots_.push_back(read.slot);
   std::sort(late_slots_.begin(), late_slots_.end());
@@ -289,13 +289,14 @@ void RecallCache::prefetch(const DecodeRows& rows, const Chooser& chooser) {
     }
     config_.counts[int64_t(rows.seats[r]) * kRecallCounts + kRecalled] += recalled;
   }
-  start(ahead_);
+  start(ahead_, kReadsPerJob);
 }
 
-void RecallCache::start(Reads& reads) {
+// Lets reader threads read, each at least `per_job` units if there are so many.
+void RecallCache::start(Reads& reads, size_t per_job) {
   const size_t count = reads.reads.size();
   if (count == 0) return;
-  const size_t jobs = std::clamp<size_t>(count / kReadsPerJob, 1, reader_threads());
+  const size_t jobs = std::clamp<size_t>(count / per_job, 1, reader_threads());
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     reads.pending = static_cast<int>(jobs);
