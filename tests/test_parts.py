@@ -1,4 +1,4 @@
-"""Parts of one softmax, in different memories, are merged to what one list would give."""
+"""Parts of one softmax, in different memories, are put together to what one list would give."""
 
 from typing import Any
 
@@ -7,21 +7,29 @@ import torch
 
 from vllm_kvretrieval.attention.cpu.attend import AttendingLayer
 from vllm_kvretrieval.kernels import TokenLists, cpu
+from vllm_kvretrieval.storage import Part
 
 HEADS, GROUP, SIZE, PAGE = 2, 3, 64, 32
 ROWS = 2
 
 
-def layer():
+def layer(sinks):
     """As much of a layer as attends to lists."""
     layer: Any = object.__new__(AttendingLayer)
-    layer.kernels, layer.scale, layer.logits_soft_cap, layer.sinks = cpu, SIZE**-0.5, 0.0, None
+    layer.kernels, layer.scale, layer.logits_soft_cap, layer.sinks = cpu, SIZE**-0.5, 0.0, sinks
     return layer
+
+
+def read_late(lists, memory):
+    """A part whose memory holds nothing before it has been waited for."""
+    units = torch.full_like(memory, torch.nan)
+    return Part(lists, units, lambda: units.copy_(memory))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("borders", [(700,), (1, 400), (5, 6, 690)])
-def test_parts_are_one_softmax(dtype, borders):
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 9, HEADS * GROUP)])
+def test_parts_are_one_softmax(dtype, borders, sinks):
     torch.manual_seed(len(borders))
     cache = torch.randn(60, PAGE, 2 * SIZE).to(dtype)
     query = (3 * torch.randn(ROWS, HEADS * GROUP, SIZE)).to(dtype)
@@ -33,8 +41,7 @@ def test_parts_are_one_softmax(dtype, borders):
     ]
     whole = TokenLists(tokens, torch.full((len(tokens),), 900).int(), 1, HEADS)
     expected, merged = torch.empty_like(query), torch.empty_like(query)
-    layer()._attend_to_reached(query, [(whole, cache)], expected, "rows")
-    parts = [(part, cache.clone()) for part in lists]
-    layer()._attend_to_reached(query, parts, merged, "rows")
+    layer(sinks)._attend_to_reached(query, [Part(whole, cache)], expected, "rows")
+    layer(sinks)._attend_to_reached(query, [read_late(p, cache) for p in lists], merged, "rows")
     off = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(merged, expected, atol=off, rtol=off)
