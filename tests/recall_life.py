@@ -142,3 +142,33 @@ class Engine:
 def full(written):
     """The pages that these tokens fill."""
     return written[written % PAGE == PAGE - 1] // PAGE
+
+
+def listed(lengths, entries):
+    """The entries of each list, and how many tokens they have."""
+    pairs = zip(entries, lengths.tolist(), strict=True)
+    return [(entry[: -(-length // PAGE)].tolist(), length) for entry, length in pairs]
+
+
+def compare(cache, specified, here, late, asked):
+    """The units that were asked for are in slots, in their order, here or late."""
+    (here, tokens), (late, more), (units, length) = map(list, (here, late, asked))
+    here, late, source = list(here), list(late), []
+    for unit in units:
+        content = specified.content(unit)
+        source = here if here and cache.slots[here[0]].equal(content) else late
+        assert cache.slots[source.pop(0)].equal(content)
+    assert here == late == []
+    last, other = (tokens, more) if source is here else (more, tokens)
+    assert last + other == length
+    assert other % PAGE == 0, "the page that may be partly filled is the last one"
+
+
+def stage(both, pages):
+    """Both lay out the same."""
+    pages = torch.tensor([int(page) for page in pages])
+    blocks = len(pages) // 2
+    found = [torch.full((blocks, HEADS, 2 * PAGE, 2 * HEAD_SIZE), 7.0) for _ in both]
+    for cache, target in zip(both, found, strict=True):
+        cache.stage(pages[: 2 * blocks], target)
+    assert found[0].equal(found[1])

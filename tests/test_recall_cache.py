@@ -25,7 +25,10 @@ from tests.recall_life import (
     Home,
     OpenPages,
     caches,
+    compare,
     full,
+    listed,
+    stage,
 )
 from vllm_kvretrieval.kernels import TokenLists, cpu, reference
 from vllm_kvretrieval.retrieval.codec import CODECS
@@ -147,36 +150,6 @@ def test_random_life(slots, codec, counts):
         assert not home.units.any(), "memory has been given back"
 
 
-def listed(lengths, entries):
-    """The entries of each list, and how many tokens they have."""
-    pairs = zip(entries, lengths.tolist(), strict=True)
-    return [(entry[: -(-length // PAGE)].tolist(), length) for entry, length in pairs]
-
-
-def compare(cache, specified, here, late, asked):
-    """The units that were asked for are in slots, in their order, here or late."""
-    (here, tokens), (late, more), (units, length) = map(list, (here, late, asked))
-    here, late, source = list(here), list(late), []
-    for unit in units:
-        content = specified.content(unit)
-        source = here if here and cache.slots[here[0]].equal(content) else late
-        assert cache.slots[source.pop(0)].equal(content)
-    assert here == late == []
-    last, other = (tokens, more) if source is here else (more, tokens)
-    assert last + other == length
-    assert other % PAGE == 0, "the page that may be partly filled is the last one"
-
-
-def stage(both, pages):
-    """Both lay out the same."""
-    pages = torch.tensor([int(page) for page in pages])
-    blocks = len(pages) // 2
-    found = [torch.full((blocks, HEADS, 2 * PAGE, 2 * HEAD_SIZE), 7.0) for _ in both]
-    for cache, target in zip(both, found, strict=True):
-        cache.stage(pages[: 2 * blocks], target)
-    assert found[0].equal(found[1])
-
-
 def step(cache, lens, budget=BUDGET):
     """One step of requests that share no page."""
     chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
@@ -233,13 +206,8 @@ def test_rows_that_do_not_fit_are_refused(home):
         for call in (cache.resolve, lambda rows: cache.prefetch(rows, chooser)):
             with pytest.raises(ValueError, match=message):
                 call(wrong)
-    for wrong in (
-        -1,
-        PAGE * 2,
-        PAGE * 10 + 1,
-        2**31 - 1,
-        -(2**31),
-    ):  # less than sink and window, ...
+    # Less than sink and window, ...
+    for wrong in (-1, PAGE * 2, PAGE * 10 + 1, 2**31 - 1, -(2**31)):
         own = replace(rows, handle=None, lengths=torch.tensor([PAGE * 10, wrong]).int())
         with pytest.raises(ValueError, match=f"row 0: a list of {wrong} tokens, of which there is"):
             cache.resolve(own)
