@@ -1,7 +1,7 @@
 """Engines of a mixture of experts behind a balancer of one's own: each is a server, and takes part
 in the others' steps.
 
-vLLM 0.32 fails at the first step of such engines on CPUs, with retrieval or without, for want of
+vLLM 0.32 fails at the first step of such engines on CPUs, in code of its own, for want of
 two functions; `tests/gathering.py` brings them.
 """
 
