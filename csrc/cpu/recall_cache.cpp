@@ -211,13 +211,7 @@ bool RecallCache::stream(const DecodeRows& rows, const UnitLists& late) {
     throw std::invalid_argument("there is no room for the lists of what is late");
   begin(rows);
   late_.reads.clear();
-  for (const Read& miss : misses_) {
-    if (config_.encoded != nullptr && config_.encoded->is_open(miss.unit / config_.kv_heads)) {
-      config_.encoded->read(miss.unit, slot_at(miss.slot));  // a copy in memory
-    } else {
-      late_.reads.push_back(miss);
-    }
-  }
+  for (const Read& miss : misses_) copy_or_add(miss, late_);
   if (late_.reads.empty()) return false;
   start(late_, 1);
   late_slots_.clear();
@@ -280,16 +274,21 @@ void RecallCache::prefetch(const DecodeRows& rows, const Chooser& chooser) {
           room = slot != kNone;
           if (!room) continue;
           ++recalled;
-          if (config_.encoded != nullptr && config_.encoded->is_open(block[kept[i]]))
-            config_.encoded->read(unit, slot_at(slot));  // at once: it may be closed any time
-          else
-            ahead_.reads.push_back({unit, slot});
+          copy_or_add({unit, slot}, ahead_);
         }
       }
     }
     config_.counts[int64_t(rows.seats[r]) * kRecallCounts + kRecalled] += recalled;
   }
   start(ahead_, kReadsPerJob);
+}
+
+// Copies a unit of an open page at once, for the page may be closed any time; adds others to `reads`.
+void RecallCache::copy_or_add(const Read& read, Reads& reads) {
+  if (config_.encoded != nullptr && config_.encoded->is_open(read.unit / config_.kv_heads))
+    config_.encoded->read(read.unit, slot_at(read.slot));
+  else
+    reads.reads.push_back(read);
 }
 
 // Lets reader threads read, each at least `per_job` units if there are so many.

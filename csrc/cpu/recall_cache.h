@@ -127,6 +127,7 @@ class RecallCache {
   void split(const DecodeRows& rows, const UnitLists& late) const;
   bool read_unit(int32_t unit, char* to) const;
   void read(const std::vector<Read>& reads, size_t begin, size_t end);
+  void copy_or_add(const Read& read, Reads& reads);
   void start(Reads& reads, size_t per_job);
   void wait_for(const Reads& reads);
   void join() {
