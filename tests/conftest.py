@@ -14,6 +14,7 @@ from tests.isas import ISAS, absent, missing, tested
 
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 MOST_WORKERS = 4
+ALL_CPUS = os.sched_getaffinity(0)
 WORKER_BYTES = 5 << 30
 """The memory that a worker and its engine may take. Most of them take less."""
 
@@ -30,6 +31,23 @@ def pytest_collection_modifyitems(items):
     """Modules in that order; the others follow as they come."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.fixture(autouse=True)
+def threads(request):
+    """A test with this mark has threads on all cores, also in a worker that is bound to some."""
+    bound = os.sched_getaffinity(0)
+    if not request.node.get_closest_marker("threads") or bound == ALL_CPUS:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    os.sched_setaffinity(0, ALL_CPUS)
+    torch.set_num_threads(len(_cores()))
+    yield
+    torch.set_num_threads(before)
+    os.sched_setaffinity(0, bound)
 
 
 @pytest.fixture(params=ISAS)

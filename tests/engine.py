@@ -146,6 +146,8 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
         environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if options.get("enforce_eager"):  # one function of vLLM's sampler is compiled all the same
             environment.setenv("TORCHDYNAMO_DISABLE", "1")
+        workers.freeze()
+        environment.setattr("vllm.v1.engine.core.freeze_gc_heap", lambda: None)
         llm = LLM(model=model, **defaults | options)
         try:
             yield llm

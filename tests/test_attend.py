@@ -10,7 +10,7 @@ from benchmarks.ops.setup import Shape
 from tests.kernel_checks import DTYPES, specified
 from vllm_kvretrieval.kernels import Remainder, TokenLists, cpu, reference
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 2e-3, torch.float32: 2e-5}
 

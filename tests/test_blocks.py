@@ -12,7 +12,7 @@ from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.index import make_index
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 BUDGET, CHUNK, PAGE = 256, 64, 32
 EXACT = 320  # the first multiple of the chunk beyond the budget

@@ -10,7 +10,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 BUDGET, CHUNK = 256, 100
 EXACT = 300  # the first multiple of the chunk beyond the budget

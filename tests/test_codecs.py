@@ -6,7 +6,7 @@ import torch
 from vllm_kvretrieval.kernels import cpu, reference
 from vllm_kvretrieval.retrieval.codec import CODECS
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((16, 32), (32, 64), (32, 80), (64, 112), (128, 256))

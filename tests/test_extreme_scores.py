@@ -24,7 +24,7 @@ from vllm_kvretrieval.kernels import cpu, reference
 from vllm_kvretrieval.retrieval.index import make_index
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 
 @pytest.mark.parametrize("positive", [0, 3, 5, 9])

@@ -19,7 +19,7 @@ from vllm_kvretrieval.kernels import (
 )
 from vllm_kvretrieval.retrieval.index.exact import Exact
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 GROUPS = [(3, 3, 64, 32), (2, 7, 64, 32), (1, 4, 256, 16), (2, 1, 96, 64), (1, 11, 80, 128)]
 

@@ -16,7 +16,7 @@ from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.tiers import home as home_module
 from vllm_kvretrieval.tiers.home import DiskHome, page_runs
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 MIB = 1 << 20
 

@@ -22,7 +22,7 @@ from tests.kernel_checks import (
 from vllm_kvretrieval.kernels import cpu, reference
 from vllm_kvretrieval.retrieval.index import make_index
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 
 @covering(index=RECORDED, head_size__parts=[(64, 1), (80, 2), (256, 4)], dtype=DTYPES)

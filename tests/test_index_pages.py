@@ -22,7 +22,7 @@ from tests.kernel_checks import (
 from vllm_kvretrieval.kernels import IndexStore, cpu, reference
 from vllm_kvretrieval.retrieval.index import make_index
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 current_platform.import_kernels()
 PAGES, HEADS, LISTED = 12, 2, 9

@@ -21,7 +21,7 @@ from vllm_kvretrieval.kernels import (
 from vllm_kvretrieval.retrieval.keeping import Keeping
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 SEATS, HEADS, GROUP, MOST = 5, 3, 2, 40
 LENGTH = 300
 

@@ -18,7 +18,7 @@ from tests.kernel_checks import (
 from vllm_kvretrieval.kernels import Mode, cpu
 from vllm_kvretrieval.retrieval.index import make_index
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 
 def test_wrong_tensors_are_refused():

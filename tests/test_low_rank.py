@@ -20,7 +20,7 @@ from vllm_kvretrieval.retrieval.index import unpack
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank, channels_of, scales_of, tokens_of
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 
 def keys_of(store, entries):

@@ -14,7 +14,7 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.index import make_index
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 SEATS, KV_HEADS, GROUP, PAGE = 3, 2, 3, 32
 SINK, WINDOW, SELECT = 1, 2, 20

@@ -24,7 +24,7 @@ from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.index import make_index
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

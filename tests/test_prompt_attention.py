@@ -9,7 +9,7 @@ import torch
 
 from vllm_kvretrieval.kernels import PromptLists, cpu, reference
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 SEQUENCES = ((1, 1), (5, 700), (131, 131), (40, 2300), (17, 33), (1, 2049))
 """Queries, and tokens of their contexts: ends within pages, tiles and stretches."""

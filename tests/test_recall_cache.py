@@ -34,7 +34,7 @@ from vllm_kvretrieval.kernels import TokenLists, cpu, reference
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 
 @pytest.fixture

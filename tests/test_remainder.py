@@ -15,7 +15,7 @@ from vllm_kvretrieval.retrieval.index import IndexKind, make_index
 from vllm_kvretrieval.retrieval.index.base import pack_means, unpack_means
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 KV_HEADS, GROUP = 2, 3
 LENS = (90 * 16 - 5, 160 * 16, 40 * 16 + 1)

@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, PrefillStaging
 from vllm_kvretrieval.kernels import TokenLists, cpu, reference
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 PAGE, HEADS, SIZE = 32, 2, 64
 STARTS = torch.tensor([0, 300, 900], dtype=torch.int32)

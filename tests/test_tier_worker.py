@@ -20,7 +20,7 @@ from vllm_kvretrieval.engine.memory import bytes_per_block
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 MIB = 1 << 20
 

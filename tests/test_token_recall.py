@@ -9,7 +9,7 @@ from tests.kernel_checks import make_chooser, make_rows
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.kernels.tokens_reference import TokenRecall as Reference
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 PAGES, HEADS, PAGE, WIDTH = 40, 3, 32, 32
 REQUESTS, MOST_PAGES = 3, 12

@@ -15,7 +15,7 @@ from vllm_kvretrieval.retrieval.index import make_index
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 BUDGET = (5, 33, 60)
 

@@ -9,7 +9,7 @@ from tests.kernel_checks import PAGE, assert_same_plan, clone_rows, copy_of, mak
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.index import make_index
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 
 def uneven(chooser, most):
