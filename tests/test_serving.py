@@ -1,4 +1,4 @@
-"""`vllm serve` as a user starts it: torch.compile, HTTP, clients that come and go."""
+"""`vllm serve` over HTTP, with clients that come and go; and once as a user starts it, compiled."""
 
 import json
 import re
@@ -12,16 +12,25 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from benchmarks.common import ROOT
-from tests.engine import checkpoint
+from tests.engine import (
+    ROUNDING,
+    Request,
+    alone,
+    assert_same,
+    checkpoint,
+    engine,
+    shortened,
+)
 from tests.monitoring import board, expressions, names_in
-from tests.server import BUDGET, KEY, MODEL, PROMPT, serving
+from tests.server import BUDGET, KEY, MODEL, PROMPT, ask, serving
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.doctor.server import PREFIX, Client, samples
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 
-PARSERS = (
+OPTIONS = (
+    "--enforce-eager",
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     *("--reasoning-parser", "granite"),
     *("--structured-outputs-config.enable_in_reasoning", "true"),
@@ -31,13 +40,24 @@ PARSERS = (
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server") / "log.txt", *PARSERS) as server:
+    with serving(tmp_path_factory.mktemp("server") / "log.txt", *OPTIONS) as server:
         yield server
 
 
-def test_the_model_is_compiled(server):
-    assert "DYNAMO_TRACE_ONCE" in server.text()
-    assert f"freekv: decode attends to at most {BUDGET} tokens per KV head" in server.text()
+def test_a_compiled_model(tmp_path):
+    """It answers as an eager one. For all layers of a model, the compiler takes four minutes."""
+    model = shortened(tmp_path / "model", MODEL, 2)
+    retrieval = {"kv_retrieval": {"budget": BUDGET}}
+    options = {"attention_backend": "freekv", "additional_config": retrieval}
+    with engine(model, enforce_eager=True, max_model_len=4096, **options) as llm:
+        request = Request(llm.get_tokenizer().encode(PROMPT), 24, {})
+        expected = alone(llm, request)
+    with serving(tmp_path / "log.txt", model=model) as server:
+        assert "DYNAMO_TRACE_ONCE" in server.text()
+        assert f"freekv: decode attends to at most {BUDGET} tokens per KV head" in server.text()
+        reply = ask(server.url, request.prompt, request.tokens)
+        assert server.usage(reply.id)["sparse_steps"] == request.tokens - 1
+    assert_same(reply.answer, expected, ROUNDING)
 
 
 def test_streamed_completion(server):
