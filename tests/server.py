@@ -18,12 +18,13 @@ import openai
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from tests import forked_server
 from tests.engine import DTYPE, Answer, checkpoint
 from vllm_kvretrieval.doctor.server import Client, samples
 from vllm_kvretrieval.engine.cpu.advice import all_cores
 
 MODEL = "SmolLM2-135M-Instruct"
-BUDGET = 512
+BUDGET = 256
 READY_S = 600
 SETTLE_S = 20
 WAIT_S = 120
@@ -34,9 +35,9 @@ FILLER = (
 NEEDLE = f"The pass key is {KEY}. Remember it. {KEY} is the pass key.\n"
 PROMPT = (
     "There is a pass key hidden in the following text. Find it and remember it.\n\n"
-    + 40 * FILLER
+    + 22 * FILLER
     + NEEDLE
-    + 40 * FILLER
+    + 22 * FILLER
     + "\nWhat is the pass key? The pass key is"
 )
 RETRIEVAL = (
@@ -60,6 +61,14 @@ def free_ports(count: int = 1) -> int:
             return first
 
 
+def _spawned(command: list[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen:
+    program = str(Path(sys.executable).with_name("vllm"))
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [program, *command], stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+
+
 class Server:
     """A running server and what it logs.
 
@@ -71,6 +80,7 @@ class Server:
         environment: What is set for it, beside and in place of what all have.
         port: Where it listens; somewhere unless given.
         retrieves: Whether it has a retrieval method, or is stock vLLM.
+        forked: Whether it is there sooner, and not as a user starts it: tests/forked_server.py.
     """
 
     def __init__(
@@ -82,6 +92,7 @@ class Server:
         environment: Mapping[str, str] | None = None,
         port: int | None = None,
         retrieves: bool = True,
+        forked: bool = False,
     ):
         self.port = port or free_ports()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -89,7 +100,7 @@ class Server:
         self.killed = False
         self.children: list[psutil.Process] = []
         command = [
-            *(str(Path(sys.executable).with_name("vllm")), "serve", model or checkpoint(MODEL)),
+            *("serve", model or checkpoint(MODEL)),
             *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL),
             *(RETRIEVAL if retrieves else ()),
             *("--max-model-len", "4096", "--max-num-seqs", "8", "--async-scheduling"),
@@ -97,13 +108,9 @@ class Server:
             *options,
         ]
         settings = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_NO_USAGE_STATS": "1"}
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | all_cores(engines) | settings | dict(environment or {}),
-            )
+        settings = os.environ | all_cores(engines) | settings | dict(environment or {})
+        log.touch()
+        self.process = (forked_server.Process if forked else _spawned)(command, log, settings)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def wait_until_ready(self) -> None:

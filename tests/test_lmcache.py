@@ -75,7 +75,7 @@ def server(tmp_path, log, monkeypatch) -> Iterator[Server]:
 
 def test_what_lmcache_brings_back_is_retrieved_from(server, log):
     """All whole chunks; answers are as before."""
-    prompt = tokens_of(server, PROMPT)[:LENGTH]
+    prompt = tokens_of(server, 2 * PROMPT)[:LENGTH]
     whole = LENGTH // CHUNK * CHUNK
     expected = ask(server.url, prompt, TOKENS).answer
     assert expected.cached == 0

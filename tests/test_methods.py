@@ -48,7 +48,7 @@ STOCK: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enforce_eager": True,
 }
-PARTS = {"budget": BUDGET, "sink": 32, "window": 32}  # in pages: 1, 1, and 3 selected
+PARTS = {"budget": BUDGET, "sink": 32, "window": 32, "attention": "own"}  # pages: 1, 1, and 3
 TOLERANCE = 1e-3
 HEADS = [[1, 0, 0, 1], [0, 1, 0, 0], [1, 1, 1, 0]]
 """Retrieval heads, of the layers that are not dense."""

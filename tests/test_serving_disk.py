@@ -25,7 +25,7 @@ def server(tmp_path_factory, disk):
     size = "96MiB" if DTYPE == "auto" else "192MiB"  # of float32
     slots = ("--kv-retrieval.recall_cache_bytes", size, "--kv-retrieval.page_size", str(PAGE))
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    with serving(log, *options, *slots, "--enforce-eager") as server:
+    with serving(log, *options, *slots, "--enforce-eager", forked=True) as server:
         yield server
 
 

@@ -47,7 +47,7 @@ def test_kill_and_start(tmp_path, monkeypatch):
 
     Endpoints are there if they are asked for. What is dropped by them is found no more.
     """
-    server = Server(tmp_path / "first.txt", *options(tmp_path / "store"))
+    server = Server(tmp_path / "first.txt", *options(tmp_path / "store"), forked=True)
     try:
         server.wait_until_ready()
         text, cached = ask(server, "a tenant")
@@ -55,7 +55,7 @@ def test_kill_and_start(tmp_path, monkeypatch):
         assert cached == 0
         assert call(server, "/v1/kv_store")[0] == 404
         again, found = ask(server, "a tenant")
-        assert found > 1000
+        assert found > 500
     finally:
         server.kill()
     monkeypatch.setenv("VLLM_PLUGINS", "kvretrieval")

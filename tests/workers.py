@@ -8,10 +8,10 @@ forked from the tests' own process, whose threads would be missing.
 import gc
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from typing import Any
 
 import pytest
@@ -23,6 +23,8 @@ PRELOADED = [
     "vllm.v1.engine.llm_engine",
     "vllm.model_executor.models.llama",
     "vllm_kvretrieval.engine.cpu.worker",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.openai.api_server",
     "tests.workers",
 ]
 
@@ -40,6 +42,13 @@ def freeze() -> None:
     gc.unfreeze = lambda: None
 
 
+def take_cores() -> None:
+    """Run on the cores that OpenMP would take from the environment, had it not started before."""
+    if cores := [int(core) for core in re.findall(r"\d+", os.environ.get("OMP_PLACES", ""))]:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+
+
 class _Process(ForkServerProcess):
     """Has the environment of the process that asks for it, not of the server."""
 
@@ -48,13 +57,11 @@ class _Process(ForkServerProcess):
         self._environment = dict(os.environ)
 
     def run(self) -> None:
-        """The target, in that environment; and on the cores that OpenMP would take from it."""
+        """The target, in that environment."""
         freeze()
         os.environ.clear()
         os.environ.update(self._environment)
-        if cores := [int(core) for core in re.findall(r"\d+", os.environ.get("OMP_PLACES", ""))]:
-            os.sched_setaffinity(0, cores)
-            torch.set_num_threads(len(cores))
+        take_cores()
         torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
         # What this process starts is forked by the same server, to which it has the address.
         known: Any = forkserver._forkserver
@@ -75,10 +82,13 @@ def context() -> ForkServerContext:
 
 
 @contextmanager
-def forked() -> Iterator[None]:
-    """Meanwhile vLLM has its engine cores and workers forked by the server of this process.
+def forked(context: Callable[[], BaseContext] = context) -> Iterator[None]:
+    """Meanwhile vLLM has its engine cores and workers forked, by the server of this process.
 
     Workers that are to find other packages (``tests/outside.py``) are spawned, as a user's are.
+
+    Args:
+        context: In which they are forked, unless by that server.
     """
     if os.environ.get("PYTHONPATH") != PYTHONPATH:
         yield
