@@ -7,6 +7,7 @@ own process, where vLLM imports it too, cannot have both.
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 from unittest import mock
 
 
@@ -17,18 +18,23 @@ def start(*, checked: bool = False) -> ProcessPoolExecutor:
         checked: Whether tests/memory_checks.py checks every launch, and the interpreter every
             sum and product of small integers for overflow.
     """
-    pool = ProcessPoolExecutor(
-        1,
+    return started(
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=_prepare,
+        initializer=prepare,
         initargs=(checked,),
     )
+
+
+def started(**options: Any) -> ProcessPoolExecutor:
+    """A pool of one process, in whose environment Triton interprets."""
+    pool = ProcessPoolExecutor(1, **options)
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
         pool.submit(os.getpid).result()
     return pool
 
 
-def _prepare(checked: bool) -> None:
+def prepare(checked: bool = False) -> None:
+    """Patch this process's interpreter."""
     from tests import interpreter_speed
 
     _widen_bfloat16()

@@ -6,6 +6,7 @@ those of Triton's own functions, which are called for what is not known yet.
 """
 
 import functools
+from typing import Any
 
 import triton.language as tl
 from triton.language import core
@@ -23,7 +24,8 @@ def install():
 
 def _keep_types():
     """Types by their names; most of those that are compared are one object."""
-    of_numpy, kept = interpreter._get_np_dtype, {}
+    of_numpy = interpreter._get_np_dtype
+    kept: dict[str, Any] = {}
 
     def get_np_dtype(dtype):
         if (found := kept.get(dtype.name)) is None:
@@ -45,7 +47,9 @@ def _keep_shapes():
     """A shape is one object; so is what a tensor has of it."""
     make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
     unwrap, plain = core._unwrap_if_constexpr, {int, float, bool, str, core.tensor}
-    blocks, shapes, tensors = {}, {}, {}
+    blocks: dict[Any, Any] = {}
+    shapes: dict[Any, Any] = {}
+    tensors: dict[str, Any] = {}
 
     def unwrapped(value):
         return value if type(value) in plain else unwrap(value)
@@ -119,8 +123,8 @@ def _patch_the_language_for_good():
     The interpreter looks through all of the language each time, and nothing but kernels uses it
     here. What stands in for a builtin need not ask whether it was called from a kernel.
     """
-    patch, patched = interpreter._patch_lang, set()
-    guard = core.add.__code__
+    patch, guard = interpreter._patch_lang, core.add.__code__
+    patched: set[int] = set()
 
     def patch_attr(obj, name, member, builder, scope):
         inner = member.__wrapped__ if getattr(member, "__code__", None) is guard else member
