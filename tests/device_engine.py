@@ -11,14 +11,12 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from tests import device_launches, interpreter
+from tests import device_launches, device_server, interpreter
 
 
 def start() -> ProcessPoolExecutor:
     """The process; functions of this module can be submitted to it."""
-    pool = interpreter.start()
-    pool.submit(prepare).result()
-    return pool
+    return interpreter.started(mp_context=device_server.Context())
 
 
 def pretend_triton():

@@ -4,10 +4,10 @@ Triton decides when it is imported whether kernels are compiled or interpreted, 
 own process, where vLLM imports it too, cannot have both.
 """
 
-import functools
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 from unittest import mock
 
 
@@ -18,22 +18,29 @@ def start(*, checked: bool = False) -> ProcessPoolExecutor:
         checked: Whether tests/memory_checks.py checks every launch, and the interpreter every
             sum and product of small integers for overflow.
     """
-    pool = ProcessPoolExecutor(
-        1,
+    return started(
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=_prepare,
+        initializer=prepare,
         initargs=(checked,),
     )
+
+
+def started(**options: Any) -> ProcessPoolExecutor:
+    """A pool of one process, in whose environment Triton interprets."""
+    pool = ProcessPoolExecutor(1, **options)
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
         pool.submit(os.getpid).result()
     return pool
 
 
-def _prepare(checked: bool) -> None:
+def prepare(checked: bool = False) -> None:
+    """Patch this process's interpreter."""
+    from tests import interpreter_speed
+
     _widen_bfloat16()
     _refuse_small_products()
     _take_masks_of_numbers()
-    _patch_the_language_once()
+    interpreter_speed.install()
     if not checked:
         _count_no_overflows()
     if checked:
@@ -72,50 +79,15 @@ def _refuse_small_products() -> None:
 
 def _take_masks_of_numbers() -> None:
     """Let masks be bits of whole numbers, as in vLLM's kernel for grammars."""
-    from triton.runtime.interpreter import InterpreterBuilder
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     store = InterpreterBuilder.create_masked_store
 
     def masked(self, pointers, value, mask, *rest):
-        mask.data = mask.data.astype(bool)
-        return store(self, pointers, value, mask, *rest)
+        bits = TensorHandle(mask.data.astype(bool), mask.dtype)
+        return store(self, pointers, value, bits, *rest)
 
     InterpreterBuilder.create_masked_store = masked
-
-
-def _patch_the_language_once() -> None:
-    """Patch Triton's language for a launch as a whole, not again for each function that it calls.
-
-    The interpreter looks through all of the language each time, which takes a fifth of a step.
-    """
-    from types import SimpleNamespace
-
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang
-    patched: set[int] = set()
-
-    @functools.cache
-    def languages(fn):
-        return {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
-
-    def patch_lang(fn):
-        if patched >= languages(fn):
-            return SimpleNamespace(restore=lambda: None)
-        scope, outermost = patch(fn), not patched
-        patched.update(languages(fn))
-        if outermost:
-            restore = scope.restore
-
-            def forget():
-                patched.clear()
-                restore()
-
-            scope.restore = forget
-        return scope
-
-    interpreter._patch_lang = patch_lang
 
 
 def _count_no_overflows() -> None:

@@ -32,12 +32,13 @@ import torch.utils.deterministic
 import triton
 from triton.runtime import interpreter
 
+from tests import interpreter_speed
 from tests.passed import Passed
 
 _TAG = 56
 """Bits of a pointer; the number of the tensor that it is of lies above them."""
 _ADDRESS = np.uint64((1 << _TAG) - 1)
-_OTHERS = str(Path(triton.__file__).parent), __file__
+_OTHERS = str(Path(triton.__file__).parent), interpreter_speed.__file__, __file__
 _LOAD, _STORE, _ATOMIC = "load", "store", "atomic"
 
 _numbers = itertools.count()

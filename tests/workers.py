@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests import device_server
+
 PRELOADED = [
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.executor.multiproc_executor",
@@ -109,5 +111,5 @@ def server() -> int | None:
 
 
 def is_server(process: int) -> bool:
-    """Whether a process is that one."""
-    return process == server()
+    """Whether a process is that one, or the one that forks emulated devices."""
+    return process in (server(), device_server.pid())

@@ -1,0 +1,149 @@
+"""Triton's interpreter in half the time: what it finds out at every operation is kept.
+
+Its operations take NumPy less time than it takes to find their types, shapes and constants, which
+are the same for every program of every launch. Nothing here computes: values, types and errors are
+those of Triton's own functions, which are called for what is not known yet.
+"""
+
+import functools
+from typing import Any
+
+import triton.language as tl
+from triton.language import core
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+
+def install():
+    """Patch this process's interpreter."""
+    _keep_types()
+    _keep_shapes()
+    _keep_operands()
+    _patch_the_language_for_good()
+
+
+def _keep_types():
+    """Types by their names; most of those that are compared are one object."""
+    of_numpy = interpreter._get_np_dtype
+    kept: dict[str, Any] = {}
+
+    def get_np_dtype(dtype):
+        if (found := kept.get(dtype.name)) is None:
+            found = kept[dtype.name] = of_numpy(dtype)
+        return found
+
+    interpreter._get_np_dtype = get_np_dtype
+    integers = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
+    core.dtype.is_int = lambda self: self.name in integers
+    for kind in (core.dtype, core.pointer_type, core.block_type):
+        kind.__eq__ = _comparison(kind.__eq__)
+
+
+def _comparison(compare):
+    return lambda one, other: one is other or compare(one, other)
+
+
+def _keep_shapes():
+    """A shape is one object; so is what a tensor has of it."""
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    unwrap, plain = core._unwrap_if_constexpr, {int, float, bool, str, core.tensor}
+    blocks: dict[Any, Any] = {}
+    shapes: dict[Any, Any] = {}
+    tensors: dict[str, Any] = {}
+
+    def unwrapped(value):
+        return value if type(value) in plain else unwrap(value)
+
+    def block_init(self, element_ty, shape):
+        key = (element_ty.name, *map(unwrapped, shape))
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            self.shape = shapes.setdefault(key[1:], self.shape)
+            blocks[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = blocks[key]
+
+    def tensor_init(self, handle, type):
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = tensors[type.name]
+
+    core._unwrap_if_constexpr = unwrapped
+    core.block_type.__init__ = block_init
+    core.tensor.__init__ = tensor_init
+
+
+def _keep_operands():
+    """Operands of one type and shape stay as they are; integers are converted once."""
+    check = TritonSemantic.binary_op_type_checking_impl
+    broadcast = TritonSemantic.broadcast_impl_value
+    convert = TritonSemantic._cast_to_computation_type
+    compute = TritonSemantic.computation_type_impl
+    numbers, types = {}, {}
+
+    def check_types(self, lhs, rhs, *options, **named):
+        alike = type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype
+        divides = len(options) > 3 or "div_or_mod" in named
+        if alike and not divides and not lhs.dtype.is_ptr():
+            return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, *options, **named)
+
+    def broadcast_values(self, lhs, rhs):
+        one, other = lhs.type, rhs.type
+        if one.is_block() and other.is_block():
+            same = one.shape is other.shape
+        else:
+            same = not one.is_block() and not other.is_block()
+        return (lhs, rhs) if same else broadcast(self, lhs, rhs)
+
+    def cast(self, value, dtype):
+        if type(value) is not int:
+            return convert(self, value, dtype)
+        if (value, dtype.name) not in numbers:
+            numbers[value, dtype.name] = convert(self, value, dtype)
+        return numbers[value, dtype.name]
+
+    def computation_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod):
+        key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod
+        if key not in types:
+            types[key] = compute(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+        return types[key]
+
+    TritonSemantic.binary_op_type_checking_impl = check_types
+    TritonSemantic.broadcast_impl_value = broadcast_values
+    TritonSemantic._cast_to_computation_type = cast
+    TritonSemantic.computation_type_impl = computation_type
+
+
+def _patch_the_language_for_good():
+    """Patch Triton's language once, not again for each launch and each function that it calls.
+
+    The interpreter looks through all of the language each time, and nothing but kernels uses it
+    here. What stands in for a builtin need not ask whether it was called from a kernel.
+    """
+    patch, guard = interpreter._patch_lang, core.add.__code__
+    patched: set[int] = set()
+
+    def patch_attr(obj, name, member, builder, scope):
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is guard else member
+
+        def called(*args, **kwargs):
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, called)
+
+    @functools.cache
+    def languages(fn):
+        return {id(value) for value in fn.__globals__.values() if value is tl or value is core}
+
+    def patch_lang(fn):
+        if not patched >= languages(fn):
+            patch(fn)
+            patched.update(languages(fn))
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_attr = patch_attr
+    interpreter._patch_lang = patch_lang
