@@ -148,6 +148,9 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
             environment.setenv("TORCHDYNAMO_DISABLE", "1")
         workers.freeze()
         environment.setattr("vllm.v1.engine.core.freeze_gc_heap", lambda: None)
+        # Nor do engines here render chats, for which vLLM copies its tokenizer, once per thread.
+        environment.setattr("vllm.renderers.hf.maybe_make_thread_pool", lambda *_: None)
+        environment.setattr("vllm.renderers.base.BaseRenderer.warmup", lambda *_: None)
         llm = LLM(model=model, **defaults | options)
         try:
             yield llm

@@ -59,7 +59,7 @@ class _Process(ForkProcess):
 
 
 class _Context(ForkContext):
-    Process = _Process  # type: ignore[assignment]
+    Process = _Process
 
 
 def _serve(command: list[str], log: Path) -> None:
