@@ -338,8 +338,9 @@ def likely(model: Any, asked: list[int], answer: Answer) -> Answer:
         asked: The prompt.
         answer: What followed.
     """
+    ids, last = torch.tensor([asked + answer.tokens]), len(answer.tokens) + 1
     with torch.no_grad():
-        logits = model(torch.tensor([asked + answer.tokens])).logits[0, len(asked) - 1 : -1]
+        logits = model(ids, logits_to_keep=last).logits[0, :-1]
     logprobs = logits.log_softmax(-1)
     places = torch.tensor(answer.tokens)[:, None]
     return Answer(logits.argmax(-1).tolist(), logprobs.gather(1, places)[:, 0].tolist())

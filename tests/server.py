@@ -61,7 +61,9 @@ def free_ports(count: int = 1) -> int:
             return first
 
 
-def _spawned(command: list[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _spawned(
+    command: list[str], log: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     program = str(Path(sys.executable).with_name("vllm"))
     with log.open("wb") as output:
         return subprocess.Popen(

@@ -30,7 +30,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 MODEL = "SmolLM2-135M-Instruct"
-LAYERS = 6
+LAYERS = 4
 BUDGET = 256
 CHUNK = 256  # tokens per step
 BLOCK = 128

@@ -19,8 +19,8 @@ from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.presets import OWN
 
 REQUESTS, STEPS = 6, 40
-SEEDS = range(40)
-MORE_SEEDS = range(40, 1200)
+SEEDS = range(16)
+MORE_SEEDS = range(16, 1200)
 METHODS = tuple(OWN)
 DROPPING = ("entropykv", "snapkv", "h2o", "tova", "raas")
 SELECTING = ("kvretrieval", "freekv", "quest", "arkvale", "infllm", "fier", "ttkv")

@@ -54,8 +54,8 @@ ALSO = {
     **{name: {} for name in ("snapkv", "h2o", "tova", "raas", "freekv")},
 }
 EVICTING = "h2o", "tova", "raas", "sliding"
-LAYERS = 6
-REPLAYED = (0, 3, 5)
+LAYERS = 4
+REPLAYED = (0, 2, 3)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 MODEL = "SmolLM2-135M-Instruct"
-LAYERS = 6
+LAYERS = 4
 BUDGET = 256
 TOLERANCE = 2e-3
 """The tolerance of log-probs in float32."""

@@ -26,7 +26,7 @@ from vllm_kvretrieval.store.records import Record
 from vllm_kvretrieval.store.store import open_store, store_names
 
 ABORTED = RequestStatus.FINISHED_ABORTED
-KILLS = 60
+KILLS = 25
 MANY = 20000
 LONGEST_S = 0.06
 
@@ -265,7 +265,7 @@ def check_all(directory):
     return len(intact), len(records) - len(intact)
 
 
-@pytest.mark.parametrize("kills", [KILLS, pytest.param(40 * KILLS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [KILLS, pytest.param(100 * KILLS, marks=pytest.mark.slow)])
 def test_kills(tmp_path, kills):
     """The process ends at random moments: at its start, and in its steps."""
     directory, chance = tmp_path / "store", random.Random(time.time_ns())
