@@ -83,6 +83,16 @@ def test_novel_forces_its_own_continuation(text):
         assert text.tokenizer.decode(sample.prompt + sample.forced) in prose
 
 
+def test_a_long_generation_is_scored_in_parts(text):
+    prose = "".join(f"{paragraph}\n\n" for paragraph in texts.paragraphs())
+    for sample in forced.generation(text, 768 + forced.GENERATED, 2):
+        assert text.tokenizer.decode(sample.prompt + sample.forced) in prose
+        assert len(sample.prompt) == prompt_length(768)
+        assert sample.scored == [*range(1, len(sample.forced))]
+        assert len(sample.scored) == forced.GENERATED
+        assert len(sample.turns) == forced.STRETCHES
+
+
 def test_a_context_without_room_is_refused():
     with pytest.raises(ValueError, match="take a longer context"):
         blind_positions(1200, 80, 4)

@@ -195,7 +195,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--list", action="store_true", help="show the tasks and the variants, and leave")
     add("--quick", action="store_true", help="the quick tier, a few minutes")
-    add("--task", nargs="+", metavar="NAME", help="run these tasks alone; by default all")
+    add(
+        "--task",
+        nargs="+",
+        metavar="NAME",
+        help="run these tasks alone; by default all but long generations",
+    )
     add("--model", type=Path, metavar="PATH", help="put the tasks to this checkpoint instead")
     usual, quick = (" ".join(map(str, b)) for b in (catalogue.BUDGETS, catalogue.QUICK_BUDGETS))
     add_tokens(parser, "--budgets", None, "tokens attended to per decode step "
@@ -219,6 +224,8 @@ def _tasks(options: argparse.Namespace) -> Sequence[Task]:
     if min(options.budgets) < 1:
         options.usage_error(f"--budgets {min(options.budgets)}: budgets are positive numbers")
     tasks: Sequence[Task] = catalogue.QUICK_TASKS if options.quick else catalogue.TASKS
+    if options.task or options.list:
+        tasks = (*tasks, *catalogue.MORE_TASKS)
     if options.model is not None:
         tasks = catalogue.with_model(tasks, options.model)
     known = {task.name: task for task in tasks}

@@ -41,6 +41,9 @@ TASKS = (
 )
 """The tasks of the full benchmark."""
 
+MORE_TASKS = (Task("generation", "smollm2", _SMOLLM2, 4864, 2, forced.generation),)
+"""Tasks that are run where they are asked for: thousands of steps per variant and budget."""
+
 QUICK_TASKS = (
     Task("sentences", "smollm2", _SMOLLM2, 2048, 6, needles.passkey_in_sentences, ("found",)),
     Task("copy", "smollm2", _SMOLLM2, 2048, 4, forced.second_copy, ("covering",)),

@@ -7,7 +7,7 @@ would measure the prefill, which is exact under every method.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from benchmarks.quality.tasks.base import Sample, TokenText, blind_positions, prompt_length
 
@@ -22,6 +22,12 @@ COPIES = 4
 
 NOVEL_TOKENS = 256
 """Tokens of the novel forced after the prompt."""
+
+GENERATED = 4096
+"""Tokens that are scored of a long generation after a short prompt; one more is forced."""
+
+STRETCHES = 8
+"""Parts of a long generation that are scored apart."""
 
 TURNS = 5
 """Requests for a passage, one after the other, over one document."""
@@ -117,11 +123,22 @@ def _asked(
 
 def novel(text: TokenText, context: int, count: int) -> list[Sample]:
     """Force the novel's own continuation: what a method costs where no needle is sought."""
-    samples = []
-    length = prompt_length(context)
+    return [Sample(*parts) for parts in _continued(text, context, NOVEL_TOKENS, count)]
+
+
+def generation(text: TokenText, context: int, count: int) -> list[Sample]:
+    """Force a long continuation of a short prompt: what is dropped early is missing ever after."""
+    size = GENERATED // STRETCHES
+    stretches = tuple((1 + size * n, 1 + size * (n + 1)) for n in range(STRETCHES))
+    parts = _continued(text, context - GENERATED, 1 + GENERATED, count)
+    return [Sample(prompt, forced, turns=stretches) for prompt, forced in parts]
+
+
+def _continued(
+    text: TokenText, context: int, tokens: int, count: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Prompts that fit into a context, and so many tokens of the novel that follow each."""
+    size = prompt_length(context) - len(text.prefix)
     for index in range(count):
-        size = length - len(text.prefix)
-        tokens, _ = text.passage(size + NOVEL_TOKENS, index, count)
-        prompt = (*text.prefix, *tokens[:size])
-        samples.append(Sample(prompt, tuple(tokens[size:])))
-    return samples
+        novel, _ = text.passage(size + tokens, index, count)
+        yield (*text.prefix, *novel[:size]), tuple(novel[size:])
