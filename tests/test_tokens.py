@@ -166,6 +166,7 @@ def resident():
     return 1024 * int(next(x for x in status.splitlines() if x.startswith("VmRSS")).split()[1])
 
 
+@pytest.mark.cores
 def test_scores_of_a_large_batch_take_bounded_memory():
     """There are 64 threads, 32 requests and 64K tokens. The memory that the calling thread keeps is
     measured."""
