@@ -37,13 +37,15 @@ class Builder(AttentionMetadataBuilder):
 class Impl(AttentionImpl):
     alibi_slopes = logits_soft_cap = sinks = kv_sharing_target_layer_name = None
 
-    def __init__(self, num_heads, head_size, scale, num_kv_heads=None, *args, **kwargs):
-        self.scale, self.kv_heads = scale, num_kv_heads
+    def __init__(
+        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, *_, **__
+    ):
+        self.scale, self.kv_heads, self.window = scale, num_kv_heads, sliding_window
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         write_rows(key, value, slot_mapping, kv_cache)
 
-    def forward(self, layer, query, key, value, kv_cache, metadata, output, *_):
+    def forward(self, layer, query, key, value, kv_cache, metadata, output, *_, **__):
         if metadata is None:  # a step that only shows what memory it takes
             return output.fill_(0)
         starts, lens = metadata.starts.tolist(), metadata.seq_lens.tolist()
@@ -57,10 +59,12 @@ class Impl(AttentionImpl):
             k, v = context.chunk(2, dim=-1)
             q = q.unflatten(1, (self.kv_heads, -1)).permute(1, 2, 0, 3)
             scores = q @ k[:, None].transpose(2, 3) * self.scale
-            later = torch.ones(scores.shape[2:], dtype=torch.bool).triu(
-                length - scores.shape[2] + 1
-            )
-            weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+            every = torch.ones(scores.shape[2:], dtype=torch.bool)
+            before = length - scores.shape[2]
+            masked = every.triu(before + 1)
+            if self.window is not None:
+                masked |= every.tril(before - self.window)
+            weights = scores.masked_fill(masked, float("-inf")).softmax(-1)
             attended = (weights @ v[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
             output[starts[row] : starts[row + 1]] = attended.to(output.dtype)
         return output
@@ -71,7 +75,7 @@ class Dense(AttentionBackend):
 
     @staticmethod
     def get_name():
-        return "TORCH"
+        return "CUSTOM"  # one of the names that vLLM knows
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):

@@ -28,6 +28,10 @@ class GraphPlatform(CpuPlatform):
         vllm_config.compilation_config.cudagraph_capture_sizes = sizes
         vllm_config.scheduler_config.async_scheduling = True
 
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+        return "tests.device_dense.Dense"  # vLLM's own backend for the CPU has no graphs
+
 
 class DevicePlatform(RetrievalPlatform, GraphPlatform):
     """It with what the CUDA platform checks, and its backends over a dense half in torch."""
