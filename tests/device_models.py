@@ -32,6 +32,12 @@ SHAPE: dict[str, Any] = {
 }
 IMAGE = 500
 """The token in whose place an image comes."""
+ROTATED_IN_TORCH = {"custom_ops": ["-rotary_embedding"]}
+"""Settings of vLLM's compilation, for the model with convolutions.
+
+Its queries are [tokens, heads, size]. vLLM's kernel for the CPU, unlike those for GPUs, takes every
+head of these for a token: it rotates by wrong positions, and those of other memory.
+"""
 
 
 def sharpened(model: Any, *names: str) -> Any:

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from tests import device_engine, device_models, device_specification
-from tests.device_models import IMAGE
+from tests.device_models import IMAGE, ROTATED_IN_TORCH
 from tests.engine import Request, assert_same, by
 from tests.test_device_engine import CHUNK, EMULATED, GRAPHS, PAGE, Served, prompt
 from tests.test_device_engine import RETRIEVAL as ENGINE
@@ -30,9 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # Whose kernels for the CPU do not keep states from within a chunk.
     "states": {"enable_prefix_caching": False},
     "windows": {"dtype": "bfloat16"},  # vLLM refuses float16 for Gemma
-    # vLLM's kernel for the CPU, unlike its GPUs', takes every head of [tokens, heads, size] for a
-    # token: it rotates by wrong positions, and those of other memory.
-    "convolutions": {"compilation_config": COMPILATION | {"custom_ops": ["-rotary_embedding"]}},
+    "convolutions": {"compilation_config": COMPILATION | ROTATED_IN_TORCH},
     "vision": {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}},
 }
 RETRIEVAL = ENGINE | {

@@ -10,7 +10,7 @@ import torch
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from tests import device_models
-from tests.device_models import SHAPE
+from tests.device_models import ROTATED_IN_TORCH, SHAPE
 from tests.engine import Request, assert_same, drive, engine, prompt
 
 pytestmark = pytest.mark.engine
@@ -23,6 +23,7 @@ OPTIONS = {
     "max_num_batched_tokens": 512,
     "skip_tokenizer_init": True,
     "enforce_eager": True,
+    "compilation_config": ROTATED_IN_TORCH,
     "num_gpu_blocks_override": 48,
 }
 
@@ -102,16 +103,13 @@ def test_exact_requests_are_answered_as_by_stock_vllm(llm, stock):
         assert_same(answer, expected, tolerance=1e-4)
 
 
-def test_requests_retrieve_alone_and_among_others(llm, model):
-    """Who come, take blocks and go. The answers are the same, but for vLLM's convolutions on the
-    CPU: with them an answer depends on who else is there, without retrieval as well.
-    """
+def test_requests_retrieve_alone_and_among_others(llm):
+    """Who come, take blocks and go. The answers are the same."""
     alone = [drive(llm, [request])[0] for request in long({})]
     (before,) = llm.collective_rpc(lambda worker: worker.requests.counts().sparse_steps)
     others = [Request(prompt(200, 70 + i), 3, {}, arrives=4 * i) for i in range(8)]
     answers = drive(llm, long({}) + others)
-    if model[0] != "convolutions":
-        for answer, expected in zip(answers, alone, strict=False):
-            assert_same(answer, expected, tolerance=1e-4)
+    for answer, expected in zip(answers, alone, strict=False):
+        assert_same(answer, expected, tolerance=1e-4)
     (after,) = llm.collective_rpc(lambda worker: worker.requests.counts().sparse_steps)
     assert after - before == 3 * 39
