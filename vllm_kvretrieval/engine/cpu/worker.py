@@ -24,6 +24,7 @@ from vllm_kvretrieval.engine.cpu.choosers import Choosers
 from vllm_kvretrieval.engine.cpu.linear import widen_linear_layers
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.report import log_start
+from vllm_kvretrieval.engine.cpu.rotary import flatten_heads
 from vllm_kvretrieval.engine.cpu.store import geometry_of
 from vllm_kvretrieval.engine.cpu.storing import StoringWorker
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
@@ -86,7 +87,8 @@ class RetrievalCPUWorker(StoringWorker):
     def load_model(self, **options: Any) -> None:
         """See ``CPUWorker.load_model``; with ``attention=vllm`` all is computed as vLLM does."""
         super().load_model(**options)
-        if self.attention.own and (count := widen_linear_layers(self.model_runner.get_model())):
+        flatten_heads(model := self.model_runner.get_model())
+        if self.attention.own and (count := widen_linear_layers(model)):
             logger.info("%d linear layers multiply in float32.", count)
 
     def _allocate_kv_cache(self, kv_cache_config: Any, **options: Any) -> None:
@@ -120,8 +122,7 @@ class RetrievalCPUWorker(StoringWorker):
         return None if self.tiers is None else self.retrieval_config.encoding
 
     def _zero_blocks(self, block_ids: list[int]) -> None:
-        """Fill blocks with zeros. It replaces the method of vLLM's V1 runner, which takes pages
-        for blocks."""
+        """Fill blocks with zeros, in place of vLLM's V1 runner, which takes pages for blocks."""
         layers = self.vllm_config.compilation_config.static_forward_context
         for group in self.model_runner.kv_cache_config.kv_cache_groups:
             if isinstance(group.kv_cache_spec, FullAttentionSpec):
