@@ -4,6 +4,7 @@ TASKS = {
     "alike-smollm2-4k": "alike headings",
     "copy-qwen-4k": "copy, Qwen2.5-Coder-0.5B, 4K",
     "copy-smollm2-2k": "copy, SmolLM2-135M, 2K",
+    "generation-smollm2-4k": "512 tokens each",
     "novel-smollm2-4k": "novel, SmolLM2-135M, 4K",
     "turns-smollm2-4k": "passages",
     "passkey-gemma3-4k": "pass key, Gemma 3 270M, 4K",

@@ -40,14 +40,18 @@ def quality(results: Results, options: Options) -> str:
 
 
 def turns(results: Results, options: Options) -> str:
-    """KL to full attention in each turn over one document: a row per variant, columns per task."""
+    """KL to full attention in each turn over one document, or in each ``part`` of an answer.
+
+    A row per variant, columns per task.
+    """
     (store,) = results.values()
     tasks, variants = listed(options, "tasks"), listed(options, "variants")
     first = store["cells"][f"{tasks[0]}/{FULL}/all"]
     numbers = range(1, 1 + len(first["kl_turns"]))
     header = [""]
     for task in tasks:
-        header += [f"{TASKS[task]}: turn {n}" if n == 1 else f"{n}" for n in numbers]
+        first_word = f"{TASKS[task]}: {options.get('each', 'turn')}"
+        header += [f"{first_word} {n}" if n == 1 else f"{n}" for n in numbers]
     rows = []
     for variant in variants:
         cells = [store["cells"][f"{task}/{variant}/{options['budget']}"] for task in tasks]
