@@ -17,7 +17,7 @@ ALSO: dict[str, Any] = {
 }
 LAYERS, KV_HEADS, HEAD_SIZE = 4, 4, 64
 SEQUENCES = 4
-REQUESTS, LONG = 24, 185  # of a random life
+REQUESTS, LONG = 48, 185  # of a random life
 BLOCKS = 26
 CHUNK = 256
 LEAST_SLOTS = SEQUENCES * KV_HEADS * 4

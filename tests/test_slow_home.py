@@ -323,7 +323,7 @@ def test_same_answers_from_encoded_pages(encoded, expected):
         # All memory has been given back but for the last page of who is not known to have gone.
         (held,) = encoded.collective_rpc("open_bytes")
         assert 0 < held <= (LAYERS - 1) * KV_HEADS * 2 * 32 * HEAD_SIZE * 4
-    answers = drive(encoded, life(REQUESTS // 2))
+    answers = drive(encoded, life(REQUESTS // 4))
     for answer, raw in zip(answers, expected["life"], strict=False):
         if raw["steps"] == answer.steps:  # later ones meet others there
             assert_same(answer, Answer(**raw), WHOLE)
