@@ -5,13 +5,12 @@ of its own. From the request to the token everything is vLLM's and the package's
 vLLM's own for the CPU (streams, events, pinned memory), and attention to whole contexts.
 """
 
-import gc
 import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from tests import device_launches, device_server, interpreter
+from tests import device_launches, device_server, interpreter, workers
 
 
 def start() -> ProcessPoolExecutor:
@@ -60,7 +59,7 @@ def open_engine(model, options):
     global _engine
     from vllm import LLM
 
-    gc.freeze()  # what is imported; vLLM collects garbage around everything that it captures
+    workers.freeze()  # vLLM collects garbage around everything that it captures, too
     defaults = {
         "kv_cache_memory_bytes": 1 << 24,
         "distributed_executor_backend": "uni",

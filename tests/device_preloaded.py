@@ -1,6 +1,5 @@
 """What the server of tests/device_server.py does before it forks: it prepares, and imports."""
 
-import gc
 import importlib
 
 from tests import device_engine, interpreter
@@ -17,4 +16,3 @@ for name in (
     "tests.engine",
 ):
     importlib.import_module(name)
-gc.freeze()
