@@ -3,10 +3,15 @@
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
+import torch
 
 from benchmarks.common import ROOT
+from tests.recall_life import PAGE, UNITS, Home, OpenPages, caches
+from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.retrieval.codec import CODECS
 
 pytestmark = pytest.mark.cores
 
@@ -139,3 +144,18 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 print(len(readers()))
 """)
     assert printed == "4"
+
+
+def test_memory_stays_until_the_last_read_has_ended():
+    """A cache waits for its readers when it goes: slots and home go after it."""
+    memory, counts = torch.zeros(1, 1, 8, 16), torch.zeros(1, 3, dtype=torch.int64)
+    tokens = cpu.TokenRecall([torch.zeros(4, 1, PAGE, 16)], [memory], counts, shared=False)
+    bound, memories = [tokens._recall], [weakref.ref(memory)]
+    for place in (Home(), OpenPages(CODECS["k8v4"])):
+        (cache, _), _ = caches(place, UNITS)
+        bound.append(cache._cache)
+        memories.append(weakref.ref(cache.slots))
+    del memory, tokens, cache
+    assert all(kept() is not None for kept in memories)
+    bound.clear()
+    assert not any(kept() is not None for kept in memories)

@@ -22,6 +22,7 @@ constexpr int kStretch = 2048;        // tokens
 constexpr int kTaskElements = 32768;  // of queries, and of outputs: with the panels they stay in L2
 constexpr int kTogether = 3072;       // elements of queries that meet a panel in L1
 constexpr int kTasksPerThread = 4;
+constexpr int kPartsPerThread = 8;  // at a time: memory does not grow with contexts
 constexpr int64_t kSerialLogits = 4096;  // work below which waking the other threads costs more
 
 struct Task {
@@ -93,23 +94,28 @@ class Prompting {
     const int count = tasks_.size();
     std::vector<int> firsts(count + 1);  // stretches of the tasks before each
     for (int t = 0; t < count; ++t) firsts[t + 1] = firsts[t] + stretches(tasks_[t]);
+    const int all = firsts[count], wave = std::min(kPartsPerThread * omp_get_max_threads(), all);
     thread_local Room<float> room;  // engines in one process may step at the same time
-    float* const memory = room.of(firsts[count] * part_floats());
+    float* const memory = room.of((count + wave) * part_floats());
+    float* const parts = memory + count * part_floats();
 #pragma omp parallel if (parallel)
-    {
+    for (int begin = 0; begin < all; begin += wave) {
+      const int end = std::min(begin + wave, all);
 #pragma omp for schedule(dynamic, 1)
-      for (int i = 0; i < firsts[count]; ++i) {
+      for (int i = begin; i < end; ++i) {
         const int t = std::upper_bound(firsts.begin(), firsts.end(), i) - firsts.begin() - 1;
         const Task& task = tasks_[t];
-        attend_stretch(task, rows_of(task), first_stretch(task) + i - firsts[t],
-                       part_at(memory, i));
+        const int stretch = i - firsts[t];
+        attend_stretch(task, rows_of(task), first_stretch(task) + stretch,
+                       stretch == 0 ? part_at(memory, t) : part_at(parts, i - begin));
       }
 #pragma omp for schedule(dynamic, 1)
       for (int t = 0; t < count; ++t) {
-        const Part whole = part_at(memory, firsts[t]);
-        for (int i = firsts[t] + 1; i < firsts[t + 1]; ++i)
-          merge(tasks_[t], whole, part_at(memory, i));
-        finish(tasks_[t], whole);
+        const Part whole = part_at(memory, t);
+        const int last = std::min(firsts[t + 1], end);
+        for (int i = std::max(firsts[t] + 1, begin); i < last; ++i)
+          merge(tasks_[t], whole, part_at(parts, i - begin));
+        if (begin < firsts[t + 1] && firsts[t + 1] <= end) finish(tasks_[t], whole);
       }
     }
   }

@@ -41,7 +41,7 @@ void bind_recall(nb::module_& m) {
       .def("__init__",
            [](Cache* self, int units, int slots, int kv_heads, int page_size, int requests,
               int64_t unit_bytes, uintptr_t slot_memory, uintptr_t home, int fd, int64_t offset,
-              uintptr_t counts, kvr::EncodedHome* encoded) {
+              uintptr_t counts, kvr::EncodedHome* encoded, nb::handle) {
              new (self) Cache({units, slots, kv_heads, page_size, requests, unit_bytes,
                                at<char>(slot_memory), at<const char>(home), fd, offset,
                                at<int64_t>(counts), encoded});
@@ -49,7 +49,8 @@ void bind_recall(nb::module_& m) {
            nb::kw_only(), nb::arg("units"), nb::arg("slots"), nb::arg("kv_heads"),
            nb::arg("page_size"), nb::arg("requests"), nb::arg("unit_bytes"), nb::arg("slot_memory"),
            nb::arg("home"), nb::arg("fd"), nb::arg("offset"), nb::arg("counts"),
-           nb::arg("encoded").none())
+           nb::arg("encoded").none(), nb::arg("memory"), nb::keep_alive<1, 13>(),
+           nb::keep_alive<1, 14>())
       .def("write",
            [](Cache& self, uintptr_t slot_mapping, int64_t tokens) {
              self.write(at<int64_t>(slot_mapping), tokens);
@@ -108,7 +109,8 @@ void bind_recall(nb::module_& m) {
       .def("__init__",
            [](Tokens* self, int requests, int kv_heads, int page_size, int capacity, int lists,
               int pages, int64_t token_bytes, uintptr_t counts,
-              const std::vector<uintptr_t>& memory, const std::vector<uintptr_t>& homes) {
+              const std::vector<uintptr_t>& memory, const std::vector<uintptr_t>& homes,
+              nb::handle) {
              std::vector<kvr::TokenRecallConfig::Layer> layers;
              for (size_t i = 0; i < memory.size(); ++i)
                layers.push_back({at<char>(memory[i]), at<const char>(homes.at(i))});
@@ -117,7 +119,8 @@ void bind_recall(nb::module_& m) {
            },
            nb::kw_only(), nb::arg("requests"), nb::arg("kv_heads"), nb::arg("page_size"),
            nb::arg("capacity"), nb::arg("lists"), nb::arg("pages"), nb::arg("token_bytes"),
-           nb::arg("counts"), nb::arg("memory"), nb::arg("homes"))
+           nb::arg("counts"), nb::arg("memory"), nb::arg("homes"), nb::arg("tensors"),
+           nb::keep_alive<1, 12>())
       .def("recall", &Tokens::recall, release_gil)
       .def("wait", &Tokens::wait, release_gil)
       .def("release", &Tokens::release)

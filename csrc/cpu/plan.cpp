@@ -33,7 +33,7 @@ void encode_units(const UnitCoding&);          // codec.cpp
 void decode_units(const UnitCoding&);
 
 constexpr int kChunk = 128;         // entries per scoring task; a multiple of kWidth
-constexpr int kTokenChunk = 32;     // the same at least where their tokens are scored, and few
+constexpr int kTokenChunk = 32;     // the same where their tokens are scored
 constexpr int kSerialScores = 64;   // work below which waking the other threads costs more
 
 // Mean over the group of cos(q, previous q) (FreeKV, section 3.3).
@@ -73,17 +73,17 @@ struct Planner {
   const ScoreFn<E> score_fn;
   const int per_entry;               // scores
   const int parts;                   // scores per unit of selection
+  const int chunk;                   // entries per scoring task, whatever the other rows
   int most = 0;                      // entries of a row that are scored
-  int chunk = kChunk;                // entries per scoring task
 
   explicit Planner(const DecodePlan& p)
       : rows(p.rows), chooser(p.chooser), index(p.chooser.index), plan(p),
         score_fn(rows.per_token ? token_score_fn_of<E>(index.kind) : score_fn_of<E>(index.kind)),
         per_entry(rows.per_token ? index.entry_tokens : index.spans()),
-        parts(rows.per_token ? 1 : index.parts()) {
+        parts(rows.per_token ? 1 : index.parts()),
+        chunk(rows.per_token ? kTokenChunk : kChunk) {
     for (int r = 0; r < rows.rows; ++r)
       if (rows.scores(r)) most = std::max(most, entries(r));
-    while (rows.per_token && chunk > kTokenChunk && most < 2 * chunk * omp_get_max_threads()) chunk /= 2;
   }
 
   int group_elements() const { return chooser.group * index.head_size; }

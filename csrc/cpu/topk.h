@@ -91,13 +91,18 @@ inline int32_t floor_of(const float* values, int n, int k, bool negative = false
 
 // The positions of the k largest of values[0..n) by bit pattern, n >= k > 0, plus `offset` and in
 // rising order. Of equal values the one at the lower position wins. Floats that are not negative order
-// like their bit patterns; others do so after to_ordered.
+// like their bit patterns; others do so after to_ordered. NaN may be there, whose sign bit may be set:
+// if it leaves fewer than k, some k are chosen.
 inline void top_k(const float* values, int n, int k, int32_t offset, int32_t* out,
                   bool negative = false) {
   thread_local std::vector<int32_t> places;
   places.resize(n + kWidth);
-  const int32_t floor = floor_of(values, n, k, negative);
-  const int count = at_least(values, n, floor, places.data());
+  int32_t floor = floor_of(values, n, k, negative);
+  int count = at_least(values, n, floor, places.data());
+  if (count < k) {
+    floor = std::numeric_limits<int32_t>::min();
+    count = at_least(values, n, floor, places.data());
+  }
   const auto is_tie = [&](int32_t place) {
     int32_t bits;
     std::memcpy(&bits, values + place, 4);

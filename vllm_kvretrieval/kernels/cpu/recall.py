@@ -86,7 +86,6 @@ class RecallCache:
         check("counts", counts, torch.int64)
         self.kv_heads, self.codec = kv_heads, codec
         encoded = None if codec is None else _bind_encoded(home, kv_heads, file, codec)
-        self._kept = home, counts, encoded  # the addresses below stay valid as long as these
         fd, offset = file
         self._cache = _cpu.RecallCache(
             units=home.shape[0],
@@ -101,6 +100,7 @@ class RecallCache:
             offset=offset,
             counts=counts.data_ptr(),
             encoded=encoded,
+            memory=(self.slots, home, counts),  # stays until the last read has ended
         )
         self.wait = self._cache.wait
         self.abandon = self._cache.abandon
@@ -225,7 +225,6 @@ class TokenRecall:
                 f"of {kv_heads} KV heads and {width} elements per token"
             )
         self.layers, self.bytes_per_read = len(homes), width * home.element_size()
-        self._tensors = homes, memories, counts  # the addresses below stay valid as long as these
         self._recall = _cpu.TokenRecall(
             requests=seats,
             kv_heads=kv_heads,
@@ -237,6 +236,7 @@ class TokenRecall:
             counts=counts.data_ptr(),
             memory=[memory.data_ptr() for memory in memories],
             homes=[home.data_ptr() for home in homes],
+            tensors=(homes, memories, counts),  # stay until the last read has ended
         )
         self.wait = self._recall.wait
         self.release = self._recall.release
