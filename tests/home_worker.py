@@ -120,38 +120,60 @@ class HomeWorker:
         with what the file's pages hold at the tokens written.
         """
         compared = 0
-        layers = self.vllm_config.compilation_config.static_forward_context
         for name, impl in self.retrieval_layers.items():
-            like = layers[name].kv_cache
-            from_file, before = self._in_file(impl, like), compared
-            # The file also holds what earlier requests wrote; the mark tells our tokens from it.
-            expected, mark = torch.zeros_like(like), torch.zeros_like(like)
-            for key, value, slots in self._written[name]:
-                for cache, k, v in (
-                    (expected, key, value),
-                    (mark, torch.ones_like(key), torch.ones_like(value)),
-                ):
-                    if impl.storage.token_major:
-                        reference.write_rows(k, v, slots, cache)
-                        continue
-                    pages, heads, size, width = cache.shape
-                    keys, values = cache.view(pages, heads, 2 * size, width // 2).chunk(2, dim=2)
-                    ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, layers[name].isa)
-                compared += int((slots >= 0).sum())
+            expected, mark, tokens = self._laid_out(name, impl)
+            from_file, before = self._in_file(impl, expected), compared
+            compared += tokens
             if (codec := self.retrieval_config.encoding) is not None:
                 # Pages that are not full are not in the file.
                 full = mark.flatten(1).all(1)
                 expected, from_file = expected[full], from_file[full]
                 within = [x.flatten(0, 1) for x in (expected, from_file)]
-                tokens = reference.tokens_of(within[0], "vec")
+                wrote = reference.tokens_of(within[0], "vec")
                 read = reference.tokens_of(within[1], "vec")
-                for x, y, bound in zip(tokens, read, codec.error_bounds(*tokens), strict=True):
+                for x, y, bound in zip(wrote, read, codec.error_bounds(*wrote), strict=True):
                     assert ((x - y).abs() <= bound).all(), f"{name}: home differs"
-                compared = before + int(full.sum()) * like.shape[2]
+                compared = before + int(full.sum()) * mark.shape[2]
                 continue
             assert torch.equal(from_file * mark, expected), f"{name}: home differs"
             assert mark.any()
         return compared
+
+    def _laid_out(self, name, impl):
+        """What was recorded of a layer, where the KV cache has it; a mark of its tokens, for there
+        may be others of earlier requests; and how many there are."""
+        layer = self.vllm_config.compilation_config.static_forward_context[name]
+        expected, mark = torch.zeros_like(layer.kv_cache), torch.zeros_like(layer.kv_cache)
+        tokens = 0
+        for key, value, slots in self._written[name]:
+            for cache, k, v in (
+                (expected, key, value),
+                (mark, torch.ones_like(key), torch.ones_like(value)),
+            ):
+                if impl.storage.token_major:
+                    reference.write_rows(k, v, slots, cache)
+                    continue
+                pages, heads, size, width = cache.shape
+                keys, values = cache.view(pages, heads, 2 * size, width // 2).chunk(2, dim=2)
+                ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, layer.isa)
+            tokens += int((slots >= 0).sum())
+        return expected, mark, tokens
+
+    def compare_records(self):
+        """Complete entries whose records are not those of the keys and values written, and how many
+        there are."""
+        differing = compared = 0
+        for name, impl in self.retrieval_layers.items():
+            cache, mark, _ = self._laid_out(name, impl)
+            for store in impl.stores:
+                entries = mark.view(len(store.records), -1).all(1)
+                pages = entries.repeat_interleave(store.spans).nonzero().flatten().int()
+                records = torch.zeros_like(store.records)
+                expected = replace(store, cache=cache, records=records, handle=None)
+                cpu.index_pages(pages, torch.full_like(pages, store.page_size), expected)
+                differing += int((store.records != records).any(-1)[entries].sum())
+                compared += int(entries.sum()) * store.kv_heads
+        return differing, compared
 
     def _in_file(self, impl, like):
         """The part of the file that belongs to a layer, in the shape of vLLM's cache."""

@@ -162,13 +162,16 @@ class RetrievalConfig(Options):
     def open_pages(self) -> int:
         """The number of full pages at the end of a context that are not encoded.
 
-        It is the most that a window has if the method keeps its window raw, and 0 otherwise.
+        It is the most that a window has if the method keeps its window raw, and at least all pages
+        of an entry of an index but one: its record is built from their keys with the last of them.
         """
+        entry = max(method.entry_pages for method in self.methods.values())
         if not presets()[self.method].raw_window:
-            return 0
+            return entry - 1
         if self.own.whole:
-            return self.own.window_pages or 0
-        return max(budget.window for budget in self.budgets.largest(self.own))
+            return max(self.own.window_pages or 0, entry - 1)
+        windows = [budget.window for budget in self.budgets.largest(self.own)]
+        return max(*windows, entry - 1)
 
     @functools.cached_property
     def stores(self) -> tuple[IndexKind, ...]:
