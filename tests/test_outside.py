@@ -182,6 +182,10 @@ SPOILT = {
         r"score_tokens has the shape \[3, 5\], wanted is \[3, 5, 32\]",
     ),
     "records that grow": ({"grows": True}, "grows is True, and only records of min_max can grow"),
+    "entries of several pages": (
+        {"spans": True},
+        "spans is True, and only indexes of this package",
+    ),
     "fields of something else": (
         {"fields": lambda self, *sizes: [("mean", None, (64,))]},
         r"fields has \('mean', None, \(64,\)\), which is no Field",

@@ -63,7 +63,7 @@ class Index(ABC):
         reads_keys: Whether scoring reads keys from the KV cache. Records then have a field ``keys``
             that is not stored, float32 [entry_tokens, head_size].
         spans: Whether an entry may be all tokens of several pages, each of which has a score of its
-            own; see :meth:`score_pages`.
+            own; see :meth:`score_pages`. False in indexes of other packages.
         estimates: Whether a score estimates the attention that an entry gets: the log-sum-exp of
             ``q.k * scale`` over its tokens. Others bound it, or rate entries otherwise.
     """

@@ -68,6 +68,11 @@ def _fields(index: Index, head_size: int, entry_tokens: int) -> tuple[Field, ...
             f"grows is True, and only records of {MinMax.name} can grow: others are built when "
             "their entries are complete. Leave it False"
         )
+    if index.spans and type(index) not in OWN:
+        raise _MisfitError(
+            "spans is True, and only indexes of this package can have entries of several pages. "
+            "Leave it False"
+        )
     fields = index.fields(head_size, entry_tokens)
     for field in fields:
         if not isinstance(field, Field):
