@@ -6,6 +6,7 @@ platform, runner and scheduler, our worker and our kernels in C++.
 """
 
 import os
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -112,9 +113,29 @@ def converse(prompts, tokens, options):
     return turns
 
 
+def _core():
+    return device_engine._engine.llm_engine.engine_core.engine_core
+
+
 def _worker():
-    core = device_engine._engine.llm_engine.engine_core.engine_core
-    return core.model_executor.driver_worker.worker
+    return _core().model_executor.driver_worker.worker
+
+
+def counted(request):
+    """The counts of heads and units that go with the worker's outputs while a request is served."""
+    from vllm_kvretrieval.engine.reports import FIELD
+
+    scheduler, told = _core().scheduler, Counter[str]()
+    take_up = scheduler.update_from_output
+
+    def look(step, output):
+        told.update(getattr(output, FIELD, {}))
+        return take_up(step, output)
+
+    scheduler.update_from_output = look
+    drive([request])
+    scheduler.update_from_output = take_up
+    return {name: told[name] for name in told if name.startswith(("heads", "units"))}
 
 
 def idle():

@@ -87,6 +87,7 @@ class Served:
                     runners.converse, [prompt(200), prompt(100), prompt(1)], 6, {}
                 ),
                 "left": self._call(runners.left),
+                "counted": self._call(runners.counted, Request(prompt(250), 9, {})),
             }
             self._call(runners.close_engine)
 
@@ -140,3 +141,10 @@ def test_the_parts_are_what_they_are_meant_to_be(served):
     assert bool(preempted) == (served.house not in BLOCKS)
     assert len(answers["session"]) == 3
     assert answers["left"] <= 1, "no request has kept its seat"
+
+
+def test_counts_of_workers_arrive_with_their_outputs(served):
+    """But for those that our connector brings."""
+    first, second = (served.answers[runner]["counted"] for runner in ("v1", "v2"))
+    assert first == second
+    assert bool(first.get("heads_decoded")) == (HOUSES[served.house].get("home") != "disk")

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+from typing import Any
 
 import pytest
 from vllm.v1.request import RequestStatus
@@ -19,6 +20,7 @@ from benchmarks.stepper import BLOCK, Stepper
 from tests.store_life import BLOCKS, GEOMETRY, OPTIONS, Life, prompt, stepper, written
 from tests.store_model import contents
 from vllm_kvretrieval.engine import store_expiry
+from vllm_kvretrieval.engine.store_steps import FIELD
 from vllm_kvretrieval.store.contexts import NO_PARENT
 from vllm_kvretrieval.store.files import Folder
 from vllm_kvretrieval.store.inbox import DROP, INBOX, PIN, UNPIN
@@ -56,6 +58,21 @@ def test_a_start_with_many_blocks_looks_for_no_garbage(tmp_path):
         gc.callbacks.remove(look)
     assert looks.count("start") <= 2
     assert gc.isenabled()
+
+
+def test_a_request_that_shares_nothing_does_not_wait(tmp_path):
+    """One with log-probabilities of its prompt, for instance: vLLM schedules it at once."""
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    life.stepper.ask(prompt(1), 4)
+    life.end()
+    life = Life(directory, stepper(directory))
+    name = life.stepper.add(prompt(1), 4)
+    life.scheduler.requests[name].skip_reading_prefix_cache = True
+    life.stepper.run()
+    assert life.stepper.shared[name] == [0]
+    assert len(life.stepper.outputs[name]) == 4
+    life.end()
 
 
 def test_levels_survive(tmp_path):
@@ -148,6 +165,66 @@ def test_a_running_server_drops_what_it_is_asked_to(tmp_path):
     life.change(DROP, key)
     assert life.stepper.ask(longer, 2)[1] == 0, "of one context, no part of which others have"
     assert life.stepper.ask(prompt(2), 2)[1] == 8 * BLOCK
+    life.end()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_copies_of_an_earlier_run_are_forgotten_too(tmp_path, reset):
+    """A document may be in a store twice; a server shares one of the copies."""
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    for _ in range(2):
+        name = life.stepper.add(prompt(1), 2)
+        life.scheduler.requests[name].skip_reading_prefix_cache = True
+        life.stepper.run()
+    life.end()
+    (key, again) = end_of(directory, 8 * BLOCK)
+    assert key == again
+    life = Life(directory, stepper(directory))
+    if reset:
+        assert life.scheduler.reset_prefix_cache()
+    else:
+        life.change(DROP, key)
+    life.stepper.ask(prompt(2, 1), 2)
+    life.end()
+    assert sum(check_all(directory)) == 1, "the new one"
+
+
+def test_what_is_dropped_while_a_request_begins_is_still_there_for_it(tmp_path):
+    """Its blocks have not been read into memory then."""
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    life.stepper.ask(prompt(1), 2)
+    (key,) = end_of(directory, 8 * BLOCK)
+    life.end()
+    life = Life(directory, stepper(directory))
+    store, steps = life.scheduler._store, list[Any]()
+    first = life.scheduler.requests[life.stepper.add(prompt(1), 2)]
+    while not store.ready(first):
+        time.sleep(0.001)
+    second, ready = life.stepper.add(prompt(2), 2), store.ready
+
+    def drop_before(request):
+        if request.request_id == second:
+            life.change(DROP, key)
+        return ready(request)
+
+    store.ready, life.stepper.look = drop_before, steps.append
+    life.stepper.step()
+    assert life.stepper.shared == {first.request_id: [8 * BLOCK], second: [0]}
+    assert len(getattr(steps[0], FIELD).load) == 8
+    life.end()
+
+
+def test_pins_leave_room_for_the_longest_request(tmp_path):
+    directory = tmp_path / "store"
+    store = OPTIONS | {"store": str(directory)}
+    life = Life(directory, Stepper(store, blocks=BLOCKS, max_model_len=64 * BLOCK, max_num_seqs=2))
+    life.stepper.ask(prompt(1, 30), 2)
+    (key,) = end_of(directory, 30 * BLOCK)
+    life.change(PIN, key)
+    assert life.stepper.ask(prompt(2, 62), 2)[1] == 0
+    assert life.stepper.ask(prompt(1, 30), 2)[1] >= (BLOCKS - 1 - 64) * BLOCK
     life.end()
 
 

@@ -15,13 +15,14 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.store_model import FailingDisk, Lost, contents
+from vllm_kvretrieval.engine.cpu import identity
 from vllm_kvretrieval.engine.cpu import store as store_module
 from vllm_kvretrieval.engine.cpu.identity import identity_of, weights_hash
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.cpu.store_writer import PATIENCE
 from vllm_kvretrieval.engine.cpu.storing import StoringWorker
-from vllm_kvretrieval.engine.store_steps import StoreStep
+from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store.contexts import NO_PARENT
@@ -123,6 +124,28 @@ def test_nothing_is_stored_of_a_step_that_lost_something(tmp_path):
     home.lost.some = False
     commit(home)
     assert reader(tmp_path, home).records() == {}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["V1", "V2"])
+def test_losses_count_whenever_the_runner_asks_for_them(tmp_path, monkeypatch, late):
+    """vLLM's V1 runner does while it computes, V2 when it samples tokens."""
+    home, _ = home_store(tmp_path)
+    worker: Any = StoringWorker.__new__(StoringWorker)
+    worker.stored = home
+
+    def look(when):
+        if when == late:
+            home.lost.some = lost.pop()
+
+    monkeypatch.setattr(PlanningWorker, "execute_model", lambda *_: look(False))
+    monkeypatch.setattr(PlanningWorker, "sample_tokens", lambda *_: look(True), raising=False)
+    lost = [False, True]
+    for block in (1, 2):
+        step = StoreStep(commit=[(block, record(block))])
+        worker.execute_model(SimpleNamespace(**{FIELD: step}))
+        worker.sample_tokens(None)
+    settle(home)
+    assert reader(tmp_path, home).records().keys() == {2}
 
 
 class Cache:
@@ -344,6 +367,9 @@ def test_what_makes_another_store(name, monkeypatch):
         name(retrieval={"page_size": 64}),
         name(retrieval={"index": "min_max"}),
     ]
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "_get_attn_isa", lambda *_: "amx")
+        others.append(name(dtype="bfloat16"))
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     others.append(name())
     assert len({first, *others}) == 1 + len(others)

@@ -26,6 +26,11 @@ SHOWN = ("budget", "max_budget", "home", "page_size", "prefill_budget", "reuse",
 """Options in the labels of ``vllm:kv_retrieval_info``, beside the method."""
 
 
+def has_requests(output: Any) -> bool:
+    """Whether a worker's output, or one on its way in vLLM's V2 runner, is of any requests."""
+    return bool(getattr(getattr(output, "model_runner_output", output), "req_ids", None))
+
+
 def attach(output: Any, counts: Mapping[str, int]) -> Any:
     """A worker's output with a step's counts; it may be one that has not arrived yet."""
     if isinstance(output, AsyncModelRunnerOutput):

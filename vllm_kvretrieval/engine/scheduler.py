@@ -125,8 +125,9 @@ class RetrievalScheduler(Scheduler):
         """Put the blocks of the store with this name into the prefix cache."""
         assert self.retrieval.store is not None
         pool = self.kv_cache_manager.block_pool
+        longest = -(-self.max_model_len // self.hash_block_size)
         days = self.retrieval.store_days
-        self._store = StoredBlocks(self.retrieval.store, name, pool, self.levels, days)
+        self._store = StoredBlocks(self.retrieval.store, name, pool, self.levels, longest, days)
         return self._store
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -134,8 +135,10 @@ class RetrievalScheduler(Scheduler):
         self._note_running()
         exactness = self._read(request)
         if not exactness.reads_cache:
-            request.skip_reading_prefix_cache = True  # vLLM asks no KV connector then, either
-        elif self._store is not None and not self._store.ready(request):
+            request.skip_reading_prefix_cache = True
+        # vLLM does not let a request wait that shares nothing.
+        store = None if request.skip_reading_prefix_cache else self._store
+        if store is not None and not store.ready(request):
             # The connector makes the request wait, and vLLM asks again.
             return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
         blocks, tokens, *rest, diverged = super()._get_local_prefix_cache_hit(

@@ -69,6 +69,7 @@ class StoredBlocks:
         name: What the names of the workers' own directories begin with; they have opened them.
         pool: vLLM's block pool, not yet used by any request.
         levels: Gets the levels of the blocks that are restored.
+        longest: Blocks of the longest request.
         days: Age at which blocks are forgotten; None: they never are.
 
     Raises:
@@ -76,9 +77,17 @@ class StoredBlocks:
     """
 
     def __init__(
-        self, directory: str, name: str, pool: Any, levels: BlockLevels, days: float | None = None
+        self,
+        directory: str,
+        name: str,
+        pool: Any,
+        levels: BlockLevels,
+        longest: int,
+        days: float | None = None,
     ) -> None:
         self._pool, self._levels = pool, levels
+        most = min(int(PINNED_SHARE * len(pool.blocks)), len(pool.blocks) - 1 - longest)
+        self._most_pinned = max(most, 0)
         self._expiry = Expiry(days)
         self._store = open_ranks(directory, name, write=True)
         self._locks = self._store.take_locks([LOCK], PATIENCE_S)
@@ -100,8 +109,9 @@ class StoredBlocks:
     def _restore(self) -> None:
         """Put the blocks of earlier runs into the prefix cache."""
         start = time.perf_counter()
-        records = reachable(self._store.records())
-        records.pop(self._pool.null_block.block_id, None)
+        found = self._store.records()
+        found.pop(self._pool.null_block.block_id, None)
+        records = reachable(found)
         order = sorted(records, key=lambda block: (self._store.used[block], -records[block].number))
         blocks = [self._pool.blocks[number] for number in order]
         self._pool.touch(blocks)
@@ -112,7 +122,8 @@ class StoredBlocks:
             block.set_block_hash(key, num_tokens=tokens)
             self._pool.cached_block_hash_to_block.insert(key, block)
             self._levels.note(block, Level(record.level))
-        self._stored = {number: record.created for number, record in records.items()}
+        # Also copies of what others have, and what lies behind a gap: to be forgotten with them.
+        self._stored = {number: record.created for number, record in found.items()}
         self._restored, self._absent, self._unchecked = set(records), set(records), records
         self._pin(records)
         self._pool.free_blocks(blocks)
@@ -140,7 +151,7 @@ class StoredBlocks:
             if self._pool.blocks[number].block_hash == make_block_hash_with_group_id(record.key, 0)
         }
         wanted = pinned_blocks(pins, reachable(cached))
-        most = int(PINNED_SHARE * len(self._pool.blocks))
+        most = self._most_pinned
         if len(wanted) > most:
             logger.warning(
                 "store: %d of %d pinned blocks are kept; requests need the others.",
@@ -236,15 +247,15 @@ class StoredBlocks:
             if self._stored.pop(number, None) is not None:
                 self._step.void.append(number)
             self._restored.discard(number)
-            self._absent.discard(number)
             self._unchecked.pop(number, None)
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Follow a step that has been scheduled, before any of its blocks is offered."""
         shared, new = allotted_blocks(scheduler_output, self._pool.hash_block_size)
         if self._absent:
+            # Also of blocks that have just been forgotten: a request may share them already.
             self._step.load += (found := self._absent.intersection(shared))
-            self._absent -= found
+            self._absent.difference_update(found, new)
         hits = sum(block in self._restored for block in shared)
         self._counts["store_tokens_hit"] += hits * self._pool.hash_block_size
         if overwritten := self._stored.keys() & new:

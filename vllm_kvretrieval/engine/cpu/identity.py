@@ -11,6 +11,7 @@ import torch
 import vllm
 from vllm.model_executor.model_loader import base_loader
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from vllm_kvretrieval.kernels import cpu
@@ -56,6 +57,7 @@ def identity_of(
         "quantization": str(model.quantization),
         "max_model_len": length,
         "kernels": cpu.isa(),
+        "keys": _get_attn_isa(model.dtype, config.page_size, model.get_head_size()),
         "block_size": cache.block_size,
         "page_size": config.page_size,
         "rows": config.rows,

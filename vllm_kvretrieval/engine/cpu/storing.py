@@ -21,6 +21,8 @@ from vllm_kvretrieval.store.store import Geometry, Part
 class StoringWorker(PlanningWorker):
     """vLLM's CPU worker; with ``kv_retrieval.store`` the weights stay those of the store."""
 
+    _computed: StoreStep | None = None  # a step whose tokens have yet to be sampled
+
     def load_model(self, **options: Any) -> None:
         """See ``CPUWorker.load_model``; with a store, the weights are hashed meanwhile."""
         directory = self.retrieval_config.store
@@ -82,7 +84,18 @@ class StoringWorker(PlanningWorker):
             return super().execute_model(scheduler_output)
         self.stored.begin_step(step)
         output = super().execute_model(scheduler_output)
-        self.stored.end_step(step)
+        if output is None:
+            self._computed = step
+        else:
+            self.stored.end_step(step)
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """See ``Worker.sample_tokens``; by then vLLM has asked what the step has lost."""
+        output = super().sample_tokens(grammar_output)
+        step, self._computed = self._computed, None
+        if self.stored is not None and step is not None:
+            self.stored.end_step(step)
         return output
 
     def shutdown(self) -> None:

@@ -29,7 +29,7 @@ from vllm_kvretrieval.engine.cpu.store import geometry_of
 from vllm_kvretrieval.engine.cpu.storing import StoringWorker
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.places import move_kv_cache
-from vllm_kvretrieval.engine.reports import attach
+from vllm_kvretrieval.engine.reports import attach, has_requests
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.engine.running import notes
 from vllm_kvretrieval.engine.usage import Counts
@@ -354,7 +354,7 @@ class RetrievalCPUWorker(StoringWorker):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """See ``Worker.sample_tokens``; adds what was counted, if no connector of ours takes it."""
         output = super().sample_tokens(grammar_output)
-        if not self._connected and getattr(output, "req_ids", None):
+        if not self._connected and has_requests(output):
             return attach(output, self._over_tensor_parallel(self._take_stats()))
         return output
 
