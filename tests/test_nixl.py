@@ -49,7 +49,7 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp("nixl")
     model = shortened(directory / "model", MODEL, 4)
     stock = ("--block-size", "32", *connector("kv_producer"))
-    ours = connector("kv_consumer", enforce_handshake_compat=False)
+    ours = connector("kv_consumer", enforce_handshake_compat=False, kv_retrieval_producers="cpu")
     cores = cores_of(os.getpid())
     cores = cores[:-1] or cores  # vLLM moves a worker that uses NIXL to the last one
     with ExitStack() as stack:

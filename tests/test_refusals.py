@@ -215,6 +215,23 @@ ENGINES = {
         {"additional_config": {"kv_retrieval": {**STORE["kv_retrieval"], "store_days": 0}}},
         "kv_retrieval.store_days=0 must be a number of days above 0, up to 36500, e.g. 30.",
     ),
+    "steps with less room than a block of a prompt": (
+        {
+            "attention_backend": "kvretrieval",
+            "max_num_seqs": 8,
+            "max_num_scheduled_tokens": 500,
+            "additional_config": {"kv_retrieval": {"prefill_budget": 1024, "prefill_chunk": 512}},
+        },
+        "prompts in blocks of 512 tokens, and steps have 500. Raise --max-num-batched-tokens *520",
+    ),
+    "less of a prompt in a step than a block": (
+        {
+            "attention_backend": "kvretrieval",
+            "long_prefill_token_threshold": 256,
+            "additional_config": {"kv_retrieval": {"prefill_budget": 1024, "prefill_chunk": 512}},
+        },
+        "512 tokens, and --long-prefill-token-threshold 256 gives *Raise it to 512 or more",
+    ),
     "two methods": (
         {
             "attention_backend": None,
@@ -312,14 +329,16 @@ def nixl(role, **extra):
     return {"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": extra}
 
 
-def test_nixl_sends_only_to_instances_with_retrieval(configure):
-    """Stock vLLM packs our blocks once more where its check at the handshake is off."""
+def test_nixl_exchanges_only_with_instances_that_read_alike(configure):
+    """Where vLLM's check at the handshake is off, stock vLLM packs our blocks once more, and nobody
+    packs those of a GPU for us."""
     refused = pattern(
         "freekv cannot send KV by NixlConnector to instances of vLLM without retrieval: *set "
         'kv_role to kv_consumer (got *"kv_connector_extra_config": {"kv_retrieval_consumers": '
         '"kvretrieval"}; got *'
     )
-    served = nixl("kv_consumer"), nixl("kv_both", kv_retrieval_consumers="kvretrieval")
+    alike = {"enforce_handshake_compat": False, "kv_retrieval_producers": "cpu"}
+    served = nixl("kv_consumer", **alike), nixl("kv_both", kv_retrieval_consumers="kvretrieval")
     for transfer in served:
         configure(LLAMA, kv_transfer_config=KVTransferConfig(**transfer))
     for transfer in nixl("kv_producer"), nixl("kv_both", kv_retrieval_consumers=True):
@@ -327,6 +346,9 @@ def test_nixl_sends_only_to_instances_with_retrieval(configure):
         for given in transfer, held | {"kv_connector": "MultiConnector"}:
             with pytest.raises(ValueError, match=refused):
                 configure(LLAMA, kv_transfer_config=KVTransferConfig(**given))
+    unchecked = nixl("kv_consumer", enforce_handshake_compat=False)
+    with pytest.raises(ValueError, match=pattern('{"kv_retrieval_producers": "cpu"}; got None')):
+        configure(LLAMA, kv_transfer_config=KVTransferConfig(**unchecked))
 
 
 SHARING: dict[str, tuple[dict[str, Any], str]] = {

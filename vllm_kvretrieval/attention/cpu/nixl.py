@@ -4,6 +4,9 @@ Stock vLLM on a CPU takes blocks of another attention backend for those of a GPU
 its own kernel. Ours are packed already, and it would pack them once more, without a word. vLLM's
 check at the handshake prevents this, unless the receiving instance has switched the check off
 (``enforce_handshake_compat``). This instance cannot see that, so its user has to say what receives.
+
+The other way round vLLM packs nothing here, and without that check takes blocks of GPUs, which are
+not packed, and those of CPUs with another layout of keys. So the user has to say what sends, too.
 """
 
 from collections.abc import Iterator
@@ -15,11 +18,18 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
 NAMES = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
-KEY = "kv_retrieval_consumers"
-"""The key by which a connector's configuration states who reads what it sends."""
+CHECK = "enforce_handshake_compat"
+"""The key by which a connector's configuration switches vLLM's check off."""
 
+CONSUMERS = "kv_retrieval_consumers"
+"""The key by which a connector's configuration states who reads what it sends."""
 OURS = "kvretrieval"
-"""The value of :data:`KEY` that says: only instances with retrieval."""
+"""The value of :data:`CONSUMERS` that says: only instances with retrieval."""
+
+PRODUCERS = "kv_retrieval_producers"
+"""The key by which it states who sends what it reads, where vLLM's check is off."""
+ALIKE = "cpu"
+"""The value of :data:`PRODUCERS` that says: only instances on CPUs of the same kind."""
 
 
 class Connector(NamedTuple):
@@ -48,19 +58,30 @@ def uses_nixl(transfer: "KVTransferConfig | None") -> bool:
     return transfer is not None and any(held.name in NAMES for held in connectors(transfer))
 
 
-def check_consumers(transfer: "KVTransferConfig", method: str) -> None:
-    """Refuse to send blocks by NIXL, unless only instances with retrieval read them.
+def check_exchange(transfer: "KVTransferConfig", method: str) -> None:
+    """Refuse to exchange blocks by NIXL, unless those who read them know what they read.
 
     Raises:
-        RetrievalConfigError: The configuration does not say so.
+        RetrievalConfigError: The configuration does not say that only instances with retrieval
+            read what is sent, or, without vLLM's check, that only CPUs of the same kind send.
     """
     for name, role, extra in connectors(transfer):
-        if name in NAMES and role != "kv_consumer" and extra.get(KEY) != OURS:
+        if name not in NAMES:
+            continue
+        if role != "kv_consumer" and extra.get(CONSUMERS) != OURS:
             raise RetrievalConfigError(
                 f"{method} cannot send KV by {name} to instances of vLLM without retrieval: where "
                 "their enforce_handshake_compat is false, they would misread it, which would go "
                 f"unnoticed. If this instance only receives, set kv_role to kv_consumer (got "
                 f"{role}). If all that receive from it run with an --attention-backend of "
-                f'vllm-kvretrieval, say so: "kv_connector_extra_config": {{"{KEY}": "{OURS}"}}; '
-                f"got {extra.get(KEY)!r}."
+                f'vllm-kvretrieval, say so: "kv_connector_extra_config": {{"{CONSUMERS}": '
+                f'"{OURS}"}}; got {extra.get(CONSUMERS)!r}.'
+            )
+        if role != "kv_producer" and not extra.get(CHECK, True) and extra.get(PRODUCERS) != ALIKE:
+            raise RetrievalConfigError(
+                f"{method} would misread KV that {name} brings from a GPU, or from a CPU with AMX "
+                f"to one without or the other way round, and with {CHECK} false nobody would "
+                "notice. If all that send to this instance run on CPUs of its kind, say so: "
+                f'"kv_connector_extra_config": {{"{PRODUCERS}": "{ALIKE}"}}; '
+                f"got {extra.get(PRODUCERS)!r}."
             )

@@ -6,7 +6,7 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvretrieval.attention import support
-from vllm_kvretrieval.attention.cpu.nixl import check_consumers
+from vllm_kvretrieval.attention.cpu.nixl import check_exchange
 from vllm_kvretrieval.attention.support import WITHOUT
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
@@ -94,7 +94,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_store(vllm_config, config)
     support.check_engine(vllm_config, config)
     if vllm_config.kv_transfer_config is not None:
-        check_consumers(vllm_config.kv_transfer_config, config.method)
+        check_exchange(vllm_config.kv_transfer_config, config.method)
     model, method = vllm_config.model_config, config.method
     head_size = model.get_head_size()
     if config.page_size % 32 and _get_attn_isa(model.dtype, config.page_size, head_size) != "vec16":
@@ -128,17 +128,33 @@ def check_entries(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
 
 
 def check_steps(scheduler: "SchedulerConfig", config: RetrievalConfig) -> None:
-    """Refuse steps with less room than a block of a prompt and the requests that decode need."""
+    """Refuse steps with less room than a block of a prompt and the requests that decode need.
+
+    Blocks are not cut, so a prompt that gets less than one in every step would wait forever.
+    """
     if config.prefill_queries is None:
         return
     assert config.prefill_chunk is not None
     needed = config.prefill_chunk + scheduler.max_num_seqs
-    if scheduler.max_num_batched_tokens < needed:
+    blocks = (
+        f"kv_retrieval.prefill_budget={config.prefill_budget} computes prompts in blocks of "
+        f"{config.prefill_chunk} tokens"
+    )
+    room = min(
+        scheduler.max_num_batched_tokens,
+        scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+    )
+    if room < needed:
         raise RetrievalConfigError(
-            f"kv_retrieval.prefill_budget={config.prefill_budget} computes prompts in blocks of "
-            f"{config.prefill_chunk} tokens, and steps have {scheduler.max_num_batched_tokens}. "
-            f"Raise --max-num-batched-tokens to {needed} or more, or lower "
-            "kv_retrieval.prefill_chunk or --max-num-seqs."
+            f"{blocks}, and steps have {room}. Raise --max-num-batched-tokens (and "
+            f"max_num_scheduled_tokens) to {needed} or more, or lower kv_retrieval.prefill_chunk "
+            "or --max-num-seqs."
+        )
+    if 0 < scheduler.long_prefill_token_threshold < config.prefill_chunk:
+        raise RetrievalConfigError(
+            f"{blocks}, and --long-prefill-token-threshold {scheduler.long_prefill_token_threshold}"
+            f" gives a prompt fewer of them in a step. Raise it to {config.prefill_chunk} or more, "
+            "or lower kv_retrieval.prefill_chunk."
         )
 
 
