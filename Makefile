@@ -61,7 +61,7 @@ $(INSTALLED):
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || \
 	  { echo "venv: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "venv: fetching $$(cat $(LOCKS) | grep -c ==) pinned distributions (some minutes)"
-	@$(PIP) install --no-deps --progress-bar off $(PIP_FLAGS) $(addprefix -r ,$(LOCKS)) | \
+	@$(PIP) install --no-deps --no-compile --progress-bar off $(PIP_FLAGS) $(addprefix -r ,$(LOCKS)) | \
 	  sed -unE 's/^Collecting ([^ ]+).*/  \1/p; s/^Installing collected.*/venv: unpacking/p'
 	@$(PIP) install -q --no-deps --no-build-isolation ./$(METADATA)
 	@rm -f $(VENV)/.installed-* && touch $@
@@ -117,7 +117,9 @@ model: $(INSTALLED)
 models: $(INSTALLED)
 	@$(BIN)/python tools/get_model.py smollm2 smollm2-32k gemma3 qwen
 
-demo: build model
+# One compiles while the other downloads.
+demo: $(INSTALLED)
+	@$(MAKE) -j2 build model
 	@$(BIN)/python examples/demo.py
 
 lint: $(INSTALLED)
@@ -127,7 +129,8 @@ lint: $(INSTALLED)
 
 # An engine keeps about one core busy, so the tests share the cores out; then come those that want
 # all cores. It ends with the instruction sets that this machine has for the kernels.
-test: lint build models $(INTERPRETER)
+test: $(INTERPRETER)
+	@$(MAKE) -j3 build models lint
 	$(BIN)/python -m pytest -m "not cores and not slow" -n auto --dist loadfile
 	$(BIN)/python -m pytest -m "cores and not slow"
 
