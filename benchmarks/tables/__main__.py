@@ -58,6 +58,9 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 
+CELL = re.compile(r"(?<!\\)\|")
+"""Where a cell of a table ends."""
+
 
 class TableError(ValueError):
     """A page asks for a table that cannot be made."""
@@ -72,7 +75,8 @@ def rendered(text: str, directory: Path = RESULTS) -> str:
     """Return a page's text with every table made anew from the result files of `directory`.
 
     Raises:
-        TableError: an unknown kind, an absent file, or a block without its end.
+        TableError: an unknown kind, an absent file, a block without its end, or rows that differ in
+            their number of cells.
     """
     if text.count("<!-- table: ") != len(BLOCK.findall(text)):
         raise TableError("a table has no line <!-- end of table -->")
@@ -90,6 +94,8 @@ def _block(block: re.Match[str], directory: Path) -> str:
         table = KINDS[kind](results, options)
     except (OSError, KeyError, LookupError) as error:
         raise TableError(f"table {block['words']!r}: {error!r}") from error
+    if len({len(CELL.findall(line)) for line in table.splitlines()}) > 1:
+        raise TableError(f"table {block['words']!r}: rows have not as many cells as the heading")
     sources = "".join(f"- {source(store)}\n" for store in results.values())
     return f"{block['begin']}{table}\n{sources}{block['end']}"
 

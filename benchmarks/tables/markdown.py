@@ -48,7 +48,8 @@ def significant(value: float, digits: int = 3) -> str:
 def source(store: Mapping[str, Any]) -> str:
     """Return a sentence on a result file: its command, build, day and machine."""
     machine, build = store["machine"], store.get("build")
-    commit = f"build {build['commit']}, " if build else ""
+    changes = " with changes" if build and build.get("dirty") else ""
+    commit = f"build {build['commit']}{changes}, " if build else ""
     sets = [name for flag, name in _SETS.items() if flag in machine["isa"]]
     dtype = store.get("settings", {}).get("dtype", "auto")
     dtype = "" if dtype == "auto" else f"{dtype}, "

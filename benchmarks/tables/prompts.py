@@ -59,17 +59,22 @@ def _span(values: Iterable[float]) -> str:
 
 def decode(results: Results, options: Options) -> str:
     """Single tokens over whole contexts: rows per shape, columns for each file."""
-    header = ["heads", "element"]
-    rows: dict[tuple[str, str], list[str]] = {}
+    header, columns = ["heads", "element"], []
     for store in results.values():
         isa = store["settings"]["isa"]
         header += [f"{isa}: speed-up", "ours, GB/s", "a plain read, GB/s"]
-        for row in store["rows"]:
-            shape, dtype = row["shape"], row["dtype"]
-            cells = rows.setdefault((shape, dtype), [SHAPES.get(shape, shape), dtype])
-            cells.append(ratio(row["ratio"]))
-            cells += [f"{row[key]:.1f}" for key in ("own_gb_per_s", "read_gb_per_s")]
-    return markdown(header, list(rows.values()))
+        columns.append({(row["shape"], row["dtype"]): row for row in store["rows"]})
+    rows = []
+    for shape, dtype in dict.fromkeys(key for column in columns for key in column):
+        cells = [SHAPES.get(shape, shape), dtype]
+        for column in columns:
+            if row := column.get((shape, dtype)):
+                cells += [ratio(row["ratio"])]
+                cells += [f"{row[key]:.1f}" for key in ("own_gb_per_s", "read_gb_per_s")]
+            else:
+                cells += ["", "", ""]
+        rows.append(cells)
+    return markdown(header, rows)
 
 
 def layers(results: Results, options: Options) -> str:

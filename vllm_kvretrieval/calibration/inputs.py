@@ -60,8 +60,8 @@ def require_plot() -> None:
     """
     if not can_plot():
         raise ValueError(
-            "drawing the plot needs matplotlib: pip install 'vllm-kvretrieval[plot]', or leave "
-            "the plot out by --no-plot"
+            "drawing the plot needs matplotlib: pip install matplotlib, or leave the plot out by "
+            "--no-plot"
         )
 
 

@@ -10,6 +10,8 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 USERS = 1000
+SLOW = {"disk": ("on disk", "in memory"), "host": ("in host memory", "on the GPU")}
+"""Where a slow home is, and where dense layers and index are then."""
 EXAMPLE = "add --attention-backend kvretrieval, or another method"
 
 
@@ -99,7 +101,8 @@ def _sizes(vllm_config: Any, config: RetrievalConfig) -> Iterator[Finding]:
         f"bytes of page index{each}; a context of {longest} tokens "
         f"{-(-longest // block_size) * (kv + index) / GIB:.2f} GiB",
     )
-    yield _many_users(vllm_config, config, kv / block_size, index / block_size, len(found) / layers)
+    share = len(found) / layers
+    yield _many_users(vllm_config, config, kv / block_size, index / block_size, share)
     if config.home == "device" and (memory := cache.kv_cache_memory_bytes) is not None:
         tokens = memory // kv * block_size
         yield Finding(
@@ -118,19 +121,33 @@ def _many_users(
         vllm_config: vLLM's configuration.
         config: The engine's.
         kv: Bytes of a token's keys and values, in all layers.
-        index: Bytes of a token in the page index, which lies in memory.
-        retrieving: The share of layers that retrieve; the others read the whole context.
+        index: Bytes of a token in the page index, which lies in fast memory.
+        retrieving: The share of layers that retrieve; the others read the whole context, and a slow
+            home holds none of them where fast memory has room.
     """
-    longest = vllm_config.model_config.max_model_len
-    attended = retrieving * min(config.budget, longest) + (1 - retrieving) * longest
+    model = vllm_config.model_config
+    longest = model.max_model_len
+    found, dense = retrieving * kv, (1 - retrieving) * kv
+    if config.encoding is not None:
+        size, page = model.get_head_size(), config.page_size
+        raw = 2 * size * model.dtype.itemsize
+        found *= config.encoding.bytes_per_token(page, size, model.dtype) / raw
     each = " per worker" if vllm_config.parallel_config.world_size > 1 else ""
-    home = {"disk": "on disk", "host": "in host memory"}.get(config.home, "in memory")
+    stored, at_home, densely, indexed = (
+        f"{USERS * longest * size / GIB:.0f} GiB" for size in (kv, found, dense, index)
+    )
+    budget, whole, scored = (
+        f"{size / MIB:.0f} MiB"
+        for size in (min(config.budget, longest) * found, longest * dense, longest * index)
+    )
+    places, fast = f"{stored} of KV cache", "in memory"
+    if config.home in SLOW:
+        home, fast = SLOW[config.home]
+        places = f"{at_home} of KV cache {home}; {densely} of KV cache (dense layers)"
     return Finding(
         "1,000 users",
-        f"of {longest} tokens each: {USERS * longest * kv / GIB:.0f} GiB of KV cache {home}, "
-        f"{USERS * longest * index / GIB:.0f} GiB of index in memory; a token generated reads "
-        f"{attended * kv / MIB:.0f} MiB of KV cache and up to {longest * index / MIB:.0f} MiB of "
-        f"index{each}",
+        f"of {longest} tokens each: {places} and {indexed} of index {fast}; a token generated "
+        f"reads {budget} for its budget, {whole} of dense layers and up to {scored} of index{each}",
     )
 
 

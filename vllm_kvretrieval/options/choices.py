@@ -17,7 +17,7 @@ MOST_SPANNED = 2
 """Pages of an entry at most; a window holds them all while the last one is filled."""
 UNITS = {"page": "whole pages", "token": "single tokens, by `one_bit` or `exact`"}
 FILTER_HEADS = {
-    "all": "those of all workers, so that results depend on no number of them",
+    "all": "the heads of all workers; results do not depend on the number of workers",
     "own": "each worker's own, without communication",
 }
 DEFAULT_THRESHOLD = 0.9

@@ -40,7 +40,7 @@ REQUEST: Mapping[str, Option] = {
         more="methods.md#mass",
     ),
     "method": Option(
-        checked_later("the server's method, or one of its `also`"),
+        checked_later("the server's method, one of its `also`, or `streamingllm`"),
         "how the request selects",
         "the server's",
     ),

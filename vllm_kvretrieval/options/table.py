@@ -245,7 +245,7 @@ class Options:
     prefill_chunk: int | None = option(
         None,
         TOKENS,
-        "the tokens of a prompt that select, or that a filter selects for, at once",
+        "the number of prompt tokens that share one selection",
         f"{choices.DEFAULT_BLOCK}; `omnikv`: {choices.DEFAULT_CHUNK}",
         families=(SCORED, FILTERS),
         why="which selects no pages by an index: its prefill is exact",
