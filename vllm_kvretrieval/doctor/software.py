@@ -117,5 +117,5 @@ def check_kernels() -> Iterator[Finding]:
         yield error(
             "layout",
             f"vLLM lays out keys for {layout}, which the kernels do not read",
-            "only quest serves, and whole contexts: --attention-backend quest",
+            "methods that need no keys of the cache serve: --attention-backend freekv",
         )
