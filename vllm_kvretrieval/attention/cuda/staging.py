@@ -53,6 +53,7 @@ class Staging:
         self._waves: list[Wave] = []
         self._ahead: tuple[int, int] | None = None
         self._place = 0
+        self._reads_written = False
 
     @property
     def page_size(self) -> int:
@@ -67,8 +68,13 @@ class Staging:
         self._homes.append(home)
         return len(self._homes) - 1
 
-    def begin_step(self, common: CommonAttentionMetadata) -> int:
+    def begin_step(self, common: CommonAttentionMetadata, *, reads_written: bool) -> int:
         """Divide a step's rows.
+
+        Args:
+            common: vLLM's metadata of the step.
+            reads_written: Whether a row may read what another row writes in this step. Then no
+                context comes to the device before its layer has written the step's tokens.
 
         Returns:
             How many rows come before those that are staged: they have one token each.
@@ -76,7 +82,7 @@ class Staging:
         Raises:
             ValueError: A context is longer than a buffer.
         """
-        self._waves, self._ahead = [], None
+        self._waves, self._ahead, self._reads_written = [], None, reads_written
         starts = common.query_start_loc_cpu.numpy()[: common.num_reqs + 1].astype(np.int64)
         tokens = np.diff(starts)
         several = np.flatnonzero(tokens > 1)
@@ -152,7 +158,8 @@ class Staging:
     def take(self, layer: int, wave: int) -> torch.Tensor:
         """The contexts of a wave in a layer; those of the next are on their way from now on.
 
-        Layers and their waves come in order. What was taken before may be overwritten.
+        Layers and their waves come in order, a layer's after it has written the step's tokens. What
+        was taken before may be overwritten.
 
         Returns:
             The buffer, [pages, kv_heads, page_size, 2 * head_size], without the step's tokens.
@@ -163,12 +170,19 @@ class Staging:
         else:
             self._stage(layer, wave, buffer)
         self._place = 1 - self._place
-        following = (layer, wave + 1) if wave + 1 < len(self._waves) else (layer + 1, 0)
-        self._ahead = following if following[0] < len(self._homes) else None
+        self._ahead = self._following(layer, wave)
         if self._ahead is not None:
-            other = self._buffers[self._place]
+            following, other = self._ahead, self._buffers[self._place]
             self._side.submit(lambda: self._stage(*following, other))
         return buffer
+
+    def _following(self, layer: int, wave: int) -> tuple[int, int] | None:
+        """The layer and wave that may be staged while a layer attends to a wave."""
+        if wave + 1 < len(self._waves):
+            return layer, wave + 1
+        if self._reads_written or layer + 1 == len(self._homes):
+            return None  # the next layer has not written yet
+        return layer + 1, 0
 
     def _stage(self, layer: int, wave: int, buffer: torch.Tensor) -> None:
         of_step = self._waves[wave]
