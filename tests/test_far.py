@@ -275,3 +275,21 @@ def test_contexts_that_the_step_itself_writes(buffer_pages):
     expected, actual = near.step(common, parts), far.step(common, parts, reads_written=True)
     assert (len(far.staging.waves) > 1) == (buffer_pages == TABLE)
     assert torch.equal(torch.stack(expected), torch.stack(actual))
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_addresses_are_aligned(count):
+    """Else Triton would compile anew, by how many prompts there are, and where they begin."""
+    far = Layers(AtOnce())
+    tables = [list(range(3 * row, 3 * row + 3)) for row in range(count + 1)]
+    rows = [(table, 5, 20 if row else 1) for row, table in enumerate(tables)]
+    assert far.tier.begin_step(prompts(*rows), reads_written=False) == 1
+    (wave,) = far.staging.waves
+    half = wave.metadata
+    of_kernel = wave.block_table, wave.lengths, wave.starts, wave.slot_mapping
+    of_half = half.query_start_loc, half.seq_lens, half.block_table_tensor
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in of_kernel + of_half)
+    assert wave.block_table.tolist() == tables[1:]
+    assert half.seq_lens.tolist() == [25] * count
+    assert half.query_start_loc.tolist() == [20 * row for row in range(count + 1)]
+    assert half.block_table_tensor.tolist() == [[2 * row, 2 * row + 1] for row in range(count)]

@@ -11,6 +11,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvretrieval.engine.cuda.side import SideWork
 
+ALIGNED = 4
+"""Numbers of 4 bytes in 16 bytes."""
+
 
 @dataclass(frozen=True)
 class Wave:
@@ -116,11 +119,9 @@ class Staging:
         own = query_start[begin : end + 1] - query_start[begin]
         before = lens[rows] - np.diff(own)
         starts = np.cumsum(pages[rows]) - pages[rows]
-        # All in one copy: lengths, starts, where queries begin, and the table of the buffer.
         table = starts[:, None] + np.arange(width)
-        packed = np.concatenate((before, starts, own, table.ravel())).astype(np.int32)
-        on_device = torch_utils.async_tensor_h2d(packed, device=self._buffers.device)
-        lengths, where, queries, tables = on_device.split((count, count, count + 1, table.size))
+        parts = before, lens[rows], starts, own, table.ravel()
+        lengths, whole, where, queries, tables = _on_device(parts, self._buffers.device)
         positions = np.arange(own[-1]) + np.repeat(before - own[:-1], np.diff(own))
         slots = positions + np.repeat(starts * self.page_size, np.diff(own))
         slot_mapping = torch_utils.async_tensor_h2d(slots, device=self._buffers.device)
@@ -128,7 +129,7 @@ class Staging:
         staged = common.replace(
             query_start_loc=queries,
             query_start_loc_cpu=torch.from_numpy(own.astype(np.int32)),
-            seq_lens=common.seq_lens[rows],
+            seq_lens=whole,
             seq_lens_cpu_upper_bound=torch.from_numpy(lens[rows].astype(np.int32)),
             num_reqs=count,
             num_actual_tokens=int(own[-1]),
@@ -142,7 +143,8 @@ class Staging:
         )
         builder = self._builder(len(self._waves))
         metadata = builder.build(common_prefix_len=0, common_attn_metadata=staged)
-        table_of_rows = common.block_table_tensor[rows]
+        # A copy is aligned wherever the rows begin; see _on_device.
+        table_of_rows = common.block_table_tensor[rows].clone()
         return Wave(tokens, metadata, table_of_rows, lengths, where, slot_mapping)
 
     def _builder(self, number: int) -> Any:
@@ -189,3 +191,14 @@ class Staging:
         self._ops.stage_context(
             self._homes[layer], buffer, of_step.block_table, of_step.lengths, of_step.starts
         )
+
+
+def _on_device(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """One-dimensional arrays as int32 on a device, by one copy.
+
+    Each begins at a multiple of 16 bytes: Triton compiles a kernel anew where an address is none.
+    """
+    padded = [np.pad(part, (0, -len(part) % ALIGNED)) for part in parts]
+    packed = np.concatenate(padded).astype(np.int32)
+    on_device = torch_utils.async_tensor_h2d(packed, device=device).split(list(map(len, padded)))
+    return [held[: len(part)] for held, part in zip(on_device, parts, strict=True)]
