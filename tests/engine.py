@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -138,7 +138,9 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
         additional = options.get("additional_config", {})
         retrieval = {"attention": "vllm"} | additional.get("kv_retrieval", {})
         options |= {"additional_config": additional | {"kv_retrieval": retrieval}}
-    with pytest.MonkeyPatch.context() as environment, workers.forked():
+    # The server of workers has imported vLLM's CPU worker, which patches torch.cuda.
+    forked = nullcontext() if torch.cuda.is_available() else workers.forked()
+    with pytest.MonkeyPatch.context() as environment, forked:
         environment.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         parallel = ("tensor_parallel_size", "pipeline_parallel_size")
         for name, value in all_cores(math.prod(options.get(p, 1) for p in parallel)).items():

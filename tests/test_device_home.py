@@ -4,6 +4,8 @@ Both run on the CPU: see tests/device_engine.py. Launches of the work beside the
 random between those of the model, until it is waited for.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from tests import device_engine
@@ -72,6 +74,12 @@ def compare(engines, requests):
     return far
 
 
+def alone(engines, request):
+    """The answer of home=host to a request that comes alone, and finds nothing in the cache."""
+    _, (answer,) = engines(device_engine.drive, [replace(request, arrives=0, cache=False)])
+    return answer
+
+
 def test_answers(engines):
     """Prompts in chunks beside decode steps, contexts beyond their budgets and soon beyond them,
     whole contexts, tokens that are prompts' last, and other options; then with a cached prefix."""
@@ -90,6 +98,21 @@ def test_answers(engines):
     answers = compare(engines, again)
     assert all(sum(counts.values()) > 5 for counts in engines(device_engine.replays_by_rows))
     assert [answer.cached for answer in answers] == [128, 96]
+
+
+@pytest.mark.parametrize(("tokens", "arrives"), [(40, 0), (104, 1)])
+def test_a_prefix_that_the_same_step_fills(engines, tokens, arrives):
+    """vLLM takes blocks for cached before they are written: by a prompt that comes in the same
+    step, or by one that came before, and is read in chunks."""
+    for seed in range(30, 33):  # as often the work beside the model comes at other times
+        first = Request(prompt(tokens, seed), 1, {}, cache=True)
+        second = replace(first, prompt=first.prompt + prompt(10, 29), arrives=arrives)
+        engines(device_engine.reset_prefix_cache)
+        _, answers = engines(device_engine.drive, [first, second])
+        assert [answer.cached for answer in answers] == [0, tokens // 32 * 32]
+        assert answers[0].steps == answers[1].steps, "the step that fills blocks finds them, too"
+        for request, answer in zip((first, second), answers, strict=True):
+            assert_same(answer, alone(engines, request), 1e-5)
 
 
 def test_requests_wait_for_slots(engines):
@@ -124,9 +147,10 @@ def test_metrics(engines):
 
 
 def test_nothing_is_compiled_while_serving(engines):
-    """Warm-up has launched all kernels that these requests launch, also those that stage
-    contexts."""
+    """Warm-up has launched all kernels that these requests launch, also those that stage contexts,
+    of any number of prompts."""
     engines(device_engine.drive, [Request(prompt(70, 21), 2, {})])
+    engines(device_engine.drive, [Request(prompt(12, seed), 2, {}) for seed in (22, 23, 24, 25)])
     for late, early in engines(device_engine.launched_late):
         assert early > 10
         assert late == []

@@ -87,11 +87,11 @@ class Layers:
         for layer in self.far:
             layer.slots.fill_(float("nan"))
 
-    def step(self, common, fused):
+    def step(self, common, fused, reads_written=False):
         """All layers; queries, keys and values are given for each."""
         lead = common.num_reqs
         if self.far is not None:
-            lead = self.tier.begin_step(common)
+            lead = self.tier.begin_step(common, reads_written=reads_written)
         rows = DeviceRows(
             torch.from_numpy(common.req_idx).int(),
             common.is_prefilling.int(),
@@ -193,6 +193,23 @@ def describe(rows):
     )
 
 
+def draw_fused(common):
+    """Queries, keys and values of a step, for each layer."""
+    shape = LAYERS, common.num_actual_tokens, (2 + GROUP) * KV_HEADS, HEAD_SIZE
+    fused = torch.randn(shape).to(DTYPE)
+    return [f.split((GROUP * KV_HEADS, KV_HEADS, KV_HEADS), 1) for f in fused]
+
+
+def prompts(*rows):
+    """A step of prompts: for each its pages, the tokens before the step, and those of the step."""
+    return describe(
+        [
+            (seat, SimpleNamespace(table=table, done=before, prompt=before + tokens), tokens)
+            for seat, (table, before, tokens) in enumerate(rows)
+        ]
+    )
+
+
 def interleaved(seed):
     return lambda: Interleaved(OPS, seed)
 
@@ -228,9 +245,7 @@ def test_outputs_are_those_of_a_home_on_the_device(side, capacity, buffer_pages)
                 content = torch.randn(LAYERS, len(cached), *near.caches.shape[2:]).to(DTYPE)
                 for layers in (near, far):
                     layers.caches[:, cached] = content
-        shape = LAYERS, common.num_actual_tokens, (2 + GROUP) * KV_HEADS, HEAD_SIZE
-        fused = torch.randn(shape).to(DTYPE)
-        parts = [f.split((GROUP * KV_HEADS, KV_HEADS, KV_HEADS), 1) for f in fused]
+        parts = draw_fused(common)
         for number, (expected, actual) in enumerate(
             zip(near.step(common, parts), far.step(common, parts), strict=True)
         ):
@@ -247,3 +262,34 @@ def test_outputs_are_those_of_a_home_on_the_device(side, capacity, buffer_pages)
     assert held > 0
     assert bool(ahead) == (capacity > SINK + WINDOW + SELECT)
     assert torch.equal(near.requests.corrected, far.requests.corrected)
+
+
+@pytest.mark.parametrize("buffer_pages", [TABLE, 40])
+def test_contexts_that_the_step_itself_writes(buffer_pages):
+    """One prompt fills the pages that are another's prefix, together or in two waves."""
+    torch.manual_seed(0)
+    near, far = Layers(), Layers(AtOnce(), buffer_pages=buffer_pages)
+    first, pages = list(range(1, TABLE + 1)), range(30, 60)
+    common = prompts((first, 0, 150), (first[:8] + list(pages)[: TABLE - 8], 128, 40))
+    parts = draw_fused(common)
+    expected, actual = near.step(common, parts), far.step(common, parts, reads_written=True)
+    assert (len(far.staging.waves) > 1) == (buffer_pages == TABLE)
+    assert torch.equal(torch.stack(expected), torch.stack(actual))
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_addresses_are_aligned(count):
+    """Else Triton would compile anew, by how many prompts there are, and where they begin."""
+    far = Layers(AtOnce())
+    tables = [list(range(3 * row, 3 * row + 3)) for row in range(count + 1)]
+    rows = [(table, 5, 20 if row else 1) for row, table in enumerate(tables)]
+    assert far.tier.begin_step(prompts(*rows), reads_written=False) == 1
+    (wave,) = far.staging.waves
+    half = wave.metadata
+    of_kernel = wave.block_table, wave.lengths, wave.starts, wave.slot_mapping
+    of_half = half.query_start_loc, half.seq_lens, half.block_table_tensor
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in of_kernel + of_half)
+    assert wave.block_table.tolist() == tables[1:]
+    assert half.seq_lens.tolist() == [25] * count
+    assert half.query_start_loc.tolist() == [20 * row for row in range(count + 1)]
+    assert half.block_table_tensor.tolist() == [[2 * row, 2 * row + 1] for row in range(count)]

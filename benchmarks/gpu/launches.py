@@ -26,6 +26,8 @@ from vllm_kvretrieval.retrieval.pooling import Pooling
 HEAD_SIZES = tuple(range(16, 257, 16))
 COMMON = 128
 """The head size of what is compiled for one only."""
+ONE_HEAD = "one KV head"
+"""Names launches of layers with one; to Triton a number that is 1 is a constant."""
 DTYPES = (torch.bfloat16, torch.float16)
 CAPACITIES = (128, 256, 1024)
 CONTEXTS = (1024, 4096, 65536)
@@ -67,23 +69,51 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "prepare_rows", lambda: kernels.prepare_rows(_rows(), _requests(), PAGE)
     for pages in CONTEXTS[::2]:
         yield f"select {pages} pages d{COMMON}", partial(Step(MinMax(), COMMON).select, pages)
+    for pooling in (Pooling.RELATIVE, Pooling.MAX, Pooling.SUM):
+        step = Step(MinMax(), COMMON, pooling=pooling)
+        name = f"select {CONTEXTS[1]} pages {pooling.name.lower()} d{COMMON}"
+        yield name, partial(step.select, CONTEXTS[1])
+    step = Step(MinMax(), COMMON)
+    yield (
+        f"select {CONTEXTS[1]} pages positions d{COMMON}",
+        partial(step.select, CONTEXTS[1], positions=True),
+    )
+    yield from _calls_of_one_head()
 
 
-def _slots(head_size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(KV_HEADS, PAGE, 2 * head_size, dtype=dtype)
+def _calls_of_one_head() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Of every kernel that is told the number of KV heads."""
+    kept = f"{ONE_HEAD} d{COMMON}"
+    step, capacity = Step(MinMax(), COMMON, kv_heads=1), CAPACITIES[1]
+    yield f"sparse_decode {kept}", partial(_decode, COMMON, DTYPES[0], kv_heads=1)
+    yield f"write_tail {kept}", partial(_tail, COMMON, kv_heads=1)
+    yield f"write_kv {MinMax().name} {kept}", step.write
+    yield f"scores {MinMax().name} {kept}", step.score
+    yield f"select {CONTEXTS[1]} pages {kept}", partial(step.select, CONTEXTS[1])
+    yield f"index {Mean().name} {kept}", Step(Mean(), COMMON, kv_heads=1).build
+    for name, ahead in (("resolve", False), ("resolve_ahead", True)):
+        yield f"{name} C{capacity} {ONE_HEAD}", partial(_resolve, capacity, ahead, kv_heads=1)
 
 
-def _decode(head_size: int, dtype: torch.dtype, group: int = 4, splits: int = 4) -> None:
-    query = torch.empty(1, KV_HEADS * group, head_size, dtype=dtype)
-    rows = {"rows": KV_HEADS, "group": group, "head_size": head_size}
+def _slots(
+    head_size: int, dtype: torch.dtype = torch.bfloat16, kv_heads: int = KV_HEADS
+) -> torch.Tensor:
+    return torch.empty(kv_heads, PAGE, 2 * head_size, dtype=dtype)
+
+
+def _decode(
+    head_size: int, dtype: torch.dtype, group: int = 4, splits: int = 4, kv_heads: int = KV_HEADS
+) -> None:
+    query = torch.empty(1, kv_heads * group, head_size, dtype=dtype)
+    rows = {"rows": kv_heads, "group": group, "head_size": head_size}
     kernels.sparse_decode(
         query,
-        _slots(head_size, dtype),
-        torch.empty(KV_HEADS, 64, dtype=torch.int32),
-        torch.empty(KV_HEADS, dtype=torch.int32),
+        _slots(head_size, dtype, kv_heads),
+        torch.empty(kv_heads, 64, dtype=torch.int32),
+        torch.empty(kv_heads, dtype=torch.int32),
         head_size**-0.5,
         query,
-        torch.empty(KV_HEADS, group),
+        torch.empty(kv_heads, group),
         DecodeWorkspace.empty(**rows, splits=splits, device="cpu"),
     )
 
@@ -111,23 +141,24 @@ def _requests() -> DeviceRequests:
     return DeviceRequests.empty(1, "cpu")
 
 
-def _residency(capacity: int) -> Residency:
+def _residency(capacity: int, kv_heads: int = KV_HEADS) -> Residency:
     step = torch.empty(1, dtype=torch.int32)
     traffic = torch.empty(1, len(Traffic), dtype=torch.int64)
-    return Residency.empty(kv_heads=KV_HEADS, slots=capacity, step=step, traffic=traffic)
+    return Residency.empty(kv_heads=kv_heads, slots=capacity, step=step, traffic=traffic)
 
 
-def _tail(head_size: int) -> None:
-    tokens = torch.empty(1, KV_HEADS, head_size, dtype=torch.bfloat16)
-    kernels.write_tail(tokens, tokens, _rows(), _residency(1), _slots(head_size))
+def _tail(head_size: int, kv_heads: int = KV_HEADS) -> None:
+    tokens = torch.empty(1, kv_heads, head_size, dtype=torch.bfloat16)
+    slots = _slots(head_size, kv_heads=kv_heads)
+    kernels.write_tail(tokens, tokens, _rows(), _residency(1, kv_heads), slots)
 
 
-def _resolve(capacity: int, ahead: bool) -> None:
+def _resolve(capacity: int, ahead: bool, kv_heads: int = KV_HEADS) -> None:
     width = capacity // 2
-    step = Step(MinMax(), 128, width)
-    recalls = Recalls.empty(KV_HEADS * width, "cpu")
-    lists = torch.empty(KV_HEADS, width, dtype=torch.int32)
-    state = _residency(capacity), recalls, lists, PAGE
+    step = Step(MinMax(), 128, width, kv_heads=kv_heads)
+    recalls = Recalls.empty(kv_heads * width, "cpu")
+    lists = torch.empty(kv_heads, width, dtype=torch.int32)
+    state = _residency(capacity, kv_heads), recalls, lists, PAGE
     if ahead:
         kernels.resolve_ahead(step.chooser.selection, _rows(), _requests(), *state)
     else:
@@ -137,14 +168,22 @@ def _resolve(capacity: int, ahead: bool) -> None:
 class Step:
     """A layer of one method, and calls of the ops of its decode step."""
 
-    def __init__(self, index: Index, head_size: int, width: int = 64, group: int = 4) -> None:
-        cache = torch.empty(1, KV_HEADS, PAGE, 2 * head_size, dtype=torch.bfloat16)
-        shape = {"kv_heads": KV_HEADS, "head_size": head_size, "dtype": torch.bfloat16}
+    def __init__(
+        self,
+        index: Index,
+        head_size: int,
+        width: int = 64,
+        group: int = 4,
+        pooling: Pooling = Pooling.MEAN_SOFTMAX,
+        kv_heads: int = KV_HEADS,
+    ) -> None:
+        cache = torch.empty(1, kv_heads, PAGE, 2 * head_size, dtype=torch.bfloat16)
+        shape = {"kv_heads": kv_heads, "head_size": head_size, "dtype": torch.bfloat16}
         store = IndexStore.empty(
             index, pages=1, page_size=PAGE, cache=cache, layout="rows", **shape
         )
         selection = Selection.empty(seats=1, group=group, most_selected=width, **shape)
-        self.chooser = Chooser(store, selection, Pooling.MEAN_SOFTMAX, 1.0)
+        self.chooser = Chooser(store, selection, pooling, 1.0)
         self._cache, self._store, self._group, self._width = cache, store, group, width
         self._query = selection.query
 
@@ -152,7 +191,7 @@ class Step:
         """An empty plan for a row with a number of pages."""
         return DevicePlan.empty(
             rows=1,
-            kv_heads=KV_HEADS,
+            kv_heads=self._store.kv_heads,
             group=self._group,
             entries=pages,
             width=self._width,
@@ -163,7 +202,7 @@ class Step:
 
     def write(self) -> None:
         """The cache, and an index that grows."""
-        tokens = self._query[:, :KV_HEADS]
+        tokens = self._query[:, : self._store.kv_heads]
         stores = [self._store] if grows(self._store) else []
         kernels.write_kv(tokens, tokens, _rows().slot_mapping, self._cache, stores)
 
@@ -189,8 +228,7 @@ class Step:
         """One launch of the two of `plan_decode`."""
         score_entries(self._query, _rows(), _requests(), 0, self.chooser, self.plan(CONTEXTS[1]))
 
-    def select(self, pages: int) -> None:
+    def select(self, pages: int, positions: bool = False) -> None:
         """The other one is compiled last."""
-        kernels.plan_decode(
-            self._query, _rows(pages), _requests(), [self.chooser], self.plan(pages)
-        )
+        plan = self.plan(pages, positions)
+        kernels.plan_decode(self._query, _rows(pages), _requests(), [self.chooser], plan)

@@ -49,7 +49,7 @@ SHARED = {
 def _spawn():
     """Workers are no forks of a process that has looked for a GPU."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+        environment.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         yield
 
 
@@ -162,6 +162,7 @@ def test_a_shared_prefix_and_an_abort(freekv):
 def test_preemption(model, monkeypatch, mode):
     """A request that was preempted goes on as one whose prompt is all that it had by then."""
     kind = SHARED | options_of(mode, SPARSE["budget"])
+    kind["additional_config"]["kv_retrieval"].pop("home_bytes", None)  # blocks say how many
     kind |= {"max_model_len": 2048, "block_size": 32, "num_gpu_blocks_override": 100}
     asked = [Request(prompt(1000, seed), 100) for seed in (9, 10, 11)]
     with engine(model, **kind) as llm:

@@ -74,15 +74,15 @@ class FarTier:
         self.far.append(FarLayer(self, len(self.far), home, slots))
         return self.far[-1]
 
-    def begin_step(self, common: CommonAttentionMetadata) -> int:
-        """Before every step, the replay of a graph included.
+    def begin_step(self, common: CommonAttentionMetadata, *, reads_written: bool) -> int:
+        """Before every step, the replay of a graph included; see :meth:`Staging.begin_step`.
 
         Returns:
             How many rows come before those that have several tokens, whose contexts are staged.
         """
         self.step.add_(1)
         self._counts.zero_()
-        return self.staging.begin_step(common)
+        return self.staging.begin_step(common, reads_written=reads_written)
 
     def recalls(self, layer: int) -> tuple[Recalls, Recalls]:
         """The units that a layer misses, and those that it recalls ahead."""

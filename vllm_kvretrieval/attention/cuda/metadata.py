@@ -144,7 +144,9 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         rows = self._rows(common)
         far = self.tier is not None
         self.ops.prepare_rows(rows, self.table, self.page_size, far=far)
-        lead = common.num_reqs if self.tier is None else self.tier.begin_step(common)
+        lead = common.num_reqs
+        if self.tier is not None:
+            lead = self.tier.begin_step(common, reads_written=self.requests.may_read_written())
         masked = first_rows(common, lead).replace(seq_lens=rows.dense_lens[:lead])
         return RetrievalMetadata(
             build_whole(common_attn_metadata=common, **options),

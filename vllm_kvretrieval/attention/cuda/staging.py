@@ -11,6 +11,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvretrieval.engine.cuda.side import SideWork
 
+ALIGNED = 4
+"""Numbers of 4 bytes in 16 bytes."""
+
 
 @dataclass(frozen=True)
 class Wave:
@@ -53,6 +56,7 @@ class Staging:
         self._waves: list[Wave] = []
         self._ahead: tuple[int, int] | None = None
         self._place = 0
+        self._reads_written = False
 
     @property
     def page_size(self) -> int:
@@ -67,8 +71,13 @@ class Staging:
         self._homes.append(home)
         return len(self._homes) - 1
 
-    def begin_step(self, common: CommonAttentionMetadata) -> int:
+    def begin_step(self, common: CommonAttentionMetadata, *, reads_written: bool) -> int:
         """Divide a step's rows.
+
+        Args:
+            common: vLLM's metadata of the step.
+            reads_written: Whether a row may read what another row writes in this step. Then no
+                context comes to the device before its layer has written the step's tokens.
 
         Returns:
             How many rows come before those that are staged: they have one token each.
@@ -76,7 +85,7 @@ class Staging:
         Raises:
             ValueError: A context is longer than a buffer.
         """
-        self._waves, self._ahead = [], None
+        self._waves, self._ahead, self._reads_written = [], None, reads_written
         starts = common.query_start_loc_cpu.numpy()[: common.num_reqs + 1].astype(np.int64)
         tokens = np.diff(starts)
         several = np.flatnonzero(tokens > 1)
@@ -110,11 +119,9 @@ class Staging:
         own = query_start[begin : end + 1] - query_start[begin]
         before = lens[rows] - np.diff(own)
         starts = np.cumsum(pages[rows]) - pages[rows]
-        # All in one copy: lengths, starts, where queries begin, and the table of the buffer.
         table = starts[:, None] + np.arange(width)
-        packed = np.concatenate((before, starts, own, table.ravel())).astype(np.int32)
-        on_device = torch_utils.async_tensor_h2d(packed, device=self._buffers.device)
-        lengths, where, queries, tables = on_device.split((count, count, count + 1, table.size))
+        parts = before, lens[rows], starts, own, table.ravel()
+        lengths, whole, where, queries, tables = _on_device(parts, self._buffers.device)
         positions = np.arange(own[-1]) + np.repeat(before - own[:-1], np.diff(own))
         slots = positions + np.repeat(starts * self.page_size, np.diff(own))
         slot_mapping = torch_utils.async_tensor_h2d(slots, device=self._buffers.device)
@@ -122,7 +129,7 @@ class Staging:
         staged = common.replace(
             query_start_loc=queries,
             query_start_loc_cpu=torch.from_numpy(own.astype(np.int32)),
-            seq_lens=common.seq_lens[rows],
+            seq_lens=whole,
             seq_lens_cpu_upper_bound=torch.from_numpy(lens[rows].astype(np.int32)),
             num_reqs=count,
             num_actual_tokens=int(own[-1]),
@@ -136,7 +143,8 @@ class Staging:
         )
         builder = self._builder(len(self._waves))
         metadata = builder.build(common_prefix_len=0, common_attn_metadata=staged)
-        table_of_rows = common.block_table_tensor[rows]
+        # A copy is aligned wherever the rows begin; see _on_device.
+        table_of_rows = common.block_table_tensor[rows].clone()
         return Wave(tokens, metadata, table_of_rows, lengths, where, slot_mapping)
 
     def _builder(self, number: int) -> Any:
@@ -152,7 +160,8 @@ class Staging:
     def take(self, layer: int, wave: int) -> torch.Tensor:
         """The contexts of a wave in a layer; those of the next are on their way from now on.
 
-        Layers and their waves come in order. What was taken before may be overwritten.
+        Layers and their waves come in order, a layer's after it has written the step's tokens. What
+        was taken before may be overwritten.
 
         Returns:
             The buffer, [pages, kv_heads, page_size, 2 * head_size], without the step's tokens.
@@ -163,15 +172,33 @@ class Staging:
         else:
             self._stage(layer, wave, buffer)
         self._place = 1 - self._place
-        following = (layer, wave + 1) if wave + 1 < len(self._waves) else (layer + 1, 0)
-        self._ahead = following if following[0] < len(self._homes) else None
+        self._ahead = self._following(layer, wave)
         if self._ahead is not None:
-            other = self._buffers[self._place]
+            following, other = self._ahead, self._buffers[self._place]
             self._side.submit(lambda: self._stage(*following, other))
         return buffer
+
+    def _following(self, layer: int, wave: int) -> tuple[int, int] | None:
+        """The layer and wave that may be staged while a layer attends to a wave."""
+        if wave + 1 < len(self._waves):
+            return layer, wave + 1
+        if self._reads_written or layer + 1 == len(self._homes):
+            return None  # the next layer has not written yet
+        return layer + 1, 0
 
     def _stage(self, layer: int, wave: int, buffer: torch.Tensor) -> None:
         of_step = self._waves[wave]
         self._ops.stage_context(
             self._homes[layer], buffer, of_step.block_table, of_step.lengths, of_step.starts
         )
+
+
+def _on_device(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """One-dimensional arrays as int32 on a device, by one copy.
+
+    Each begins at a multiple of 16 bytes: Triton compiles a kernel anew where an address is none.
+    """
+    padded = [np.pad(part, (0, -len(part) % ALIGNED)) for part in parts]
+    packed = np.concatenate(padded).astype(np.int32)
+    on_device = torch_utils.async_tensor_h2d(packed, device=device).split(list(map(len, padded)))
+    return [held[: len(part)] for held, part in zip(on_device, parts, strict=True)]

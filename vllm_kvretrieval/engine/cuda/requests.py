@@ -40,28 +40,27 @@ class Batch:
     Attributes:
         seats: int64 [n].
         lens: int32 [n]; tokens in the context, those of the step included.
+        before: int32 [n]; tokens in the context before the step.
         prefilling: bool [n]; whether the row's tokens belong to a prompt.
         decodes: bool [n]; whether the row has one token, which is not of a prompt.
     """
 
     seats: np.ndarray
     lens: np.ndarray
+    before: np.ndarray
     prefilling: np.ndarray
     decodes: np.ndarray
 
     @classmethod
     def of(cls, batch: Any) -> "Batch":
         """The requests of vLLM's ``InputBatch``, which may have rows of padding at its end."""
-        prefilling, count = batch.is_prefilling_np, batch.num_reqs
-        return cls(
-            batch.idx_mapping_np,
-            batch.seq_lens_cpu_upper_bound.numpy()[:count],
-            prefilling,
-            (batch.num_scheduled_tokens == 1) & ~prefilling,
-        )
+        prefilling, tokens = batch.is_prefilling_np, batch.num_scheduled_tokens
+        lens = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs]
+        decodes = (tokens == 1) & ~prefilling
+        return cls(batch.idx_mapping_np, lens, lens - tokens, prefilling, decodes)
 
 
-NOBODY = Batch(*(np.zeros(0, dtype=kind) for kind in (np.int64, np.int32, bool, bool)))
+NOBODY = Batch(*(np.zeros(0, dtype=kind) for kind in (np.int64, np.int32, np.int32, bool, bool)))
 """The batch of steps without requests: vLLM's dummy runs, and captures of graphs."""
 
 
@@ -109,6 +108,7 @@ class RunningRequests:
         self.assumes_sparse = False
         self._methods = {name: number for number, name in enumerate(config.methods)}
         self._options = np.zeros((capacity, COLUMNS), dtype=np.int32)
+        self._came = np.zeros(capacity, dtype=bool)  # since the last step
         self._tables: list[StagedWriteTensor] = []
         self._usage: list[Usage | None] = [None] * capacity
         self._seat_of: dict[str, int] = {}
@@ -135,7 +135,7 @@ class RunningRequests:
         row[Column.THRESHOLD] = np.float32(options.correction_threshold).view(np.int32)
         for table in self._tables:
             table.stage_write(seat, 0, row.tolist())
-        self._seat_of[req_id] = seat
+        self._seat_of[req_id], self._came[seat] = seat, True
         self._usage[seat] = self._interrupted.pop(req_id, None) or Usage()
 
     def apply(self) -> None:
@@ -188,6 +188,7 @@ class RunningRequests:
     def end_step(self) -> None:
         """End a step: work before the next :meth:`begin_step` belongs to no request."""
         self.batch = NOBODY
+        self._came[:] = False
 
     def may_be_sparse(self, *, far: bool) -> bool:
         """Whether some row of the step may attend to a selection, as far as the host knows.
@@ -198,6 +199,16 @@ class RunningRequests:
         batch = self.batch
         attending = batch.decodes & ~self._exact(batch.seats) if far else self._sparse(batch)
         return self.assumes_sparse or bool(attending.any())
+
+    def may_read_written(self) -> bool:
+        """Whether a row of the step may read what another row writes in the same step.
+
+        vLLM takes blocks for cached when it schedules the step that fills them. A request that
+        comes in this step may have such blocks in its prefix; later it gets none from others.
+        """
+        batch = self.batch
+        found = self._came[batch.seats] & (batch.before > 0)
+        return len(batch.seats) > 1 and bool(found.any())
 
     def _sparse(self, batch: Batch) -> np.ndarray:
         """bool [n]; which rows attend to a part of their contexts, as ``prepare_rows`` decides."""
