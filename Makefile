@@ -96,19 +96,19 @@ check-wheels: wheels
 DOCS := build/docs-$(shell sha256sum < requirements/docs.txt | cut -c1-12)
 WORKFLOWS := build/workflows-$(shell sha256sum < requirements/workflows.txt | cut -c1-12)
 
-docs: $(DOCS)
+docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
-lint-workflows: $(WORKFLOWS)
+lint-workflows: $(WORKFLOWS)/.installed
 	$(WORKFLOWS)/bin/python -m check_jsonschema --builtin-schema vendor.github-workflows \
 	  .github/workflows/*.yml
 	$(WORKFLOWS)/bin/zizmor --offline --no-progress --config .github/zizmor.yml .github/workflows
 
-$(DOCS): requirements/docs.txt
-$(WORKFLOWS): requirements/workflows.txt
-$(DOCS) $(WORKFLOWS):
-	@$(PYTHON) -m venv --clear $@
-	@$@/bin/python -m pip install -q --no-deps $(PIP_FLAGS) -r $< || { rm -rf $@; exit 1; }
+$(DOCS)/.installed: requirements/docs.txt
+$(WORKFLOWS)/.installed: requirements/workflows.txt
+$(DOCS)/.installed $(WORKFLOWS)/.installed:
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install -q --no-deps $(PIP_FLAGS) -r $<
 	@touch $@
 
 model: $(INSTALLED)

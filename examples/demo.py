@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import lzma
+import os
 import re
 import signal
 import sys
@@ -267,7 +268,7 @@ def run(args: argparse.Namespace) -> bool:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    default = str((ROOT / "models" / "SmolLM2-135M-Instruct").relative_to(Path.cwd()))
+    default = os.path.relpath(ROOT / "models" / "SmolLM2-135M-Instruct")
     parser.add_argument("--model", default=default, help="default: %(default)s")
     parser.add_argument("--backend", default="kvretrieval", help="default: %(default)s")
     parser.add_argument("--budget", type=int, default=1024, help="tokens; default: %(default)s")

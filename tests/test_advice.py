@@ -61,6 +61,18 @@ def test_a_core_left_idle(machine, cores, threads, workers, told):
     assert (advice.startup_advice(torch.bfloat16, workers) is not None) == told
 
 
+@pytest.mark.parametrize(
+    ("threads", "workers", "told"), [(7, 1, False), (6, 1, True), (3, 2, False), (2, 2, True)]
+)
+def test_a_core_kept_back_for_a_connector(machine, monkeypatch, threads, workers, told):
+    """vLLM keeps back a second one per worker where there is one; ours needs none."""
+    machine(avx512_bf16=True, cores=8, threads=threads)
+    said = advice.startup_advice(torch.bfloat16, workers) or ""
+    assert (f"with VLLM_CPU_NUM_OF_RESERVED_CPU={workers} in its environment" in said) == told
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", str(workers))
+    assert advice.startup_advice(torch.bfloat16, workers) is None
+
+
 def test_who_bound_cores_knows(machine, monkeypatch):
     machine(avx512_bf16=True, threads=1)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "1")
@@ -85,9 +97,9 @@ def test_nixl_takes_the_last_core(machine, monkeypatch):
 def test_workers_share_all_cores(machine):
     machine(cores=4)
     assert advice.all_cores()["VLLM_CPU_OMP_THREADS_BIND"] == "0,1,2,3"
-    assert advice.all_cores(2)["VLLM_CPU_OMP_THREADS_BIND"] == "0,2|1,3"
+    assert advice.all_cores(2)["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
     machine(cores=2)
-    assert advice.all_cores(3)["VLLM_CPU_OMP_THREADS_BIND"] == "0|1|0"
+    assert advice.all_cores(3)["VLLM_CPU_OMP_THREADS_BIND"] == "0|0|1"
 
 
 def test_one_thread_per_core(machine, monkeypatch, tmp_path):

@@ -49,12 +49,30 @@ OTHERS = ("--additional-config", '{"other": 7, "kv_retrieval": {"sink": 64, "bud
             (*OTHERS, "--kv-retrieval.budget", "1024"),
             {"other": 7, "kv_retrieval": {"sink": 64, "budget": 1024}},
         ),
+        (
+            (*OTHERS, "--additional-config.kv_retrieval.budget", "1024"),
+            {"kv_retrieval": {"sink": 64, "budget": 1024}},
+        ),
+        (
+            ("--kv-retrieval", '{"budget": 1024, "window": 64}', *OTHERS),
+            {"other": 7, "kv_retrieval": {"window": 64, "sink": 64, "budget": 512}},
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_command_line(parse, argv, expected):
     assert parse(*argv) == expected
     assert parse() == {}, "the parser keeps nothing for its next command line"
+
+
+@pytest.mark.parametrize("value", ["null", "5", "[]"])
+def test_options_beside_others_are_an_object(parse, value, capsys):
+    strange = ("--additional-config", f'{{"kv_retrieval": {value}}}')
+    given = ("--kv-retrieval", '{"budget": 5}')
+    for argv in ((*strange, *given), (*given, *strange)):
+        with pytest.raises(SystemExit):
+            parse(*argv)
+        assert "kv_retrieval must be a JSON object such as" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["1024", "[]", "budget=1024"])

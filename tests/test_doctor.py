@@ -1,5 +1,6 @@
 """``vllm-kvretrieval doctor``: what it finds without a server, and what it says of servers."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -218,6 +219,32 @@ def test_sizes(capsys):
     assert "a token takes 22.5 KiB of KV cache and 1344 bytes of page index" in text
     tokens = (1 << 30) // (128 * 30 * 3 * 64 * 4) * 128
     assert f"1.00 GiB hold {tokens} tokens" in text
+
+
+def test_a_store_that_has_yet_to_be_made(capsys, tmp_path):
+    """The server makes it; the directory above it has to be there."""
+    options = "--attention-backend kvretrieval --kv-retrieval.home disk".split()
+    for store, status in ((tmp_path / "store", 0), (tmp_path / "none" / "store", 1)):
+        given = [*options, "--kv-retrieval.store", str(store)]
+        assert main(["doctor", "--serve", checkpoint("SmolLM2-135M-Instruct"), *given]) == status
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_vllm_that_does_not_load(capsys, monkeypatch):
+    """As with a torch whose libraries are missing: doctor says so, others are left out."""
+
+    def fail(*_):
+        raise ImportError("libcudart.so.13: cannot open shared object file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib, "import_module", fail)
+        with pytest.raises(SystemExit):
+            main(["--help"])
+    assert "vLLM cannot be imported here (libcudart.so.13" in capsys.readouterr().out
+    monkeypatch.setattr("vllm_kvretrieval.plugin.version_refusal", fail)
+    *_, found = software.check_vllm()
+    assert found.severity is Severity.ERROR
+    assert "install vLLM anew" in found.remedy
 
 
 def llama_8b(path):

@@ -54,6 +54,14 @@ def test_a_server_without_retrieval():
     logger.log()
 
 
+def test_under_a_vllm_of_which_nothing_is_known(monkeypatch):
+    monkeypatch.setattr("vllm.version.__version__", "0.1.7")
+    logger = RetrievalStatLogger(SimpleNamespace(), [0])
+    logger.log_engine_initialized()
+    logger.record(SchedulerStats(), None)
+    logger.log()
+
+
 @pytest.mark.model
 def test_through_the_loggers_of_a_server(caplog, monkeypatch):
     """vLLM's own loggers beside ours, which takes out what they do not know."""

@@ -123,12 +123,24 @@ def used_by_another(store, name):
 @pytest.mark.parametrize("name", [LOCK, WORKER_LOCK])
 @pytest.mark.parametrize("action", [("verify",), ("gc", "--all")])
 def test_a_store_in_use_is_left_alone(store, capsys, name, action):
-    """By another process, whose number is told."""
+    """By another process, whose number is told; not so other stores."""
+    other = new_store(store.folder.path.parent, identity=IDENTITY | {"model": "another"})
+    path = other.folder.path
+    other.close()
     with used_by_another(store, name) as process:
-        assert run(store, *action) == 1
-    assert f"in use by process {process}" in capsys.readouterr().err
+        assert run(store, *action) == 0
+    said = capsys.readouterr().out
+    assert f"in use by process {process}" in said
+    assert f"{path.name} is removed" in said or f"{path.name}: 0 blocks are intact" in said
     assert len(store.records()) == 5
     assert run(store, "ls") == 0
+
+
+@pytest.mark.parametrize("days", ["nan", "inf", "-1", "old"])
+def test_an_age_that_is_none_removes_nothing(store, days):
+    with pytest.raises(SystemExit):
+        run(store, "gc", "--days", days)
+    assert len(store.records()) == 5
 
 
 @pytest.mark.parametrize("action", ACTIONS)

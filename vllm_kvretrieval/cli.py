@@ -14,8 +14,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--kv-retrieval`` to a parser of engine arguments.
 
     vLLM folds ``--kv-retrieval.budget 1024`` into ``--kv-retrieval '{"budget": 1024}'``. What is
-    given ends up in ``additional_config["kv_retrieval"]``, beside whatever ``--additional-config``
-    itself brings, whichever comes first on the command line.
+    given ends up in ``additional_config["kv_retrieval"]``, beside what ``--additional-config``
+    has there. Of one option that is given twice, by either, the later value counts; files of
+    options come before the command line.
     """
     target = parser._option_string_actions.get(TARGET)
     if target is None or OPTION in parser._option_string_actions:
@@ -24,12 +25,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     class Store(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
-            setattr(namespace, dest, _merge(getattr(namespace, dest, None) or {}, values))
+            additional = getattr(namespace, dest, None) or {}
+            earlier = _options(self, additional)
+            setattr(namespace, dest, {**additional, CONFIG_KEY: {**earlier, **values}})
 
     class KeepStored(target_class):  # type: ignore[misc, valid-type]
         def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
-            earlier = (getattr(namespace, dest, None) or {}).get(CONFIG_KEY, {})
-            super().__call__(parser, namespace, _merge(values, earlier), option)
+            earlier = _options(self, getattr(namespace, dest, None) or {})
+            if earlier:
+                values = {**values, CONFIG_KEY: {**earlier, **_options(self, values)}}
+            super().__call__(parser, namespace, values, option)
 
     target.__class__ = KeepStored
     options = "\n".join(f"- {OPTION}.{key}: {text}" for key, text in help_texts().items())
@@ -49,10 +54,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _merge(additional: Any, given: dict[str, Any]) -> Any:
-    if not given or not isinstance(additional, dict):
-        return additional
-    return {**additional, CONFIG_KEY: {**additional.get(CONFIG_KEY, {}), **given}}
+def _options(action: argparse.Action, additional: Any) -> dict[str, Any]:
+    """The options in a value of ``--additional-config``, which may be none."""
+    options = additional.get(CONFIG_KEY, {}) if isinstance(additional, dict) else additional
+    if not isinstance(options, dict):
+        raise argparse.ArgumentError(
+            action,
+            f"{CONFIG_KEY} must be a JSON object such as {{'budget': 1024}}, got {options!r}",
+        )
+    return options
 
 
 def _json_mapping(text: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from vllm_kvretrieval import __version__
 from vllm_kvretrieval.doctor.command import add_doctor
@@ -19,6 +20,19 @@ NEED_VLLM = {
 """Modules of subcommands that import vLLM, each with the function that adds its subcommand."""
 
 
+def _add_others(commands: Any) -> str:
+    """Add the subcommands that import vLLM; returns why that is impossible, empty if it is not."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed here"
+    try:
+        modules = {importlib.import_module(f"vllm_kvretrieval.{m}"): m for m in NEED_VLLM}
+    except (ImportError, OSError) as error:  # a library of torch's may be missing, too
+        return f"vLLM cannot be imported here ({error})"
+    for module, name in modules.items():
+        getattr(module, NEED_VLLM[name])(commands)
+    return ""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -27,11 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_doctor(commands)
-    if importlib.util.find_spec("vllm") is not None:
-        for module, add in NEED_VLLM.items():
-            getattr(importlib.import_module(f"vllm_kvretrieval.{module}"), add)(commands)
-    else:
-        parser.epilog = "vLLM is not installed here: `vllm-kvretrieval doctor` says what to do."
+    if why := _add_others(commands):
+        parser.epilog = f"{why}: `vllm-kvretrieval doctor` says what to do."
         parser.usage = f"%(prog)s [-h] [--version] COMMAND ...\n\n{parser.epilog}"
     own = list(sys.argv[1:] if arguments is None else arguments)
     end = own.index("--") if "--" in own else len(own)

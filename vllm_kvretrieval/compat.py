@@ -27,10 +27,11 @@ def support(version: str) -> Support:
     """What is known of a version of vLLM.
 
     Args:
-        version: As vLLM says it, such as ``0.33.0+cpu``; a build that has none counts as newer.
+        version: As vLLM says it, such as ``0.33.0+cpu``; a build that has none, or one of a clone
+            without tags (``0.1.dev1+g1234``), counts as newer.
     """
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None:
+    if numbers is None or re.match(r"0\.[01]\.dev", version):
         return Support.NEWER
     if numbers[0] in TESTED:
         return Support.TESTED

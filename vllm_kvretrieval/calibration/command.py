@@ -46,7 +46,9 @@ def add_calibrate(commands: Any) -> None:
         "--kv-retrieval.filters, and draws a plot.",
     )
     add_inputs(parser)
-    parser.add_argument("--out", type=Path, help="file to write (default: MODEL's name.json)")
+    parser.add_argument(
+        "--out", type=Path, help="file to write (default: MODEL's name and -filters.json)"
+    )
     parser.add_argument("--plot", type=Path, help="PNG to draw (default: as --out, but .png)")
     parser.add_argument("--no-plot", action="store_true", help="draw none")
     parser.add_argument(
@@ -101,7 +103,7 @@ def calibrate(given: argparse.Namespace) -> None:
             f"--queries {given.queries} must be at most half of --tokens {given.tokens}"
         )
     text = read_text(given.text)
-    out = given.out or Path(f"{name_of(given.model)}.json")
+    out = given.out or Path(f"{name_of(given.model)}-filters.json")
     picture = None if given.no_plot else given.plot or out.with_suffix(".png")
 
     import torch

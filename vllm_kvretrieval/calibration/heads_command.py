@@ -23,7 +23,9 @@ def add_heads(commands: Any) -> None:
         "these (induction). Writes a file for --kv-retrieval.heads.",
     )
     parser.add_argument("model", metavar="MODEL", help="path, or name on a hub")
-    parser.add_argument("--out", type=Path, help="file to write (default: MODEL's name.json)")
+    parser.add_argument(
+        "--out", type=Path, help="file to write (default: MODEL's name and -heads.json)"
+    )
     parser.add_argument(
         "--tokens",
         type=count,
@@ -92,7 +94,7 @@ def measure(given: argparse.Namespace) -> None:
         },
         "versions": versions(),
     }
-    out = given.out or Path(f"{name_of(given.model)}.json")
+    out = given.out or Path(f"{name_of(given.model)}-heads.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(as_json(result, ("induction", "echo")))
     print(_summary(result, given.share))

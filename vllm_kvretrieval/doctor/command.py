@@ -96,18 +96,17 @@ def examine(home_path: str | None, serve: list[str] | None) -> Iterator[Finding]
 
     options, vllm_config = check_options(serve) if serve else ([], None)
     yield from options
-    home = None if vllm_config is None else home_of(vllm_config)
-    if current_platform.is_cpu():
-        yield from _examine_cpu(vllm_config)
-        home = home or (home_path, None)
-    else:
+    if not current_platform.is_cpu():
         from vllm_kvretrieval.doctor.gpu import check_gpu
 
         yield from check_gpu()
-    if home is not None:
-        from vllm_kvretrieval.doctor.home import check_home
+        return
+    yield from _examine_cpu(vllm_config)
+    from vllm_kvretrieval.doctor.home import check_home
 
-        yield from check_home(home_path or home[0], home[1])
+    named = None if vllm_config is None else home_of(vllm_config)
+    directory, size = named or (None, None)
+    yield from check_home(home_path or directory, size)
 
 
 def _examine_cpu(vllm_config: Any) -> Iterator[Finding]:

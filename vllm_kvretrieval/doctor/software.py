@@ -26,11 +26,19 @@ def check_vllm() -> Iterator[Finding]:
     if importlib.util.find_spec("vllm") is None:
         yield error("vllm", "vLLM is not installed", INSTALL)
         return
-    from vllm_kvretrieval.plugin import version_refusal
+    try:
+        import vllm  # noqa: F401  (with torch)
 
+        from vllm_kvretrieval.plugin import version_refusal
+
+        why = version_refusal()
+    except (ImportError, OSError) as e:
+        again = "install vLLM anew, with the torch that it asks for"
+        yield error("vllm", f"vLLM cannot be imported ({e})", again)
+        return
     owners = sorted(set(packages_distributions().get("vllm", [])))
     text = ", ".join(f"{name} {version(name)}" for name in owners)
-    if why := version_refusal():
+    if why:
         found, _, remedy = why.partition(": ")
         yield error("vllm", found, remedy.removesuffix("."))
     elif len(owners) > 1:

@@ -15,6 +15,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_kvretrieval.engine.metrics import COUNTERS, PREFIX, RetrievalMetrics, log_line
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.plugin import version_refusal
 
 logger = init_logger("vllm.kvretrieval.metrics")
 
@@ -67,11 +68,13 @@ def take(stats: Any) -> dict[str, int]:
 class RetrievalStatLogger(AggregateStatLoggerBase):
     """Shows in the front end what retrieval counts (``vllm.stat_logger_plugins``).
 
-    vLLM makes it for every server; it does nothing for one without retrieval.
+    vLLM makes it for every server; it does nothing for one without retrieval, nor under a vLLM
+    under which retrieval stays off, whose configuration may be another.
     """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
-        self._config = RetrievalConfig.from_vllm(vllm_config)
+        off = version_refusal() is not None
+        self._config = None if off else RetrievalConfig.from_vllm(vllm_config)
         self._vllm_config, self._engines = vllm_config, engine_indexes
         self._metrics: RetrievalMetrics | None = None
         self._since: dict[str, int] = {}

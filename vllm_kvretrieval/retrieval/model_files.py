@@ -146,4 +146,4 @@ def shape_of(config: Any) -> dict[str, Any]:
 
 def name_of(model: str) -> str:
     """A model's name, from its path or its place on a hub."""
-    return Path(model).name
+    return Path(model).name or Path(model).resolve().name

@@ -92,14 +92,11 @@ def add(given: argparse.Namespace) -> None:
 def _engine(given: argparse.Namespace) -> "LLM":
     """The engine, as ``vllm serve`` would make it of the same options."""
     options = ["--model", given.model, *given.engine, "--kv-retrieval.store", given.store]
-    said = {part.partition("=")[0].replace("_", "-") for part in given.engine}
-    for option, value in (("--attention-backend", DEFAULT_METHOD), ("--kv-retrieval.home", "disk")):
-        if option not in said:
-            options += [option, value]
     check_command_line(["vllm", "serve", *options])
 
     from vllm import LLM, AsyncEngineArgs, EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from vllm_kvretrieval.engine.cpu.advice import all_cores
 
@@ -108,6 +105,9 @@ def _engine(given: argparse.Namespace) -> "LLM":
         FlexibleArgumentParser(prog="vllm-kvretrieval store add MODEL TEXT... --store DIR --")
     )
     parsed = EngineArgs.from_cli_args(parser.parse_args(options))
+    if parsed.attention_backend is None and parsed.attention_config.backend is None:
+        parsed.attention_backend = AttentionBackendEnum[DEFAULT_METHOD.upper()]
+    parsed.additional_config[CONFIG_KEY].setdefault("home", "disk")
     for name, value in all_cores(parsed.tensor_parallel_size).items():
         os.environ.setdefault(name, value)
     return LLM.from_engine_args(parsed)

@@ -1,6 +1,7 @@
 """``vllm-kvretrieval store``: look at the stores in a directory, and change them."""
 
 import argparse
+import math
 import time
 from contextlib import closing
 from typing import Any
@@ -15,6 +16,7 @@ from vllm_kvretrieval.store.listing import listed
 from vllm_kvretrieval.store.store import (
     LOCK,
     WORKER_LOCK,
+    StoreInUseError,
     release,
     remove_unfinished,
     store_names,
@@ -52,7 +54,7 @@ def add_store(commands: Any) -> None:
     cleaning = _add(actions, "gc", collect, "remove stores that no server has used for long")
     limit = cleaning.add_mutually_exclusive_group()
     limit.add_argument(
-        "--days", type=float, default=30.0, help="unused for so many days (default: 30)"
+        "--days", type=_days, default=30.0, help="unused for so many days (default: 30)"
     )
     limit.add_argument("--all", action="store_true", help="all that no server uses now")
 
@@ -62,6 +64,13 @@ def _add(actions: Any, name: str, run: Any, about: str) -> argparse.ArgumentPars
     action.add_argument("directory", metavar="DIR", help="the directory of --kv-retrieval.store")
     action.set_defaults(run=run)
     return action
+
+
+def _days(text: str) -> float:
+    days = float(text)
+    if not 0 <= days < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of days, got {text}")
+    return days
 
 
 def list_contexts(given: argparse.Namespace) -> None:
@@ -97,11 +106,15 @@ def verify(given: argparse.Namespace) -> None:
     """Check every block of all stores that no server uses."""
     with all_stores(given.directory) as stores:
         for found in stores:
-            with locked(found) as store:
-                records, name = store.records(), store.name
-                bar = tqdm(records.items(), desc=name, unit="block", leave=False)
-                damaged = [block for block, record in bar if not store.intact(block, record)]
-                store.void(damaged)
+            try:
+                with locked(found) as store:
+                    records, name = store.records(), store.name
+                    bar = tqdm(records.items(), desc=name, unit="block", leave=False)
+                    damaged = [block for block, record in bar if not store.intact(block, record)]
+                    store.void(damaged)
+            except StoreInUseError as error:
+                print(error)
+                continue
             intact = len(records) - len(damaged)
             print(f"{name}: {intact} blocks are intact, {len(damaged)} damaged.")
 
@@ -126,6 +139,10 @@ def _collect(root: Folder, name: str, oldest: float | None) -> None:
         if oldest is not None and latest > oldest:
             print(f"{name} stays.")
             return
-        release(take_locks(folder, [LOCK, WORKER_LOCK]))
+        try:
+            release(take_locks(folder, [LOCK, WORKER_LOCK]))
+        except StoreInUseError as error:
+            print(error)
+            return
         root.remove(name)
     print(f"{name} is removed.")

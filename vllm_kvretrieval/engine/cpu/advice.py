@@ -1,5 +1,6 @@
 """Where vLLM's defaults are slow on small machines, and what to set instead."""
 
+import itertools
 import os
 import platform
 from pathlib import Path
@@ -8,6 +9,8 @@ import torch
 
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice
 
+RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+"""vLLM's variable that says how many cores it keeps back, for all workers together."""
 FEW_CORES = 4
 """Up to so many cores, the one that vLLM keeps back is worth a word."""
 
@@ -88,6 +91,9 @@ def check_threads(cores: list[int], used: int, workers: int, nixl: bool = False)
         return advice("threads", text, remedy)
     if used < len(free) and len(cores) <= FEW_CORES and bound == "auto":
         return advice("threads", text, f"with {settings} in its environment it takes all")
+    if len(free) - used == 2 * workers and bound == "auto" and RESERVED not in os.environ:
+        remedy = f"with {RESERVED}={workers} in its environment it keeps one core less per worker"
+        return advice("threads", f"{text}, for it keeps back one for a KV connector", remedy)
     return Finding("threads", text)
 
 
@@ -101,6 +107,10 @@ def cores_of(process: int) -> list[int]:
 
 
 def _bound(cores: list[int], workers: int) -> dict[str, str]:
-    parts = [cores[i % len(cores) :: workers] for i in range(workers)]
+    ends = [len(cores) * i // workers for i in range(workers + 1)]  # neighbours share a NUMA node
+    parts = [
+        cores[begin:end] or [cores[i % len(cores)]]
+        for i, (begin, end) in enumerate(itertools.pairwise(ends))
+    ]
     lists = [",".join(str(core) for core in part) for part in parts]
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(lists), "GOMP_SPINCOUNT": "20000"}

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
@@ -85,6 +86,12 @@ class HomeStore:
             if self.name in store_names(root):
                 self._open(root)
 
+    @property
+    def _removal(self) -> str:
+        """The command that removes the store of all workers, and no other."""
+        path = shlex.quote(f"{self._directory}/{name_of_all(self.name)}")
+        return f"`rm -r {path}{'' if self._part == WHOLE else '.*'}`"
+
     def _explained(self) -> Any:
         return explained(f"kv_retrieval.store={self._directory!r} cannot be used")
 
@@ -118,7 +125,7 @@ class HomeStore:
             raise RetrievalConfigError(
                 f"--max-model-len {cache.max_model_len}: one request needs {cache.blocks_for(1)} "
                 f"blocks, and the store {self._store.folder.path} has {self.blocks}. Lower it, or "
-                "remove the store with `vllm-kvretrieval store gc --all`."
+                f"remove the store ({self._removal})."
             )
         return self.blocks
 
@@ -142,8 +149,8 @@ class HomeStore:
             raise RetrievalConfigError(
                 f"kv_retrieval.store: {self._store.folder.path} has {self.blocks} blocks, of "
                 f"{format_gib(needed)} GiB, and the KV cache may have {format_gib(available)} GiB. "
-                "Give it more memory (--kv-cache-memory-bytes), or remove the store with "
-                "`vllm-kvretrieval store gc --all`."
+                "Give it more memory (--kv-cache-memory-bytes), or remove the store "
+                f"({self._removal})."
             )
         return needed
 
@@ -152,8 +159,7 @@ class HomeStore:
         if wanted is not None and wanted != self.blocks:
             raise RetrievalConfigError(
                 f"{given}: the store {self._store.folder.path} has {self.blocks} blocks, and its "
-                "size cannot change. Leave the option out, or remove the store with "
-                "`vllm-kvretrieval store gc --all`."
+                f"size cannot change. Leave the option out, or remove the store ({self._removal})."
             )
 
     def has_dense(self, cache: Cache) -> bool:
@@ -192,7 +198,7 @@ class HomeStore:
                 f"kv_retrieval.store: {self._store.folder.path} was made for another division of "
                 f"memory ({self._store.geometry}) than there is room for now ({geometry}): give "
                 "the KV cache as much memory as then (--kv-cache-memory-bytes), or remove the "
-                "store with `vllm-kvretrieval store gc --all`."
+                f"store ({self._removal})."
             )
 
     def file(self, geometry: Geometry) -> io.FileIO:
