@@ -14,6 +14,8 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
+# pip compiles no Python ahead (--no-compile): first imports do, and have to keep it.
+export PYTHONDONTWRITEBYTECODE :=
 # No advice of pip's over the output, in programs that call it, too.
 export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -30,7 +30,7 @@ from tests.engine import (
 )
 from tests.outside import MEDIAN, POINTS, install, installed
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.presets import OWN
+from vllm_kvretrieval.retrieval.presets import OWN, presets
 
 pytestmark = pytest.mark.engine
 
@@ -106,6 +106,17 @@ HOUSES = {
         },
         {},
         resumed=("kvretrieval", "freekv", "toy"),
+    ),
+    # As on most CPUs by default, with so large a remainder that random weights have one, too.
+    "small pages": House(
+        "kvretrieval",
+        {
+            "without": {"preset": "kvretrieval", "remainder": 0.0},
+            "narrow": {"preset": "kvretrieval", "mass": 0.3},
+            "streamingllm": {},
+        },
+        (presets()["kvretrieval"].finer or {}) | {"remainder": 0.05},
+        resumed=("kvretrieval", "narrow"),
     ),
     "tokens": House(
         "fier",
