@@ -157,15 +157,15 @@ class KeepingRecorder:
                     summary["least"] = min(summary["least"], len(kept))
                     summary["most"] = max(summary["most"], len(kept))
                     good, ties = self._keeps(rule, ratings, kept, end, wanted)
-                    full = len(kept) + 1 if end > wanted else budget
-                    slides = end - int(rule.recent * len(kept)), full
+                    slides = self._stay(rule, ratings, kept, end, wanted, budget)
                 else:
                     before, ratings, slides = states[number, request, head]
                     summary["came_back"] += len(kept - before)
                     if rule.slides:
                         good, ties = self._slides(before, kept, *slides), 0
                     else:
-                        good, ties = self._follows(rule, ratings, before, kept, length, budget)
+                        span = length, end
+                        good, ties = self._follows(rule, ratings, before, kept, span, budget)
                 summary["lists"] += 1
                 summary["differ"] += not (good and tokens == sorted(set(tokens)))
                 summary["kept"] += len(kept)
@@ -249,17 +249,21 @@ class KeepingRecorder:
         good = whole and last <= pages and max(others) <= worst and len(kept) > wanted - 16
         return good and len(kept) <= wanted, 0
 
-    def _follows(self, rule, ratings, before, kept, length, budget):
+    def _follows(self, rule, ratings, before, kept, span, budget):
         """Whether this is what a step before leaves."""
         if not rule.evicts:
             return kept == before, 0
         gone = before - kept
         if len(before) < budget:
             return not gone, 0
+        length, end = span
         recent = int(rule.recent if rule.recent >= 1 else rule.recent * budget)
         open_ = sorted(t for t in before if t < length - 1 - recent)
         if rule.stamps:
             pages = {t // 16 for t in open_ if 16 * (t // 16) + 15 < length - 1 - recent}
+            prompt = -(-end // 16)
+            if prompt + 2 <= budget // 16:  # one page of the answer can go beside the latest
+                pages -= {*range(prompt)}
             rated = {p: max(float(ratings[t]) for t in before if t // 16 == p) for p in pages}
             left = {t // 16 for t in gone}
             return len(gone) == 16 and len(left) == 1 and rated[min(left)] == min(rated.values()), 0
@@ -269,9 +273,19 @@ class KeepingRecorder:
         return len(gone) == 1 and gone <= set(open_) and near, int(tie)
 
     @staticmethod
-    def _slides(before, kept, first, full):
-        """Whether the earliest of the tokens from ``first`` on has gone, if there was no room."""
-        gone = {min(t for t in before if t >= first)} if len(before) >= full else set()
+    def _stay(rule, ratings, kept, end, wanted, budget):
+        """Tokens of a prompt that never leave where the others slide; and how many fill a head."""
+        if end > wanted:
+            first = end - int(rule.recent * len(kept))
+            return {t for t in kept if t < first}, len(kept) + 1
+        others = ratings[rule.sink :].argsort(descending=True) + rule.sink
+        best = [*range(rule.sink), *others.tolist()]
+        return {*best[: budget - int(rule.recent * budget)]}, budget
+
+    @staticmethod
+    def _slides(before, kept, stay, full):
+        """Whether the earliest of the tokens that do not stay has gone, if there was no room."""
+        gone = {min(before - stay)} if len(before) >= full else set()
         return before - kept == gone
 
     def _attend(self, number, request, length, attended, output):

@@ -1,5 +1,7 @@
 """The tokens that are kept of a prompt: the papers' rules, on small numbers."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -163,3 +165,36 @@ def test_raas_keeps_pages_by_their_latest_stamp():
     assert kept.tolist() == [*range(16), *range(32, 48), *range(64, 83)]
     (kept,) = rule("raas").keep(stamps[None], torch.tensor([3 + 4 * 16]))
     assert kept.tolist() == [*range(48), *range(64, 83)]
+
+
+@pytest.mark.parametrize(("end", "stays"), [(33, True), (48, True), (49, False), (64, False)])
+def test_raas_never_drops_a_prompt_that_leaves_room_for_two_pages(end, stays):
+    """One for the latest page, and one that can go: here of five pages in all."""
+    stamps = torch.arange(end).float()
+    rated = rule("raas").ratings(stamps, torch.arange(end), 5 * 16, slides=False)
+    assert rated.tolist() == [math.inf] * end if stays else torch.equal(rated, stamps)
+    rated = rule("h2o").ratings(stamps, torch.arange(end), 5 * 16, slides=False)
+    assert torch.equal(rated, stamps), "other ratings say what goes"
+
+
+@pytest.mark.parametrize(
+    ("preset", "mass", "budget", "stay"),
+    [
+        ("entropykv", MASS, 14, [0, 1, 2, 3, 4, 5, 7]),
+        ("entropykv", [0.0, 0, 0, 0, 0, 0, 1, 0, 3, 0, 2, 0], 13, [0, 1, 2, 3, 6, 8, 10]),
+        ("entropykv", MASS[:5], 12, range(5)),
+        ("snapkv", [*MASS, *[0.0] * 30], 50, [*range(8), *range(8, 11), *range(11, 18)]),
+    ],
+)
+def test_the_most_attended_part_of_a_prompt_that_fits_stays(preset, mass, budget, stay):
+    """As many tokens as a budget has beside recent ones; the others slide from the earliest on."""
+    end = len(mass)
+    rated = rule(preset).ratings(torch.tensor(mass), torch.arange(end), budget, slides=True)
+    expected = [math.inf if t in stay else t for t in range(end)]
+    assert rated.tolist() == expected
+
+
+def test_what_was_chosen_of_a_prompt_that_does_not_fit_stays():
+    positions = torch.tensor([0, 4, 7, 9, 10, 11])
+    rated = rule("entropykv").ratings(torch.tensor(MASS), positions, 7, slides=True)
+    assert rated.tolist() == [math.inf] * 3 + [9, 10, 11]

@@ -236,6 +236,23 @@ def test_drops_the_least(rule, sets):
         assert torch.equal(ours.chosen[3], kept.chosen[3])
 
 
+def test_stamps_leave_a_token_that_never_leaves():
+    """A page of a prompt, though steps attend to it. The page goes that no step attends to."""
+    rule = RULES["stamp"]
+    for ops in (reference, cpu):
+        counts = torch.full((SEATS, HEADS), 63, dtype=torch.int32)
+        chosen = torch.arange(64, dtype=torch.int32).repeat(SEATS, HEADS, 1)
+        ratings = torch.zeros(chosen.shape)
+        ratings[..., :16] = float("inf")
+        kept = KeptTokens(chosen, ratings, counts, torch.full_like(counts, 64))
+        weights = torch.zeros(1, HEADS, GROUP, 65)
+        weights[..., :32] = 1
+        ops.drop_tokens(weights, rows_of((64,), (2,)), kept, rule)
+        assert kept.ratings[2, :, :16].isinf().all()
+        assert kept.chosen[2, 0, :48].tolist() == [*range(32), *range(48, 64)]
+        assert kept.ratings[2, 0, 16:48].tolist() == [63.0] * 16 + [0.0] * 16
+
+
 SINK = range(4)
 
 

@@ -145,8 +145,38 @@ def test_methods_that_rate_by_attention_are_refused(rule, what, also):
     """Their ratings would not be the model's attention."""
     bare = BareEngine("freekv", {"also": [also]})
     groups = [Group(bare.builder, None, [*bare.layers], [*bare.layers])]
-    assert not check_logits(bare.worker, groups, bare.layers)
+    assert check_logits(bare.worker, groups, bare.layers) == (False, False)
     for name, value in rule.items():
         setattr(bare.layers["model.layers.2"].impl, name, value)
     with pytest.raises(RetrievalConfigError, match=f"{also} rates tokens by attention .*{what}"):
         check_logits(bare.worker, groups, bare.layers)
+
+
+def test_a_mass_is_refused_where_logits_are_capped():
+    """Indexes estimate shares of the attention by logits that are not capped."""
+    bare = BareEngine("twilight", {})
+    groups = [Group(bare.builder, None, [*bare.layers], [*bare.layers])]
+    assert check_logits(bare.worker, groups, bare.layers) == (False, False)
+    bare.layers["model.layers.2"].impl.sinks = torch.zeros(4)
+    assert check_logits(bare.worker, groups, bare.layers) == (False, True)
+    bare.layers["model.layers.2"].impl.logits_soft_cap = CAP
+    with pytest.raises(RetrievalConfigError, match=r"twilight selects up to a mass .*mass=1"):
+        check_logits(bare.worker, groups, bare.layers)
+
+
+def test_the_mass_of_a_request_has_no_effect_where_logits_are_capped(model):
+    """Its answer is that of a request without a mass."""
+    with engine(
+        model[1],
+        attention_backend="twilight",
+        additional_config={"kv_retrieval": {"budget": BUDGET, "sink": 32, "window": 64, "mass": 1}},
+        **OPTIONS,
+    ) as llm:
+        ids = prompt(700)
+        whole, part = drive(llm, [Request(ids, 8, {}), Request(ids, 8, {"mass": 0.05})])
+        (by_mass,) = llm.collective_rpc(lambda worker: worker.requests.by_mass)
+    assert by_mass == (model[0].config.model_type == "gpt_oss")
+    if by_mass:
+        assert part.logprobs[1:] != pytest.approx(whole.logprobs[1:], abs=TOLERANCE)
+    else:
+        assert_same(part, whole, TOLERANCE)

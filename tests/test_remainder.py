@@ -1,6 +1,7 @@
 """What is not selected, added up by the means of its values: a further part of the softmax."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -135,6 +136,50 @@ def test_nothing_is_left_where_everything_is_attended_to():
     for ops in (reference, cpu):
         found = planned(ops, query, clone_rows(rows), copy_of(chooser))
         assert (found.lse == -math.inf).all()
+
+
+def plainly(chooser, query, rows):
+    """By the formula: all complete pages that a head does not list, each with its mean."""
+    heads = query.unflatten(1, (KV_HEADS, GROUP))
+    found = Remainder(torch.zeros(query.shape), torch.full(query.shape[:2], -math.inf))
+    values, lse = (part.unflatten(1, (KV_HEADS, GROUP)) for part in found)
+    for unit, length in enumerate(rows.lengths.tolist()):
+        r, h = divmod(unit, KV_HEADS)
+        pages = rows.block_table[r, : int(rows.seq_lens[r]) // 16].long()
+        listed = rows.lists[unit, : -(-length // 16)] // KV_HEADS
+        pages = pages[~torch.isin(pages, listed)]
+        if not len(pages):
+            continue
+        scores = reference.score_entries(chooser.store.index, heads[r, h], pages, h, chooser)
+        lse[r, h] = scores.logsumexp(1)
+        means = unpack_means(chooser.store.records[pages, h], 1, 64)[:, 0]
+        values[r, h] = scores.softmax(1) @ means
+    return found
+
+
+@pytest.mark.parametrize("masses", [(1.0, 1.0, 1.0), (0.5, 0.2, 0.3), (0.2, 1.0, 0.6)])
+def test_heads_of_uneven_counts_leave_what_they_do_not_list(masses):
+    """Some select nothing, and some all that there is, of which a mass takes a part."""
+    torch.manual_seed(5)
+    chooser, query, rows = setting("exact", 1, torch.float32, gate=1.0)
+    counts = torch.tensor([[0, 9], [64, 0], [38, 64]], dtype=torch.int32)  # of 87, 157 and 38 pages
+    table = torch.empty_like(counts)
+    table[rows.seats.long()] = counts
+    chooser = replace(chooser, selection=replace(chooser.selection, counts=table), handle=None)
+    rows.mass[:] = torch.tensor(masses)
+    rows.spared = torch.zeros(len(LENS), dtype=torch.int64)
+    for ops, isa in [(reference, None), *((cpu, isa) for isa in visited())]:
+        own = clone_rows(rows)
+        found = planned(ops, query, own, copy_of(chooser))
+        expected = plainly(chooser, query, own)
+        lengths = own.lengths.view(len(LENS), KV_HEADS)
+        assert lengths[0, 0] == 3 * 16 - 5, "sink and window"
+        assert (lengths[2] < LENS[2]).all() == (masses[2] < 1)
+        assert found.lse[:2].isfinite().all(), isa
+        torch.testing.assert_close(found.lse, expected.lse, atol=1e-3, rtol=0)
+        some = found.lse.isfinite()
+        near = {"atol": 2e-3, "rtol": 0.0}
+        torch.testing.assert_close(found.values[some], expected.values[some], **near)
 
 
 @covering(dtype=DTYPES, rest=[-math.inf, 3.0, 60.0], sinks=[False, True])

@@ -24,7 +24,7 @@ void rate(const TokenDropping& d, int row, int set, int count, const float* befo
     if (d.rating == Rating::kPosition) return;
     for (int h = 0; h < d.heads_per_set; ++h, weights += d.weight_stride)
       for (int i = 0; i <= count; ++i)
-        if (weights[i] > d.stamped) rating[i] = last;
+        if (weights[i] > d.stamped) rating[i] = std::max(rating[i], float(last));
     return;
   }
   std::copy_n(weights, count + 1, rating);

@@ -7,7 +7,7 @@ namespace kvr {
 
 // The rating of a token: all attention that it has received; the attention of the latest query; or
 // the position of the latest query that gave it more attention than `stamped` in some head; or, of new
-// tokens, their own position.
+// tokens, their own position. A token that was rated infinity stays so by the last two.
 enum class Rating : int32_t { kSum = 0, kLatest = 1, kStamp = 2, kPosition = 3 };
 
 struct TokenDropping {

@@ -181,6 +181,8 @@ struct Planner {
             select_anew(row, head, k, attended == n, of, kept, append);
         if (chosen < k) list_tokens(attended - k + chosen);
       }
+    } else if (of.sums != nullptr && rows.scores(row) && attended < n) {
+      leave_rest(row, head, nullptr, 0, take_rest(row, of));
     }
     for (int j = n - window; j < n; ++j) append(j);
   }
@@ -196,17 +198,15 @@ struct Planner {
     const bool correct = must_correct(row, q, prev);
     const bool anew = correct || everything;
     thread_local std::vector<int32_t> enough;
-    thread_local Remainder remainder;
-    const bool rest = of.sums != nullptr && !everything;
-    if (rest)
-      remainder.take(of.scores, of.stride, chooser.group, entries(row) * per_entry, chunk * per_entry,
-                     of.chunks, of.masses, of.sums, sum_size());
+    const bool may_rest = of.sums != nullptr && (!everything || rows.mass[row] < 1);
+    Remainder* const rest = may_rest ? &take_rest(row, of) : nullptr;
     if (!anew)
       for (int i = 0; i < k; ++i) append(kept[i]);
     const int count = select_best(row, head, k, of, kept, enough);
     if (anew)
       for (int i = 0; i < count; ++i) append(count < k ? enough[i] : kept[i]);
-    if (rest) leave_rest(row, head, count < k ? enough.data() : kept, count, remainder);
+    if (rest != nullptr && (!everything || count < k))
+      leave_rest(row, head, count < k ? enough.data() : kept, count, *rest);
     if (correct) {
 #pragma omp atomic
       rows.corrected[rows.seats[row]] += 1;
@@ -217,6 +217,14 @@ struct Planner {
     }
     std::memcpy(prev, q, group_elements() * sizeof(E));
     return count;
+  }
+
+  // What a KV head's scores add up to; pooling takes their place.
+  Remainder& take_rest(int row, const HeadScores& of) const {
+    thread_local Remainder remainder;
+    remainder.take(of.scores, of.stride, chooser.group, entries(row) * per_entry, chunk * per_entry,
+                   of.chunks, of.masses, of.sums, sum_size());
+    return remainder;
   }
 
   // What the row does not attend to, beside sink, window and the selected units.

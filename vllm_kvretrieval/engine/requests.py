@@ -58,8 +58,8 @@ class RequestTable:
         kept: The prompts of requests whose methods drop tokens; None: no method does.
         corrected: int64 [capacity]; see :class:`Counts`.
         spared: int64 [capacity]; see :attr:`DecodeRows.spared`.
-        uneven: Whether KV heads may attend to different numbers of units. Otherwise all attend to
-            as many as are selected, whatever the mass.
+        by_mass: Whether the mass of a request has an effect. Otherwise all KV heads attend to as
+            many units as are selected.
         recalls: int64 [capacity, 3]; units looked up, missed and recalled.
         in_step: Whether a step of requests is under way; vLLM's dummy runs are none.
         batch: The requests of the step in batch order, by id.
@@ -101,7 +101,7 @@ class RequestTable:
         self.ends = np.zeros(capacity, dtype=np.int32)
         self.corrected = torch.zeros(capacity, dtype=torch.int64)
         self.spared = torch.zeros(capacity, dtype=torch.int64)
-        self.uneven = True
+        self.by_mass = True
         self.recalls = torch.zeros(capacity, 3, dtype=torch.int64)
         self._steps = torch.zeros(capacity, 6, dtype=torch.int64)  # the rest of the counts
         self._past = torch.zeros(len(Counts._fields), dtype=torch.int64)  # of ended requests
@@ -370,7 +370,7 @@ class RequestTable:
         self._sink[seat], self._window[seat] = budget.sink, budget.window
         self._select[seat], self._total[seat] = budget.select, budget.total
         self._threshold[seat], self._exact[seat] = options.correction_threshold, options.exact
-        self._mass[seat] = options.mass if self.uneven else 1
+        self._mass[seat] = options.mass if self.by_mass else 1
         self._method[seat] = self._methods[options.method]
         method = self.config.methods[options.method]
         self._units[seat] = self.config.page_size if method.per_token else 1

@@ -3,7 +3,6 @@
 Those of the schedules ``running`` and ``sliding`` drop a token at each step, too.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -173,17 +172,11 @@ class DroppingLayer(ScoredLayer):
             self._kept.chosen[seat, head, : len(positions)] = positions
             if self._drops:
                 of_mass = mass[min(head, len(mass) - 1)]
-                self._kept.ratings[seat, head, : len(positions)] = self._rated(of_mass, positions)
+                budget = int(self._kept.budgets[seat, head])
+                rated = self._rule.ratings(of_mass, positions, budget, self._slides)
+                self._kept.ratings[seat, head, : len(positions)] = rated
             else:
                 self._facts.storage.hold(seat, head, pages, positions)
-
-    def _rated(self, mass: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Ratings of the tokens that a head keeps of a prompt, given the attention received."""
-        if not self._slides:
-            return mass[positions]
-        count = len(positions)
-        recent = int(self._rule.most_recent(torch.tensor(count)))
-        return torch.cat([torch.full((count - recent,), math.inf), positions[count - recent :]])
 
     def weights(self, query: torch.Tensor) -> torch.Tensor | None:
         """Room for the most tokens that are kept, and the new one."""

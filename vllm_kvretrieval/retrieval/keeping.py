@@ -98,14 +98,50 @@ class Keeping:
             kept.append(made[row, count])
         return kept
 
+    def ratings(
+        self, mass: torch.Tensor, positions: torch.Tensor, budget: int, slides: bool
+    ) -> torch.Tensor:
+        """Ratings of the tokens that a head keeps of a prompt, for the steps that drop tokens.
+
+        Tokens that never leave are rated infinity. By ``stamp`` these are all tokens of a prompt
+        that leaves room for recent pages and for one that can go (RaaS keeps prompts). Where tokens
+        slide, they are those that are kept for their attention; the others have their positions.
+
+        Args:
+            mass: float32 [tokens]; attention that the prompt's tokens received.
+            positions: int64 [n]; the kept tokens, rising.
+            budget: Tokens that the head may attend to, a new one included.
+            slides: Whether the recent tokens slide.
+
+        Returns:
+            float32 [n].
+        """
+        end, count = len(mass), len(positions)
+        recent = int(self.most_recent(torch.tensor(budget)))
+        if slides:
+            rated = positions.float()
+            if count < end:
+                rated[: count - int(self.most_recent(torch.tensor(count)))] = math.inf
+            else:
+                rated[self._order(mass)[: budget - recent]] = math.inf
+            return rated
+        pages, recent_pages = (-(-tokens // self.page) for tokens in (end, recent))
+        if self.rating == "stamp" and pages + recent_pages < budget // self.page:
+            return torch.full((count,), math.inf)
+        return mass[positions]
+
     def _best(self, mass: torch.Tensor, count: int, recent: int) -> torch.Tensor:
         end = len(mass)
         if self.page > 1:
             return self._best_pages(mass, count)
-        rated = self._smooth(mass[: end - recent])
-        rated[: self.sink] = math.inf
-        best = rated.sort(descending=True, stable=True).indices[: count - recent]
+        best = self._order(mass[: end - recent])[: count - recent]
         return torch.cat([best.sort().values, torch.arange(end - recent, end)])
+
+    def _order(self, mass: torch.Tensor) -> torch.Tensor:
+        """Positions of tokens, the sink first, then the best rated."""
+        rated = self._smooth(mass)
+        rated[: self.sink] = math.inf
+        return rated.sort(descending=True, stable=True).indices
 
     def _best_pages(self, mass: torch.Tensor, count: int) -> torch.Tensor:
         """The last page, perhaps unfinished, and the best others; of equal ones the latest."""

@@ -32,7 +32,7 @@ def check_layers(worker: "PlanningWorker", retrieving: set[str]) -> None:
 
 def check_logits(
     worker: "PlanningWorker", groups: Sequence["Group"], layers: dict[str, Any]
-) -> bool:
+) -> tuple[bool, bool]:
     """Refuse what goes by other logits than those of the model, with soft-capping or sinks.
 
     Args:
@@ -41,7 +41,8 @@ def check_logits(
         layers: All layers by name.
 
     Returns:
-        Whether any of the layers has sinks, which vLLM's kernel cannot give to a KV head alone.
+        Whether any of the layers caps logits, so that indexes misjudge shares of the attention; and
+        whether any has sinks, which vLLM's kernel cannot give to a KV head alone.
     """
     config = worker.retrieval_config
     impls = [layers[name].impl for group in groups for name in group.names]
@@ -61,6 +62,12 @@ def check_logits(
             f"{', '.join(adding)} estimates the attention of what is not selected without the "
             f"soft-capping of logits of {model}. Use kv_retrieval.remainder=0."
         )
+    by_mass = [m.name for m in config.methods.values() if m.mass < 1]
+    if capped and by_mass:
+        raise RetrievalConfigError(
+            f"{', '.join(by_mass)} selects up to a mass of the attention, which indexes estimate "
+            f"without the soft-capping of logits of {model}. Use kv_retrieval.mass=1."
+        )
     others = {group.builder.isa for group in groups} - cpu.LAYOUTS.keys()
     if sinks and others:
         raise RetrievalConfigError(
@@ -68,7 +75,7 @@ def check_logits(
             f"keys vLLM lays out in a way that is not known ({', '.join(others)}). Serve it "
             "without --attention-backend."
         )
-    return sinks
+    return capped, sinks
 
 
 def check_reading(worker: "PlanningWorker", isas: set[str], foreign: bool) -> None:

@@ -146,7 +146,7 @@ class RetrievalCPUWorker(StoringWorker):
         config = self.retrieval_config
         layers = self.vllm_config.compilation_config.static_forward_context
         groups = self._groups(layers)
-        sinks = check_logits(self, groups, layers)
+        capped, sinks = check_logits(self, groups, layers)
         foreign = has_foreign_connector(self.vllm_config)
         check_reading(self, {group.builder.isa for group in groups}, foreign)
         heads = sum(layers[name].impl.num_kv_heads for group in groups for name in group.names)
@@ -166,7 +166,7 @@ class RetrievalCPUWorker(StoringWorker):
             own_heads,
             self.fixed_counts,
         )
-        self.requests.uneven = all(group.builder.isa in cpu.LAYOUTS for group in groups)
+        self.requests.by_mass = not capped and {g.builder.isa for g in groups} <= cpu.LAYOUTS.keys()
         if foreign:
             self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks)
         self.storage = self._make_storage(self.requests)

@@ -22,7 +22,8 @@ def drop_tokens(weights: torch.Tensor, rows: DecodeRows, kept: KeptTokens, rule:
             positions = torch.cat([chosen[:count], torch.tensor([last], dtype=torch.int32)])
             rated = torch.cat([ratings[:count], torch.zeros(1)])
             if rule.rating == "stamp":
-                rated[(of_head > STAMPED).any(0)] = last
+                high = (of_head > STAMPED).any(0)
+                rated[high] = rated[high].clamp(min=last)
             elif rule.rating == "position":
                 rated[count] = last
             else:

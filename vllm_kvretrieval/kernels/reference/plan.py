@@ -55,7 +55,8 @@ def plan_decode(
             if remainder is not None:
                 heads = slice(head * chooser.group, (head + 1) * chooser.group)
                 of_head = Remainder(remainder.values[r, heads], remainder.lse[r, heads])
-                rest = mode is Mode.SELECT and select > 0 and not everything
+                scored = mode is Mode.SELECT and int(rows.select[r]) > 0
+                rest = scored and len(attended) < count
                 left = entries if rest else entries[:0]
                 add_up(grouped[head].float(), left, head, chooser, attended, of_head)
             page, offset = (attended // size, attended % size) if rows.per_token else (attended, 0)
