@@ -111,3 +111,28 @@ def test_plots_follow_their_files(tmp_path):
         repeat["mean"] *= 2
     (tmp_path / "decode-fill.json").write_text(json.dumps(store))
     assert plots.drawn(page, tmp_path) != before
+
+
+def test_all_builds_of_a_file_stand_below_its_table(tmp_path):
+    """A file may hold cells of an earlier build; a commit with the same code is not another one."""
+    page = BLOCK.format("sparse prefill.json", "")
+    store = json.loads((RESULTS / "prefill.json").read_text())
+    own, cells = store["build"], store["cells"].values()
+    (other,) = (cell["build"] for cell in cells if "build" in cell)
+    assert other["code"] != own["code"]
+    assert f"(builds {own['commit']}, {other['commit']}, 2026" in tables.rendered(page)
+    other["code"] = own["code"]
+    (tmp_path / "prefill.json").write_text(json.dumps(store))
+    assert f"(build {own['commit']}, 2026" in tables.rendered(page, tmp_path)
+
+
+def test_a_row_of_methods_names_its_build(tmp_path):
+    words = "methods decode-fill-fier.json context=32768 batches=1"
+    store = json.loads((RESULTS / "decode-fill-fier.json").read_text())
+    own = store["build"]["commit"]
+    assert f"| fier | {own} |" in tables.rendered(BLOCK.format(words, ""))
+    first = next(cell for cell in store["cells"] if cell["batch"] == 1)
+    other = first | {"build": first["build"] | {"commit": "another", "code": "other"}}
+    store["cells"].append(other)
+    (tmp_path / "decode-fill-fier.json").write_text(json.dumps(store))
+    assert f"| fier | {own}, another |" in tables.rendered(BLOCK.format(words, ""), tmp_path)
