@@ -136,3 +136,17 @@ def test_a_row_of_methods_names_its_build(tmp_path):
     store["cells"].append(other)
     (tmp_path / "decode-fill-fier.json").write_text(json.dumps(store))
     assert f"| fier | {own}, another |" in tables.rendered(BLOCK.format(words, ""), tmp_path)
+
+
+def test_a_stall_of_the_machine_is_no_slow_prefill(tmp_path):
+    page = BLOCK.format("sparse prefill.json", "")
+    store = json.loads((RESULTS / "prefill.json").read_text())
+    cells = store["cells"]
+    before = tables.rendered(page)
+    up = cells["8192/exact"]["cpu_s"][0] / cells["8192/2048:512"]["cpu_s"][0]
+    assert f"| {up:.2f}x |" in before
+    cells["8192/2048:512"]["prefill_s"] = [1000.0]
+    (tmp_path / "prefill.json").write_text(json.dumps(store))
+    after = tables.rendered(page, tmp_path)
+    assert "| 1000.0 |" in after
+    assert after.replace("| 1000.0 |", "| 15.3 |") == before
