@@ -50,7 +50,7 @@ def label(stored: Build | None) -> str:
 
 def same(one: Build | None, other: Build | None) -> bool:
     """Tell whether two figures are of the same code; unknown code is never the same."""
-    return bool(one and other and one["code"] and one["code"] == other["code"])
+    return bool(one and other and one.get("code") and one["code"] == other.get("code"))
 
 
 def files_fingerprint(paths: Sequence[Path]) -> str:

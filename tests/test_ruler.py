@@ -356,11 +356,14 @@ def test_an_interrupted_run_goes_on_where_it_was(engine, tmp_path, monkeypatch, 
     monkeypatch.setattr(build, "code_fingerprint", lambda: "another code")
     capsys.readouterr()
     assert driver.main([*command, "--show"]) == 0
-    assert capsys.readouterr().out.count("  a: 'text'\n") == 4
-    assert [label for label, _ in engine.ran[ran:]] == [
-        "vt prompts",
-        *(f"vt {name} {budget}" for name in ("freekv", "control") for budget in (128, 512)),
-    ]
+    assert capsys.readouterr().out.count("  a: 'text'\n") == 6
+    presets = [f"vt {name} {budget}" for name in ("freekv", "control") for budget in (128, 512)]
+    every = ["vt full", *presets, "cwe full"]
+    assert [label for label, _ in engine.ran[ran:]] == every
+    ran = len(engine.ran)
+    monkeypatch.setattr(ruler, "machine", lambda: {"isa": ["another"]})
+    assert driver.main(command) == 0
+    assert [label for label, _ in engine.ran[ran:]] == every
 
 
 def test_other_samples_and_lengths_are_other_cells(engine, tmp_path):

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -278,11 +277,23 @@ def test_a_second_server_is_refused(tmp_path, monkeypatch):
 def test_a_worker_that_ends_its_step_is_waited_for(tmp_path, monkeypatch):
     home, _ = home_store(tmp_path)
     home._lock.close()
-    holder = hold(tmp_path, home, "worker-lock", 1)
-    start = time.monotonic()
-    HomeStore(str(tmp_path / "store"), IDENTITY)._lock.close()
-    assert time.monotonic() - start > 0.5
+    holder = hold(tmp_path, home, "worker-lock", 60)
+    events, waits = [], threading.Event()
+    monkeypatch.setattr(store_module.logger, "info", lambda *_: waits.set())
+
+    def start():
+        HomeStore(str(tmp_path / "store"), IDENTITY)._lock.close()
+        events.append("has started")
+
+    later = threading.Thread(target=start)
+    later.start()
+    assert waits.wait(30)
+    later.join(0.2)
+    events.append("the earlier one ends")
+    holder.kill()
     holder.wait()
+    later.join()
+    assert events == ["the earlier one ends", "has started"]
     holder = hold(tmp_path, home, "worker-lock", 60)
     monkeypatch.setattr(store_module, "WAIT_S", 0.2)
     with pytest.raises(RetrievalConfigError, match="in use by process"):

@@ -111,3 +111,42 @@ def test_plots_follow_their_files(tmp_path):
         repeat["mean"] *= 2
     (tmp_path / "decode-fill.json").write_text(json.dumps(store))
     assert plots.drawn(page, tmp_path) != before
+
+
+def test_all_builds_of_a_file_stand_below_its_table(tmp_path):
+    """A file may hold cells of an earlier build; a commit with the same code is not another one."""
+    page = BLOCK.format("sparse prefill.json", "")
+    store = json.loads((RESULTS / "prefill.json").read_text())
+    own, cells = store["build"], store["cells"].values()
+    (other,) = (cell["build"] for cell in cells if "build" in cell)
+    assert other["code"] != own["code"]
+    assert f"(builds {own['commit']}, {other['commit']}, 2026" in tables.rendered(page)
+    other["code"] = own["code"]
+    (tmp_path / "prefill.json").write_text(json.dumps(store))
+    assert f"(build {own['commit']}, 2026" in tables.rendered(page, tmp_path)
+
+
+def test_a_row_of_methods_names_its_build(tmp_path):
+    words = "methods decode-fill-fier.json context=32768 batches=1"
+    store = json.loads((RESULTS / "decode-fill-fier.json").read_text())
+    own = store["build"]["commit"]
+    assert f"| fier | {own} |" in tables.rendered(BLOCK.format(words, ""))
+    first = next(cell for cell in store["cells"] if cell["batch"] == 1)
+    other = first | {"build": first["build"] | {"commit": "another", "code": "other"}}
+    store["cells"].append(other)
+    (tmp_path / "decode-fill-fier.json").write_text(json.dumps(store))
+    assert f"| fier | {own}, another |" in tables.rendered(BLOCK.format(words, ""), tmp_path)
+
+
+def test_a_stall_of_the_machine_is_no_slow_prefill(tmp_path):
+    page = BLOCK.format("sparse prefill.json", "")
+    store = json.loads((RESULTS / "prefill.json").read_text())
+    cells = store["cells"]
+    before = tables.rendered(page)
+    up = cells["8192/exact"]["cpu_s"][0] / cells["8192/2048:512"]["cpu_s"][0]
+    assert f"| {up:.2f}x |" in before
+    cells["8192/2048:512"]["prefill_s"] = [1000.0]
+    (tmp_path / "prefill.json").write_text(json.dumps(store))
+    after = tables.rendered(page, tmp_path)
+    assert "| 1000.0 |" in after
+    assert after.replace("| 1000.0 |", "| 15.3 |") == before

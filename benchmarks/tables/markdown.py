@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import build
+
 Results = Mapping[str, Mapping[str, Any]]
 """Result files by name, in the order in which the page names them."""
 
@@ -45,11 +47,25 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{value:#.{digits}g}".rstrip(".") if value < 10**digits else f"{value:,.0f}"
 
 
+def builds(store: Mapping[str, Any], cells: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the builds of cells of a result file, the file's own first; none if it names none.
+
+    A cell names its build where that is not the file's: a file may be completed by a later run.
+    Commits whose package has the same code are one build: see `benchmarks.build`.
+    """
+    own = store.get("build")
+    found = [each for cell in cells if (each := cell.get("build") or own)]
+    found = [own if own and build.same(each, own) else each for each in found]
+    found.sort(key=lambda each: each is not own)
+    changes = {True: " with changes"}
+    return list(dict.fromkeys(f"{b['commit']}{changes.get(b.get('dirty'), '')}" for b in found))
+
+
 def source(store: Mapping[str, Any]) -> str:
-    """Return a sentence on a result file: its command, build, day and machine."""
-    machine, build = store["machine"], store.get("build")
-    changes = " with changes" if build and build.get("dirty") else ""
-    commit = f"build {build['commit']}{changes}, " if build else ""
+    """Return a sentence on a result file: its command, builds, day and machine."""
+    machine, cells = store["machine"], store.get("cells") or [{}]
+    found = builds(store, cells.values() if isinstance(cells, Mapping) else cells)
+    commit = f"build{'s' * (len(found) > 1)} {', '.join(found)}, " if found else ""
     sets = [name for flag, name in _SETS.items() if flag in machine["isa"]]
     dtype = store.get("settings", {}).get("dtype", "auto")
     dtype = "" if dtype == "auto" else f"{dtype}, "

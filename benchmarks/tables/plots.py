@@ -89,17 +89,17 @@ def steps(store: Mapping[str, Any]) -> Figure:
 
 
 def shares(store: Mapping[str, Any]) -> Figure:
-    """KL, or answers found, over the share of the cache read: a panel per task."""
+    """KL, or answers found, over the share of the cache attended to: a panel per task."""
     cells = store["cells"]
     tasks = _tasks(cells)
     figure, axes = _panels(len(tasks), 3.8, 3.6)
     for axis, task in zip(axes, tasks, strict=True):
         for variant in VARIANTS:
             if variant.style and (points := _points(cells, task, variant.name)):
-                read = [100 * point["share"] for point in points]
+                attended = [100 * point["share"] for point in points]
                 name = NAMES.get(variant.name, variant.name).replace("*", "")
-                axis.plot(read, [_height(p) for p in points], variant.style, label=name)
-        axis.set(title=TASKS[task], xlabel="KV cache read, %")
+                axis.plot(attended, [_height(p) for p in points], variant.style, label=name)
+        axis.set(title=TASKS[task], xlabel="KV cache attended to, %")
         _vertical(axis, cells[f"{task}/{FULL.name}/all"])
     _legend(figure, axes[0])
     return figure

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from benchmarks.serving import report
-from benchmarks.tables.markdown import Options, Results, listed, markdown, ratio
+from benchmarks.tables.markdown import Options, Results, builds, listed, markdown, ratio
 
 Cell = dict[str, Any]
 FULL = "full"
@@ -32,7 +32,7 @@ def steps(results: Results, options: Options) -> str:
                 continue
             row.append(_stock_ms(cell))
             for name in names:
-                row += _figures(cell, name, with_range=True)
+                row += _figures(cell, name)
                 if _beats(name, names):
                     over = report.ratios(cell, name, FULL)
                     row.append(ratio(statistics.median(over)))
@@ -65,23 +65,27 @@ def first(results: Results, options: Options) -> str:
 
 
 def methods(results: Results, options: Options) -> str:
-    """Decode steps of several methods at one ``context``: a row for each method of a file."""
+    """Decode steps of several methods at one ``context``: a row for each method of a file.
+
+    A row names its build: only rows of one build can be compared.
+    """
     context = int(options["context"])
     batches = [int(batch) for batch in listed(options, "batches")]
-    header = ["method"]
+    header = ["method", "build"]
     for batch in batches:
-        header += [f"batch {batch}: vLLM alone, ms", "with it, ms", "speed-up"]
+        header += [f"batch {batch}: vLLM alone, ms", "with it, ms", "speed-up (min..max)"]
     rows = []
     for store in results.values():
         cells = _by_size(store)
         for name in _methods(cells):
-            row = [name]
-            for batch in batches:
-                cell = cells.get((batch, context))
+            found = [cells.get((batch, context)) for batch in batches]
+            orders = [{"build": each} for cell in found if cell for each in cell["builds"]]
+            row = [name, ", ".join(builds(store, orders))]
+            for cell in found:
                 if cell is None:
                     row += [""] * 3
                 else:
-                    row += [_stock_ms(cell), *_figures(cell, name, with_range=False)]
+                    row += [_stock_ms(cell), *_figures(cell, name)]
             rows.append(row)
     return markdown(header, rows)
 
@@ -118,10 +122,10 @@ def _stock_ms(cell: Cell) -> str:
     return f"{report.step_ms(cell, report.pair(cell)[0]):.1f}"
 
 
-def _figures(cell: Cell, name: str, *, with_range: bool) -> list[str]:
-    """Milliseconds of a method, and the speed-up."""
+def _figures(cell: Cell, name: str) -> list[str]:
+    """Milliseconds of a method, and the speed-up with its least and its most."""
     stock, first = report.pair(cell)
     ups = sorted(1 / each for each in report.ratios(cell, stock, name))
     middle = 1 / cell["decode_ratio"] if name == first else statistics.median(ups)
-    limits = f" ({ups[0]:.2f}..{ups[-1]:.2f})" if with_range else ""
-    return [f"{report.step_ms(cell, name):.1f}", ratio(middle) + limits]
+    limits = f"({ups[0]:.2f}..{ups[-1]:.2f})"
+    return [f"{report.step_ms(cell, name):.1f}", f"{ratio(middle)} {limits}"]

@@ -1,4 +1,4 @@
-"""Scores: divergence from full attention, agreement, perplexity, found answers, cache read."""
+"""Scores: divergence from full attention, agreement, perplexity, answers, cache attended to."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ def answer_found(generated: str, answer: str) -> bool:
 def cache_share(
     prompt: int, generated: int, attended: int, full_layers: int, dense_layers: float
 ) -> float:
-    """Return the share of the KV cache that a request's decode steps read, 0 to 1.
+    """Return the share of the KV cache that a request's decode steps attend to, 0 to 1.
+
+    What retrieval reads of its index to choose is not in it.
 
     Counted over the layers with full attention (sliding-window layers keep vLLM's own treatment)
     and over the decode steps, with L the context of a step::

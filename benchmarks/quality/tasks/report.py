@@ -29,7 +29,7 @@ def table(tasks: Sequence[Task], budgets: Sequence[int], cells: Figures) -> str:
             columns.append("all")
         rows = [["budget", "index", "", *columns]]
         if f"{task.name}/{OWN}/{columns[0]}" in cells:
-            rows.append(["KV cache read", "", "", *_shares(task, columns, cells)])
+            rows.append(["attended to", "", "", *_shares(task, columns, cells)])
         for variant in VARIANTS:
             found = [cells.get(f"{task.name}/{variant.name}/{column}") for column in columns]
             if any(found):

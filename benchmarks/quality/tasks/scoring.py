@@ -45,7 +45,7 @@ def covering_budget(samples: Sequence[Sample]) -> int:
 
 
 def mean_share(samples: Sequence[Sample], budget: int, variant: Variant, model: Path) -> float:
-    """Return the mean share of the KV cache that the samples' decode steps read.
+    """Return the mean share of the KV cache that the samples' decode steps attend to.
 
     See `metrics.cache_share`. Every variant attends to its whole budget (the control spends on its
     window what the others spend on selected pages); those that keep tokens of a prompt once attend

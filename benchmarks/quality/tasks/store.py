@@ -84,18 +84,12 @@ class Results:
         }
         write_json(self.path, {**self._header, "cells": cells})
 
-    def print_builds(self, always: str = "") -> None:
-        """Print the build in use, and the names of the file's cells that are of another one.
-
-        Args:
-            always: a part of the names of cells that are the same in every build.
-        """
+    def print_builds(self) -> None:
+        """Print the build in use, and the names of the file's cells that are of another one."""
         mine = self._header["build"]
         print(f"build:   {build.label(mine)}\n")
         outdated = [
-            name
-            for name, cell in self.cells.items()
-            if not build.same(cell.get("build"), mine) and not (always and always in name)
+            name for name, cell in self.cells.items() if not build.same(cell.get("build"), mine)
         ]
         if outdated:
             print(f"{len(outdated)} cells of {self.path} are of another build; run them again:")
