@@ -48,8 +48,8 @@ def ask(llm, seed):
     return dataclasses.replace(answer, steps=[])
 
 
-def serve(model: str, directory: str, ready: Connection) -> None:
-    """Be the front end, and ask at random until the end; SIGTERM is an orderly one.
+def serve(model: str, directory: str, ready: Connection, seed: int) -> None:
+    """Be the front end, and ask at random, by ``seed``, until the end; SIGTERM is an orderly one.
 
     To be run in a process of :func:`tests.workers.context`, which forks the others, too.
     """
@@ -65,7 +65,8 @@ def serve(model: str, directory: str, ready: Connection) -> None:
     )
     try:
         ready.send(True)
+        chance = random.Random(seed)
         for _ in itertools.count():
-            ask(llm, random.choice(SEEDS))
+            ask(llm, chance.choice(SEEDS))
     finally:
         llm.llm_engine.engine_core.shutdown()

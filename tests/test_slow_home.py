@@ -321,10 +321,12 @@ def test_same_answers_from_encoded_pages(encoded, expected):
         # All memory has been given back but for the last page of who is not known to have gone.
         (held,) = encoded.collective_rpc("open_bytes")
         assert 0 < held <= (LAYERS - 1) * KV_HEADS * 2 * 32 * HEAD_SIZE * 4
-    answers = drive(encoded, life(REQUESTS // 4))
+    answers, compared = drive(encoded, life(REQUESTS // 4)), 0
     for answer, raw in zip(answers, expected["life"], strict=False):
         if raw["steps"] == answer.steps:  # later ones meet others there
             assert_same(answer, Answer(**raw), WHOLE)
+            compared += len(answer.tokens) > 0
+    assert compared >= len(answers) / 2
     settle(encoded)
     assert encoded.collective_rpc("check_caches") == [([], 0)]
 

@@ -60,11 +60,14 @@ def kill(chance):
 def one_life(model, directory, chance, start_s):
     """Run a server, and kill it at some moment: in its start, its work, or its orderly end.
 
+    The first one, whose ``start_s`` is 0, stores a block before.
+
     Returns:
         The seconds of its start, as far as known, and what has to end by itself.
     """
     ready, told = Pipe()
-    front = workers.context().Process(target=serve, args=(model, directory, told))
+    arguments = model, directory, told, chance.getrandbits(32)
+    front = workers.context().Process(target=serve, args=arguments)
     begin = time.monotonic()
     front.start()
     told.close()
@@ -73,7 +76,9 @@ def one_life(model, directory, chance, start_s):
     else:
         assert ready.poll(READY_S), "the server does not start"
         assert ready.recv()
-        start_s = time.monotonic() - begin
+        first, start_s = not start_s, time.monotonic() - begin
+        if first:
+            some_block(directory)
         time.sleep(chance.random() * LONGEST_S)
         if chance.random() < 0.2:
             front.terminate()
@@ -95,6 +100,14 @@ def blocks(directory):
     damaged = len(store.records()) - len(found)
     store.close()
     return found, damaged
+
+
+def some_block(directory):
+    """Wait until a block is stored."""
+    end = time.monotonic() + 60
+    while not blocks(directory)[0]:
+        assert time.monotonic() < end, "nothing has been stored"
+        time.sleep(0.05)
 
 
 def new_blocks(directory, before):

@@ -96,7 +96,8 @@ def layers(results: Results, options: Options) -> str:
 def sparse(results: Results, options: Options) -> str:
     """Sparse prefill: time to the first token and KL, a row per context and setting.
 
-    Prefills run once each, so ratios are of processor time: a stall of the machine takes none.
+    Ratios are of processor time, since a prefill may run only once: a stall of the machine takes
+    none of it.
     """
     (store,) = results.values()
     header = ["context", "budget, chunk", "attended to", "first token, s", "processor time, s"]
