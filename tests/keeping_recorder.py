@@ -266,7 +266,8 @@ class KeepingRecorder:
                 pages -= {*range(prompt)}
             rated = {p: max(float(ratings[t]) for t in before if t // 16 == p) for p in pages}
             left = {t // 16 for t in gone}
-            return len(gone) == 16 and len(left) == 1 and rated[min(left)] == min(rated.values()), 0
+            worst = {page for page in pages if rated[page] == min(rated.values())}
+            return len(gone) == 16 and len(left) == 1 and left <= worst, 0
         worst = min(float(ratings[t]) for t in open_)
         near = all(float(ratings[t]) <= worst * (1 + 1e-3) + 1e-7 for t in gone)
         tie = near and all(float(ratings[t]) != worst for t in gone)

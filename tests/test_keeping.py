@@ -183,7 +183,7 @@ def test_raas_never_drops_a_prompt_that_leaves_room_for_two_pages(end, stays):
         ("entropykv", MASS, 14, [0, 1, 2, 3, 4, 5, 7]),
         ("entropykv", [0.0, 0, 0, 0, 0, 0, 1, 0, 3, 0, 2, 0], 13, [0, 1, 2, 3, 6, 8, 10]),
         ("entropykv", MASS[:5], 12, range(5)),
-        ("snapkv", [*MASS, *[0.0] * 30], 50, [*range(8), *range(8, 11), *range(11, 18)]),
+        ("snapkv", [*[0.0] * 20, *MASS, *[0.0] * 9], 50, [*range(4), *range(17, 31)]),
     ],
 )
 def test_the_most_attended_part_of_a_prompt_that_fits_stays(preset, mass, budget, stay):

@@ -181,7 +181,7 @@ struct Planner {
             select_anew(row, head, k, attended == n, of, kept, append);
         if (chosen < k) list_tokens(attended - k + chosen);
       }
-    } else if (of.sums != nullptr && rows.scores(row) && attended < n) {
+    } else if (of.sums != nullptr && rows.scores(row) && attended < n && entries(row) > 0) {
       leave_rest(row, head, nullptr, 0, take_rest(row, of));
     }
     for (int j = n - window; j < n; ++j) append(j);
