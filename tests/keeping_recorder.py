@@ -266,8 +266,8 @@ class KeepingRecorder:
                 pages -= {*range(prompt)}
             rated = {p: max(float(ratings[t]) for t in before if t // 16 == p) for p in pages}
             left = {t // 16 for t in gone}
-            worst = {page for page in pages if rated[page] == min(rated.values())}
-            return len(gone) == 16 and len(left) == 1 and left <= worst, 0
+            least = {page for page in pages if rated[page] == min(rated.values())}
+            return len(gone) == 16 and len(left) == 1 and left <= least, 0
         worst = min(float(ratings[t]) for t in open_)
         near = all(float(ratings[t]) <= worst * (1 + 1e-3) + 1e-7 for t in gone)
         tie = near and all(float(ratings[t]) != worst for t in gone)

@@ -115,7 +115,7 @@ HOUSES = {
             "narrow": {"preset": "kvretrieval", "mass": 0.3},
             "streamingllm": {},
         },
-        (presets()["kvretrieval"].finer or {}) | {"remainder": 0.05},
+        {**(presets()["kvretrieval"].finer or {}), "remainder": 0.05},
         resumed=("kvretrieval", "narrow"),
     ),
     "tokens": House(
