@@ -57,8 +57,8 @@ def builds(store: Mapping[str, Any], cells: Iterable[Mapping[str, Any]]) -> list
     found = [each for cell in cells if (each := cell.get("build") or own)]
     found = [own if own and build.same(each, own) else each for each in found]
     found.sort(key=lambda each: each is not own)
-    changes = {True: " with changes"}
-    return list(dict.fromkeys(f"{b['commit']}{changes.get(b.get('dirty'), '')}" for b in found))
+    names = (f"{b['commit']}{' with changes' if b.get('dirty') else ''}" for b in found)
+    return list(dict.fromkeys(names))
 
 
 def source(store: Mapping[str, Any]) -> str:

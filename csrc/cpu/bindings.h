@@ -1,7 +1,7 @@
 // What the bindings of kernels share. Tensors arrive as addresses: the extension does not depend on any
 // PyTorch version, and a call costs about a microsecond. vllm_kvretrieval/kernels/cpu is the only
-// caller; it guarantees lifetimes (threads that read ahead keep their memory) and, where it binds rows and layers, shapes and dtypes. What
-// differs from call to call is checked here.
+// caller; it guarantees lifetimes (threads that read ahead keep their memory) and, where it binds rows
+// and layers, shapes and dtypes. What differs from call to call is checked here.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -165,13 +165,13 @@ class RetrievalConfig(Options):
         It is the most that a window has if the method keeps its window raw, and at least all pages
         of an entry of an index but one: its record is built from their keys with the last of them.
         """
-        entry = max(method.entry_pages for method in self.methods.values())
-        if not presets()[self.method].raw_window:
-            return entry - 1
-        if self.own.whole:
-            return max(self.own.window_pages or 0, entry - 1)
-        windows = [budget.window for budget in self.budgets.largest(self.own)]
-        return max(*windows, entry - 1)
+        kept = [method.entry_pages - 1 for method in self.methods.values()]
+        if presets()[self.method].raw_window:
+            if self.own.whole:
+                kept.append(self.own.window_pages or 0)
+            else:
+                kept += [budget.window for budget in self.budgets.largest(self.own)]
+        return max(kept)
 
     @functools.cached_property
     def stores(self) -> tuple[IndexKind, ...]:
