@@ -55,9 +55,19 @@ help:
 
 venv: $(INSTALLED)
 
+# torch's CUDA build, which pip takes where the index has no other.
+CUDA_TORCH := ls $(VENV)/lib/python3*/site-packages/torch/lib/libtorch_cuda.so >/dev/null 2>&1
+
+# What is missing on the machine is said before anything is downloaded.
 $(INSTALLED):
+	@test "$$(uname -sm)" = "Linux x86_64" || \
+	  { echo "make sets up Linux on x86-64, and this is $$(uname -sm): see docs/installation.md"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "needs Python 3.11 or newer: make PYTHON=/path/to/python3"; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || \
+	  { echo "needs the C++ compiler $${CXX:-g++}: install it (Debian: g++)"; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig as s; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' || \
+	  { echo "needs Python.h, the C headers of $(PYTHON): install them (Debian: python3-dev)"; exit 1; }
 	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' || \
 	  { echo "vLLM's CPU kernels need libnuma.so.1: install libnuma (Debian: libnuma1)"; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || \
@@ -65,6 +75,10 @@ $(INSTALLED):
 	@echo "venv: fetching $$(cat $(LOCKS) | grep -c ==) pinned distributions (some minutes)"
 	@$(PIP) install --no-deps --no-compile --progress-bar off $(PIP_FLAGS) $(addprefix -r ,$(LOCKS)) | \
 	  sed -unE 's/^Collecting ([^ ]+).*/  \1/p; s/^Installing collected.*/venv: unpacking/p'
+	@! $(CUDA_TORCH) || { $(PIP) uninstall -q -y torch; \
+	  echo "The index has torch's CUDA build, which does not load without a GPU's libraries (it is uninstalled again)."; \
+	  echo "Name PyTorch's index of CPU builds (docs/installation.md, \"The URL of CPU builds\", says where to find its URL):"; \
+	  echo "  make demo PIP_FLAGS=\"--extra-index-url URL\""; exit 1; }
 	@$(PIP) install -q --no-deps --no-build-isolation ./$(METADATA)
 	@rm -f $(VENV)/.installed-* && touch $@
 	@echo "venv: done"

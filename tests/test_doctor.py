@@ -117,6 +117,35 @@ def test_the_model_runner(monkeypatch):
     assert str(software.check_runner()).endswith("V2 model runner")
 
 
+@pytest.mark.parametrize(
+    ("cxx", "headers", "said"),
+    [
+        ("true", True, None),
+        ("no-g++", True, "there is no C++ compiler no-g++, and vLLM compiles the model"),
+        ("true", False, "Python.h, and vLLM compiles the model"),
+        ("no-g++", False, "no C++ compiler no-g++ and no "),
+    ],
+)
+def test_the_compiler(monkeypatch, tmp_path, cxx, headers, said):
+    """torch calls it when a server starts that does not say --enforce-eager."""
+    from vllm.config import CompilationMode
+
+    monkeypatch.setenv("CXX", cxx)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    if headers:
+        (tmp_path / "Python.h").touch()
+    found = software.check_compiler()
+    assert found.severity is (Severity.ERROR if said else Severity.OK)
+    assert said is None or said in str(found)
+    assert said is None or "serve with --enforce-eager" in found.remedy
+    eager = SimpleNamespace(mode=CompilationMode.NONE, backend="inductor")
+    found = software.check_compiler(SimpleNamespace(compilation_config=eager))
+    assert found.severity is Severity.OK
+    compiled = SimpleNamespace(mode=CompilationMode.DYNAMO_TRACE_ONCE, backend="inductor")
+    found = software.check_compiler(SimpleNamespace(compilation_config=compiled))
+    assert found.severity is (Severity.ERROR if said else Severity.OK)
+
+
 @pytest.fixture
 def two_cores(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)

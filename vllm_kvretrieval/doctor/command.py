@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_kvretrieval.doctor.findings import Finding, Severity, failed
 from vllm_kvretrieval.doctor.software import (
+    check_compiler,
     check_kernels,
     check_plugin,
     check_runner,
@@ -121,6 +122,7 @@ def _examine_cpu(vllm_config: Any) -> Iterator[Finding]:
         parallel, dtype = vllm_config.parallel_config, vllm_config.model_config.dtype
         connector = vllm_config.kv_transfer_config
     yield check_runner()
+    yield check_compiler(vllm_config)
     yield from check_kernels()
     yield check_dtype(dtype)
     yield from machine.check_threads(parallel, connector)

@@ -3,8 +3,12 @@
 import importlib.util
 import os
 import platform
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
+from pathlib import Path
+from typing import Any
 
 from vllm_kvretrieval import __version__
 from vllm_kvretrieval.doctor.findings import Finding, error
@@ -105,6 +109,31 @@ def check_runner() -> Finding:
         )
     v2 = HAS_TRITON if chosen is None else chosen
     return Finding("runner", f"vLLM's V{2 if v2 else 1} model runner")
+
+
+def check_compiler(vllm_config: Any = None) -> Finding:
+    """Whether torch can compile the model, as vLLM's start asks it to by default.
+
+    Args:
+        vllm_config: vLLM's configuration; None: the default.
+    """
+    if vllm_config is not None:
+        from vllm.config import CompilationMode
+
+        compilation = vllm_config.compilation_config
+        if compilation.mode == CompilationMode.NONE or compilation.backend != "inductor":
+            return Finding("compiler", "not needed: the model is not compiled")
+    compiler = os.environ.get("CXX", "g++")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    missing = [] if shutil.which(compiler) else [f"no C++ compiler {compiler}"]
+    missing += [] if header.exists() else [f"no {header}"]
+    if missing:
+        return error(
+            "compiler",
+            f"there is {' and '.join(missing)}, and vLLM compiles the model when it starts",
+            "install them (Debian: g++, python3-dev), or serve with --enforce-eager",
+        )
+    return Finding("compiler", f"{compiler}, for the model, which vLLM compiles when it starts")
 
 
 def check_kernels() -> Iterator[Finding]:
