@@ -59,6 +59,8 @@ def test_budgets_by_a_share_of_memory(runner):
 
 
 def test_more_requests_than_there_is_room_for(runner, table):
+    with pytest.raises(RetrievalConfigError, match=r"dense layers alone are 1\.00 of the KV cache"):
+        config.budget_of_share(1000, 1.0, "omnikv")
     """The scheduler has not listened: said before anything of another request is touched."""
     runner.batch("a", "b", "c", "d")
     with pytest.raises(RuntimeError, match="more requests at once than the 3 that there is room"):
