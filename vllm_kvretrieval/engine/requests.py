@@ -1,33 +1,18 @@
 """The table of running requests: their seats, options and counts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_kvretrieval.attention.parts import RowOptions
 from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.engine.running import Note, read_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
-
-
-class RowOptions(NamedTuple):
-    """Options of the rows of a step; arrays with an entry per row.
-
-    ``method`` is the place of the row's method in :attr:`RetrievalConfig.methods`.
-    """
-
-    sink_pages: np.ndarray
-    window_pages: np.ndarray
-    select_pages: np.ndarray
-    total_pages: np.ndarray
-    threshold: np.ndarray
-    mass: np.ndarray
-    exact: np.ndarray
-    method: np.ndarray
 
 
 class RequestTable:
