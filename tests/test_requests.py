@@ -56,11 +56,11 @@ def test_budgets_by_a_share_of_memory(runner):
     assert budgets.tolist() == [round(32000 / 15 / 32), 3, 4096 // 32, 128 // 32, 67]
     with pytest.raises(RetrievalConfigError, match=r"memory_fraction=0\.3 is too little"):
         config.budget_of_share(1000, 0.3, "omnikv")
+    with pytest.raises(RetrievalConfigError, match=r"dense layers alone are 1\.00 of the KV cache"):
+        config.budget_of_share(1000, 1.0, "omnikv")
 
 
 def test_more_requests_than_there_is_room_for(runner, table):
-    with pytest.raises(RetrievalConfigError, match=r"dense layers alone are 1\.00 of the KV cache"):
-        config.budget_of_share(1000, 1.0, "omnikv")
     """The scheduler has not listened: said before anything of another request is touched."""
     runner.batch("a", "b", "c", "d")
     with pytest.raises(RuntimeError, match="more requests at once than the 3 that there is room"):
@@ -117,6 +117,21 @@ def test_a_session_may_bring_other_options(runner, builder, table):
     rows = split(builder, [302]).decode[0].rows
     assert rows.select.tolist() == [1]
     assert rows.fresh.tolist() == [1], "what another budget selected is of no use"
+
+
+def test_a_session_may_go_from_tokens_to_pages(runner):
+    """Tokens that its heads have spared are booked as such, and no count goes back."""
+    options = {"budget": 128, "also": {"freekv": {}}}
+    table = request_table(RetrievalConfig.from_options("fier", options), CAPACITY, [10], runner)
+    builder = metadata_builder(table, rows=True)
+    runner.batch("a")
+    split(builder, [900])
+    table.spared[table.seats(1)[0]] += 1000
+    assert table.take_counts().attended == 40 - 1000 // PAGE
+    table.begin_step({"a": 1}, 1, {"a": note(method="freekv")})
+    assert table.take_counts() == (0,) * 10
+    split(builder, [901])
+    assert table.take_counts().attended == 40
 
 
 def test_how_a_session_prefills_is_up_to_its_next_input(runner):

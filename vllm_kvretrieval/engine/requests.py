@@ -373,3 +373,6 @@ class RequestTable:
         )
         for entries in self._per_seat:
             entries[seat] = 0
+        # What was spared is booked by the unit of the method until now.
+        self._steps[seat, 3] -= self.spared[seat] // int(self._units[seat])
+        self.spared[seat] = 0
