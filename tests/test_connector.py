@@ -97,6 +97,7 @@ def test_prometheus():
     metrics = RetrievalConnector.build_prom_metrics(config, kinds, ["model", "engine"], labels)
     for _ in range(2):
         metrics.observe(STEP | OTHER_WORKER, 1)
+    metrics.observe({"tokens_read": -1}, 1)  # which Prometheus would refuse, and the front end end
 
     def value(name, engine):
         return REGISTRY.get_sample_value(

@@ -1,9 +1,15 @@
 """Which pages are encoded when."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from vllm_kvretrieval.retrieval.codec import CODECS
+from vllm_kvretrieval.storage import StepContexts
+from vllm_kvretrieval.storage.encoded import Encoded
 from vllm_kvretrieval.tiers.fast import FastTier
 
 SIZE = 4
@@ -53,3 +59,23 @@ def test_every_page_is_encoded_once_when_it_leaves(keeps):
             ended += 1
     assert ended > 10
     assert tier.end(["unknown"]) == ([], [])
+
+
+def test_all_layers_encode_what_leaves():
+    """Layers that differ in their query heads have metadata builders of their own."""
+    facts: Any = SimpleNamespace(
+        home=None, directory="", blocks=9, block_size=SIZE, page_size=SIZE, pages_per_block=1
+    )
+    storage = Encoded(facts, False, CODECS["k8v4"], 0)
+    for before, page in ((0, 7), (SIZE, 8)):
+        storage.begin_step(SimpleNamespace(kv_cache_block_copies=None))
+        step = StepContexts(
+            requests=["a"],
+            before=np.array([before]),
+            lens=np.array([before + SIZE]),
+            block_table=np.array([[7, 8]]),
+            whole=None,
+            laid_out=[],
+            most_pages=1,
+        )
+        assert [storage.plan(step).leaving.tolist() for _ in range(2)] == [[page], [page]]

@@ -78,6 +78,7 @@ def test_pages_are_small_and_the_rest_is_added_up(served, options):
         ({}, {"layout": "amx"}),
         ({}, {"dtype": "float16"}),
         ({}, {"hf_overrides": {"attn_logit_softcapping": 50.0}}),
+        ({}, {"disable_hybrid_kv_cache_manager": True}),
         (
             {},
             {

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -27,6 +27,26 @@ def test_sliding_window_layers_keep_vllms_backend():
     ours = FULL._replace(has_sliding_window=True)
     assert select(backend, ours) == AttentionBackendEnum.CPU_ATTN.get_path()
     assert select(None, FULL) == AttentionBackendEnum.CPU_ATTN.get_path()
+
+
+def test_small_pages_that_sliding_windows_would_have_too(configure):  # noqa: F811
+    """Without groups of layers by kind, and where a KV connector moves blocks of a page."""
+    windows = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    alone = {"disable_hybrid_kv_cache_manager": True}
+    connector = KVTransferConfig(kv_connector="DecodeBenchConnector", kv_role="kv_both")
+
+    def ask(model, page_size, **engine):
+        configure(model, additional_config={"kv_retrieval": {"page_size": page_size}}, **engine)
+
+    ask(LLAMA | windows, 16)
+    ask(LLAMA | windows, 32, **alone)
+    ask(LLAMA | windows | {"layer_types": 2 * ["full_attention"]}, 16, **alone)
+    ask(LLAMA, 16, **alone)
+    message = "page_size=16 cannot be served here with .* Use page_size=32, or leave "
+    with pytest.raises(ValueError, match=f"{message}--disable-hybrid-kv-cache-manager out"):
+        ask(LLAMA | windows, 16, **alone)
+    with pytest.raises(ValueError, match=f"{message}the KV connector out"):
+        ask(LLAMA | windows, 16, kv_transfer_config=connector)
 
 
 @pytest.mark.parametrize(

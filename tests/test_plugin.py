@@ -1,9 +1,11 @@
 """The plug-in: found, loaded and harmless to engines that do not select it."""
 
+import gc
 import os
 import re
 import subprocess
 import sys
+import weakref
 from importlib.metadata import distribution, entry_points
 from pathlib import Path
 
@@ -281,6 +283,24 @@ def test_validating_a_request_changes_nothing():
         assert inputs == tokens_input([1, 2], cache_salt="mine")
         assert made.cache_salt == "mine"
         assert not made.sampling_params.skip_reading_prefix_cache
+
+
+def test_what_a_request_brings_is_let_go():
+    """Prompts and images do not wait for a collection of garbage."""
+
+    class Inputs:
+        pass
+
+    def process():
+        inputs = Inputs()
+        current_platform.validate_request(inputs, SamplingParams())
+        return weakref.ref(inputs)
+
+    gc.disable()
+    try:
+        assert process()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.model

@@ -2,6 +2,7 @@
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.steps import Runner, metadata_builder, note, request_table, split
+from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage import Memory
@@ -56,6 +59,8 @@ def test_budgets_by_a_share_of_memory(runner):
     assert budgets.tolist() == [round(32000 / 15 / 32), 3, 4096 // 32, 128 // 32, 67]
     with pytest.raises(RetrievalConfigError, match=r"memory_fraction=0\.3 is too little"):
         config.budget_of_share(1000, 0.3, "omnikv")
+    with pytest.raises(RetrievalConfigError, match=r"dense layers alone are 1\.00 of the KV cache"):
+        config.budget_of_share(1000, 1.0, "omnikv")
 
 
 def test_more_requests_than_there_is_room_for(runner, table):
@@ -115,6 +120,62 @@ def test_a_session_may_bring_other_options(runner, builder, table):
     rows = split(builder, [302]).decode[0].rows
     assert rows.select.tolist() == [1]
     assert rows.fresh.tolist() == [1], "what another budget selected is of no use"
+
+
+def test_a_session_may_go_from_tokens_to_pages(runner):
+    """Tokens that its heads have spared are booked as such, and no count goes back."""
+    options = {"budget": 128, "also": {"freekv": {}}}
+    table = request_table(RetrievalConfig.from_options("fier", options), CAPACITY, [10], runner)
+    builder = metadata_builder(table, rows=True)
+    runner.batch("a")
+    split(builder, [900])
+    table.spared[table.seats(1)[0]] += 1000
+    assert table.take_counts().attended == 40 - 1000 // PAGE
+    table.begin_step({"a": 1}, 1, {"a": note(method="freekv")})
+    assert table.take_counts() == (0,) * 10
+    split(builder, [901])
+    assert table.take_counts().attended == 40
+
+
+def test_sessions_that_wait_make_room(runner, monkeypatch):
+    """One whose LoRA adapter does not fit in a step keeps its seat, and vLLM runs another request.
+
+    Its blocks stay, and it goes on later.
+    """
+    table = request_table(CONFIG, 2, [10], runner)
+    left: list[Any] = []
+    worker: Any = object.__new__(RetrievalCPUWorker)
+    worker.requests, worker.storage, worker.retrieval_layers = table, Memory(), {}
+    monkeypatch.setattr(worker.storage, "leave", lambda *asked: left.append(asked))
+
+    def run(worker, step):
+        runner.batch(*step.num_scheduled_tokens)
+        return table.seats(len(table.batch))
+
+    monkeypatch.setattr(CPUWorker, "execute_model", run)
+
+    def step(*req_ids, new=()):
+        asked = {"sampling_params": None, "prompt_len": 5, "prefill_token_ids": None}
+        scheduled = SimpleNamespace(
+            finished_req_ids=(),
+            preempted_req_ids=None,
+            num_scheduled_tokens=dict.fromkeys(req_ids, 1),
+            total_num_scheduled_tokens=len(req_ids),
+            scheduled_new_reqs=[SimpleNamespace(req_id=name, **asked) for name in new],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=()),
+            kv_cache_block_copies=None,
+        )
+        return worker.execute_model(scheduled).tolist()
+
+    a, b = step("a", "b", new="ab")
+    table.corrected[a] += 3
+    step("b")
+    assert step("b", "c", new="c") == [b, a]
+    assert left == [([a], ())]
+    assert step("c", "a", new="a") == [a, b]
+    assert table.counts().corrected == 3
+    step("c")
+    assert step("b", new="b") == [b], "the other seat is that of a request of the step before"
 
 
 def test_how_a_session_prefills_is_up_to_its_next_input(runner):

@@ -178,6 +178,10 @@ def test_shares_are_of_the_models_shape():
     ):
         with pytest.raises(RetrievalConfigError, match=f"kv_retrieval.budget_shares=.*{why}"):
             check_shares(wrong, config(shares))
+    fraction = config("uniform", memory_fraction=0.3)
+    check_shares(model(), fraction)
+    with pytest.raises(RetrievalConfigError, match=r"memory_fraction=0\.3 is .* over all layers,"):
+        check_shares(model(pipeline=2), fraction)
 
 
 # ------------------------------------------------------------------------------ what is counted

@@ -8,7 +8,11 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.engine import checkpoint
@@ -65,6 +69,9 @@ def plan(specs, fast=500 * MIB, workers=1, engines=1, **options):
 FULL = FullAttentionSpec(block_size=128, num_kv_heads=4, head_size=64, dtype=torch.float32)
 LOCAL = SlidingWindowSpec(
     block_size=128, num_kv_heads=4, head_size=64, dtype=torch.float32, sliding_window=256
+)
+CHUNKED = ChunkedLocalAttentionSpec(
+    block_size=128, num_kv_heads=4, head_size=64, dtype=torch.float32, attention_chunk_size=256
 )
 
 
@@ -129,20 +136,31 @@ def test_the_files_of_all_workers_have_to_fit(tmp_path, monkeypatch):
         plan([FULL] * 10, workers=1, engines=3, **options)
 
 
+def of_memory(specs, **engine):
+    """What page indexes take of memory, in shares of the KV cache."""
+    own = worker(specs)
+    own.vllm_config = EngineArgs(
+        model=checkpoint("SmolLM2-135M-Instruct"), attention_backend="freekv", **engine
+    ).create_engine_config()
+    own.vllm_config.cache_config.kv_cache_layout = "LBHNC"  # as the engine core finds out first
+    specs_by_name, config = own.get_kv_cache_spec(), own.retrieval_config
+    block, index = bytes_per_block(own.vllm_config, specs_by_name, config, own.retrieving)
+    return index / block
+
+
 @pytest.mark.parametrize(
     ("sliding", "full", "share"), [(15, 3, 1), (3, 15, 5), (0, 10, 9 / 10)], ids=str
 )
 def test_what_page_indexes_take_of_memory(sliding, full, share):
     """Groups of layers share vLLM's memory, but every retrieval layer has an index of its own."""
-    specs = [LOCAL] * sliding + [FULL] * full
-    own = worker(specs)
-    own.vllm_config = EngineArgs(
-        model=checkpoint("SmolLM2-135M-Instruct"), attention_backend="freekv"
-    ).create_engine_config()
-    own.vllm_config.cache_config.kv_cache_layout = "LBHNC"  # as the engine core finds out first
-    specs_by_name, config = own.get_kv_cache_spec(), own.retrieval_config
-    block, index = bytes_per_block(own.vllm_config, specs_by_name, config, own.retrieving)
-    assert index / block == pytest.approx(share / 32)
+    assert of_memory([LOCAL] * sliding + [FULL] * full) == pytest.approx(share / 32)
+
+
+@pytest.mark.parametrize("others", [LOCAL, CHUNKED], ids=["sliding", "chunked"])
+def test_page_indexes_where_all_layers_are_one_group(others):
+    """Llama 4 turns the hybrid manager off, and its first layers attend to chunks."""
+    share = of_memory([others] * 3 + [FULL], disable_hybrid_kv_cache_manager=True)
+    assert share == pytest.approx(1 / 4 / 32)
 
 
 KEYS = 8192 * 64 * (2 + 4)

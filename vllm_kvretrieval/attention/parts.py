@@ -1,11 +1,24 @@
 """The division of a step's requests by how they decode; the same on every device."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from vllm_kvretrieval.engine.requests import RowOptions
+
+class RowOptions(NamedTuple):
+    """Options of the rows of a step; arrays with an entry per row.
+
+    ``method`` is the place of the row's method in :attr:`RetrievalConfig.methods`.
+    """
+
+    sink_pages: np.ndarray
+    window_pages: np.ndarray
+    select_pages: np.ndarray
+    total_pages: np.ndarray
+    threshold: np.ndarray
+    mass: np.ndarray
+    exact: np.ndarray
+    method: np.ndarray
 
 
 class Part(NamedTuple):
@@ -34,7 +47,7 @@ class Parts(NamedTuple):
     whole: np.ndarray
 
 
-def split_rows(options: "RowOptions", pages: np.ndarray, decodes: np.ndarray) -> Parts:
+def split_rows(options: RowOptions, pages: np.ndarray, decodes: np.ndarray) -> Parts:
     """Sort rows by how they attend.
 
     Args:

@@ -126,14 +126,18 @@ def check_sharing(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
 
 
 def check_shares(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
-    """Refuse shares of a budget that are not of the model's shape."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    """Refuse shares that are not of the model's shape, or of layers that no worker has all of."""
+    model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
     shares = [m.budget_shares for m in config.methods.values() if not m.budget_shares.uniform]
-    if shares and parallel.pipeline_parallel_size > 1:
+    over_all = []
+    if shares:
+        over_all.append(f"budget_shares={shares[0].given} divides a budget among all layers")
+    if config.memory_fraction is not None:
+        over_all.append(f"memory_fraction={config.memory_fraction} is an average over all layers")
+    if over_all and stages > 1:
         raise RetrievalConfigError(
-            f"kv_retrieval.budget_shares={shares[0].given} divides a budget among all layers, and "
-            "cannot be served with --pipeline-parallel-size "
-            f"{parallel.pipeline_parallel_size}, where no worker has them all; leave one out."
+            f"kv_retrieval.{over_all[0]}, and cannot be served with --pipeline-parallel-size "
+            f"{stages}, where no worker has them all; leave one out."
         )
     if not shares or (layers := _retrieving(model, config)) is None:
         return

@@ -55,11 +55,12 @@ def bytes_per_block(
             for name in group.layer_names
         }
         blocks.append(sum(sizes.values()))  # groups share their memory
-        if type(specs[group.layer_names[0]]) is FullAttentionSpec:
-            index += sum(
-                config.index_bytes(sizes[name], specs[name].head_size, specs[name].dtype)
-                for name in retrieving(sizes)
-            )
+        # Without the hybrid manager, layers of all kinds are in one group.
+        plain = [name for name in sizes if type(specs[name]) is FullAttentionSpec]
+        index += sum(
+            config.index_bytes(sizes[name], specs[name].head_size, specs[name].dtype)
+            for name in retrieving(plain)
+        )
     return max(blocks), index
 
 

@@ -118,6 +118,7 @@ class RetrievalMetrics:
         """
         for name in COUNTERS:
             scale = 1e-6 if name.endswith(MICROSECONDS) else 1
-            self._metrics[name][engine].inc(data.get(name, 0) * scale)
+            # A counter that goes back ends the front end.
+            self._metrics[name][engine].inc(max(data.get(name, 0), 0) * scale)
         for name in {key.partition("/")[0] for key in data}.intersection(GAUGES):
             self._metrics[name][engine].set(gauge(data, name))

@@ -1,11 +1,12 @@
 """The table of running requests: their seats, options and counts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_kvretrieval.attention.parts import RowOptions
 from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.engine.running import Note, read_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
@@ -14,31 +15,15 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 
 
-class RowOptions(NamedTuple):
-    """Options of the rows of a step; arrays with an entry per row.
-
-    ``method`` is the place of the row's method in :attr:`RetrievalConfig.methods`.
-    """
-
-    sink_pages: np.ndarray
-    window_pages: np.ndarray
-    select_pages: np.ndarray
-    total_pages: np.ndarray
-    threshold: np.ndarray
-    mass: np.ndarray
-    exact: np.ndarray
-    method: np.ndarray
-
-
 class RequestTable:
     """Gives every running request a seat, a stable index into all per-request state.
 
     Life of a seat: a request takes a seat when it first appears in a batch, keeps it when the batch
-    is reordered or condensed, and gives it back when it finishes, is aborted or is preempted. A
-    resumed request takes a new seat: its first decode step corrects every head, so it needs only
-    the counts of its old state. State is never cleared. It is valid only for a request that decoded
-    sparsely in the step before; the metadata builder checks this by the length of the context at
-    that step, which is forgotten when the seat changes hands.
+    is reordered or condensed, and gives it back when it ends or is preempted, or to make room for
+    others. A resumed request takes a new seat: its first decode step corrects every head, so it
+    needs only the counts of its old state. State is never cleared. It is valid only for a request
+    that decoded sparsely in the step before; the metadata builder checks this by the length of the
+    context at that step, which is forgotten when the seat changes hands.
 
     Args:
         config: Options of the engine.
@@ -162,6 +147,26 @@ class RequestTable:
                 log_usage(req_id, context, counts, self.retrieval_heads)
         self._free += seats
         return seats
+
+    def make_room(self, scheduled: Mapping[str, int]) -> list[int]:
+        """Take back seats that a step needs, from requests that are not in it.
+
+        A session has a seat between its inputs. When it could go on and its LoRA adapter does not
+        fit in the step, vLLM lets it wait and counts it no longer, so others may come. With its
+        next input it takes a new seat.
+
+        Args:
+            scheduled: Tokens of each request in the step.
+
+        Returns:
+            The seats that were taken back. Requests of the step before lose theirs last.
+        """
+        lacking = len(scheduled.keys() - self._seat_of.keys()) - len(self._free)
+        if lacking <= 0:
+            return []
+        idle = [req_id for req_id in self._seat_of if req_id not in scheduled]
+        idle.sort(key=self.batch.__contains__)
+        return self.release((), idle[:lacking])
 
     def counts(self) -> Counts:
         """The counts of all requests so far."""
@@ -373,6 +378,9 @@ class RequestTable:
         self._mass[seat] = options.mass if self.by_mass else 1
         self._method[seat] = self._methods[options.method]
         method = self.config.methods[options.method]
+        # What was spared is booked by the unit of the method until now.
+        self._steps[seat, 3] -= self.spared[seat] // int(self._units[seat])
+        self.spared[seat] = 0
         self._units[seat] = self.config.page_size if method.per_token else 1
         if self.selected is not None:
             fixed = self.fixed.get(options.method)

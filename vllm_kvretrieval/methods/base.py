@@ -15,7 +15,8 @@ from vllm_kvretrieval.retrieval.roles import Role
 from vllm_kvretrieval.storage import LayerStorage, Ready, Storage
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.engine.requests import RequestTable, RowOptions
+    from vllm_kvretrieval.attention.parts import RowOptions
+    from vllm_kvretrieval.engine.requests import RequestTable
     from vllm_kvretrieval.options.engine import RetrievalConfig
 
 WHOLE = -1

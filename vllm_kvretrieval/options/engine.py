@@ -230,13 +230,13 @@ class RetrievalConfig(Options):
             RetrievalConfigError: Dense layers alone read more than ``memory_fraction``.
         """
         assert self.memory_fraction is not None
-        share = (self.memory_fraction - dense_share) / (1 - dense_share)
-        if share <= 0:
+        left = self.memory_fraction - dense_share
+        if left <= 0:
             raise RetrievalConfigError(
                 f"kv_retrieval.memory_fraction={self.memory_fraction} is too little: dense layers "
                 f"alone are {dense_share:.2f} of the KV cache. Raise it, or have fewer of them."
             )
-        return self.budgets.of_share(share, prompt, self.methods[method])
+        return self.budgets.of_share(left / (1 - dense_share), prompt, self.methods[method])
 
     def page_budget(
         self, budget: int | None = None, method: str | None = None, key: str = "budget"

@@ -28,8 +28,8 @@ def finer_options(vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
     """Options that a method has here in place of its preset's; empty: there are none.
 
     The pages of an engine have one size, so other methods that keep an index leave the preset's
-    pages, too. So do blocks that entries of two pages do not fit in, and whatever our own kernel
-    does not attend to.
+    pages, too. So do blocks that entries of two pages do not fit in, layers with sliding windows in
+    the same blocks, and whatever our own kernel does not attend to.
 
     Args:
         vllm_config: The configuration of the engine.
@@ -45,11 +45,12 @@ def finer_options(vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
         config = RetrievalConfig.from_options(method, {**options, **finer})
     except RetrievalConfigError:
         return {}  # the message will be about the options as they are
+    merged = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
     indexed = [m for m in config.methods.values() if m.index is not None and m is not config.own]
     cache, text = vllm_config.cache_config, model.hf_text_config
     given = cache.block_size if cache.user_specified_block_size else 0
     apart = has_foreign_connector(vllm_config) or given % config.own.entry_tokens
-    if indexed or apart or model.is_hybrid or getattr(text, SOFT_CAPPING, None):
+    if indexed or apart or merged or model.is_hybrid or getattr(text, SOFT_CAPPING, None):
         return {}
     plain = _get_attn_isa(model.dtype, preset.page_size, model.get_head_size()) == "vec"  # no AMX
     own = choose_attention(config, model.dtype, model.get_head_size()).own

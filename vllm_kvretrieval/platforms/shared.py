@@ -1,7 +1,6 @@
 """The hooks that all platforms with retrieval share."""
 
 import importlib
-import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -132,11 +131,11 @@ class RetrievalPlatform(Platform):
         """Refuse a request's options that its engine does not serve.
 
         All engines of a process share the platform, and vLLM does not say which of them asks, so
-        the options are taken from the caller, vLLM's ``InputProcessor``.
+        the options are taken from the caller, vLLM's ``InputProcessor``. No local holds a frame:
+        its cycle would keep the inputs, images among them, until Python collects garbage.
         """
         super().validate_request(processed_inputs, params)
-        frame = inspect.currentframe()
-        caller = frame.f_back.f_locals.get("self") if frame and frame.f_back else None
+        caller = sys._getframe(1).f_locals.get("self")
         config = _config_of(caller)
         if caller is not None and config is not None:
             try:

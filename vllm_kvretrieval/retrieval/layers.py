@@ -40,6 +40,14 @@ def full_attention_layers(model_config: Any) -> list[int] | None:
     return [number for number, kind in enumerate(kinds[:layers]) if kind in WHOLE]
 
 
+def has_windows(model_config: Any) -> bool:
+    """Whether some of a model's layers have a sliding window, by its configuration (vLLM's)."""
+    if getattr(model_config.hf_text_config, "sliding_window", None) is None:
+        return False
+    full = full_attention_layers(model_config)
+    return full is None or len(full) < model_config.get_total_num_hidden_layers()
+
+
 def retrieving_layers(
     numbers: Iterable[int], roles: Mapping[int, Role], dense_layers: int
 ) -> list[int]:

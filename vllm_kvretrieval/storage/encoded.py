@@ -64,6 +64,7 @@ class Encoded(FilePages):
         super().__init__(facts, streams)
         self._codec = codec
         self._open = FastTier(facts.page_size, open_pages)
+        self._leaving: torch.Tensor | None = None  # of this step, once it is planned
 
     @property
     def encoded_pages(self) -> Sequence[RecallCache]:
@@ -84,17 +85,23 @@ class Encoded(FilePages):
         return layer
 
     def plan(self, step: StepContexts) -> EncodedReads:
-        """Find the pages that have become full, and those to be laid out."""
-        closing = self._open.advance(step.requests, step.before, step.lens, step.block_table)
+        """Find the pages that have become full, and those to be laid out.
+
+        Every metadata builder asks once in a step, and all of them are told the same full pages.
+        """
+        if self._leaving is None:
+            full = self._open.advance(step.requests, step.before, step.lens, step.block_table)
+            self._leaving = torch.tensor(full, dtype=torch.int64)
         runs = None
         if step.laid_out:
             pages = torch.cat([*step.laid_out]).numpy()
             runs = page_runs(pages[pages >= 0], self.facts.page_bytes)
-        return EncodedReads(Reads(None, runs), torch.tensor(closing, dtype=torch.int64))
+        return EncodedReads(Reads(None, runs), self._leaving)
 
     def begin_step(self, scheduler_output: Any) -> None:
         """See :meth:`Storage.begin_step`."""
         super().begin_step(scheduler_output)
+        self._leaving = None
         if scheduler_output.kv_cache_block_copies:
             raise RuntimeError("vLLM copies blocks of a KV cache that is encoded elsewhere")
 

@@ -12,6 +12,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.index.check import check_outside
+from vllm_kvretrieval.retrieval.layers import has_windows
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig, VllmConfig
@@ -102,6 +103,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"kv_retrieval.page_size={config.page_size} is not supported on this CPU, where vLLM's "
             "attention takes multiples of 32; use 32."
         )
+    check_windows(vllm_config, config)
     if vllm_config.scheduler_config.async_scheduling:
         raise RetrievalConfigError(
             f"{method} on the CPU follows one step after the other; set --no-async-scheduling."
@@ -111,6 +113,22 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_shape(model.dtype, head_size, method)
     check_attention(config, model.dtype, head_size)
     check_outside(config.stores, head_size, model.dtype)
+
+
+def check_windows(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse pages that layers with sliding windows would have, too, and vLLM does not serve."""
+    model, remedy = vllm_config.model_config, ""
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        remedy = "leave --disable-hybrid-kv-cache-manager out"
+    elif support.has_foreign_connector(vllm_config):
+        remedy = "leave the KV connector out"
+    if config.page_size % 32 == 0 or not remedy or not has_windows(model):
+        return
+    raise RetrievalConfigError(
+        f"kv_retrieval.page_size={config.page_size} cannot be served here with {model.model}: its "
+        "layers with sliding windows would have the same pages, and vLLM's attention takes "
+        f"multiples of 32. Use page_size=32, or {remedy}."
+    )
 
 
 def check_entries(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:

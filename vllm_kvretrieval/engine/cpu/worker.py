@@ -337,11 +337,11 @@ class RetrievalCPUWorker(StoringWorker):
         if finished or preempted:
             seats = self.requests.release(finished, preempted or ())
             self.storage.leave(seats, [*finished, *(preempted or ())])
-        self.requests.begin_step(
-            scheduler_output.num_scheduled_tokens,
-            scheduler_output.total_num_scheduled_tokens,
-            notes(scheduler_output, self.requests.notes),
-        )
+        scheduled = scheduler_output.num_scheduled_tokens
+        if seats := self.requests.make_room(scheduled):
+            self.storage.leave(seats, ())  # their blocks stay
+        arrived = notes(scheduler_output, self.requests.notes)
+        self.requests.begin_step(scheduled, scheduler_output.total_num_scheduled_tokens, arrived)
         self.storage.begin_step(scheduler_output)
         self._copy_index(scheduler_output.kv_cache_block_copies)
         if self.requests.loaded is not None:
