@@ -40,7 +40,7 @@ class Block:
 class BlockRecorder(RecordingWorker):
     """Mixed into the worker by vLLM (``worker_extension_cls``)."""
 
-    def start_recording_blocks(self, layer_indices, chunk, queries, exact):
+    def start_recording_blocks(self, layer_indices, chunk, queries, exact, sampling="spread"):
         """Record the prompts to come.
 
         Args:
@@ -48,8 +48,9 @@ class BlockRecorder(RecordingWorker):
             chunk: Tokens of a block.
             queries: How many queries of a block select.
             exact: Tokens at the start of a prompt that attend to everything before them.
+            sampling: Which queries of a block select.
         """
-        self._blocks, self._rule = [], (chunk, queries, exact)
+        self._blocks, self._rule, self._sampling = [], (chunk, queries, exact), sampling
         self.start_recording(layer_indices)
 
     def _record(self, name, impl):
@@ -120,13 +121,11 @@ class BlockRecorder(RecordingWorker):
             summary["sparse" if selects else "exact"] += 1
             sink, window, select = block.budget
             own = range(begin // size - window, -(-end // size))
-            count = end - begin
-            sampled = [max((i + 1) * count // queries, 1) - 1 for i in range(queries)]
             for head, pages in enumerate(block.listed):
                 if selects:
                     middle = pages[sink : len(pages) - len(own)]
                     right = pages == [*range(sink), *middle, *own] and middle == sorted(middle)
-                    query = block.query[sampled, head].flatten(0, 1)
+                    query = self._sampled(block.query[:, head], chunk, queries).flatten(0, 1)
                     budget = (sink, len(own), select)
                     choice = oracle.choose(query, block.keys[head], budget)
                     selected = {page - sink for page in middle}
@@ -140,6 +139,19 @@ class BlockRecorder(RecordingWorker):
                 error = self._error(block, head, pages, size, impl.scale)
                 summary["worst_error"] = max(summary["worst_error"], error)
         return dict(summary)
+
+    def _sampled(self, query, chunk, queries):
+        """The queries [queries, group, d] that select, of all queries of a block."""
+        among = queries if self._sampling == "spread" else chunk
+        places = [max((i + 1) * len(query) // among, 1) - 1 for i in range(among)]
+        query = query[places]
+        if among == queries:
+            return query
+        heads = []
+        for own in query.double().unbind(1):
+            cosines = (own @ own.mean(0)) / own.norm(dim=1) / own.mean(0).norm()
+            heads.append(own[cosines.argsort(stable=True)[:queries]])
+        return torch.stack(heads, 1).float()
 
     def _error(self, block, head, pages, size, scale):
         """Of the attention to exactly these pages, up to each token itself."""

@@ -24,10 +24,10 @@ def config(method="kvretrieval", **options):
     return RetrievalConfig.from_options(method, {**sparse, **options})
 
 
-def planned(*contexts, queries=4, budget=PARTS):
+def planned(*contexts, queries=4, budget=PARTS, **options):
     """The blocks of requests, given (tokens before, tokens of the step); their first token is 5."""
     before, new = np.array(contexts).T
-    planner = BlockPlanner(config(prefill_queries=queries), kv_heads=2)
+    planner = BlockPlanner(config(prefill_queries=queries, **options), kv_heads=2)
     budgets = np.repeat(np.array(budget)[:, None], len(new), 1)
     table = torch.arange(len(new) * 32, dtype=torch.int32).view(len(new), 32)
     division = planner.divide(before + new, new, budgets.sum(0) * PAGE)
@@ -50,10 +50,26 @@ def test_rows_have_their_block_as_window():
 
 def test_the_last_query_of_each_part_of_a_block_selects():
     blocks, _ = planned((320, 64), (384, 3))
-    assert blocks.queries.view(2, 4).tolist() == [
+    assert blocks.queries.tolist() == [
         [5 + 15, 5 + 31, 5 + 47, 5 + 63],
         [69, 69 + 0, 69 + 1, 69 + 2],
     ]
+
+
+def test_the_queries_least_like_their_mean_select():
+    """Each query head has its own; a short block takes some more than once."""
+    torch.manual_seed(0)
+    query = torch.randn(80, 6, 64) * 0.1 + torch.randn(6, 64)
+    odd = {(0, 0): [12, 25], (0, 1): [13, 14], (1, 5): [71]}  # (block, head): its odd queries
+    for (_, head), places in odd.items():
+        query[places, head] *= -1
+    blocks, _ = planned((320, 64), (384, 3), queries=2, prefill_sampling="dissimilar")
+    grouped = blocks.grouped(query, 2)
+    assert grouped.shape == (2, 2 * 2 * 3, 64)
+    of_heads = grouped.view(2, 2, 2, 3, 64).transpose(2, 3).flatten(1, 2)
+    for (block, head), places in odd.items():
+        same = (of_heads[block, head][:, None] == query[places, head]).all(-1)
+        assert same.any(0).all() and same.any(1).all()
 
 
 def test_a_budget_of_a_request():
@@ -80,7 +96,7 @@ def test_selection_and_attention_equal_reference(begin):
         selection = Selection.empty(seats=2, group=3 * 4, most_selected=5, **shape)
         chooser = Chooser(store, selection, Pooling.MEAN_SOFTMAX, 0.125)
         grouped = blocks.grouped(query, 2)
-        assert torch.equal(grouped[1, 12 + 3], query[blocks.queries[4 + 1], 3])
+        assert torch.equal(grouped[1, 12 + 3], query[blocks.queries[1, 1], 3])
         blocks.rows.handle = None
         ops.plan_decode(grouped, blocks.rows, chooser)
         output = torch.zeros(len(query) - 5, 6, 64)

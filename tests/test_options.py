@@ -36,6 +36,7 @@ VALUES: dict[str, Any] = {
     "prefill_budget": 2048,
     "prefill_chunk": 256,
     "prefill_queries": 4,
+    "prefill_sampling": "dissimilar",
     "dense_layers": 2,
     "max_budget": 4096,
     "memory_fraction": 0.5,

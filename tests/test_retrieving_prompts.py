@@ -66,7 +66,7 @@ def llm(tmp_path_factory):
         yield llm
 
 
-def replay(llm, error, exact):
+def replay(llm, error, exact, sampling="spread"):
     """Prompts of different lengths and options, of which some are exact, while others decode."""
     requests = [
         Request(novel(llm, 900, 50), 6, {}),
@@ -76,7 +76,7 @@ def replay(llm, error, exact):
         Request(novel(llm, 800, 10), 6, {"method": "freekv"}, arrives=9),
         Request(novel(llm, 700, 30), 6, exact, arrives=10),
     ]
-    llm.collective_rpc("start_recording_blocks", args=([0, 3], CHUNK, QUERIES, EXACT))
+    llm.collective_rpc("start_recording_blocks", args=([0, 3], CHUNK, QUERIES, EXACT, sampling))
     drive(llm, requests)
     (summary,) = llm.collective_rpc("check_blocks", args=(METHODS, BUDGETS))
     assert summary["sparse"] == 2 * (6 + 9 + 4)
@@ -91,12 +91,12 @@ def test_a_replay_gives_the_same(llm):
     replay(llm, ERRORS["device"], {"method": "snapkv"})
 
 
-@pytest.mark.parametrize("codec", ["raw", "k8v4"])
-def test_a_replay_from_a_file_gives_the_same(tmp_path, codec):
+@pytest.mark.parametrize(("codec", "sampling"), [("raw", "dissimilar"), ("k8v4", "spread")])
+def test_a_replay_from_a_file_gives_the_same(tmp_path, codec, sampling):
     """Its pages are read where they are mapped, or decoded first."""
     home = {"home": "disk", "codec": codec, "home_path": str(tmp_path), "also": ["freekv"]}
-    with serving(tmp_path, **home) as llm:
-        replay(llm, ERRORS[codec], {"exact": True})
+    with serving(tmp_path, prefill_sampling=sampling, **home) as llm:
+        replay(llm, ERRORS[codec], {"exact": True}, sampling)
 
 
 def test_company_changes_nothing(llm):

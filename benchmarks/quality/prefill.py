@@ -50,34 +50,31 @@ from benchmarks.tables import prompts
 CONTEXTS = (8192, 16384, 32512)  # answers beyond the last still fit in the model's 32K
 SETTINGS = ("1024:512", "2048:512", "4096:512")
 PAGE = 32
+PREFILL_OPTIONS = ("prefill_budget", "prefill_chunk", "prefill_queries", "prefill_sampling")
 EXACT = {"exact": True}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of an engine: ``prefill_budget``, ``prefill_chunk`` and ``prefill_queries``."""
+    """A setting of an engine: the values of ``PREFILL_OPTIONS``, the last ones may be left out."""
 
-    budget: int
-    chunk: int
-    queries: int | None = None
+    text: str
+    options: dict[str, int | str]
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        return cls(*map(int, text.split(":")))
+        values = [int(part) if part.isdecimal() else part for part in text.split(":")]
+        if not 2 <= len(values) <= len(PREFILL_OPTIONS):
+            raise ValueError
+        return cls(text, dict(zip(PREFILL_OPTIONS, values, strict=False)))
 
     def __str__(self) -> str:
-        queries = "" if self.queries is None else f":{self.queries}"
-        return f"{self.budget}:{self.chunk}{queries}"
+        return self.text
 
     @property
-    def options(self) -> dict[str, int]:
-        """The options of the engine."""
-        given = {
-            "prefill_budget": self.budget,
-            "prefill_chunk": self.chunk,
-            "prefill_queries": self.queries,
-        }
-        return {key: value for key, value in given.items() if value is not None}
+    def chunk(self) -> int:
+        """Tokens that share one selection."""
+        return int(self.options["prefill_chunk"])
 
 
 @dataclass(frozen=True)
@@ -233,8 +230,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, SMOLLM2_32K)
     add_tokens(parser, "--contexts", CONTEXTS, "tokens of the documents")
     add("--settings", nargs="+", type=Setting.parse, default=[*map(Setting.parse, SETTINGS)],
-        metavar="BUDGET:CHUNK[:QUERIES]",
-        help="prefill_budget, prefill_chunk and prefill_queries")  # fmt: skip
+        metavar="BUDGET:CHUNK[:QUERIES[:SAMPLING]]",
+        help="values of " + ", ".join(PREFILL_OPTIONS))  # fmt: skip
     add("--repeats", type=int, default=1, metavar="N", help="runs of each prefill")
     add_output(parser, "prefill.json")
 

@@ -27,4 +27,8 @@ DEFAULT_BLOCK = 128
 """Tokens of a prompt that select pages at once."""
 DEFAULT_QUERIES = 8
 MOST_QUERIES = 64
+SAMPLINGS = {
+    "spread": "evenly spaced, the last one among them",
+    "dissimilar": "per query head those least like the mean of the chunk's (QuoKA, section 3)",
+}
 MOST_RERANKED = 64

@@ -260,6 +260,15 @@ class Options:
         why=f"by which no queries, or the last {WINDOW} of a chunk, select for a prompt",
         needs="prefill_budget",
     )
+    prefill_sampling: str | None = option(
+        None,
+        one_of(choices.SAMPLINGS),
+        "which queries of a chunk of a prompt select pages for it",
+        "`spread`",
+        families=(SCORED,),
+        why=f"by which no queries, or the last {WINDOW} of a chunk, select for a prompt",
+        needs="prefill_budget",
+    )
     dense_layers: int = option(
         None,
         Kind("a number of layers", require_layers),

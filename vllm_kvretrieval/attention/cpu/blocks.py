@@ -19,7 +19,10 @@ class Blocks:
 
     Attributes:
         method: The method's number among those of the engine.
-        queries: int64 [R * n]; places of the queries that select, among the step's tokens.
+        queries: int64 [R, n or more]; places of the queries that select, or may, among the step's
+            tokens.
+        samples: n; how many queries of a block select. Where there are more, those do, per query
+            head, that are least like the mean of all.
         rows: What the blocks select. The window of a row ends with the block itself. A block that
             attends to its whole context is all window.
         lists: The same lists for attention. The block's own tokens are at the end.
@@ -28,6 +31,7 @@ class Blocks:
 
     method: int
     queries: torch.Tensor
+    samples: int
     rows: DecodeRows
     lists: PromptLists
     places: torch.Tensor | None
@@ -42,9 +46,10 @@ class Blocks:
         Returns:
             [R, kv_heads * n * group, head_size].
         """
-        rows = len(self.rows)
-        sampled = query[self.queries].unflatten(1, (kv_heads, -1))
-        return sampled.unflatten(0, (rows, -1)).transpose(1, 2).flatten(1, 3)
+        sampled = query[self.queries]
+        if sampled.shape[1] > self.samples:
+            sampled = _dissimilar(sampled, self.samples)
+        return sampled.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(1, 3)
 
     def relocate(self) -> None:
         """Make the lists name pages by where they are laid out."""
@@ -72,6 +77,11 @@ class BlockPlanner(Divisor):
         assert config.prefill_queries is not None
         self.page_size, self.kv_heads = config.page_size, kv_heads
         self.samples = config.prefill_queries
+        # Queries of a block among which its samples are chosen.
+        self.among = (
+            config.prefill_chunk if config.prefill_sampling == "dissimilar" else self.samples
+        )
+        assert self.among is not None
 
     def plan(
         self,
@@ -111,12 +121,29 @@ class BlockPlanner(Divisor):
         )
         starts = np.concatenate([[0], new.cumsum()])
         # The last query of each of as many equal parts; a short block takes some more than once.
-        steps = np.arange(1, self.samples + 1)
-        places = np.maximum(steps * new[:, None] // self.samples, 1) - 1
-        queries = torch.from_numpy((start + starts[:-1, None] + places).flatten())
+        steps = np.arange(1, self.among + 1)
+        places = np.maximum(steps * new[:, None] // self.among, 1) - 1
+        queries = torch.from_numpy(start + starts[:-1, None] + places)
         seen = int32(attended - new + 1)
         lists = PromptLists(rows.lists, int32(starts), seen, self.kv_heads, per_head=True)
-        return Blocks(method, queries, rows, lists, None if staged is None else _places(staged))
+        laid_out = None if staged is None else _places(staged)
+        return Blocks(method, queries, self.samples, rows, lists, laid_out)
+
+
+def _dissimilar(query: torch.Tensor, samples: int) -> torch.Tensor:
+    """The queries of blocks that are least like the mean of all, by cosine (QuoKA, section 3).
+
+    Args:
+        query: [R, n, num_heads, head_size].
+        samples: How many to take per block and query head.
+
+    Returns:
+        [R, samples, num_heads, head_size]; each head's own.
+    """
+    wide = query.float()
+    cosines = torch.cosine_similarity(wide, wide.mean(1, keepdim=True), dim=-1)
+    chosen = cosines.topk(samples, dim=1, largest=False).indices
+    return query.gather(1, chosen[..., None].expand(-1, -1, -1, query.shape[-1]))
 
 
 def _places(staged: torch.Tensor) -> torch.Tensor:
