@@ -22,7 +22,6 @@ from tests import interpreter
 from tests.side_work import AtOnce, Delayed
 from vllm_kvretrieval.attention.cuda import far
 from vllm_kvretrieval.engine.cuda import tiers
-from vllm_kvretrieval.kernels import triton as kernels
 
 SHAPE = layer_parts.Shape(kv_heads=2, group=2, head_size=16, budget=256)
 COPY, BUS = 1e9, 1e8
@@ -52,10 +51,8 @@ def once(calls):
 def decode_step(context, side=None):
     torch.manual_seed(context)
     memory = torch.zeros(40 * SHAPE.kv_heads * SHAPE.unit_bytes + 100, dtype=torch.uint8)
-    pool = layer_parts.Pool(kernels, SHAPE, memory, "cpu")
-    return layer_step.LayerStep(
-        kernels, pool, SHAPE, batch=2, context=context, layers=2, units=2, side=side
-    )
+    pool = layer_parts.Pool(SHAPE, memory, "cpu")
+    return layer_step.LayerStep(pool, SHAPE, batch=2, context=context, layers=2, units=2, side=side)
 
 
 def measured(context, side=None):
