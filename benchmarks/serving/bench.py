@@ -81,7 +81,6 @@ class Bench:
         self._settings = settings
         self._documents = documents
         self._tokens = settings.steps + WARM_STEPS + 1
-        self._seen: dict[int, list[list[int]]] = {}  # context -> a document, prefilled last
 
     def context(self, context: int, batches: Sequence[int], profile: bool) -> Iterator[Cell]:
         """The cells of one context length, in rising batch size; contexts end at `context`.
@@ -127,7 +126,6 @@ class Bench:
     def _cell(self, context: int, prefills: Sequence[Prefill], profile: bool) -> Cell:
         """Decode times on the documents prefilled last, beside the prefill times."""
         prompts = prefills[-1].prompts
-        self._seen[context] = prompts[-1:]
         decodes = [
             self._pair(turn, f"decode {turn} of {len(prompts)}", prompts, self._tokens)
             for turn in range(1, 1 + decode_repeats(context, self._settings))
@@ -143,31 +141,6 @@ class Bench:
             if profile:
                 cell["engines"][lane.name] |= self._profile(lane, prompts)
         return cell
-
-    def flatness(self, short: int, long: int, profile: bool) -> dict[str, Any]:
-        """The counterpart's own step at two context lengths in turn, batch 1.
-
-        Neighbouring measurements are compared: the cells of two contexts lie an hour apart.
-        """
-        lane = self._lanes[1]
-        prompts = {
-            context: self._seen.get(context) or self._documents.take(1, context - self._tokens)
-            for context in (short, long)
-        }
-        for context, prompt in prompts.items():
-            self._status.set(f"flatness: prefill of {context:,}")
-            lane.generate(prompt, 1, self._settings.temperature)
-        runs: dict[int, list[float]] = {short: [], long: []}
-        for turn in range(2 * self._settings.repeats):
-            for context in (short, long) if turn % 2 else (long, short):
-                self._status.set(f"flatness: {context:,}, {turn + 1}")
-                timing = lane.generate(prompts[context], self._tokens, self._settings.temperature)
-                runs[context].append(report.spread(self._steps(timing))["mean"])
-        measured: dict[str, Any] = {"contexts": [short, long], "step_ms": [runs[short], runs[long]]}
-        if profile:
-            profiles = [self._profile(lane, prompts[context]) for context in (short, long)]
-            measured["profile_ms"] = [parts["profile_ms"] for parts in profiles]
-        return measured
 
     def warm_up(self, context: int) -> None:
         """Let all lanes meet every kind of work once; contexts end at `context` tokens."""

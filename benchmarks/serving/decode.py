@@ -134,18 +134,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, name)
 
 
-def earlier(path: Path, settings: Settings) -> dict[str, Any]:
-    """What an interrupted run with the same settings has measured.
+def earlier(path: Path, settings: Settings) -> list[Cell]:
+    """The cells that an interrupted run with the same settings has measured.
 
     Raises `SystemExit` where the file comes from other settings.
     """
     stored = read_json(path)
     if stored is None:
-        return {}
+        return []
     defaults = {"fill": False, "dtype": "auto", "beside": [], "avx2": False}
     if defaults | stored["settings"] != asdict(settings) | {"beside": [*settings.beside]}:
         sys.exit(f"{path} was made with other settings: drop --resume or name another --output")
-    return {key: stored[key] for key in ("cells", "flatness") if key in stored}
+    cells: list[Cell] = stored["cells"]
+    return cells
 
 
 def todo(args: argparse.Namespace, done: list[Cell], first: str) -> dict[int, list[int]]:
@@ -171,9 +172,7 @@ def measure(
     for start_order in (specs, specs[::-1]):
         first = start_order[0].name
         missing = todo(args, store["cells"], first)
-        beyond = [context for context in args.contexts if context >= 2 * settings.budget]
-        flat = first == STOCK and len(beyond) > 1 and 1 in args.batches and "flatness" not in store
-        if not missing and not flat:
+        if not missing:
             continue
         with ExitStack() as stack:
             engines = {}
@@ -201,11 +200,6 @@ def measure(
                     status.clear()
                     (of_this_order,) = report.pooled([cell])
                     print(report.row(of_this_order, store["build"]), flush=True)
-            if flat:
-                flatness = bench.flatness(min(beyond), max(beyond), args.profile)
-                store["flatness"] = flatness | {"build": store["build"]}
-                write_json(args.output, store)
-                status.clear()
 
 
 def _matters(variable: str) -> bool:
@@ -239,13 +233,11 @@ def run(args: argparse.Namespace) -> int:
         avx2=args.avx2,
     )
     specs = engine_specs(str(args.model), settings, config, longest, batch)
-    done = earlier(args.output, settings) if args.resume else {}
     store = result_header("benchmarks.serving") | {
         "environment": {name: os.environ[name] for name in sorted(os.environ) if _matters(name)},
         "settings": asdict(settings),
-        "cells": [],
+        "cells": earlier(args.output, settings) if args.resume else [],
     }
-    store |= done
     measure(args, settings, specs, store)
     store["acceptance"] = report.acceptance(store)
     write_json(args.output, store)
