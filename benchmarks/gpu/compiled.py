@@ -222,7 +222,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=record_of(VERSION), help="the record (JSON)")
     parser.add_argument("--all", action="store_true", help="compile what is recorded, too")
     parser.add_argument("--arch", type=int, action="append", choices=SHARED, help="only this")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     known = read_json(options.output)
     if known is None or known["versions"]["triton"] != VERSION:
@@ -232,7 +231,7 @@ def main() -> None:
     results: Results = {name: {"digest": one.digest} for name, one in launches().items()}
     todo = {arch: missing({} if options.all else before, results, arch) for arch in archs}
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=spawn) as pool:
         made = pool.map(compile_for, todo.keys(), todo.values()) if any(todo.values()) else ()
         found = dict(zip(archs, made, strict=False))
     for arch in archs:

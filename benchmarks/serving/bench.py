@@ -31,12 +31,12 @@ class Settings:
     repeats: int
     prefill_repeats: int
     prefill_seconds: float
-    temperature: float
     enforce_eager: bool
     fill: bool = False
     dtype: str = "auto"
     beside: tuple[str, ...] = ()
     avx2: bool = False
+    temperature: float = 0.0  # of sampling: all results are greedy
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,10 @@ class Lane:
     engine: EngineProcess
     extra_args: dict[str, Any] | None = None
 
-    def generate(
-        self, prompts: list[list[int]], max_tokens: int, temperature: float, fresh: bool = False
-    ) -> Timing:
+    def generate(self, prompts: list[list[int]], max_tokens: int, fresh: bool = False) -> Timing:
         """Decode with the engine awake meanwhile; see `EngineProcess.generate`."""
         self.engine.resume()
-        timing = self.engine.generate(prompts, max_tokens, temperature, self.extra_args, fresh)
+        timing = self.engine.generate(prompts, max_tokens, self.extra_args, fresh)
         self.engine.pause()
         return timing
 
@@ -156,8 +154,7 @@ class Bench:
         order = self._lanes if turn % 2 == 0 else tuple(reversed(self._lanes))
         for lane in order:
             self._status.set(f"{label}, {lane.name}")
-            temperature = self._settings.temperature
-            timings[lane.name] = lane.generate(prompts, max_tokens, temperature, fresh)
+            timings[lane.name] = lane.generate(prompts, max_tokens, fresh)
         return [timings[lane.name] for lane in self._lanes]
 
     def _steps(self, timing: Timing) -> list[float]:
@@ -169,7 +166,7 @@ class Bench:
         self._status.set(f"profile, {lane.name}")
         lane.engine.resume()
         lane.engine.collective_rpc("start_timing")
-        timing = lane.generate(prompts, self._tokens, self._settings.temperature)
+        timing = lane.generate(prompts, self._tokens)
         lane.engine.resume()
         parts, requests = lane.engine.collective_rpc("stop_timing")
         lane.engine.pause()

@@ -119,13 +119,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill-repeats", type=int, default=1 if quick else 10, help="at most")
     add("--prefill-seconds", type=float, default=120.0, help="fewer prefill repeats where they "
         "would take longer than this, both engines together")  # fmt: skip
-    add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
         help="of weights and KV cache; auto: the checkpoint's")  # fmt: skip
     add("--avx2", action="store_true", help="both engines as on a machine without AVX-512")
     add("--enforce-eager", action="store_true", help="without torch.compile")
-    add("--hf-overrides", type=json.loads, default=None, help="JSON for the model's config "
-        "(default: YaRN where a context exceeds the model's own limit)")  # fmt: skip
     add("--both-orders", type=int, default=0 if quick or fill else 8192, metavar="CONTEXT",
         help="measure contexts up to this one in both orders of starting the engines")  # fmt: skip
     add("--no-profile", dest="profile", action="store_false", help="skip the share of the parts")
@@ -214,10 +211,9 @@ def run(args: argparse.Namespace) -> int:
     if min(args.contexts) <= args.steps + WARM_STEPS + 1:
         sys.exit(f"--contexts: {min(args.contexts)} leaves no room for {args.steps} steps")
     config = AutoConfig.from_pretrained(args.model)
-    overrides = args.hf_overrides
     settings = Settings(
         model=args.model.name,
-        hf_overrides=yarn_overrides(config, longest) if overrides is None else overrides,
+        hf_overrides=yarn_overrides(config, longest),
         against=args.against,
         budget=args.budget,
         options=args.options,
@@ -225,7 +221,6 @@ def run(args: argparse.Namespace) -> int:
         repeats=args.repeats,
         prefill_repeats=args.prefill_repeats,
         prefill_seconds=args.prefill_seconds,
-        temperature=args.temperature,
         enforce_eager=args.enforce_eager,
         fill=args.fill,
         dtype=args.dtype,
