@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,9 +75,7 @@ class Case:
             self.starts,
             lists.lengths,
             lists.entries,
-            kv_heads=1,
-            group=shape.group,
-            head_size=shape.head_size,
+            shape=replace(shape, kv_heads=1),
             dtype=self.dtype,
             isa="vec",
             scale=0.125,

@@ -86,14 +86,11 @@ class Case:
 
     def vllm(self) -> None:
         """By vLLM's, scheduled once for all layers, as an engine does."""
-        shape = self.shape
         attend = StockAttention(
             self.starts,
             self.lens,
             self.table,
-            kv_heads=shape.kv_heads,
-            group=shape.group,
-            head_size=shape.head_size,
+            shape=self.shape,
             dtype=self.dtype,
             isa=self.isa,
             scale=self.scale,
