@@ -23,7 +23,6 @@ largest batch that it fits, too.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -36,6 +35,7 @@ from benchmarks.common import Stopwatch
 from benchmarks.engines import EngineProcess, EngineSpec
 from benchmarks.gpu.common import GIB, Report, gpu_header, parser
 from benchmarks.gpu.engine_worker import EXTENSION
+from benchmarks.models import kv_bytes_per_token, read_config
 
 MODULE = "benchmarks.gpu.engine_decode"
 MODEL = Path(__file__).parent / "llama-3.1-8b"
@@ -113,11 +113,7 @@ class Measured:
         self.engine, self.requests = engine, requests
         self._generator = torch.Generator().manual_seed(0)
         self._batch = self.prompts(requests, longest)
-        config = json.loads((model / "config.json").read_text())
-        layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
-        size = config["hidden_size"] // config["num_attention_heads"]
-        head_size = config.get("head_dim", size)
-        self.bytes_per_token = 2 * layers * heads * head_size * torch.bfloat16.itemsize
+        self.bytes_per_token = kv_bytes_per_token(read_config(model))
         self.block_size = engine.info["block_size"]
         self.capacity = engine.info["num_blocks"] * self.block_size
 
