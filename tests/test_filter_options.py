@@ -14,22 +14,22 @@ def config(method="freekv", **options):
     return RetrievalConfig.from_options(method, options)
 
 
-def served_model(name, **shape):
+def served_model(**shape):
     """vLLM's description of a model."""
-    (file,) = (file for file in shipped() if file.model == name)
+    (file,) = (file for file in shipped() if file.model == "SmolLM2-135M-Instruct")
     text = SimpleNamespace(**{**file.shape, **shape})
-    return SimpleNamespace(model=f"/models/{name}", hf_text_config=text), file
+    return SimpleNamespace(model=f"/models/{file.model}", hf_text_config=text), file
 
 
 def test_roles_by_list_file_and_model(tmp_path):
-    model, file = served_model("SmolLM2-135M-Instruct")
+    model, file = served_model()
     layers = range(30)
     assert config("freekv").roles(model, layers) == {}
     assert config("omnikv").roles(model, layers) == roles_of(file.filters, layers)
     assert config("omnikv", filters=[2, 8]).roles(model, layers) == roles_of([2, 8], layers)
     by_file = config("omnikv", filters=str(file.path))
     assert by_file.roles(model, layers) == roles_of(file.filters, layers)
-    other, _ = served_model("SmolLM2-135M-Instruct", vocab_size=7)
+    other, _ = served_model(vocab_size=7)
     with pytest.raises(RetrievalConfigError, match=r"filter layers of .* are not known"):
         config("omnikv").roles(other, layers)
     with pytest.raises(RetrievalConfigError, match=r"which is another model than .*vocab_size"):

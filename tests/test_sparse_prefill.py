@@ -6,7 +6,17 @@ in the middle of chunks.
 
 import pytest
 
-from tests.engine import Request, alone, assert_same, drive, engine, novel, preemptions, shortened
+from tests.engine import (
+    Request,
+    alone,
+    assert_same,
+    difference,
+    drive,
+    engine,
+    novel,
+    preemptions,
+    shortened,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -58,11 +68,6 @@ def recorded(llm, requests):
     return answers, summary
 
 
-def worst(answer, expected):
-    pairs = zip(answer.logprobs, expected.logprobs, strict=True)
-    return max(abs(a - b) for a, b in pairs)
-
-
 def test_a_replay_of_the_paper_gives_the_same(llm):
     """Prompts of different lengths, of which some are exact, that come while others decode."""
     requests = [
@@ -87,7 +92,7 @@ def test_prompts_within_the_budget_are_exact(llm):
         if same:
             assert_same(sparse, exact, TOLERANCE)
         else:
-            assert worst(sparse, exact) > TOLERANCE
+            assert difference(sparse, exact) > TOLERANCE
 
 
 def test_exact_requests_read_only_exact_chunks_of_sparse_ones(llm):
@@ -99,7 +104,7 @@ def test_exact_requests_read_only_exact_chunks_of_sparse_ones(llm):
     exact = alone(llm, Request(prompt, 8, {"exact": True}))
     llm.reset_prefix_cache()
     sparse = ask({"budget": 1024})
-    assert worst(sparse, exact) > TOLERANCE
+    assert difference(sparse, exact) > TOLERANCE
     full, shared = 700 // BLOCK * BLOCK, EXACT // BLOCK * BLOCK
     for cached in (shared, full):  # at first the exact chunks of the other, then its own
         answer = ask({"exact": True})
