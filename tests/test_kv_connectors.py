@@ -8,7 +8,6 @@ import shutil
 from typing import Any
 
 import pytest
-import torch
 from vllm.config import KVTransferConfig
 
 from tests.engine import (
@@ -18,6 +17,7 @@ from tests.engine import (
     assert_same,
     drive,
     engine,
+    prompt,
     random_llama,
 )
 
@@ -36,11 +36,6 @@ RETRIEVAL |= {"also": {"kvretrieval": {}, "quest": {}}}
 LOADED = 1184 // 32
 """Pages of the document that its connector loads."""
 EVERY_STEP = ({"correction_threshold": 1.0}, {"method": "kvretrieval"}, {"method": "quest"})
-
-
-def prompt(length, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(512, (length,), generator=generator).tolist()
 
 
 def document(options, cache=True):
