@@ -21,6 +21,7 @@ from tests.engine import (
     difference,
     drive,
     engine,
+    model_of,
     novel,
     preemptions,
     shortened,
@@ -48,9 +49,7 @@ STOCK = {
 TOLERANCE = 1e-3
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return shortened(tmp_path_factory.mktemp("model"), MODEL, LAYERS)
+model = model_of(shortened, MODEL, LAYERS)
 
 
 @pytest.fixture(scope="module")

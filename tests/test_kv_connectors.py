@@ -17,6 +17,7 @@ from tests.engine import (
     assert_same,
     drive,
     engine,
+    model_of,
     prompt,
     random_llama,
 )
@@ -46,9 +47,7 @@ def question(options, cache=True):
     return Request(prompt(1200, 0) + prompt(80, 1), 16, options, cache=cache)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_llama(tmp_path_factory.mktemp("model"), 4, 4)
+model = model_of(random_llama, 4, 4)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine import Request, assert_same, difference, drive, engine, random_llama
+from tests.engine import Request, assert_same, difference, drive, engine, model_of, random_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.cores]
 
@@ -68,9 +68,7 @@ def selections(worker):
     return [w.selectors.rows.chosen.tolist() for w in watchers if hasattr(w, "selectors")]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
+model = model_of(random_llama, LAYERS, KV_HEADS)
 
 
 def answers(model, house, workers=1, stages=1, **options):

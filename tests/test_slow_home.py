@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 from vllm.config import CompilationMode
 
-from tests.engine import Answer, Request, alone, assert_same, drive, engine, prompt, random_llama
+from tests.engine import (
+    Answer,
+    Request,
+    alone,
+    assert_same,
+    drive,
+    engine,
+    model_of,
+    prompt,
+    random_llama,
+)
 from tests.home_requests import (
     ALSO,
     BUDGET,
@@ -55,9 +65,7 @@ def run_scenarios(llm):
     return results
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
+model = model_of(random_llama, LAYERS, KV_HEADS)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine import Request, drive, engine, prompt, random_llama
+from tests.engine import Request, drive, engine, model_of, prompt, random_llama
 from tests.home_requests import (
     BUDGET,
     DOCUMENT,
@@ -78,9 +78,7 @@ def run_scenarios(llm, method):
     return results
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
+model = model_of(random_llama, LAYERS, KV_HEADS)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("fier", marks=pytest.mark.slow), "omnikv"])

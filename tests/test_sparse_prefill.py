@@ -10,6 +10,7 @@ from tests.engine import (
     Request,
     alone,
     assert_same,
+    attended_share,
     difference,
     drive,
     engine,
@@ -133,16 +134,7 @@ def test_preempted_prompts_are_replayed(llm, monkeypatch):
 
 
 def test_what_prefill_attended_to_is_counted(llm):
-    def counts():
-        return llm.collective_rpc(lambda worker: worker.requests.counts())[0]
-
-    shares = []
-    for options in ({"exact": True}, {}):
-        before = counts()
-        alone(llm, Request(novel(llm, 1500, 300), 2, options))
-        new = [b - a for a, b in zip(before, counts(), strict=True)]
-        assert new[-2] == 1500 * 1501 // 2
-        shares.append(new[-1] / new[-2])
-    assert shares[0] == 1
+    assert attended_share(llm, 1500, {"exact": True}) == 1
     # At position t a token attends to the budget and half of its chunk.
-    assert shares[1] == pytest.approx((288 * 144 + 1212 * (BUDGET + 48)) / (1500 * 750), rel=0.05)
+    expected = (288 * 144 + 1212 * (BUDGET + 48)) / (1500 * 750)
+    assert attended_share(llm, 1500, {}) == pytest.approx(expected, rel=0.05)
