@@ -48,7 +48,6 @@ STOCK = {
 }
 TOLERANCE = 1e-3
 
-
 model = model_of(shortened, MODEL, LAYERS)
 
 

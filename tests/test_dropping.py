@@ -58,7 +58,6 @@ EVICTING = "h2o", "tova", "raas", "sliding"
 LAYERS = 4
 REPLAYED = (0, 2, 3)
 
-
 model = model_of(shortened, MODEL, LAYERS)
 
 

@@ -18,7 +18,6 @@ ALSO = ["snapkv", "h2o", "tova", "raas", "freekv"]
 METHODS = ("entropykv", *ALSO)
 TOLERANCE = 1e-4
 
-
 model = model_of(random_llama, LAYERS, KV_HEADS)
 
 

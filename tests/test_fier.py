@@ -43,7 +43,6 @@ OPTIONS = {"budget": BUDGET, "also": ALSO, "max_budget": 512, "sink": 0}
 LAYERS = 6
 RECORDED = (0, 2, 3)
 
-
 model = model_of(shortened, MODEL, LAYERS)
 
 

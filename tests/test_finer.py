@@ -17,7 +17,6 @@ from vllm_kvretrieval.retrieval.presets import presets
 
 FINER = presets()["kvretrieval"].finer or {}
 
-
 model = model_of(random_llama, 2, 1)
 
 

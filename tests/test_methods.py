@@ -153,7 +153,6 @@ HOUSES = {
 
 DOCUMENT = prompt(600, 100)
 
-
 model = model_of(random_llama, LAYERS, KV_HEADS)
 
 

@@ -59,7 +59,6 @@ ALSO = {
 }
 RECORDED = (0, 2, 3, 5)
 
-
 model = model_of(shortened, MODEL, LAYERS)
 
 

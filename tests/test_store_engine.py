@@ -30,7 +30,6 @@ OPTIONS = {
 
 pytestmark = [pytest.mark.engine]
 
-
 model = model_of(random_llama, 4, 2)
 
 

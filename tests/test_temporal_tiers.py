@@ -16,7 +16,6 @@ from tests.home_requests import (
 
 pytestmark = pytest.mark.engine
 
-
 model = model_of(random_llama, LAYERS, KV_HEADS)
 
 
