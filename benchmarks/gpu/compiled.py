@@ -40,7 +40,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 
-from benchmarks.common import RESULTS, read_json, result_header, write_text
+from benchmarks.common import RESULTS, read_json, result_header, write_json
 from benchmarks.gpu.launches import calls
 
 MODULE = "benchmarks.gpu.compiled"
@@ -206,10 +206,8 @@ def write(output: Path, archs: list[int], results: Results) -> None:
     """Write a record: one line for each launch."""
     header = result_header(MODULE)
     header["versions"]["triton"] = VERSION
-    header |= {"architectures": archs, "columns": COLUMNS, "results": {}}
-    lines = (f"  {json.dumps(name)}: {json.dumps(results[name])}" for name in results)
-    text = json.dumps(header, indent=1).removesuffix("{}\n}")
-    write_text(output, text + "{\n" + ",\n".join(lines) + "\n }\n}\n")
+    header |= {"architectures": archs, "columns": COLUMNS, "results": results}
+    write_json(output, header)
 
 
 def main() -> None:
