@@ -190,6 +190,7 @@ class LayerStep:
         )
 
     def _write_tail(self, layer: Layer) -> None:
+        assert layer.residency is not None
         kernels.write_tail(layer.key, layer.value, layer.rows, layer.residency, layer.slots)
 
     def _score(self, layer: Layer) -> None:
@@ -199,10 +200,12 @@ class LayerStep:
         kernels.plan_decode(layer.query, layer.rows, self.requests, [layer.chooser], self.plan)
 
     def _resolve(self, layer: Layer) -> None:
+        assert layer.residency is not None
         state = layer.rows, layer.residency, self.missed, layer.lists, self.page
         kernels.resolve(self.plan, *state)
 
     def _resolve_ahead(self, layer: Layer) -> None:
+        assert layer.residency is not None
         kernels.resolve_ahead(
             layer.chooser.selection,
             layer.rows,
