@@ -129,15 +129,14 @@ class EngineProcess:
         self,
         prompts: list[list[int]],
         max_tokens: int,
-        temperature: float = 0.0,
         extra_args: dict[str, Any] | None = None,
         fresh: bool = False,
     ) -> Timing:
-        """Decode exactly `max_tokens` tokens for each of `prompts`, handed in at once.
+        """Decode exactly `max_tokens` tokens for each of `prompts`, handed in at once, greedily.
 
         fresh: whether all of the prompts is computed, whatever the prefix cache has.
         """
-        return self._call("generate", prompts, max_tokens, temperature, extra_args, fresh)
+        return self._call("generate", prompts, max_tokens, extra_args, fresh)
 
     def collective_rpc(self, method: str, *args: Any) -> Any:
         """Call `method` of the first worker (see `LLM.collective_rpc`)."""
@@ -238,7 +237,6 @@ class _Engine:
         self,
         prompts: list[list[int]],
         max_tokens: int,
-        temperature: float,
         extra_args: dict[str, Any] | None,
         fresh: bool,
     ) -> Timing:
@@ -247,7 +245,7 @@ class _Engine:
 
         engine = self._llm.llm_engine
         params = SamplingParams(
-            temperature=temperature,
+            temperature=0.0,
             max_tokens=max_tokens,
             ignore_eos=True,
             output_kind=RequestOutputKind.DELTA,

@@ -20,7 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from benchmarks.common import MODELS
+from benchmarks.cli import SMOLLM2
 from vllm_kvretrieval.engine.scheduler import RetrievalAsyncScheduler
 
 BLOCK = 32
@@ -68,7 +68,7 @@ class Stepper:
             **engine,
         }
         config = EngineArgs(
-            model=str(MODELS / "SmolLM2-135M-Instruct"),
+            model=str(SMOLLM2),
             attention_backend=backend,
             additional_config={"kv_retrieval": options},
             **arguments,

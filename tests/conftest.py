@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import interpreter
 from tests import isas as isas_of_run
 from tests.isas import ISAS, absent, missing, tested
 
@@ -62,6 +63,13 @@ def isa(request):
     yield request.param
     isas_of_run.only(None)
     cpu.use_isa(best)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """Runs a check on "cpu" in a process where Triton interprets, and every launch is checked."""
+    with interpreter.start(checked=True) as pool:
+        yield lambda check, **kwargs: pool.submit(check, "cpu", **kwargs).result()
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def decode_steps(
     kv_heads=2,
     group=3,
     head_size=64,
-    page=16,
+    page=8,
     dtype=torch.bfloat16,
     steps=4,
     far=False,
@@ -264,10 +264,10 @@ def same_plans(layers, rows, step):
             assert torch.equal(*chosen), (step, row)
 
 
-def low_rank_records(device, *, head_size, entry, rank=0, kv_heads=1, dtype=torch.bfloat16):
+def low_rank_records(device, *, head_size, entry, rank=0, kv_heads=1):
     """Records approximate keys nearly as well as the specification's do."""
     torch.manual_seed(head_size + entry)
-    index, pages = LowRank(rank), 4
+    index, pages, dtype = LowRank(rank), 4, torch.bfloat16
     store = IndexStore.empty(
         index, pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=entry, dtype=dtype,
         layout="rows",

@@ -172,10 +172,10 @@ def assert_resumed(*args):
 
 
 def metrics():
-    """vLLM's metrics of retrieval so far, for an engine that keeps statistics."""
-    named = "vllm:kv_retrieval_"
-    found = [metric for metric in _engine.get_metrics() if metric.name.startswith(named)]
-    return {metric.name.removeprefix(named): metric.value for metric in found}
+    """See ``tests.home_requests.metrics``; for an engine that keeps statistics."""
+    from tests.home_requests import metrics
+
+    return metrics(_engine)
 
 
 def selections():

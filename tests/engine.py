@@ -5,7 +5,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -81,6 +81,16 @@ def random_llama(path: Path, layers: int, kv_heads: int) -> str:
     )
     LlamaForCausalLM(config).save_pretrained(path)
     return str(path)
+
+
+def model_of(make: Callable[..., str], *args: Any) -> Any:
+    """The fixture of a module's model, which ``make`` saves."""
+
+    @pytest.fixture(scope="module")
+    def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+        return make(tmp_path_factory.mktemp("model"), *args)
+
+    return model
 
 
 def random_mixture(path: Path) -> str:
@@ -346,6 +356,19 @@ def likely(model: Any, asked: list[int], answer: Answer) -> Answer:
     logprobs = logits.log_softmax(-1)
     places = torch.tensor(answer.tokens)[:, None]
     return Answer(logits.argmax(-1).tolist(), logprobs.gather(1, places)[:, 0].tolist())
+
+
+def attended_share(llm: LLM, length: int, options: dict[str, Any]) -> float:
+    """The share that a prompt's queries attend to of all before them, as the worker counts it."""
+
+    def counts() -> Any:
+        return llm.collective_rpc(lambda worker: worker.requests.counts())[0]
+
+    before = counts()
+    alone(llm, Request(novel(llm, length, 300), 2, options))
+    pairs, attended = (b - a for a, b in zip(before[-2:], counts()[-2:], strict=True))
+    assert pairs == length * (length + 1) // 2
+    return float(attended / pairs)
 
 
 def novel(llm: LLM, tokens: int, paragraph: int) -> list[int]:

@@ -141,6 +141,33 @@ def counted(llm):
     return change, (LAYERS - 1) * KV_HEADS * (request.tokens - 1)
 
 
+def compared_with_home(llm):
+    """How many tokens the home holds as the model made them, and what each request has written."""
+    llm.reset_prefix_cache()
+    llm.collective_rpc("record_writes")
+    requests = [Request(prompt(700, 50), 40, {}), Request(prompt(60, 51), 20, {}, arrives=4)]
+    drive(llm, requests)
+    (compared,) = llm.collective_rpc("compare_home")
+    return compared, [len(r.prompt) + r.tokens - 1 for r in requests]
+
+
+def lose_home_after(llm, steps):
+    """Requests fail, whatever they do with it: read prompts, attend to all, to what is selected, to
+    a short text. The same ones to a new home are answered as before."""
+    requests = {
+        "sparse": Request(prompt(700, 62), 30, {}),
+        "exact": Request(prompt(600, 63), 30, {"exact": True}),
+        "short": Request(prompt(34, 64), 30, {}),
+        "late": Request(prompt(1900, 65), 30, {}),
+    }
+    alone = [drive(llm, [request]) for request in requests.values()]
+    reasons = reasons_to_finish(llm, requests, {steps: "lose_home"})
+    assert reasons == dict.fromkeys(requests, "error")
+    llm.collective_rpc("renew_home")
+    settle(llm)
+    assert [drive(llm, [request]) for request in requests.values()] == alone
+
+
 def reasons_to_finish(llm, requests, faults):
     """The reasons of requests to finish, while faults occur after given numbers of steps."""
     core = llm.llm_engine

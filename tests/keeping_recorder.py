@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.omnikv_recorder import attended_tokens, number_of
+from tests.omnikv_recorder import attended_rows, number_of
 
 ROUNDING = 2e-4
 """How far a rating may be off that is computed in float32, as a share of the highest."""
@@ -109,14 +109,10 @@ class KeepingRecorder:
         impl.forward, impl._attend_to_plan = recorded_forward, attend_to_plan
 
     def _rows(self, number, impl, output, plan):
-        rows, heads, size = plan.rows, impl.num_kv_heads, self.retrieval_config.page_size
-        places = range(len(rows)) if plan.index is None else plan.index.tolist()
         method = list(self.retrieval_config.methods)[plan.method]
-        for r, place in enumerate(places):
-            length = int(rows.seq_lens[r])
-            pages = rows.block_table[r, : -(-length // size)].tolist()
-            attended = attended_tokens(plan.lists, r, pages, size)
-            shape = (heads, impl.num_queries_per_kv, impl.head_size)
+        shape = (impl.num_kv_heads, impl.num_queries_per_kv, impl.head_size)
+        size = self.retrieval_config.page_size
+        for _, place, length, _, attended in attended_rows(plan, size):
             request = self.requests.batch[place]
             yield method, request, number, length, attended, output[place].double().reshape(shape)
 

@@ -31,7 +31,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 KERNELS = ("min_max", "mean", "mean_std", "bounding", "representative", "one_bit", "exact")
 """Indexes with kernels; low_rank, whose records kernels build otherwise, is in test_low_rank.py."""
-"""The indexes that there are kernels for."""
 
 
 RECORDED = [name for name in KERNELS if name != "exact"]
@@ -88,6 +87,17 @@ def copy_of(chooser):
     store, kept = fresh_records(chooser.store), chooser.selection
     selection = replace(kept, query=kept.query.clone(), chosen=kept.chosen.clone())
     return replace(chooser, store=store, selection=selection, handle=None)
+
+
+def assert_selects_each_once(query, chooser):
+    """Five pages between sink and window of a context of 64 pages, whatever their scores are."""
+    rows = make_rows([64 * PAGE], chooser, (1, 1, 5), fresh=1)
+    rows.block_table = torch.arange(64, dtype=torch.int32)[None]
+    cpu.plan_decode(query, rows, chooser)
+    selected = rows.lists[0, 1:6]
+    assert torch.equal(selected, selected.unique())
+    assert selected.min() > 0
+    assert selected.max() < 63
 
 
 def fresh_records(store):

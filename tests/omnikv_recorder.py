@@ -41,16 +41,20 @@ def number_of(layer_name):
     return int(re.findall(r"\.(\d+)\.", layer_name)[0])
 
 
-def attended_tokens(lists, row, pages, size):
-    """Per KV head, positions in the context of what a row's lists of tokens name."""
-    position, heads = {page: j for j, page in enumerate(pages)}, lists.kv_heads
-    attended = []
-    for head in range(heads):
-        count = int(lists.lengths[row * heads + head])
-        tokens = lists.entries[row * heads + head, :count].tolist()
-        assert all(t // size % heads == head for t in tokens), "tokens of another head"
-        attended.append([position[t // size // heads] * size + t % size for t in tokens])
-    return attended
+def attended_rows(plan, size):
+    """Of each row of tokens: its number and place in the batch, its tokens and pages, and per KV
+    head the positions in the context of what its lists name."""
+    rows, lists, heads = plan.rows, plan.lists, plan.lists.kv_heads
+    for r, place in enumerate(range(len(rows)) if plan.index is None else plan.index.tolist()):
+        length = int(rows.seq_lens[r])
+        pages = rows.block_table[r, : -(-length // size)].tolist()
+        position, attended = {page: j for j, page in enumerate(pages)}, []
+        for head in range(heads):
+            count = int(lists.lengths[r * heads + head])
+            tokens = lists.entries[r * heads + head, :count].tolist()
+            assert all(t // size % heads == head for t in tokens), "tokens of another head"
+            attended.append([position[t // size // heads] * size + t % size for t in tokens])
+        yield r, place, length, pages, attended
 
 
 class OmniKVRecorder:
@@ -114,17 +118,13 @@ class OmniKVRecorder:
         impl._attend_to_plan = attend_to_plan
 
     def _steps(self, number, impl, query, output, plan):
-        rows, heads, size = plan.rows, impl.num_kv_heads, self.retrieval_config.page_size
-        places = range(len(rows)) if plan.index is None else plan.index.tolist()
-        for r, place in enumerate(places):
-            length = int(rows.seq_lens[r])
-            pages = rows.block_table[r, : -(-length // size)].tolist()
-            attended = attended_tokens(plan.lists, r, pages, size)
+        size = self.retrieval_config.page_size
+        shape = (impl.num_kv_heads, impl.num_queries_per_kv, impl.head_size)
+        for r, place, length, pages, attended in attended_rows(plan, size):
             slots = [pages[t // size] * size + t % size for t in range(length)]
-            shape = (heads, impl.num_queries_per_kv, impl.head_size)
             yield Step(
                 self.requests.batch[place], number, length,
-                torch.tensor(slots), self._budget(rows, r), attended,
+                torch.tensor(slots), self._budget(plan.rows, r), attended,
                 query[place].float().reshape(shape), output[place].float().reshape(shape),
             )  # fmt: skip
 

@@ -191,10 +191,10 @@ def to(side, thing):
     return type(thing)(**moved)
 
 
-def tail(device, *, kv_heads, head_size, capacity, page=32, rows=5, dtype=torch.bfloat16):
+def tail(device, *, kv_heads, head_size, capacity, rows=5):
     """New tokens arrive in the slots that hold their pages, and nowhere else."""
     torch.manual_seed(head_size + kv_heads)
-    seats = rows + 2
+    seats, page, dtype = rows + 2, 32, torch.bfloat16
     step, traffic = torch.zeros(1).int(), torch.zeros(seats, len(Traffic)).long()
     residency = Residency.empty(kv_heads=kv_heads, slots=capacity, step=step, traffic=traffic)
     for of_head in residency.held.view(-1, capacity):
@@ -224,11 +224,11 @@ def tail(device, *, kv_heads, head_size, capacity, page=32, rows=5, dtype=torch.
     assert torch.equal(expected, actual.cpu())
 
 
-def stage(device, *, kv_heads, head_size, page, programs, dtype=torch.bfloat16):
+def stage(device, *, kv_heads, head_size, page, programs):
     """Contexts arrive in order, pages that are partly filled whole; all else stays."""
     torch.manual_seed(head_size + page + kv_heads)
-    home = torch.randn(23, kv_heads, page, 2 * head_size, device=device).to(dtype)
-    buffer = torch.randn(17, kv_heads, page, 2 * head_size, device=device).to(dtype)
+    home = torch.randn(23, kv_heads, page, 2 * head_size, device=device).bfloat16()
+    buffer = torch.randn(17, kv_heads, page, 2 * head_size, device=device).bfloat16()
     table = torch.stack([torch.randperm(23, device=device)[:12].int() for _ in range(4)])[:, :9]
     lengths = torch.tensor([5 * page, 0, 1, 8 * page - 3], dtype=torch.int32, device=device)
     starts = torch.tensor([10, 3, 9, 1], dtype=torch.int32, device=device)
@@ -239,9 +239,9 @@ def stage(device, *, kv_heads, head_size, page, programs, dtype=torch.bfloat16):
     assert torch.equal(expected, actual)
 
 
-def far_units(device, *, kv_heads=3, head_size=16, page=16):
+def far_units(device):
     """Units and pages whose first element has a number that 31 bits do not hold."""
-    width = 2 * head_size
+    kv_heads, page, width = 3, PAGE, 32
     pages = 2**31 // (kv_heads * page * width) + 2
     home = torch.empty(pages, kv_heads, page, width, dtype=torch.bfloat16, device=device)
     home[[-2, -1]] = torch.randn_like(home[[-2, -1]])

@@ -15,11 +15,11 @@ from benchmarks.quality.tasks.metrics import Scored
 VARIANT = {variant.name: variant for variant in variants.VARIANTS}
 
 
-def top(logits: np.ndarray, count: int, target: int = 0) -> Scored:
+def top(logits: np.ndarray, count: int) -> Scored:
     """The `count` most likely tokens of each row, as vLLM would report them."""
     logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     ids = np.argsort(-logprobs, axis=1)[:, :count]
-    return Scored(logprobs[:, target], ids, np.take_along_axis(logprobs, ids, axis=1))
+    return Scored(logprobs[:, 0], ids, np.take_along_axis(logprobs, ids, axis=1))
 
 
 def exact_kl(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -253,16 +253,14 @@ def test_a_method_that_changes_is_run_anew(tmp_path, monkeypatch):
     assert len(keys) == 4
 
 
-def test_unknown_tasks_are_named(capsys):
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--task", "no task nothing; there are: passkey-qwen-4k"), ("--also", "poolings")],
+)
+def test_unknown_names_are_refused(capsys, option, message):
     with pytest.raises(SystemExit):
-        driver.main(["accuracy", "--task", "nothing"])
-    assert "no task nothing; there are: passkey-qwen-4k" in capsys.readouterr().err
-
-
-def test_unknown_variants_are_named(capsys):
-    with pytest.raises(SystemExit):
-        driver.main(["accuracy", "--also", "nothing"])
-    assert "poolings" in capsys.readouterr().err
+        driver.main(["accuracy", option, "nothing"])
+    assert message in capsys.readouterr().err
 
 
 def test_another_model_takes_the_tasks_over(tmp_path):

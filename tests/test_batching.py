@@ -18,9 +18,12 @@ from tests.engine import (
     alone,
     assert_resumed,
     assert_same,
+    difference,
     drive,
     engine,
+    model_of,
     novel,
+    preemptions,
     shortened,
 )
 from tests.turns import chat, record_sparse, recorded_sparse, with_and_without_cache
@@ -45,10 +48,7 @@ STOCK = {
 }
 TOLERANCE = 1e-3
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return shortened(tmp_path_factory.mktemp("model"), MODEL, LAYERS)
+model = model_of(shortened, MODEL, LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +104,8 @@ def test_exact_requests_get_the_answers_of_stock_vllm(llm, stock):
     long = Request(novel(llm, 700, 50), 16, {"exact": True})
     assert_same(alone(llm, long), stock["long"], tolerance=1e-5)
     long.options = {}
-    difference = max(
-        abs(a - b) for a, b in zip(alone(llm, long).logprobs, stock["long"].logprobs, strict=True)
-    )
-    assert difference > 100 * TOLERANCE, "retrieval attends to a part of the context"
+    apart = difference(alone(llm, long), stock["long"])
+    assert apart > 100 * TOLERANCE, "retrieval attends to a part of the context"
 
 
 # --------------------------------------------------------------------------- batches of many
@@ -255,14 +253,7 @@ def test_preemption(llm, monkeypatch):
     to answer as a new one would that has them in its prompt. (Its last chunk is longer than one
     token here. A chunk of one generated token is a decode step, whoever computes it.)
     """
-    preempted = []
-    preempt = scheduler(llm)._preempt_request
-
-    def record(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler(llm), "_preempt_request", record)
+    preempted = preemptions(llm, monkeypatch)
     # 8 of the 25 blocks each, and soon 9 for the first two.
     crowd = [Request(novel(llm, n, n), 40, {}) for n in (1011, 1010, 950)]
     one, expected = (alone(llm, crowd[i]) for i in (1, 2))

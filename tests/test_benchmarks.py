@@ -226,12 +226,12 @@ def test_decode_without_prefill_says_so_and_judges_none():
 
 
 def test_decode_resumes_its_own_settings_alone(tmp_path):
-    settings = bench.Settings("m", {}, "freekv", 1024, {}, 48, 5, 10, 120.0, 0.0, False)
+    settings = bench.Settings("m", {}, "freekv", 1024, {}, 48, 5, 10, 120.0, False)
     path = tmp_path / "decode.json"
     stored = asdict(settings)
     del stored["fill"]  # written before there was this option
     common.write_json(path, {"settings": stored, "cells": [], "build": OTHER})
-    assert decode.earlier(path, settings) == {"cells": []}
+    assert decode.earlier(path, settings) == []
     with pytest.raises(SystemExit, match="other settings"):
         decode.earlier(path, replace(settings, fill=True))
 

@@ -19,7 +19,7 @@ from transformers import (
 from vllm_kvretrieval.calibration.abilities import FilterAbility, choose_filters
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.filters import check_model, filters_for, read_filters, shipped
+from vllm_kvretrieval.retrieval.filters import KIND, filters_for, read_filters, shipped
 from vllm_kvretrieval.retrieval.model_files import SHAPE, shape_of
 from vllm_kvretrieval.retrieval.roles import Dense, Filters, Follows, roles_of, stage_roles
 
@@ -129,7 +129,7 @@ def test_abilities_are_those_of_a_plain_computation(model):
         assert result["abilities"][str(layer)] == pytest.approx(mean, abs=2e-4)
     file = read_filters(out)
     assert file.model == model.folder.name
-    check_model(file, "it", CONFIGS[model.name])
+    KIND.check_model(file, "it", CONFIGS[model.name])
     assert not out.with_suffix(".png").exists()
 
 
@@ -308,12 +308,12 @@ def test_shipped_files_are_found_by_shape_and_name():
         config = types.SimpleNamespace(**file.shape)
         assert filters_for(f"/models/{file.model}", config) is file
         assert filters_for("somebody/fine-tune", config).shape == file.shape
-        check_model(file, file.model, config)
+        KIND.check_model(file, file.model, config)
     llama = next(file for file in shipped() if file.model.startswith("Llama-3-8B"))
     assert llama.filters == (2, 8, 18)
     other = types.SimpleNamespace(**{**llama.shape, "vocab_size": 32000})
     with pytest.raises(RetrievalConfigError, match="filter layers of mine are not known"):
         filters_for("mine", other)
     with pytest.raises(RetrievalConfigError, match="vocab_size 128256, not 32000"):
-        check_model(llama, "mine", other)
+        KIND.check_model(llama, "mine", other)
     assert set(shape_of(types.SimpleNamespace())) == set(SHAPE)

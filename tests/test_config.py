@@ -145,15 +145,6 @@ def test_impossible_options(options, message):
         RetrievalConfig.from_options("freekv", options)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("window", 64), ("correction_threshold", 0.9), ("summary_size", 8)]
-)
-def test_options_that_streamingllm_would_ignore(key, value):
-    message = f"kv_retrieval.{key}={value} has no effect with streamingllm"
-    with pytest.raises(RetrievalConfigError, match=message):
-        RetrievalConfig.from_options("streamingllm", {key: value})
-
-
 @pytest.mark.parametrize("options", [None, 5, "budget", [("budget", 512)]])
 def test_options_must_be_a_mapping(options):
     with pytest.raises(RetrievalConfigError, match=r"must be a mapping.*--kv-retrieval\.budget"):

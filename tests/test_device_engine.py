@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 
 from tests import device_engine
-from tests.engine import (
-    Request,
-    alone,
-    assert_same,
-    by,
-    difference,
-    drive,
-    engine,
-    random_llama,
-)
+from tests.engine import Request, alone, assert_same, by, difference, drive, engine, random_llama
 
 pytestmark = pytest.mark.engine
 

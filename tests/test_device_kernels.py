@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests import device_checks, interpreter
+from tests import device_checks
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
@@ -19,13 +19,6 @@ from vllm_kvretrieval.retrieval.index.representative import Representative
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
 NOTHING = (None, 8, Pooling.SUM)
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """Runs a check in the interpreter's process."""
-    with interpreter.start(checked=True) as pool:
-        yield lambda check, **kwargs: pool.submit(check, "cpu", **kwargs).result()
 
 
 @pytest.mark.parametrize(
@@ -72,7 +65,7 @@ def interpreted():
     ],
 )
 def test_decode_steps(interpreted, case):
-    interpreted(device_checks.decode_steps, **{"page": 8} | case)
+    interpreted(device_checks.decode_steps, **case)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from tests.model_configs import LLAMA
 from tests.test_refusals import TRANSFER, configure, pattern  # noqa: F401
+from vllm_kvretrieval.attention.cpu import support as cpu_support
 from vllm_kvretrieval.attention.cuda import support
 from vllm_kvretrieval.engine.cuda.runner import MODEL_STATES, RetrievalModelRunner
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -44,7 +45,7 @@ def runner(monkeypatch):
             ours.setattr(VllmConfig, "use_v2_model_runner", runner["use_v2_model_runner"])
             support.check_engine(vllm_config, config)
 
-    monkeypatch.setattr(CpuRetrieval, "check_engine", check_engine)
+    monkeypatch.setattr(cpu_support, "check_engine", check_engine)
     monkeypatch.delattr(CpuRetrieval, "finer_options")
     return runner
 

@@ -15,6 +15,7 @@ from tests.engine import (
     difference,
     drive,
     engine,
+    model_of,
     novel,
     shortened,
 )
@@ -57,10 +58,7 @@ EVICTING = "h2o", "tova", "raas", "sliding"
 LAYERS = 4
 REPLAYED = (0, 2, 3)
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return shortened(tmp_path_factory.mktemp("model"), MODEL, LAYERS)
+model = model_of(shortened, MODEL, LAYERS)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine import Request, assert_same, drive, engine, prompt, random_llama
+from tests.engine import Request, assert_same, drive, engine, model_of, prompt, random_llama
 
 pytestmark = pytest.mark.engine
 
@@ -18,10 +18,7 @@ ALSO = ["snapkv", "h2o", "tova", "raas", "freekv"]
 METHODS = ("entropykv", *ALSO)
 TOLERANCE = 1e-4
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
+model = model_of(random_llama, LAYERS, KV_HEADS)
 
 
 def requests():

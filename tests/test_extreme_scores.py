@@ -13,6 +13,7 @@ from tests.kernel_checks import (
     TWINS,
     Given,
     assert_same_plan,
+    assert_selects_each_once,
     clone_rows,
     copy_of,
     fields_of,
@@ -128,19 +129,12 @@ def test_a_page_far_above_the_others(gap, parts, group, pooling):
 
 @covering(index=[*KERNELS, "outside_mean", "outside_exact"], pooling=Pooling, rerank=[0, 3])
 def test_queries_that_are_no_numbers_select_pages(isa, index, pooling, rerank):
-    """Some pages of the context, each once."""
     torch.manual_seed(9)
     kind = next((twin for twin in TWINS.values() if twin.name == index), None) or make_index(index)
     options = {"index": kind, "pooling": pooling, "rerank": rerank}
     chooser = make_chooser(64, 1, 1, 2, 64, torch.float32, **options)
     for value in (float("nan"), float("inf"), float("-inf")):
         for heads in ([0], [1], [0, 1]):
-            rows = make_rows([64 * PAGE], chooser, (1, 1, 5), fresh=1)
-            rows.block_table = torch.arange(64, dtype=torch.int32)[None]
             query = torch.randn(1, 2, 64)
             query[0, heads, 7] = value
-            cpu.plan_decode(query, rows, chooser)
-            selected = rows.lists[0, 1:6]
-            assert torch.equal(selected, selected.unique())
-            assert selected.min() > 0
-            assert selected.max() < 63
+            assert_selects_each_once(query, chooser)

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine import (
-    Request,
-    by,
-    drive,
-    engine,
-    novel,
-    shortened,
-)
+from tests.engine import Request, by, drive, engine, model_of, novel, shortened
 from tests.recorder_scores import Method
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
@@ -50,10 +43,7 @@ OPTIONS = {"budget": BUDGET, "also": ALSO, "max_budget": 512, "sink": 0}
 LAYERS = 6
 RECORDED = (0, 2, 3)
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return shortened(tmp_path_factory.mktemp("model"), MODEL, LAYERS)
+model = model_of(shortened, MODEL, LAYERS)
 
 
 @pytest.fixture(scope="module")

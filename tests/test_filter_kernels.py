@@ -24,11 +24,11 @@ pytestmark = pytest.mark.threads
 GROUPS = [(3, 3, 64, 32), (2, 7, 64, 32), (1, 4, 256, 16), (2, 1, 96, 64), (1, 11, 80, 128)]
 
 
-def make_selector(kv_heads, group, head_size, page_size, dtype, layout, pages=40, seats=6):
-    cache = torch.randn(pages, kv_heads, page_size, 2 * head_size).to(dtype)
+def make_selector(kv_heads, group, head_size, page_size, dtype, layout, seats=6):
+    cache = torch.randn(40, kv_heads, page_size, 2 * head_size).to(dtype)
     store = IndexStore.empty(
         Exact(),
-        pages=pages,
+        pages=len(cache),
         kv_heads=kv_heads,
         head_size=head_size,
         page_size=page_size,

@@ -9,7 +9,7 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.engine import random_llama
+from tests.engine import model_of, random_llama
 from vllm_kvretrieval.attention.cpu import support
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms import finer
@@ -17,10 +17,7 @@ from vllm_kvretrieval.retrieval.presets import presets
 
 FINER = presets()["kvretrieval"].finer or {}
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_llama(tmp_path_factory.mktemp("llama"), layers=2, kv_heads=1)
+model = model_of(random_llama, 2, 1)
 
 
 @pytest.fixture

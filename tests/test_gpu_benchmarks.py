@@ -12,7 +12,6 @@ from benchmarks.common import ROOT, read_json
 from benchmarks.gpu import (
     common,
     decode_layer,
-    decoding,
     engine_decode,
     goals,
     layer_parts,
@@ -23,7 +22,6 @@ from tests import interpreter
 from tests.side_work import AtOnce, Delayed
 from vllm_kvretrieval.attention.cuda import far
 from vllm_kvretrieval.engine.cuda import tiers
-from vllm_kvretrieval.kernels import triton as kernels
 
 SHAPE = layer_parts.Shape(kv_heads=2, group=2, head_size=16, budget=256)
 COPY, BUS = 1e9, 1e8
@@ -53,10 +51,8 @@ def once(calls):
 def decode_step(context, side=None):
     torch.manual_seed(context)
     memory = torch.zeros(40 * SHAPE.kv_heads * SHAPE.unit_bytes + 100, dtype=torch.uint8)
-    pool = layer_parts.Pool(kernels, SHAPE, memory, "cpu")
-    return layer_step.LayerStep(
-        kernels, pool, SHAPE, batch=2, context=context, layers=2, units=2, side=side
-    )
+    pool = layer_parts.Pool(SHAPE, memory, "cpu")
+    return layer_step.LayerStep(pool, SHAPE, batch=2, context=context, layers=2, units=2, side=side)
 
 
 def measured(context, side=None):
@@ -128,7 +124,7 @@ class SmallHome:
 
 def run(monkeypatch, module, command, output):
     """A program's main function without a GPU; what it has stored."""
-    monkeypatch.setattr(module, "gpu_header", lambda *words: {})
+    monkeypatch.setattr(module, "gpu_header", lambda module: {})
     monkeypatch.setattr("sys.argv", ["prog", *command.split(), "--output", str(output)])
     with pytest.raises(SystemExit) as ended:
         module.main()
@@ -199,8 +195,9 @@ TOKEN_BYTES = 2 * 2 * 2 * 32 * 2
 @pytest.mark.slow
 @pytest.mark.engine
 def test_engine_decode(tmp_path, monkeypatch):
-    """Two engines in turn, on the CPU, whose platform serves freekv, too."""
-    monkeypatch.setattr(decoding, "STEPS", 3)
+    """Two engines in turn, on the CPU, whose platform serves freekv, too; stock's prompts are
+    computed."""
+    monkeypatch.setattr(engine_decode, "STEPS", 3)
     monkeypatch.setattr(engine_decode, "MOST_REQUESTS", 4)
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     arguments = "--context 200 --context 600 --batch 1 --batch 9 --budget 256 --uncompiled"
@@ -211,10 +208,12 @@ def test_engine_decode(tmp_path, monkeypatch):
     rows: list[Any] = []
     for engine in ("stock", "device"):
         log = tmp_path / f"{engine}.log"
+        given.prefill = engine == "stock"
         rows += engine_decode.measure(report, engine, given, largest, log)
     assert largest == {200: 3, 600: 1}
     found = stored(tmp_path / "result.json")
     assert not found["errors"]
+    assert 0 < found["results"]["stock, prefill 600"]["seconds"] == rows[-7][-1]
     for engine, fitting in (("stock", 3), ("device", 4)):  # in blocks of 128, and of 32
         assert found["results"][f"{engine}, decode 600, batch 9"]["fits"] is False
         decoded = found["results"][f"{engine}, decode 200, batch 3"]
@@ -243,6 +242,7 @@ def test_what_engines_are_given():
     specs = {name: engine_decode.engine_spec(name, given()) for name in engine_decode.ENGINES}
     assert specs["stock"].env["VLLM_PLUGINS"] == ""
     assert "attention_backend" not in specs["stock"].llm
+    assert specs["stock"].llm["kv_transfer_config"] == engine_decode.FILLED
     assert specs["device"].llm["compilation_config"]["cudagraph_capture_sizes"][-2:] == [16, 32]
     assert specs["host"].llm["max_num_seqs"] == 8
     fixed = engine_decode.engine_spec("host", given(**{"cache-gib": 17, "home-gib": 100}))
@@ -264,12 +264,11 @@ def test_engines_come_in_turn(tmp_path, monkeypatch, capsys):
             largest[1000] = 3
         if engine == "device":
             raise RuntimeError("no such engine")
-        return [[engine, 1000, 1, 2.0, 500.0, None, None]]
+        return [[engine, 1000, 1, 2.0, 500.0, None, None, None]]
 
-    monkeypatch.setattr(engine_decode, "gpu_header", lambda *words: {"command": words})
+    monkeypatch.setattr(engine_decode, "gpu_header", lambda module: {})
     monkeypatch.setattr(engine_decode, "measure", measure)
-    command = "prog --engine host --engine device --engine stock --context 1000 --cache-gib 1.5"
-    command += " --uncompiled"
+    command = "prog --engine host --engine device --engine stock --context 1000"
     monkeypatch.setattr("sys.argv", [*command.split(), "--output", str(output)])
     with pytest.raises(SystemExit, match="True"):
         engine_decode.main()
@@ -280,10 +279,6 @@ def test_engines_come_in_turn(tmp_path, monkeypatch, capsys):
         ("host", {1000: 3}, *shape),
     ]
     assert "FAILED device: RuntimeError: no such engine" in capsys.readouterr().out
-    options = stored(output)["command"]
-    assert options[options.index("--cache-gib") + 1] == "1.5"
-    assert "--uncompiled" in options
-    assert not {"--output", "--model", "--home-gib", "True"} & set(options)
 
 
 def test_what_was_recalled():

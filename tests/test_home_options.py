@@ -46,11 +46,8 @@ def test_sizes_that_are_none(size):
     ("options", "message"),
     [
         ({"home": "tape"}, "kv_retrieval.home='tape' is unknown; use one of auto, device, host"),
-        ({"home_bytes": "1GiB"}, "home_bytes='1GiB' has no effect with home=device; leave it"),
         ({"codec": "zip"}, "codec='zip'"),
         ({"codec": "k8v4"}, "codec='k8v4' is for pages in a file, *use home=disk *, or codec=raw"),
-        ({"home_path": "/"}, "home_path='/' has no effect with home=device"),
-        ({"recall_cache_bytes": 5}, "recall_cache_bytes=5 has no effect with home=device"),
         (
             {"home": "disk", "home_path": "/not/there"},
             "home_path='/not/there': no file can be made there (No such",

@@ -16,6 +16,7 @@ from tests.kernel_checks import (
     MIN_MAX,
     OutsideMean,
     assert_same_records,
+    fresh_records,
     make_chooser,
     specified,
 )
@@ -81,10 +82,6 @@ def store_of(index, dtype, head_size, page_size, entry_tokens, **options):
     return store
 
 
-def copy_of(store):
-    return replace(store, records=store.records.clone(), handle=None)
-
-
 @covering(index=KERNELS, layout__head_size__page_size__entry_tokens=SHAPES, dtype=DTYPES)
 def test_index_is_that_of_writes(index, dtype, layout, head_size, page_size, entry_tokens):
     """And what is read for an index without kernels, or with no record, are the keys."""
@@ -101,7 +98,7 @@ def test_index_is_that_of_writes(index, dtype, layout, head_size, page_size, ent
             assert torch.equal(read[entry, offset], key.float())
         return
     before = store_of(make_index(index), *shape, **options)
-    expected, arguments = copy_of(before), (pages, torch.tensor(lengths).int())
+    expected, arguments = fresh_records(before), (pages, torch.tensor(lengths).int())
     specified(reference.index_pages, *arguments, expected)
     touched = torch.zeros(PAGES, page_size // entry_tokens, dtype=torch.bool)
     for page, length in zip(pages.tolist(), lengths, strict=True):
@@ -109,7 +106,7 @@ def test_index_is_that_of_writes(index, dtype, layout, head_size, page_size, ent
         touched[page, :whole] = True
     touched = touched.flatten()
     for _ in visited():
-        written, loaded = copy_of(before), copy_of(before)
+        written, loaded = fresh_records(before), fresh_records(before)
         cpu.update_index(key, slot_mapping, written)
         cpu.index_pages(*arguments, loaded)
         assert torch.equal(written.records, loaded.records)
@@ -126,7 +123,7 @@ def test_index_of_another_package(layout):
     key, slot_mapping, kv_cache, pages = cache_of(torch.bfloat16, layout, 64, 32, lengths)
     options = {"cache": kv_cache, "layout": layout}
     written = store_of(OutsideMean(), torch.bfloat16, 64, 32, 8, **options)
-    loaded, expected = copy_of(written), copy_of(written)
+    loaded, expected = fresh_records(written), fresh_records(written)
     cpu.update_index(key, slot_mapping, written)
     cpu.index_pages(pages, torch.tensor(lengths).int(), loaded)
     specified(reference.index_pages, pages, torch.tensor(lengths).int(), expected)
@@ -141,7 +138,7 @@ def test_many_pages(isa, index, layout):
     torch.manual_seed(2)
     expected = make_chooser(600, 1, 3, 1, 64, torch.bfloat16, index=make_index(index)).store
     expected = replace(expected, layout=layout, handle=None)
-    store = copy_of(expected)
+    store = fresh_records(expected)
     arguments = torch.randperm(600)[:500].int(), torch.full((500,), 32).int()
     before = store.records.clone()
     store.records.zero_()

@@ -8,7 +8,6 @@ import shutil
 from typing import Any
 
 import pytest
-import torch
 from vllm.config import KVTransferConfig
 
 from tests.engine import (
@@ -18,6 +17,8 @@ from tests.engine import (
     assert_same,
     drive,
     engine,
+    model_of,
+    prompt,
     random_llama,
 )
 
@@ -38,11 +39,6 @@ LOADED = 1184 // 32
 EVERY_STEP = ({"correction_threshold": 1.0}, {"method": "kvretrieval"}, {"method": "quest"})
 
 
-def prompt(length, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(512, (length,), generator=generator).tolist()
-
-
 def document(options, cache=True):
     return Request(prompt(1200, 0), 16, options, cache=cache)
 
@@ -51,9 +47,7 @@ def question(options, cache=True):
     return Request(prompt(1200, 0) + prompt(80, 1), 16, options, cache=cache)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_llama(tmp_path_factory.mktemp("model"), 4, 4)
+model = model_of(random_llama, 4, 4)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ RESOLVE = {"check": slot_checks.resolve, "capacity": 18, "select": 6, "steps": 6
 STEPS = {
     "check": device_checks.decode_steps,
     "methods": [(MinMax(), 8, Pooling.SUM)],
-    "page": 8,
     "head_size": 16,
     "group": 2,
     "steps": 1,

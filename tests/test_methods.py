@@ -24,6 +24,7 @@ from tests.engine import (
     difference,
     drive,
     engine,
+    model_of,
     preemptions,
     prompt,
     random_llama,
@@ -152,10 +153,7 @@ HOUSES = {
 
 DOCUMENT = prompt(600, 100)
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
+model = model_of(random_llama, LAYERS, KV_HEADS)
 
 
 @pytest.fixture(scope="module")

@@ -6,16 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine import (
-    Request,
-    alone,
-    assert_same,
-    drive,
-    engine,
-    likely,
-    novel,
-    shortened,
-)
+from tests.engine import Request, alone, assert_same, drive, engine, likely, novel, shortened
 from tests.home_worker import LOSSLESS
 from vllm_kvretrieval.options.engine import RetrievalConfig
 

@@ -16,6 +16,7 @@ from tests.engine import (
     difference,
     drive,
     engine,
+    model_of,
     novel,
     shortened,
 )
@@ -58,10 +59,7 @@ ALSO = {
 }
 RECORDED = (0, 2, 3, 5)
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return shortened(tmp_path_factory.mktemp("model"), MODEL, LAYERS)
+model = model_of(shortened, MODEL, LAYERS)
 
 
 @pytest.fixture(scope="module")

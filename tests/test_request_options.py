@@ -35,12 +35,6 @@ def test_flat_keys_complete_nested_ones():
     assert options == RequestOptions("freekv", PageBudget(1, 2, 13), 0.9, True, own_budget=True)
 
 
-@pytest.mark.parametrize(("key", "value"), [("window", 64), ("sink", 64), ("index", "min_max")])
-def test_options_that_full_would_ignore(key, value):
-    with pytest.raises(RetrievalConfigError, match=f"{key}={value!r} has no effect with full"):
-        RetrievalConfig.from_options("full", {key: value})
-
-
 @pytest.mark.parametrize("home", ["disk", "auto"])
 def test_full_attention_stays_in_memory(home):
     """Each step would read the whole file; requests to a server that retrieves may want that."""
@@ -147,9 +141,3 @@ def test_a_server_may_share_exact_prefixes_only():
 def test_request_options_must_be_a_mapping():
     with pytest.raises(RetrievalConfigError, match='use flat keys such as "kv_retrieval_budget"'):
         RequestOptions.parse({"kv_retrieval": 512}, SERVER)
-
-
-def test_a_streamingllm_server_cannot_select():
-    server = RetrievalConfig.from_options("streamingllm", {"budget": 1024})
-    with pytest.raises(RetrievalConfigError, match="runs streamingllm; use one of streamingllm"):
-        RequestOptions.parse({"kv_retrieval_method": "freekv"}, server)

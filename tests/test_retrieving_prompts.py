@@ -8,7 +8,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.engine import Request, alone, assert_same, difference, drive, engine, novel, shortened
+from tests.engine import (
+    Request,
+    alone,
+    assert_same,
+    attended_share,
+    difference,
+    drive,
+    engine,
+    novel,
+    shortened,
+)
 from tests.recorder_scores import Method
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
@@ -154,17 +164,7 @@ def test_exact_requests_read_only_exact_blocks_of_sparse_ones(llm):
 
 
 def test_pairs_attended_to_are_counted(llm):
-    def counts():
-        return llm.collective_rpc(lambda worker: worker.requests.counts())[0]
-
-    shares = []
-    for options in ({"exact": True}, {}, {"prefill_budget": OWN}):
-        before = counts()
-        alone(llm, Request(novel(llm, 1500, 300), 2, options))
-        new = [b - a for a, b in zip(before, counts(), strict=True)]
-        assert new[-2] == 1500 * 1501 // 2
-        shares.append(new[-1] / new[-2])
-    assert shares[0] == 1
-    for share, budget in zip(shares[1:], (BUDGET, OWN), strict=True):
+    assert attended_share(llm, 1500, {"exact": True}) == 1
+    for options, budget in (({}, BUDGET), ({"prefill_budget": OWN}, OWN)):
         expected = (EXACT * EXACT / 2 + (1500 - EXACT) * (budget + CHUNK / 2)) / (1500 * 750)
-        assert share == pytest.approx(expected, rel=0.05)
+        assert attended_share(llm, 1500, options) == pytest.approx(expected, rel=0.05)

@@ -224,7 +224,7 @@ KINDS: dict[str, tuple[Options, list[Any]]] = {
 ORDINARY: list[Options] = [{}, {"budget": 256}, {"method": "streamingllm"}]
 
 
-def mixed(stepper, seed, asked, first=250, steps=250):
+def mixed(stepper, seed, asked, first=250):
     """Conversations that share prefixes: some are gone on with, aborted, or start anew.
 
     Returns:
@@ -234,7 +234,7 @@ def mixed(stepper, seed, asked, first=250, steps=250):
     if hasattr(stepper.scheduler, "levels"):
         truth = Truth(stepper)
     prompts = {}
-    for step in range(steps):
+    for step in range(250):
         for _ in range(draw.choice([0, 0, 1, 2]) if step % 60 < 30 else 0):
             base = draw.choice(past)
             prompt = base[: draw.randrange(150, len(base) + 1)][:900]

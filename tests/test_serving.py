@@ -12,15 +12,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from benchmarks.common import ROOT
-from tests.engine import (
-    ROUNDING,
-    Request,
-    alone,
-    assert_same,
-    checkpoint,
-    engine,
-    shortened,
-)
+from tests.engine import ROUNDING, Request, alone, assert_same, checkpoint, engine, shortened
 from tests.monitoring import board, expressions, names_in
 from tests.server import BUDGET, KEY, MODEL, PROMPT, ask, serving
 from vllm_kvretrieval.command import main

@@ -148,13 +148,7 @@ def test_files_of_none(tmp_path, monkeypatch, text):
     assert config(str(file)).own.budget_shares.numbers == (1.0, 2.0)
 
 
-def test_methods_that_have_none():
-    with pytest.raises(RetrievalConfigError, match="budget_shares='pyramid' has no effect"):
-        config("pyramid", "streamingllm")
-    with pytest.raises(
-        RetrievalConfigError, match=r"no effect with omnikv, which .*one set for all"
-    ):
-        config("pyramid", "omnikv")
+def test_methods_beside_the_engines_own():
     served = config("pyramid", also={"quest": {}, "flat": {"budget_shares": "uniform"}, "fine": {}})
     by = {name: method.budget_shares.uniform for name, method in served.methods.items()}
     assert by == {

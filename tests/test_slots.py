@@ -2,16 +2,9 @@
 
 import pytest
 
-from tests import interpreter, memory_checks, slot_checks
+from tests import memory_checks, slot_checks
 from vllm_kvretrieval.kernels.triton.mapped import map_host
 from vllm_kvretrieval.limits import available_memory
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """Runs a check in the interpreter's process."""
-    with interpreter.start(checked=True) as pool:
-        yield lambda check, **kwargs: pool.submit(check, "cpu", **kwargs).result()
 
 
 @pytest.mark.parametrize(("capacity", "select"), [(18, 6), (20, 7), (64, 12)])

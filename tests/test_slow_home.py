@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 from vllm.config import CompilationMode
 
-from tests.engine import Answer, Request, alone, assert_same, drive, engine, prompt, random_llama
+from tests.engine import (
+    Answer,
+    Request,
+    alone,
+    assert_same,
+    drive,
+    engine,
+    model_of,
+    prompt,
+    random_llama,
+)
 from tests.home_requests import (
     ALSO,
     BUDGET,
@@ -26,9 +36,11 @@ from tests.home_requests import (
     REQUESTS,
     SCENARIOS,
     SLOT_BYTES,
+    compared_with_home,
     counted,
     crowd,
     life,
+    lose_home_after,
     metrics,
     reasons_to_finish,
     settle,
@@ -53,9 +65,7 @@ def run_scenarios(llm):
     return results
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
+model = model_of(random_llama, LAYERS, KV_HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -175,12 +185,8 @@ def test_integrity_in_the_middle_of_things(llm):
 
 def test_home_holds_every_token(llm):
     """Written through: the file against the model's own keys and values."""
-    llm.reset_prefix_cache()
-    llm.collective_rpc("record_writes")
-    requests = [Request(prompt(700, 50), 40, {}), Request(prompt(60, 51), 20, {}, arrives=4)]
-    drive(llm, requests)
-    (compared,) = llm.collective_rpc("compare_home")
-    assert compared == (LAYERS - 1) * sum(len(r.prompt) + r.tokens - 1 for r in requests)
+    compared, written = compared_with_home(llm)
+    assert compared == (LAYERS - 1) * sum(written)
 
 
 def test_a_read_error_fails_its_requests_alone(llm):
@@ -197,19 +203,7 @@ def test_a_read_error_fails_its_requests_alone(llm):
 
 @pytest.mark.parametrize("steps", [2, 5, 14], ids="after {} steps".format)
 def test_a_lost_home_fails_requests_but_not_the_engine(llm, steps):
-    """Whatever they do with it: read prompts, attend to all, to selected pages, to a short text."""
-    requests = {
-        "sparse": Request(prompt(700, 62), 30, {}),
-        "exact": Request(prompt(600, 63), 30, {"exact": True}),
-        "short": Request(prompt(34, 64), 30, {}),
-        "late": Request(prompt(1900, 65), 30, {}),
-    }
-    alone = [drive(llm, [request]) for request in requests.values()]
-    reasons = reasons_to_finish(llm, requests, {steps: "lose_home"})
-    assert reasons == dict.fromkeys(requests, "error")
-    llm.collective_rpc("renew_home")
-    settle(llm)
-    assert [drive(llm, [request]) for request in requests.values()] == alone
+    lose_home_after(llm, steps)
 
 
 def test_a_page_lost_while_it_is_first_written(llm):
@@ -359,12 +353,7 @@ def test_metrics_of_encoded_pages(encoded):
 
 
 def test_encoded_home_holds_every_full_page(encoded):
-    encoded.reset_prefix_cache()
-    encoded.collective_rpc("record_writes")
-    requests = [Request(prompt(700, 50), 40, {}), Request(prompt(60, 51), 20, {}, arrives=4)]
-    drive(encoded, requests)
-    (compared,) = encoded.collective_rpc("compare_home")
-    written = [len(r.prompt) + r.tokens - 1 for r in requests]
+    compared, written = compared_with_home(encoded)
     assert compared == (LAYERS - 1) * sum(tokens // 32 * 32 for tokens in written)
 
 

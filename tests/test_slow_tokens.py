@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine import Request, drive, engine, prompt, random_llama
+from tests.engine import Request, drive, engine, model_of, prompt, random_llama
 from tests.home_requests import (
     BUDGET,
     DOCUMENT,
@@ -18,11 +18,12 @@ from tests.home_requests import (
     KV_HEADS,
     LEAST_SLOTS,
     OPTIONS,
+    compared_with_home,
     crowd,
     life,
+    lose_home_after,
     metrics,
     outgrowing,
-    reasons_to_finish,
     settle,
     shared,
 )
@@ -77,9 +78,7 @@ def run_scenarios(llm, method):
     return results
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
+model = model_of(random_llama, LAYERS, KV_HEADS)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("fier", marks=pytest.mark.slow), "omnikv"])
@@ -162,28 +161,12 @@ def test_integrity_in_the_middle_of_things(llm, method):
 
 def test_home_holds_every_token(llm, method):
     """Written through: the file against the model's own keys and values."""
-    llm.reset_prefix_cache()
-    llm.collective_rpc("record_writes")
-    requests = [Request(prompt(700, 50), 24, {}), Request(prompt(60, 51), 20, {}, arrives=4)]
-    drive(llm, requests)
-    (compared,) = llm.collective_rpc("compare_home")
-    assert compared == len(FOLLOW[method]) * sum(len(r.prompt) + r.tokens - 1 for r in requests)
+    compared, written = compared_with_home(llm)
+    assert compared == len(FOLLOW[method]) * sum(written)
 
 
 def test_a_lost_home_fails_requests_but_not_the_engine(llm):
-    """Whatever they do: read prompts, attend to all, to selected tokens, to a short text."""
-    requests = {
-        "sparse": Request(prompt(700, 62), 30, {}),
-        "exact": Request(prompt(600, 63), 30, {"exact": True}),
-        "short": Request(prompt(34, 64), 30, {}),
-        "late": Request(prompt(1900, 65), 30, {}),
-    }
-    alone = [drive(llm, [request]) for request in requests.values()]
-    reasons = reasons_to_finish(llm, requests, {9: "lose_home"})
-    assert reasons == dict.fromkeys(requests, "error")
-    llm.collective_rpc("renew_home")
-    settle(llm)
-    assert [drive(llm, [request]) for request in requests.values()] == alone
+    lose_home_after(llm, 9)
 
 
 def test_filters_that_do_not_fit_in_memory(model, method, expected):

@@ -6,7 +6,18 @@ in the middle of chunks.
 
 import pytest
 
-from tests.engine import Request, alone, assert_same, drive, engine, novel, preemptions, shortened
+from tests.engine import (
+    Request,
+    alone,
+    assert_same,
+    attended_share,
+    difference,
+    drive,
+    engine,
+    novel,
+    preemptions,
+    shortened,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -58,11 +69,6 @@ def recorded(llm, requests):
     return answers, summary
 
 
-def worst(answer, expected):
-    pairs = zip(answer.logprobs, expected.logprobs, strict=True)
-    return max(abs(a - b) for a, b in pairs)
-
-
 def test_a_replay_of_the_paper_gives_the_same(llm):
     """Prompts of different lengths, of which some are exact, that come while others decode."""
     requests = [
@@ -87,7 +93,7 @@ def test_prompts_within_the_budget_are_exact(llm):
         if same:
             assert_same(sparse, exact, TOLERANCE)
         else:
-            assert worst(sparse, exact) > TOLERANCE
+            assert difference(sparse, exact) > TOLERANCE
 
 
 def test_exact_requests_read_only_exact_chunks_of_sparse_ones(llm):
@@ -99,7 +105,7 @@ def test_exact_requests_read_only_exact_chunks_of_sparse_ones(llm):
     exact = alone(llm, Request(prompt, 8, {"exact": True}))
     llm.reset_prefix_cache()
     sparse = ask({"budget": 1024})
-    assert worst(sparse, exact) > TOLERANCE
+    assert difference(sparse, exact) > TOLERANCE
     full, shared = 700 // BLOCK * BLOCK, EXACT // BLOCK * BLOCK
     for cached in (shared, full):  # at first the exact chunks of the other, then its own
         answer = ask({"exact": True})
@@ -128,16 +134,7 @@ def test_preempted_prompts_are_replayed(llm, monkeypatch):
 
 
 def test_what_prefill_attended_to_is_counted(llm):
-    def counts():
-        return llm.collective_rpc(lambda worker: worker.requests.counts())[0]
-
-    shares = []
-    for options in ({"exact": True}, {}):
-        before = counts()
-        alone(llm, Request(novel(llm, 1500, 300), 2, options))
-        new = [b - a for a, b in zip(before, counts(), strict=True)]
-        assert new[-2] == 1500 * 1501 // 2
-        shares.append(new[-1] / new[-2])
-    assert shares[0] == 1
+    assert attended_share(llm, 1500, {"exact": True}) == 1
     # At position t a token attends to the budget and half of its chunk.
-    assert shares[1] == pytest.approx((288 * 144 + 1212 * (BUDGET + 48)) / (1500 * 750), rel=0.05)
+    expected = (288 * 144 + 1212 * (BUDGET + 48)) / (1500 * 750)
+    assert attended_share(llm, 1500, {}) == pytest.approx(expected, rel=0.05)

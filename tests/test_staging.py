@@ -102,16 +102,15 @@ def test_rows_for_amx_equal_reference(page_size, size):
     assert actual[:3].any()
 
 
-def lists_of(lengths, tokens, kv_heads=HEADS):
+def lists_of(lengths, pages):
     """Any tokens of a cache, of each head its own."""
-    units = tokens // PAGE // kv_heads
     rows, width = len(lengths), max(lengths) + 3
-    entries = torch.empty(rows, kv_heads, width, dtype=torch.int32)
-    for head in range(kv_heads):
-        unit = torch.randint(units, (rows, width)) * kv_heads + head
+    entries = torch.empty(rows, HEADS, width, dtype=torch.int32)
+    for head in range(HEADS):
+        unit = torch.randint(pages, (rows, width)) * HEADS + head
         entries[:, head] = unit * PAGE + torch.randint(PAGE, (rows, width))
-    lengths = torch.tensor(lengths, dtype=torch.int32).repeat_interleave(kv_heads)
-    return TokenLists(entries.flatten(0, 1), lengths, 1, kv_heads)
+    lengths = torch.tensor(lengths, dtype=torch.int32).repeat_interleave(HEADS)
+    return TokenLists(entries.flatten(0, 1), lengths, 1, HEADS)
 
 
 @pytest.mark.parametrize("size", [32, 80])
@@ -122,7 +121,7 @@ def lists_of(lengths, tokens, kv_heads=HEADS):
 def test_tokens_equal_reference(dtype, layout, size):
     torch.manual_seed(5)
     source = torch.randn(60, HEADS, PAGE, 2 * size).to(dtype)
-    lists = lists_of([300, 1, 128, 31], 60 * HEADS * PAGE)
+    lists = lists_of([300, 1, 128, 31], 60)
     expected = torch.full((7, HEADS, BLOCK_SIZE, 2 * size), torch.nan, dtype=dtype)
     actual = expected.clone()
     reference.stage_tokens(source, lists, expected, layout)
@@ -151,8 +150,7 @@ def test_tokens_that_are_not_staged():
     target = torch.full((2, HEADS, BLOCK_SIZE, 2 * SIZE), 7.0)
 
     def lists(length=200, **changed):
-        whole = lists_of([length], 4 * HEADS * PAGE)
-        return replace(whole, **changed)
+        return replace(lists_of([length], 4), **changed)
 
     entries = lists().entries
     beyond, before = entries.clone(), entries.clone()

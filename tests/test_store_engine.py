@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tests import engine as engines
-from tests.engine import Request, drive, engine, random_llama
+from tests.engine import Request, drive, engine, model_of, random_llama
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
 from vllm_kvretrieval.retrieval.codec import CODECS
@@ -30,10 +30,7 @@ OPTIONS = {
 
 pytestmark = [pytest.mark.engine]
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_llama(tmp_path_factory.mktemp("model"), layers=4, kv_heads=2)
+model = model_of(random_llama, 4, 2)
 
 
 def start(model, directory, **options):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine import Request, engine, prompt, random_llama
+from tests.engine import Request, engine, model_of, prompt, random_llama
 from tests.home_requests import (
     BLOCKS,
     HEAD_SIZE,
@@ -16,10 +16,7 @@ from tests.home_requests import (
 
 pytestmark = pytest.mark.engine
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_llama(tmp_path_factory.mktemp("model"), LAYERS, KV_HEADS)
+model = model_of(random_llama, LAYERS, KV_HEADS)
 
 
 def test_temporal_tiers(model):

@@ -9,18 +9,11 @@ import pytest
 import torch
 
 from benchmarks.common import ROOT
-from tests import interpreter, triton_checks
+from tests import triton_checks
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
 
 RAGGED = [0, 1, 32, 33, 200, 512, 1, 0, 65, 64, 127, 300]
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """Runs a check in the interpreter's process."""
-    with interpreter.start(checked=True) as pool:
-        yield lambda check, **kwargs: pool.submit(check, "cpu", **kwargs).result()
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
@@ -85,7 +78,7 @@ def test_extreme_values(interpreted, dtype, magnitude):
     )
 
 
-def decode_arguments(*, dtype=torch.bfloat16, group=2, head_size=64, page=32, splits=2):
+def decode_arguments(*, dtype=torch.bfloat16, group=2, head_size=64, page=32):
     """Arguments of `sparse_decode` for one request with two KV heads."""
     query = torch.zeros(1, 2 * group, head_size, dtype=dtype)
     return {
@@ -97,7 +90,7 @@ def decode_arguments(*, dtype=torch.bfloat16, group=2, head_size=64, page=32, sp
         "out": torch.zeros_like(query),
         "lse": torch.zeros(2, group),
         "workspace": DecodeWorkspace.empty(
-            rows=2, splits=splits, group=group, head_size=head_size, device="cpu"
+            rows=2, splits=2, group=group, head_size=head_size, device="cpu"
         ),
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
 import subprocess
 import sys
@@ -33,19 +32,18 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     return result
 
 
-def gpu_header(module: str, *options: str) -> dict[str, Any]:
+def gpu_header(module: str) -> dict[str, Any]:
     """The header of a result file, with the GPU and the versions that matter on it.
 
     Args:
         module: The program's module name.
-        options: Options of the command line, without the result file.
 
     Raises:
         SystemExit: There is no GPU; says so.
     """
     if not torch.cuda.is_available():
         raise SystemExit(f"{module} needs an NVIDIA GPU and a CUDA build of torch: found none")
-    header = result_header(module) | {"command": shlex.join(["python", "-m", module, *options])}
+    header = result_header(module)
     properties = torch.cuda.get_device_properties(0)
     header["machine"]["gpu"] = {
         "name": properties.name,

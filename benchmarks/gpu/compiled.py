@@ -40,7 +40,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 
-from benchmarks.common import RESULTS, read_json, result_header, write_text
+from benchmarks.common import RESULTS, read_json, result_header, write_json
 from benchmarks.gpu.launches import calls
 
 MODULE = "benchmarks.gpu.compiled"
@@ -206,10 +206,8 @@ def write(output: Path, archs: list[int], results: Results) -> None:
     """Write a record: one line for each launch."""
     header = result_header(MODULE)
     header["versions"]["triton"] = VERSION
-    header |= {"architectures": archs, "columns": COLUMNS, "results": {}}
-    lines = (f"  {json.dumps(name)}: {json.dumps(results[name])}" for name in results)
-    text = json.dumps(header, indent=1).removesuffix("{}\n}")
-    write_text(output, text + "{\n" + ",\n".join(lines) + "\n }\n}\n")
+    header |= {"architectures": archs, "columns": COLUMNS, "results": results}
+    write_json(output, header)
 
 
 def main() -> None:
@@ -222,7 +220,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=record_of(VERSION), help="the record (JSON)")
     parser.add_argument("--all", action="store_true", help="compile what is recorded, too")
     parser.add_argument("--arch", type=int, action="append", choices=SHARED, help="only this")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     known = read_json(options.output)
     if known is None or known["versions"]["triton"] != VERSION:
@@ -232,7 +229,7 @@ def main() -> None:
     results: Results = {name: {"digest": one.digest} for name, one in launches().items()}
     todo = {arch: missing({} if options.all else before, results, arch) for arch in archs}
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=spawn) as pool:
         made = pool.map(compile_for, todo.keys(), todo.values()) if any(todo.values()) else ()
         found = dict(zip(archs, made, strict=False))
     for arch in archs:

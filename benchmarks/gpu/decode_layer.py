@@ -31,7 +31,6 @@ from benchmarks.gpu.common import Report, gpu_header, graph_seconds, multiproces
 from benchmarks.gpu.layer_parts import DTYPE, Op, Pool, Shape
 from benchmarks.gpu.layer_step import LayerStep
 from vllm_kvretrieval.engine.cuda.side import SideStream, SideWork
-from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.triton.mapped import map_host
 from vllm_kvretrieval.limits import available_memory
 
@@ -138,7 +137,7 @@ class Home:
             host, memory = map_host(nbytes)
             self._locked_s = watch.seconds
             self._bus = self._host_to_device(host[:COPY_BYTES])
-        self.pool = Pool(kernels, SHAPE, memory, "cuda")
+        self.pool = Pool(SHAPE, memory, "cuda")
 
     @staticmethod
     def _host_to_device(source: torch.Tensor) -> float:
@@ -158,7 +157,6 @@ class Home:
     def case(self, batch: int, context: int) -> dict[str, Any]:
         """Everything about one batch and context."""
         step = LayerStep(
-            kernels,
             self.pool,
             SHAPE,
             batch=batch,

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.engine_decode
     python -m benchmarks.gpu.engine_decode --engine stock --engine host --cache-gib 17
+    python -m benchmarks.gpu.engine_decode --engine stock --prefill
 
 Llama-3.1-8B's shapes with random weights, bf16, compiled and with CUDA graphs, as vLLM has them by
 default; engines in turn, each in processes of its own. vLLM's DecodeBenchConnector fills the KV
@@ -9,6 +10,9 @@ cache with random numbers when an engine starts and takes prompts for computed, 
 contexts cost no prefill. Retrieval indexes what it has filled. Keys and queries are noise: what is
 selected changes from step to step more than a model's would, so hit rates and corrections say what
 these steps did, and no more.
+
+With --prefill nothing is filled in: prompts are random tokens, and the prefill of one is timed that
+the engine has not seen. Decoding is then timed on prompts that the prefix cache holds.
 
 Times are medians of steps in which all requests decode, as the caller of the engine sees them; of
 two repeats the better one. A context is the length that a request reaches at its last step. Of a
@@ -19,18 +23,32 @@ largest batch that it fits, too.
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import Stopwatch
 from benchmarks.engines import EngineProcess, EngineSpec
 from benchmarks.gpu.common import GIB, Report, gpu_header, parser
-from benchmarks.gpu.decoding import MODEL, OFFLINE, STOCK, Decoding
 from benchmarks.gpu.engine_worker import EXTENSION
+from benchmarks.models import kv_bytes_per_token, read_config
 
 MODULE = "benchmarks.gpu.engine_decode"
+MODEL = Path(__file__).parent / "llama-3.1-8b"
+STEPS = 128
+WARM_STEPS = 8
+REPEATS = 2
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+STOCK = OFFLINE | {"VLLM_PLUGINS": ""}
+"""Environment of an engine without us."""
 ENGINES = ("stock", "device", "host")
 """Stock vLLM; and FreeKV, by where its KV cache is."""
 CONTEXTS = (2048, 32768, 131072)
@@ -60,13 +78,14 @@ def engine_spec(engine: str, given: argparse.Namespace) -> EngineSpec:
         "dtype": "bfloat16",
         "max_model_len": max(given.context),
         "max_num_seqs": most,
-        "enable_prefix_caching": False,
-        "kv_transfer_config": FILLED,
+        "enable_prefix_caching": given.prefill,
         "compilation_config": {"cudagraph_capture_sizes": [*sizes, most]},
         "kernel_config": {"enable_flashinfer_autotune": False},
         "worker_extension_cls": EXTENSION,
         "gpu_memory_utilization": 0.9,
     }
+    if not given.prefill:
+        llm["kv_transfer_config"] = FILLED
     if given.uncompiled:
         llm["compilation_config"] |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if given.cache_gib is not None:
@@ -80,26 +99,77 @@ def engine_spec(engine: str, given: argparse.Namespace) -> EngineSpec:
     return EngineSpec(f"freekv, home={engine}", llm, OFFLINE)
 
 
-class Measured(Decoding):
-    """An engine, with what it has recalled meanwhile.
+class Measured:
+    """An engine, and the prompts that it is measured with.
 
-    Attributes:
+    Args:
+        engine: Running.
+        model: Its folder, with ``config.json``.
+        longest: The largest context.
         requests: Most at once.
     """
 
-    requests: int
+    def __init__(self, engine: EngineProcess, model: Path, longest: int, requests: int) -> None:
+        self.engine, self.requests = engine, requests
+        self._generator = torch.Generator().manual_seed(0)
+        self._batch = self.prompts(requests, longest)
+        self.bytes_per_token = kv_bytes_per_token(read_config(model))
+        self.block_size = engine.info["block_size"]
+        self.capacity = engine.info["num_blocks"] * self.block_size
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        """New prompts."""
+        # Ids of every vocabulary, none of them special.
+        return torch.randint(1000, 30000, (count, length), generator=self._generator).tolist()
+
+    def fits(self, context: int, batch: int) -> bool:
+        """Whether the KV cache holds the batch; vLLM keeps a block for itself."""
+        blocks = -(-context // self.block_size) * batch
+        return (blocks + 1) * self.block_size <= self.capacity
+
+    def gib(self, tokens: int) -> float:
+        """Bytes of the keys and values of tokens."""
+        return round(tokens * self.bytes_per_token / GIB, 2)
+
+    def prefill(self, context: int) -> dict[str, float]:
+        """Seconds to the first token of a new prompt, alone."""
+        times = [
+            self.engine.generate(self.prompts(1, context - 1), 1).first_token[0]
+            for _ in range(1 + REPEATS)
+        ][1:]
+        seconds = statistics.median(times)
+        return {"seconds": seconds, "tokens_per_second": context / seconds}
+
+    def decode(self, context: int, batch: int) -> dict[str, Any]:
+        """Milliseconds per step in which every request of the batch decodes one token.
+
+        Returns:
+            With the hits of the recall cache, and the KV heads that corrected, meanwhile.
+        """
+        if not self.fits(context, batch):
+            return {"fits": False, "needs_gib": self.gib(batch * context)}
+        before = self.figures()
+        tokens = STEPS + WARM_STEPS
+        prompts = [prompt[: context - tokens] for prompt in self._batch[:batch]]
+        self.engine.generate(prompts, 1)
+        medians = []
+        for _ in range(REPEATS):
+            steps = self.engine.generate(prompts, tokens).steps[WARM_STEPS:]
+            medians.append(statistics.median(steps) * 1e3)
+        steps_done = REPEATS * (tokens - 1)  # the first token is the prompt's
+        return {
+            "fits": True,
+            "ms": min(medians),
+            "repeats": medians,
+            "tokens_per_second": batch / min(medians) * 1e3,
+            "steps": steps_done,
+            "kv_gib": self.gib(batch * context),
+            **shares(before, self.figures(), steps_done * batch),
+        }
 
     def figures(self) -> dict[str, Any]:
         """Figures that the worker of the engine reports."""
         return self.engine.collective_rpc("device_figures")
-
-    def decode(self, context: int, batch: int) -> dict[str, Any]:
-        """See the base class; adds the hits of the recall cache and the KV heads that corrected."""
-        before = self.figures()
-        result = super().decode(context, batch)
-        if result["fits"]:
-            result |= shares(before, self.figures(), result["steps"] * batch)
-        return result
 
     def memory(self, contexts: Sequence[int]) -> dict[str, Any]:
         """Bytes on the device, and those that a request of each context takes."""
@@ -167,18 +237,22 @@ def measure(
         started = {"start_s": round(watch.seconds, 1), **process.info}
         report.measure(f"{engine}, engine", lambda: started)
         most = spec.llm["max_num_seqs"]
-        measured = Measured(process, given.model, given.context, [most])
-        measured.requests = most
+        measured = Measured(process, given.model, max(given.context), most)
         report.measure(f"{engine}, memory", partial(measured.memory, given.context))
         for context in given.context:
             fitting = max((n for n in range(1, most + 1) if measured.fits(context, n)), default=0)
             if engine == "stock":
                 largest[context] = fitting
+            prefill = None
+            if given.prefill:
+                name = f"{engine}, prefill {context}"
+                prefill = report.measure(name, partial(measured.prefill, context))
+            seconds = prefill and prefill["seconds"]
             batches = {*given.batch, fitting, largest.get(context, 0)}
             for batch in sorted(n for n in batches if 1 <= n <= most):
                 name = f"{engine}, decode {context}, batch {batch}"
                 found = report.measure(name, partial(measured.decode, context, batch))
-                rows.append([engine, context, batch, *_cells(found)])
+                rows.append([engine, context, batch, *_cells(found), seconds])
     return rows
 
 
@@ -204,23 +278,9 @@ def options() -> argparse.ArgumentParser:
     add("--model", type=Path, default=MODEL, help="folder with config.json")
     add("--cache-gib", type=float, help="device memory of the KV cache, the same for all engines")
     add("--uncompiled", action="store_true", help="CUDA graphs alone: engines start sooner")
+    add("--prefill", action="store_true", help="compute prompts, and time that")
     add("--home-gib", type=float, help="host memory of the KV cache; default: the engine's")
     return result
-
-
-def words(given: argparse.Namespace) -> list[str]:
-    """The options as a user would type them, but for where results go."""
-    found = []
-    for name, value in vars(given).items():
-        if name == "output" or value is None or (name == "model" and value == MODEL):
-            continue
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            found += [option] * value
-            continue
-        for one in value if isinstance(value, list | tuple) else [value]:
-            found += [option, str(one)]
-    return found
 
 
 def main() -> None:
@@ -228,14 +288,16 @@ def main() -> None:
     given = options().parse_args()
     given.engine = sorted(given.engine or ENGINES[:2], key=ENGINES.index)  # stock comes first
     given.context, given.batch = given.context or CONTEXTS, given.batch or BATCHES
-    report = Report(given.output, gpu_header(MODULE, *words(given)))
+    report = Report(given.output, gpu_header(MODULE))
     rows: list[list[Any]] = []
     largest: dict[int, int] = {}
     for engine in given.engine:
         log = given.output.with_suffix(f".{engine}.log")
         part = partial(measure, report, engine, given, largest, log)
         rows += report.measure(f"{engine}", part) or []
-    columns = ["engine", "context", "batch", "ms/step", "tokens/s", "hit rate", "corrected"]
+    columns = "engine, context, batch, ms/step, tokens/s, hit rate, corrected, prefill s".split(
+        ", "
+    )
     report.table(f"Decoding, {given.model.name}'s shapes", columns, rows)
     report.finish()
 

@@ -34,7 +34,7 @@ CONTEXTS = (1024, 4096, 65536)
 """Pages; 4096 are 128K tokens, and more are ranked in tiles."""
 INDEXES = (MinMax(), Mean(), MeanStd(), LowRank(), Bounding(), Representative(), Exact())
 PAGE = 32
-KV_HEADS = 8
+KV_HEADS, GROUP = 8, 4
 
 
 def calls() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -101,11 +101,9 @@ def _slots(
     return torch.empty(kv_heads, PAGE, 2 * head_size, dtype=dtype)
 
 
-def _decode(
-    head_size: int, dtype: torch.dtype, group: int = 4, splits: int = 4, kv_heads: int = KV_HEADS
-) -> None:
-    query = torch.empty(1, kv_heads * group, head_size, dtype=dtype)
-    rows = {"rows": kv_heads, "group": group, "head_size": head_size}
+def _decode(head_size: int, dtype: torch.dtype, kv_heads: int = KV_HEADS) -> None:
+    query = torch.empty(1, kv_heads * GROUP, head_size, dtype=dtype)
+    rows = {"rows": kv_heads, "group": GROUP, "head_size": head_size}
     kernels.sparse_decode(
         query,
         _slots(head_size, dtype, kv_heads),
@@ -113,8 +111,8 @@ def _decode(
         torch.empty(kv_heads, dtype=torch.int32),
         head_size**-0.5,
         query,
-        torch.empty(kv_heads, group),
-        DecodeWorkspace.empty(**rows, splits=splits, device="cpu"),
+        torch.empty(kv_heads, GROUP),
+        DecodeWorkspace.empty(**rows, splits=4, device="cpu"),
     )
 
 
@@ -173,7 +171,6 @@ class Step:
         index: Index,
         head_size: int,
         width: int = 64,
-        group: int = 4,
         pooling: Pooling = Pooling.MEAN_SOFTMAX,
         kv_heads: int = KV_HEADS,
     ) -> None:
@@ -182,9 +179,9 @@ class Step:
         store = IndexStore.empty(
             index, pages=1, page_size=PAGE, cache=cache, layout="rows", **shape
         )
-        selection = Selection.empty(seats=1, group=group, most_selected=width, **shape)
+        selection = Selection.empty(seats=1, group=GROUP, most_selected=width, **shape)
         self.chooser = Chooser(store, selection, pooling, 1.0)
-        self._cache, self._store, self._group, self._width = cache, store, group, width
+        self._cache, self._store, self._width = cache, store, width
         self._query = selection.query
 
     def plan(self, pages: int, positions: bool = False) -> DevicePlan:
@@ -192,7 +189,7 @@ class Step:
         return DevicePlan.empty(
             rows=1,
             kv_heads=self._store.kv_heads,
-            group=self._group,
+            group=GROUP,
             entries=pages,
             width=self._width,
             programs=16,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import DeviceRows
 from vllm_kvretrieval.kernels.slots import Residency
 from vllm_kvretrieval.kernels.types import Chooser, IndexStore
@@ -40,15 +40,12 @@ class Pool:
     """Pages of random keys and values, and their index; contexts are drawn from them.
 
     Args:
-        ops: Implementation of ``DeviceOps``.
         shape: Of the layer.
         memory: uint8, where the pages are to be, as the device sees it.
         device: Where the index is to be.
     """
 
-    def __init__(
-        self, ops: Any, shape: Shape, memory: torch.Tensor, device: torch.device | str
-    ) -> None:
+    def __init__(self, shape: Shape, memory: torch.Tensor, device: torch.device | str) -> None:
         config = shape.config
         size = config.page_size, 2 * shape.head_size
         of_pages = memory[: len(memory) // self._page_bytes(shape) * self._page_bytes(shape)]
@@ -67,7 +64,7 @@ class Pool:
                 cache=self.cache,
                 layout="rows",
             )
-            ops.index_pages(torch.arange(len(self.cache), dtype=torch.int32), self.store)
+            kernels.index_pages(torch.arange(len(self.cache), dtype=torch.int32), self.store)
 
     @staticmethod
     def _page_bytes(shape: Shape) -> int:

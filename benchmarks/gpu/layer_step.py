@@ -1,6 +1,6 @@
 """A retrieval layer's decode step outside an engine: its tensors, its ops, the bytes they move.
 
-Takes the ops and the device, so that tests run all of it at small sizes in Triton's interpreter.
+Takes the device, so that tests run all of it at small sizes in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from benchmarks.gpu.layer_parts import DTYPE, Layer, Op, Pool, Shape
 from vllm_kvretrieval.attention.cuda.workspace import PROGRAMS_PER_UNIT, SPLITS_PER_UNIT
 from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.kernels import device_reference, slots_reference
+from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.scores import score_entries
@@ -35,7 +35,6 @@ class LayerStep:
     one that they write to. Queries stay the same, so every KV head goes on with its selection.
 
     Args:
-        ops: The module ``kernels.triton``.
         pool: Where keys and values are.
         shape: Of the layers.
         batch, context: Requests, and tokens of each.
@@ -46,7 +45,6 @@ class LayerStep:
 
     def __init__(
         self,
-        ops: Any,
         pool: Pool,
         shape: Shape,
         *,
@@ -56,7 +54,7 @@ class LayerStep:
         units: int,
         side: SideWork | None,
     ) -> None:
-        self.ops, self.pool, self.shape, self.side = ops, pool, shape, side
+        self.pool, self.shape, self.side = pool, shape, side
         self.batch, self.context = batch, context
         self.device = pool.store.records.device
         self.config, self.scale = shape.config, shape.head_size**-0.5
@@ -169,7 +167,7 @@ class LayerStep:
         """Run a first step, so that every request goes on from one, and its slots are filled."""
         rows, far = layer.rows, self.side is not None
         self.requests.table[:, Column.LAST_LEN] = 0
-        self.ops.prepare_rows(rows, self.requests, self.page, far=far)
+        kernels.prepare_rows(rows, self.requests, self.page, far=far)
         self._write(layer)
         self._plan(layer)
         layer.lists.copy_(self.plan.lists)
@@ -183,7 +181,7 @@ class LayerStep:
         rows.fresh.zero_()
 
     def _write(self, layer: Layer) -> None:
-        self.ops.write_kv(
+        kernels.write_kv(
             layer.key,
             layer.value,
             layer.rows.slot_mapping,
@@ -192,20 +190,23 @@ class LayerStep:
         )
 
     def _write_tail(self, layer: Layer) -> None:
-        self.ops.write_tail(layer.key, layer.value, layer.rows, layer.residency, layer.slots)
+        assert layer.residency is not None
+        kernels.write_tail(layer.key, layer.value, layer.rows, layer.residency, layer.slots)
 
     def _score(self, layer: Layer) -> None:
         score_entries(layer.query, layer.rows, self.requests, 0, layer.chooser, self.plan)
 
     def _plan(self, layer: Layer) -> None:
-        self.ops.plan_decode(layer.query, layer.rows, self.requests, [layer.chooser], self.plan)
+        kernels.plan_decode(layer.query, layer.rows, self.requests, [layer.chooser], self.plan)
 
     def _resolve(self, layer: Layer) -> None:
+        assert layer.residency is not None
         state = layer.rows, layer.residency, self.missed, layer.lists, self.page
-        self.ops.resolve(self.plan, *state)
+        kernels.resolve(self.plan, *state)
 
     def _resolve_ahead(self, layer: Layer) -> None:
-        self.ops.resolve_ahead(
+        assert layer.residency is not None
+        kernels.resolve_ahead(
             layer.chooser.selection,
             layer.rows,
             self.requests,
@@ -216,7 +217,7 @@ class LayerStep:
         )
 
     def _recall(self, layer: Layer, recalls: Recalls, programs: int) -> None:
-        self.ops.recall_units(
+        kernels.recall_units(
             self.pool.cache,
             layer.slots,
             recalls.sources,
@@ -229,7 +230,7 @@ class LayerStep:
         slots = layer.slots
         if slots is None:
             slots = self.pool.cache.flatten(0, 1)
-        self.ops.sparse_decode(
+        kernels.sparse_decode(
             layer.query,
             slots,
             layer.lists,
@@ -374,7 +375,7 @@ class LayerStep:
 
     def _prepare(self, layer: Layer) -> None:
         far = self.side is not None
-        self.ops.prepare_rows(layer.rows, self.requests, self.page, far=far)
+        kernels.prepare_rows(layer.rows, self.requests, self.page, far=far)
 
     def _step(self, layer: Layer) -> None:
         """A layer's step as in the engine, with recall ahead on the side."""

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.cli import add_output, add_tokens
 from benchmarks.common import Stopwatch
-from benchmarks.ops.setup import DTYPES, PAGE, Shape, add_common, add_step, keep, medians
+from benchmarks.ops.setup import DTYPES, PAGE, Shape, add_common, add_step, keep, medians, read_all
 from benchmarks.ops.stock_attention import StockAttention
 from vllm_kvretrieval.kernels import TokenLists, cpu
 from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
@@ -62,11 +64,6 @@ class Case:
         for cache in self.caches:
             cpu.attend(self.query, self.tokens, cache, self.output, cpu.ROWS, 0.125)
 
-    def everything(self) -> None:
-        """Read all of the caches."""
-        for cache in self.caches:
-            cache.view(torch.float32).sum()
-
     def vllms(self) -> None:
         """All layers by vLLM's, scheduled once per step, as an engine does."""
         shape, lists = self.shape, self.lists
@@ -74,9 +71,7 @@ class Case:
             self.starts,
             lists.lengths,
             lists.entries,
-            kv_heads=1,
-            group=shape.group,
-            head_size=shape.head_size,
+            shape=replace(shape, kv_heads=1),
             dtype=self.dtype,
             isa="vec",
             scale=0.125,
@@ -89,7 +84,7 @@ class Case:
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     """Milliseconds of each, and what is read per second."""
-    kernels = (case.vllms, case.ours, case.single_tokens, case.everything)
+    kernels = (case.vllms, case.ours, case.single_tokens, partial(read_all, case.caches))
     vllms, ours, tokens, whole = medians(kernels, rounds, time.perf_counter, warm=2)
     return {
         "vllm_ms": round(1e3 * vllms, 3),

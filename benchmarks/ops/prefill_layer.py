@@ -90,14 +90,11 @@ class Case:
     def _attend(
         self, tokens: slice, lens: torch.Tensor, starts: torch.Tensor, table: torch.Tensor
     ) -> None:
-        shape = self.shape
         attend = StockAttention(
             starts,
             lens,
             table,
-            kv_heads=shape.kv_heads,
-            group=shape.group,
-            head_size=shape.head_size,
+            shape=self.shape,
             dtype=self.dtype,
             isa=self.staging.isa,
             scale=self.scale,

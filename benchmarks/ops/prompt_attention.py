@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from benchmarks.cli import add_output
 from benchmarks.common import Stopwatch
 from benchmarks.emulation import avx2_only
-from benchmarks.ops.setup import DTYPES, PAGE, Shape, keep, medians, one_thread
+from benchmarks.ops.setup import DTYPES, PAGE, Shape, keep, medians, one_thread, read_all
 from benchmarks.ops.stock_attention import StockAttention
 from vllm_kvretrieval.kernels import PromptLists, TokenLists, cpu
 from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
@@ -86,25 +87,17 @@ class Case:
 
     def vllm(self) -> None:
         """By vLLM's, scheduled once for all layers, as an engine does."""
-        shape = self.shape
         attend = StockAttention(
             self.starts,
             self.lens,
             self.table,
-            kv_heads=shape.kv_heads,
-            group=shape.group,
-            head_size=shape.head_size,
+            shape=self.shape,
             dtype=self.dtype,
             isa=self.isa,
             scale=self.scale,
         )
         for blocks in self.blocks:
             attend(self.query, blocks, self.expected)
-
-    def read(self) -> None:
-        """All of the caches, by a plain sum."""
-        for cache in self.caches:
-            cache.view(torch.float32).sum()
 
     def check(self) -> None:
         """Raise AssertionError where both do not compute the same."""
@@ -117,7 +110,7 @@ def measure(case: Case, rounds: int, clock: Callable[[], float]) -> dict[str, fl
     case.vllm()
     case.own()
     case.check()
-    runs = (case.vllm, case.own) if case.chunk > 1 else (case.vllm, case.own, case.read)
+    runs = [case.vllm, case.own] + [partial(read_all, case.caches)] * (case.chunk == 1)
     theirs, ours, *read = medians(runs, rounds, clock)
     found = {
         "vllm_ns": round(1e9 * theirs / case.logits, 2),

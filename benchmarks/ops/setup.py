@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,12 @@ def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
     begin = clock()
     run()
     return clock() - begin
+
+
+def read_all(caches: Iterable[torch.Tensor]) -> None:
+    """Read all of the caches, by a plain sum."""
+    for cache in caches:
+        cache.view(torch.float32).sum()
 
 
 def one_thread() -> Callable[[], float]:

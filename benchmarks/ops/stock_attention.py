@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.ops.setup import Shape
+
 
 class StockAttention:
     """A step's attention by vLLM's kernel, scheduled once, as an engine does; called by layer.
@@ -16,7 +18,7 @@ class StockAttention:
         starts: int32 [requests + 1]; the first query of each, and the end of the last.
         lens: int32 [requests]; tokens of context, those of the queries included.
         table: int32 [requests, >= blocks]; where the contexts are.
-        kv_heads, group, head_size, dtype: Of the layer; ``group`` query heads share a KV head.
+        shape, dtype: Of the layer.
         isa: Variant of the kernel, by vLLM's name.
         scale: Softmax scale.
     """
@@ -27,9 +29,7 @@ class StockAttention:
         lens: torch.Tensor,
         table: torch.Tensor,
         *,
-        kv_heads: int,
-        group: int,
-        head_size: int,
+        shape: Shape,
         dtype: torch.dtype,
         isa: str,
         scale: float,
@@ -40,9 +40,9 @@ class StockAttention:
         self.starts, self.lens, self.table, self.scale = starts, lens, table, scale
         self.schedule = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(lens),
-            num_heads=kv_heads * group,
-            num_kv_heads=kv_heads,
-            head_dim=head_size,
+            num_heads=shape.kv_heads * shape.group,
+            num_kv_heads=shape.kv_heads,
+            head_dim=shape.head_size,
             seq_lens=lens,
             dtype=dtype,
             query_start_loc=starts,

@@ -24,12 +24,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.cli import add_output, add_tokens
+from benchmarks.cli import add_output
 from benchmarks.ops.setup import keep
 from vllm_kvretrieval.kernels import Contexts, DecodeRows, cpu
 from vllm_kvretrieval.tiers.home import DiskHome
 
 LAYERS, HEADS, HEAD_SIZE, PAGE = 28, 3, 64, 32
+CONTEXTS = (8192, 32768)
+MISSING = (64, 1024)
+"""Tokens to be read, per KV head and layer."""
+REPEATS = 5
 MIB = 1 << 20
 
 
@@ -104,11 +108,6 @@ def measure(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add = parser.add_argument
-    add_tokens(parser, "--contexts", [8192, 32768], "tokens in the file")
-    add_tokens(parser, "--missing", [64, 1024], "tokens to be read, per KV head and layer")
-    add("--repeats", type=int, default=5, help="steps of each kind")
-    add("--directory", default="/var/tmp", help="where the file is made")
     add_output(parser, "token-reads.json")
 
 
@@ -116,16 +115,16 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and store."""
     rows: list[dict[str, Any]] = []
     ways = {"tokens": Layer.read_tokens, "pages": Layer.read_pages}
-    for context in args.contexts:
+    for context in CONTEXTS:
         size = context * HEADS * 4 * HEAD_SIZE
         home = DiskHome(
-            args.directory, LAYERS, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, cpu.MappingGuard
+            "/var/tmp", LAYERS, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, cpu.MappingGuard
         )
-        layers = [Layer(home, number, context, max(args.missing)) for number in range(LAYERS)]
-        for missing in args.missing:
+        layers = [Layer(home, number, context, max(MISSING)) for number in range(LAYERS)]
+        for missing in MISSING:
             for cold in (False, True):
                 found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-                for _ in range(args.repeats):
+                for _ in range(REPEATS):
                     positions = torch.randperm(context)[:missing].sort().values
                     for way, read in ways.items():
                         step = functools.partial(read, positions=positions, context=context)

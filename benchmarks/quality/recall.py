@@ -22,6 +22,7 @@ import torch
 from benchmarks import texts
 from benchmarks.cli import QWEN, SMOLLM2, add_output
 from benchmarks.common import Stopwatch, result_header, settings, write_json
+from benchmarks.models import head_size
 from benchmarks.tables import quality
 from vllm_kvretrieval.calibration.model import CHUNK, Measurement
 from vllm_kvretrieval.retrieval.index import Index, make_index
@@ -182,8 +183,7 @@ def measure(model: Path, tokens: int, queries: int) -> list[dict[str, Any]]:
     places = tokens - CHUNK + torch.arange(1, queries + 1) * CHUNK // queries - 1
     recall = Recall()
     measurement.run(text, places, recall)
-    config = measurement.config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_size(measurement.config)
     return [
         {
             "model": model.name,

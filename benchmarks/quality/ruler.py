@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 from vllm import LLM
 
 from benchmarks import build
-from benchmarks.cli import add_model, add_output, add_tokens
+from benchmarks.cli import QWEN, add_model, add_output, add_tokens
 from benchmarks.common import Stopwatch, machine, result_header, versions
 from benchmarks.models import kv_bytes_per_token
 from benchmarks.quality.ruler_tasks import catalogue, report
@@ -234,7 +234,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="length of a prompt and its answer, RULER's max_seq_length")  # fmt: skip
     add("--samples", type=int, metavar="N", default=catalogue.SAMPLES, help="samples per task")
     add("--show", action="store_true", help="print every answer beside what it should contain")
-    add_model(parser, catalogue.MODEL)
+    add_model(parser, QWEN)
     add_output(parser, "ruler.json")
 
 

@@ -31,12 +31,12 @@ class Settings:
     repeats: int
     prefill_repeats: int
     prefill_seconds: float
-    temperature: float
     enforce_eager: bool
     fill: bool = False
     dtype: str = "auto"
     beside: tuple[str, ...] = ()
     avx2: bool = False
+    temperature: float = 0.0  # of sampling: all results are greedy
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,10 @@ class Lane:
     engine: EngineProcess
     extra_args: dict[str, Any] | None = None
 
-    def generate(
-        self, prompts: list[list[int]], max_tokens: int, temperature: float, fresh: bool = False
-    ) -> Timing:
+    def generate(self, prompts: list[list[int]], max_tokens: int, fresh: bool = False) -> Timing:
         """Decode with the engine awake meanwhile; see `EngineProcess.generate`."""
         self.engine.resume()
-        timing = self.engine.generate(prompts, max_tokens, temperature, self.extra_args, fresh)
+        timing = self.engine.generate(prompts, max_tokens, self.extra_args, fresh)
         self.engine.pause()
         return timing
 
@@ -81,7 +79,6 @@ class Bench:
         self._settings = settings
         self._documents = documents
         self._tokens = settings.steps + WARM_STEPS + 1
-        self._seen: dict[int, list[list[int]]] = {}  # context -> a document, prefilled last
 
     def context(self, context: int, batches: Sequence[int], profile: bool) -> Iterator[Cell]:
         """The cells of one context length, in rising batch size; contexts end at `context`.
@@ -127,7 +124,6 @@ class Bench:
     def _cell(self, context: int, prefills: Sequence[Prefill], profile: bool) -> Cell:
         """Decode times on the documents prefilled last, beside the prefill times."""
         prompts = prefills[-1].prompts
-        self._seen[context] = prompts[-1:]
         decodes = [
             self._pair(turn, f"decode {turn} of {len(prompts)}", prompts, self._tokens)
             for turn in range(1, 1 + decode_repeats(context, self._settings))
@@ -144,31 +140,6 @@ class Bench:
                 cell["engines"][lane.name] |= self._profile(lane, prompts)
         return cell
 
-    def flatness(self, short: int, long: int, profile: bool) -> dict[str, Any]:
-        """The counterpart's own step at two context lengths in turn, batch 1.
-
-        Neighbouring measurements are compared: the cells of two contexts lie an hour apart.
-        """
-        lane = self._lanes[1]
-        prompts = {
-            context: self._seen.get(context) or self._documents.take(1, context - self._tokens)
-            for context in (short, long)
-        }
-        for context, prompt in prompts.items():
-            self._status.set(f"flatness: prefill of {context:,}")
-            lane.generate(prompt, 1, self._settings.temperature)
-        runs: dict[int, list[float]] = {short: [], long: []}
-        for turn in range(2 * self._settings.repeats):
-            for context in (short, long) if turn % 2 else (long, short):
-                self._status.set(f"flatness: {context:,}, {turn + 1}")
-                timing = lane.generate(prompts[context], self._tokens, self._settings.temperature)
-                runs[context].append(report.spread(self._steps(timing))["mean"])
-        measured: dict[str, Any] = {"contexts": [short, long], "step_ms": [runs[short], runs[long]]}
-        if profile:
-            profiles = [self._profile(lane, prompts[context]) for context in (short, long)]
-            measured["profile_ms"] = [parts["profile_ms"] for parts in profiles]
-        return measured
-
     def warm_up(self, context: int) -> None:
         """Let all lanes meet every kind of work once; contexts end at `context` tokens."""
         for batch in (1, 2):
@@ -183,8 +154,7 @@ class Bench:
         order = self._lanes if turn % 2 == 0 else tuple(reversed(self._lanes))
         for lane in order:
             self._status.set(f"{label}, {lane.name}")
-            temperature = self._settings.temperature
-            timings[lane.name] = lane.generate(prompts, max_tokens, temperature, fresh)
+            timings[lane.name] = lane.generate(prompts, max_tokens, fresh)
         return [timings[lane.name] for lane in self._lanes]
 
     def _steps(self, timing: Timing) -> list[float]:
@@ -196,7 +166,7 @@ class Bench:
         self._status.set(f"profile, {lane.name}")
         lane.engine.resume()
         lane.engine.collective_rpc("start_timing")
-        timing = lane.generate(prompts, self._tokens, self._settings.temperature)
+        timing = lane.generate(prompts, self._tokens)
         lane.engine.resume()
         parts, requests = lane.engine.collective_rpc("stop_timing")
         lane.engine.pause()

@@ -119,13 +119,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill-repeats", type=int, default=1 if quick else 10, help="at most")
     add("--prefill-seconds", type=float, default=120.0, help="fewer prefill repeats where they "
         "would take longer than this, both engines together")  # fmt: skip
-    add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
         help="of weights and KV cache; auto: the checkpoint's")  # fmt: skip
     add("--avx2", action="store_true", help="both engines as on a machine without AVX-512")
     add("--enforce-eager", action="store_true", help="without torch.compile")
-    add("--hf-overrides", type=json.loads, default=None, help="JSON for the model's config "
-        "(default: YaRN where a context exceeds the model's own limit)")  # fmt: skip
     add("--both-orders", type=int, default=0 if quick or fill else 8192, metavar="CONTEXT",
         help="measure contexts up to this one in both orders of starting the engines")  # fmt: skip
     add("--no-profile", dest="profile", action="store_false", help="skip the share of the parts")
@@ -134,18 +131,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, name)
 
 
-def earlier(path: Path, settings: Settings) -> dict[str, Any]:
-    """What an interrupted run with the same settings has measured.
+def earlier(path: Path, settings: Settings) -> list[Cell]:
+    """The cells that an interrupted run with the same settings has measured.
 
     Raises `SystemExit` where the file comes from other settings.
     """
     stored = read_json(path)
     if stored is None:
-        return {}
+        return []
     defaults = {"fill": False, "dtype": "auto", "beside": [], "avx2": False}
     if defaults | stored["settings"] != asdict(settings) | {"beside": [*settings.beside]}:
         sys.exit(f"{path} was made with other settings: drop --resume or name another --output")
-    return {key: stored[key] for key in ("cells", "flatness") if key in stored}
+    cells: list[Cell] = stored["cells"]
+    return cells
 
 
 def todo(args: argparse.Namespace, done: list[Cell], first: str) -> dict[int, list[int]]:
@@ -171,9 +169,7 @@ def measure(
     for start_order in (specs, specs[::-1]):
         first = start_order[0].name
         missing = todo(args, store["cells"], first)
-        beyond = [context for context in args.contexts if context >= 2 * settings.budget]
-        flat = first == STOCK and len(beyond) > 1 and 1 in args.batches and "flatness" not in store
-        if not missing and not flat:
+        if not missing:
             continue
         with ExitStack() as stack:
             engines = {}
@@ -201,11 +197,6 @@ def measure(
                     status.clear()
                     (of_this_order,) = report.pooled([cell])
                     print(report.row(of_this_order, store["build"]), flush=True)
-            if flat:
-                flatness = bench.flatness(min(beyond), max(beyond), args.profile)
-                store["flatness"] = flatness | {"build": store["build"]}
-                write_json(args.output, store)
-                status.clear()
 
 
 def _matters(variable: str) -> bool:
@@ -220,10 +211,9 @@ def run(args: argparse.Namespace) -> int:
     if min(args.contexts) <= args.steps + WARM_STEPS + 1:
         sys.exit(f"--contexts: {min(args.contexts)} leaves no room for {args.steps} steps")
     config = AutoConfig.from_pretrained(args.model)
-    overrides = args.hf_overrides
     settings = Settings(
         model=args.model.name,
-        hf_overrides=yarn_overrides(config, longest) if overrides is None else overrides,
+        hf_overrides=yarn_overrides(config, longest),
         against=args.against,
         budget=args.budget,
         options=args.options,
@@ -231,7 +221,6 @@ def run(args: argparse.Namespace) -> int:
         repeats=args.repeats,
         prefill_repeats=args.prefill_repeats,
         prefill_seconds=args.prefill_seconds,
-        temperature=args.temperature,
         enforce_eager=args.enforce_eager,
         fill=args.fill,
         dtype=args.dtype,
@@ -239,13 +228,11 @@ def run(args: argparse.Namespace) -> int:
         avx2=args.avx2,
     )
     specs = engine_specs(str(args.model), settings, config, longest, batch)
-    done = earlier(args.output, settings) if args.resume else {}
     store = result_header("benchmarks.serving") | {
         "environment": {name: os.environ[name] for name in sorted(os.environ) if _matters(name)},
         "settings": asdict(settings),
-        "cells": [],
+        "cells": earlier(args.output, settings) if args.resume else [],
     }
-    store |= done
     measure(args, settings, specs, store)
     store["acceptance"] = report.acceptance(store)
     write_json(args.output, store)

@@ -145,7 +145,7 @@ def engine_specs(args: argparse.Namespace, overrides: dict[str, Any]) -> list[En
     config = AutoConfig.from_pretrained(args.model)
     size = (batch * longest + SLACK) * kv_bytes_per_token(config)
     retrieval = {"budget": args.budget}
-    cache = args.recall_cache or 2 * batch * args.budget * kv_bytes_per_token(config)
+    cache = 2 * batch * args.budget * kv_bytes_per_token(config)
     slow = retrieval | {"home": "disk", "home_bytes": size, "recall_cache_bytes": cache}
     tiered = slow | {"also": {SPECULATIVE: {"preset": TIERED, "schedule": "speculative"}}}
     untiered = "freekv" if args.method == TIERED else args.method
@@ -318,8 +318,6 @@ def add_engine_arguments(
     add("--budget", type=int, default=1024, help="tokens attended to per decode step")
     add_tokens(parser, "--contexts", contexts, "tokens at the last step")
     add_tokens(parser, "--batches", batches, "requests that decode together")
-    add("--recall-cache", type=int, metavar="BYTES", help="slots in memory; by default for twice "
-        "the tokens that a batch attends to")  # fmt: skip
     add("--enforce-eager", action="store_true", help="without torch.compile")
 
 

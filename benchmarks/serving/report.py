@@ -184,12 +184,6 @@ def _all_of(mine: build.Build, builds: Iterable[build.Build | None]) -> bool:
     return all(build.same(mine, other) for other in builds)
 
 
-def flatness(measured: dict[str, Any]) -> float:
-    """The longer context's step over the shorter one's: the median over neighbouring repeats."""
-    short, long = measured["step_ms"]
-    return statistics.median(b / a for a, b in zip(short, long, strict=True))
-
-
 def acceptance(store: dict[str, Any]) -> list[dict[str, Any]]:
     """The targets, what was measured, and whether it is enough (None: not measured)."""
     cells, budget = pooled(store["cells"]), store["settings"]["budget"]
@@ -218,9 +212,6 @@ def acceptance(store: dict[str, Any]) -> list[dict[str, Any]]:
 
     judge(f"decode at {long:,}, batch 1: speed-up over stock", lambda: speed_up(1), 2.0, True)
     judge(f"decode at {long:,}, batch 4: speed-up over stock", lambda: speed_up(4), 3.5, True)
-    short, longest = store.get("flatness", {}).get("contexts", ("shortest", "longest"))
-    target = f"own step at {longest} over own step at {short}, batch 1"
-    judge(target, lambda: flatness(store["flatness"]), 1.2, False)
     judge("decode within the budget, over stock, worst cell", within_budget, 1.03, False)
     judge("prefill beyond the budget, over stock, worst cell", prefill, 1.05, False)
     return verdicts
@@ -241,9 +232,7 @@ def summary(store: dict[str, Any]) -> str:
     others = {build.label(b) for cell in cells for b in cell["builds"] if not build.same(mine, b)}
     if others:
         lines.append(f"† kept by --resume, of another build: {', '.join(sorted(others))}")
-    if "flatness" in store and not build.same(mine, store["flatness"].get("build")):
-        lines.append("own steps in turn were kept by --resume, too, and are of another build")
-    lines += [*_profile_lines(store, cells), ""]
+    lines += [*_profile_lines(cells), ""]
     for verdict in store["acceptance"]:
         word = {True: "PASS", False: "FAIL", None: "not measured"}[verdict["pass"]]
         value = "" if verdict["value"] is None else f" {verdict['value']:.3f}"
@@ -251,7 +240,7 @@ def summary(store: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _profile_lines(store: dict[str, Any], cells: list[Cell]) -> list[str]:
+def _profile_lines(cells: list[Cell]) -> list[str]:
     """Where the time of a step goes, one block per engine and one column per cell."""
     cells = [c for c in cells if all("profile_ms" in e for e in c["engines"].values())]
     if not cells:
@@ -259,23 +248,12 @@ def _profile_lines(store: dict[str, Any], cells: list[Cell]) -> list[str]:
     lines = ["", "where a step's time goes, ms (measured apart, with timers inside the worker)"]
     for name in cells[0]["engines"]:
         columns = [cell["engines"][name]["profile_ms"] for cell in cells]
-        lines += _part_lines(name, [(cell["context"], cell["batch"]) for cell in cells], columns)
+        sizes = "".join(f"{cell['context']:>8,} x{cell['batch']}" for cell in cells)
+        lines.append(f"{name:<28}{sizes}")
+        for part in columns[0]:
+            lines.append(f"  {part:<26}" + "".join(f"{column[part]:11.2f}" for column in columns))
         notes = [cell["engines"][name]["retrieval"] for cell in cells]
         for share in notes[-1]:
             shares = "".join(f"{note.get(share, math.nan):11.1%}" for note in notes)
             lines.append(f"  {share:<26}{shares}")
-    flat = store.get("flatness", {})
-    if "profile_ms" in flat:
-        sizes = [(context, 1) for context in flat["contexts"]]
-        lines += _part_lines(f"{pair(cells[0])[1]}, in turn", sizes, flat["profile_ms"])
-    return lines
-
-
-def _part_lines(
-    title: str, sizes: Sequence[tuple[int, int]], columns: Sequence[dict[str, float]]
-) -> list[str]:
-    """A block of the parts of a step; sizes: context and batch of each column."""
-    lines = [f"{title:<28}" + "".join(f"{context:>8,} x{batch}" for context, batch in sizes)]
-    for part in columns[0]:
-        lines.append(f"  {part:<26}" + "".join(f"{column[part]:11.2f}" for column in columns))
     return lines

@@ -43,6 +43,8 @@ from benchmarks.serving.store_start import restores
 QUESTION = list(range(100, 130))
 """Tokens behind the document."""
 SLACK = 1024
+PRICE_CONTEXT = 2048
+"""Tokens of the documents that tell what a store costs."""
 STARTS = 5
 """How often a full store is opened."""
 ENDS = ("stopped", "killed", "cold")
@@ -188,7 +190,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths = [2048, 8192, 31744]
     add("--contexts", type=int, nargs="*", default=lengths, help="tokens of the documents")
     add("--steps", type=int, default=100, help="tokens to decode")
-    add("--price-context", type=int, default=2048, help="tokens of documents that tell the price")
     add("--pairs", type=int, default=12, help="of turns that tell what a store costs")
     add("--price-steps", type=int, default=384, help="tokens to decode behind each of these")
     add("--stored", type=int, default=23000, help="blocks of a full store (64 GiB of SmolLM2-135M)")
@@ -210,7 +211,7 @@ def run(args: argparse.Namespace) -> int:
     )
     results = {"settings": settings(args), "contexts": found, "starts": starts}
     if args.pairs:
-        turns = price(args, documents.take(args.pairs + 1, args.price_context))
+        turns = price(args, documents.take(args.pairs + 1, PRICE_CONTEXT))
         for what in ("prompt_s", "step_s"):
             print(f"{what} with a store: {100 * dearer(turns, what):+.2f} %")
         results["price"] = turns

@@ -2,7 +2,7 @@
 
 A page asks for a table by a comment, and this program writes the table below it::
 
-    <!-- table: steps decode-fill-freekv.json -->
+    <!-- table: steps decode-fill.json -->
     | context | ... |
     <!-- end of table -->
 

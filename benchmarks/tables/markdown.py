@@ -42,9 +42,9 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def significant(value: float, digits: int = 3) -> str:
-    """Return a number with so many significant digits, without an exponent."""
-    return f"{value:#.{digits}g}".rstrip(".") if value < 10**digits else f"{value:,.0f}"
+def significant(value: float) -> str:
+    """Return a number with three significant digits, without an exponent."""
+    return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}"
 
 
 def builds(store: Mapping[str, Any], cells: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -201,10 +201,7 @@ NB_MODULE(_cpu, m) {
                                      at<float>(rest_values), at<float>(rest_lse)};
           const nb::gil_scoped_release release;
           active->plan_decode(plan);
-        },
-        nb::arg("query"), nb::arg("shape"), nb::arg("strides"), nb::arg("torch_dtype"),
-        nb::arg("rows"), nb::arg("chooser"), nb::arg("scores"), nb::arg("score_stride"),
-        nb::arg("rest_values"), nb::arg("rest_lse"));
+        });
 
   m.def("select_context",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,

@@ -3,7 +3,7 @@
 #   bash tools/gpu/run.sh kernels     tests of the kernels, one decode layer, ceilings, sparse decode
 #   bash tools/gpu/run.sh engine      whole engines: right, then fast; KV cache on the device
 #   bash tools/gpu/run.sh host        whole engines; KV cache in host memory
-# Parts of these: baseline (stock vLLM's prefill and memory; the end of engine), sanitizer.
+# Parts of these: baseline (stock vLLM's prefill; the end of engine), sanitizer.
 # Needs no network. Where .gpu/bundle is there (make gpu-bundle), vLLM comes from it. Results go to
 # $OUT, by default benchmarks/results; a step that fails does not keep the next from running. A call
 # ends after $CALL_SECONDS, by default 580: what comes last gets the time that is left.
@@ -92,7 +92,7 @@ engine() {
 }
 
 baseline() {
-  measure 520 stock_vllm stock_vllm
+  measure 520 engine_decode stock_vllm --engine stock --prefill
 }
 
 host() {

@@ -140,14 +140,13 @@ def choose_filters(
     layers: Sequence[int],
     most: int = MOST_FILTERS,
     dense_share: float = DENSE_SHARE,
-    tolerance: float = TOLERANCE,
 ) -> Choice:
     """Choose filters.
 
     The paper takes layers of high ability, spread over the model, the first one early, and names
     no rule. Our rule: of all sets of at most ``most`` filters that leave no more than
     ``dense_share`` of the layers dense (rounded up), find the highest ``kept``; among the sets
-    within ``tolerance`` of it take one with the fewest dense layers, and of these the one that
+    within ``TOLERANCE`` of it take one with the fewest dense layers, and of these the one that
     keeps most.
 
     Args:
@@ -155,7 +154,6 @@ def choose_filters(
         layers: Layers with full attention, rising.
         most: Most filters.
         dense_share: Largest share of dense layers among those with full attention.
-        tolerance: Share of attention.
 
     Raises:
         ValueError: No set of filters is possible.
@@ -186,5 +184,5 @@ def choose_filters(
             "allow a larger share"
         )
     best = max(choice.kept for choice in choices)
-    good = [choice for choice in choices if choice.kept >= best - tolerance]
+    good = [choice for choice in choices if choice.kept >= best - TOLERANCE]
     return min(good, key=lambda choice: (choice.dense, -choice.kept))

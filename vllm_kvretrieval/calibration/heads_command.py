@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from vllm_kvretrieval.calibration.inputs import DTYPES, as_json, count, seed, share, versions
+from vllm_kvretrieval.calibration.inputs import add_inputs, as_json, count, seed, share, versions
 from vllm_kvretrieval.retrieval.heads import FORMAT, SHARE, choose_heads
 from vllm_kvretrieval.retrieval.model_files import name_of, shape_of
 
@@ -22,7 +22,7 @@ def add_heads(commands: Any) -> None:
         "each KV head gives to the earlier occurrences of a token (echo) and to the tokens after "
         "these (induction). Writes a file for --kv-retrieval.heads.",
     )
-    parser.add_argument("model", metavar="MODEL", help="path, or name on a hub")
+    add_inputs(parser, text=False)
     parser.add_argument(
         "--out", type=Path, help="file to write (default: MODEL's name and -heads.json)"
     )
@@ -45,9 +45,6 @@ def add_heads(commands: Any) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument("--seed", type=seed, default=0, help="of the tokens (default: %(default)s)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default=DTYPES[0], help="to compute in (default: %(default)s)"
-    )
     parser.set_defaults(run=measure)
 
 

@@ -1,6 +1,7 @@
 """Inputs and outputs of the subcommands that run a model over a text."""
 
 import argparse
+import importlib.util
 import json
 import platform
 from collections.abc import Collection
@@ -9,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvretrieval import __version__
-from vllm_kvretrieval.calibration.plot import can_plot
 from vllm_kvretrieval.options.values import MOST, MOST_TOKENS
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for the model, the text, and the dtype."""
+def add_inputs(parser: argparse.ArgumentParser, text: bool = True) -> None:
+    """Add the arguments for the model, perhaps a text, and the dtype."""
     parser.add_argument("model", metavar="MODEL", help="path, or name on a hub")
-    parser.add_argument("text", metavar="TEXT", type=Path, help="a plain text file (UTF-8)")
+    if text:
+        parser.add_argument("text", metavar="TEXT", type=Path, help="a plain text file (UTF-8)")
     parser.add_argument(
         "--dtype", choices=DTYPES, default=DTYPES[0], help="to compute in (default: %(default)s)"
     )
@@ -58,7 +59,7 @@ def require_plot() -> None:
     Raises:
         ValueError: matplotlib is missing.
     """
-    if not can_plot():
+    if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "drawing the plot needs matplotlib: pip install matplotlib, or leave the plot out by "
             "--no-plot"

@@ -1,13 +1,7 @@
 """The plot of a calibration; needs matplotlib, which the package does not."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
-
-
-def can_plot() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(path: Path, result: dict[str, Any]) -> None:

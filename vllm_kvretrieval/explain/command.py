@@ -96,11 +96,8 @@ def explain(given: argparse.Namespace) -> None:
     """
     if not given.no_plot:
         require_plot()
-    options = {"budget": given.budget}
-    if given.heads is not None:
-        options["heads"] = given.heads
-    if given.prefill_budget is not None:
-        options["prefill_budget"] = given.prefill_budget
+    options = {name: getattr(given, name) for name in ("budget", "heads", "prefill_budget")}
+    options = {name: value for name, value in options.items() if value is not None}
     config = RetrievalConfig.from_options(given.method, options)
     if config.own.shares:
         raise ValueError(

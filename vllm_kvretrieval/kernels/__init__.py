@@ -7,7 +7,6 @@ implementation offers the functions of :class:`Ops`. The ops of a cache in two t
 ``tokens_reference``.
 """
 
-from vllm_kvretrieval.kernels.kept import KeptTokens
 from vllm_kvretrieval.kernels.ops import Ops
 from vllm_kvretrieval.kernels.recall import RecallCache
 from vllm_kvretrieval.kernels.rows import (
@@ -19,7 +18,14 @@ from vllm_kvretrieval.kernels.rows import (
     TokenLists,
 )
 from vllm_kvretrieval.kernels.tokens import TokenRecall
-from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexStore, Merge, Selection
+from vllm_kvretrieval.kernels.types import (
+    Chooser,
+    ContextSelector,
+    IndexStore,
+    KeptTokens,
+    Merge,
+    Selection,
+)
 
 __all__ = [
     "Chooser",

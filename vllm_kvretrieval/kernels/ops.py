@@ -4,9 +4,8 @@ from typing import Protocol
 
 import torch
 
-from vllm_kvretrieval.kernels.kept import KeptTokens
 from vllm_kvretrieval.kernels.rows import DecodeRows, PromptLists, Remainder, TokenLists
-from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexStore, Merge
+from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexStore, KeptTokens, Merge
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.keeping import Keeping
 

@@ -204,14 +204,8 @@ def _all_workers(mass: torch.Tensor, rule: Keeping, add_up: AddUp | None) -> Non
         add_up(mass)
 
 
-def group_method(facts: GroupFacts, number: int, method: Method) -> Dropping:
-    """See :meth:`Family.group_method`."""
-    return Dropping(facts, number, method)
-
-
-def layer_method(facts: LayerFacts, number: int, method: Method, chooser: Chooser) -> DroppingLayer:
-    """See :meth:`Family.layer_method`."""
-    return DroppingLayer(facts, number, method, chooser)
+group_method = Dropping
+layer_method = DroppingLayer
 
 
 def scratch_bytes(methods: Sequence[Method], size: WorkSize) -> int:

@@ -96,14 +96,11 @@ class Filtered(Scored):
 class FilteredLayer(ScoredLayer):
     """A layer after a filter; see :class:`LayerMethod`.
 
-    Args:
-        chooser: The layer's.
+    Attributes:
         selectors: The filter's; None: no filter is before the layer.
     """
 
-    def __init__(self, chooser: Chooser, selectors: Selectors | None = None) -> None:
-        super().__init__(chooser)
-        self.selectors = selectors
+    selectors: Selectors | None = None
 
     @property
     def ready(self) -> Ready:
@@ -182,9 +179,7 @@ class Filter:
         self.storage.announce(plan.rows)
 
 
-def group_method(facts: GroupFacts, number: int, method: Method) -> Filtered:
-    """See :meth:`Family.group_method`."""
-    return Filtered(facts, number, method)
+group_method = Filtered
 
 
 def layer_method(facts: LayerFacts, number: int, method: Method, chooser: Chooser) -> FilteredLayer:

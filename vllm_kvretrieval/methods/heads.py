@@ -40,9 +40,7 @@ class Heads(Scored):
         return DecodePlan(self.number, decode_rows, rows.index, lists)
 
 
-def group_method(facts: GroupFacts, number: int, method: Method) -> Heads:
-    """See :meth:`Family.group_method`."""
-    return Heads(facts, number, method)
+group_method = Heads
 
 
 def fixed_counts(

@@ -103,9 +103,7 @@ class ScoredLayer:
         raise NotImplementedError("prefill is exact")
 
 
-def group_method(facts: GroupFacts, number: int, method: Method) -> Scored:
-    """See :meth:`Family.group_method`."""
-    return Scored(facts, number, method)
+group_method = Scored
 
 
 def layer_method(facts: LayerFacts, number: int, method: Method, chooser: Chooser) -> ScoredLayer:

@@ -15,7 +15,7 @@ from vllm_kvretrieval.options.values import check_digits, reject_unknown, requir
 from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
 from vllm_kvretrieval.retrieval.family import NOTHING, family_with
-from vllm_kvretrieval.retrieval.filters import check_model, filters_for, read_filters
+from vllm_kvretrieval.retrieval.filters import KIND, filters_for, read_filters
 from vllm_kvretrieval.retrieval.index import Index, IndexKind
 from vllm_kvretrieval.retrieval.method import Method, make_method
 from vllm_kvretrieval.retrieval.presets import presets
@@ -145,7 +145,7 @@ class RetrievalConfig(Options):
         if self.filters is None:
             return roles_of(filters_for(model, config).filters, layers)
         file = read_filters(self.filters)
-        check_model(file, model, config)
+        KIND.check_model(file, model, config)
         return roles_of(file.filters, layers)
 
     @property

@@ -39,21 +39,12 @@ class RetrievalPlatform(Platform):
 
     Attributes:
         worker: Path of the worker's class.
-        support: The module with the refusals of this platform; imported when first needed.
+        support: The module with the refusals of this platform, of engines and of layers; imported
+            when first needed.
     """
 
     worker: ClassVar[str]
     support: ClassVar[str]
-
-    @classmethod
-    def check_engine(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
-        """Refuse engines that retrieval cannot serve here."""
-        importlib.import_module(cls.support).check_engine(vllm_config, config)
-
-    @classmethod
-    def check_layer(cls, selector: Any) -> None:
-        """Refuse a layer that retrieval cannot run here (vLLM's ``AttentionSelectorConfig``)."""
-        importlib.import_module(cls.support).check_layer(selector)
 
     @classmethod
     def retrieval_backend(cls, backend: Any, selector: Any, num_heads: int | None) -> str:
@@ -87,7 +78,7 @@ class RetrievalPlatform(Platform):
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
         if attn_selector_config.has_sliding_window:
             return super().get_attn_backend_cls(None, attn_selector_config, num_heads)
-        cls.check_layer(attn_selector_config)
+        importlib.import_module(cls.support).check_layer(attn_selector_config)
         return cls.retrieval_backend(selected_backend, attn_selector_config, num_heads)
 
     @classmethod
@@ -106,7 +97,7 @@ class RetrievalPlatform(Platform):
         add_options(vllm_config, cls.finer_options(vllm_config, method))
         config = RetrievalConfig.from_vllm(vllm_config)
         assert config is not None, "a method is named"
-        cls.check_engine(vllm_config, config)
+        importlib.import_module(cls.support).check_engine(vllm_config, config)
         if has_foreign_connector(vllm_config):
             # Connectors index the cache by vLLM's blocks, whose views are in our pages.
             # Since vLLM 0.33 a size that is not the user's is chosen again, later.

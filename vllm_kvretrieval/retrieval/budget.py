@@ -27,16 +27,6 @@ class PageBudget(NamedTuple):
         return self.sink + self.window + self.select
 
 
-def default_parts(budget: int, page_size: int) -> tuple[int, int]:
-    """Tokens of sink and window, if neither the user nor the method names any.
-
-    The window has at least two pages: the tail page may hold a single token, and the tokens just
-    before it matter most.
-    """
-    part = budget // DEFAULT_SHARE // page_size * page_size
-    return max(part, page_size), max(part, 2 * page_size)
-
-
 @dataclass(frozen=True)
 class Budgets:
     """The budgets that requests of an engine may have, and what they divide into.
@@ -135,8 +125,13 @@ class Budgets:
         return sink + (window if method.selects else 0) + self.page_size
 
     def _parts(self, budget: int, method: "Method") -> tuple[int, int]:
-        """Tokens of sink and window: the user's, the method's, or a share of the budget."""
-        sink, window = default_parts(budget, self.page_size)
+        """Tokens of sink and window: the user's, the method's, or a share of the budget.
+
+        By default the window has at least two pages: the tail page may hold a single token, and the
+        tokens just before it matter most.
+        """
+        part = budget // DEFAULT_SHARE // self.page_size * self.page_size
+        sink, window = max(part, self.page_size), max(part, 2 * self.page_size)
         if method.sink_pages is not None:
             sink = method.sink_pages * self.page_size
         if method.window_pages is not None:

@@ -2,7 +2,6 @@
 
 import io
 import mmap
-import os
 from contextlib import suppress
 
 import numpy as np
@@ -65,12 +64,8 @@ class EncodedHome:
 
     def stage(self, layer: int, runs: np.ndarray, following: np.ndarray | None) -> None:
         """Start on the next layer's parts while this one computes; see :meth:`DiskHome.stage`."""
-        if following is None or layer + 1 >= self.layers:
-            return
-        start = self.begin(layer + 1)
-        with suppress(OSError):  # no more than a hint
-            for first, size in following.tolist():
-                os.posix_fadvise(self.fd, start + first, size, os.POSIX_FADV_WILLNEED)
+        if following is not None and layer + 1 < self.layers:
+            self.file.read_ahead(self.begin(layer + 1), following)
 
     def unmap(self, layer: int) -> None:
         """See :meth:`note_written`."""

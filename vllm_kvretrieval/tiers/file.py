@@ -7,6 +7,7 @@ import io
 import os
 from collections.abc import Iterator
 
+import numpy as np
 from vllm.utils.mem_utils import format_gib
 
 from vllm_kvretrieval.limits import explained
@@ -58,6 +59,12 @@ class HomeFile:
                 os.ftruncate(self.fd, 0)  # whatever still has it open, or mapped
             self._file.close()
             raise
+
+    def read_ahead(self, start: int, runs: np.ndarray) -> None:
+        """Ask the system to read parts of the file behind ``start`` soon; no more than a hint."""
+        with contextlib.suppress(OSError):
+            for first, size in runs.tolist():
+                os.posix_fadvise(self.fd, start + first, size, os.POSIX_FADV_WILLNEED)
 
     def take_write_error(self) -> int:
         """The error that has kept the system from writing to the disk since the last call.

@@ -4,7 +4,6 @@ import contextlib
 import io
 import itertools
 import mmap
-import os
 from collections.abc import Callable
 from typing import Protocol
 
@@ -137,16 +136,13 @@ class DiskHome:
             following: The parts of the next layer; None if it is not read in place.
         """
         start = self.begin(layer)
-        # Both are hints: touching a part brings it in, or shows that it is lost.
+        # A hint: touching a part brings it in, or shows that it is lost.
         with contextlib.suppress(OSError):
             for first, size in runs.tolist():
                 begin = (start + first) // mmap.PAGESIZE * mmap.PAGESIZE
                 self._map.madvise(MADV_POPULATE_READ, begin, start + first + size - begin)
         if following is not None and layer + 1 < self.layers:
-            start = self.begin(layer + 1)
-            with contextlib.suppress(OSError):
-                for first, size in following.tolist():
-                    os.posix_fadvise(self.fd, start + first, size, os.POSIX_FADV_WILLNEED)
+            self.file.read_ahead(self.begin(layer + 1), following)
 
     def unmap(self, layer: int) -> None:
         """Release a layer's part of the mapping; the page cache keeps what it has room for."""

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.common import MODELS
 from benchmarks.quality.ruler_tasks.scoring import Metric, match_all, match_part
 
-MODEL = MODELS / "Qwen2.5-Coder-0.5B-Instruct"
 CONTEXT = 4096
 """Tokens of a prompt and its answer, at most; the shortest of RULER's lengths."""
 

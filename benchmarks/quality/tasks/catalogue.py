@@ -7,46 +7,45 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cli import QWEN, SMOLLM2
 from benchmarks.common import MODELS
 from benchmarks.quality.tasks import forced, needles
 from benchmarks.quality.tasks.base import Task
 from benchmarks.quality.tasks.variants import Variant
 
-_QWEN = MODELS / "Qwen2.5-Coder-0.5B-Instruct"
 _GEMMA3 = MODELS / "gemma-3-270m"
-_SMOLLM2 = MODELS / "SmolLM2-135M-Instruct"
 
 BUDGETS = (256, 512, 1024)
 QUICK_BUDGETS = (512,)
 
 TASKS = (
-    Task("passkey", "qwen", _QWEN, 4096, 20, needles.passkey_in_novel, ("passkey",)),
-    Task("passkey", "qwen", _QWEN, 8192, 10, needles.passkey_in_novel, ("passkey",)),
+    Task("passkey", "qwen", QWEN, 4096, 20, needles.passkey_in_novel, ("passkey",)),
+    Task("passkey", "qwen", QWEN, 8192, 10, needles.passkey_in_novel, ("passkey",)),
     Task("passkey", "gemma3", _GEMMA3, 4096, 20, needles.passkey_in_novel, ("passkey",)),
     Task("passkey", "gemma3", _GEMMA3, 16384, 10, needles.passkey_in_novel, ("passkey",)),
-    Task("lookup", "qwen", _QWEN, 4096, 20, needles.key_value_lookup, ("oracle",)),
-    Task("copy", "smollm2", _SMOLLM2, 2048, 16, forced.second_copy, ("oracle", "control")),
-    Task("copy", "qwen", _QWEN, 4096, 16, forced.second_copy, ("oracle", "control")),
+    Task("lookup", "qwen", QWEN, 4096, 20, needles.key_value_lookup, ("oracle",)),
+    Task("copy", "smollm2", SMOLLM2, 2048, 16, forced.second_copy, ("oracle", "control")),
+    Task("copy", "qwen", QWEN, 4096, 16, forced.second_copy, ("oracle", "control")),
     Task(
         "novel",
         "smollm2",
-        _SMOLLM2,
+        SMOLLM2,
         4096,
         8,
         forced.novel,
         ("covering", "oracle", "control", "speculation"),
     ),
-    Task("turns", "smollm2", _SMOLLM2, 4096, 4, forced.turns, ("oracle", "control")),
-    Task("alike", "smollm2", _SMOLLM2, 4096, 4, forced.alike, ("oracle", "control")),
+    Task("turns", "smollm2", SMOLLM2, 4096, 4, forced.turns, ("oracle", "control")),
+    Task("alike", "smollm2", SMOLLM2, 4096, 4, forced.alike, ("oracle", "control")),
 )
 """The tasks of the full benchmark."""
 
-MORE_TASKS = (Task("generation", "smollm2", _SMOLLM2, 4864, 2, forced.generation),)
+MORE_TASKS = (Task("generation", "smollm2", SMOLLM2, 4864, 2, forced.generation),)
 """Tasks that are run where they are asked for: thousands of steps per variant and budget."""
 
 QUICK_TASKS = (
-    Task("sentences", "smollm2", _SMOLLM2, 2048, 6, needles.passkey_in_sentences, ("found",)),
-    Task("copy", "smollm2", _SMOLLM2, 2048, 4, forced.second_copy, ("covering",)),
+    Task("sentences", "smollm2", SMOLLM2, 2048, 6, needles.passkey_in_sentences, ("found",)),
+    Task("copy", "smollm2", SMOLLM2, 2048, 4, forced.second_copy, ("covering",)),
 )
 """The quick tier, for every change's tests. Copying is judged at the covering budget alone."""
 

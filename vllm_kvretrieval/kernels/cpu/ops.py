@@ -15,12 +15,12 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     tokens,
     vectors,
 )
-from vllm_kvretrieval.kernels.kept import KeptTokens
 from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
     IndexStore,
+    KeptTokens,
     Merge,
 )
 from vllm_kvretrieval.retrieval.index import Index, pack, unpack

@@ -27,9 +27,6 @@ from vllm_kvretrieval.kernels.reference.plan import (
     entry_count,
     plan_decode,
     score_entries,
-    select_units,
-    selected,
-    top_pages,
 )
 from vllm_kvretrieval.kernels.reference.recall import RecallCache, decode_units, encode_units
 
@@ -51,12 +48,9 @@ __all__ = [
     "plan_decode",
     "score_entries",
     "select_context",
-    "select_units",
-    "selected",
     "stage_pages",
     "stage_tokens",
     "tokens_of",
-    "top_pages",
     "update_index",
     "values_of_entries",
     "write_rows",

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import torch
 
-from vllm_kvretrieval.kernels.kept import KeptTokens
 from vllm_kvretrieval.kernels.reference.index import tokens_of
 from vllm_kvretrieval.kernels.rows import DecodeRows, PromptLists, Remainder, TokenLists
+from vllm_kvretrieval.kernels.types import KeptTokens
 from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
 
 

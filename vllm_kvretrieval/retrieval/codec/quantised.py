@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 
 from vllm_kvretrieval.retrieval.codec.base import Codec
-from vllm_kvretrieval.retrieval.codec.rows import Rows
+from vllm_kvretrieval.retrieval.codec.rows import AroundZero, Centred, FromLowest, Rows
 
 
 class Quantised(Codec):
@@ -54,3 +54,30 @@ class Quantised(Codec):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         by_channel = self.keys.error_bound(keys.transpose(1, 2).float())
         return by_channel.transpose(1, 2), self.values.error_bound(values.float())
+
+
+class K8V4(Quantised):
+    """8-bit keys, per channel of a page, and 4-bit values, per token."""
+
+    name = "k8v4"
+    meaning = "8-bit keys, 4-bit values"
+    keys = Centred(8)
+    values = AroundZero(4)
+
+
+class K4V4(Quantised):
+    """4-bit keys, per channel of a page, and 4-bit values, per token."""
+
+    name = "k4v4"
+    meaning = "4-bit keys, 4-bit values"
+    keys = FromLowest(4)
+    values = AroundZero(4)
+
+
+class K2V2(Quantised):
+    """2-bit keys, per channel of a page, and 2-bit values, per token."""
+
+    name = "k2v2"
+    meaning = "2-bit keys, 2-bit values"
+    keys = FromLowest(2)
+    values = AroundZero(2)

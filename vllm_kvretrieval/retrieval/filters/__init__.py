@@ -54,15 +54,6 @@ def filters_for(model: str, config: Any) -> FilterFile:
     return KIND.of_model(shipped(), model, config, "filter layers", or_else)
 
 
-def check_model(file: FilterFile, model: str, config: Any) -> None:
-    """Refuse a file of another model.
-
-    Raises:
-        RetrievalConfigError: The file is of another model; says in which fields they differ.
-    """
-    KIND.check_model(file, model, config)
-
-
 def check_filters(key: str, value: Any) -> Any:
     """Check the option ``filters``.
 

@@ -104,11 +104,6 @@ def shipped() -> tuple[HeadFile, ...]:
     return tuple(read_heads(path) for path in sorted(SHIPPED.glob("*.json")))
 
 
-def heads_for(model: str, config: Any) -> HeadFile:
-    """The file of this package for a model; see :meth:`Kind.of_model`."""
-    return KIND.of_model(shipped(), model, config, "retrieval heads")
-
-
 @dataclass(frozen=True)
 class RetrievalHeads:
     """The value of the option ``heads``.
@@ -162,7 +157,7 @@ class RetrievalHeads:
         model, config = model_config.model, model_config.hf_text_config
         file = self.file
         if file is None:
-            file = heads_for(model, config)
+            file = KIND.of_model(shipped(), model, config, "retrieval heads")
         else:
             KIND.check_model(file, model, config)
         chosen = choose_heads(file.induction, file.echo, self.share)

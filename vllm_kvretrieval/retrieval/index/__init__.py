@@ -70,12 +70,11 @@ def _is_index(value: Any) -> bool:
     return is_dataclass(value) and value.__dataclass_params__.frozen
 
 
-def make_index(value: Any, key: str = "index") -> Index | None:
+def make_index(value: Any) -> Index | None:
     """The index that an option describes.
 
     Args:
         value: Its name, or ``{name: parameters}``; ``none``: no index.
-        key: What errors call the option.
 
     Raises:
         RetrievalConfigError: There is no such index, or it has no such parameters.
@@ -89,7 +88,7 @@ def make_index(value: Any, key: str = "index") -> Index | None:
     kind = indexes().get(name) if isinstance(name, str) else None
     if kind is None or not isinstance(parameters, dict):
         raise RetrievalConfigError(
-            f"{key}={value!r} is unknown; use one of {', '.join(indexes())}, or one with its "
+            f"index={value!r} is unknown; use one of {', '.join(indexes())}, or one with its "
             'parameters such as {"mean_std": {"spread": 0.5}}.'
         )
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
@@ -97,6 +96,6 @@ def make_index(value: Any, key: str = "index") -> Index | None:
         number = isinstance(given, int | float) and not isinstance(given, bool)
         if parameter not in known or not number or not abs(given) <= MOST:
             raise RetrievalConfigError(
-                f"{key}={value!r}: {name} has {', '.join(known) or 'no parameters'}, all numbers."
+                f"index={value!r}: {name} has {', '.join(known) or 'no parameters'}, all numbers."
             )
     return kind(**parameters)

@@ -5,13 +5,13 @@ from typing import ClassVar
 
 import torch
 
-from vllm_kvretrieval.retrieval.index.base import Field, Index
+from vllm_kvretrieval.retrieval.index.mean import Mean
 
 KEPT = 4
 
 
 @dataclass(frozen=True)
-class Representative(Index):
+class Representative(Mean):
     """The score is the mean of ``q.k`` over a few keys that represent the entry.
 
     This is ``q`` times the mean of these keys, so the record holds the mean. InfLLM chooses the
@@ -23,19 +23,9 @@ class Representative(Index):
 
     name: ClassVar[str] = "representative"
 
-    def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
-        """See :meth:`Index.fields`."""
-        return (Field("mean", None, (head_size,)),)
-
     def build(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         """See :meth:`Index.build`."""
         distance = (keys - keys.mean(1, keepdim=True)).square().sum(-1)
         kept = distance.topk(min(KEPT, keys.shape[1]), dim=1).indices
         chosen = keys.gather(1, kept[..., None].expand(-1, -1, keys.shape[2]))
         return {"mean": chosen.mean(1)}
-
-    def score(
-        self, query: torch.Tensor, record: dict[str, torch.Tensor], scale: float
-    ) -> torch.Tensor:
-        """See :meth:`Index.score`."""
-        return query @ record["mean"].float().T * scale
