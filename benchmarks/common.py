@@ -64,12 +64,14 @@ def versions() -> dict[str, str]:
 
 
 def command_line(module: str) -> str:
-    """Return the command that started this program, as a user would type it.
+    """Return the command that started this program, as a user would type it: paths of a machine by
+    their names.
 
     Args:
         module: the program's module name, such as ``benchmarks.quality``.
     """
-    return shlex.join(["python", "-m", module, *sys.argv[1:]])
+    given = [Path(part).name if Path(part).is_absolute() else part for part in sys.argv[1:]]
+    return shlex.join(["python", "-m", module, *given])
 
 
 def result_header(module: str) -> dict[str, Any]:
