@@ -15,10 +15,13 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 
 MAX_TOKENS = 200
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+"""Hosts that are asked without the proxy of the environment, which would ask itself."""
 
 
 class Chat:
@@ -68,6 +71,13 @@ class Chat:
         return answer, first
 
 
+def connect(url: str) -> openai.OpenAI:
+    """A client of the server at this address."""
+    by_proxy = urlsplit(url).hostname not in THIS_MACHINE
+    http = openai.DefaultHttpxClient(trust_env=by_proxy)
+    return openai.OpenAI(base_url=url, api_key="none", http_client=http)
+
+
 def main() -> int:
     """Ask what is typed; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -77,8 +87,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of an answer")
     given = parser.parse_args()
     try:
-        client = openai.OpenAI(base_url=given.url, api_key="none")
-        chat = Chat(client, given.document.read_text(), given.budget, given.max_tokens)
+        chat = Chat(connect(given.url), given.document.read_text(), given.budget, given.max_tokens)
         while True:
             print("> ", end="", flush=True)
             if not (question := sys.stdin.readline().strip()):

@@ -5,19 +5,28 @@
 The text is read once, with full attention. Then each method continues it from the same KV cache.
 The table says for how many tokens a method's continuation is that of full attention, how far its
 log-probabilities of these tokens are from those of full attention, and how long a token takes.
+
+One engine serves all methods, so pages and dense layers of the first method are those of the
+others, too. To see a method as its paper has it, run it alone. Options of the engine go along:
+
+    python examples/compare.py MODEL TEXT --methods razor --options '{"heads": "heads.json"}'
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
+
+from vllm_kvretrieval.doctor.options import refusal
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 FULL = "full attention"
 METHODS = ("kvretrieval", "freekv", "quest", "streamingllm")
@@ -42,20 +51,27 @@ class Row:
     ms: float
 
 
-def open_engine(model: str, methods: Sequence[str], budget: int, **options: Any) -> LLM:
+def open_engine(
+    model: str,
+    methods: Sequence[str],
+    budget: int,
+    retrieval: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> LLM:
     """An engine that offers the methods, the first of which is its own.
 
     Args:
         model: Path or name.
         methods: Names of presets.
         budget: Tokens that a decode step attends to.
+        retrieval: Further options of retrieval; they win over those that follow from the others.
         options: Further options of ``LLM``.
     """
     also = [name for name in methods[1:] if name not in OF_ITSELF]
     return LLM(
         model,
         attention_backend=methods[0],
-        additional_config={"kv_retrieval": {"budget": budget, "also": also}},
+        additional_config={"kv_retrieval": {"budget": budget, "also": also, **(retrieval or {})}},
         **options,
     )
 
@@ -68,7 +84,11 @@ def compare(llm: LLM, text: str, methods: Sequence[str], tokens: int = 64) -> li
         text: More than a budget of tokens.
         methods: Those of the engine.
         tokens: Length of the continuation.
+
+    Raises:
+        ValueError: The text fits in the budget, or is longer than the longest context.
     """
+    _check_length(llm, text)
     _continue(llm, text, {"exact": True}, 1)  # reads the text
     expected, ms = _timed(llm, text, {"exact": True}, tokens)
     rows = [Row(FULL, tokens, 0.0, ms)]
@@ -79,6 +99,18 @@ def compare(llm: LLM, text: str, methods: Sequence[str], tokens: int = 64) -> li
         gaps = [abs(ours[1] - full[1]) for ours, full in pairs[:same]]
         rows.append(Row(method, same, sum(gaps) / same if same else float("nan"), ms))
     return rows
+
+
+def _check_length(llm: LLM, text: str) -> None:
+    """Refuse a text of which all methods attend to all tokens."""
+    config = RetrievalConfig.from_vllm(llm.llm_engine.vllm_config)
+    assert config is not None
+    length = len(llm.get_tokenizer().encode(text))
+    if config.memory_fraction is None and length <= config.budget:
+        raise ValueError(
+            f"the text has {length} tokens and the budget is {config.budget}, so all methods would "
+            "attend to the whole text; take a longer text or a smaller budget"
+        )
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -131,6 +163,16 @@ def _continue(llm: LLM, text: str, options: dict[str, Any], tokens: int) -> list
     ]
 
 
+def _options(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON ({error})") from None
+    if not isinstance(options, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"sink": 128}}')
+    return options
+
+
 def main() -> int:
     """Print the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -138,13 +180,28 @@ def main() -> int:
     parser.add_argument("text", type=Path, help="a text file, longer than the budget")
     parser.add_argument("--methods", nargs="+", default=METHODS, metavar="NAME")
     parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument(
+        "--options", type=_options, default={}, metavar="JSON", help="further ones of retrieval"
+    )
     parser.add_argument("--tokens", type=int, default=64, help="of each continuation")
     parser.add_argument("--max-model-len", type=int, help="tokens of the longest context")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a plot, too")
     given = parser.parse_args()
-    text = given.text.read_text()
-    llm = open_engine(given.model, given.methods, given.budget, max_model_len=given.max_model_len)
-    rows = compare(llm, text, given.methods, given.tokens)
+    if given.tokens < 2:
+        parser.error("--tokens: a time per token needs 2 tokens or more")
+    try:
+        text = given.text.read_text()
+        llm = open_engine(
+            given.model,
+            given.methods,
+            given.budget,
+            retrieval=given.options,
+            max_model_len=given.max_model_len,
+        )
+        rows = compare(llm, text, given.methods, given.tokens)
+    except (ValueError, OSError) as error:
+        print(f"compare: {refusal(error)}", file=sys.stderr)
+        return 1
     print(table(rows))
     if given.plot is not None:
         plot(rows, given.plot)

@@ -41,13 +41,15 @@ def test_float32_where_bfloat16_is_slow(machine, found, slow):
     told = advice.startup_advice(torch.bfloat16, workers=1)
     assert (told is not None) == slow
     assert advice.startup_advice(torch.float32, workers=1) is None
+    assert advice.startup_advice(torch.bfloat16, workers=1, widened=True) is None
 
 
 def test_one_line_says_what_to_set(machine):
     machine(threads=1)
     told = advice.startup_advice(torch.bfloat16, workers=1) or ""
     assert "\n" not in told
-    assert "--dtype float32" in told
+    assert "kv_retrieval.attention=own computes prompts about four times as fast" in told
+    assert "--dtype float32 with twice the memory" in told
     assert "1 of 2 cores; with VLLM_CPU_OMP_THREADS_BIND=0,1 " in told
 
 

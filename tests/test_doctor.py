@@ -13,13 +13,22 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import LlamaConfig
+from vllm.config import CacheConfig
+from vllm.utils import cpu_resource_utils
 
 from benchmarks.common import ROOT
 from tests.engine import checkpoint
+from vllm_kvretrieval.attention.cpu import support
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.doctor import home, machine, software
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice, error, failed
 from vllm_kvretrieval.engine.cpu import advice as cpu_advice
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch):
+    """A size of the KV cache, so that nothing depends on what other programs take."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
 def severities(findings):
@@ -190,6 +199,53 @@ def test_huge_pages(tmp_path, setting, severity):
     assert machine.check_huge_pages(tmp_path / "enabled").severity is severity
 
 
+@pytest.mark.parametrize(
+    ("cache", "free", "said"),
+    [
+        (None, 7.0, "takes 92% of all memory if the size of the KV cache is not given; add --kv"),
+        (None, 7.5, ""),
+        ({}, 7.0, "add --kv-cache-memory-bytes 2G"),
+        ({"gpu_memory_utilization": 0.5}, 5.0, ""),
+        ({"gpu_memory_utilization": 0.5}, 3.0, "takes 50% of all memory"),
+        ({"kv_cache_memory_bytes": 1 << 30}, 3.0, ""),
+        ({"kv_cache_memory_bytes": 4 << 30}, 3.0, "the KV cache is to have 4.0 GiB; lower --kv"),
+    ],
+    ids=str,
+)
+def test_memory(monkeypatch, cache, free, said):
+    """Of 8 GiB, as vLLM counts them at its start."""
+    node = SimpleNamespace(available_memory=free * (1 << 30), total_memory=8 << 30)
+    monkeypatch.setattr(cpu_resource_utils, "get_memory_node_info", lambda node_id: node)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    found = machine.check_memory(None if cache is None else CacheConfig(**cache))
+    assert found.severity is (Severity.ERROR if said else Severity.OK)
+    assert f"{free:.1f} of 8.0 GiB available" in found.text
+    assert said in str(found)
+
+
+def test_the_size_of_the_cache_may_come_from_the_environment(monkeypatch):
+    node = SimpleNamespace(available_memory=3 << 30, total_memory=8 << 30)
+    monkeypatch.setattr(cpu_resource_utils, "get_memory_node_info", lambda node_id: node)
+    assert machine.check_memory().severity is Severity.OK
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert machine.check_memory().severity is Severity.ERROR
+
+
+@pytest.mark.parametrize(
+    ("slow", "own", "severity"),
+    [
+        (True, True, Severity.OK),
+        (True, False, Severity.ADVICE),
+        (False, False, Severity.OK),
+    ],
+)
+def test_the_elements_of_a_model(monkeypatch, slow, own, severity):
+    """Where our kernel attends, prompts are multiplied in float32 in any case."""
+    monkeypatch.setattr(cpu_advice, "slow_bfloat16", lambda: slow)
+    monkeypatch.setattr(support, "choose_attention", lambda *_: support.Choice(own, ""))
+    assert software.check_element().severity is severity
+
+
 def test_shared_memory_matters_to_several_workers(monkeypatch):
     monkeypatch.setattr(machine, "LEAST_SHARED", 1 << 60)
     assert machine.check_shared_memory(1).severity is Severity.OK
@@ -302,7 +358,20 @@ def test_sizes_of_many_users(capsys, tmp_path, home):
     on_disk = f"{31 * gib:.0f} GiB of KV cache on disk; {gib:.0f} GiB of KV cache (dense layers)"
     assert {"device": f"{32 * gib:.0f} GiB of KV cache", "disk": on_disk}[home] in line
     page = (Path(__file__).parents[1] / "docs" / "deployment.md").read_text()
-    assert line.partition("1,000 users: ")[2] in page
+    assert line.partition("1,000 users")[2].strip() in page
+
+
+def test_sizes_of_other_numbers_of_users(capsys, tmp_path):
+    """Of 20 users, those of the page's table."""
+    options = "--attention-backend freekv --dtype bfloat16 --max-model-len 32768".split()
+    options += ["--skip-tokenizer-init", "--kv-retrieval.home", "disk"]
+    main(["doctor", "--users", "20", "--serve", llama_8b(tmp_path), *options])
+    (line,) = (s for s in capsys.readouterr().out.splitlines() if "20 users" in s)
+    assert "78 GiB of KV cache on disk; 2.5 GiB of KV cache (dense layers)" in line
+    assert "and 2.4 GiB of index in memory" in line
+    with pytest.raises(SystemExit):
+        main(["doctor", "--users", "0"])
+    assert "'0' is no number of users" in capsys.readouterr().err
 
 
 class Stranger(BaseHTTPRequestHandler):
@@ -327,6 +396,22 @@ def test_no_server_of_vllm(capsys):
         assert main(["doctor", f"http://127.0.0.1:{server.server_port}"]) == 1
         server.shutdown()
     assert "is no vLLM server; mend the URL" in capsys.readouterr().out
+
+
+def test_no_proxy_is_asked_for_this_machine(capsys, monkeypatch):
+    """The proxy is dead, so an answer has come without it."""
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with HTTPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for host in ("127.0.0.1", "localhost"):
+            main(["doctor", f"http://{host}:{server.server_port}"])
+            assert "is no vLLM server" in capsys.readouterr().out
+        server.shutdown()
+    main(["doctor", "http://example.invalid"])
+    assert "Connection refused" in capsys.readouterr().out, "others are asked by the proxy"
 
 
 def test_only_errors_fail():

@@ -1,5 +1,8 @@
 """Indexes and presets of other packages: found, or refused with the reason. No engine runs."""
 
+import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
 
+from benchmarks.common import ROOT
 from tests.engine import checkpoint
 from tests.outside import MEDIAN, POINTS, install, installed
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -33,6 +37,25 @@ def test_found(tmp_path):
     assert "toy" not in preset_names()
     with pytest.raises(RetrievalConfigError, match="index='median' is unknown"):
         RetrievalConfig.from_options("freekv", {"index": "median"})
+
+
+def test_the_package_of_the_documentation(tmp_path):
+    """Its two files, as the page has them: pip installs them, and both names are found."""
+    page, package, site = (ROOT / "docs/extending.md").read_text(), tmp_path / "package", "site"
+    package.mkdir()
+    files = re.findall(r"```(?:python|toml)\n# (\S+)\n(.*?)```", page, re.DOTALL)
+    assert [name for name, _ in files] == ["my_index.py", "pyproject.toml"]
+    for name, text in files:
+        (package / name).write_text(text)
+    offline = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+    command = [sys.executable, "-m", "pip", "install", *offline, "--target", site, package]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with installed(str(tmp_path / site)):
+        mine = RetrievalConfig.from_options("mymedian", {})
+        check_outside(mine.stores, 64, torch.bfloat16)
+        other = RetrievalConfig.from_options("kvretrieval", {"index": "median"})
+        assert mine.own.index == other.own.index
 
 
 @pytest.mark.parametrize(

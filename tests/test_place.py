@@ -26,8 +26,11 @@ def file(tmp_path):
 @pytest.fixture
 def logged(monkeypatch):
     lines: list[str] = []
-    log = SimpleNamespace(info=lambda text, *values: lines.append(text % values))
-    monkeypatch.setattr(place, "logger", log)
+
+    def note(text, *values):
+        lines.append(text % values)
+
+    monkeypatch.setattr(place, "logger", SimpleNamespace(info=note, warning_once=note))
     return lines
 
 
@@ -41,11 +44,25 @@ def test_memory_is_no_disk(monkeypatch):
     assert directory_for(IN_MEMORY) == IN_MEMORY, "if that is what the user wants"
 
 
-def test_the_default_is_for_large_temporary_files(monkeypatch, tmp_path):
+def test_the_default_is_for_large_temporary_files(monkeypatch, tmp_path, logged):
     assert directory_for(None) == "/var/tmp"
+    assert logged == []
     monkeypatch.setattr(place, "DEFAULT_DIRECTORY", str(tmp_path / "missing"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert directory_for(None) == str(tmp_path)
+    assert "missing, or this user may not write to it" in logged[0]
+
+
+def test_a_default_that_belongs_to_somebody_else(monkeypatch, tmp_path, logged):
+    """As a volume of root's that a container mounts there."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/var/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert directory_for(None) == str(tmp_path)
+    (line,) = logged
+    assert line.startswith("home=disk: /var/tmp is missing, or this user may not write to it, so")
+    assert f"the file lies in {tmp_path}. Name a directory with kv_retrieval.home_path." in line
+    assert directory_for("/elsewhere") == "/elsewhere"
+    assert len(logged) == 1, "nothing is said of a directory that the user names"
 
 
 def test_an_unknown_file_system_is_not_refused(monkeypatch):

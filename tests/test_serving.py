@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from benchmarks.common import ROOT
 from tests.engine import ROUNDING, Request, alone, assert_same, checkpoint, engine, shortened
-from tests.monitoring import board, expressions, names_in
+from tests.monitoring import board, expressions, names_in, rules
 from tests.server import BUDGET, KEY, MODEL, PROMPT, ask, serving
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.doctor.server import PREFIX, Client, samples
@@ -172,9 +172,14 @@ def test_metrics_without_a_connector(server):
     assert change["bytes_recalled"] == change["units_missed"] == 0
 
 
-def test_the_board_shows_what_the_server_has(server):
+def test_board_and_rules_ask_for_what_the_server_has(server):
     found = metrics(server)
-    assert {name for text in expressions(board()) for name in names_in(text)} <= found.keys()
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    for part in (board(), rules()):
+        asked = {name for text in expressions(part) for name in names_in(text)}
+        assert asked - recorded <= found.keys()
+    (tokens,) = found["vllm:generation_tokens_total"]
+    assert {name for name, _ in tokens} >= {"model_name", "engine"}, "by which the rules group"
     ((labels, value),) = found[f"{PREFIX}info"].items()
     assert value == 1
     assert dict(labels).items() >= {"method": "freekv", "budget": str(BUDGET)}.items()

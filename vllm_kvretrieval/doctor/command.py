@@ -10,6 +10,7 @@ from typing import Any
 from vllm_kvretrieval.doctor.findings import Finding, Severity, failed
 from vllm_kvretrieval.doctor.software import (
     check_compiler,
+    check_element,
     check_kernels,
     check_plugin,
     check_runner,
@@ -21,8 +22,12 @@ examples:
   vllm-kvretrieval doctor
   vllm-kvretrieval doctor http://127.0.0.1:8000
   vllm-kvretrieval doctor --serve MODEL --attention-backend kvretrieval --kv-retrieval.home disk
+  vllm-kvretrieval doctor --users 20 --serve MODEL --attention-backend kvretrieval
 
 The exit status is 1 if there is an error, and 0 if there is only advice."""
+
+
+USERS = 1000
 
 
 def add_doctor(commands: Any) -> None:
@@ -44,6 +49,13 @@ def add_doctor(commands: Any) -> None:
     doctor.add_argument("--home-path", metavar="DIR", help="check the disk of this directory")
     doctor.add_argument("--json", action="store_true", help="print a JSON array of findings")
     doctor.add_argument(
+        "--users",
+        type=_number_of_users,
+        default=USERS,
+        metavar="N",
+        help="with --serve: say what so many users take (default: %(default)s)",
+    )
+    doctor.add_argument(
         "--serve",
         nargs=argparse.REMAINDER,
         metavar="ARG",
@@ -55,7 +67,7 @@ def add_doctor(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     """Print findings; returns the exit status."""
     if given.url is None:
-        found = examine(given.home_path, given.serve)
+        found = examine(given.home_path, given.serve, given.users)
     else:
         from vllm_kvretrieval.doctor.server import Client, check_server
 
@@ -70,18 +82,25 @@ def run(given: argparse.Namespace) -> int:
     return int(failed(findings))
 
 
+def _number_of_users(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of users")
+    return int(text)
+
+
 def line(finding: Finding) -> str:
     """A finding as one line."""
     mark = "" if finding.severity is Severity.OK else finding.severity
     return f"{mark:7} {finding.name:14} {finding}"
 
 
-def examine(home_path: str | None, serve: list[str] | None) -> Iterator[Finding]:
+def examine(home_path: str | None, serve: list[str] | None, users: int) -> Iterator[Finding]:
     """Findings about this machine and installation, and options of a server.
 
     Args:
         home_path: A directory for a home on disk, if one is to be checked in any case.
         serve: Arguments of ``vllm serve``, if there are any.
+        users: How many users to say the sizes of.
     """
     software = [*check_vllm()]
     yield from software
@@ -95,7 +114,7 @@ def examine(home_path: str | None, serve: list[str] | None) -> Iterator[Finding]
 
     from vllm_kvretrieval.doctor.options import check_options, home_of
 
-    options, vllm_config = check_options(serve) if serve else ([], None)
+    options, vllm_config = check_options(serve, users) if serve else ([], None)
     yield from options
     if not current_platform.is_cpu():
         from vllm_kvretrieval.doctor.gpu import check_gpu
@@ -111,22 +130,20 @@ def examine(home_path: str | None, serve: list[str] | None) -> Iterator[Finding]
 
 
 def _examine_cpu(vllm_config: Any) -> Iterator[Finding]:
-    import torch
-
     from vllm_kvretrieval.doctor import machine
-    from vllm_kvretrieval.engine.cpu.advice import check_dtype
 
-    parallel = connector = None
-    dtype = torch.bfloat16
+    parallel = connector = cache = None
     if vllm_config is not None:
-        parallel, dtype = vllm_config.parallel_config, vllm_config.model_config.dtype
+        parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
         connector = vllm_config.kv_transfer_config
     yield check_runner()
     yield check_compiler(vllm_config)
-    yield from check_kernels()
-    yield check_dtype(dtype)
+    kernels = [*check_kernels()]
+    yield from kernels
+    if not failed(kernels):
+        yield check_element(vllm_config)
     yield from machine.check_threads(parallel, connector)
     yield machine.check_openmp()
     yield machine.check_huge_pages()
-    yield machine.check_memory()
+    yield machine.check_memory(cache)
     yield machine.check_shared_memory(1 if parallel is None else parallel.local_world_size)

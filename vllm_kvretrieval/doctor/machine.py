@@ -10,7 +10,6 @@ from typing import Any
 
 from vllm_kvretrieval.doctor.findings import Finding, advice, error
 from vllm_kvretrieval.doctor.logs import quiet
-from vllm_kvretrieval.limits import available_memory
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SHARED_MEMORY = Path("/dev/shm")
@@ -92,9 +91,38 @@ def check_huge_pages(setting: Path = HUGE_PAGES) -> Finding:
     )
 
 
-def check_memory() -> Finding:
-    """How much memory there is."""
-    return Finding("memory", f"{available_memory() / GIB:.1f} GiB available")
+def check_memory(cache: Any = None) -> Finding:
+    """Whether there is the memory that a start of vLLM asks for.
+
+    Args:
+        cache: vLLM's configuration of the KV cache; None: that of a server without options.
+    """
+    from vllm import envs
+    from vllm.config import CacheConfig
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+
+    node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+    free, total = node.available_memory, node.total_memory
+    text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB available"
+    if cache is None:
+        cache, size = CacheConfig(), (envs.VLLM_CPU_KVCACHE_SPACE or 0) * GIB or None
+    else:
+        size = cache.kv_cache_memory_bytes
+    share = cache.gpu_memory_utilization
+    if size is None and share * total > free:
+        return error(
+            "memory",
+            f"{text}, and vLLM does not start, since it takes {share:.0%} of all memory if the "
+            "size of the KV cache is not given",
+            "add --kv-cache-memory-bytes 2G (or set VLLM_CPU_KVCACHE_SPACE=2), or more",
+        )
+    if size is not None and size > free:
+        return error(
+            "memory",
+            f"{text}, and the KV cache is to have {size / GIB:.1f} GiB",
+            "lower --kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)",
+        )
+    return Finding("memory", text)
 
 
 def check_shared_memory(workers: int, directory: Path = SHARED_MEMORY) -> Finding:

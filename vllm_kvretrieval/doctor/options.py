@@ -13,7 +13,6 @@ from vllm_kvretrieval.store.files import Folder
 from vllm_kvretrieval.store.store import store_names
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
-USERS = 1000
 SLOW = {"disk": ("on disk", "in memory"), "host": ("in host memory", "on the GPU")}
 """Where a slow home is, and where dense layers and index are then."""
 EXAMPLE = "add --attention-backend kvretrieval, or another method"
@@ -40,22 +39,26 @@ def read_options(arguments: Sequence[str]) -> Any:
         return AsyncEngineArgs.from_cli_args(given).create_engine_config()
 
 
-def check_options(arguments: Sequence[str]) -> tuple[list[Finding], Any]:
+def check_options(arguments: Sequence[str], users: int) -> tuple[list[Finding], Any]:
     """Findings about the arguments of ``vllm serve``, and vLLM's configuration.
 
     The configuration is None where they are refused.
+
+    Args:
+        arguments: Those behind ``vllm serve``.
+        users: How many users to say the sizes of.
     """
     try:
         vllm_config = read_options(arguments)
         config = RetrievalConfig.from_vllm(vllm_config)
     except (ValueError, OSError) as e:
-        return [Finding("options", _refusal(e), Severity.ERROR)], None
+        return [Finding("options", refusal(e), Severity.ERROR)], None
     if config is None:
         return [advice("options", "no retrieval method is named, so vLLM serves", EXAMPLE)], None
-    return [*_sizes(vllm_config, config)], vllm_config
+    return [*_sizes(vllm_config, config, users)], vllm_config
 
 
-def _refusal(error: Exception) -> str:
+def refusal(error: Exception) -> str:
     """The message of an error, without what pydantic puts around it."""
     text = str(error)
     if said := text.partition("Value error, ")[2]:
@@ -63,7 +66,7 @@ def _refusal(error: Exception) -> str:
     return " ".join(text.rstrip(".").split())
 
 
-def _sizes(vllm_config: Any, config: RetrievalConfig) -> Iterator[Finding]:
+def _sizes(vllm_config: Any, config: RetrievalConfig, users: int) -> Iterator[Finding]:
     """What a model whose layers are all alike takes of memory and home."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -106,7 +109,7 @@ def _sizes(vllm_config: Any, config: RetrievalConfig) -> Iterator[Finding]:
         f"{-(-longest // block_size) * (kv + index) / GIB:.2f} GiB",
     )
     share = len(found) / layers
-    yield _many_users(vllm_config, config, kv / block_size, index / block_size, share)
+    yield _many_users(vllm_config, config, users, kv / block_size, index / block_size, share)
     if config.home == "device" and (memory := cache.kv_cache_memory_bytes) is not None:
         tokens = memory // kv * block_size
         yield Finding(
@@ -117,13 +120,19 @@ def _sizes(vllm_config: Any, config: RetrievalConfig) -> Iterator[Finding]:
 
 
 def _many_users(
-    vllm_config: Any, config: RetrievalConfig, kv: float, index: float, retrieving: float
+    vllm_config: Any,
+    config: RetrievalConfig,
+    users: int,
+    kv: float,
+    index: float,
+    retrieving: float,
 ) -> Finding:
-    """What a thousand users take whose contexts are as long as the model's longest, per worker.
+    """What users take whose contexts are as long as the model's longest, per worker.
 
     Args:
         vllm_config: vLLM's configuration.
         config: The engine's.
+        users: How many they are.
         kv: Bytes of a token's keys and values, in all layers.
         index: Bytes of a token in the page index, which lies in fast memory.
         retrieving: The share of layers that retrieve; the others read the whole context, and a slow
@@ -138,7 +147,7 @@ def _many_users(
         found *= config.encoding.bytes_per_token(page, size, model.dtype) / raw
     each = " per worker" if vllm_config.parallel_config.world_size > 1 else ""
     stored, at_home, densely, indexed = (
-        f"{USERS * longest * size / GIB:.0f} GiB" for size in (kv, found, dense, index)
+        _in_gib(users * longest * size) for size in (kv, found, dense, index)
     )
     budget, whole, scored = (
         f"{size / MIB:.0f} MiB"
@@ -149,10 +158,14 @@ def _many_users(
         home, fast = SLOW[config.home]
         places = f"{at_home} of KV cache {home}; {densely} of KV cache (dense layers)"
     return Finding(
-        "1,000 users",
+        f"{users:,} users",
         f"of {longest} tokens each: {places} and {indexed} of index {fast}; a token generated "
         f"reads {budget} for its budget, {whole} of dense layers and up to {scored} of index{each}",
     )
+
+
+def _in_gib(size: float) -> str:
+    return f"{size / GIB:.0f} GiB" if size >= 10 * GIB else f"{size / GIB:.1f} GiB"
 
 
 def home_of(vllm_config: Any) -> tuple[str | None, int | None] | None:

@@ -156,3 +156,23 @@ def check_kernels() -> Iterator[Finding]:
             f"vLLM lays out keys for {layout}, which the kernels do not read",
             "methods that need no keys of the cache serve: --attention-backend freekv",
         )
+
+
+def check_element(vllm_config: Any = None) -> Finding:
+    """Whether the CPU computes quickly with the elements of a model.
+
+    Args:
+        vllm_config: vLLM's configuration of a server with retrieval; None: a model in bfloat16.
+    """
+    import torch
+
+    from vllm_kvretrieval.attention.cpu.support import choose_attention
+    from vllm_kvretrieval.engine.cpu.advice import check_dtype
+    from vllm_kvretrieval.options.engine import RetrievalConfig
+
+    dtype, head_size, config = torch.bfloat16, 64, RetrievalConfig()
+    if vllm_config is not None:
+        model = vllm_config.model_config
+        dtype, head_size = model.dtype, model.get_head_size()
+        config = RetrievalConfig.from_vllm(vllm_config) or config
+    return check_dtype(dtype, choose_attention(config, dtype, head_size).own)

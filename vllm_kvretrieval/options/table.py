@@ -331,7 +331,7 @@ class Options:
         Kind("a directory", require_path),
         "where the file of `home=disk` is; the file has no name, and is gone when the server ends; "
         "a directory in memory (tmpfs) is taken only if it is named here",
-        "`/var/tmp`, or the directory for temporary files where there is none",
+        "`/var/tmp`, or the directory for temporary files where that is missing or not writable",
         slow_home=True,
     )
     store: str | None = option(

@@ -40,6 +40,13 @@ def directory_for(home_path: str | None) -> str:
     usable = os.access(DEFAULT_DIRECTORY, os.W_OK | os.X_OK)
     with explained("kv_retrieval.home=disk: there is no directory for temporary files"):
         place = DEFAULT_DIRECTORY if usable else tempfile.gettempdir()
+    if not usable:
+        logger.warning_once(
+            "home=disk: %s is missing, or this user may not write to it, so the file lies in %s. "
+            "Name a directory with kv_retrieval.home_path.",
+            DEFAULT_DIRECTORY,
+            place,
+        )
     kind = file_system(place)
     if kind in MEMORY_FILE_SYSTEMS:
         raise RetrievalConfigError(

@@ -49,28 +49,35 @@ def startup_advice(
     Args:
         dtype: the model's.
         workers: how many share this machine.
-        widened: whether linear layers multiply in float32, whatever the dtype.
+        widened: whether linear layers multiply prompts in float32, whatever the dtype.
         nixl: whether a connector of NIXL takes the last core.
     """
     # vLLM binds the worker's own threads; its parent may run on every core.
     cores = cores_of(os.getppid())
-    found = [check_threads(cores, workers * torch.get_num_threads(), workers, nixl)]
-    if not widened:
-        found.insert(0, check_dtype(dtype))
+    threads = check_threads(cores, workers * torch.get_num_threads(), workers, nixl)
+    found = [check_dtype(dtype, widened), threads]
     told = [str(finding) for finding in found if finding.severity is Severity.ADVICE]
     return f"On this machine: {'; '.join(told)}." if told else None
 
 
-def check_dtype(dtype: torch.dtype) -> Finding:
-    """Whether the CPU computes quickly with this type of a model's weights."""
+def check_dtype(dtype: torch.dtype, widened: bool) -> Finding:
+    """Whether the CPU computes quickly with this type of a model's weights.
+
+    Args:
+        dtype: the model's.
+        widened: see :func:`startup_advice`.
+    """
     name = str(dtype).removeprefix("torch.")
-    if dtype in (torch.bfloat16, torch.float16) and slow_bfloat16():
-        return advice(
-            "dtype",
-            f"{name} is slow on a CPU without AVX-512 BF16 and AMX",
-            "--dtype float32 computes prompts about four times as fast, and so does attention=own",
-        )
-    return Finding("dtype", f"{name} suits this CPU")
+    if dtype not in (torch.bfloat16, torch.float16) or not slow_bfloat16():
+        return Finding("dtype", f"{name} suits this CPU")
+    if widened:
+        return Finding("dtype", f"{name}; this CPU multiplies prompts in float32 (attention=own)")
+    return advice(
+        "dtype",
+        f"{name} is slow on a CPU without AVX-512 BF16 and AMX",
+        "kv_retrieval.attention=own computes prompts about four times as fast, and so does "
+        "--dtype float32 with twice the memory",
+    )
 
 
 def check_threads(cores: list[int], used: int, workers: int, nixl: bool = False) -> Finding:
