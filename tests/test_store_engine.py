@@ -9,7 +9,7 @@ from tests.engine import Request, drive, engine, random_llama
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
 from vllm_kvretrieval.retrieval.codec import CODECS
-from vllm_kvretrieval.store.contexts import contexts, reachable
+from vllm_kvretrieval.store.contexts import contexts, paths, reachable
 from vllm_kvretrieval.store.files import Folder
 from vllm_kvretrieval.store.listing import listed
 from vllm_kvretrieval.store.store import PAGES, SIDE, open_store, store_names
@@ -160,7 +160,9 @@ def test_the_latest_contexts_stay(model, tmp_path):
     with start(model, directory, home_bytes=room) as llm:
         for tokens in (pinned, used, old):
             assert ask(llm, tokens, 2).cached == 0
-    (context,) = [c for c in contexts(reachable(records_of(directory))) if c.blocks[0] == 1]
+    records = reachable(records_of(directory))
+    found = contexts(records)
+    (context,) = [c for c, path in zip(found, paths(found, records), strict=True) if path[0] == 1]
     assert main(["store", "pin", str(directory), context.id]) == 0
     with start(model, directory) as llm:
         assert ask(llm, used, 2).cached == whole

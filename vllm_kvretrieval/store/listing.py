@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from vllm_kvretrieval.store.changes import all_stores
-from vllm_kvretrieval.store.contexts import contexts, reachable, read_names, read_pins
+from vllm_kvretrieval.store.contexts import contexts, paths, reachable, read_names, read_pins
 from vllm_kvretrieval.store.ranks import Ranks
 
 LEVELS = ("exact", "decoded", "prefilled")
@@ -80,13 +80,14 @@ def _listed(store: Ranks, most: int) -> ListedStore:
     records = reachable(store.records())
     found, pins, names = contexts(records), read_pins(store.folder), read_names(store.folder)
     rows = []
-    for context in found[:most]:
-        keys = {records[block].key for block in context.blocks}
+    shown = found[:most]
+    for context, path in zip(shown, paths(shown, records), strict=True):
+        keys = {records[block].key for block in path}
         own = [name for name, key in names.items() if key in keys]
         rows.append(
             ListedContext(
                 id=context.id,
-                tokens=len(context.blocks) * size,
+                tokens=context.length * size,
                 level=LEVELS[context.level],
                 written=context.created,
                 pinned=not keys.isdisjoint(pins),
