@@ -191,7 +191,7 @@ def test_every_worker_has_its_part(model, tmp_path):
         first = ask(llm, tokens, 2)
     names = store_names(Folder.at(str(directory)))
     assert [name.partition(".")[2] for name in names] == ["0", "1"]
-    (listed_store,) = listed(str(directory), 5)
+    (listed_store,), _ = listed(str(directory), 5)
     assert [context.tokens for context in listed_store.contexts] == [whole]
     with life() as llm:
         assert ask(llm, tokens, 2) == first

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vllm_kvretrieval.store.changes import all_stores
+from vllm_kvretrieval.store.changes import each_store
 from vllm_kvretrieval.store.contexts import contexts, paths, reachable, read_names, read_pins
 from vllm_kvretrieval.store.ranks import Ranks
 
@@ -60,19 +60,18 @@ class ListedStore:
     contexts: list[ListedContext]
 
 
-def listed(directory: str, most: int) -> list[ListedStore]:
-    """The stores of a directory; nobody has to stop using them.
+def listed(directory: str, most: int) -> tuple[list[ListedStore], list[str]]:
+    """The stores of a directory; nobody has to stop using them. And why others are left out.
 
     Args:
         directory: The directory of all stores.
         most: Contexts per store.
 
     Raises:
-        RetrievalConfigError: A store is damaged, or open to others.
+        RetrievalConfigError: Others may write to the directory.
         OSError: There is no such directory.
     """
-    with all_stores(directory) as stores:
-        return [_listed(store, most) for store in stores]
+    return each_store(directory, lambda store: _listed(store, most))
 
 
 def _listed(store: Ranks, most: int) -> ListedStore:
