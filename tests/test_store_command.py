@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -13,7 +14,17 @@ from tests.store_model import GEOMETRY, Model, again, block_bytes, new_store, wr
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.store.contexts import NO_PARENT, read_names, read_pins, write_names
 from vllm_kvretrieval.store.files import Folder, Lock
-from vllm_kvretrieval.store.inbox import ACTIONS, DROP, INBOX, PIN, UNPIN, Change, Inbox, put
+from vllm_kvretrieval.store.inbox import (
+    ACTIONS,
+    DROP,
+    INBOX,
+    PIN,
+    RETRY_S,
+    UNPIN,
+    Change,
+    Inbox,
+    put,
+)
 from vllm_kvretrieval.store.making import UNFINISHED
 from vllm_kvretrieval.store.records import Record
 from vllm_kvretrieval.store.store import LOCK, PAGES, WORKER_LOCK
@@ -138,6 +149,7 @@ def test_an_entry_that_is_no_good_store(store, capsys, bad):
     assert run(store, "drop", "none") == 1
     assert (entry.name in capsys.readouterr().err) == said
     assert run(store, "gc") == (bad in ("file", "open"))
+    assert f"{store.folder.path.name} stays." in capsys.readouterr().out
     assert run(store, "ls") == said
 
 
@@ -272,7 +284,8 @@ def test_a_change_that_fails_is_tried_again_later(store, monkeypatch):
             inbox.follow(fail)
         os.utime(store.folder.path / INBOX, (1e9, 1e9))
     assert tried == asked
-    monkeypatch.setattr(inbox, "_retry", 0)
+    later = time.monotonic() + RETRY_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
     assert changes(inbox) == asked[:1]
 
 

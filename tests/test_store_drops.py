@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks.stepper import BLOCK
 from tests.store_life import Life, prompt, stepper
-from vllm_kvretrieval.store import inbox as inbox_module
 from vllm_kvretrieval.store.contexts import read_pins
 from vllm_kvretrieval.store.inbox import DROP, INBOX, PIN
 
@@ -91,7 +90,7 @@ def test_what_a_running_request_adds_to_what_is_dropped(life, again):
     life.end()
 
 
-def test_a_change_that_fails_keeps_no_other_from_being_made(life, monkeypatch):
+def test_a_change_that_fails_keeps_no_other_from_being_made(life):
     """It is tried again, and made when that is possible."""
     pinned, dropped = read(life, prompt(1)), read(life, prompt(2))
     pins = life.store.folder.path / "pins.json"
@@ -103,7 +102,6 @@ def test_a_change_that_fails_keeps_no_other_from_being_made(life, monkeypatch):
     inbox = life.store.folder.path / INBOX
     assert len([*inbox.iterdir()]) == 1, "what is dropped is not dropped again"
     pins.unlink()
-    monkeypatch.setattr(inbox_module, "RETRY_S", 0)
     life.scheduler._store._inbox._retry = 0
     assert life.stepper.ask(prompt(2), 2)[1] == DOCUMENT * BLOCK
     assert read_pins(life.store.folder) == {pinned[-1]}
