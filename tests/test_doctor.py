@@ -315,6 +315,25 @@ def test_a_store_that_has_yet_to_be_made(capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"), [("open", "is open to other users (mode 777)"), ("file", "Not a directory")]
+)
+def test_a_store_that_cannot_be_used(capsys, tmp_path, kind, said):
+    """It is a finding like others."""
+    store = tmp_path / "store"
+    if kind == "file":
+        store.write_text("")
+    else:
+        store.mkdir()
+        store.chmod(0o777)
+    options = "--attention-backend kvretrieval --kv-retrieval.home disk".split()
+    given = [*options, "--kv-retrieval.store", str(store)]
+    assert main(["doctor", "--json", "--serve", checkpoint("SmolLM2-135M-Instruct"), *given]) == 1
+    *_, found = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["severity"]) == ("store", "error")
+    assert said in found["text"]
+
+
 def test_a_vllm_that_does_not_load(capsys, monkeypatch):
     """As with a torch whose libraries are missing: doctor says so, others are left out."""
 

@@ -12,6 +12,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu, reference
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.options.values import LEAST_SHARE
 from vllm_kvretrieval.retrieval.index import make_index
 
 pytestmark = pytest.mark.threads
@@ -167,6 +168,26 @@ def test_methods_that_have_a_mass(method, options, mass):
 def test_refused_options(method, options, why):
     with pytest.raises(RetrievalConfigError, match=f"kv_retrieval.{why}"):
         RetrievalConfig.from_options(method, options)
+
+
+@pytest.mark.parametrize("mass", [5e-324, 1e-60, 1e-45, 2**-127])
+def test_a_mass_that_is_none_in_32_bits(mass):
+    """Kernels would refuse it in the midst of a step, which ends the engine."""
+    why = rf"kv_retrieval\.mass={mass} must be more than 0, and 1\.2e-38 at least"
+    with pytest.raises(RetrievalConfigError, match=why):
+        RetrievalConfig.from_options("twilight", {"mass": mass})
+    served = RetrievalConfig.from_options("twilight", {})
+    with pytest.raises(RetrievalConfigError, match=why):
+        RequestOptions.parse({"kv_retrieval_mass": mass}, served)
+    with pytest.raises(RetrievalConfigError, match="at least"):
+        RetrievalConfig.from_options("freekv", {"memory_fraction": mass})
+
+
+def test_the_least_mass_is_one_in_32_bits():
+    chooser, query, rows = setting("mean", 1, torch.float32, [0.5, 0.5, LEAST_SHARE])
+    cpu.plan_decode(query, rows, chooser)
+    served = RetrievalConfig.from_options("twilight", {"mass": LEAST_SHARE})
+    assert RequestOptions.parse(None, served).mass == LEAST_SHARE
 
 
 def test_requests_choose():

@@ -83,6 +83,17 @@ def test_space_is_reserved(file, tmp_path, logged):
     assert logged == []
 
 
+def test_zeros_reach_the_disk_bit_by_bit(file, tmp_path, logged, monkeypatch):
+    """Whoever waits for them sees the file grow."""
+    sizes: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: sizes.append(os.fstat(fd).st_size))
+    monkeypatch.setattr(place, "_allocate", lambda fd, size: False)
+    monkeypatch.setattr(place, "ZEROS", MIB)
+    monkeypatch.setattr(place, "SYNCED", 2 * MIB)
+    reserve(file, 5 * MIB, str(tmp_path))
+    assert sizes == [2 * MIB, 4 * MIB]
+
+
 def test_without_a_call_to_reserve_it(file, tmp_path, logged, monkeypatch):
     """Zeros are written, and it is said so."""
     monkeypatch.setattr(place, "_allocate", lambda fd, size: False)

@@ -23,17 +23,15 @@ from tests.store_model import (
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.files import Folder, Lock
+from vllm_kvretrieval.store.making import UNFINISHED, make_store, remove_unfinished
 from vllm_kvretrieval.store.records import RECORD_BYTES
 from vllm_kvretrieval.store.store import (
     PAGES,
     PREFIX,
     RECORDS,
-    UNFINISHED,
     USED,
     Store,
-    make_store,
     name_of,
-    remove_unfinished,
 )
 
 STEPS = 100_000
@@ -61,7 +59,7 @@ def test_a_trivial_model(store):
             store.void([block])
             model.live.pop(block, None)
         elif what < 0.95:
-            store.used[block] = step
+            store.note_use([block], step)
         elif what < 0.96:
             used = store.used.copy()
             store = again(store)
@@ -112,6 +110,17 @@ def test_failing_writes(store, monkeypatch, error):
         model.check(store)
         model.fill(store, 4)
     model.check(again(store))
+
+
+def test_failing_voids(store, monkeypatch):
+    """One that fails keeps no other from being written."""
+    model, disk = Model(random.Random(8)), FailingDisk(monkeypatch)
+    for block in (1, 2, 3):
+        model.fill(store, block)
+    disk.part, disk.left = 0, 1
+    with pytest.raises(OSError, match="No space left"):
+        store.void([1, 2, 3])
+    assert store.records().keys() == {2}
 
 
 @pytest.mark.parametrize("error", [errno.EIO, "short"])

@@ -1,19 +1,33 @@
 """``vllm-kvretrieval store``: what it shows and what it changes."""
 
+import errno
 import os
 import random
+import shutil
 import signal
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from tests.store_model import GEOMETRY, Model, again, block_bytes, new_store, write
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.store.contexts import NO_PARENT, read_names, read_pins, write_names
-from vllm_kvretrieval.store.files import Lock
-from vllm_kvretrieval.store.inbox import ACTIONS, PIN, Change, Inbox, put
+from vllm_kvretrieval.store.files import Folder, Lock
+from vllm_kvretrieval.store.inbox import (
+    ACTIONS,
+    DROP,
+    INBOX,
+    PIN,
+    RETRY_S,
+    UNPIN,
+    Change,
+    Inbox,
+    put,
+)
+from vllm_kvretrieval.store.making import UNFINISHED
 from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import LOCK, PAGES, UNFINISHED, WORKER_LOCK
+from vllm_kvretrieval.store.store import LOCK, PAGES, WORKER_LOCK
 
 IDENTITY = {
     "model": "LlamaForCausalLM",
@@ -71,6 +85,14 @@ def test_pin_and_unpin(store, capsys):
     assert read_pins(store.folder) == set()
 
 
+def test_pins_of_what_is_missing_stay(store):
+    """It may be computed anew."""
+    assert run(store, "pin", ABC) == 0
+    store.void([2])
+    assert run(store, "pin", ABD) == 0
+    assert read_pins(store.folder) == {key("abc"), key("abd")}
+
+
 def test_drop(store):
     """What others share stays; copies of what is dropped go, too."""
     assert run(store, "pin", ABD) == 0
@@ -91,6 +113,77 @@ def test_verify(store, capsys):
     assert run(store, "verify") == 0
     assert "4 blocks are intact, 1 damaged" in capsys.readouterr().out
     assert store.records().keys() == {0, 2, 3, 4}
+
+
+@pytest.mark.parametrize("bad", ["file", "open", "damaged", "names", "copy"])
+def test_an_entry_that_is_no_good_store(store, capsys, bad):
+    """Others are served, and what is wrong is said."""
+    root = store.folder.path.parent
+    entry = root / "kv-0123456789abcdef"
+    if bad == "file":
+        entry.write_text("")
+    elif bad == "copy":
+        entry = root / f"{store.folder.path.name}.old"
+        shutil.copytree(store.folder.path, entry)
+    else:
+        other = new_store(root, identity=IDENTITY | {"model": "another"})
+        entry = other.folder.path
+        other.close()
+        if bad == "open":
+            entry.chmod(0o755)
+        else:
+            file = entry / {"damaged": "identity.json", "names": "names.json"}[bad]
+            file.write_text("[")
+            file.chmod(0o600)
+    said = bad != "copy"
+    assert run(store, "ls") == said
+    shown = capsys.readouterr()
+    assert "512 of 2048 tokens, 2 contexts" in shown.out
+    assert (entry.name in shown.err) == said
+    assert run(store, "verify") == (said and bad != "names")
+    shown = capsys.readouterr()
+    assert "5 blocks are intact" in shown.out
+    for action in (PIN, UNPIN, DROP):
+        assert run(store, action, ABC) == 0
+    assert len(store.records()) == 4
+    assert run(store, "drop", "none") == 1
+    assert (entry.name in capsys.readouterr().err) == said
+    assert run(store, "gc") == (bad in ("file", "open"))
+    assert f"{store.folder.path.name} stays." in capsys.readouterr().out
+    assert run(store, "ls") == said
+
+
+def test_gc_that_is_interrupted(store, monkeypatch, capsys):
+    """Either the store is whole, or it is none; nobody opens it meanwhile."""
+    root, removed = store.folder.path.parent, []
+
+    def end(folder, name):
+        removed.append((name, in_use(store.folder, LOCK), in_use(store.folder, WORKER_LOCK)))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "remove", end)
+        assert run(store, "gc", "--all") == 130
+    ((name, *locks),) = removed
+    assert locks == [True, True]
+    assert name.startswith(UNFINISHED)
+    assert {path.name for path in root.iterdir()} == {name, "lock"}
+    assert run(store, "gc") == 0
+    assert {path.name for path in root.iterdir()} == {"lock"}
+
+
+def in_use(folder, name):
+    """Whether a lock is taken, as another process sees it."""
+    child = os.fork()
+    if not child:
+        os._exit(not Lock(folder, name).take())
+    return bool(os.waitpid(child, 0)[1])
+
+
+def test_gc_of_an_empty_directory(store, capsys):
+    (store.folder.path.parent / "kv-0").mkdir(0o700)
+    assert run(store, "gc") == 0
+    assert "kv-0 is removed." in capsys.readouterr().out
 
 
 def test_gc(store, capsys):
@@ -147,16 +240,53 @@ def test_an_age_that_is_none_removes_nothing(store, days):
 def test_a_server_in_use_is_asked(store, capsys, action):
     """It is the server that changes its store."""
     inbox = Inbox(store.folder)
-    assert [*inbox.take()] == []
+    assert changes(inbox) == []
     with used_by_another(store, LOCK):
         assert run(store, action, ABC) == 0
     assert "as soon as the server gets a request" in capsys.readouterr().out
     assert len(store.records()) == 5
     assert read_pins(store.folder) == set()
-    assert [*inbox.take()] == [Change(action, key("abc"))]
-    assert [*inbox.take()] == []
+    assert changes(inbox) == [Change(action, key("abc"))]
+    assert changes(inbox) == []
     put(store.folder, Change(PIN, key("abd")))
-    assert [*inbox.take()] == [Change(PIN, key("abd"))]
+    assert changes(inbox) == [Change(PIN, key("abd"))]
+
+
+def changes(inbox):
+    """What a server is asked for, which it does."""
+    made: list[Change] = []
+    inbox.follow(made.append)
+    return made
+
+
+def test_changes_are_made_in_the_order_in_which_they_were_asked_for(store):
+    asked = [Change(chosen, key("abc")) for chosen in (PIN, UNPIN) * 8]
+    for change in asked:
+        put(store.folder, change)
+    assert changes(Inbox(store.folder)) == asked
+
+
+def test_a_change_that_fails_is_tried_again_later(store, monkeypatch):
+    """Neither is it lost, nor is it tried before every request."""
+    asked = [Change(PIN, key("abc")), Change(PIN, key("abd"))]
+    inbox, tried = Inbox(store.folder), []
+    for change in asked:
+        put(store.folder, change)
+    os.utime(store.folder.path / INBOX, (1e9, 1e9))
+
+    def fail(change):
+        tried.append(change)
+        if change == asked[0]:
+            raise OSError(errno.ENOSPC, "full")
+
+    for _ in range(5):
+        with suppress(OSError):
+            inbox.follow(fail)
+        os.utime(store.folder.path / INBOX, (1e9, 1e9))
+    assert tried == asked
+    later = time.monotonic() + RETRY_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert changes(inbox) == asked[:1]
 
 
 def test_names(store, capsys):

@@ -1,5 +1,7 @@
 """Contexts in a store: which are whole, which is meant, and what pins and drops concern."""
 
+import random
+
 import pytest
 
 from tests.store_model import new_store
@@ -9,6 +11,7 @@ from vllm_kvretrieval.store.contexts import (
     contexts,
     forgotten,
     meant,
+    paths,
     pinned_blocks,
     reachable,
     read_pins,
@@ -37,12 +40,9 @@ RECORDS = {
 
 
 def test_contexts_end_where_nothing_follows():
-    found = contexts(reachable(RECORDS))
-    assert [(c.blocks, c.level, c.created) for c in found] == [
-        ((5, 3, 7), 0, 9),
-        ((5, 3, 1), 1, 4),
-        ((2,), 0, 3),
-    ]
+    found = contexts(known := reachable(RECORDS))
+    assert [(c.length, c.level, c.created) for c in found] == [(3, 0, 9), (3, 1, 4), (1, 0, 3)]
+    assert paths(found, known) == [[5, 3, 7], [5, 3, 1], [2]]
 
 
 def test_blocks_without_those_before_them_are_left_out():
@@ -78,6 +78,102 @@ def test_what_is_dropped():
     assert forgotten(key("x"), RECORDS) == {2}
     assert forgotten(key("gone"), RECORDS) == set()
     assert forgotten(key("abd"), RECORDS | {9: RECORDS[7]._replace(level=2)}) == {7, 9}
+
+
+def tree(chance, blocks):
+    """Records of contexts that share beginnings; some are missing, or there twice."""
+    made: list[tuple[int, bytes, bytes]] = []
+    records: dict[int, Record] = {}
+    for block in chance.sample(range(blocks), blocks):
+        before = chance.choice([None, *made[-20:]])
+        if made and chance.random() < 0.1:
+            number, key, parent = chance.choice(made)
+        else:
+            number, parent = (0, NO_PARENT) if before is None else (before[0] + 1, before[1])
+            key = chance.randbytes(32)
+        made.append((number, key, parent))
+        if chance.random() < 0.97:
+            records[block] = Record(key, parent, number, chance.randrange(3), chance.randrange(99))
+    return records
+
+
+def slow_path(key, blocks, records):
+    path = [blocks[key]]
+    while (parent := records[path[-1]].parent) != NO_PARENT:
+        path.append(blocks[parent])
+    return path[::-1]
+
+
+def slow_contexts(records):
+    """By the definition: key, blocks, level and time of each, latest first."""
+    blocks = {record.key: block for block, record in records.items()}
+    inner = {record.parent for record in records.values()}
+    found = []
+    for key in [record.key for record in records.values() if record.key not in inner]:
+        own = [records[block] for block in slow_path(key, blocks, records)]
+        level, created = max(r.level for r in own), max(r.created for r in own)
+        found.append((key, slow_path(key, blocks, records), level, created))
+    return sorted(found, key=lambda context: -context[3])
+
+
+def test_random_trees():
+    """Contexts, pins and drops are what a walk along each context finds."""
+    for seed in range(100):
+        chance = random.Random(seed)
+        records = tree(chance, 150)
+        known = reachable(records)
+        blocks = {record.key: block for block, record in known.items()}
+        walked, found = slow_contexts(known), contexts(known)
+        assert [(c.key, c.level, c.created) for c in found] == [(k, s, t) for k, _, s, t in walked]
+        assert paths(found, known) == [path for _, path, *_ in walked]
+        assert [c.length for c in found] == [len(path) for _, path, *_ in walked]
+        for key in chance.sample([record.key for record in records.values()], 20):
+            with_it, without = set[int](), set[int]()
+            for _, path, *_ in walked:
+                (with_it if blocks.get(key) in path else without).update(path)
+            gone = {records[block].key for block in with_it - without}
+            assert forgotten(key, records) == {b for b, r in records.items() if r.key in gone}
+        pins = chance.sample([record.key for record in records.values()], 5)
+        pinned = dict.fromkeys(
+            block
+            for key in sorted(pins)
+            if key in blocks
+            for block in slow_path(key, blocks, known)
+        )
+        assert pinned_blocks(pins, known) == [*pinned]
+
+
+class Counting(dict[int, Record]):
+    """Counts how often a record is looked up, or gone through."""
+
+    steps = 0
+
+    def __getitem__(self, block):
+        self.steps += 1
+        return super().__getitem__(block)
+
+    def values(self):
+        self.steps += len(self)
+        return super().values()
+
+    def items(self):
+        self.steps += len(self)
+        return super().items()
+
+
+def test_many_contexts_take_a_few_steps_a_block():
+    """A walk along each of them would take as many as it has blocks."""
+    trunk, leaves = 500, 500
+    keys = [i.to_bytes(32, "big") for i in range(1, trunk + leaves + 1)]
+    records = Counting()
+    for i, key in enumerate(keys):
+        number = min(i, trunk)
+        records[i] = Record(key, keys[number - 1] if number else NO_PARENT, number, 0, 0)
+    known = Counting(reachable(records))
+    assert len(contexts(known)) == leaves
+    assert len(forgotten(keys[-1], records)) == 1
+    assert len(pinned_blocks(keys[trunk:], known)) == len(keys)
+    assert records.steps + known.steps < 20 * len(keys)
 
 
 def test_pins(tmp_path):

@@ -9,7 +9,7 @@ from tests.engine import Request, drive, engine, model_of, random_llama
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
 from vllm_kvretrieval.retrieval.codec import CODECS
-from vllm_kvretrieval.store.contexts import contexts, reachable
+from vllm_kvretrieval.store.contexts import contexts, paths, reachable
 from vllm_kvretrieval.store.files import Folder
 from vllm_kvretrieval.store.listing import listed
 from vllm_kvretrieval.store.store import PAGES, SIDE, open_store, store_names
@@ -157,7 +157,9 @@ def test_the_latest_contexts_stay(model, tmp_path):
     with start(model, directory, home_bytes=room) as llm:
         for tokens in (pinned, used, old):
             assert ask(llm, tokens, 2).cached == 0
-    (context,) = [c for c in contexts(reachable(records_of(directory))) if c.blocks[0] == 1]
+    records = reachable(records_of(directory))
+    found = contexts(records)
+    (context,) = [c for c, path in zip(found, paths(found, records), strict=True) if path[0] == 1]
     assert main(["store", "pin", str(directory), context.id]) == 0
     with start(model, directory) as llm:
         assert ask(llm, used, 2).cached == whole
@@ -186,7 +188,7 @@ def test_every_worker_has_its_part(model, tmp_path):
         first = ask(llm, tokens, 2)
     names = store_names(Folder.at(str(directory)))
     assert [name.partition(".")[2] for name in names] == ["0", "1"]
-    (listed_store,) = listed(str(directory), 5)
+    (listed_store,), _ = listed(str(directory), 5)
     assert [context.tokens for context in listed_store.contexts] == [whole]
     with life() as llm:
         assert ask(llm, tokens, 2) == first

@@ -14,8 +14,9 @@ from vllm_kvretrieval.engine.levels import BlockLevels
 from vllm_kvretrieval.engine.store import StoredBlocks
 from vllm_kvretrieval.store.contexts import NO_PARENT
 from vllm_kvretrieval.store.files import Folder
+from vllm_kvretrieval.store.making import make_store
 from vllm_kvretrieval.store.records import RECORD_BYTES, VOID, Record
-from vllm_kvretrieval.store.store import RECORDS, USED, Geometry, make_store, name_of
+from vllm_kvretrieval.store.store import RECORDS, USED, Geometry, name_of
 
 IDENTITY = {"benchmark": "start"}
 BLOCK = 128

@@ -16,6 +16,7 @@ from vllm_kvretrieval.doctor.software import (
     check_runner,
     check_vllm,
 )
+from vllm_kvretrieval.errors import RetrievalConfigError
 
 EXAMPLES = """\
 examples:
@@ -124,7 +125,11 @@ def examine(home_path: str | None, serve: list[str] | None, users: int) -> Itera
     yield from _examine_cpu(vllm_config)
     from vllm_kvretrieval.doctor.home import check_home
 
-    named = None if vllm_config is None else home_of(vllm_config)
+    try:
+        named = None if vllm_config is None else home_of(vllm_config)
+    except RetrievalConfigError as e:
+        yield Finding("store", str(e).rstrip("."), Severity.ERROR)
+        return
     directory, size = named or (None, None)
     yield from check_home(home_path or directory, size)
 

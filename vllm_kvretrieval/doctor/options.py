@@ -8,6 +8,7 @@ from typing import Any
 from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice
 from vllm_kvretrieval.doctor.logs import quiet
+from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store.files import Folder
 from vllm_kvretrieval.store.store import store_names
@@ -172,14 +173,18 @@ def home_of(vllm_config: Any) -> tuple[str | None, int | None] | None:
     """Directory and bytes of the home on disk that the options name; None: there is none.
 
     A store's directory may have yet to be made. If it has stores, no room for another is asked for.
+
+    Raises:
+        RetrievalConfigError: It cannot be used; says why, and the remedy.
     """
     config = RetrievalConfig.from_vllm(vllm_config)
     if config is None or config.home not in ("disk", "auto"):
         return None
     if config.store is None:
         return config.home_path, config.home_bytes
-    directory = Path(config.store).absolute()
-    if not directory.exists():
-        return str(directory.parent), config.home_bytes
-    with contextlib.closing(Folder.at(str(directory))) as root:
-        return str(directory), None if store_names(root) else config.home_bytes
+    with explained(f"kv_retrieval.store={config.store!r} cannot be used"):
+        directory = Path(config.store).absolute()
+        if not directory.exists():
+            return str(directory.parent), config.home_bytes
+        with contextlib.closing(Folder.at(str(directory))) as root:
+            return str(directory), None if store_names(root) else config.home_bytes

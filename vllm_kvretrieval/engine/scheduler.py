@@ -229,13 +229,16 @@ class RetrievalScheduler(Scheduler):
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Empty the prefix cache, and with it the store; see vLLM's scheduler."""
+        done = False
         if self._store is not None:
             self._store.unpin()
-        done = super().reset_prefix_cache(*args, **kwargs)
-        if done:
-            self.levels.clear()
-        if self._store is not None:
-            (self._store.clear if done else self._store.pin)()
+        try:
+            done = super().reset_prefix_cache(*args, **kwargs)
+        finally:  # vLLM raises an error if requests that it has interrupted still hold blocks
+            if done:
+                self.levels.clear()
+            if self._store is not None:
+                (self._store.clear if done else self._store.pin)()
         return done
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:

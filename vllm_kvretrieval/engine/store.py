@@ -8,11 +8,10 @@ import contextlib
 import gc
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
@@ -20,16 +19,21 @@ from vllm.v1.request import Request
 from vllm_kvretrieval.engine.allotments import allotted_blocks
 from vllm_kvretrieval.engine.levels import BlockLevels, Level
 from vllm_kvretrieval.engine.store_expiry import Expiry
+from vllm_kvretrieval.engine.store_faults import Fault
 from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
+from vllm_kvretrieval.engine.store_threads import started
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.changes import note
 from vllm_kvretrieval.store.contexts import (
     ID_DIGITS,
     NO_PARENT,
     forgotten,
+    missing_keys,
     pinned_blocks,
     reachable,
     read_pins,
+    write_names,
+    write_pins,
 )
 from vllm_kvretrieval.store.inbox import DROP, Change, Inbox
 from vllm_kvretrieval.store.ranks import open_ranks
@@ -92,14 +96,19 @@ class StoredBlocks:
         self._store = open_ranks(directory, name, write=True)
         self._locks = self._store.take_locks([LOCK], PATIENCE_S)
         self._next_use = int(self._store.used.max(initial=0)) + 1
+        self._order_fault = Fault("the order in which blocks were used cannot be written")
+        self._void_fault = Fault("what is forgotten stays on the disk")
         self._inbox = Inbox(self._store.folder)
         self._counts = Counter[str]()
-        self._stored: dict[int, int] = {}  # blocks that have a record, or will: when it was made
+        self._stored: dict[int, Record] = {}  # of blocks that have one, or will
         self._restored: set[int] = set()  # those of earlier runs
         self._unchecked: dict[int, Record] = {}
         self._absent: set[int] = set()  # what they have outside of home is not in memory yet
         self._pinned: dict[int, Any] = {}  # vLLM's blocks by their numbers
-        self._checkers = ThreadPoolExecutor(CHECKERS, thread_name_prefix="store-check")
+        self._unpinned = set[bytes]()  # keys that pinned contexts lack
+        self._look_again = False  # one of them is there
+        self._dropped = set[bytes]()  # keys, until they are computed anew
+        self._checkers = started(CHECKERS, "store-check")
         self._checks: dict[int, Future[bool]] = {}
         self._waiting: set[str] = set()
         self._step = StoreStep()
@@ -123,7 +132,7 @@ class StoredBlocks:
             self._pool.cached_block_hash_to_block.insert(key, block)
             self._levels.note(block, Level(record.level))
         # Also copies of what others have, and what lies behind a gap: to be forgotten with them.
-        self._stored = {number: record.created for number, record in found.items()}
+        self._stored = found
         self._restored, self._absent, self._unchecked = set(records), set(records), records
         self._pin(records)
         self._pool.free_blocks(blocks)
@@ -142,7 +151,9 @@ class StoredBlocks:
         Args:
             records: Of blocks that may be in the prefix cache.
         """
+        self._look_again = False
         pins = read_pins(self._store.folder)
+        self._unpinned = set()
         if not pins and not self._pinned:
             return
         cached = {
@@ -150,6 +161,7 @@ class StoredBlocks:
             for number, record in records.items()
             if self._pool.blocks[number].block_hash == make_block_hash_with_group_id(record.key, 0)
         }
+        self._unpinned = missing_keys(pins, cached)
         wanted = pinned_blocks(pins, reachable(cached))
         most = self._most_pinned
         if len(wanted) > most:
@@ -165,32 +177,46 @@ class StoredBlocks:
 
     def _tend(self) -> None:
         """Do what others have asked for, and forget what has become too old."""
+        if old := self._expiry.look(self._stored, self._pinned):
+            self._counts["store_blocks_expired"] += len(old)
+            self._drop(old)
         try:
-            if old := self._expiry.look(self._stored, self._pinned):
-                self._counts["store_blocks_expired"] += len(old)
-                self._drop(old)
-            for change in self._inbox.take():
-                self._follow(change)
+            self._inbox.follow(self._follow)
+            if self._look_again:
+                self._pin(self._stored)
         except (OSError, RetrievalConfigError) as error:
-            logger.error("store: what is too old, or was to be changed, stays (%s).", error)
+            logger.error("store: a change has failed, and will be tried again (%s).", error)
 
     def _follow(self, change: Change) -> None:
-        """Do what somebody has asked for."""
-        records = self._store.records()
-        records = {block: record for block, record in records.items() if block in self._stored}
+        """Do what somebody has asked for.
+
+        Raises:
+            OSError, RetrievalConfigError: It is to be tried again; nothing that drops blocks is,
+                since the document may have been read again by then.
+        """
         if change.action == DROP:
-            self._drop(gone := forgotten(change.key, records))
-            records = {block: record for block, record in records.items() if block not in gone}
-        note(self._store.folder, change, records)
-        self._pin(records)
+            gone = forgotten(change.key, self._stored)
+            self._dropped |= {self._stored[block].key for block in gone}
+            self._drop(gone)
+        try:
+            note(self._store.folder, change, self._stored, self._dropped)
+            self._pin(self._stored)
+        except (OSError, RetrievalConfigError) as error:
+            if change.action != DROP:
+                raise
+            logger.error("store: names and pins of what is dropped stay (%s).", error)
         logger.info("store: %s %s, as asked for.", change.action, change.key.hex()[:ID_DIGITS])
 
     def _drop(self, blocks: Collection[int]) -> None:
         """Take blocks out of the prefix cache, and forget them, whatever happens to the server."""
         self._pool.evict_blocks({*blocks})
-        self._pool.free_blocks([self._pinned.pop(b) for b in blocks if b in self._pinned])
+        pinned = [block for block in blocks if block in self._pinned]
+        self._unpinned |= {self._stored[block].key for block in pinned}
+        self._pool.free_blocks([self._pinned.pop(block) for block in pinned])
         self._forget(blocks)
-        self._store.void(blocks)
+        if blocks:
+            with self._void_fault.noted():  # the worker tries it, too
+                self._store.void(blocks)
 
     def ready(self, request: Request) -> bool:
         """Whether every block that a request could share may be shared.
@@ -227,7 +253,8 @@ class StoredBlocks:
         """Take the results of checks that have ended; what is damaged leaves the prefix cache."""
         damaged = list[int]()
         for number in [number for number, check in self._checks.items() if check.done()]:
-            intact = self._checks.pop(number).result()
+            check = self._checks.pop(number)
+            intact = check.exception() is None and check.result()
             self._counts["store_bytes_checked"] += self._store.block_bytes
             if self._unchecked.pop(number, None) is not None and not intact:
                 damaged.append(number)
@@ -238,16 +265,17 @@ class StoredBlocks:
                 ", ".join(map(str, damaged[:20])),
             )
             self._counts["store_blocks_damaged"] += len(damaged)
-            with contextlib.suppress(OSError):  # they will be found out again
-                self._drop(damaged)
+            self._drop(damaged)
 
-    def _forget(self, blocks: Iterable[int]) -> None:
-        """Void the records of blocks with the next step."""
+    def _forget(self, blocks: Collection[int]) -> None:
+        """Void the records of blocks with the next step, those that are yet to be written, too."""
         for number in blocks:
             if self._stored.pop(number, None) is not None:
                 self._step.void.append(number)
             self._restored.discard(number)
             self._unchecked.pop(number, None)
+        late = self._step.commit
+        self._step.commit = [entry for entry in late if entry[0] not in blocks]
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Follow a step that has been scheduled, before any of its blocks is offered."""
@@ -261,8 +289,6 @@ class StoredBlocks:
         if overwritten := self._stored.keys() & new:
             self._counts["store_blocks_evicted"] += len(overwritten)
             self._forget(overwritten)
-            late = self._step.commit
-            self._step.commit = [entry for entry in late if entry[0] not in overwritten]
 
     def offer(self, request: Request, first: int, blocks: Sequence[Any]) -> None:
         """Store blocks when the next step has run.
@@ -278,9 +304,15 @@ class StoredBlocks:
         for number, block in enumerate(blocks, first):
             if block.block_hash is None:
                 continue
-            parent = keys[number - 1] if number else NO_PARENT
-            record = Record(keys[number], parent, number, self._levels.of(block), now)
-            self._stored[block.block_id] = now
+            key, parent = keys[number], keys[number - 1] if number else NO_PARENT
+            if parent in self._dropped:  # while the request has been running
+                self._dropped.add(key)
+                self._pool.evict_blocks({block.block_id})
+                continue
+            self._dropped.discard(key)
+            self._look_again |= key in self._unpinned
+            record = Record(key, parent, number, self._levels.of(block), now)
+            self._stored[block.block_id] = record
             self._step.commit.append((block.block_id, record))
 
     def end_step(self, scheduler_output: Any) -> None:
@@ -296,9 +328,10 @@ class StoredBlocks:
             blocks: Their numbers, in the order of the context.
         """
         self._waiting.discard(request.request_id)
-        end = self._next_use + len(blocks)
-        self._store.used[list(reversed(blocks))] = np.arange(self._next_use, end)
-        self._next_use = end
+        if blocks:
+            with self._order_fault.noted():
+                self._store.note_use([*reversed(blocks)], self._next_use)
+            self._next_use += len(blocks)
 
     def unpin(self) -> None:
         """Let go of the blocks that are never evicted, so that vLLM can empty its cache."""
@@ -309,13 +342,22 @@ class StoredBlocks:
         self._pool.touch([*self._pinned.values()])
 
     def clear(self) -> None:
-        """Forget everything: vLLM has emptied its prefix cache."""
-        self._pinned = {}
-        self._store.void(self._stored)
+        """Forget everything: vLLM has emptied its prefix cache.
+
+        Raises:
+            OSError: The disk still has what is forgotten, until the next step has voided it.
+        """
+        stored = [*self._stored]
         # Also what workers have yet to write, and what they have not been told of.
-        self._step = StoreStep(void=[*self._stored])
-        for blocks in (self._stored, self._restored, self._absent, self._unchecked):
-            blocks.clear()
+        self._step = StoreStep(void=stored)
+        for known in (self._stored, self._restored, self._absent, self._unchecked):
+            known.clear()
+        self._pinned = {}
+        self._unpinned.clear()
+        self._dropped.clear()
+        self._store.void(stored)
+        write_pins(self._store.folder, ())
+        write_names(self._store.folder, {})
 
     def take_counts(self) -> dict[str, int]:
         """What ``COUNTERS`` of the connector count of the scheduler's half since the last call."""

@@ -5,6 +5,8 @@ from collections.abc import Container, Mapping
 
 from vllm.logger import init_logger
 
+from vllm_kvretrieval.store.records import Record
+
 logger = init_logger("vllm.kvretrieval.store")
 
 PERIOD_S = 60.0
@@ -26,21 +28,21 @@ class Expiry:
         self._next = 0.0
         self._warned = False
 
-    def look(self, created: Mapping[int, int], kept: Container[int]) -> list[int]:
+    def look(self, records: Mapping[int, Record], kept: Container[int]) -> list[int]:
         """Blocks that are too old; none if the last look was not long ago.
 
         A clock that was set back lets blocks live longer, and a warning says so. One that was set
         forward lets them be computed anew.
 
         Args:
-            created: When blocks were stored, in seconds since 1970, by their numbers.
+            records: Of the blocks that are stored, by their numbers.
             kept: Blocks that stay, however old.
         """
         if self._seconds is None or time.monotonic() < self._next:
             return []
         self._next = time.monotonic() + PERIOD_S
         now = time.time()
-        ahead = max(created.values(), default=0) - now
+        ahead = max((record.created for record in records.values()), default=0) - now
         if ahead > TOLERATED_S and not self._warned:
             self._warned = True
             logger.warning(
@@ -49,4 +51,6 @@ class Expiry:
                 ahead,
             )
         end = now - self._seconds
-        return [block for block, stored in created.items() if stored < end and block not in kept]
+        return [
+            block for block, record in records.items() if record.created < end and block not in kept
+        ]

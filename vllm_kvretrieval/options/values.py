@@ -13,6 +13,8 @@ MOST_TOKENS = 2**31 - 1
 """Kernels count tokens in 32 bits."""
 MOST = 2**63 - 1
 """The largest number of an option, bytes included."""
+LEAST_SHARE = 2.0**-126
+"""Kernels have shares in 32 bits, where a smaller one may be 0."""
 
 
 def check_digits(key: str, value: Any) -> None:
@@ -63,8 +65,10 @@ def require_layers(key: str, value: Any) -> int:
 
 def require_share(key: str, value: Any) -> float:
     """Check a share above 0."""
-    if require_number(key, value) <= 0:
-        raise RetrievalConfigError(f"{key}={value} must be more than 0, such as 0.3.")
+    if require_number(key, value) < LEAST_SHARE:
+        raise RetrievalConfigError(
+            f"{key}={value} must be more than 0, and {LEAST_SHARE:.2g} at least, such as 0.3."
+        )
     return float(value)
 
 

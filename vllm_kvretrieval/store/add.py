@@ -13,7 +13,7 @@ from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import CONFIG_KEY, DEFAULT_METHOD
-from vllm_kvretrieval.store.changes import all_stores, locked
+from vllm_kvretrieval.store.changes import each_store, locked
 from vllm_kvretrieval.store.contexts import (
     check_name,
     contexts,
@@ -23,6 +23,7 @@ from vllm_kvretrieval.store.contexts import (
     write_names,
     write_pins,
 )
+from vllm_kvretrieval.store.ranks import Ranks
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -201,23 +202,27 @@ def _note(directory: str, keys: Mapping[str, bytes], pin: bool) -> None:
         RetrievalConfigError: One is not there.
     """
     missing = dict(keys)
-    with all_stores(directory) as stores:
-        for store in stores:
-            found = {record.key for record in reachable(store.records()).values()}
-            own = {name: key for name, key in missing.items() if key in found}
-            if not own:
-                continue
-            with locked(store, ENDS_S):
-                write_names(store.folder, read_names(store.folder) | own)
-                if pin:
-                    write_pins(store.folder, read_pins(store.folder) | {*own.values()})
-            missing = {name: key for name, key in missing.items() if name not in own}
-            ends = {context.key for context in contexts(reachable(store.records()))}
-            for name, key in own.items():
-                longer = "" if key in ends else ", as the beginning of another context"
-                print(f"{name} is in {store.name}{longer}.")
+
+    def look(store: Ranks) -> None:
+        records = reachable(store.records())
+        found = {record.key for record in records.values()}
+        own = {name: key for name, key in missing.items() if key in found}
+        if not own:
+            return
+        with locked(directory, store.name, ENDS_S):
+            write_names(store.folder, read_names(store.folder) | own)
+            if pin:
+                write_pins(store.folder, read_pins(store.folder) | {*own.values()})
+        ends = {context.key for context in contexts(records)}
+        for name, key in own.items():
+            del missing[name]
+            longer = "" if key in ends else ", as the beginning of another context"
+            print(f"{name} is in {store.name}{longer}.")
+
+    _, refused = each_store(directory, look)
     if missing:
         raise RetrievalConfigError(
             f"store add: {', '.join(missing)} could not be kept: the store is too small for all "
             "documents (--kv-retrieval.home_bytes), or could not be written, as the log says."
+            f"{''.join(f' {reason}' for reason in refused)}"
         )

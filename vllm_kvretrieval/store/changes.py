@@ -1,7 +1,8 @@
 """What users may do to a context: pin it, unpin it, drop it, whether or not a server runs."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import closing, contextmanager
+from typing import TypeVar
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.contexts import (
@@ -20,96 +21,117 @@ from vllm_kvretrieval.store.ranks import Ranks, names_of_all, open_ranks
 from vllm_kvretrieval.store.records import Record
 from vllm_kvretrieval.store.store import LOCK, WORKER_LOCK, StoreInUseError, release
 
-
-@contextmanager
-def all_stores(directory: str) -> Iterator[list[Ranks]]:
-    """The stores of a directory, to be read.
-
-    Raises:
-        RetrievalConfigError: One is damaged.
-        OSError: There is no such directory.
-    """
-    with ExitStack() as stack:
-        root = stack.enter_context(closing(Folder.at(directory)))
-        yield [
-            stack.enter_context(closing(open_ranks(directory, name))) for name in names_of_all(root)
-        ]
+Found = TypeVar("Found")
 
 
-@contextmanager
-def locked(store: Ranks, patience: float = 0.0) -> Iterator[Ranks]:
-    """The same store for writing, which nobody else uses meanwhile.
+def each_store(directory: str, look: Callable[[Ranks], Found]) -> tuple[list[Found], list[str]]:
+    """Look at the stores of a directory, which are open for reading meanwhile.
 
     Args:
-        store: The store.
+        directory: The directory of all stores.
+        look: Looks at one; may raise the errors below.
+
+    Returns:
+        What it has found, and why other entries of the directory could not be looked at.
+
+    Raises:
+        RetrievalConfigError: Others may write to the directory.
+        OSError: There is no such directory.
+    """
+    with closing(Folder.at(directory)) as root:
+        names = names_of_all(root)
+    found, refused = list[Found](), list[str]()
+    for name in names:
+        try:
+            with closing(open_ranks(directory, name)) as store:
+                found.append(look(store))
+        except (RetrievalConfigError, OSError) as error:
+            refused.append(f"store: {name} is left out ({str(error).rstrip('.')}).")
+    return found, refused
+
+
+@contextmanager
+def locked(directory: str, name: str, patience: float = 0.0) -> Iterator[Ranks]:
+    """A store for writing, which nobody else uses meanwhile.
+
+    Args:
+        directory: The directory of all stores.
+        name: Of the store.
         patience: Seconds to wait for others.
 
     Raises:
         RetrievalConfigError: Somebody uses it.
     """
-    directory = str(store.folder.path.parent)
-    with closing(open_ranks(directory, store.name, write=True)) as own:
-        locks = own.take_locks([LOCK, WORKER_LOCK], patience)
+    with closing(open_ranks(directory, name, write=True)) as store:
+        locks = store.take_locks([LOCK, WORKER_LOCK], patience)
         try:
-            yield own
+            yield store
         finally:
             release(locks)
 
 
-def change(directory: str, name: str, action: str) -> bool:
+def change(directory: str, context: str, action: str) -> bool:
     """Change what becomes of a context.
 
     Args:
         directory: The directory of all stores.
-        name: The context's name, or first digits of its id.
+        context: Its name, or first digits of its id.
         action: One of ``vllm_kvretrieval.store.inbox.ACTIONS``.
 
     Returns:
         Whether a server uses the store, which is asked to do it before its next request.
 
     Raises:
-        RetrievalConfigError: No context is meant, or several; a store is damaged, or used by
-            something that is no server.
+        RetrievalConfigError: No context is meant, or several; or its store is damaged.
     """
-    with all_stores(directory) as stores:
-        found = [
-            (store, key)
-            for store in stores
-            for key in meant(reachable(store.records()), name, read_names(store.folder))
-        ]
-        if len(found) != 1:
-            why = "no context" if not found else f"{len(found)} contexts"
-            raise RetrievalConfigError(
-                f"store: {name!r} names {why}; give the name or the id that `vllm-kvretrieval "
-                "store ls` shows."
-            )
-        ((store, key),) = found
-        asked = Change(action, key)
-        try:
-            with locked(store) as own:
-                if action == DROP:
-                    own.void(forgotten(key, own.records()))
-                note(own.folder, asked, own.records())
-                return False
-        except StoreInUseError:
+
+    def look(store: Ranks) -> list[tuple[str, bytes]]:
+        keys = meant(reachable(store.records()), context, read_names(store.folder))
+        return [(store.name, key) for key in keys]
+
+    by_store, refused = each_store(directory, look)
+    found = [one for several in by_store for one in several]
+    if len(found) != 1:
+        why = "no context" if not found else f"{len(found)} contexts"
+        raise RetrievalConfigError(
+            f"store: {context!r} names {why}; give the name or the id that `vllm-kvretrieval store "
+            f"ls` shows.{''.join(f' {reason}' for reason in refused)}"
+        )
+    ((name, key),) = found
+    asked = Change(action, key)
+    try:
+        with locked(directory, name) as store:
+            records, gone = store.records(), set[int]()
+            if action == DROP:
+                store.void(gone := forgotten(key, records))
+            note(store.folder, asked, records, {records[block].key for block in gone})
+            return False
+    except StoreInUseError:
+        with closing(open_ranks(directory, name)) as store:
             put(store.folder, asked)
-            return True
+        return True
 
 
-def note(folder: Folder, change: Change, records: Mapping[int, Record]) -> None:
+def note(
+    folder: Folder, change: Change, records: Mapping[int, Record], dropped: Set[bytes]
+) -> None:
     """Write down what becomes of a context, in a store that is locked or one's own.
 
     Args:
         folder: The store's directory.
         change: What has been done.
-        records: All that the store has now; what is not there has neither names nor pins.
+        records: All that the store has now.
+        dropped: Keys of blocks that have been dropped, which have neither names nor pins. What is
+            missing for another reason keeps its own: it may be computed anew.
     """
-    keys = {record.key for record in records.values()}
     pins = read_pins(folder)
     if change.action == PIN:
         pins.add(change.key)
     elif change.action == UNPIN:  # also what it has begun with
         path = pinned_blocks([change.key], reachable(records))
-        pins -= {records[block].key for block in path}
-    write_pins(folder, pins & keys)
-    write_names(folder, {name: key for name, key in read_names(folder).items() if key in keys})
+        pins -= {change.key} | {records[block].key for block in path}
+    else:
+        pins -= dropped
+        names = read_names(folder)
+        write_names(folder, {name: key for name, key in names.items() if key not in dropped})
+    write_pins(folder, pins)

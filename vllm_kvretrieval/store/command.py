@@ -2,23 +2,26 @@
 
 import argparse
 import math
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
 from tqdm import tqdm
 
+from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.add import add_arguments
-from vllm_kvretrieval.store.changes import all_stores, change, locked
+from vllm_kvretrieval.store.changes import change, each_store, locked
 from vllm_kvretrieval.store.files import Folder
 from vllm_kvretrieval.store.inbox import DROP, PIN, UNPIN
 from vllm_kvretrieval.store.listing import listed
+from vllm_kvretrieval.store.making import remove_store, remove_unfinished
 from vllm_kvretrieval.store.store import (
     LOCK,
     WORKER_LOCK,
     StoreInUseError,
     release,
-    remove_unfinished,
     store_names,
     take_locks,
 )
@@ -73,9 +76,9 @@ def _days(text: str) -> float:
     return days
 
 
-def list_contexts(given: argparse.Namespace) -> None:
-    """Print the stores of a directory, and the latest contexts of each."""
-    stores = listed(given.directory, given.contexts)
+def list_contexts(given: argparse.Namespace) -> int:
+    """Print the stores of a directory, and the latest contexts of each; the exit status."""
+    stores, refused = listed(given.directory, given.contexts)
     for store in stores:
         print(
             f"{store.name}: {store.model}, {store.dtype}, codec {store.codec}, vLLM {store.vllm}; "
@@ -93,6 +96,7 @@ def list_contexts(given: argparse.Namespace) -> None:
             print(f"  and {store.count - len(store.contexts)} more")
     if not stores:
         print(f"{given.directory} has no stores.")
+    return _report(refused)
 
 
 def alter(given: argparse.Namespace) -> None:
@@ -102,47 +106,63 @@ def alter(given: argparse.Namespace) -> None:
     print(f"{given.context} {DONE[given.change]}{when}.")
 
 
-def verify(given: argparse.Namespace) -> None:
-    """Check every block of all stores that no server uses."""
-    with all_stores(given.directory) as stores:
-        for found in stores:
-            try:
-                with locked(found) as store:
-                    records, name = store.records(), store.name
-                    bar = tqdm(records.items(), desc=name, unit="block", leave=False)
-                    damaged = [block for block, record in bar if not store.intact(block, record)]
-                    store.void(damaged)
-            except StoreInUseError as error:
-                print(error)
-                continue
-            intact = len(records) - len(damaged)
-            print(f"{name}: {intact} blocks are intact, {len(damaged)} damaged.")
+def verify(given: argparse.Namespace) -> int:
+    """Check every block of all stores that no server uses; the exit status."""
+    _, refused = each_store(given.directory, lambda store: _verify(given.directory, store.name))
+    return _report(refused)
 
 
-def collect(given: argparse.Namespace) -> None:
-    """Remove stores that nobody uses, and what was left unfinished."""
-    oldest = time.time() - given.days * 86400
+def _verify(directory: str, name: str) -> None:
+    try:
+        with locked(directory, name) as store:
+            records = store.records()
+            bar = tqdm(records.items(), desc=name, unit="block", leave=False)
+            damaged = [block for block, record in bar if not store.intact(block, record)]
+            store.void(damaged)
+    except StoreInUseError as error:
+        print(error)
+        return
+    print(f"{name}: {len(records) - len(damaged)} blocks are intact, {len(damaged)} damaged.")
+
+
+def _report(refused: Sequence[str]) -> int:
+    """Say what could not be looked at; the exit status."""
+    for reason in refused:
+        print(reason, file=sys.stderr)
+    return int(bool(refused))
+
+
+def collect(given: argparse.Namespace) -> int:
+    """Remove stores that nobody uses, and what was left unfinished; the exit status."""
+    oldest, refused = time.time() - given.days * 86400, list[str]()
     with closing(Folder.at(given.directory)) as root:
         locks = take_locks(root, [LOCK], 60.0)
         try:
             if left := remove_unfinished(root):
                 print(f"{left} unfinished stores are removed.")
             for name in store_names(root):
-                _collect(root, name, None if given.all else oldest)
+                try:
+                    _collect(root, name, None if given.all else oldest)
+                except (RetrievalConfigError, OSError) as error:
+                    refused.append(f"store: {name} stays ({str(error).rstrip('.')}).")
         finally:
             release(locks)
+    return _report(refused)
 
 
 def _collect(root: Folder, name: str, oldest: float | None) -> None:
     with closing(root.folder(name)) as folder:
-        latest = max((folder.path / file).stat().st_mtime for file in folder.names())
+        latest = max((folder.stat(file).st_mtime for file in folder.names()), default=0)
         if oldest is not None and latest > oldest:
             print(f"{name} stays.")
             return
         try:
-            release(take_locks(folder, [LOCK, WORKER_LOCK]))
+            locks = take_locks(folder, [LOCK, WORKER_LOCK])
         except StoreInUseError as error:
             print(error)
             return
-        root.remove(name)
+        try:
+            remove_store(root, name)
+        finally:
+            release(locks)
     print(f"{name} is removed.")

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -22,13 +23,13 @@ class Context(NamedTuple):
 
     Attributes:
         key: The key of its last block; its first digits are what users name it by.
-        blocks: Its blocks in order.
+        length: How many blocks it has.
         level: The worst level of these.
         created: When the last of them was written, in seconds since 1970.
     """
 
     key: bytes
-    blocks: tuple[int, ...]
+    length: int
     level: int
     created: int
 
@@ -68,14 +69,26 @@ def contexts(records: Mapping[int, Record]) -> list[Context]:
     Args:
         records: As :func:`reachable` gives them.
     """
-    blocks = {record.key: block for block, record in records.items()}
     inner = {record.parent for record in records.values()}
-    found = [
-        _context(leaf, blocks, records)
-        for leaf, record in records.items()
-        if record.key not in inner
-    ]
+    until = {NO_PARENT: (0, 0)}  # level and time of what ends with a key
+    found = []
+    for record in records.values():
+        level, created = until[record.parent]
+        until[record.key] = max(level, record.level), max(created, record.created)
+        if record.key not in inner:
+            found.append(Context(record.key, record.number + 1, *until[record.key]))
     return sorted(found, key=lambda context: -context.created)
+
+
+def paths(contexts: Iterable[Context], records: Mapping[int, Record]) -> list[list[int]]:
+    """The blocks of contexts, in order.
+
+    Args:
+        contexts: Some of those that :func:`contexts` gives.
+        records: The same records.
+    """
+    blocks = {record.key: block for block, record in records.items()}
+    return [_path(context.key, blocks, records) for context in contexts]
 
 
 def meant(records: Mapping[int, Record], name: str, names: Mapping[str, bytes]) -> list[bytes]:
@@ -104,12 +117,18 @@ def forgotten(key: bytes, records: Mapping[int, Record]) -> set[int]:
         Blocks that no other context has, and others with the same contents, which would take their
         place.
     """
-    known = reachable(records)
-    ending = {block for block, record in known.items() if record.key == key}
-    dropped, kept = set[int](), set[int]()
-    for context in contexts(known):
-        (kept if ending.isdisjoint(context.blocks) else dropped).update(context.blocks)
-    gone = {records[block].key for block in dropped - kept}
+    known = {record.key: record for record in reachable(records).values()}
+    if key not in known:
+        return set()
+    gone = {key}
+    for record in known.values():
+        if record.parent in gone:
+            gone.add(record.key)
+    following = Counter(record.parent for record in known.values())
+    parent = known[key].parent
+    while parent != NO_PARENT and following[parent] == 1:
+        gone.add(parent)
+        parent = known[parent].parent
     return {block for block, record in records.items() if record.key in gone}
 
 
@@ -181,20 +200,41 @@ def pinned_blocks(pins: Collection[bytes], records: Mapping[int, Record]) -> lis
     found: dict[int, None] = {}
     for key in sorted(pins):
         if key in blocks:
-            found.update(dict.fromkeys(_context(blocks[key], blocks, records).blocks))
+            found.update(dict.fromkeys(_path(key, blocks, records, found)))
     return list(found)
+
+
+def missing_keys(pins: Collection[bytes], records: Mapping[int, Record]) -> set[bytes]:
+    """Of each pinned context that is not whole, the key of the last block that it lacks.
+
+    Args:
+        pins: Keys of last blocks.
+        records: All that there are.
+    """
+    parents = {record.key: record.parent for record in records.values()}
+    found, seen = set[bytes](), {NO_PARENT}
+    for key in pins:
+        while key in parents and key not in seen:
+            seen.add(key)
+            key = parents[key]
+        if key not in seen:
+            found.add(key)
+    return found
 
 
 def _rank(record: Record) -> tuple[int, int]:
     return record.level, -record.created
 
 
-def _context(leaf: int, blocks: Mapping[bytes, int], records: Mapping[int, Record]) -> Context:
-    """The context that ends with a block."""
-    path = [leaf]
-    while (parent := records[path[-1]].parent) != NO_PARENT:
-        path.append(blocks[parent])
-    path.reverse()
-    own = [records[block] for block in path]
-    level, created = max(r.level for r in own), max(r.created for r in own)
-    return Context(own[-1].key, tuple(path), level, created)
+def _path(
+    key: bytes,
+    blocks: Mapping[bytes, int],
+    records: Mapping[int, Record],
+    known: Container[int] = (),
+) -> list[int]:
+    """The blocks that end with a key, in order, but for those up to one that is known."""
+    path = list[int]()
+    while key != NO_PARENT and blocks[key] not in known:
+        path.append(blocks[key])
+        key = records[path[-1]].parent
+    return path[::-1]

@@ -33,12 +33,15 @@ class Meant(BaseModel):
 def list_stores(
     request: Request, contexts: Annotated[int, Query(ge=0, le=1000)] = 20
 ) -> dict[str, Any]:
-    """The stores of the server's directory, and so many of the latest contexts of each."""
+    """The stores of the server's directory, and so many of the latest contexts of each.
+
+    Also why other entries of the directory are left out.
+    """
     try:
-        stores = listed(_directory(request), contexts)
+        stores, refused = listed(_directory(request), contexts)
     except (RetrievalConfigError, OSError) as error:
         raise HTTPException(500, str(error)) from None
-    return {"stores": [asdict(store) for store in stores]}
+    return {"stores": [asdict(store) for store in stores], "refused": refused}
 
 
 @router.post("/{action}")

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -14,6 +15,8 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 POLL_S = 0.05
 OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
+PIECE = 4096
+"""Bytes of a piece of a file, as the system reads and writes them from and to a disk."""
 
 
 class Folder:
@@ -129,6 +132,10 @@ class Folder:
         """Names of what is inside, sorted."""
         return sorted(os.listdir(self.fd))  # noqa: PTH208 - of a descriptor
 
+    def stat(self, name: str) -> os.stat_result:
+        """What the system knows of a file inside."""
+        return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+
     def rename(self, name: str, new: str) -> None:
         """Give something inside another name, for good."""
         os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
@@ -168,14 +175,17 @@ class Lock:
                 os.close(folder.make(name))
             self._fd = folder.open(name, write=True)
 
-    def take(self, patience: float = 0.0) -> bool:
+    def take(self, patience: float = 0.0, progress: Callable[[], object] = lambda: None) -> bool:
         """Take the lock and note the process in its file; False where another process has it.
 
         Args:
             patience: Seconds to wait for the other process.
+            progress: What changes as long as the other process gets on; the wait begins anew then.
         """
-        end = time.monotonic() + patience
+        end, before = time.monotonic() + patience, progress()
         while not self._try():
+            if (now := progress()) != before:
+                end, before = time.monotonic() + patience, now
             if time.monotonic() >= end:
                 return False
             time.sleep(POLL_S)
@@ -230,6 +240,20 @@ def read_into(fd: int, target: memoryview, offset: int) -> None:
         if done == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         target, offset = target[done:], offset + done
+
+
+def read_pieces(fd: int, size: int) -> bytearray:
+    """Read a file from its start on; pieces that cannot be read are zeros."""
+    try:
+        return read_at(fd, size, 0)
+    except OSError:
+        pass
+    data = bytearray(size)
+    for begin in range(0, size, PIECE):
+        with contextlib.suppress(OSError):
+            piece = read_at(fd, min(PIECE, size - begin), begin)
+            data[begin : begin + PIECE] = piece
+    return data
 
 
 def _check_private(found: os.stat_result, path: Path, closed: int = 0o077) -> None:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from vllm_kvretrieval.store.changes import all_stores
-from vllm_kvretrieval.store.contexts import contexts, reachable, read_names, read_pins
+from vllm_kvretrieval.store.changes import each_store
+from vllm_kvretrieval.store.contexts import contexts, paths, reachable, read_names, read_pins
 from vllm_kvretrieval.store.ranks import Ranks
 
 LEVELS = ("exact", "decoded", "prefilled")
@@ -60,19 +60,18 @@ class ListedStore:
     contexts: list[ListedContext]
 
 
-def listed(directory: str, most: int) -> list[ListedStore]:
-    """The stores of a directory; nobody has to stop using them.
+def listed(directory: str, most: int) -> tuple[list[ListedStore], list[str]]:
+    """The stores of a directory; nobody has to stop using them. And why others are left out.
 
     Args:
         directory: The directory of all stores.
         most: Contexts per store.
 
     Raises:
-        RetrievalConfigError: A store is damaged, or open to others.
+        RetrievalConfigError: Others may write to the directory.
         OSError: There is no such directory.
     """
-    with all_stores(directory) as stores:
-        return [_listed(store, most) for store in stores]
+    return each_store(directory, lambda store: _listed(store, most))
 
 
 def _listed(store: Ranks, most: int) -> ListedStore:
@@ -80,13 +79,14 @@ def _listed(store: Ranks, most: int) -> ListedStore:
     records = reachable(store.records())
     found, pins, names = contexts(records), read_pins(store.folder), read_names(store.folder)
     rows = []
-    for context in found[:most]:
-        keys = {records[block].key for block in context.blocks}
+    shown = found[:most]
+    for context, path in zip(shown, paths(shown, records), strict=True):
+        keys = {records[block].key for block in path}
         own = [name for name, key in names.items() if key in keys]
         rows.append(
             ListedContext(
                 id=context.id,
-                tokens=len(context.blocks) * size,
+                tokens=context.length * size,
                 level=LEVELS[context.level],
                 written=context.created,
                 pinned=not keys.isdisjoint(pins),

@@ -45,6 +45,10 @@ class Ranks:
             if all(_same(other.get(block), record) for other in others)
         }
 
+    def note_use(self, blocks: Sequence[int], first: int) -> None:
+        """Number blocks in their order of use; see :meth:`Store.note_use`."""
+        self.stores[0].note_use(blocks, first)
+
     def void(self, blocks: Iterable[int]) -> None:
         """Forget what blocks hold."""
         numbers = [*blocks]
@@ -85,7 +89,7 @@ def open_ranks(directory: str, name: str, write: bool = False) -> Ranks:
         OSError: One is missing, or cannot be opened.
     """
     with closing(Folder.at(directory)) as root:
-        names = [found for found in store_names(root) if name_of_all(found) == name]
+        names = [found for found in store_names(root) if _is_part(found, name)]
     stores = list[Store]()
     with ExitStack() as opened:
         for found in names or [name]:
@@ -109,6 +113,12 @@ def names_of_all(root: Folder) -> list[str]:
 def name_of_all(name: str) -> str:
     """What the name of a store's directory has in common with those of the other workers."""
     return name.partition(".")[0]
+
+
+def _is_part(found: str, name: str) -> bool:
+    """Whether an entry of the directory is a store of an engine, and no copy that somebody made."""
+    begin, _, rank = found.partition(".")
+    return found == name or (begin == name and rank.isdecimal())
 
 
 def _same(own: Record | None, record: Record) -> bool:

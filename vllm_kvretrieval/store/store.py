@@ -2,22 +2,30 @@
 
 import hashlib
 import json
-import mmap
 import os
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.files import Folder, Lock, read_at, read_into, write_at
+from vllm_kvretrieval.store.files import (
+    PIECE,
+    Folder,
+    Lock,
+    read_at,
+    read_into,
+    read_pieces,
+    write_at,
+)
 from vllm_kvretrieval.store.records import RECORD_BYTES, VOID, Record, unpack
 
 FORMAT = 1
 """Of the directory; other formats are refused."""
-PREFIX, UNFINISHED = "kv-", ".new-"
+MOST_USES = 1 << 62
+"""No store lets go of so many blocks."""
+PREFIX = "kv-"
 IDENTITY, PAGES, SIDE, RECORDS, USED, PINS, NAMES = (
     "identity.json",
     "pages",
@@ -116,16 +124,16 @@ class Store:
             self.id = bytes.fromhex(described["id"])
             for name, size in self.geometry.files.items():
                 self._fds[name] = folder.open(name, size, write)
-            prot = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-            used = mmap.mmap(self._fds[USED], self.geometry.blocks * 8, prot=prot)
         except BaseException:
             self.close()
             raise
+        used = read_pieces(self._fds[USED], self.geometry.files[USED])
         self.used = np.frombuffer(used, dtype=np.uint64)
         """uint64 [blocks]; of the blocks that were let go of later the larger numbers."""
+        self.used[self.used >= MOST_USES] = 0  # what is damaged
 
     def close(self) -> None:
-        """Close the files; the mapping of ``used`` goes with the array."""
+        """Close the files."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
@@ -137,8 +145,8 @@ class Store:
         return self._fds[PAGES]
 
     def records(self) -> dict[int, Record]:
-        """The records by block, but for those that are void or damaged."""
-        return unpack(bytes(read_at(self._fds[RECORDS], self.geometry.files[RECORDS], 0)))
+        """The records by block, but for those that are void, damaged, or cannot be read."""
+        return unpack(bytes(read_pieces(self._fds[RECORDS], self.geometry.files[RECORDS])))
 
     def record(self, block: int) -> Record | None:
         """The record of a block; None: it is void or damaged."""
@@ -154,9 +162,32 @@ class Store:
         write_at(self._fds[RECORDS], record.pack(), block * RECORD_BYTES)
 
     def void(self, blocks: Iterable[int]) -> None:
-        """Forget what blocks hold."""
+        """Forget what blocks hold.
+
+        Raises:
+            OSError: Some records cannot be written; the others have been.
+        """
+        failed: OSError | None = None
         for block in blocks:
-            write_at(self._fds[RECORDS], VOID, block * RECORD_BYTES)
+            try:
+                write_at(self._fds[RECORDS], VOID, block * RECORD_BYTES)
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
+    def note_use(self, blocks: Sequence[int], first: int) -> None:
+        """Number blocks, which are let go of in this order, from ``first`` on.
+
+        Raises:
+            OSError: The file has not got the numbers; ``used`` has.
+        """
+        self.used[[*blocks]] = np.arange(first, first + len(blocks))
+        each = PIECE // self.used.itemsize
+        for piece in {block // each for block in blocks}:
+            # A whole piece: to change a part of one, the system would have to read it.
+            numbers = self.used[piece * each : (piece + 1) * each]
+            write_at(self._fds[USED], numbers.tobytes(), piece * PIECE)
 
     def intact(self, block: int, record: Record) -> bool:
         """Whether the block's contents are those that its record was written for."""
@@ -220,62 +251,19 @@ def name_of(identity: Mapping[str, Any], part: Part = WHOLE) -> str:
     return name if part == WHOLE else f"{name}.{part.rank}"
 
 
-def make_store(
-    root: Folder,
-    identity: Mapping[str, Any],
-    geometry: Geometry,
-    reserve: Callable[[int, int, str], None],
-    part: Part = WHOLE,
-) -> None:
-    """Make an empty store.
-
-    Its directory gets its name when everything in it is complete and on the disk. The caller holds
-    the lock of the directory above it, since what others have left unfinished is removed.
-
-    Args:
-        root: The directory of all stores.
-        identity: All that the meaning of the bytes depends on; what JSON can hold.
-        geometry: Its sizes.
-        reserve: Gives a file its size and space: descriptor, bytes, directory for messages.
-        part: Of the worker whose store it is.
-    """
-    remove_unfinished(root)
-    name = UNFINISHED + secrets.token_hex(8)
-    folder = root.folder(name, make=True)
-    try:
-        for file, size in geometry.files.items():
-            fd = folder.make(file)
-            try:
-                if size:
-                    reserve(fd, size, str(root.path))
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        described = {
-            "format": FORMAT,
-            "id": secrets.token_hex(16),
-            "identity": identity,
-            "part": part,
-            "geometry": asdict(geometry),
-        }
-        sealed = described | {"sum": _sum_of(described)}
-        folder.replace(IDENTITY, json.dumps(sealed, indent=1).encode())
-        folder.sync()
-        root.rename(name, name_of(identity, part))
-    except BaseException:
-        root.remove(name)
-        raise
-    finally:
-        folder.close()
-
-
-def take_locks(folder: Folder, names: Sequence[str], patience: float = 0.0) -> list[Lock]:
+def take_locks(
+    folder: Folder,
+    names: Sequence[str],
+    patience: float = 0.0,
+    progress: Callable[[], object] = lambda: None,
+) -> list[Lock]:
     """Take locks of a store, so that nobody else writes to it.
 
     Args:
         folder: The store's directory.
         names: Of the locks.
         patience: Seconds to wait for another process.
+        progress: See :meth:`Lock.take`.
 
     Raises:
         StoreInUseError: Another process has one of them; says which.
@@ -283,7 +271,7 @@ def take_locks(folder: Folder, names: Sequence[str], patience: float = 0.0) -> l
     taken = list[Lock]()
     for name in names:
         taken.append(Lock(folder, name))
-        if not taken[-1].take(patience):
+        if not taken[-1].take(patience, progress):
             owner = taken[-1].owner
             release(taken)
             raise StoreInUseError(
@@ -297,14 +285,6 @@ def release(locks: Iterable[Lock]) -> None:
     """Drop locks."""
     for lock in locks:
         lock.close()
-
-
-def remove_unfinished(root: Folder) -> int:
-    """Remove what processes have left that ended while they made a store; how many there were."""
-    left = [name for name in root.names() if name.startswith(UNFINISHED)]
-    for name in left:
-        root.remove(name)
-    return len(left)
 
 
 def store_names(root: Folder) -> list[str]:
@@ -331,7 +311,7 @@ def _described(folder: Folder) -> dict[str, Any]:
         raise RetrievalConfigError(
             f"store: {folder.path} has format {found}, and this release writes {FORMAT}. {remedy}"
         )
-    if said != _sum_of(described):
+    if said != sum_of(described):
         raise RetrievalConfigError(f"{damaged}. {remedy}")
     if name_of(described["identity"], Part(*described["part"])) != folder.path.name:
         raise RetrievalConfigError(
@@ -344,5 +324,6 @@ def _canonical(described: Any) -> bytes:
     return json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _sum_of(described: Any) -> str:
+def sum_of(described: Any) -> str:
+    """The sum by which a store's description vouches for itself."""
     return hashlib.sha256(_canonical(described)).hexdigest()

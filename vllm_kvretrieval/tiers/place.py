@@ -22,6 +22,8 @@ DEFAULT_DIRECTORY = "/var/tmp"
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 ZEROS = 16 << 20
+SYNCED = 256 << 20
+"""Zeros that are written before the disk has to have them; others see the file grow meanwhile."""
 PROGRESS_S = 10.0
 
 
@@ -184,8 +186,11 @@ def _write_zeros(fd: int, size: int, directory: str) -> None:
         directory,
         format_gib(size),
     )
-    done = 0
+    done = synced = 0
     while done < size:
+        if done - synced >= SYNCED:
+            os.fdatasync(fd)
+            synced = done
         done += os.pwrite(fd, memoryview(zeros)[: size - done], done)
         if time.monotonic() - noted > PROGRESS_S:
             noted = time.monotonic()

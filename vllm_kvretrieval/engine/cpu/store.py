@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 
 from vllm_kvretrieval.engine.cpu.store_writer import BlockWriter
+from vllm_kvretrieval.engine.store_faults import Fault
 from vllm_kvretrieval.engine.store_steps import StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import RecallCache
@@ -19,6 +20,7 @@ from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.lost import Lost
 from vllm_kvretrieval.store.files import Folder, Lock
+from vllm_kvretrieval.store.making import make_store, remove_unfinished, size_of_unfinished
 from vllm_kvretrieval.store.ranks import name_of_all, names_of_all
 from vllm_kvretrieval.store.records import Record
 from vllm_kvretrieval.store.store import (
@@ -28,7 +30,6 @@ from vllm_kvretrieval.store.store import (
     Geometry,
     Part,
     Store,
-    make_store,
     name_of,
     release,
     store_names,
@@ -71,6 +72,7 @@ class HomeStore:
         self._lost: Lost | None = None
         self._pending: dict[int, Record] = {}
         self._found = 0
+        self._void_fault = Fault("records cannot be written")
         self._store: Store | None = None
         self._writer: BlockWriter | None = None
         self.blocks: int | None = None
@@ -83,6 +85,7 @@ class HomeStore:
                     directory,
                     len(others),
                 )
+            _clear(root)
             if self.name in store_names(root):
                 self._open(root)
 
@@ -178,9 +181,11 @@ class HomeStore:
         """
         if self._store is None:
             with self._explained(), closing(Folder.at(self._directory)) as root:
-                locks = take_locks(root, [LOCK], WAIT_S)
+                # As long as it takes another worker to write zeros.
+                locks = take_locks(root, [LOCK], WAIT_S, lambda: size_of_unfinished(root))
                 try:
                     if self.name not in store_names(root):  # another server may have been faster
+                        remove_unfinished(root)  # which takes room
                         check_room(self._directory, geometry.bytes)
                         make_store(root, self._identity, geometry, reserve, self._part)
                 finally:
@@ -235,11 +240,9 @@ class HomeStore:
         for block in step.void:
             self._pending.pop(block, None)
         self._writer.give_up(step.void)
-        try:
-            self._store.void(step.void)
-        except OSError as error:
-            # A record of other contents is found out by its sum.
-            logger.error("store: records cannot be written (%s).", error)
+        if step.void:
+            with self._void_fault.noted():  # a record of other contents is found out by its sum
+                self._store.void(step.void)
         self._lost.add({block for block in step.load if not self._load(block)})
 
     def _load(self, block: int) -> bool:
@@ -303,6 +306,13 @@ class HomeStore:
 
     def _pages_of(self, block: int) -> list[int]:
         return [block * self._pages + page for page in range(self._pages)]
+
+
+def _clear(root: Folder) -> None:
+    """Remove what was left unfinished, whose room can be used, unless a store is being made."""
+    with closing(Lock(root, LOCK)) as lock:
+        if lock.take():
+            remove_unfinished(root)
 
 
 def geometry_of(tiers: Tiers, layers: int) -> Geometry:

@@ -1,11 +1,13 @@
 """Blocks on their way into a store: a thread writes them, sums them, and records them."""
 
+import contextlib
 import os
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from vllm.logger import init_logger
 
+from vllm_kvretrieval.engine.store_threads import started
 from vllm_kvretrieval.store.records import Record
 from vllm_kvretrieval.store.store import Store
 
@@ -28,13 +30,19 @@ class BlockWriter:
 
     Attributes:
         written: How many blocks have been stored.
+
+    Raises:
+        RetrievalConfigError: The process may not have the thread.
     """
 
     def __init__(self, store: Store, cores: Collection[int]) -> None:
         self._store = store
-        self._thread = ThreadPoolExecutor(
-            1, "store-write", initializer=os.sched_setaffinity, initargs=(0, cores)
-        )
+
+        def spread() -> None:
+            with contextlib.suppress(OSError):  # it is slower then
+                os.sched_setaffinity(0, cores)
+
+        self._thread = started(1, "store-write", spread)
         self._waiting: dict[int, Future[None]] = {}
         self._failures = 0
         self.written = 0
@@ -77,7 +85,7 @@ class BlockWriter:
         try:
             self._waiting.pop(block).result()
             self._failures, self.written = 0, self.written + 1
-        except OSError as error:
+        except Exception as error:
             self._failures += 1
             more = "" if self._failures < PATIENCE else " No more are stored until the next start."
             logger.error("store: a block cannot be stored (%s).%s", error, more)
