@@ -117,9 +117,11 @@ def multiply(
 ) -> None: ...
 def stage_pages(
     source: int,
+    source_pages: int,
     pages: int,
     num_pages: int,
     target: int,
+    blocks: int,
     pages_per_block: int,
     kv_heads: int,
     page_size: int,

@@ -18,16 +18,27 @@ void bind_attention(nb::module_& m) {
 
   m.def(
       "stage_pages",
-      [](uintptr_t source, uintptr_t pages, int64_t num_pages, uintptr_t target,
-         int32_t pages_per_block, int32_t kv_heads, int32_t page_size, int32_t head_size,
-         int32_t element_size, int from,
-         int to) {
-        kvr::stage_pages({at<void>(source), at<int32_t>(pages), num_pages, at<void>(target),
-                          pages_per_block, kv_heads, page_size, head_size, element_size,
-                          static_cast<kvr::KeyLayout>(from), static_cast<kvr::KeyLayout>(to)});
+      [](uintptr_t source, int64_t source_pages, uintptr_t pages, int64_t num_pages, uintptr_t target,
+         int64_t blocks, int32_t pages_per_block, int32_t kv_heads, int32_t page_size,
+         int32_t head_size, int32_t element_size, int from, int to) {
+        const kvr::PageStaging staging{at<void>(source),
+                                       source_pages,
+                                       at<int32_t>(pages),
+                                       num_pages,
+                                       at<void>(target),
+                                       blocks,
+                                       pages_per_block,
+                                       kv_heads,
+                                       page_size,
+                                       head_size,
+                                       element_size,
+                                       static_cast<kvr::KeyLayout>(from),
+                                       static_cast<kvr::KeyLayout>(to)};
+        kvr::check_staging(staging);
+        kvr::stage_pages(staging);
       },
-      nb::kw_only(), nb::arg("source"), nb::arg("pages"), nb::arg("num_pages"), nb::arg("target"),
-      nb::arg("pages_per_block"), nb::arg("kv_heads"), nb::arg("page_size"), nb::arg("head_size"),
+      nb::kw_only(), nb::arg("source"), nb::arg("source_pages"), nb::arg("pages"),
+      nb::arg("num_pages"), nb::arg("target"), nb::arg("blocks"), nb::arg("pages_per_block"), nb::arg("kv_heads"), nb::arg("page_size"), nb::arg("head_size"),
       nb::arg("element_size"), nb::arg("source_layout"), nb::arg("target_layout"),
       nb::call_guard<nb::gil_scoped_release>());
 

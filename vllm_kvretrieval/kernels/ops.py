@@ -176,7 +176,8 @@ class Ops(Protocol):
 
         Raises:
             ValueError: The layout is not known; or it is ``amx`` and ``source`` is not token-major
-                with 16 bits per element.
+                with 16 bits per element. Or shapes do not fit each other, or ``source`` lacks a
+                page. Nothing is written then.
         """
         ...
 
