@@ -175,6 +175,7 @@ def attend(
     output_shape: tuple[int, ...],
     output_strides: tuple[int, ...],
     output_dtype: torch.dtype,
+    output_floats: bool,
     lse: int,
     weights: int,
     weight_stride: int,

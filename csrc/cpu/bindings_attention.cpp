@@ -103,14 +103,15 @@ void bind_attention(nb::module_& m) {
   m.def("attend",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
            uintptr_t out, nb::tuple out_shape, nb::tuple out_strides, nb::handle out_dtype,
-           uintptr_t lse, uintptr_t weights, int64_t weight_stride, uintptr_t entries, int64_t width,
+           bool out_floats, uintptr_t lse, uintptr_t weights, int64_t weight_stride, uintptr_t entries, int64_t width,
            int64_t stride, bool per_head, uintptr_t lengths, int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
            int group, int head_size, int page_size, int dtype, nb::handle torch_dtype, float scale,
            float softcap, uintptr_t sinks, uintptr_t rest_values, uintptr_t rest_lse) {
           const Vectors query{queries, shape, strides, query_dtype};
           const Vectors output{out, out_shape, out_strides, out_dtype};
           query.check("query", rows, kv_heads * group, head_size, torch_dtype);
-          output.check("output", rows, kv_heads * group, head_size, torch_dtype);
+          output.check("output", rows, kv_heads * group, head_size,
+                       out_floats ? out_dtype : torch_dtype);
           const kvr::Attention attention{static_cast<kvr::DType>(dtype),
                                          static_cast<kvr::KeyLayout>(layout),
                                          rows,
@@ -124,6 +125,7 @@ void bind_attention(nb::module_& m) {
                                          query.stride(),
                                          at<void>(out),
                                          output.stride(),
+                                         out_floats,
                                          at<float>(lse),
                                          at<float>(weights),
                                          weight_stride,
@@ -144,7 +146,7 @@ void bind_attention(nb::module_& m) {
         },
         nb::arg("query"), nb::arg("shape"), nb::arg("strides"), nb::arg("query_dtype"),
         nb::arg("output"), nb::arg("output_shape"), nb::arg("output_strides"),
-        nb::arg("output_dtype"), nb::kw_only(), nb::arg("lse"), nb::arg("weights"),
+        nb::arg("output_dtype"), nb::kw_only(), nb::arg("output_floats"), nb::arg("lse"), nb::arg("weights"),
         nb::arg("weight_stride"), nb::arg("entries"), nb::arg("entries_width"),
         nb::arg("entries_stride"), nb::arg("per_head"), nb::arg("lengths"), nb::arg("rows"),
         nb::arg("run"), nb::arg("cache"), nb::arg("cache_tokens"), nb::arg("layout"),

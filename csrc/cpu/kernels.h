@@ -268,6 +268,7 @@ struct Attention {
   int64_t query_stride;          // elements from one row to the next
   void* out;                     // [rows, kv_heads * group, head_size]
   int64_t out_stride;
+  bool out_floats;               // whether out is of floats, whatever the dtype
   float* lse;                    // out, [rows, kv_heads * group], or null
   float* weights;                // out, [rows, kv_heads * group, weight_stride], or null
   int64_t weight_stride;

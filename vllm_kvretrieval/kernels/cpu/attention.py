@@ -172,6 +172,7 @@ def attend(
     _cpu.attend(
         *vectors(query),
         *vectors(output),
+        output_floats=output.dtype == torch.float32,
         lse=0 if lse is None else lse.data_ptr(),
         weights=0 if weights is None else weights.data_ptr(),
         weight_stride=0 if weights is None else weights.shape[2],
