@@ -101,6 +101,23 @@ def test_kernels_equal_reference(isa, codec, dtype):
         assert found.nan_to_num().equal(expected.nan_to_num())
 
 
+@quantised
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_zeros_have_no_sign(isa, codec, dtype):
+    """Where the lowest numbers are zeros of both signs, in any order."""
+    keys, values = tokens(16, 16, dtype)
+    keys[0] = 0.0
+    keys[0].fill_diagonal_(-0.0)
+    keys[1] = -0.0
+    keys[1].fill_diagonal_(0.0)
+    keys[:2, 1, 2:] = 3.0
+    values[:2] = keys[:2]
+    units = units_of(keys, values)
+    data = reference.encode_units(units, codec)
+    assert cpu.encode_units(units, codec).equal(data)
+    assert reference.encode_units(units + 0.0, codec).equal(data)
+
+
 def test_sizes():
     """Bytes per token of a KV head of 64 channels in bfloat16, which raw takes 256 of."""
     sizes = [codec.bytes_per_token(32, 64, torch.bfloat16) for codec in SHIPPED]

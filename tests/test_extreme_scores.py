@@ -10,6 +10,7 @@ from tests.isas import visited
 from tests.kernel_checks import (
     KERNELS,
     PAGE,
+    RECORDED,
     TWINS,
     Given,
     assert_same_plan,
@@ -93,6 +94,20 @@ def test_extreme_values_and_ties(isa):
     rows = clone_rows(rows)
     cpu.plan_decode(torch.full((1, 2, 64), 100.0), rows, chooser)
     assert rows.lists[0, :7].tolist() == [0, 40, 41, 42, 43, 44, 63]
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("index", RECORDED)
+def test_equal_records_have_equal_scores(isa, index, group):
+    """So the earlier ones are selected, however many entries there are."""
+    torch.manual_seed(group)
+    chooser = make_chooser(16, 1, 1, group, 64, torch.float32, index=make_index(index))
+    chooser.store.records[:] = chooser.store.records[:1].clone()
+    for pages in (9, 10, 11, 12) * 5:
+        rows = make_rows([pages * PAGE], chooser, (1, 1, 3), fresh=1)
+        rows.block_table = torch.arange(pages, dtype=torch.int32)[None]
+        cpu.plan_decode(torch.randn(1, group, 64), rows, chooser)
+        assert rows.lists[0, :5].tolist() == [0, 1, 2, 3, pages - 1]
 
 
 @pytest.mark.parametrize("pooling", [Pooling.MEAN_SOFTMAX, Pooling.RELATIVE])

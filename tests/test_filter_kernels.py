@@ -184,6 +184,33 @@ def test_heads_count_alike(isa):
     assert_selects_the_best(query, torch.ones(1, 1), rows, selector)
 
 
+@pytest.mark.parametrize("infinite", ["queries", "key"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_heads_whose_attention_is_no_number_leave_the_others(isa, queries, infinite):
+    """Whichever it is."""
+    selector = make_selector(4, 1, 64, 32, torch.float32, "rows")
+    rows = make_rows([640], selector, select=3)
+    clean = selector.store.cache
+    clean.zero_()
+    wanted = [100, 200, 300, 400]
+    pages = rows.block_table[0]
+    for head, position in enumerate(wanted):
+        clean[pages[position // 32], head, position % 32, head] = 1.0
+    weights, seat = weights_of(1, queries), int(rows.seats[0])
+    for head in range(4):
+        cache, query = clean.clone(), 80 * torch.eye(4, 64).repeat(queries, 1, 1)
+        if infinite == "queries":
+            query[:, head, 0] = torch.inf
+        else:
+            cache[pages[333 // 32], head, 333 % 32, head] = torch.inf
+        other = replace(selector, store=replace(selector.store, cache=cache, handle=None))
+        other.handle = None
+        expected = [position for position in wanted if position != wanted[head]]
+        for ops in (cpu, reference):
+            ops.select_context(query, weights, rows, other)
+            assert other.chosen[seat, :3].tolist() == expected, ops.__name__
+
+
 def test_far_scores_keep_their_order(isa):
     """Shares that no float holds: a head whose attention is elsewhere still ranks the rest."""
     torch.manual_seed(0)

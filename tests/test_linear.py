@@ -1,5 +1,6 @@
 """Linear layers in 16 bits on CPUs without instructions for it, against float64."""
 
+import numpy as np
 import pytest
 import torch
 from vllm import _custom_ops as ops
@@ -61,6 +62,22 @@ def test_products(avx2, monkeypatch, shape, bias, dtype):
     assert found.shape == exact.shape
     assert multiplied == ([torch.float32] if x.numel() >= MANY * 200 else [])
     torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-3)
+
+
+def test_halves_are_rounded_once():
+    """Numbers half-way between two float16, and the floats beside them: also subnormal ones."""
+    number = torch.arange(0x7BFF, dtype=torch.int16).view(torch.float16).double()
+    exponent = number.log2().floor()
+    middle = 2.0 ** (exponent.clamp(min=-14) - 11)
+    beside = 2.0 ** (exponent.clamp(min=-15) - 23)
+    weight = torch.tensor([[1, 2.0**-10, 2.0**-20]]).half()
+    for side in (-1, 0, 1):
+        x = torch.stack([number, middle * 2.0**10, side * beside * 2.0**20], 1).half()
+        exact = x.double() @ weight.double().T
+        assert exact.float().double().equal(exact)
+        expected = exact.float().numpy().astype(np.float16)
+        for isa in visited():
+            assert (cpu.multiply(x, weight, None).numpy() == expected).all(), isa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -15,6 +15,7 @@ from tests.kernel_checks import (
     keys_in,
     make_chooser,
     make_rows,
+    take_in,
 )
 from vllm_kvretrieval.kernels import cpu, reference
 from vllm_kvretrieval.retrieval.index import unpack
@@ -63,6 +64,25 @@ def test_plan_equals_reference(dtype, pooling, kv_heads, group, head_size, page_
     query = torch.randn(2, kv_heads * group, head_size).to(dtype)
     rows = make_rows([150 * page_size - 3, 12 * page_size], chooser, (1, 1, 8), fresh=1)
     assert_same_plan(chooser, copy_of(chooser), query, rows)
+
+
+@pytest.mark.parametrize("height", [300, 400, 500, 700, 1000, 1500, 2000])
+def test_tokens_far_above_the_mean(height):
+    """Logits of hundreds: one unit of what lies along the directions is more than a factor of 2."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        chooser = make_chooser(12, 1, 1, 1, 64, torch.float32, index=LowRank(4))
+        query = torch.randn(1, 1, 64)
+        rise = height * query[0, 0] / query.square().sum() / chooser.scale
+        keys = keys_in(chooser.store)
+        keys.mul_(0.01)
+        keys[3, 0, :, 0] += (1 + 0.02 * seed) * rise
+        keys[5, 0, :, 0] += 0.8 * rise
+        take_in(chooser.store, torch.arange(12))
+        rows = make_rows([12 * PAGE], chooser, (1, 1, 1), fresh=1)
+        rows.block_table = torch.arange(12, dtype=torch.int32)[None]
+        assert_same_plan(chooser, copy_of(chooser), query, rows)
+        assert chooser.selection.chosen[0, 0, 0] == 3
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1, 0.5])

@@ -40,8 +40,12 @@ def test_parts_are_one_softmax(dtype, borders, sinks):
         for part in tokens.tensor_split(borders, dim=1)
     ]
     whole = TokenLists(tokens, torch.full((len(tokens),), 900).int(), 1, HEADS)
-    expected, merged = torch.empty_like(query), torch.empty_like(query)
+    expected, merged = torch.empty(query.shape), torch.empty_like(query)
     layer(sinks)._attend_to_reached(query, [Part(whole, cache)], expected, "rows")
     layer(sinks)._attend_to_reached(query, [read_late(p, cache) for p in lists], merged, "rows")
-    off = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(merged, expected, atol=off, rtol=off)
+    # Once, at the end, is the result rounded; with bfloat16 products weights are, too.
+    products = dtype == torch.bfloat16 and cpu.isa() == "avx512_bf16"
+    rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(
+        merged.float(), expected, atol=2e-2 if products else 1e-5, rtol=1e-5 + rounding
+    )

@@ -165,6 +165,40 @@ def test_nan_stays_in_its_row(isas):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_token_reaches_only_those_who_see_it(dtype, window, value, isas):
+    """Others have the same bits as without its value, in one chunk or several."""
+    torch.manual_seed(6)
+    seen, count = 261, 41
+    query, lists, clean = make_case(dtype, 80, 2, 3, 32, ((count, seen + count - 1),))
+
+    def attend_to(cache, first, last):
+        starts = torch.tensor([0, last - first], dtype=torch.int32)
+        part = PromptLists(lists.entries, starts, lists.seen + first, 2)
+        return attend(query[first:last], part, cache, window=window)
+
+    for token in (212, 231, 261, 271, 272, 300):
+        cache = clean.clone()
+        unit = cache[int(lists.entries[0, token // 32]), 1].flatten()
+        unit[80 * 32 :].view(32, 80)[token % 32, 7] = value
+        limits = seen + torch.arange(count)
+        sees = (token < limits) & (token >= limits - (window or seen + count))
+        expected, _ = expected_of(query, lists, cache, window=window)
+        reached = ~expected.isfinite()
+        assert reached[sees, 3:, 7].all()
+        assert reached.sum() == 3 * sees.sum()
+        for isa in isas():
+            untouched, _ = attend_to(clean, 0, count)
+            whole, lse = attend_to(cache, 0, count)
+            assert whole.isfinite().equal(~reached), (isa, token)
+            assert whole[~reached].equal(untouched[~reached])
+            assert lse.isfinite().all()
+            chunks = [attend_to(cache, *ends)[0] for ends in ((0, 7), (7, 11), (11, count))]
+            torch.testing.assert_close(torch.cat(chunks), whole, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": 777}], ids=["whole", "window"])
 def test_company(dtype, options, isas):
     """A result has the same bits alone, in a batch, in other chunks, and with other threads."""

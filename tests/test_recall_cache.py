@@ -168,9 +168,16 @@ def step(cache, lens, budget=BUDGET):
 
 
 def test_too_few_slots(home):
-    for cache in caches(home, 2 * HEADS * sum(BUDGET) - 1)[0]:
+    both, _ = caches(home, 2 * HEADS * sum(BUDGET) - 1)
+    for cache in both:
+        step(cache, [PAGE * 2], (1, 1, 0))
         with pytest.raises(RuntimeError, match="fewer slots than one step attends to"):
             step(cache, [PAGE * sum(BUDGET)] * 2)
+        assert cache.check() == "", "what was not read is not taken for read"
+    assert both[0].resident() == both[1].resident()
+    for cache in both:
+        step(cache, [PAGE * sum(BUDGET)])
+        assert cache.check() == ""
 
 
 def test_a_pinned_page_is_not_given_up(home):

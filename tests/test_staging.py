@@ -193,6 +193,34 @@ def test_layouts_that_are_not_staged():
             cpu.stage_pages(source, pages, target, layout, rows)
 
 
+def test_pages_that_are_not_staged():
+    source, target = pages_of(torch.float32, count=9), torch.full((2, HEADS, BLOCK_SIZE, 128), 7.0)
+    pages = torch.arange(8).int()
+    for entry, wrong in (7, 9), (2, -1), (0, 2**31 - 1):
+        beyond = pages.clone()
+        beyond[entry] = wrong
+        with pytest.raises(ValueError, match=rf"pages\[{entry}\] is {wrong}, the cache has 9"):
+            cpu.stage_pages(source, beyond, target)
+    for count in 7, 9, 12:
+        with pytest.raises(ValueError, match=f"{count} pages do not fill blocks of 4"):
+            cpu.stage_pages(source, torch.zeros(count).int(), target)
+    others = target[:, :1], target[..., :SIZE], target[:, :, :48], target[:, :, :16]
+    for other in others:
+        with pytest.raises(ValueError, match="cannot be laid out as"):
+            cpu.stage_pages(source, pages, other.contiguous())
+    assert (target == 7).all()
+
+
+def test_plan_names_pages_of_the_context_only():
+    """Whatever a block table holds behind it."""
+    table = torch.full((2, 24), -1, dtype=torch.int32)
+    for row, length in zip(table, LENS.tolist(), strict=True):
+        row[: -(-length // PAGE)] = 7
+    staging = PrefillStaging(PAGE, HEADS, SIZE, torch.float32, BLOCKS * BLOCK_SIZE)
+    (plan,) = staging.plan(table, LENS, STARTS)
+    assert plan.pages.tolist() == [7] * (BLOCKS * BLOCK_SIZE // PAGE)
+
+
 def test_plan_lays_contexts_out_one_after_the_other():
     torch.manual_seed(2)
     staging = PrefillStaging(PAGE, HEADS, SIZE, torch.float32, BLOCKS * BLOCK_SIZE)

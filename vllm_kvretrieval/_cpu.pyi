@@ -117,9 +117,11 @@ def multiply(
 ) -> None: ...
 def stage_pages(
     source: int,
+    source_pages: int,
     pages: int,
     num_pages: int,
     target: int,
+    blocks: int,
     pages_per_block: int,
     kv_heads: int,
     page_size: int,
@@ -173,6 +175,7 @@ def attend(
     output_shape: tuple[int, ...],
     output_strides: tuple[int, ...],
     output_dtype: torch.dtype,
+    output_floats: bool,
     lse: int,
     weights: int,
     weight_stride: int,

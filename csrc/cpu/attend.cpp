@@ -163,9 +163,12 @@ class Attending {
       const float* values = a_.rest_values + query_head * d;
       for (int c = 0; c < d; ++c) ordered[c] += values[c] * (rest_mass / total);
     }
-    E* out = static_cast<E*>(a_.out) + row * a_.out_stride + head * d;
-    for (int c = 0; c < d; c += kWidth)
-      store_rounded<E>(out + c, load_as<Floats>(ordered.data() + c));
+    const int64_t place = row * a_.out_stride + head * d;
+    if (a_.out_floats)
+      std::copy_n(ordered.data(), d, static_cast<float*>(a_.out) + place);
+    else
+      for (int c = 0; c < d; c += kWidth)
+        store_rounded<E>(static_cast<E*>(a_.out) + place + c, load_as<Floats>(ordered.data() + c));
     const float lse = top + std::log2(mass);
     if (a_.lse != nullptr) a_.lse[query_head] = lse * kLn2;
     if (a_.weights != nullptr) exponentiate(weights_of(unit, g), a_.lengths[unit], lse);

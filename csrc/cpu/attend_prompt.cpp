@@ -184,33 +184,44 @@ class Prompting {
       const int tokens = std::min(kTile, last - first);
       for (int t = 0; t < tokens; t += a_.page_size)
         panels.take(unit(task, (first + t) / a_.page_size), t, std::min(a_.page_size, tokens - t));
+      const bool apart = hides_infinite(rows, first, tokens, panels);
       for (int row = 0; row < rows.count; row += together_)
-        attend_tile(rows, row, std::min(row + together_, rows.count), first, tokens, panels, part);
+        attend_tile(rows, row, std::min(row + together_, rows.count), first, tokens, panels, apart,
+                    part);
     }
     for (int r = 0; r < rows.count; ++r)
       part.sums[r] = sum(load_as<Floats>(rows.sums + r * kWidth));
   }
 
-  // Rows from one on up to another, with the tile that begins at the list's token `first`.
+  // Whether some rows do not see a token of the tile whose value is infinite or NaN.
+  static bool hides_infinite(const Rows<Word>& rows, int first, int tokens, const Panels<P>& panels) {
+    const int left = std::min(rows.begins[rows.count - 1] - first, tokens);
+    const int right = std::max(rows.limits[0] - first, 0);
+    return (left > 0 && panels.any_infinite(0, left)) ||
+           (right < tokens && panels.any_infinite(right, tokens));
+  }
+
+  // Rows from one on up to another, with the tile that begins at the list's token `first`; each row
+  // apart if the values that another one sees must not reach it.
   void attend_tile(const Rows<Word>& rows, int from, int to, int first, int tokens,
-                   const Panels<P>& panels, const Part& part) const {
-    const Span all{rows, from, first, tokens};
-    const int end = Span(rows, to - kMicro, first, tokens).end;
+                   const Panels<P>& panels, bool apart, const Part& part) const {
+    const int begin = seen_by_block(rows, from, first, tokens).begin;
+    const int end = seen_by_block(rows, to - kMicro, first, tokens).end;
     float* const logits = scratch().logits.of(int64_t(together_) * kTile);
     constexpr int kMostBlocks = kTogether / (16 * kMicro);
     Floats tops[kMostBlocks];
     std::fill_n(tops, kMostBlocks, splat(kLowest));
     const auto multiply = logits_.cap > 0 ? multiply_keys<P, true> : multiply_keys<P, false>;
-    for (int t = all.begin; t < end; t += kColumns)
+    for (int t = begin; t < end; t += kColumns)
       for (int r = from; r < to; r += kMicro) {
-        const Span span(rows, r, first, tokens);
+        const Span span = seen_by_block(rows, r, first, tokens);
         if (t < span.begin || t >= span.end) continue;
         Floats& top = tops[(r - from) / kMicro];
         top = multiply(rows.queries + int64_t(r) * words_, panels.keys_of(t), words_, logits_,
                        part.references + r, logits + (r - from) * kTile + t, top);
       }
     for (int r = from; r < to; r += kMicro) {
-      const Span span(rows, r, first, tokens);
+      const Span span = seen_by_block(rows, r, first, tokens);
       if (span.empty()) continue;
       float* const x = logits + (r - from) * kTile;
       if (rows.unseen[r / kMicro] > 0 || any_above(tops[(r - from) / kMicro], kBound))
@@ -219,12 +230,23 @@ class Prompting {
     }
     for (int c = 0; c < columns_; c += kColumns)
       for (int r = from; r < to; r += kMicro) {
-        const Span span(rows, r, first, tokens);
+        const Span span = seen_by_block(rows, r, first, tokens);
         if (span.empty()) continue;
-        const auto* weights = reinterpret_cast<const typename P::Weight*>(logits + (r - from) * kTile);
+        const float* const x = logits + (r - from) * kTile;
+        float* const out = part.out + int64_t(r) * columns_ + c;
+        if (apart) {
+          for (int i = 0; i < kMicro; ++i) {
+            const Span seen = seen_by_row(rows, r + i, first, span);
+            multiply_values_of_row<P>(reinterpret_cast<const typename P::Weight*>(x + i * kTile),
+                                      panels.values_of(c), seen.begin, seen.end,
+                                      out + i * columns_);
+          }
+          continue;
+        }
+        const auto* weights = reinterpret_cast<const typename P::Weight*>(x);
         const int begin = span.begin / P::kDepth, words = (span.end + P::kDepth - 1) / P::kDepth;
         multiply_values<P>(weights + span.begin, panels.values_of(c) + begin * kColumns, words - begin,
-                           part.out + int64_t(r) * columns_ + c, columns_);
+                           out, columns_);
       }
   }
 

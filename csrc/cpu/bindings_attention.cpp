@@ -18,16 +18,27 @@ void bind_attention(nb::module_& m) {
 
   m.def(
       "stage_pages",
-      [](uintptr_t source, uintptr_t pages, int64_t num_pages, uintptr_t target,
-         int32_t pages_per_block, int32_t kv_heads, int32_t page_size, int32_t head_size,
-         int32_t element_size, int from,
-         int to) {
-        kvr::stage_pages({at<void>(source), at<int32_t>(pages), num_pages, at<void>(target),
-                          pages_per_block, kv_heads, page_size, head_size, element_size,
-                          static_cast<kvr::KeyLayout>(from), static_cast<kvr::KeyLayout>(to)});
+      [](uintptr_t source, int64_t source_pages, uintptr_t pages, int64_t num_pages, uintptr_t target,
+         int64_t blocks, int32_t pages_per_block, int32_t kv_heads, int32_t page_size,
+         int32_t head_size, int32_t element_size, int from, int to) {
+        const kvr::PageStaging staging{at<void>(source),
+                                       source_pages,
+                                       at<int32_t>(pages),
+                                       num_pages,
+                                       at<void>(target),
+                                       blocks,
+                                       pages_per_block,
+                                       kv_heads,
+                                       page_size,
+                                       head_size,
+                                       element_size,
+                                       static_cast<kvr::KeyLayout>(from),
+                                       static_cast<kvr::KeyLayout>(to)};
+        kvr::check_staging(staging);
+        kvr::stage_pages(staging);
       },
-      nb::kw_only(), nb::arg("source"), nb::arg("pages"), nb::arg("num_pages"), nb::arg("target"),
-      nb::arg("pages_per_block"), nb::arg("kv_heads"), nb::arg("page_size"), nb::arg("head_size"),
+      nb::kw_only(), nb::arg("source"), nb::arg("source_pages"), nb::arg("pages"),
+      nb::arg("num_pages"), nb::arg("target"), nb::arg("blocks"), nb::arg("pages_per_block"), nb::arg("kv_heads"), nb::arg("page_size"), nb::arg("head_size"),
       nb::arg("element_size"), nb::arg("source_layout"), nb::arg("target_layout"),
       nb::call_guard<nb::gil_scoped_release>());
 
@@ -92,14 +103,15 @@ void bind_attention(nb::module_& m) {
   m.def("attend",
         [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
            uintptr_t out, nb::tuple out_shape, nb::tuple out_strides, nb::handle out_dtype,
-           uintptr_t lse, uintptr_t weights, int64_t weight_stride, uintptr_t entries, int64_t width,
+           bool out_floats, uintptr_t lse, uintptr_t weights, int64_t weight_stride, uintptr_t entries, int64_t width,
            int64_t stride, bool per_head, uintptr_t lengths, int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
            int group, int head_size, int page_size, int dtype, nb::handle torch_dtype, float scale,
            float softcap, uintptr_t sinks, uintptr_t rest_values, uintptr_t rest_lse) {
           const Vectors query{queries, shape, strides, query_dtype};
           const Vectors output{out, out_shape, out_strides, out_dtype};
           query.check("query", rows, kv_heads * group, head_size, torch_dtype);
-          output.check("output", rows, kv_heads * group, head_size, torch_dtype);
+          output.check("output", rows, kv_heads * group, head_size,
+                       out_floats ? out_dtype : torch_dtype);
           const kvr::Attention attention{static_cast<kvr::DType>(dtype),
                                          static_cast<kvr::KeyLayout>(layout),
                                          rows,
@@ -113,6 +125,7 @@ void bind_attention(nb::module_& m) {
                                          query.stride(),
                                          at<void>(out),
                                          output.stride(),
+                                         out_floats,
                                          at<float>(lse),
                                          at<float>(weights),
                                          weight_stride,
@@ -133,7 +146,7 @@ void bind_attention(nb::module_& m) {
         },
         nb::arg("query"), nb::arg("shape"), nb::arg("strides"), nb::arg("query_dtype"),
         nb::arg("output"), nb::arg("output_shape"), nb::arg("output_strides"),
-        nb::arg("output_dtype"), nb::kw_only(), nb::arg("lse"), nb::arg("weights"),
+        nb::arg("output_dtype"), nb::kw_only(), nb::arg("output_floats"), nb::arg("lse"), nb::arg("weights"),
         nb::arg("weight_stride"), nb::arg("entries"), nb::arg("entries_width"),
         nb::arg("entries_stride"), nb::arg("per_head"), nb::arg("lengths"), nb::arg("rows"),
         nb::arg("run"), nb::arg("cache"), nb::arg("cache_tokens"), nb::arg("layout"),

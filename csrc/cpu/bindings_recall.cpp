@@ -35,6 +35,7 @@ void bind_recall(nb::module_& m) {
            nb::arg("page_size"), nb::arg("head_size"), nb::arg("raw"), nb::arg("fd"),
            nb::arg("offset"));
 
+  // What waits for reads, or is long, lets other threads run Python meanwhile; lists are converted before.
   using Cache = kvr::RecallCache;
   const auto release_gil = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Cache>(m, "RecallCache")
@@ -71,6 +72,7 @@ void bind_recall(nb::module_& m) {
            release_gil)
       .def("drop_pages",
            [](Cache& self, const std::vector<int64_t>& pages) {
+             const nb::gil_scoped_release release;
              self.drop_pages(pages.data(), static_cast<int64_t>(pages.size()));
            })
       .def("close",
@@ -82,10 +84,12 @@ void bind_recall(nb::module_& m) {
            })
       .def("adopt",
            [](Cache& self, const std::vector<int64_t>& pages) {
+             const nb::gil_scoped_release release;
              self.adopt(pages.data(), static_cast<int64_t>(pages.size()));
            })
       .def("abandon",
            [](Cache& self, const std::vector<int64_t>& pages) {
+             const nb::gil_scoped_release release;
              self.abandon(pages.data(), static_cast<int64_t>(pages.size()));
            })
       .def("stage",
@@ -97,7 +101,7 @@ void bind_recall(nb::module_& m) {
       .def("take_failed_pages", &Cache::take_failed_pages)
       .def("take_error", &Cache::take_error)
       .def("read_in_pieces", &Cache::read_in_pieces)
-      .def("check", &Cache::check)
+      .def("check", &Cache::check, release_gil)
       .def("resident", &Cache::resident)
       .def_prop_ro("used", &Cache::used)
       .def_prop_ro("pinned", &Cache::pinned)
@@ -123,8 +127,8 @@ void bind_recall(nb::module_& m) {
            nb::keep_alive<1, 12>())
       .def("recall", &Tokens::recall, release_gil)
       .def("wait", &Tokens::wait, release_gil)
-      .def("release", &Tokens::release)
-      .def("check", &Tokens::check)
+      .def("release", &Tokens::release, release_gil)
+      .def("check", &Tokens::check, release_gil)
       .def_prop_ro("used", &Tokens::used)
       .def_prop_ro("read_ahead_ns", &Tokens::read_ahead_ns)
       .def_prop_ro("waited_ns", &Tokens::waited_ns);

@@ -251,6 +251,18 @@ void check_prompt(const PromptAttention& a) {
   }
 }
 
+void check_staging(const PageStaging& s) {
+  if (s.num_pages % s.pages_per_block || s.num_pages / s.pages_per_block > s.blocks)
+    throw std::invalid_argument(std::to_string(s.num_pages) + " pages do not fill blocks of " +
+                                std::to_string(s.pages_per_block) + ", of which there are " +
+                                std::to_string(s.blocks));
+  for (int64_t i = 0; i < s.num_pages; ++i)
+    if (s.pages[i] < 0 || s.pages[i] >= s.source_pages)
+      throw std::invalid_argument("pages[" + std::to_string(i) + "] is " +
+                                  std::to_string(s.pages[i]) + ", the cache has " +
+                                  std::to_string(s.source_pages));
+}
+
 void check_staging(const TokenStaging& s) {
   Attention lists{};
   lists.rows = s.rows, lists.kv_heads = s.kv_heads, lists.run = 1;

@@ -33,6 +33,8 @@ void check_lists(const Attention& attention);
 // There are tokens for all queries. The lists name pages of the cache, and are long enough for the
 // tokens that their queries see.
 void check_prompt(const PromptAttention& attention);
+// The pages are pages of the source, and fill whole blocks, which the target has.
+void check_staging(const PageStaging& staging);
 // The lists name tokens of the cache, the heads of a row have lists of one length, and there are
 // blocks for all tokens.
 void check_staging(const TokenStaging& staging);

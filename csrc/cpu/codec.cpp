@@ -94,6 +94,7 @@ static Scale fit_row(const E* row, int n) {
     most = high[i] > most ? high[i] : most;
     all &= encodable[i] != 0;
   }
+  least += 0.0f;  // zero has no sign, whichever came first
   return all ? R::fit(least, most) : Scale{std::numeric_limits<float>::quiet_NaN(), 0};
 }
 

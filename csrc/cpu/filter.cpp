@@ -130,8 +130,8 @@ struct Filter {
     const int end = std::min(begin + kTokens, context(row, j)), all = heads * group;
     for (int t = begin; t < end; t += kWidth) {
       Floats top = splat(kNothing);
-      for (int head = 0; head < all; ++head)
-        top = max(top, load_as<Floats>(scores + head * stride + t) - norms[head]);
+      for (int head = 0; head < all; ++head)  // NaN leaves the top as it is
+        top = max(load_as<Floats>(scores + head * stride + t) - norms[head], top);
       if (s.ratings == nullptr)
         add(row, j, top, pooled + t);
       else

@@ -227,10 +227,12 @@ void write_rows(const RowWrite&);
 // tokens], then values [tokens, head_size]) to kTransposed, or from kRows to kTransposed or kAmx. In
 // kAmx values are words of two tokens, [head_size / 16, tokens / 2, 16 channels].
 struct PageStaging {
-  const void* source;            // [pages, kv_heads, 2 * page_size * head_size]
+  const void* source;            // [source_pages, kv_heads, 2 * page_size * head_size]
+  int64_t source_pages;
   const int32_t* pages;          // [num_pages]; a multiple of pages_per_block
   int64_t num_pages;
-  void* target;                  // [num_pages / pages_per_block, kv_heads, ...]
+  void* target;                  // [blocks, kv_heads, ...]
+  int64_t blocks;
   int32_t pages_per_block, kv_heads, page_size, head_size, element_size;
   KeyLayout from, to;            // kAmx: elements of 2 bytes, pages of a multiple of 16 tokens
 };
@@ -266,6 +268,7 @@ struct Attention {
   int64_t query_stride;          // elements from one row to the next
   void* out;                     // [rows, kv_heads * group, head_size]
   int64_t out_stride;
+  bool out_floats;               // whether out is of floats, whatever the dtype
   float* lse;                    // out, [rows, kv_heads * group], or null
   float* weights;                // out, [rows, kv_heads * group, weight_stride], or null
   int64_t weight_stride;

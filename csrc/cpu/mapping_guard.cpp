@@ -96,7 +96,7 @@ bool MappingGuard::patch(const void* address) noexcept {
 
 std::vector<std::pair<int64_t, int64_t>> MappingGuard::take() {
   std::vector<std::pair<int64_t, int64_t>> missing;
-  if (!any_.exchange(false)) return missing;
+  if (!any_.load(std::memory_order_relaxed) || !any_.exchange(false)) return missing;
   places_ = 0;
   for (int64_t first = 0, end; first < pages_; first = end + 1) {
     for (end = first; end < pages_ && missing_[end].exchange(false);) ++end;

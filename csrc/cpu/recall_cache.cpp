@@ -175,8 +175,10 @@ void RecallCache::begin(const DecodeRows& rows) {
     int32_t slot = slot_of_[unit];
     if (slot == kNone) {  // else another row has missed it, too
       slot = acquire(unit);
-      if (slot == kNone)
+      if (slot == kNone) {
+        for (const Read& miss : misses_) drop(miss.unit);  // nobody will read them
         throw std::logic_error("the recall cache has fewer slots than one step attends to");
+      }
       misses_.push_back({unit, slot});
       ++config_.counts[int64_t(request) * kRecallCounts + kRecalled];
     }

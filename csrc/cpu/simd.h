@@ -223,7 +223,9 @@ struct Float16 : FloatLanes<Float16> {
     u &= 0x7fffffff;
     if (u > 0x7f800000) return sign | 0x7e00;
     if (u >= 0x477ff000) return sign | 0x7c00;  // 65520 and above
-    u = bits_as<uint32_t>(bits_as<float>(u) * 0x1p-112f);
+    if (u < 0x38800000)  // subnormal; 1/2 has as many bits behind the point as these
+      return sign | (bits_as<uint32_t>(bits_as<float>(u) + 0.5f) - 0x3f000000);
+    u -= 0x38000000;
     return sign | (u + 0xfff + (u >> 13 & 1)) >> 13;
   }
 #endif

@@ -175,7 +175,8 @@ class Ops(Protocol):
 
         Raises:
             ValueError: The layout is not known; or it is ``amx`` and ``source`` is not token-major
-                with 16 bits per element.
+                with 16 bits per element. Or shapes do not fit each other, or ``source`` lacks a
+                page. Nothing is written then.
         """
         ...
 
@@ -278,7 +279,8 @@ class Ops(Protocol):
                 nothing at all come zeros, and minus infinity as ``lse``.
             cache: [units, page_size, 2 * head_size], contiguous; there may be more leading
                 dimensions.
-            output: [>= R, kv_heads * group, head_size], written; rows may be strided.
+            output: [>= R, kv_heads * group, head_size], written; rows may be strided. In the
+                cache's dtype, or in float32.
             layout: ``rows``, or the name of vLLM's layout of keys, with ``run`` of 16 or more. With
                 ``amx`` (see :meth:`stage_pages`) elements have 16 bits.
             scale: Softmax scale.

@@ -63,14 +63,12 @@ static void score_together(const QueryParts<E, F>& q, int64_t query_at, const Sc
     record[p] = reinterpret_cast<const E*>(t.records.at(j + p, t.first_head + head));
   Floats acc[N][P];
   products<E, F, N, P>(q, query_at, record, t.index.head_size, acc);
+  // All sums are in one order, however many there are together: equal records have equal scores.
   KVR_UNROLL for (int g = 0; g < N; ++g) {
-    float* to = out + g * t.stride + j;
-    if constexpr (P == 4) {
-      const Quad sums = sum_four(acc[g][0], acc[g][1], acc[g][2], acc[g][3]) * t.scale;
-      std::memcpy(to, &sums, sizeof sums);
-    } else {
-      KVR_UNROLL for (int p = 0; p < P; ++p) to[p] = sum(acc[g][p]) * t.scale;
-    }
+    Floats each[4] = {};
+    KVR_UNROLL for (int p = 0; p < P; ++p) each[p] = acc[g][p];
+    const Quad sums = sum_four(each[0], each[1], each[2], each[3]) * t.scale;
+    std::memcpy(out + g * t.stride + j, &sums, P * sizeof(float));
   }
 }
 

@@ -87,6 +87,21 @@ struct Panels {
     }
   }
 
+  // Whether a value of the tokens from `begin` up to `end` is infinite or NaN.
+  bool any_infinite(int begin, int end) const {
+    constexpr uint32_t kExponent = 0x7f800000;
+    Ints found = {};
+    for (int c = 0; c < head_size; c += kWidth)
+      for (int t = begin / P::kDepth; t * P::kDepth < end; ++t) {
+        const auto x = load_as<Words>(values_of(c) + t * kColumns + c % kColumns);
+        found |= (x & kExponent) == kExponent;
+        if constexpr (P::kDepth == 2) found |= (x << 16 & kExponent) == kExponent;
+      }
+    for (int i = 0; i < kWidth; ++i)
+      if (found[i]) return true;
+    return false;
+  }
+
  private:
   void put_keys(int token, int word, Words x) const {
     Word* to = keys + (int64_t(token / kColumns) * (head_size / P::kDepth) + word) * kColumns;

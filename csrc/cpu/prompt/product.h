@@ -169,6 +169,24 @@ inline void multiply_values(const typename P::Weight* weights, const typename P:
   }
 }
 
+// Does the same for one row, and leaves alone what tokens outside of [begin, end) have in the first
+// word and the last: a weight of zero times an infinite value would be NaN.
+template <class P>
+inline void multiply_values_of_row(const typename P::Weight* weights, const typename P::Word* panel,
+                                   int begin, int end, float* out) {
+  Floats acc[2] = {load_as<Floats>(out), load_as<Floats>(out + kWidth)};
+  for (int t = begin / P::kDepth * P::kDepth; t < end; t += P::kDepth) {
+    uint32_t seen = ~0u;
+    if (P::kDepth == 2 && t < begin) seen = 0xffff0000u;
+    if (P::kDepth == 2 && t + 1 == end) seen &= 0xffffu;
+    for (int v = 0; v < 2; ++v) {
+      const auto values = P::load(panel + t / P::kDepth * kColumns + v * kWidth);
+      P::add(acc[v], P::weight(weights + t), (decltype(values))((Words)values & seen));
+    }
+  }
+  std::memcpy(out, acc, sizeof acc);
+}
+
 }  // namespace prompt
 }  // namespace KVR_ISA
 }  // namespace kvr

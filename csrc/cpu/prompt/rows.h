@@ -54,24 +54,31 @@ struct Rows {
   int* unseen;    // [count / kMicro]; rows of the block that have seen no token of the part
 };
 
-// The tokens of a tile that some row of a block sees, from a multiple of kColumns on.
+// Tokens of a tile.
 struct Span {
   int begin, end;
-
-  template <class Word>
-  Span(const Rows<Word>& rows, int row, int first, int tokens)
-      : begin(std::max(rows.begins[row] - first, 0) / kColumns * kColumns),
-        end(std::min(rows.limits[row + kMicro - 1] - first, tokens)) {}
   bool empty() const { return begin >= end; }
 };
+
+// Those that some row of a block sees, from a multiple of kColumns on.
+template <class Word>
+inline Span seen_by_block(const Rows<Word>& rows, int row, int first, int tokens) {
+  return {std::max(rows.begins[row] - first, 0) / kColumns * kColumns,
+          std::min(rows.limits[row + kMicro - 1] - first, tokens)};
+}
+
+// Those of a span that one row sees.
+template <class Word>
+inline Span seen_by_row(const Rows<Word>& rows, int row, int first, const Span& span) {
+  return {std::max(rows.begins[row] - first, span.begin), std::min(rows.limits[row] - first, span.end)};
+}
 
 // Sets new references for rows whose logits are too high, or that see their first tokens.
 template <class Word>
 __attribute__((noinline)) void refer_anew(const Rows<Word>& rows, int row, const Span& span, int first,
                                           float* logits, const Part& part, int columns) {
   for (int r = 0; r < kMicro; ++r) {
-    const int begin = std::max(rows.begins[row + r] - first, span.begin);
-    const int end = std::min(rows.limits[row + r] - first, span.end);
+    const auto [begin, end] = seen_by_row(rows, row + r, first, span);
     if (begin >= end) continue;
     float* x = logits + r * kTile;
     float top = kLowest;
@@ -100,8 +107,8 @@ inline void weigh(const Rows<Word>& rows, int row, const Span& span, int first, 
   for (int r = 0; r < kMicro; ++r) {
     const float* x = logits + r * kTile;
     auto* weights = reinterpret_cast<typename P::Weight*>(logits + r * kTile);
-    const int begin = std::max(rows.begins[row + r] - first, span.begin);
-    const int end = std::min(rows.limits[row + r] - first, span.end);
+    const Span seen = seen_by_row(rows, row + r, first, span);
+    const int begin = seen.begin, end = seen.end;
     float* sums = rows.sums + (row + r) * kWidth;
     Floats total = load_as<Floats>(sums);
     const auto some = [&](int t) {  // some tokens of a vector

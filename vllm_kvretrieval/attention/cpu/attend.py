@@ -202,15 +202,16 @@ class AttendingLayer(CPUAttentionBackendImpl):
     ) -> None:
         """Rows of one token by our own kernel, over parts of one softmax.
 
-        A part takes what was attended to before as its remainder, the first one that of the method.
+        A part takes what was attended to before as its remainder, in float32, the first one that of
+        the method.
         Learned sinks go with the first part. Weights are asked for of a single part only.
         """
         assert weights is None or len(parts) == 1
         sinks, (*before, last) = self._sinks, parts
         for part in before:
-            own, lse = torch.empty_like(query), torch.empty(query.shape[:2])
+            own, lse = torch.empty(query.shape), torch.empty(query.shape[:2])
             self._attend(query, part, own, layout, sinks, lse, None, remainder)
-            sinks, remainder = None, Remainder(own.float(), lse)
+            sinks, remainder = None, Remainder(own, lse)
         self._attend(query, last, output, layout, sinks, None, weights, remainder)
 
     def _attend(

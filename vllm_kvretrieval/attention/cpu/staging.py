@@ -109,14 +109,14 @@ class PrefillStaging:
         self, table: np.ndarray, lens: np.ndarray, blocks: np.ndarray, requests: slice
     ) -> StagedContext:
         table, lens, blocks = table[requests], lens[requests], blocks[requests]
-        last = table.shape[1] - 1
-        # A last block is filled up with whatever page comes next: nobody attends to it.
+        counts = -(-lens // self.page_size)
+        # A last block is filled up with the last page: nobody attends to it there.
         pages = [
-            table[request, np.minimum(np.arange(count * self.pages_per_block), last)]
-            for request, count in enumerate(blocks)
+            table[request, np.minimum(np.arange(some * self.pages_per_block), counts[request] - 1)]
+            for request, some in enumerate(blocks)
         ]
-        if self.encoded:  # of which such a page cannot be read
-            for own, count in zip(pages, -(-lens // self.page_size), strict=True):
+        if self.encoded:  # nor has it to be read
+            for own, count in zip(pages, counts, strict=True):
                 own[count:] = -1
         starts = np.cumsum(blocks) - blocks
         staged = starts[:, None] + np.arange(blocks.max())

@@ -28,15 +28,23 @@ def stage_pages(
     rows: bool = False,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.stage_pages`."""
-    _, kv_heads, page_size, width = source.shape
+    source_pages, kv_heads, page_size, width = source.shape
+    blocks, _, block_size, _ = target.shape
     check("pages", pages, torch.int32)
     _check_staging(source, target, layout, rows)
+    if target.shape[1::2] != (kv_heads, width) or block_size % page_size or width % 32:
+        raise ValueError(
+            f"{tuple(source.shape)} cannot be laid out as {tuple(target.shape)}: heads have to be "
+            "the same, in multiples of 16, and blocks hold whole pages"
+        )
     _cpu.stage_pages(
         source=source.data_ptr(),
+        source_pages=source_pages,
         pages=pages.data_ptr(),
         num_pages=len(pages),
         target=target.data_ptr(),
-        pages_per_block=target.shape[2] // page_size,
+        blocks=blocks,
+        pages_per_block=block_size // page_size,
         kv_heads=kv_heads,
         page_size=page_size,
         head_size=width // 2,
@@ -164,6 +172,7 @@ def attend(
     _cpu.attend(
         *vectors(query),
         *vectors(output),
+        output_floats=output.dtype == torch.float32,
         lse=0 if lse is None else lse.data_ptr(),
         weights=0 if weights is None else weights.data_ptr(),
         weight_stride=0 if weights is None else weights.shape[2],

@@ -181,6 +181,8 @@ def attend_prompt(
                 sink = sinks[heads].double()[:, None, None].expand(-1, end - start, 1)
                 logits = torch.cat([logits, sink], -1)
             weights = logits.softmax(-1)[..., : len(tokens)]
-            output[start:end, heads] = (weights @ value).transpose(0, 1).to(output.dtype)
+            for i, of_row in enumerate(visible):  # else 0 * inf of others would be NaN
+                attended = weights[:, i, of_row] @ value[of_row]
+                output[start + i, heads] = attended.to(output.dtype)
             if lse is not None:
                 lse[start:end, heads] = logits.logsumexp(-1).T.float()

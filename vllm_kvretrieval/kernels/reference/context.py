@@ -52,8 +52,8 @@ def context_ratings(
         context = length - (len(queries) - 1 - number)
         if context >= 1:
             scores = torch.einsum("hd,htd->ht", query, keys[:, :context]) * selector.scale
-            best = (scores - scores.logsumexp(-1, keepdim=True)).amax(0)
-            ratings[number, :context] = best
+            parts = scores - scores.logsumexp(-1, keepdim=True)
+            ratings[number, :context] = parts.where(~parts.isnan(), -torch.inf).amax(0)
     return ratings
 
 

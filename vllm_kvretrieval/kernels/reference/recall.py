@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 
 import torch
 
@@ -177,10 +178,13 @@ class RecallCache:
                 if unit in self._slot_of:
                     self._touch(unit)
             self.counts[request, :2] += torch.tensor([len(units), len(misses)])
+        fetched = list[int]()
         for request, unit in missing:
             if unit not in self._slot_of:  # else another row has missed it, too
                 if not self._fetch(unit):
+                    self._drop(fetched)
                     raise RuntimeError("the recall cache has fewer slots than one step attends to")
+                fetched.append(unit)
                 self.counts[request, 2] += 1
         for r, (request, per_head) in enumerate(zip(rows.seats.tolist(), lists, strict=True)):
             sink, window = int(rows.sink[r]), int(rows.window[r])
@@ -214,13 +218,7 @@ class RecallCache:
 
     def drop_pages(self, pages: list[int]) -> None:
         """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.drop_pages`."""
-        for page in pages:
-            for unit in self._units(page):
-                if unit in self._slot_of:
-                    if unit not in self._unpinned:
-                        raise RuntimeError(f"page {page} is given up while pinned")
-                    del self._unpinned[unit]
-                    self._free.append(self._slot_of.pop(unit))
+        self._drop(unit for page in pages for unit in self._units(page))
 
     def release(self, seat: int) -> None:
         """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.release`."""
@@ -255,6 +253,14 @@ class RecallCache:
 
     def _units(self, page: int) -> range:
         return range(page * self.kv_heads, (page + 1) * self.kv_heads)
+
+    def _drop(self, units: Iterable[int]) -> None:
+        for unit in units:
+            if unit in self._slot_of:
+                if unit not in self._unpinned:
+                    raise RuntimeError(f"page {unit // self.kv_heads} is given up while pinned")
+                del self._unpinned[unit]
+                self._free.append(self._slot_of.pop(unit))
 
     def _lists(self, rows: DecodeRows, r: int) -> list[list[int]]:
         """The units that a row attends to, by KV head."""

@@ -71,7 +71,7 @@ class Rows(ABC):
     def fit(self, rows: torch.Tensor) -> Scale:
         """Scale of rows, float32 [..., rows, n]."""
         encodable = rows.abs().amax(-1) <= MOST
-        low, high = rows.amin(-1), rows.amax(-1)
+        low, high = rows.amin(-1) + 0.0, rows.amax(-1)  # zero has no sign, whichever came first
         zero = torch.zeros_like(low)
         step, base = self._fit(
             torch.where(encodable, low, zero), torch.where(encodable, high, zero)
