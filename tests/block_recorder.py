@@ -143,7 +143,8 @@ class BlockRecorder(RecordingWorker):
 
     def _error(self, block, head, pages, size, scale):
         """Of the attention to exactly these pages, up to each token itself."""
-        tokens = torch.cat([torch.arange(block.end).split(size)[page] for page in pages])
+        places = torch.arange(block.end).split(size)
+        tokens = torch.cat([places[page] for page in pages])
         keys, values = block.keys[head, tokens], block.values[head, tokens]
         scores = torch.einsum("ngd,td->ngt", block.query[:, head], keys) * scale
         later = tokens > torch.arange(block.begin, block.end)[:, None]

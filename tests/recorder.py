@@ -181,7 +181,8 @@ class Oracle:
     def attention(self, step: Step, head: int) -> torch.Tensor:
         """[group, d]; softmax attention over exactly the tokens attended to, and the remainder."""
         size = 1 if self.method.per_token else self.page_size
-        tokens = torch.cat([torch.arange(step.length).split(size)[j] for j in step.attended[head]])
+        places = torch.arange(step.length).split(size)
+        tokens = torch.cat([places[j] for j in step.attended[head]])
         logits = step.query[head] @ step.keys[head].T * self.scale
         values = step.values[head]
         masses, means = logits[:, tokens], values[tokens]
