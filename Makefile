@@ -22,6 +22,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What a new vLLM is tried with, unless VLLM and NEXT say otherwise: its names, and engines of a kind.
 NEXT ?= $(addprefix tests/test_,$(addsuffix .py,vllm_names vllm_contract plugin refusals scheduler \
 	runners batching kv_connectors))
+# Files of tests that want all cores: to collect those of all files takes a while.
+WITH_CORES = $(shell grep -l 'mark\.cores' tests/test_*.py)
 CODE := $(wildcard vllm_kvretrieval benchmarks examples tests tools)
 
 LOCKS := requirements/runtime.txt requirements/build.txt requirements/dev.txt
@@ -138,7 +140,7 @@ lint: $(INSTALLED)
 test: $(INTERPRETER)
 	@$(MAKE) -j3 build test-models lint
 	$(BIN)/python -m pytest -m "not cores and not slow" -n auto --dist loadfile
-	$(BIN)/python -m pytest -m "cores and not slow"
+	$(BIN)/python -m pytest -m "cores and not slow" $(WITH_CORES)
 
 # Another vLLM's Python over the installed libraries: is there what we call, and do engines serve?
 test-next: build test-models $(INTERPRETER)
@@ -151,7 +153,7 @@ test-next: build test-models $(INTERPRETER)
 test-all: test
 	@$(MAKE) models
 	$(BIN)/python -m pytest -m "slow and not cores" -n auto --dist loadfile
-	$(BIN)/python -m pytest -m "slow and cores"
+	$(BIN)/python -m pytest -m "slow and cores" $(WITH_CORES)
 
 bench: build models
 	$(BIN)/python -m benchmarks.serving decode
