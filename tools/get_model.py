@@ -139,7 +139,8 @@ def skimming_reader() -> Any:
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
             if raw_type != GGUFValueType.ARRAY:
                 return super()._get_field_parts(orig_offs, raw_type)
-            kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
+            data: Any = self.data
+            kind, count = struct.unpack_from("<IQ", data, orig_offs)
             if count < LONG_ARRAY:
                 return super()._get_field_parts(orig_offs, raw_type)
             first = orig_offs + struct.calcsize("<IQ")
@@ -148,7 +149,7 @@ def skimming_reader() -> Any:
             if kind == GGUFValueType.STRING:  # its length in bytes, and these
                 end = first
                 for _ in range(count):
-                    end += 8 + struct.unpack_from("<Q", self.data, end)[0]
+                    end += 8 + struct.unpack_from("<Q", data, end)[0]
             return end - orig_offs, parts, places * count, [GGUFValueType.ARRAY, *types]
 
     return SkimmingReader
