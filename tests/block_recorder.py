@@ -76,7 +76,7 @@ class BlockRecorder(RecordingWorker):
             begin = end - (of_step.stop - of_step.start)
             pages = rows.block_table[r, : -(-end // size)].tolist()
             slots = [pages[t // size] * size + t % size for t in range(end)]
-            keys, values = (torch.stack([tokens[s][i] for s in slots], 1) for i in (0, 1))
+            keys, values = tokens.at(torch.tensor(slots)).permute(1, 2, 0, 3).contiguous()
             laid_out = blocks.places
             places = pages if laid_out is None else laid_out[pages].tolist()
             position = {place: j for j, place in enumerate(places)}
