@@ -157,14 +157,14 @@ def test_pairs_attended_to_are_counted(llm):
     def counts():
         return llm.collective_rpc(lambda worker: worker.requests.counts())[0]
 
-    shares = []
+    shares, length = [], 900
     for options in ({"exact": True}, {}, {"prefill_budget": OWN}):
         before = counts()
-        alone(llm, Request(novel(llm, 1500, 300), 2, options))
+        alone(llm, Request(novel(llm, length, 300), 2, options))
         new = [b - a for a, b in zip(before, counts(), strict=True)]
-        assert new[-2] == 1500 * 1501 // 2
+        assert new[-2] == length * (length + 1) // 2
         shares.append(new[-1] / new[-2])
     assert shares[0] == 1
     for share, budget in zip(shares[1:], (BUDGET, OWN), strict=True):
-        expected = (EXACT * EXACT / 2 + (1500 - EXACT) * (budget + CHUNK / 2)) / (1500 * 750)
-        assert share == pytest.approx(expected, rel=0.05)
+        pairs = EXACT**2 / 2 + (length - EXACT) * (budget + CHUNK / 2)
+        assert share == pytest.approx(pairs / (length**2 / 2), rel=0.02)

@@ -131,13 +131,14 @@ def test_what_prefill_attended_to_is_counted(llm):
     def counts():
         return llm.collective_rpc(lambda worker: worker.requests.counts())[0]
 
-    shares = []
+    shares, length = [], 900
     for options in ({"exact": True}, {}):
         before = counts()
-        alone(llm, Request(novel(llm, 1500, 300), 2, options))
+        alone(llm, Request(novel(llm, length, 300), 2, options))
         new = [b - a for a, b in zip(before, counts(), strict=True)]
-        assert new[-2] == 1500 * 1501 // 2
+        assert new[-2] == length * (length + 1) // 2
         shares.append(new[-1] / new[-2])
     assert shares[0] == 1
     # At position t a token attends to the budget and half of its chunk.
-    assert shares[1] == pytest.approx((288 * 144 + 1212 * (BUDGET + 48)) / (1500 * 750), rel=0.05)
+    pairs = EXACT**2 / 2 + (length - EXACT) * (BUDGET + CHUNK / 2)
+    assert shares[1] == pytest.approx(pairs / (length**2 / 2), rel=0.02)
