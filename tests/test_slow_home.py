@@ -195,8 +195,7 @@ def test_a_read_error_fails_its_requests_alone(llm):
     assert llm.collective_rpc("check_caches") == [([], 0)]
 
 
-@pytest.mark.parametrize("steps", [2, 5, 14], ids="after {} steps".format)
-def test_a_lost_home_fails_requests_but_not_the_engine(llm, steps):
+def test_a_lost_home_fails_requests_but_not_the_engine(llm):
     """Whatever they do with it: read prompts, attend to all, to selected pages, to a short text."""
     requests = {
         "sparse": Request(prompt(700, 62), 30, {}),
@@ -205,11 +204,12 @@ def test_a_lost_home_fails_requests_but_not_the_engine(llm, steps):
         "late": Request(prompt(1900, 65), 30, {}),
     }
     alone = [drive(llm, [request]) for request in requests.values()]
-    reasons = reasons_to_finish(llm, requests, {steps: "lose_home"})
-    assert reasons == dict.fromkeys(requests, "error")
-    llm.collective_rpc("renew_home")
-    settle(llm)
-    assert [drive(llm, [request]) for request in requests.values()] == alone
+    for steps in (2, 5, 14):
+        reasons = reasons_to_finish(llm, requests, {steps: "lose_home"})
+        assert reasons == dict.fromkeys(requests, "error"), steps
+        llm.collective_rpc("renew_home")
+        settle(llm)
+        assert [drive(llm, [request]) for request in requests.values()] == alone, steps
 
 
 def test_a_page_lost_while_it_is_first_written(llm):
