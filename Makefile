@@ -22,6 +22,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What a new vLLM is tried with, unless VLLM and NEXT say otherwise: its names, and engines of a kind.
 NEXT ?= $(addprefix tests/test_,$(addsuffix .py,vllm_names vllm_contract plugin refusals scheduler \
 	runners batching kv_connectors))
+# Files of tests that want all cores: to collect those of all files takes a while.
+WITH_CORES = $(shell grep -l 'mark\.cores' tests/test_*.py)
 CODE := $(wildcard vllm_kvretrieval benchmarks examples tests tools)
 
 LOCKS := requirements/runtime.txt requirements/build.txt requirements/dev.txt
@@ -35,7 +37,7 @@ INTERPRETER := $(VENV)/.interpreter-$(shell sha256sum < $(INTERPRETER_LOCK) | cu
 BUILT := $(VENV)/.built
 SOURCES := pyproject.toml CMakeLists.txt tools/packaging/backend.py $(wildcard csrc/cpu/* csrc/cpu/*/*)
 
-.PHONY: help venv build wheel wheels check-wheels docs lint-workflows model models demo lint test test-all test-next bench gpu gpu-bundle clean distclean
+.PHONY: help venv build wheel wheels check-wheels docs lint-workflows model test-models models demo lint test test-all test-next bench gpu gpu-bundle clean distclean
 
 help:
 	@echo "make venv    environment with the pinned dependencies, in $(VENV)"
@@ -130,6 +132,10 @@ $(DOCS)/.installed $(WORKFLOWS)/.installed:
 model: $(INSTALLED)
 	@$(BIN)/python tools/get_model.py smollm2
 
+# What tests need that are not slow.
+test-models: $(INSTALLED)
+	@$(BIN)/python tools/get_model.py smollm2 smollm2-32k gemma3
+
 models: $(INSTALLED)
 	@$(BIN)/python tools/get_model.py smollm2 smollm2-32k gemma3 qwen
 
@@ -146,12 +152,12 @@ lint: $(INSTALLED)
 # An engine keeps about one core busy, so the tests share the cores out; then come those that want
 # all cores. It ends with the instruction sets that this machine has for the kernels.
 test: $(INTERPRETER)
-	@$(MAKE) -j3 build models lint
+	@$(MAKE) -j3 build test-models lint
 	$(BIN)/python -m pytest -m "not cores and not slow" -n auto --dist loadfile
-	$(BIN)/python -m pytest -m "cores and not slow"
+	$(BIN)/python -m pytest -m "cores and not slow" $(WITH_CORES)
 
 # Another vLLM's Python over the installed libraries: is there what we call, and do engines serve?
-test-next: build models $(INTERPRETER)
+test-next: build test-models $(INTERPRETER)
 	@test -n "$(VLLM)" || { echo "say which: make test-next VLLM=0.33.0"; exit 1; }
 	$(BIN)/python tools/overlay.py $(VLLM)
 	VLLM_KVRETRIEVAL_ALLOW_UNTESTED=1 PYTHONPATH=$(CURDIR)/build/vllm-$(VLLM) \
@@ -159,8 +165,9 @@ test-next: build models $(INTERPRETER)
 
 # And the combinations that it leaves out, some minutes more.
 test-all: test
+	@$(MAKE) models
 	$(BIN)/python -m pytest -m "slow and not cores" -n auto --dist loadfile
-	$(BIN)/python -m pytest -m "slow and cores"
+	$(BIN)/python -m pytest -m "slow and cores" $(WITH_CORES)
 
 bench: build models
 	$(BIN)/python -m benchmarks.serving decode

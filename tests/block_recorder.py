@@ -77,7 +77,7 @@ class BlockRecorder(RecordingWorker):
             begin = end - (of_step.stop - of_step.start)
             pages = rows.block_table[r, : -(-end // size)].tolist()
             slots = [pages[t // size] * size + t % size for t in range(end)]
-            keys, values = (torch.stack([tokens[s][i] for s in slots], 1) for i in (0, 1))
+            keys, values = tokens.at(torch.tensor(slots)).permute(1, 2, 0, 3).contiguous()
             laid_out = blocks.places
             places = pages if laid_out is None else laid_out[pages].tolist()
             position = {place: j for j, place in enumerate(places)}
@@ -155,7 +155,8 @@ class BlockRecorder(RecordingWorker):
 
     def _error(self, block, head, pages, size, scale):
         """Of the attention to exactly these pages, up to each token itself."""
-        tokens = torch.cat([torch.arange(block.end).split(size)[page] for page in pages])
+        places = torch.arange(block.end).split(size)
+        tokens = torch.cat([places[page] for page in pages])
         keys, values = block.keys[head, tokens], block.values[head, tokens]
         scores = torch.einsum("ngd,td->ngt", block.query[:, head], keys) * scale
         later = tokens > torch.arange(block.begin, block.end)[:, None]

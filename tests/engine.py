@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -119,12 +119,14 @@ def processes() -> list[psutil.Process]:
     """All processes below this one, but for Python's resource tracker and the server of workers,
     which stay.
     """
-    return [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if "multiprocessing.resource_tracker" not in " ".join(process.cmdline())
-        and not workers.is_server(process.pid)
-    ]
+    return [p for p in psutil.Process().children(recursive=True) if not _stays(p)]
+
+
+def _stays(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+        tracks = "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+        return tracks or workers.is_server(process.pid)
+    return False
 
 
 @contextmanager

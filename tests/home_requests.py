@@ -151,8 +151,8 @@ def compared_with_home(llm):
     return compared, [len(r.prompt) + r.tokens - 1 for r in requests]
 
 
-def lose_home_after(llm, steps):
-    """Requests fail, whatever they do with it: read prompts, attend to all, to what is selected, to
+def lose_home_after(llm, *moments):
+    """After each of these numbers of steps: requests fail, whatever they do with it: read prompts, attend to all, to what is selected, to
     a short text. The same ones to a new home are answered as before."""
     requests = {
         "sparse": Request(prompt(700, 62), 30, {}),
@@ -161,11 +161,12 @@ def lose_home_after(llm, steps):
         "late": Request(prompt(1900, 65), 30, {}),
     }
     alone = [drive(llm, [request]) for request in requests.values()]
-    reasons = reasons_to_finish(llm, requests, {steps: "lose_home"})
-    assert reasons == dict.fromkeys(requests, "error")
-    llm.collective_rpc("renew_home")
-    settle(llm)
-    assert [drive(llm, [request]) for request in requests.values()] == alone
+    for steps in moments:
+        reasons = reasons_to_finish(llm, requests, {steps: "lose_home"})
+        assert reasons == dict.fromkeys(requests, "error"), steps
+        llm.collective_rpc("renew_home")
+        settle(llm)
+        assert [drive(llm, [request]) for request in requests.values()] == alone, steps
 
 
 def reasons_to_finish(llm, requests, faults):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.growing import Growing
 from tests.omnikv_recorder import attended_rows, number_of
 
 ROUNDING = 2e-4
@@ -75,8 +76,9 @@ class KeepingRecorder:
 
     def start_recording(self):
         """Record all layers afresh."""
-        self._queries: Any = defaultdict(dict)  # by layer and request: by position, [heads, d]
-        self._keys: Any = defaultdict(dict)  # the same, keys and values
+        # By layer and request: by position, [heads, d]; and the same, keys and values.
+        self._queries: Any = defaultdict(lambda: Growing(torch.float64))
+        self._keys: Any = defaultdict(lambda: Growing(torch.float64))
         self._steps: list[Any] = []
         self._prompts: dict[str, int] = {}
         self._entropies: dict[Any, list[float]] = {}
@@ -94,11 +96,11 @@ class KeepingRecorder:
                 for r, length in enumerate(metadata.seq_lens.tolist()):
                     request = self.requests.batch[r]
                     self._prompts.setdefault(request, self.requests.notes[request].tokens)
-                    for token in range(starts[r], starts[r + 1]):
-                        position = length - (starts[r + 1] - token)
-                        self._queries[number, request][position] = query[token].double()
-                        pair = torch.stack((key[token], value[token])).double()
-                        self._keys[number, request][position] = pair
+                    new = slice(starts[r], starts[r + 1])
+                    positions = torch.arange(length - (new.stop - new.start), length)
+                    self._queries[number, request].put(positions, query[new])
+                    pairs = torch.stack((key[new], value[new]), 1)
+                    self._keys[number, request].put(positions, pairs)
             return forward(layer, query, key, value, kv_cache, metadata, output, **rest)
 
         def attend_to_plan(query, output, plan, method):
@@ -170,23 +172,20 @@ class KeepingRecorder:
                 states[number, request, head] = set(tokens), ratings, slides
         return {name: dict(summary) for name, summary in summaries.items()}
 
-    def _stacked(self, what, number, request, length):
-        return torch.stack([what[number, request][t] for t in range(length)])
-
-    def _attention(self, number, request, end):
-        """[heads, queries, tokens]; of the prompt."""
-        queries = self._stacked(self._queries, number, request, end).transpose(0, 1)
-        keys = self._stacked(self._keys, number, request, end)[:, 0].transpose(0, 1)
+    def _attention(self, rule, number, request, end):
+        """[heads, queries, tokens]; of the prompt's queries that count."""
+        first = max(end - rule.window, 0) if rule.window else 0
+        queries = self._queries[number, request].at(torch.arange(first, end)).transpose(0, 1)
+        keys = self._keys[number, request].at(torch.arange(end))[:, 0].transpose(0, 1)
         keys = keys.repeat_interleave(len(queries) // len(keys), 0)
         scores = queries @ keys.transpose(1, 2) * keys.shape[-1] ** -0.5
-        later = torch.ones(end, end, dtype=torch.bool).triu(1)
+        later = torch.arange(end) > torch.arange(first, end)[:, None]
         return scores.masked_fill(later, -torch.inf).softmax(-1)
 
     def _ratings(self, rule, number, request, end):
         """Per KV head, of the prompt's tokens."""
-        attention = self._attention(number, request, end)
-        observed = attention[:, -rule.window :] if rule.window else attention
-        kv_heads = self._keys[number, request][0].shape[1]
+        observed = self._attention(rule, number, request, end)
+        kv_heads = self._keys[number, request].at(torch.arange(1)).shape[2]
         if rule.stamps:
             positions = torch.arange(end - observed.shape[1], end)
             high = (observed > 1e-4).unflatten(0, (kv_heads, -1)).any(1) * positions[:, None]
@@ -208,8 +207,7 @@ class KeepingRecorder:
         return budget - 1 if rule.evicts else budget
 
     def _entropy(self, rule, layer, request, end):
-        attention = self._attention(layer, request, end)
-        observed = attention[:, -rule.window :] if rule.window else attention
+        observed = self._attention(rule, layer, request, end)
         return float(-torch.special.xlogy(observed, observed).sum(-1).mean())
 
     def _keeps(self, rule, ratings, kept, end, wanted):
@@ -287,8 +285,9 @@ class KeepingRecorder:
 
     def _attend(self, number, request, length, attended, output):
         """[kv_heads, group, length], the weights of all tokens; and the error of attention."""
-        pairs = self._stacked(self._keys, number, request, length)
-        query = self._queries[number, request][length - 1].unflatten(0, (pairs.shape[2], -1))
+        pairs = self._keys[number, request].at(torch.arange(length))
+        (query,) = self._queries[number, request].at(torch.arange(length - 1, length))
+        query = query.unflatten(0, (pairs.shape[2], -1))
         weights = torch.zeros(*query.shape[:2], length, dtype=torch.float64)
         error = 0.0
         for head, tokens in enumerate(attended):

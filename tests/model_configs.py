@@ -12,6 +12,19 @@ LLAMA = {
     "max_position_embeddings": 2048,
     "vocab_size": 512,
 }
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "dtype": "bfloat16",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "vocab_size": 151936,
+}
+"""That of Qwen2.5-Coder-0.5B-Instruct."""
 DEEPSEEK = LLAMA | {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.growing import Growing
 from tests.recorder_scores import (
     INDEXES,
     NORMS,
@@ -181,7 +182,8 @@ class Oracle:
     def attention(self, step: Step, head: int) -> torch.Tensor:
         """[group, d]; softmax attention over exactly the tokens attended to, and the remainder."""
         size = 1 if self.method.per_token else self.page_size
-        tokens = torch.cat([torch.arange(step.length).split(size)[j] for j in step.attended[head]])
+        places = torch.arange(step.length).split(size)
+        tokens = torch.cat([places[j] for j in step.attended[head]])
         logits = step.query[head] @ step.keys[head].T * self.scale
         values = step.values[head]
         masses, means = logits[:, tokens], values[tokens]
@@ -205,14 +207,14 @@ class RecordingWorker:
     requests: Any
     model_runner: Any
     _steps: list[Step]
-    _written: defaultdict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
+    _written: defaultdict[str, Growing]  # by layer: keys and values by slot
 
     def start_recording(self, layer_indices):
         """Record the given retrieval layers (counted among retrieval layers) afresh."""
         self._steps = []
         if hasattr(self, "_written"):  # installed already; what was written before stays cached
             return
-        self._written = defaultdict(dict)
+        self._written = defaultdict(lambda: Growing(torch.float32))
         names = list(self.retrieval_layers)
         for i in layer_indices:
             self._record(names[i], self.retrieval_layers[names[i]])
@@ -222,8 +224,7 @@ class RecordingWorker:
         tokens = self._written[name]
 
         def do_kv_cache_update(layer, key, value, kv_cache, slot_mapping):
-            for t, slot in enumerate(slot_mapping.tolist()):
-                tokens[slot] = (key[t].float(), value[t].float())
+            tokens.put(slot_mapping, torch.stack((key, value), 1)[: len(slot_mapping)])
             return write(layer, key, value, kv_cache, slot_mapping)
 
         def attend_to_plan(query, output, plan, method):
@@ -242,7 +243,7 @@ class RecordingWorker:
             length = int(rows.seq_lens[r])
             pages = rows.block_table[r, : -(-length // size)].tolist()
             slots = [pages[t // size] * size + t % size for t in range(length)]
-            keys, values = (torch.stack([tokens[s][i] for s in slots], 1) for i in (0, 1))
+            keys, values = tokens.at(torch.tensor(slots)).permute(1, 2, 0, 3).contiguous()
             budget = (
                 int(rows.sink[r]),
                 int(rows.window[r]),

@@ -95,7 +95,7 @@ def low_rank(query, keys, method, dtype):
     for these. Each value is at most half a step off, which is noise of a variance of step**2 / 12.
     """
     centre = keys.mean(1, keepdim=True)
-    u, s, v = torch.linalg.svd(keys - centre, full_matrices=False)
+    u, s, v = decomposed(keys - centre)
     along, directions = (u * s[:, None])[..., : method.rank], v[:, : method.rank]
     tokens = query @ (centre + along @ directions).transpose(1, 2)  # [n, group, tokens]
     norm = query.square().sum(-1)[None, :, None]
@@ -108,6 +108,21 @@ def low_rank(query, keys, method, dtype):
     deviation = SIGMAS * variance.sqrt().unflatten(-1, (method.entry_pages, -1))
     off = (torch.softmax(pages, -1) * deviation).sum(-1)
     return pages.logsumexp(-1).transpose(0, 1).flatten(1), off.transpose(0, 1).flatten(1)
+
+
+DECOMPOSED: dict[Any, tuple[torch.Tensor, ...]] = {}
+
+
+def decomposed(matrices):
+    """``torch.linalg.svd`` of [n, tokens, d]; of a matrix that was there before, as it was then.
+
+    Most entries of a context are those of the step before.
+    """
+    names = [(matrix.shape, matrix.numpy().tobytes()) for matrix in matrices]
+    if new := [i for i, name in enumerate(names) if name not in DECOMPOSED]:
+        parts = torch.linalg.svd(matrices[new], full_matrices=False)
+        DECOMPOSED.update(zip((names[i] for i in new), zip(*parts, strict=True), strict=True))
+    return [torch.stack(parts) for parts in zip(*(DECOMPOSED[n] for n in names), strict=True)]
 
 
 def mass(query, keys, method, dtype):
@@ -145,6 +160,8 @@ NORMS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def by_page(scores, parts, reduce):
+    if parts == 1:
+        return scores
     return torch.stack([reduce(page) for page in scores.split(parts, -1)], -1)
 
 

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from vllm import LLM
@@ -48,8 +49,10 @@ def ask(llm, seed):
     return dataclasses.replace(answer, steps=[])
 
 
-def serve(model: str, directory: str, ready: Connection, seed: int) -> None:
+def serve(model: str, directory: str, ready: Connection, prompts: Sequence[int], seed: int) -> None:
     """Be the front end, and ask at random, by ``seed``, until the end; SIGTERM is an orderly one.
+
+    What is asked are ``prompts``, by their seeds.
 
     To be run in a process of :func:`tests.workers.context`, which forks the others, too.
     """
@@ -67,6 +70,6 @@ def serve(model: str, directory: str, ready: Connection, seed: int) -> None:
         ready.send(True)
         chance = random.Random(seed)
         for _ in itertools.count():
-            ask(llm, chance.choice(SEEDS))
+            ask(llm, chance.choice(prompts))
     finally:
         llm.llm_engine.engine_core.shutdown()

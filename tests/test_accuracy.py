@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 
 ALL = pytest.param((), 3, marks=pytest.mark.slow)
-FEW = ("--task", "sentences-smollm2-2k", "--samples", "2")
+FEW = ("--task", "sentences-smollm2-2k", "--samples", "1")
 
 
 @pytest.mark.parametrize(("tasks", "criteria"), [(FEW, 2), ALL], ids=["sentences", "all tasks"])

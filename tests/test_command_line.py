@@ -2,14 +2,12 @@
 
 import argparse
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests import forked_server
 from vllm_kvretrieval.cli import add_options
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.help import help_texts
@@ -92,16 +90,13 @@ def test_options_are_added_once_and_only_beside_vllms():
     assert len(engine._actions) == before
 
 
-def test_help_explains_every_option():
+def test_help_explains_every_option(tmp_path):
     """Every option has a help text, and every help text an option, as a user sees them."""
-    vllm = Path(sys.executable).with_name("vllm")
-    shown = subprocess.run(
-        [vllm, "serve", "--help=kv-retrieval"],
-        env=os.environ | {"COLUMNS": "1000"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    log, command = tmp_path / "log.txt", ["serve", "--help=kv-retrieval"]
+    log.touch()
+    settings = os.environ | {"COLUMNS": "1000", "VLLM_LOGGING_LEVEL": "INFO"}
+    assert forked_server.Process(command, log, settings).wait(timeout=300) == 0
+    shown = log.read_text()
     for key, text in help_texts().items():
         assert f"--kv-retrieval.{key}: {text}" in shown
     assert set(help_texts()) == set(RetrievalConfig.__dataclass_fields__) - {"method"}

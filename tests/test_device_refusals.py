@@ -63,7 +63,8 @@ def bench(**extra: Any) -> dict[str, Any]:
     "method", ["freekv", "quest", "kvretrieval", "arkvale", "infllm", "streamingllm", "oracle"]
 )
 def test_methods_that_are_served(configure, method):  # noqa: F811
-    configure(LLAMA | {"num_hidden_layers": 3}, attention_backend=method)
+    config = configure(LLAMA | {"num_hidden_layers": 3}, attention_backend=method)
+    assert config.attention_config.backend.name == method.upper()
 
 
 def test_other_methods_beside_them(configure):  # noqa: F811
@@ -174,7 +175,8 @@ def test_sleep():
 
 
 def test_a_benchmark_that_fills_the_cache_at_the_start(configure):  # noqa: F811
-    configure(LLAMA, **bench(startup_fill=True))
+    config = configure(LLAMA, **bench(startup_fill=True))
+    assert config.kv_transfer_config.kv_connector == "DecodeBenchConnector"
 
 
 def test_contexts_longer_than_kernels_take(configure):  # noqa: F811

@@ -71,10 +71,17 @@ def test_compare(as_example, monkeypatch, tmp_path, capsys):
 
 
 def test_notebook(as_example, tmp_path, monkeypatch, capsys):
-    """Its cells, one after the other."""
+    """Its cells, one after the other; of a shorter text, continued by fewer tokens."""
+    whole, asked = compare.compare, list[int]()
+
+    def continued(llm, text, methods, tokens):
+        asked.append(tokens)
+        return whole(llm, text, methods, tokens=8)
+
+    monkeypatch.setattr(compare, "compare", continued)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "architecture.md").read_text()[:4000]
     (tmp_path / "docs" / "architecture.md").write_text(text)
     (tmp_path / "examples").mkdir()
     monkeypatch.chdir(tmp_path / "examples")
@@ -83,6 +90,7 @@ def test_notebook(as_example, tmp_path, monkeypatch, capsys):
     for cell in (cell for cell in cells if cell["cell_type"] == "code"):
         assert not cell["outputs"]
         exec(cell["source"], names)
+    assert asked == [32]
     rows = names["rows"]
     assert [row.method for row in rows] == [compare.FULL, *METHODS]
     assert all(row.same == 0 or math.isfinite(row.gap) for row in rows)

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.engine import checkpoint
-from tests.model_configs import LLAMA
+from tests.model_configs import LLAMA, QWEN
 from tests.test_refusals import configure  # noqa: F401
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -100,10 +100,11 @@ def test_attention_variants(configure, change, what):  # noqa: F811
             RetrievalAttentionImpl(**plain | change)
 
 
+QWEN_NAME = "Qwen2.5-Coder-0.5B-Instruct"
 DEMO_MODELS = (
     "SmolLM2-135M-Instruct",
     "SmolLM2-135M-Instruct-32K",
-    "Qwen2.5-Coder-0.5B-Instruct",
+    pytest.param(QWEN_NAME, marks=pytest.mark.slow),  # the next test has its configuration
     "gemma-3-270m",
 )
 
@@ -113,3 +114,8 @@ DEMO_MODELS = (
 def test_our_models_have_filters(configure, name):  # noqa: F811
     model = configure(checkpoint(name), attention_backend="omnikv").model_config
     assert filters_for(model.model, model.hf_text_config).model == name
+
+
+def test_a_models_shape_has_filters(configure):  # noqa: F811
+    model = configure(QWEN, attention_backend="omnikv").model_config
+    assert filters_for(model.model, model.hf_text_config).model == QWEN_NAME

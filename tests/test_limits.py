@@ -222,12 +222,10 @@ def test_a_server_says_so_and_leaves_nothing(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     options = ["disk", "--kv-retrieval.home_path", str(home), "--kv-retrieval.home_bytes", "1GiB"]
-    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (256 * MIB, kept[1]))
-    try:
-        server = Server(tmp_path / "log", "--enforce-eager", "--kv-retrieval.home", *options)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    command = "--enforce-eager", "--kv-retrieval.home", *options
+    server = Server(tmp_path / "log", *command, forked=True)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (256 * MIB, most))
     processes = set()
     while server.process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,12 +1,23 @@
 """``attention=own`` in an engine: answers over whole contexts, against transformers' model."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine import Request, alone, assert_same, drive, engine, likely, novel, shortened
+from tests.engine import (
+    Answer,
+    Request,
+    alone,
+    assert_same,
+    drive,
+    engine,
+    likely,
+    novel,
+    shortened,
+)
 from tests.home_worker import LOSSLESS
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
@@ -31,9 +42,15 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def model(path):
-    """The model in transformers, in float32."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def right(path):
+    """What :func:`likely` says by transformers' model, in float32; once of each answer."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    @functools.cache
+    def found(asked: tuple[int, ...], tokens: tuple[int, ...]) -> Answer:
+        return likely(model, list(asked), Answer(list(tokens)))
+
+    return lambda asked, answer: found(tuple(asked), tuple(answer.tokens))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -55,7 +72,7 @@ def house(request, path):
         yield llm
 
 
-def test_whole_contexts_are_exact(house, model):
+def test_whole_contexts_are_exact(house, right):
     """Prompts in chunks, exact requests, and contexts within the budget; alone and together."""
     llm = house
     ids = novel(llm, 1500, 40)
@@ -69,11 +86,11 @@ def test_whole_contexts_are_exact(house, model):
     ]
     answers = drive(llm, requests)
     for request, answer in zip(requests, answers, strict=True):
-        assert_same(answer, likely(model, request.prompt, answer), TOLERANCE)
+        assert_same(answer, right(request.prompt, answer), TOLERANCE)
         assert_same(alone(llm, request), answer, TOLERANCE)
 
 
-def test_prefix_hits_and_retrieval(house, model):
+def test_prefix_hits_and_retrieval(house, right):
     """A hit answers as a prompt that is read; a long prompt's first token is always exact."""
     llm = house
     ids = novel(llm, 1300, 90)
@@ -81,6 +98,6 @@ def test_prefix_hits_and_retrieval(house, model):
     cold, warm = drive(llm, [first])[0], drive(llm, [first])[0]
     assert warm.cached > 1200
     assert_same(warm, cold, TOLERANCE)
-    expected = likely(model, ids, cold)
+    expected = right(ids, cold)
     assert cold.tokens[0] == expected.tokens[0]
     assert cold.logprobs[0] == pytest.approx(expected.logprobs[0], abs=TOLERANCE)

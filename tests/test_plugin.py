@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 import weakref
+from contextlib import redirect_stdout
 from importlib.metadata import distribution, entry_points
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,32 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=True,
     )
+
+
+CONFIGURED = """
+from vllm.engine.arg_utils import EngineArgs
+config = EngineArgs(model=%r).create_engine_config()
+parallel, attention = config.parallel_config, config.attention_config
+print(config.compute_hash(), config, parallel, attention, sep="\\n")
+"""
+REFUSED = """
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+print(type(current_platform).__name__)
+try:
+    EngineArgs(model=%r, attention_backend="freekv").create_engine_config()
+except ValueError as error:
+    print(error)
+"""
+UNKNOWN = "Unknown attention backend: 'FREEKV'. Valid options are: FLASH_ATTN"
+
+
+@pytest.fixture(scope="module")
+def without_us():
+    """What a process says that loads no plug-in: of a stock engine, and of one of our methods."""
+    path = checkpoint("SmolLM2-135M-Instruct")
+    code = CONFIGURED % path + REFUSED % path
+    return python(code, VLLM_PLUGINS="", VLLM_LOGGING_LEVEL="ERROR").stdout.splitlines()
 
 
 @pytest.fixture
@@ -172,38 +200,21 @@ def test_another_vllm_is_refused_with_one_line():
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(
-    ("variable", "value", "why"),
-    [
-        ("VLLM_TARGET_DEVICE", "cpu", "makes vLLM skip all platform plug-ins; unset it, and ser"),
-        ("VLLM_PLUGINS", "", None),  # nothing of ours runs
-    ],
-    ids=["VLLM_TARGET_DEVICE", "VLLM_PLUGINS"],
-)
-def test_methods_are_unknown_where_the_platform_is_not_ours(variable, value, why):
+def test_methods_are_unknown_where_the_platform_is_not_ours():
     """vLLM's own platform would take their names, and serve its own attention."""
-    path = checkpoint("SmolLM2-135M-Instruct")
-    code = (
-        "import sys\n"
-        "from vllm.engine.arg_utils import EngineArgs\n"
-        "from vllm.platforms import current_platform\n"
-        "print(type(current_platform).__name__)\n"
-        "try:\n"
-        f"    EngineArgs(model={path!r}, attention_backend='freekv').create_engine_config()\n"
-        "except ValueError as error:\n"
-        "    print(error)"
-    )
-    done = python(code, **{variable: value, "VLLM_LOGGING_LEVEL": "ERROR"})
+    code = REFUSED % checkpoint("SmolLM2-135M-Instruct")
+    done = python(code, VLLM_TARGET_DEVICE="cpu", VLLM_LOGGING_LEVEL="ERROR")
     lines = done.stdout.splitlines()
     assert "CpuPlatform" in lines
-    assert lines[-1].startswith(
-        "Unknown attention backend: 'FREEKV'. Valid options are: FLASH_ATTN"
-    )
-    if why is not None:
-        lines += done.stderr.splitlines()
-        said = [line for line in lines if "vllm-kvretrieval" in line]
-        assert len(said) == 1
-        assert why in said[0]
+    assert lines[-1].startswith(UNKNOWN)
+    (said,) = [line for line in lines + done.stderr.splitlines() if "vllm-kvretrieval" in line]
+    assert "makes vLLM skip all platform plug-ins; unset it, and ser" in said
+
+
+@pytest.mark.model
+def test_methods_are_unknown_where_nothing_of_ours_runs(without_us):
+    assert "CpuPlatform" in without_us
+    assert without_us[-1].startswith(UNKNOWN)
 
 
 @pytest.mark.parametrize("device", ["cpu", None], ids=["lost detection", "another device"])
@@ -225,19 +236,12 @@ def test_another_platform_in_force(monkeypatch, caplog_vllm, device):
 
 
 @pytest.mark.model
-def test_a_stock_engine_is_configured_as_without_the_plugin():
-    code = (
-        "import sys\n"
-        "from vllm.engine.arg_utils import EngineArgs\n"
-        "config = EngineArgs(model=sys.argv[-1]).create_engine_config()\n"
-        "parallel, attention = config.parallel_config, config.attention_config\n"
-        "print(config.compute_hash(), config, parallel, attention, sep='\\n')"
-    )
-    path = checkpoint("SmolLM2-135M-Instruct")
-    code = code.replace("sys.argv[-1]", repr(path))
-    without, beside = (python(code, VLLM_PLUGINS=names) for names in ("", "kvretrieval"))
-    assert without.stdout.splitlines()[-4:] == beside.stdout.splitlines()[-4:]
-    assert "CPUWorker" in without.stdout
+def test_a_stock_engine_is_configured_as_without_the_plugin(without_us):
+    with redirect_stdout(StringIO()) as said:
+        exec(CONFIGURED % checkpoint("SmolLM2-135M-Instruct"), {})
+    configured = said.getvalue().splitlines()[-4:]
+    assert configured == without_us[-6:-2]
+    assert "CPUWorker" in configured[2]
 
 
 @pytest.mark.model

@@ -40,8 +40,10 @@ def test_from_worker_to_front_end():
 
 
 def test_nothing_to_tell():
-    put(None, SchedulerStats())
-    put(output(), SchedulerStats())
+    for told in (None, output()):
+        stats = SchedulerStats()
+        put(told, stats)
+        assert take(stats) == {}
     put(attach(output(), COUNTS), None)  # the server keeps no statistics
 
 

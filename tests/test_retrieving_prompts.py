@@ -164,7 +164,9 @@ def test_exact_requests_read_only_exact_blocks_of_sparse_ones(llm):
 
 
 def test_pairs_attended_to_are_counted(llm):
-    assert attended_share(llm, 1500, {"exact": True}) == 1
+    length = 900
+    assert attended_share(llm, length, {"exact": True}) == 1
     for options, budget in (({}, BUDGET), ({"prefill_budget": OWN}, OWN)):
-        expected = (EXACT * EXACT / 2 + (1500 - EXACT) * (budget + CHUNK / 2)) / (1500 * 750)
-        assert attended_share(llm, 1500, options) == pytest.approx(expected, rel=0.05)
+        pairs = EXACT**2 / 2 + (length - EXACT) * (budget + CHUNK / 2)
+        share = attended_share(llm, length, options)
+        assert share == pytest.approx(pairs / (length**2 / 2), rel=0.02)

@@ -37,7 +37,12 @@ def server(tmp_path_factory):
         yield server
 
 
-def test_a_compiled_model(tmp_path):
+@pytest.mark.parametrize(
+    "forked",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["forked", "as a user starts it"],
+)
+def test_a_compiled_model(tmp_path, forked):
     """It answers as an eager one. For all layers of a model, the compiler takes four minutes."""
     model = shortened(tmp_path / "model", MODEL, 2)
     retrieval = {"kv_retrieval": {"budget": BUDGET}}
@@ -45,7 +50,7 @@ def test_a_compiled_model(tmp_path):
     with engine(model, enforce_eager=True, max_model_len=4096, **options) as llm:
         request = Request(llm.get_tokenizer().encode(PROMPT), 24, {})
         expected = alone(llm, request)
-    with serving(tmp_path / "log.txt", model=model) as server:
+    with serving(tmp_path / "log.txt", model=model, forked=forked) as server:
         assert "DYNAMO_TRACE_ONCE" in server.text()
         assert f"freekv: decode attends to at most {BUDGET} tokens per KV head" in server.text()
         reply = ask(server.url, request.prompt, request.tokens)

@@ -201,9 +201,8 @@ def test_a_read_error_fails_its_requests_alone(llm):
     assert llm.collective_rpc("check_caches") == [([], 0)]
 
 
-@pytest.mark.parametrize("steps", [2, 5, 14], ids="after {} steps".format)
-def test_a_lost_home_fails_requests_but_not_the_engine(llm, steps):
-    lose_home_after(llm, steps)
+def test_a_lost_home_fails_requests_but_not_the_engine(llm):
+    lose_home_after(llm, 2, 5, 14)
 
 
 def test_a_page_lost_while_it_is_first_written(llm):

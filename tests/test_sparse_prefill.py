@@ -4,6 +4,8 @@ One engine. Its model runs in float32, so that rounding leaves next to nothing o
 in the middle of chunks.
 """
 
+from itertools import pairwise
+
 import pytest
 
 from tests.engine import (
@@ -134,7 +136,10 @@ def test_preempted_prompts_are_replayed(llm, monkeypatch):
 
 
 def test_what_prefill_attended_to_is_counted(llm):
-    assert attended_share(llm, 1500, {"exact": True}) == 1
-    # At position t a token attends to the budget and half of its chunk.
-    expected = (288 * 144 + 1212 * (BUDGET + 48)) / (1500 * 750)
-    assert attended_share(llm, 1500, {}) == pytest.approx(expected, rel=0.05)
+    length = 900
+    assert attended_share(llm, length, {"exact": True}) == 1
+    # Tokens attend to the budget, and to those of their chunk that are in their step.
+    borders = sorted({*range(EXACT, length, CHUNK), *range(STEP, length, STEP), length})
+    parts = [end - begin for begin, end in pairwise(borders)]
+    pairs = EXACT * (EXACT + 1) // 2 + sum(n * BUDGET + n * (n + 1) // 2 for n in parts)
+    assert attended_share(llm, length, {}) == pairs / (length * (length + 1) // 2)

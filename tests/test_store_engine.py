@@ -16,7 +16,7 @@ from vllm_kvretrieval.store.store import PAGES, SIDE, open_store, store_names
 
 LENGTH, BLOCK, PAGE = 1200, 128, 32
 WHOLE = LENGTH // BLOCK * BLOCK
-GENERATED = 160
+GENERATED = 84  # as many as fill a block, and more
 OPTIONS = {
     "attention_backend": "kvretrieval",
     "dtype": "bfloat16",  # whose rounding hides how a prompt was cut into chunks

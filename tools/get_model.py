@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import json
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,10 +27,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 DEFAULT_DIR = Path(__file__).resolve().parents[1] / "models"
 COMPLETE = ("config.json", "model.safetensors", "tokenizer.json")
 COPY_BYTES = 1 << 20
+LONG_ARRAY = 1000
 
 
 class ModelError(Exception):
@@ -113,14 +116,43 @@ def convert(gguf: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
+    with mock.patch("gguf.GGUFReader", skimming_reader()):
+        model = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
     model.save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     if model.config.model_type.startswith("gemma3"):
         restore_bos(tokenizer)
     tokenizer.save_pretrained(out)
+
+
+def skimming_reader() -> Any:
+    """gguf's reader, whose long arrays repeat their first element.
+
+    To make a model, transformers has this reader read the file three times, and of vocabularies and
+    merges takes the number of tokens alone. The tokenizer comes by another reader.
+    """
+    from gguf import GGUFReader, GGUFValueType
+
+    class SkimmingReader(GGUFReader):
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            data: Any = self.data
+            kind, count = struct.unpack_from("<IQ", data, orig_offs)
+            if count < LONG_ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            first = orig_offs + struct.calcsize("<IQ")
+            size, parts, places, types = super()._get_field_parts(first, kind)
+            end = first + count * size
+            if kind == GGUFValueType.STRING:  # its length in bytes, and these
+                end = first
+                for _ in range(count):
+                    end += 8 + struct.unpack_from("<Q", data, end)[0]
+            return end - orig_offs, parts, places * count, [GGUFValueType.ARRAY, *types]
+
+    return SkimmingReader
 
 
 def restore_bos(tokenizer: Any) -> None:

@@ -212,6 +212,9 @@ def unpack(source: Path, site: Path) -> None:
     if not parts:
         raise SystemExit(f"{source} holds no bundle: run tools/gpu/bundle.py build {source} first")
     start = time.perf_counter()
+    # Beforehand: tarfile fails where another process makes a folder at the same time.
+    for folder in {site, *(_library(path, site).parent for path in parts)}:
+        folder.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor() as pool:
         list(pool.map(_unpack_part, parts, [site] * len(parts)))
     print(f"unpacked into {site} in {time.perf_counter() - start:.1f} s", flush=True)
@@ -225,9 +228,11 @@ def _unpack_part(path: Path, site: Path) -> None:
             archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
             archive.extractall(site)
         return
-    library = site / "vllm" / path.stem.replace("__", "/")
-    library.parent.mkdir(parents=True, exist_ok=True)
-    library.write_bytes(content)
+    _library(path, site).write_bytes(content)
+
+
+def _library(path: Path, site: Path) -> Path:
+    return site / "vllm" / path.stem.replace("__", "/")
 
 
 def main() -> None:

@@ -6,7 +6,8 @@
 # Parts of these: baseline (stock vLLM's prefill; the end of engine), sanitizer.
 # Needs no network. Where .gpu/bundle is there (make gpu-bundle), vLLM comes from it. Results go to
 # $OUT, by default benchmarks/results; a step that fails does not keep the next from running. A call
-# ends after $CALL_SECONDS, by default 580: what comes last gets the time that is left.
+# ends after $CALL_SECONDS, by default 580: what comes last gets the time that is left, if these are
+# $LEAST_SECONDS, by default 10.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -15,6 +16,7 @@ OUT=${OUT:-benchmarks/results}
 SITE=${TMPDIR:-/tmp}/kvretrieval-site
 BUNDLE=.gpu/bundle
 CALL_SECONDS=${CALL_SECONDS:-580}
+LEAST_SECONDS=${LEAST_SECONDS:-10}
 
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$SITE:$PWD
 export TRITON_CACHE_DIR=$SITE/triton VLLM_CACHE_ROOT=$SITE/vllm-cache
@@ -28,7 +30,7 @@ done_steps=() failed=()
 step() { # NAME SECONDS COMMAND...
   local name=$1 limit=$2 left=$((CALL_SECONDS - SECONDS)) began=$SECONDS status=0
   shift 2
-  if ((left < 10)); then
+  if ((left < LEAST_SECONDS)); then
     failed+=("$name: no time left")
     return
   fi
