@@ -12,6 +12,9 @@ from vllm_kvretrieval.kernels import Contexts, DecodeRows, PromptLists
 if TYPE_CHECKING:
     from vllm_kvretrieval.options.engine import RetrievalConfig
 
+AT_ONCE = 8
+"""Blocks whose queries are gathered together, so that little memory is taken."""
+
 
 @dataclass
 class Blocks:
@@ -46,10 +49,13 @@ class Blocks:
         Returns:
             [R, kv_heads * n * group, head_size].
         """
-        sampled = query[self.queries]
-        if sampled.shape[1] > self.samples:
-            sampled = _dissimilar(sampled, self.samples)
-        return sampled.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(1, 3)
+        sampled = [
+            _dissimilar(query[places], self.samples)
+            if places.shape[1] > self.samples
+            else query[places]
+            for places in self.queries.split(AT_ONCE)
+        ]
+        return torch.cat(sampled).unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(1, 3)
 
     def relocate(self) -> None:
         """Make the lists name pages by where they are laid out."""
@@ -77,11 +83,8 @@ class BlockPlanner(Divisor):
         assert config.prefill_queries is not None
         self.page_size, self.kv_heads = config.page_size, kv_heads
         self.samples = config.prefill_queries
-        # Queries of a block among which its samples are chosen.
-        self.among = (
-            config.prefill_chunk if config.prefill_sampling == "dissimilar" else self.samples
-        )
-        assert self.among is not None
+        # How many queries of a block its samples are chosen from.
+        self.among = self.samples if config.prefill_sampling != "dissimilar" else self.chunk
 
     def plan(
         self,
