@@ -152,9 +152,11 @@ def compared_with_home(llm):
 
 
 def lose_home_after(llm, *moments):
-    """A home is lost after each of these numbers of steps. Requests fail then, whatever they do
-    with it: read prompts, attend to all, to what is selected, to a short text. The same ones to a new
-    home are answered as before."""
+    """A home is lost after each of these numbers of steps.
+
+    Requests fail then, whatever they do with it: read prompts, attend to all, to what is selected,
+    to a short text. The same ones to a new home are answered as before.
+    """
     requests = {
         "sparse": Request(prompt(700, 62), 30, {}),
         "exact": Request(prompt(600, 63), 30, {"exact": True}),
