@@ -54,6 +54,10 @@ inline void products(const QueryParts<E, F>& q, int64_t at, const E* const (&row
   }
 }
 
+// Entries that are scored together for N query heads; one by one what is left of them.
+template <int N>
+constexpr int kEntriesTogether = N <= kAccumulators / 4 ? 4 : N <= kAccumulators / 2 ? 2 : 1;
+
 // Scores P adjacent entries of a KV head, from j on, for N query heads: out[g * stride + j].
 template <class E, int F, int N, int P>
 static void score_together(const QueryParts<E, F>& q, int64_t query_at, const ScoreTask<E>& t,
@@ -63,19 +67,24 @@ static void score_together(const QueryParts<E, F>& q, int64_t query_at, const Sc
     record[p] = reinterpret_cast<const E*>(t.records.at(j + p, t.first_head + head));
   Floats acc[N][P];
   products<E, F, N, P>(q, query_at, record, t.index.head_size, acc);
-  // All sums are in one order, however many there are together: equal records have equal scores.
+  // For any P the sums are in the same order: equal records have equal scores.
   KVR_UNROLL for (int g = 0; g < N; ++g) {
-    Floats each[4] = {};
-    KVR_UNROLL for (int p = 0; p < P; ++p) each[p] = acc[g][p];
-    const Quad sums = sum_four(each[0], each[1], each[2], each[3]) * t.scale;
-    std::memcpy(out + g * t.stride + j, &sums, P * sizeof(float));
+    float* to = out + g * t.stride + j;
+    if constexpr (kEntriesTogether<N> == 4) {
+      Floats each[4] = {};
+      KVR_UNROLL for (int p = 0; p < P; ++p) each[p] = acc[g][p];
+      const Quad sums = sum_four(each[0], each[1], each[2], each[3]) * t.scale;
+      std::memcpy(to, &sums, P * sizeof(float));
+    } else {
+      KVR_UNROLL for (int p = 0; p < P; ++p) to[p] = sum(acc[g][p]) * t.scale;
+    }
   }
 }
 
 template <class E, int F, int N>
 static void score_heads(const QueryParts<E, F>& q, int64_t query_at, const ScoreTask<E>& t, int head,
                         int first, int last, float* out) {
-  constexpr int kTogether = N <= kAccumulators / 4 ? 4 : N <= kAccumulators / 2 ? 2 : 1;
+  constexpr int kTogether = kEntriesTogether<N>;
   int j = first;
   for (; j + kTogether <= last; j += kTogether)
     score_together<E, F, N, kTogether>(q, query_at, t, head, j, out);

@@ -134,10 +134,14 @@ class LowRankScorer {
         add_masses<N>(records[e] + fields.coefficients + token, n, fields.pairs,
                       std::min(kTokens, n - token), units, along[e], masses[token / of_span][e],
                       masses[std::min(token + 16, n - 1) / of_span][e]);
-    for (int e = 0; e < count; ++e)
-      KVR_UNROLL for (int g = 0; g < N; ++g)
+    for (int e = 0; e < count; ++e) {
+      int least = along[e][0].limit;
+      KVR_UNROLL for (int g = 1; g < N; ++g) least = std::min<int>(least, along[e][g].limit);
+      if (least >= kFarthest) continue;
+      for (int g = 0; g < N; ++g)
         if (along[e][g].limit < kFarthest)  // units are so large that what is far may look near
           for (int span = 0; span < spans_; ++span) masses[span][e][g] = Floats{};
+    }
     for (int span = 0; span < spans_; ++span)
       KVR_UNROLL for (int g = 0; g < N; ++g) {
         const auto& of = masses[span];
