@@ -21,9 +21,11 @@ WORKER_BYTES = 5 << 30
 
 
 LONGEST = """
-    test_device_home test_device_engine test_slow_home test_serving test_accuracy test_batching
-    test_dropping test_slow_tokens test_device_lora test_hybrid test_gpu_benchmarks test_fier
-    test_own_attention test_methods test_razor test_omnikv test_plugin test_limits test_capacity
+    test_methods test_slow_home test_serving test_device_engine test_batching test_device_home
+    test_slow_tokens test_serving_store test_hybrid test_store_engine test_own_attention
+    test_plugin test_retrieving_prompts test_examples test_readers test_exactness test_dropping
+    test_accuracy test_layer_kinds test_compiled test_scheduler test_recall_cache test_limits
+    test_sparse_prefill test_spellings test_device_kernels test_kv_connectors test_store_crash
 """.split()
 """Modules that take longest, first: what is left to the end is short, and no worker waits long."""
 

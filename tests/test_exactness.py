@@ -10,7 +10,7 @@ import pytest
 from vllm import LLM, SamplingParams
 
 from benchmarks.texts import emma
-from tests.engine import engine, shortened
+from tests.engine import DTYPE, engine, shortened
 from tests.recorder_scores import INDEXES, POOLINGS, Method
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
@@ -110,8 +110,8 @@ def assert_equal_to_oracle(summary, requests, steps=STEPS):
     assert summary["steps"] == requests * (steps - 1) * len(LAYERS)
     assert summary["heads"] == summary["steps"] * 3
     assert summary["differ"] == 0
-    # Outputs are rounded to bf16, and so are the probabilities inside vLLM's kernel.
-    assert summary["worst_error"] < 2**-7
+    # In bf16 outputs are rounded, and so are the probabilities inside vLLM's kernel.
+    assert summary["worst_error"] < (1e-4 if DTYPE == "float32" else 2**-7)
 
 
 def assert_nothing_left_to_rounding(summary):

@@ -13,7 +13,7 @@ from tests.recall_life import PAGE, UNITS, Home, OpenPages, caches
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.codec import CODECS
 
-pytestmark = pytest.mark.cores
+pytestmark = pytest.mark.threads
 
 START = """
 import ctypes, os, resource, sys, torch
@@ -69,26 +69,36 @@ caches(home, UNITS)
 masks = {tuple(sorted(os.sched_getaffinity(reader))) for reader in readers()}
 print(len(readers()), os.sched_getaffinity(0), *map(set, masks))
 """
-CPUS = sorted(os.sched_getaffinity(0))
 
 
-def test_kept_to_the_cpus_of_the_process():
-    assert run(WHERE, allowed={CPUS[-1]}) == f"4 {{{CPUS[-1]}}} {{{CPUS[-1]}}}"
+@pytest.fixture
+def ends():
+    """The first and the last CPU of those that a test has."""
+    cpus = sorted(os.sched_getaffinity(0))
+    return cpus[0], cpus[-1]
 
 
-@pytest.mark.skipif(len(CPUS) < 2, reason="binding needs two CPUs")
+def test_kept_to_the_cpus_of_the_process(ends):
+    _, last = ends
+    assert run(WHERE, allowed={last}) == f"4 {{{last}}} {{{last}}}"
+
+
 @pytest.mark.parametrize(
     "binding",
     [
-        {"GOMP_CPU_AFFINITY": f"{CPUS[0]} {CPUS[-1]}"},
-        {"OMP_PLACES": f"{{{CPUS[0]}}},{{{CPUS[-1]}}}", "OMP_PROC_BIND": "true"},
+        {"GOMP_CPU_AFFINITY": "{0} {1}"},
+        {"OMP_PLACES": "{{{0}}},{{{1}}}", "OMP_PROC_BIND": "true"},
     ],
     ids=lambda binding: next(iter(binding)),
 )
-def test_on_all_cores_of_a_model_that_is_bound(binding):
+def test_on_all_cores_of_a_model_that_is_bound(binding, ends):
     """The thread that starts them is bound to one core, as vLLM's is."""
-    printed = run(WHERE, OMP_NUM_THREADS="2", **binding)
-    assert printed == f"4 {{{CPUS[0]}}} {{{CPUS[0]}, {CPUS[-1]}}}"
+    first, last = ends
+    if first == last:
+        pytest.skip("binding needs two CPUs")
+    bound = {name: value.format(*ends) for name, value in binding.items()}
+    printed = run(WHERE, OMP_NUM_THREADS="2", **bound)
+    assert printed == f"4 {{{first}}} {{{first}, {last}}}"
 
 
 def test_forked_child():

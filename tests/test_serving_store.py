@@ -6,12 +6,13 @@ import urllib.request
 
 import pytest
 
-from tests.engine import DTYPE
-from tests.server import KEY, MODEL, PROMPT, Server, serving
+from tests.engine import DTYPE, shortened
+from tests.server import MODEL, PROMPT, Server, ask, serving, tokens_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
-SLOTS = "96MiB" if DTYPE == "auto" else "192MiB"  # of float32
+LAYERS = 4
+SLOTS = "10MiB" if DTYPE == "auto" else "20MiB"  # of float32
 
 
 def options(directory):
@@ -20,14 +21,10 @@ def options(directory):
     return *store, "--kv-retrieval.recall_cache_bytes", SLOTS, *more
 
 
-def ask(server, salt=None):
-    """The text of an answer, and how many tokens of the prompt the server had computed before."""
-    extra = {"ignore_eos": True} | ({"cache_salt": salt} if salt else {})
-    answer = server.client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0, extra_body=extra
-    )
-    details = answer.usage.prompt_tokens_details
-    return answer.choices[0].text, (details and details.cached_tokens) or 0
+def told(server, salt=None):
+    """Tokens, their log-probs, and how many tokens of the prompt the server had computed before."""
+    salted = {"cache_salt": salt} if salt else {}
+    return ask(server.url, tokens_of(server, PROMPT), 12, **salted).answer
 
 
 def call(server, path, asked=None):
@@ -47,27 +44,28 @@ def test_kill_and_start(tmp_path, monkeypatch):
 
     Endpoints are there if they are asked for. What is dropped by them is found no more.
     """
-    server = Server(tmp_path / "first.txt", *options(tmp_path / "store"), forked=True)
+    model = shortened(tmp_path / "model", MODEL, LAYERS)
+    store = options(tmp_path / "store")
+    server = Server(tmp_path / "first.txt", *store, model=model, forked=True)
     try:
         server.wait_until_ready()
-        text, cached = ask(server, "a tenant")
-        assert KEY in text
-        assert cached == 0
+        new = told(server, "a tenant")
+        assert new.cached == 0
         assert call(server, "/v1/kv_store")[0] == 404
-        again, found = ask(server, "a tenant")
-        assert found > 500
+        again = told(server, "a tenant")
+        assert (found := again.cached) > 500
     finally:
         server.kill()
     monkeypatch.setenv("VLLM_PLUGINS", "kvretrieval")
-    with serving(tmp_path / "second.txt", *options(tmp_path / "store")) as server:
+    with serving(tmp_path / "second.txt", *store, model=model) as server:
         status, answer = call(server, "/v1/kv_store?contexts=5")
         assert status == 200
         ((context,),) = (store["contexts"] for store in answer["stores"])
         assert context["tokens"] >= found
         assert "tokens of earlier runs are in the prefix cache" in server.text()
-        assert ask(server) == (text, 0)
-        assert ask(server, "another") == (text, 0)
-        assert ask(server, "a tenant") == (again, found)
+        assert told(server) == new
+        assert told(server, "another") == new
+        assert told(server, "a tenant") == again
         server.nudge()
         assert server.total("kv_retrieval_store_blocks_found_total") == found // 128
         assert server.total("prefix_cache_hits_total") == found
@@ -81,5 +79,5 @@ def test_kill_and_start(tmp_path, monkeypatch):
         ):
             status, _ = call(server, f"/v1/kv_store/{action}", {"context": meant})
             assert status == expected
-        assert ask(server, "a tenant") == (text, 0)
-        assert ask(server) == (again, found)
+        assert told(server, "a tenant") == new
+        assert told(server) == again
