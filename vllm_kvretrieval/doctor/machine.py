@@ -104,13 +104,13 @@ def check_memory(cache: Any = None) -> Finding:
     node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
     free, total = node.available_memory, node.total_memory
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB available"
-    if cache is None:
-        cache, size = CacheConfig(), (envs.VLLM_CPU_KVCACHE_SPACE or 0) * GIB or None
-    else:
+    size = (envs.VLLM_CPU_KVCACHE_SPACE or 0) * GIB or None
+    if cache is not None:
         size = cache.kv_cache_memory_bytes
-    share = cache.gpu_memory_utilization
+    share = (cache or CacheConfig()).gpu_memory_utilization
     if size is None and share * total > free:
-        return error(
+        report = advice if cache is None else error  # a server without options is only supposed
+        return report(
             "memory",
             f"{text}, and vLLM does not start, since it takes {share:.0%} of all memory if the "
             "size of the KV cache is not given",
