@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttentionMetadataBuilder
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.steps import Runner, metadata_builder, note, request_table, split

@@ -37,7 +37,6 @@ from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
 CONFIG_KEY = "kv_retrieval"
 """Key in vLLM's ``additional_config``, and in ``SamplingParams.extra_args``."""
-
 DEFAULT_METHOD = next(iter(OWN))
 
 
