@@ -5,8 +5,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from transformers import LlamaConfig
 
 from benchmarks.common import ROOT
 from tests.engine import checkpoint
+from tests.local_http import listening, name_dead_proxy
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.doctor import home, software
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice, error, failed
@@ -297,25 +297,18 @@ def test_no_server_of_vllm(capsys):
     assert "does not answer" in capsys.readouterr().out
     assert main(["doctor", "file:///etc/passwd"]) == 1
     assert "is no address of a server" in capsys.readouterr().out
-    with HTTPServer(("127.0.0.1", 0), Stranger) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert main(["doctor", f"http://127.0.0.1:{server.server_port}"]) == 1
-        server.shutdown()
+    with listening(Stranger) as port:
+        assert main(["doctor", f"http://127.0.0.1:{port}"]) == 1
     assert "is no vLLM server; mend the URL" in capsys.readouterr().out
 
 
 def test_no_proxy_is_asked_for_this_machine(capsys, monkeypatch):
     """The proxy is dead, so an answer has come without it."""
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    with HTTPServer(("127.0.0.1", 0), Stranger) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    name_dead_proxy(monkeypatch)
+    with listening(Stranger) as port:
         for host in ("127.0.0.1", "localhost"):
-            main(["doctor", f"http://{host}:{server.server_port}"])
+            main(["doctor", f"http://{host}:{port}"])
             assert "is no vLLM server" in capsys.readouterr().out
-        server.shutdown()
     main(["doctor", "http://example.invalid"])
     assert "Connection refused" in capsys.readouterr().out, "others are asked by the proxy"
 

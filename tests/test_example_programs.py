@@ -1,8 +1,7 @@
 """The programs in ``examples``, as far as they can be tried without an engine."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 
 import chat
@@ -12,6 +11,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine import checkpoint
+from tests.local_http import listening, name_dead_proxy
 
 MODEL = "SmolLM2-135M-Instruct"
 
@@ -32,16 +32,11 @@ class Models(BaseHTTPRequestHandler):
 
 def test_chat_asks_no_proxy_for_this_machine(monkeypatch):
     """The proxy is dead, so an answer has come without it."""
-    for name in ("NO_PROXY", "no_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    with HTTPServer(("127.0.0.1", 0), Models) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    name_dead_proxy(monkeypatch)
+    with listening(Models) as port:
         for host in ("127.0.0.1", "localhost"):
-            client = chat.connect(f"http://{host}:{server.server_port}/v1")
+            client = chat.connect(f"http://{host}:{port}/v1")
             assert client.models.list().data[0].id == "m"
-        server.shutdown()
     elsewhere = chat.connect("http://example.invalid/v1").with_options(max_retries=0)
     with pytest.raises(openai.APIConnectionError) as error:
         elsewhere.models.list()

@@ -221,8 +221,8 @@ def _note(directory: str, keys: Mapping[str, bytes], pin: bool) -> None:
 
     _, refused = each_store(directory, look)
     if missing:
-        raise RetrievalConfigError(
+        why = (
             f"store add: {', '.join(missing)} could not be kept: the store is too small for all "
             "documents (--kv-retrieval.home_bytes), or could not be written, as the log says."
-            f"{''.join(f' {reason}' for reason in refused)}"
         )
+        raise RetrievalConfigError(" ".join([why, *refused]))

@@ -93,9 +93,9 @@ def change(directory: str, context: str, action: str) -> bool:
     found = [one for several in by_store for one in several]
     if len(found) != 1:
         why = "no context" if not found else f"{len(found)} contexts"
+        remedy = "give the name or the id that `vllm-kvretrieval store ls` shows."
         raise RetrievalConfigError(
-            f"store: {context!r} names {why}; give the name or the id that `vllm-kvretrieval store "
-            f"ls` shows.{''.join(f' {reason}' for reason in refused)}"
+            " ".join([f"store: {context!r} names {why}; {remedy}", *refused])
         )
     ((name, key),) = found
     asked = Change(action, key)

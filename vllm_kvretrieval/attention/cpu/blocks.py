@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm_kvretrieval.options.engine import RetrievalConfig
 
 AT_ONCE = 8
-"""Blocks whose queries are gathered together, so that little memory is taken."""
+"""Blocks whose queries are compared together, so that little memory is taken."""
 
 
 @dataclass
@@ -49,8 +49,11 @@ class Blocks:
         Returns:
             [R, kv_heads * n * group, head_size].
         """
-        parts = self.queries.split(AT_ONCE)
-        sampled = torch.cat([_sampled(query[places], self.samples) for places in parts])
+        if self.queries.shape[1] == self.samples:
+            sampled = query[self.queries]
+        else:
+            parts = self.queries.split(AT_ONCE)
+            sampled = torch.cat([_dissimilar(query[places], self.samples) for places in parts])
         return sampled.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(1, 3)
 
     def relocate(self) -> None:
@@ -129,9 +132,8 @@ class BlockPlanner(Divisor):
         return Blocks(method, queries, self.samples, rows, lists, laid_out)
 
 
-def _sampled(query: torch.Tensor, samples: int) -> torch.Tensor:
-    """The queries that select, of those that may: all, or the ones that are least like the mean of
-    all, by cosine (QuoKA, section 3).
+def _dissimilar(query: torch.Tensor, samples: int) -> torch.Tensor:
+    """The queries of blocks that are least like the mean of all, by cosine (QuoKA, section 3).
 
     Args:
         query: [R, n, num_heads, head_size].
@@ -140,8 +142,6 @@ def _sampled(query: torch.Tensor, samples: int) -> torch.Tensor:
     Returns:
         [R, samples, num_heads, head_size]; each head's own.
     """
-    if query.shape[1] == samples:
-        return query
     wide = query.float()
     cosines = torch.cosine_similarity(wide, wide.mean(1, keepdim=True), dim=-1)
     chosen = cosines.topk(samples, dim=1, largest=False).indices
