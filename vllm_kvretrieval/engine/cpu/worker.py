@@ -21,10 +21,10 @@ from vllm_kvretrieval.attention.cpu.support import ATTENDED
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.choosers import Choosers
-from vllm_kvretrieval.engine.cpu.linear import widen_linear_layers
+from vllm_kvretrieval.engine.cpu.compiled import load_compiled
+from vllm_kvretrieval.engine.cpu.model import mend_model
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.report import log_start
-from vllm_kvretrieval.engine.cpu.rotary import flatten_heads
 from vllm_kvretrieval.engine.cpu.store import geometry_of
 from vllm_kvretrieval.engine.cpu.storing import StoringWorker
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
@@ -86,10 +86,9 @@ class RetrievalCPUWorker(StoringWorker):
 
     def load_model(self, **options: Any) -> None:
         """See ``CPUWorker.load_model``; with ``attention=vllm`` all is computed as vLLM does."""
+        load_compiled(self.vllm_config)
         super().load_model(**options)
-        flatten_heads(model := self.model_runner.get_model())
-        if self.attention.own and (count := widen_linear_layers(model)):
-            logger.info("%d linear layers multiply in float32.", count)
+        mend_model(self.model_runner.get_model(), self.attention.own)
 
     def _allocate_kv_cache(self, kv_cache_config: Any, **options: Any) -> None:
         """Allocate the KV cache. It replaces the model runner's method if there is a slow home."""
