@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+from vllm.engine.arg_utils import EngineArgs
 
 from benchmarks.texts import excerpt
 from tests.engine import checkpoint
@@ -21,7 +22,10 @@ from tests.test_explain import (  # noqa: F401
     save_tokenizer,
     smoothed,
 )
+from vllm_kvretrieval.attention.cpu import support
 from vllm_kvretrieval.command import main
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.platforms import finer
 
 
 def test_the_command(model, capsys, tmp_path, monkeypatch):  # noqa: F811
@@ -47,6 +51,48 @@ def test_the_command(model, capsys, tmp_path, monkeypatch):  # noqa: F811
     assert "attention of the last 32 queries" in capsys.readouterr().out
     picture = tmp_path / f"{model.folder.name}-explain.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def engine_pages(model, monkeypatch):  # noqa: F811
+    """Tokens per page of an engine, on a CPU where vLLM lays keys out in a given way."""
+    ratios = {isa: {"float32": 2.0, "bfloat16": 2.0} for isa in (*support.RATIOS, "portable")}
+    monkeypatch.setattr(support, "RATIOS", ratios)
+
+    def pages(layout):
+        def isa(dtype, size, head_size=None):
+            return layout if size % 32 == 0 else "vec16"
+
+        for module in (support, finer):
+            monkeypatch.setattr(module, "_get_attn_isa", isa)
+        engine = EngineArgs(
+            model=str(model.folder), attention_backend="kvretrieval", skip_tokenizer_init=True
+        ).create_engine_config()
+        config = RetrievalConfig.from_vllm(engine)
+        assert config is not None
+        return config.page_size
+
+    return pages
+
+
+def test_pages_are_those_of_an_engine(model, engine_pages, capfd, tmp_path):  # noqa: F811
+    """The last of four pages of 16 lacks 5 tokens."""
+    assert engine_pages("vec") == 16
+    out = tmp_path / "numbers"
+    command = ["explain", str(model.folder), str(model.text), "--no-plot", f"--json={out}"]
+    command += "--method=kvretrieval", "--layer=3", "--budget=64"
+    assert main(command) == 0
+    assert "at a budget of 64, in pages of 16 tokens" in capfd.readouterr().out
+    result = json.loads(out.read_text())
+    assert [row["attended"] for row in result["layers"]] == [[TOKENS] * 2, *[[64 - 5] * 2] * 3]
+    borders = {border % 16 for span in result["heads"][0]["attended"] for border in span}
+    assert borders == {0, TOKENS % 16}
+
+    assert engine_pages("amx") == 32
+    assert main(command) == 1
+    assert "budget=64 is too small" in capfd.readouterr().err
+    assert main([*command[:-1], "--budget=128"]) == 0
+    assert "at a budget of 128, in pages of 32 tokens" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,10 @@ def explain(given: argparse.Namespace) -> None:
         require_plot()
     options = {name: getattr(given, name) for name in ("budget", "heads", "prefill_budget")}
     options = {name: value for name, value in options.items() if value is not None}
+
+    from vllm_kvretrieval.explain.served import served_options
+
+    options = served_options(given.model, given.method, options)
     config = RetrievalConfig.from_options(given.method, options)
     if config.own.shares:
         raise ValueError(
@@ -133,6 +137,7 @@ def explain(given: argparse.Namespace) -> None:
     def text_of(begin: int, end: int) -> str:
         return str(measurement.tokenizer.decode(tokens[begin:end]))
 
+    by_page = config.own.index is not None and not config.own.per_token
     result = {
         "format": FORMAT,
         "model": name_of(given.model),
@@ -141,6 +146,7 @@ def explain(given: argparse.Namespace) -> None:
         "method": given.method,
         "drops": keeping is not None,
         "budget": given.budget,
+        "page_size": config.page_size if by_page else None,
         "prefill_budget": given.prefill_budget,
         "observation": ALL if observed is None else observed,
         "latest": min(LATEST, len(tokens)),

@@ -131,9 +131,11 @@ def table(result: dict[str, Any]) -> str:
     """The text that is printed for a result."""
     tokens, drops = result["tokens"], result["drops"]
     verb, sparse = "kept" if drops else "selected", result["prefill_budget"] is not None
+    size = result["page_size"]
+    pages = "" if size is None else f", in pages of {size} tokens"
     lines = [
         f"{result['model']}, {result['text']}: {tokens} tokens; {result['method']} at a budget of "
-        f"{result['budget']}",
+        f"{result['budget']}{pages}",
         f"Per layer: entropy of the attention of {_queries(result['observation'], tokens)}, in "
         "nats; tokens per KV head",
         f"that the rule of entropies makes of it; tokens that are {verb}; their share of the last "

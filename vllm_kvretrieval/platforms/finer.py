@@ -13,7 +13,7 @@ from vllm_kvretrieval.options.source import options_of
 from vllm_kvretrieval.retrieval.presets import presets
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 SHAPING = frozenset(
     "page_size summary_size index pooling schedule rerank unit remainder prefill_budget".split()
@@ -27,30 +27,48 @@ SOFT_CAPPING = "attn_logit_softcapping"
 def finer_options(vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
     """Options that a method has here in place of its preset's; empty: there are none.
 
-    The pages of an engine have one size, so other methods that keep an index leave the preset's
-    pages, too. So do blocks that entries of two pages do not fit in, layers with sliding windows in
-    the same blocks, and whatever our own kernel does not attend to.
+    The pages of an engine have one size, so blocks that entries of two pages do not fit in, and
+    layers with sliding windows in the same blocks, leave the preset's pages, too.
 
     Args:
         vllm_config: The configuration of the engine.
         method: The engine's own method.
     """
-    preset, model, options = presets()[method], vllm_config.model_config, options_of(vllm_config)
-    finer = preset.finer
-    if not finer or not isinstance(options, Mapping) or SHAPING.intersection(options):
+    options = options_of(vllm_config)
+    if not isinstance(options, Mapping):
         return {}
-    if options.get("home", "device") != "device":
+    finer = finer_for_model(vllm_config.model_config, method, options)
+    if not finer or vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return {}
+    entry = RetrievalConfig.from_options(method, {**options, **finer}).own.entry_tokens
+    cache = vllm_config.cache_config
+    given = cache.block_size if cache.user_specified_block_size else 0
+    return {} if has_foreign_connector(vllm_config) or given % entry else finer
+
+
+def finer_for_model(
+    model: "ModelConfig", method: str, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The same, as far as the model, the options of retrieval and this CPU decide.
+
+    Other methods that keep an index leave the preset's pages, and so does whatever our own kernel
+    does not attend to.
+
+    Args:
+        model: vLLM's configuration of the model.
+        method: The engine's own method.
+        options: Its options, as the user wrote them.
+    """
+    preset = presets()[method]
+    finer = preset.finer
+    if not finer or SHAPING.intersection(options) or options.get("home", "device") != "device":
         return {}
     try:
         config = RetrievalConfig.from_options(method, {**options, **finer})
     except RetrievalConfigError:
         return {}  # the message will be about the options as they are
-    merged = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
     indexed = [m for m in config.methods.values() if m.index is not None and m is not config.own]
-    cache, text = vllm_config.cache_config, model.hf_text_config
-    given = cache.block_size if cache.user_specified_block_size else 0
-    apart = has_foreign_connector(vllm_config) or given % config.own.entry_tokens
-    if indexed or apart or merged or model.is_hybrid or getattr(text, SOFT_CAPPING, None):
+    if indexed or model.is_hybrid or getattr(model.hf_text_config, SOFT_CAPPING, None):
         return {}
     plain = _get_attn_isa(model.dtype, preset.page_size, model.get_head_size()) == "vec"  # no AMX
     own = choose_attention(config, model.dtype, model.get_head_size()).own

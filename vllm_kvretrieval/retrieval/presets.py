@@ -27,7 +27,7 @@ class Preset:
             for it, if it is not selected.
         mass: The share of the estimated attention that is enough; 1: all that is selected.
         page_size: Tokens per page.
-        unit: What is selected, one of :data:`vllm_kvretrieval.options.table.UNITS`.
+        unit: What is selected, one of :data:`vllm_kvretrieval.options.choices.UNITS`.
         sink_pages, window_pages: Pages always attended to; None: a share of the budget each.
         dense_layers: Leading layers that keep full attention.
         codec: Of pages in a slow home; name in :data:`vllm_kvretrieval.retrieval.codec.CODECS`.
