@@ -84,7 +84,7 @@ def _sizes(vllm_config: Any, config: RetrievalConfig, users: int) -> Iterator[Fi
     numbers = full_attention_layers(model)
     layers = model.get_total_num_hidden_layers()
     if numbers is None or len(numbers) < layers or parallel.pipeline_parallel_size > 1:
-        yield Finding("sizes", "of a model whose layers differ only its start knows them")
+        yield Finding("sizes", "not known before the start, since the layers of this model differ")
         return
     from vllm_kvretrieval.engine.memory import bytes_per_block
 

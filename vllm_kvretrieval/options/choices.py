@@ -6,7 +6,8 @@ REUSES = {
     "exact": "only those that full attention has computed",
 }
 HOMES = {
-    "auto": "`device` if `max_num_seqs` requests of `max_model_len` fit there, else the other",
+    "auto": "`device` if `max_num_seqs` requests of `max_model_len` fit there, else `disk` on a "
+    "CPU, `host` on a GPU",
     "device": "vLLM's own memory",
     "host": "host memory; on a GPU",
     "disk": "a file; fast memory then holds recalled pages only; on a CPU",

@@ -9,7 +9,8 @@ from vllm_kvretrieval.retrieval.family import FAMILIES, SCORED, WHOLE
 REQUEST: Mapping[str, Option] = {
     "budget": Option(
         TOKENS,
-        "what a KV head attends to in a decode step, up to the server's `max_budget`",
+        "the number of tokens that a KV head attends to in a decode step, up to the server's "
+        "`max_budget`",
         "the server's",
         families=tuple(family for family in FAMILIES if family is not WHOLE),
     ),

@@ -51,8 +51,8 @@ class Options:
     budget: int = option(
         DEFAULT_BUDGET,
         TOKENS,
-        "what a KV head attends to in a decode step; a shorter context is attended to whole, "
-        "exactly",
+        "the number of tokens that a KV head attends to in a decode step; a context of no more "
+        "tokens is attended to in full",
     )
     sink: int | None = option(
         None,
