@@ -73,9 +73,31 @@ def close_engine() -> None:
     cleanup_dist_env_and_memory()
 
 
-def describe() -> str:
-    """The module of the engine's model runner."""
-    return type(device_engine._runner()).__module__
+def describe() -> list[dict[str, Any]]:
+    """The module of each worker's model runner, its parts of the model, and whether its KV cache
+    is in order."""
+    return device_engine._engine.collective_rpc(_describe_worker)
+
+
+def _describe_worker(worker):
+    layers = worker.retrieval_layers
+    return {
+        "runner": type(worker.model_runner).__module__,
+        "layers": sorted(layers),
+        "kv_heads": {layer.num_kv_heads for layer in layers.values()},
+        "wrong": worker.storage.check(),
+        "slots": worker.storage.usage.slots > 0,
+    }
+
+
+def make_room():
+    """Make the room for a stage's inputs, which V1 without compiled steps lacks on a CPU."""
+    device_engine._engine.collective_rpc(_make_room)
+
+
+def _make_room(worker):
+    runner = worker.model_runner
+    runner._dummy_run(runner.max_num_tokens, is_profile=True)
 
 
 def drive(requests):

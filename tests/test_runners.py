@@ -77,7 +77,8 @@ class Served:
         self.modules, self.answers = {}, {}
         for runner in ("v1", "v2"):
             self._call(runners.open_engine, runner, model, options)
-            self.modules[runner] = self._call(runners.describe)
+            (worker,) = self._call(runners.describe)
+            self.modules[runner] = worker["runner"]
             self.answers[runner] = {
                 "crowd": self._call(runners.drive, crowd(methods)),
                 "idle": self._call(runners.idle),

@@ -1,0 +1,81 @@
+"""vLLM's V2 model runner with several workers: tensor parallelism, and stages of a pipeline.
+
+Its answers are those of V1 with as many workers to the last bit, and those of one worker to
+rounding. Executor, queues and groups of processes (gloo) are vLLM's; each worker emulates Triton
+as ``tests/runners.py`` does.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests import runners
+from tests.engine import Request, assert_same, difference, prompt, random_llama
+from tests.test_runners import FILE, HOUSES, OPTIONS, again, crowd, outgrowing
+
+pytestmark = [pytest.mark.engine, pytest.mark.cores]
+
+TENSOR, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
+LAYERS, KV_HEADS = 4, 2
+OF_STAGES = {TENSOR: [[1, 2, 3], [1, 2, 3]], PIPELINE: [[1], [2, 3]]}
+"""Layers that retrieve, by worker; the first one is dense."""
+TOLERANCE = 1e-3
+SLOW = pytest.mark.slow
+V1, V2 = "vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu.model_runner"
+
+
+def answers(pool, model, house, runner, size=None):
+    """What an engine answers, and what it says of its workers."""
+
+    def call(function, *args):
+        return pool.submit(function, *args).result()
+
+    options: dict[str, Any] = OPTIONS | {"additional_config": {"kv_retrieval": HOUSES[house]}}
+    call(runners.open_engine, runner, model, options | ({size: 2} if size else {}))
+    if (runner, size) == ("v1", PIPELINE):
+        call(runners.make_room)
+    found = {
+        "crowd": call(runners.drive, crowd(HOUSES[house]["also"])),
+        "again": call(runners.drive, again()),
+        "exact": call(runners.drive, [Request(prompt(200), 8, {"exact": True})]),
+        "outgrowing": call(runners.drive_preempting, outgrowing()),
+    }
+    workers = call(runners.describe)
+    call(runners.close_engine)
+    return found, workers
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with runners.start() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return random_llama(tmp_path_factory.mktemp("toy") / "model", LAYERS, KV_HEADS)
+
+
+@pytest.mark.parametrize(
+    ("size", "house"),
+    [(TENSOR, "memory"), (PIPELINE, "file"), (TENSOR, "file"), (PIPELINE, "memory")],
+)
+def test_two_workers_answer_as_v1_and_as_one(pool, model, size, house):
+    """Batches with chunks of prompts, prefix hits, and a preempted request."""
+    ours, workers = answers(pool, model, house, "v2", size)
+    theirs, of_v1 = answers(pool, model, house, "v1", size)
+    assert [worker["runner"] for worker in workers] == [V2, V2]
+    assert [worker["runner"] for worker in of_v1] == [V1, V1]
+    names = [[f"model.layers.{n}.self_attn.attn" for n in part] for part in OF_STAGES[size]]
+    for worker, layers in zip(workers, names, strict=True):
+        assert worker["layers"] == layers
+        assert worker["kv_heads"] == {KV_HEADS // (2 if size == TENSOR else 1)}
+        assert worker["slots"] == (HOUSES[house].get("home") == "disk")
+        assert not worker["wrong"]
+    assert ours == theirs
+    single, _ = answers(pool, model, house, "v1")
+    for part in "crowd", "again", "exact":
+        for answer, expected in zip(ours[part], single[part], strict=True):
+            assert_same(answer, expected, TOLERANCE)
+    assert ours["outgrowing"][1], "one was preempted"
+    assert difference(ours["exact"][0], ours["again"][0]) > 10 * TOLERANCE, "retrieval counts"
