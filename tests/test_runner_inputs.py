@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 INPUTS: dict[str, Any] = OPTIONS | {
     "additional_config": {"kv_retrieval": HOUSES["memory"]},
     "enable_lora": True,
-    "max_loras": 2,
+    "max_loras": 3,
     "max_lora_rank": 8,
     "enable_prompt_embeds": True,
 }
@@ -57,13 +57,14 @@ def test_adapters_and_embeddings(pool, tmp_path):
         Request(LONG, 8, {}, lora=first, cache=True),
         Request(LONG, 8, {}, lora=second, cache=True),
         Request(LONG, 8, by("kvretrieval"), lora=second, arrives=2, cache=True),
-        Request(prompt(90), 8, {}, lora=first, arrives=3),
+        Request(prompt(200), 8, {}, arrives=3),
     ]
-    embedded = Request(LONG, 8, {}, embeddings=table[LONG], cache=True)
+    embedded = Request(LONG, 8, {}, embeddings=table[LONG])
     parts = {
         "adapters": asked,
         "again": asked,
         "embeddings": [embedded, replace(embedded, options=by("snapkv"), arrives=2)],
+        "found": [replace(embedded, cache=True)],
         "ids": [Request(LONG, 8, {}), Request(LONG, 8, by("snapkv"), arrives=2)],
         "exact": [Request(LONG, 8, {"exact": True})],
     }
@@ -72,7 +73,7 @@ def test_adapters_and_embeddings(pool, tmp_path):
     for part in "adapters", "again":
         first_answer, second_answer, *_ = ours[part]
         assert difference(first_answer, second_answer) > 0.01, "adapters count"
-    assert all(answer.cached > 128 for answer in ours["again"][:3])
+    assert all(answer.cached > 128 for answer in (*ours["again"], *ours["found"]))
     assert [a.tokens for a in ours["embeddings"]] == [a.tokens for a in ours["ids"]]
     assert difference(ours["ids"][0], ours["exact"][0]) > 0.01, "retrieval counts"
 
