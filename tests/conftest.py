@@ -74,6 +74,15 @@ def interpreted():
         yield lambda check, **kwargs: pool.submit(check, "cpu", **kwargs).result()
 
 
+@pytest.fixture(scope="module")
+def emulated():
+    """Calls functions of tests/runners.py in its process, where vLLM's V2 model runner runs."""
+    from tests import runners
+
+    with runners.start() as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
 @pytest.fixture
 def isas():
     """Visits the instruction sets that run here, each in use meanwhile: for one test of all."""

@@ -33,9 +33,8 @@ def servers(tmp_path_factory) -> Iterator[list[Server]]:
         servers = []
         for machine in range(MACHINES):
             first = ("--data-parallel-start-rank", str(machine * ENGINES))
-            server = Server(
-                directory / f"{machine}.txt", *options, *first, model=model, engines=ENGINES
-            )
+            log = directory / f"{machine}.txt"
+            server = Server(log, *options, *first, model=model, engines=ENGINES, forked=True)
             servers.append(stack.enter_context(running(server)))
         for server in servers:
             server.wait_until_ready()

@@ -11,7 +11,7 @@ import pytest
 
 from tests import runners
 from tests.engine import Request, assert_same, difference, prompt, random_llama
-from tests.test_runners import FILE, HOUSES, OPTIONS, again, crowd, outgrowing
+from tests.test_runners import HOUSES, MODULES, OPTIONS, again, crowd, outgrowing
 
 pytestmark = [pytest.mark.engine, pytest.mark.cores]
 
@@ -20,16 +20,10 @@ LAYERS, KV_HEADS = 4, 2
 OF_STAGES = {TENSOR: [[1, 2, 3], [1, 2, 3]], PIPELINE: [[1], [2, 3]]}
 """Layers that retrieve, by worker; the first one is dense."""
 TOLERANCE = 1e-3
-SLOW = pytest.mark.slow
-V1, V2 = "vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu.model_runner"
 
 
-def answers(pool, model, house, runner, size=None):
+def answers(call, model, house, runner, size=None):
     """What an engine answers, and what it says of its workers."""
-
-    def call(function, *args):
-        return pool.submit(function, *args).result()
-
     options: dict[str, Any] = OPTIONS | {"additional_config": {"kv_retrieval": HOUSES[house]}}
     call(runners.open_engine, runner, model, options | ({size: 2} if size else {}))
     if (runner, size) == ("v1", PIPELINE):
@@ -39,16 +33,11 @@ def answers(pool, model, house, runner, size=None):
         "again": call(runners.drive, again()),
         "exact": call(runners.drive, [Request(prompt(200), 8, {"exact": True})]),
         "outgrowing": call(runners.drive_preempting, outgrowing()),
+        "counted": call(runners.counted, Request(prompt(250), 9, {})),
     }
     workers = call(runners.describe)
     call(runners.close_engine)
     return found, workers
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with runners.start() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +47,20 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("size", "house"),
-    [(TENSOR, "memory"), (PIPELINE, "file"), (TENSOR, "file"), (PIPELINE, "memory")],
+    [
+        (TENSOR, "memory"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((TENSOR, "file"), (PIPELINE, "memory"), (PIPELINE, "file"))
+        ),
+    ],
 )
-def test_two_workers_answer_as_v1_and_as_one(pool, model, size, house):
+def test_two_workers_answer_as_v1_and_as_one(emulated, model, size, house):
     """Batches with chunks of prompts, prefix hits, and a preempted request."""
-    ours, workers = answers(pool, model, house, "v2", size)
-    theirs, of_v1 = answers(pool, model, house, "v1", size)
-    assert [worker["runner"] for worker in workers] == [V2, V2]
-    assert [worker["runner"] for worker in of_v1] == [V1, V1]
+    ours, workers = answers(emulated, model, house, "v2", size)
+    theirs, of_v1 = answers(emulated, model, house, "v1", size)
+    assert [worker["runner"] for worker in workers] == 2 * [MODULES["v2"]]
+    assert [worker["runner"] for worker in of_v1] == 2 * [MODULES["v1"]]
     names = [[f"model.layers.{n}.self_attn.attn" for n in part] for part in OF_STAGES[size]]
     for worker, layers in zip(workers, names, strict=True):
         assert worker["layers"] == layers
@@ -73,9 +68,14 @@ def test_two_workers_answer_as_v1_and_as_one(pool, model, size, house):
         assert worker["slots"] == (HOUSES[house].get("home") == "disk")
         assert not worker["wrong"]
     assert ours == theirs
-    single, _ = answers(pool, model, house, "v1")
+    single, _ = answers(emulated, model, house, "v1")
     for part in "crowd", "again", "exact":
         for answer, expected in zip(ours[part], single[part], strict=True):
             assert_same(answer, expected, TOLERANCE)
-    assert ours["outgrowing"][1], "one was preempted"
+    outgrown, preempted = ours["outgrowing"]
+    assert preempted
+    for answer, expected in zip(outgrown, single["outgrowing"][0], strict=True):
+        assert_same(answer, expected, TOLERANCE)
+    if size == TENSOR:
+        assert ours["counted"].get("heads_decoded") == single["counted"].get("heads_decoded")
     assert difference(ours["exact"][0], ours["again"][0]) > 10 * TOLERANCE, "retrieval counts"
