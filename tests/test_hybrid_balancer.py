@@ -14,7 +14,7 @@ from vllm_kvretrieval.doctor.server import INFO, PREFIX, Client, samples
 pytestmark = [pytest.mark.engine, pytest.mark.model, pytest.mark.slow]
 
 MACHINES, ENGINES = 2, 2
-TOKENS = 16
+TOKENS = 6
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_every_engine_of_every_machine_answers(servers):
     with ThreadPoolExecutor() as pool:
         asked = [
             pool.submit(ask, server.url, prompt, TOKENS, cache_salt=f"{count}")
-            for count in range(3 * ENGINES)
+            for count in range(2 * ENGINES)
             for server in servers
         ]
     for future in asked:
