@@ -34,7 +34,7 @@ def servers(tmp_path_factory) -> Iterator[list[Server]]:
         for machine in range(MACHINES):
             first = ("--data-parallel-start-rank", str(machine * ENGINES))
             log = directory / f"{machine}.txt"
-            server = Server(log, *options, *first, model=model, engines=ENGINES, forked=True)
+            server = Server(log, *options, *first, model=model, engines=ENGINES)
             servers.append(stack.enter_context(running(server)))
         for server in servers:
             server.wait_until_ready()
