@@ -83,15 +83,22 @@ def test_references_return_what_was_put(tmp_path):
     assert (tmp_path / ".gitignore").read_text() == "*\n"
 
 
-def test_reference_keys_follow_model_samples_version_and_dtype():
+def test_reference_keys_follow_all_that_can_change_them(monkeypatch):
     sample = Sample((1, 2, 3), (4,))
-    key = store.reference_key("m", [sample], "0.32.0", "float32")
-    assert key == store.reference_key("m", [Sample((1, 2, 3), (4,))], "0.32.0", "float32")
-    assert key != store.reference_key("n", [sample], "0.32.0", "float32")
-    assert key != store.reference_key("m", [Sample((1, 2, 3), (5,))], "0.32.0", "float32")
-    assert key != store.reference_key("m", [sample, sample], "0.32.0", "float32")
-    assert key != store.reference_key("m", [sample], "0.32.1", "float32")
-    assert key != store.reference_key("m", [sample], "0.32.0", "bfloat16")
+
+    def key(model="m", samples=(sample,), dtype="float32", engine=()):
+        return store.reference_key(model, samples, dtype, engine)
+
+    mine = key()
+    assert mine == key(samples=[Sample((1, 2, 3), (4,))])
+    others = [key("n"), key(samples=[Sample((1, 2, 3), (5,))]), key(samples=[sample, sample])]
+    others += [key(dtype="bfloat16"), key(engine=["code"]), key(engine=["other code"])]
+    monkeypatch.setattr(store, "versions", lambda: {"vllm": "another"})
+    others.append(key())
+    monkeypatch.undo()
+    monkeypatch.setattr(store, "machine", lambda: {"isa": ["another"]})
+    others.append(key())
+    assert len({mine, *others}) == 1 + len(others)
 
 
 def test_a_missing_model_says_how_to_get_it(tmp_path):

@@ -1,17 +1,13 @@
 """The RULER benchmark's own tools: scores, samples, early ends, the table, and what is kept."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import build
-from benchmarks.quality import __main__ as driver
-from benchmarks.quality import ruler
 from benchmarks.quality.ruler_tasks import catalogue, decoding, generator, report, scoring
 from benchmarks.quality.ruler_tasks.decoding import Answers
 from benchmarks.quality.ruler_tasks.generator import Generator, GeneratorError, RulerSample
@@ -270,131 +266,3 @@ def test_published_rows_name_their_model():
     assert "another model" in shown.splitlines()[0]
     assert row(shown, "published") == ["64", "128", "512", "1024", "2048", "full"]
     assert row(shown, "LOCKS") == ["78.1", "87.4", "91.4", "-", "93.7", "94.3"]
-
-
-class FakeEngine:
-    """Stands in for generator and engine; counts what is asked of them, and can break down."""
-
-    def __init__(self) -> None:
-        self.started: list[dict[str, Any]] = []
-        self.ran: list[tuple[str, int]] = []
-        self.breaks_at = ""
-
-    @contextmanager
-    def open(self, model: Path, context: int, budget: int, **options: Any) -> Iterator[str]:
-        self.started.append({"context": context, "budget": budget, **options})
-        yield "engine"
-
-    def answer(
-        self, llm: Any, samples: Any, options: Any, metric: Any, tokens: int, label: str
-    ) -> Answers:
-        if self.breaks_at and self.breaks_at in label:
-            raise KeyboardInterrupt
-        self.ran.append((label, tokens))
-        score = 0.25 if label.startswith("cwe") else 1.0
-        return Answers([score] * len(samples), ["text"] * len(samples), tokens, 0)
-
-    def __call__(self, model: Path, context: int) -> Any:
-        samples = [RulerSample((1,) * (context - 200), ("a",)), RulerSample((2,) * 100, ("b",))]
-        return SimpleNamespace(
-            has=lambda task, count: True, read=lambda task, count, tokenizer: samples[:count]
-        )
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    fake = FakeEngine()
-    config = SimpleNamespace(
-        num_hidden_layers=2, num_key_value_heads=1, head_dim=8, hidden_size=8, num_attention_heads=1
-    )
-    for name, replacement in (
-        ("open_engine", fake.open),
-        ("answer", fake.answer),
-        ("Generator", fake),
-        ("model_fingerprint", lambda model: "weights"),
-        ("AutoTokenizer", SimpleNamespace(from_pretrained=lambda model: None)),
-        ("AutoConfig", SimpleNamespace(from_pretrained=lambda model: config)),
-        ("DTYPE", "float32"),
-    ):
-        monkeypatch.setattr(ruler, name, replacement)
-    monkeypatch.setattr(build, "code_fingerprint", lambda: "code")
-    return fake
-
-
-def test_an_interrupted_run_goes_on_where_it_was(engine, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "ruler.json"
-    command = ["ruler", "--task", "vt", "cwe", "--budgets", "512", "128", "--samples", "2"]
-    command += ["--variants", "freekv", "control", "--out", str(out)]
-
-    engine.breaks_at = "vt control 128"
-    assert driver.main(command) == 130
-    done = ["vt full", "vt freekv 128", "vt freekv 512"]
-    assert engine.ran == [(label, 30) for label in done]
-
-    engine.breaks_at = ""
-    assert driver.main(command) == 0
-    rest = [("vt prompts", 1), ("vt control 128", 30), ("vt control 512", 30), ("cwe full", 120)]
-    assert engine.ran[3:] == rest  # full attention fails at cwe: no preset is put to it
-    started = engine.started[1]
-    assert (started["context"], started["budget"], started["batch"]) == (4096 - 200 + 120, 512, 2)
-    assert started["also"] == {"freekv": {}, "streamingllm": {}}
-    # 34 blocks of 128 tokens; 2 layers, keys and values, 8 numbers of 4 bytes; a tenth more.
-    assert started["kv_cache_bytes"] == int(1.1 * 34 * 128 * 2 * 2 * 8 * 4)
-    shown = capsys.readouterr().out
-    assert row(shown, "freekv", "512") == ["100.0", "-", "100.0"]
-    assert "without CWE" in shown
-    assert "vt: prompts (6 cells and the prompts of 2 tasks to go, about 0 min)" in shown
-    assert "vt control 128: 2 samples (6 cells and the prompts of 1 tasks to go" in shown
-
-    ran = len(engine.ran)
-    assert driver.main([*command, "--show"]) == 0
-    assert len(engine.started) == 2
-    assert len(engine.ran) == ran
-    cell = json.loads(out.read_text())["cells"]["Qwen2.5-Coder-0.5B-Instruct/4096/vt/control/512"]
-    assert (cell["score"], cell["scores"]) == (100.0, [100.0, 100.0])
-
-    monkeypatch.setattr(build, "code_fingerprint", lambda: "another code")
-    capsys.readouterr()
-    assert driver.main([*command, "--show"]) == 0
-    assert capsys.readouterr().out.count("  a: 'text'\n") == 6
-    presets = [f"vt {name} {budget}" for name in ("freekv", "control") for budget in (128, 512)]
-    every = ["vt full", *presets, "cwe full"]
-    assert [label for label, _ in engine.ran[ran:]] == every
-    ran = len(engine.ran)
-    monkeypatch.setattr(ruler, "machine", lambda: {"isa": ["another"]})
-    assert driver.main(command) == 0
-    assert [label for label, _ in engine.ran[ran:]] == every
-
-
-def test_other_samples_and_lengths_are_other_cells(engine, tmp_path):
-    command = ["ruler", "--task", "vt", "--variants", "--out", str(tmp_path / "ruler.json")]
-    for change in (["--samples", "1"], ["--samples", "2"], ["--context", "8192", "--samples", "2"]):
-        driver.main([*command, *change])
-    assert [label for label, _ in engine.ran] == ["vt full"] * 3
-    driver.main([*command, "--context", "8192", "--samples", "2"])
-    assert len(engine.ran) == 3
-    driver.main([*command, "--samples", "2"])
-    assert len(engine.ran) == 3  # of each length there is a cell of its own
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--task", "niah"], "niah_single_1"),
-        (["--samples", "0"], "--samples 0: at least 1 is needed"),
-        (["--context", "2048"], "--context 2048: at least 4096 is needed"),
-        (["--budgets", "0"], "--budgets 0"),
-        (["--variants", "nothing"], "freekv"),
-    ],
-)
-def test_wrong_arguments_are_named(wrong, said, capsys):
-    with pytest.raises(SystemExit):
-        driver.main(["ruler", *wrong])
-    assert said in capsys.readouterr().err
-
-
-def test_the_list_needs_neither_model_nor_network(capsys):
-    assert driver.main(["ruler", "--list"]) == 0
-    shown = capsys.readouterr().out
-    assert all(task.name in shown for task in catalogue.TASKS)
-    assert all(variant.name in shown for variant in catalogue.VARIANTS)

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks import build
 from benchmarks.cli import add_tokens
-from benchmarks.common import RESULTS, Stopwatch, result_header, versions
+from benchmarks.common import RESULTS, Stopwatch, result_header
 from benchmarks.quality.tasks import catalogue, criteria, report, scoring, variants
 from benchmarks.quality.tasks.base import Sample, Task, TokenText
 from benchmarks.quality.tasks.catalogue import Cell
@@ -87,7 +87,7 @@ class Benchmark:
         jobs = []
         for task in tasks:
             samples = task.build(text, task.context, count or task.samples)
-            key = reference_key(weights, samples, versions().get("vllm", "unknown"), DTYPE)
+            key = reference_key(weights, samples, DTYPE)
             jobs.append(Job(task, samples, key))
         self._run_references(model, jobs, tokenizer)
         self._run_cells(model, jobs, tokenizer)

@@ -27,7 +27,7 @@ from vllm.inputs import TokensPrompt
 
 from benchmarks import build
 from benchmarks.cli import SMOLLM2_32K, add_model, add_output, add_tokens
-from benchmarks.common import RESULTS, Stopwatch, result_header, versions
+from benchmarks.common import RESULTS, Stopwatch, result_header
 from benchmarks.quality.tasks.base import Sample, TokenText
 from benchmarks.quality.tasks.engine import (
     DTYPE,
@@ -190,14 +190,11 @@ class Benchmark:
         return time.perf_counter() - start, _processor_time() - used
 
     def _reference_key(self, document: Document) -> str:
-        vllm = versions().get("vllm", "unknown")
-        return reference_key(f"{self._method}-{self._weights}", document.samples, vllm, self._dtype)
+        engine = [self._method, self._further, self._code]
+        return reference_key(self._weights, document.samples, self._dtype, engine)
 
     def _cell_key(self, document: Document, name: str) -> str:
-        further = [self._further] if self._further else []
-        return fingerprint(
-            [self._reference_key(document), name, self._repeats, self._code, *further]
-        )
+        return fingerprint([self._reference_key(document), name, self._repeats])
 
     def _stored(self, document: Document, name: str) -> bool:
         label = f"{document.context}/{name}"

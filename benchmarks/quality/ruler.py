@@ -1,11 +1,14 @@
 """RULER, the field's benchmark: how well the presets of KV retrieval answer its 13 tasks.
 
     python -m benchmarks.quality ruler --task vt cwe --budgets 128 512
+    python -m benchmarks.quality ruler --variants kvretrieval --prefill-budgets 2048 --budgets 1024
 
 The samples come from RULER's published generator (see `ruler_tasks.generator`), in its own prompt
 template and with its own scores. One engine answers them all: full attention first, as
 requests that ask for it (``exact``, by our own kernel or vLLM's), which prefills the prompts of a
-task; every preset at every budget then takes them from the prefix cache. Presets are
+task; every preset at every budget then takes them from the prefix cache. With
+``--prefill-budgets`` prompts that retrieve are compared with these: each budget reads the prompts
+once more, for steps with full attention and for steps at every budget. Variants are
 put only to tasks that full attention scores above 30 in. Every figure is stored when it is ready,
 so an interrupted run picks up where it was. Exits with 1 when the criterion fails, with 2 when the
 program could not run.
@@ -14,6 +17,7 @@ program could not run.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -44,6 +48,9 @@ from benchmarks.quality.tasks.store import Results, fingerprint, model_fingerpri
 BATCH = 10
 """Requests at once."""
 
+PAGE = 32
+"""Tokens of a page, or a multiple of them."""
+
 _ROOM = 1.1
 """Blocks of the KV cache per block that the largest task fills."""
 
@@ -70,6 +77,24 @@ class Setup:
     show: bool
     """Print every answer beside what it should contain."""
 
+    further: dict[str, Any]
+    """Further options of the engine."""
+
+    @property
+    def asked(self) -> list[tuple[Variant, int | None]]:
+        """Variants and budgets beside full attention; None: steps attend to everything. Those after
+        the same prompts are adjacent."""
+        return [
+            (variant, budget)
+            for variant in self.variants
+            for budget in ((None,) if variant.prefill_budget else ()) + self.budgets
+        ]
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Options of the engine, beside its budget."""
+        return catalogue.engine_options(self.variants) | self.further
+
 
 class Benchmark:
     """Puts the tasks to the engine, one after the other, and keeps their scores."""
@@ -81,8 +106,8 @@ class Benchmark:
         self._clock = Stopwatch()
         self._llm: LLM | None = None
         self._jobs: list[Job] = []
-        self._prefilled: set[str] = set()
-        """Tasks whose prompts the engine has seen."""
+        self._prompts: tuple[str, int] | None = None
+        """The task whose prompts the prefix cache holds, and their prefill budget."""
 
         self.cells: dict[tuple[str, str, int | None], dict[str, Any]] = {}
         """This setup's cells by task, variant and budget."""
@@ -91,7 +116,7 @@ class Benchmark:
         """Run the tasks; what is stored already is taken from there."""
         self._jobs = self._prepare(tasks)
         for job in self._jobs:
-            for variant, budget in [(FULL, None), *self._presets()]:
+            for variant, budget in [(FULL, None), *self._setup.asked]:
                 name, key = self._name(job, variant, budget), self._key(job, variant, budget)
                 if (stored := self._results.get(name, key)) is not None:
                     self.cells[job.task.name, variant.name, budget] = stored
@@ -125,14 +150,17 @@ class Benchmark:
         if not report.counts(full):
             self._say(f"{task.name}: full attention scores {full['score']:.1f}, it does not count")
             return
-        for variant, budget in self._presets():
+        for variant, budget in self._setup.asked:
             if (task.name, variant.name, budget) in self.cells:
                 continue
-            if task.name not in self._prefilled:
+            if self._prompts != (task.name, variant.prefill_budget):
                 self._say(f"{task.name}: prompts ({self._left()})")
                 llm, label = self._engine(stack), f"{task.name} prompts"
-                answer(llm, job.samples, FULL.options, task.metric, 1, label)
-                self._prefilled.add(task.name)
+                # Prompts that retrieve would begin with blocks that others have read.
+                llm.reset_prefix_cache()
+                options = self._options(variant, None) if variant.prefill_budget else FULL.options
+                answer(llm, job.samples, options, task.metric, 1, label)
+                self._prompts = task.name, variant.prefill_budget
             self._run_cell(job, variant, budget, stack)
 
     def _run_cell(
@@ -142,9 +170,9 @@ class Benchmark:
         label = " ".join([task.name, variant.name, *([] if budget is None else [str(budget)])])
         self._say(f"{label}: {len(job.samples)} samples ({self._left()})")
         watch = Stopwatch()
-        options = variant.options | ({} if budget is None else {"budget": budget})
+        options = self._options(variant, budget)
         answers = answer(llm, job.samples, options, task.metric, task.tokens, label)
-        self._prefilled.add(task.name)
+        self._prompts = task.name, variant.prefill_budget
         if self._setup.show:
             for sample, text in zip(job.samples, answers.texts, strict=True):
                 print(f"  {' | '.join(sample.references)}: {text!r}", flush=True)
@@ -173,38 +201,57 @@ class Benchmark:
             room = max(cache_tokens(job.samples, job.task.tokens) for job in self._jobs)
             numbers = kv_bytes_per_token(AutoConfig.from_pretrained(setup.model))
             width = 2 if DTYPE == "float32" else 1  # the former counts 16 bits each
+            longest, sparsely = self._longest, "prefill_budget" in setup.engine
             self._llm = stack.enter_context(
                 open_engine(
                     setup.model,
-                    max(len(s.prompt) + job.task.tokens for job in self._jobs for s in job.samples),
-                    max(setup.budgets),
+                    longest,
+                    max([*setup.budgets, *([self._whole] if sparsely else [])]),
                     kv_cache_bytes=int(_ROOM * room * numbers * width),
                     batch=min(BATCH, setup.samples),
-                    **catalogue.engine_options(setup.variants),
+                    **setup.engine,
                 )
             )
         return self._llm
 
-    def _presets(self) -> list[tuple[Variant, int]]:
-        return [(variant, b) for variant in self._setup.variants for b in self._setup.budgets]
+    def _options(self, variant: Variant, budget: int | None) -> dict[str, Any]:
+        """A request's options."""
+        if variant is FULL:
+            return variant.options
+        prefill = {"prefill_budget": variant.prefill_budget}
+        return variant.options | prefill | {"budget": budget or self._whole}
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest context."""
+        return max(len(s.prompt) + job.task.tokens for job in self._jobs for s in job.samples)
+
+    @property
+    def _whole(self) -> int:
+        """The budget of steps with full attention, in whole pages."""
+        return -(-self._longest // PAGE) * PAGE
 
     def _left(self) -> str:
         """The number of cells to run, and an estimate of the time, from the stored ones."""
-        prompts = cells = 0
+        readings = cells = 0
         for job in self._jobs:
             full = self.cells.get((job.task.name, FULL.name, None))
             if full is not None and not report.counts(full):
                 continue
-            names = ((job.task.name, variant.name, budget) for variant, budget in self._presets())
-            missing = sum(name not in self.cells for name in names)
-            cells += missing
-            prompts += (full is None or missing > 0) and job.task.name not in self._prefilled
-        text = f"{cells} cells and the prompts of {prompts} tasks to go"
+            missing = [
+                variant.prefill_budget
+                for variant, budget in self._setup.asked
+                if (job.task.name, variant.name, budget) not in self.cells
+            ]
+            cells += len(missing)
+            read = {*missing, 0} if full is None else {*missing}
+            readings += len({(job.task.name, prefill) for prefill in read} - {self._prompts})
+        text = f"{cells} cells and {readings} readings of prompts to go"
         known = [(cell["variant"] == FULL.name, cell["seconds"]) for cell in self.cells.values()]
         of_prompts = [seconds for full, seconds in known if full]
         of_cells = [seconds for full, seconds in known if not full]
         if of_prompts and of_cells:
-            seconds = prompts * statistics.fmean(of_prompts) + cells * statistics.fmean(of_cells)
+            seconds = readings * statistics.fmean(of_prompts) + cells * statistics.fmean(of_cells)
             text += f", about {seconds / 60:.0f} min"
         return text
 
@@ -214,7 +261,10 @@ class Benchmark:
 
     def _key(self, job: Job, variant: Variant, budget: int | None) -> str:
         """Also full attention depends on the plug-in's code: our own kernel may compute it."""
-        return fingerprint([job.key, variant.options, budget, self._code])
+        setup = self._setup
+        alone = setup.engine == {"also": {}}  # its pages are smaller then
+        options = [variant.options, variant.prefill_budget, budget]
+        return fingerprint([job.key, *options, alone, setup.further, self._code])
 
     def _say(self, message: str) -> None:
         print(f"[{self._clock}] {message}", flush=True)
@@ -230,6 +280,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variants", nargs="*", metavar="NAME", choices=variants, default=variants,
         help="presets beside full attention")  # fmt: skip
     add_tokens(parser, "--budgets", catalogue.BUDGETS, "tokens attended to per decode step")
+    add_tokens(parser, "--prefill-budgets", (), "values of prefill_budget that prompts are read "
+        "with, too, for kvretrieval")  # fmt: skip
+    add("--options", type=json.loads, default={}, metavar="JSON", help="further options of the "
+        "engine")  # fmt: skip
     add("--context", type=int, metavar="TOKENS", default=catalogue.CONTEXT,
         help="length of a prompt and its answer, RULER's max_seq_length")  # fmt: skip
     add("--samples", type=int, metavar="N", default=catalogue.SAMPLES, help="samples per task")
@@ -253,16 +307,22 @@ def run(options: argparse.Namespace) -> int:
     for name, least in (("samples", 1), ("context", catalogue.CONTEXT)):
         if getattr(options, name) < least:
             options.usage_error(f"--{name} {getattr(options, name)}: at least {least} is needed")
-    if min(options.budgets) < 1:
-        options.usage_error(f"--budgets {min(options.budgets)}: budgets are positive numbers")
+    for name in ("budgets", "prefill_budgets"):
+        if (least := min(getattr(options, name), default=1)) < 1:
+            flag = name.replace("_", "-")
+            options.usage_error(f"--{flag} {least}: budgets are positive numbers")
     clock = Stopwatch()
     setup = Setup(
         options.model,
         options.context,
         options.samples,
         tuple(sorted(set(options.budgets))),
-        tuple(v for v in catalogue.VARIANTS if v.name in options.variants),
+        (
+            *(v for v in catalogue.VARIANTS if v.name in options.variants),
+            *map(catalogue.prefilling, sorted(set(options.prefill_budgets))),
+        ),
         options.show,
+        options.options,
     )
     tasks = [task for task in catalogue.TASKS if task.name in options.task]
     settings = {"ruler": PACKAGE, "template": TEMPLATE, "batch": BATCH, "dtype": DTYPE}

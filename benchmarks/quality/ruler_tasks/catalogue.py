@@ -1,4 +1,4 @@
-"""RULER's tasks, and the presets and budgets that are put to them."""
+"""RULER's tasks, and the presets, ways to read prompts and budgets that are put to them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ class Variant:
     name: str
     meaning: str
     options: dict[str, Any] = field(default_factory=dict)
-    """The request's ``kv_retrieval`` options, beside its budget."""
+    """The request's ``kv_retrieval`` options, beside its budgets."""
+
+    prefill_budget: int = 0
+    """That of its prompts; 0: they are read with full attention."""
 
 
 FULL = Variant(
@@ -78,10 +81,21 @@ VARIANTS = (
 """The variants that answer every task that counts; each has a row of the table per budget."""
 
 
+def prefilling(budget: int) -> Variant:
+    """Return the variant whose prompts retrieve so many tokens."""
+    meaning = f"kvretrieval, whose prompts attend to {budget} tokens before each chunk, too"
+    return Variant(f"prefill_{budget}", meaning, {"method": ENGINE_METHOD}, budget)
+
+
 def engine_options(variants: Sequence[Variant]) -> dict[str, Any]:
-    """Return what `open_engine` has to know of the methods that these variants name."""
+    """Return what `open_engine` has to know of these variants."""
     methods = (variant.options.get("method", ENGINE_METHOD) for variant in variants)
-    return {"also": {method: {} for method in methods if method != ENGINE_METHOD}}
+    options: dict[str, Any] = {
+        "also": {method: {} for method in methods if method != ENGINE_METHOD}
+    }
+    if prefill_budget := max((variant.prefill_budget for variant in variants), default=0):
+        options["prefill_budget"] = prefill_budget
+    return options
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from benchmarks.quality.ruler_tasks.catalogue import (
@@ -23,7 +24,7 @@ ORACLE_LOSS = 1.0
 _ROUNDING = 1e-9
 
 Scores = Mapping[tuple[str, str, int | None], Mapping[str, Any]]
-"""Cells by task, variant and budget in tokens; full attention has no budget."""
+"""Cells by task, variant and budget in tokens; steps with full attention have no budget."""
 
 
 def counts(cell: Mapping[str, Any]) -> bool:
@@ -50,9 +51,9 @@ def mean(
 def table(tasks: Sequence[RulerTask], budgets: Sequence[int], cells: Scores) -> str:
     """Return the scores in points: a row per variant and budget, a column per task, the mean."""
     rows = [["preset", "budget", *(task.short for task in tasks), "mean"]]
-    asked: list[tuple[str, int | None]] = [(FULL.name, None)]
-    asked += [(variant.name, budget) for variant in VARIANTS for budget in sorted(budgets)]
-    for name, budget in asked:
+    known = (FULL.name, *(variant.name for variant in VARIANTS))
+    names = dict.fromkeys([*known, *(variant for _, variant, _ in cells)])
+    for name, budget in product(names, (None, *sorted(budgets))):
         found = [cells.get((task.name, name, budget)) for task in tasks]
         if any(found):
             scores = [cell["score"] if cell else None for cell in found]

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks import build
 from benchmarks.build import files_fingerprint
-from benchmarks.common import read_json, write_json
+from benchmarks.common import machine, read_json, versions, write_json
 from benchmarks.quality.tasks.base import Sample
 from benchmarks.quality.tasks.metrics import TOP_LOGPROBS, Generated, Scored
 
@@ -38,17 +38,20 @@ def model_fingerprint(model: Path) -> str:
     return files_fingerprint(files)
 
 
-def reference_key(model: str, samples: Sequence[Sample], vllm_version: str, dtype: str) -> str:
+def reference_key(
+    model: str, samples: Sequence[Sample], dtype: str, engine: Sequence[Any] = ()
+) -> str:
     """Return the key of a full-attention reference: whatever can change it is in here.
 
     Args:
         model: the checkpoint's `model_fingerprint`.
         samples: the task's samples, in tokens.
-        vllm_version: version of the engine that computes it.
-        dtype: what that engine computes with.
+        dtype: what they are computed with.
+        engine: what else they are computed by, where it is not stock vLLM.
     """
     content = [asdict(sample) for sample in samples]
-    return fingerprint([model, content, vllm_version, dtype, TOP_LOGPROBS])
+    computed = [versions().get("vllm", "unknown"), machine()["isa"], dtype, *engine]
+    return fingerprint([model, content, computed, TOP_LOGPROBS])
 
 
 class Results:
