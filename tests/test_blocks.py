@@ -187,6 +187,13 @@ def test_refused_to_requests_where_prompts_are_exact():
             "prefill_budget=1024 needs home=device with omnikv",
         ),
         ("omnikv", {"prefill_budget": 1024, "prefill_queries": 4}, "prefill_queries=4 has no eff"),
+        ("omnikv", {"prefill_budget": 1024, "prefill_pooling": "max"}, "prefill_pooling='max' has"),
+        ("kvretrieval", {"prefill_pooling": "max"}, "prefill_pooling='max' has no effect without"),
+        (
+            "kvretrieval",
+            {"prefill_budget": 1024, "prefill_pooling": "mean"},
+            "prefill_pooling='mean' is unknown; use one of mean_softmax",
+        ),
     ],
 )
 def test_refused(method, options, why):

@@ -37,6 +37,7 @@ VALUES: dict[str, Any] = {
     "prefill_chunk": 256,
     "prefill_queries": 4,
     "prefill_sampling": "dissimilar",
+    "prefill_pooling": "max",
     "dense_layers": 2,
     "max_budget": 4096,
     "memory_fraction": 0.5,

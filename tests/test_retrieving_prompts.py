@@ -31,8 +31,6 @@ EXACT = 576  # the first multiple of the chunk beyond the budget
 STEP = 350
 CACHE = 128  # tokens of a block of the prefix cache
 TOLERANCE = 2e-4
-METHODS = {"kvretrieval": Method("low_rank"), "freekv": Method()}
-
 
 ERRORS = {"device": 1e-4, "raw": 1e-4, "k8v4": 7e-2}
 """Of attention relative to the largest value, by home or codec: values of 4 bits are off by up to a
@@ -76,8 +74,9 @@ def llm(tmp_path_factory):
         yield llm
 
 
-def replay(llm, error, exact, sampling="spread"):
+def replay(llm, error, exact, sampling="spread", pooling="mean_softmax"):
     """Prompts of different lengths and options, of which some are exact, while others decode."""
+    methods = {"kvretrieval": Method("low_rank", pooling), "freekv": Method(pooling=pooling)}
     requests = [
         Request(novel(llm, 900, 50), 6, {}),
         Request(novel(llm, 1100, 100), 6, {"prefill_budget": OWN}, arrives=1),
@@ -88,7 +87,7 @@ def replay(llm, error, exact, sampling="spread"):
     ]
     llm.collective_rpc("start_recording_blocks", args=([0, 3], CHUNK, QUERIES, EXACT, sampling))
     drive(llm, requests)
-    (summary,) = llm.collective_rpc("check_blocks", args=(METHODS, BUDGETS))
+    (summary,) = llm.collective_rpc("check_blocks", args=(methods, BUDGETS))
     assert summary["sparse"] == 2 * (6 + 9 + 4)
     assert summary["exact"] > 0
     assert summary["wrong"] == 0
@@ -101,12 +100,16 @@ def test_a_replay_gives_the_same(llm):
     replay(llm, ERRORS["device"], {"method": "snapkv"})
 
 
-@pytest.mark.parametrize(("codec", "sampling"), [("raw", "dissimilar"), ("k8v4", "spread")])
-def test_a_replay_from_a_file_gives_the_same(tmp_path, codec, sampling):
+@pytest.mark.parametrize(
+    ("codec", "sampling", "pooling"),
+    [("raw", "dissimilar", "max"), ("k8v4", "spread", "mean_softmax")],
+)
+def test_a_replay_from_a_file_gives_the_same(tmp_path, codec, sampling, pooling):
     """Its pages are read where they are mapped, or decoded first."""
     home = {"home": "disk", "codec": codec, "home_path": str(tmp_path), "also": ["freekv"]}
-    with serving(tmp_path, prefill_sampling=sampling, **home) as llm:
-        replay(llm, ERRORS[codec], {"exact": True}, sampling)
+    pooled = {"prefill_sampling": sampling, "prefill_pooling": pooling}
+    with serving(tmp_path, **pooled, **home) as llm:
+        replay(llm, ERRORS[codec], {"exact": True}, sampling, pooling)
 
 
 def test_company_changes_nothing(llm):

@@ -50,7 +50,13 @@ from benchmarks.tables import prompts
 CONTEXTS = (8192, 16384, 32512)  # answers beyond the last still fit in the model's 32K
 SETTINGS = ("1024:512", "2048:512", "4096:512")
 PAGE = 32
-PREFILL_OPTIONS = ("prefill_budget", "prefill_chunk", "prefill_queries", "prefill_sampling")
+PREFILL_OPTIONS = (
+    "prefill_budget",
+    "prefill_chunk",
+    "prefill_queries",
+    "prefill_sampling",
+    "prefill_pooling",
+)
 EXACT = {"exact": True}
 
 
@@ -227,7 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, SMOLLM2_32K)
     add_tokens(parser, "--contexts", CONTEXTS, "tokens of the documents")
     add("--settings", nargs="+", type=Setting.parse, default=[*map(Setting.parse, SETTINGS)],
-        metavar="BUDGET:CHUNK[:QUERIES[:SAMPLING]]",
+        metavar="BUDGET:CHUNK[:QUERIES[:SAMPLING[:POOLING]]]",
         help="values of " + ", ".join(PREFILL_OPTIONS))  # fmt: skip
     add("--repeats", type=int, default=1, metavar="N", help="runs of each prefill")
     add_output(parser, "prefill.json")

@@ -18,6 +18,7 @@ from vllm_kvretrieval.retrieval.family import NOTHING, family_with
 from vllm_kvretrieval.retrieval.filters import KIND, filters_for, read_filters
 from vllm_kvretrieval.retrieval.index import Index, IndexKind
 from vllm_kvretrieval.retrieval.method import Method, make_method
+from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.presets import presets
 from vllm_kvretrieval.retrieval.roles import Role, roles_of
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
@@ -258,6 +259,12 @@ class RetrievalConfig(Options):
         """Whether parts of the prompts of a method attend to a part of what lies before them."""
         selects = method.shares if self.own.shares else method.selects_for_blocks
         return self.prefill_budget is not None and selects
+
+    def pools_blocks_by(self, method: Method) -> Pooling:
+        """How the scores of a block's queries become one, where blocks of prompts select."""
+        if self.prefill_pooling is None:
+            return method.pooling
+        return Pooling[self.prefill_pooling.upper()]
 
     @property
     def exact_prefill(self) -> int:

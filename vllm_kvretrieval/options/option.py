@@ -6,7 +6,8 @@ from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.values import Kind
-from vllm_kvretrieval.retrieval.family import FAMILIES, Family
+from vllm_kvretrieval.retrieval.family import FAMILIES, FILTERS, SCORED, Family
+from vllm_kvretrieval.retrieval.roles import WINDOW
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,21 @@ class Option:
     slow_home: bool = False
     on_gpu: str = ""
     more: str = ""
+
+
+OF_CHUNKS: Mapping[str, Any] = {
+    "families": (SCORED, FILTERS),
+    "why": "which selects no pages by an index: its prefill is exact",
+    "verdict": "cannot be used with",
+}
+"""Facts about options of chunks of prompts that select."""
+
+OF_QUERIES: Mapping[str, Any] = {
+    "families": (SCORED,),
+    "why": f"by which no queries, or the last {WINDOW} of a chunk, select for a prompt",
+    "needs": "prefill_budget",
+}
+"""Facts about options of the queries that select for such a chunk."""
 
 
 def option(value: Any, kind: Kind, meaning: str, default: str = "", **facts: Any) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_kvretrieval.options import choices
-from vllm_kvretrieval.options.option import Option, option
+from vllm_kvretrieval.options.option import OF_CHUNKS, OF_QUERIES, Option, option
 from vllm_kvretrieval.options.values import (
     PART,
     SHARE,
@@ -235,9 +235,7 @@ class Options:
         "how many tokens before a chunk of a prompt the chunk attends to; longer prompts are "
         "approximate then; for methods that select pages by an index, and methods with filters",
         "all: prefill is exact",
-        families=(SCORED, FILTERS),
-        why="which selects no pages by an index: its prefill is exact",
-        verdict="cannot be used with",
+        **OF_CHUNKS,
         on_gpu="prefill exactly",
         more="methods.md#sparse-prefill",
     )
@@ -246,8 +244,7 @@ class Options:
         TOKENS,
         "the number of prompt tokens that share one selection",
         f"{choices.DEFAULT_BLOCK}; `omnikv`: {choices.DEFAULT_CHUNK}",
-        families=(SCORED, FILTERS),
-        why="which selects no pages by an index: its prefill is exact",
+        **OF_CHUNKS,
         needs="prefill_budget",
     )
     prefill_queries: int | None = option(
@@ -255,18 +252,21 @@ class Options:
         Kind(f"1 to {choices.MOST_QUERIES}", require_int),
         "how many queries of a chunk of a prompt select pages for it",
         str(choices.DEFAULT_QUERIES),
-        families=(SCORED,),
-        why=f"by which no queries, or the last {WINDOW} of a chunk, select for a prompt",
-        needs="prefill_budget",
+        **OF_QUERIES,
     )
     prefill_sampling: str | None = option(
         None,
         one_of(choices.SAMPLINGS),
         "which queries of a chunk of a prompt select pages for it",
         "`spread`",
-        families=(SCORED,),
-        why=f"by which no queries, or the last {WINDOW} of a chunk, select for a prompt",
-        needs="prefill_budget",
+        **OF_QUERIES,
+    )
+    prefill_pooling: str | None = option(
+        None,
+        one_of(POOLINGS),
+        "how the scores of these queries, of all query heads that share a KV head, become one",
+        "`pooling`",
+        **OF_QUERIES,
     )
     dense_layers: int = option(
         None,
@@ -383,7 +383,7 @@ class Options:
 
 
 OPTIONS: Mapping[str, Option] = {
-    known.name: known.metadata["option"] for known in fields(Options) if known.metadata
+    f.name: f.metadata["option"] for f in fields(Options) if f.metadata
 }
 """The options of an engine by name."""
 

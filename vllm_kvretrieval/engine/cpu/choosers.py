@@ -101,7 +101,7 @@ class Choosers:
             )
         selection = self._for_blocks[shape]
         return {
-            number: Chooser(chooser.store, selection, chooser.pooling, chooser.scale)
+            number: Chooser(chooser.store, selection, config.pools_blocks_by(method), chooser.scale)
             for number, (method, chooser) in enumerate(
                 zip(config.methods.values(), choosers, strict=True)
             )
