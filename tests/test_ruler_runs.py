@@ -173,6 +173,16 @@ def test_other_samples_and_lengths_are_other_cells(engine, tmp_path):
     assert len(engine.ran) == 3  # of each length there is a cell of its own
 
 
+def test_other_presets_in_the_engine_are_other_cells(engine, tmp_path):
+    """Beside them kvretrieval has larger pages."""
+    command = ["ruler", "--task", "vt", "--samples", "1", "--budgets", "128"]
+    command += ["--out", str(tmp_path / "ruler.json"), "--variants", "kvretrieval"]
+    driver.main(command)
+    driver.main([*command, "freekv"])
+    again = ["vt full", "vt kvretrieval 128"]
+    assert [label for label, _ in engine.ran] == [*again, *again, "vt freekv 128"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
