@@ -72,6 +72,20 @@ def test_the_queries_least_like_their_mean_select():
         assert same.any(0).all()
 
 
+def test_a_short_block_takes_each_query_once():
+    """As long as there are others; those that are listed again do not count in the mean."""
+    torch.manual_seed(1)
+    query = torch.randn(30, 6, 64) + torch.randn(6, 64)
+    blocks, _ = planned((320, 5), (384, 20), queries=4, prefill_sampling="dissimilar")
+    of_heads = blocks.grouped(query, 2).view(2, 2, 4, 3, 64).transpose(2, 3).flatten(1, 2)
+    for block, places in enumerate((range(5, 10), range(10, 30))):
+        own = query[places.start : places.stop]
+        cosines = torch.cosine_similarity(own, own.mean(0, keepdim=True), dim=-1)
+        for head in range(6):
+            least = own[cosines[:, head].argsort()[:4], head]
+            assert torch.equal(of_heads[block, head], least)
+
+
 def test_a_budget_of_a_request():
     blocks, division = planned((320, 64), budget=(1, 1, 2))
     assert blocks.rows.select.tolist() == [2]

@@ -52,8 +52,10 @@ class Blocks:
         if self.queries.shape[1] == self.samples:
             sampled = query[self.queries]
         else:
-            parts = self.queries.split(AT_ONCE)
-            sampled = torch.cat([_dissimilar(query[places], self.samples) for places in parts])
+            again = self.queries == self.queries.roll(1, dims=1)
+            again[:, 0] = False
+            parts = zip(self.queries.split(AT_ONCE), again.split(AT_ONCE), strict=True)
+            sampled = torch.cat([_dissimilar(query[of], mask, self.samples) for of, mask in parts])
         return sampled.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(1, 3)
 
     def relocate(self) -> None:
@@ -132,18 +134,21 @@ class BlockPlanner(Divisor):
         return Blocks(method, queries, self.samples, rows, lists, laid_out)
 
 
-def _dissimilar(query: torch.Tensor, samples: int) -> torch.Tensor:
+def _dissimilar(query: torch.Tensor, again: torch.Tensor, samples: int) -> torch.Tensor:
     """The queries of blocks that are least like the mean of all, by cosine (QuoKA, section 3).
 
     Args:
         query: [R, n, num_heads, head_size].
+        again: bool [R, n]; the queries that repeat the one before, in a short block. They do not
+            count in the mean, and are taken after all others.
         samples: How many to take per block and query head.
 
     Returns:
         [R, samples, num_heads, head_size]; each head's own.
     """
-    wide = query.float()
-    cosines = torch.cosine_similarity(wide, wide.mean(1, keepdim=True), dim=-1)
+    wide, counted = query.float(), (~again).sum(1)
+    mean = wide.masked_fill(again[..., None, None], 0).sum(1) / counted[:, None, None]
+    cosines = torch.cosine_similarity(wide, mean[:, None], dim=-1) + 4.0 * again[..., None]
     chosen = cosines.topk(samples, dim=1, largest=False).indices
     return query.gather(1, chosen[..., None].expand(-1, -1, -1, query.shape[-1]))
 
