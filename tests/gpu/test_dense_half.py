@@ -1,7 +1,7 @@
 """FlashAttention over steps whose rows attend to selections: empty to it, but for the first.
 
-What a session with a GPU looks at first, and so the first file by name: FlashAttention 3 divides by
-what all rows together have when it plans their work, so no step may have nothing.
+FlashAttention 3 divides by what all rows together have when it plans their work, so no step may
+have nothing.
 """
 
 import pytest

@@ -4,22 +4,35 @@ import pytest
 import torch
 
 from tests import device_checks
+from vllm_kvretrieval.retrieval.index.bounding import Bounding
+from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
+from vllm_kvretrieval.retrieval.index.representative import Representative
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU and a CUDA build of torch", allow_module_level=True)
 
+SMALL = (MinMax(), 16), (Mean(), 32), (MeanStd(), 32), (None, 32)
+LARGE = (Bounding(), 32), (Representative(), 16), (Exact(), 32), (None, 32)
+"""Indexes with exact records, and the tokens of an entry."""
+CASES = {
+    "freekv": (SMALL, Pooling.MEAN_SOFTMAX, False, 0),
+    "freekv_far": (SMALL, Pooling.MEAN_SOFTMAX, True, 3),
+    "relative": (SMALL, Pooling.RELATIVE, False, 1),
+    "max": (SMALL, Pooling.MAX, True, 2),
+    "sum": (LARGE, Pooling.SUM, False, 3),
+}
+"""Indexes, pooling, whether the KV cache is in host memory, and the seed: few cases, since each
+compiles a kernel of selection for each of its indexes."""
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("pooling", Pooling)
-@pytest.mark.parametrize("far", [False, True])
-def test_decode_steps(pooling, far, seed):
-    """All indexes with exact records in one batch."""
-    indexes = (MinMax(), 16), (Mean(), 32), (MeanStd(), 32), (None, 32)
+
+@pytest.mark.parametrize(("indexes", "pooling", "far", "seed"), CASES.values(), ids=CASES)
+def test_decode_steps(indexes, pooling, far, seed):
+    """Several methods in one batch."""
     methods = [(index, entry, pooling) for index, entry in indexes]
     shape = {"kv_heads": 2 + seed, "group": (1, 4, 5, 8)[seed], "head_size": (64, 128)[seed % 2]}
     device_checks.decode_steps(
@@ -27,14 +40,12 @@ def test_decode_steps(pooling, far, seed):
     )
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("head_size", "rank"), [(64, 0), (128, 0), (96, 7), (128, 16)])
-def test_decode_steps_of_low_rank(head_size, rank, seed):
+def test_decode_steps_of_low_rank(head_size, rank):
     methods = [(LowRank(rank), 32, Pooling.MEAN_SOFTMAX), (MinMax(), 32, Pooling.MAX)]
     device_checks.decode_steps(
-        "cuda", methods=methods, page=32, head_size=head_size, steps=10, seed=seed,
-        exact_records=False,
-    )  # fmt: skip
+        "cuda", methods=methods, page=32, head_size=head_size, steps=10, exact_records=False
+    )
 
 
 @pytest.mark.parametrize(
