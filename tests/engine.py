@@ -186,12 +186,15 @@ class Answer:
     Attributes:
         tokens: generated token ids.
         logprobs: of each of them.
+        choices: log-probs at each place, by token: of the generated one, and of the likeliest ones
+            that the request asks for.
         cached: prompt tokens that came from the prefix cache.
         steps: engine steps, as counted by :func:`drive`, at which a token came out.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    choices: list[dict[int, float]] = field(default_factory=list)
     cached: int = 0
     steps: list[int] = field(default_factory=list)
 
@@ -210,6 +213,7 @@ class Request:
         lora: its adapter.
         images: for which there are places in its prompt.
         embeddings: of its prompt, ``[tokens, hidden]``, handed in instead of the ids.
+        likeliest: of how many tokens at each place it gets the log-probs, beside its own.
     """
 
     prompt: list[int]
@@ -221,6 +225,7 @@ class Request:
     lora: LoRARequest | None = None
     images: Sequence[Any] = ()
     embeddings: torch.Tensor | None = None
+    likeliest: int = 0
 
     def handed_in(self) -> TokensPrompt | EmbedsPrompt:
         """Its prompt, as vLLM takes it."""
@@ -237,7 +242,7 @@ class Request:
             max_tokens=self.tokens,
             ignore_eos=True,
             detokenize=False,
-            logprobs=0,
+            logprobs=self.likeliest,
             skip_reading_prefix_cache=not self.cache,
             extra_args=None if self.options is None else {"kv_retrieval": self.options},
         )
@@ -263,11 +268,10 @@ def drive(llm: LLM, requests: Sequence[Request]) -> list[Answer]:
             answer, completion = answers[int(output.request_id)], output.outputs[0]
             assert completion.logprobs is not None
             new = completion.token_ids[len(answer.tokens) :]
+            places = completion.logprobs[len(answer.tokens) :]
+            answer.choices += [{t: one.logprob for t, one in place.items()} for place in places]
             answer.logprobs += [
-                position[token].logprob
-                for token, position in zip(
-                    new, completion.logprobs[len(answer.tokens) :], strict=True
-                )
+                place[token].logprob for token, place in zip(new, places, strict=True)
             ]
             answer.tokens += new
             answer.steps += [step] * len(new)
@@ -278,7 +282,8 @@ def drive(llm: LLM, requests: Sequence[Request]) -> list[Answer]:
 
 def alone(llm: LLM, request: Request) -> Answer:
     """The answer to a request that has the engine for itself."""
-    return drive(llm, [Request(request.prompt, request.tokens, request.options)])[0]
+    asked = Request(request.prompt, request.tokens, request.options, likeliest=request.likeliest)
+    return drive(llm, [asked])[0]
 
 
 def preemptions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
