@@ -82,7 +82,8 @@ class Timing:
 class EngineProcess:
     """An `LLM` in a process group of its own; use it as a context manager.
 
-    Raises `EngineError`, with the end of the engine's log, where the engine fails.
+    Its output is appended to `log`. Raises `EngineError`, with the end of the log, where the engine
+    fails.
     """
 
     def __init__(self, spec: EngineSpec, log: Path, progress: Progress | None = None) -> None:
@@ -93,7 +94,7 @@ class EngineProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         paths = spec.env.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")
         path = os.pathsep.join(filter(None, paths))
-        with log.open("w") as output:
+        with log.open("a") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import serve; serve({far_end.fileno()})"],
                 stdin=subprocess.DEVNULL,

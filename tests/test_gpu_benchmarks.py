@@ -207,9 +207,8 @@ def test_engine_decode(tmp_path, monkeypatch):
     largest: dict[int, int] = {}
     rows: list[Any] = []
     for engine in ("stock", "device"):
-        log = tmp_path / f"{engine}.log"
         given.prefill = engine == "stock"
-        rows += engine_decode.measure(report, engine, given, largest, log)
+        rows += engine_decode.measure(report, engine, given, largest, tmp_path / "result.log")
     assert largest == {200: 3, 600: 1}
     found = stored(tmp_path / "result.json")
     assert not found["errors"]

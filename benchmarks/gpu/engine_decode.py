@@ -227,7 +227,7 @@ def measure(
         engine: One of `ENGINES`.
         given: The program's options.
         largest: Batch that stock vLLM fits, by context; written where this is stock vLLM.
-        log: Of the engine.
+        log: To which the engine's output is appended.
 
     Returns:
         Rows of the table.
@@ -291,8 +291,9 @@ def main() -> None:
     report = Report(given.output, gpu_header(MODULE))
     rows: list[list[Any]] = []
     largest: dict[int, int] = {}
+    log = given.output.with_suffix(".log")  # of all engines: few files come back from a GPU machine
+    log.unlink(missing_ok=True)
     for engine in given.engine:
-        log = given.output.with_suffix(f".{engine}.log")
         part = partial(measure, report, engine, given, largest, log)
         rows += report.measure(f"{engine}", part) or []
     columns = "engine, context, batch, ms/step, tokens/s, hit rate, corrected, prefill s".split(
