@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from benchmarks.common import ROOT
@@ -122,13 +123,21 @@ def test_everything_that_runs_there_is_there():
 
 
 STAND_IN = """#!/bin/bash
+case "$*" in
+"-c import"*) exit "${MISSING:-0}" ;;
+esac
 echo "$@" | sed "s#$OUT#OUT#; s#$TMPDIR#TMP#" >> "$LOG"
 case "$*" in
 *goals*) echo the goals ;;
-*ceilings*) exit 3 ;;
-*"-k eager"*) exec sleep "${SLEEP:-0}" ;;
+*ceilings*)
+  (trap 'echo where it was; exit' ABRT; while :; do sleep 0.1; done) &
+  sleep 0.5
+  exit 3 ;;
+*peers*) sleep 100 &> /dev/null & echo "$!" > "$LOG.left" ;;
+*install*) exec sleep "${SLEEP:-0}" ;;
 esac
 """
+CALLS = "first speed kernels engine host million baseline sanitizer".split()
 
 
 def call(tmp_path, *names, **environment):
@@ -136,7 +145,7 @@ def call(tmp_path, *names, **environment):
     python, log = tmp_path / "python", tmp_path / "log"
     python.write_text(STAND_IN)
     python.chmod(0o755)
-    log.touch()
+    log.write_text("")
     given = {"PYTHON": python, "LOG": log, "OUT": tmp_path / "out", "TMPDIR": tmp_path}
     program = subprocess.run(
         ["bash", ROOT / "tools/gpu/run.sh", *names],
@@ -152,30 +161,63 @@ def test_a_failed_step_does_not_stop_later_ones(tmp_path):
     program, log = call(tmp_path, "kernels")
     assert program.returncode == 1
     ran = [re.sub(r"^-m (pip|pytest|benchmarks\.gpu\.\w+).*", r"\1", line) for line in log]
-    expected = "pip pytest decode_layer ceilings sparse_decode goals".split()
+    expected = "pip pytest pytest decode_layer ceilings sparse_decode pytest goals".split()
     assert [name.removeprefix("benchmarks.gpu.") for name in ran] == expected
-    assert log[2] == "-m benchmarks.gpu.decode_layer --output OUT/gpu_decode_layer.json"
+    assert log[3] == "-m benchmarks.gpu.decode_layer --output OUT/gpu_decode_layer.json"
     _, summary = program.stdout.split("== summary\n")
     first, *steps, last = summary.splitlines()
     assert first == "the goals"
-    assert [step.split(":")[0] for step in steps][-2:] == ["ceilings", "sparse_decode"]
+    assert [step.split(":")[0] for step in steps][-2:] == ["sparse_decode", "peers"]
     assert last == "FAILED ceilings: exit status 3"
+    assert program.stdout.count("where it was") == 1, "said by what a failed step has left"
+    assert (tmp_path / "out" / "gpu_kernels.log").read_text() == program.stdout
+    left = int((tmp_path / "log.left").read_text())
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_step_has_its_time(tmp_path):
-    program, log = call(tmp_path, "engine", CALL_SECONDS=4, LEAST_SECONDS=2, SLEEP=60)
+    program, log = call(tmp_path, "engine", CALL_SECONDS=3, SLEEP=60)
     assert program.returncode == 1
-    assert re.search(r"FAILED toy_eager: stopped after [2-4] s", program.stdout)
+    assert re.search(r"FAILED install: stopped after [123] s", program.stdout)
+    assert re.search(r"^install: [1-9] s$", program.stdout, re.M), "it is interrupted, not killed"
     late = re.findall(r"FAILED (\w+): no time left", program.stdout)
-    assert late == ["toy_graphs", "engine_decode", "stock_vllm"]
-    assert not any("engine_decode" in line for line in log)
+    assert late == ["preemption", "engine_decode"]
+    assert [line.split()[1] for line in log] == ["pip", "benchmarks.gpu.goals"]
+
+
+def test_a_step_that_would_be_cut_is_not_begun(tmp_path):
+    program, _ = call(tmp_path, "engine", CALL_SECONDS=120)
+    assert re.search(r"== preemption \(at most 1[12]\d s\)", program.stdout)
+    assert "FAILED engine_decode: no time left" in program.stdout
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_has_time_for_its_steps(tmp_path, name):
+    """And no more files come of it than come back from a machine that is lent."""
+    program, log = call(tmp_path, name)
+    assert "no time left" not in program.stdout
+    limits = dict(re.findall(r"== (\w+) \(at most (\d+) s\)", program.stdout))
+    limits.pop("unpack", None)  # takes seconds
+    assert sum(map(int, limits.values())) <= 550, limits
+    results = [line for line in log if "gpu_" in line]
+    engines = [line for line in results if "engine_decode --output" in line]
+    assert len(results) + len(engines) + 1 <= 8, "with a log of each engine, and one of the call"
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_tests_run_by_the_plugins_that_are_there(tmp_path, missing):
+    _, log = call(tmp_path, "first", MISSING=missing)
+    limits = [re.findall(r"--timeout=(\d+) --timeout-method=thread", line) for line in log]
+    assert [found for found in limits if found] == [["60"], ["60"], ["160"], ["100"]][missing * 4 :]
+    together = [line for line in log if "pytest" in line and " -n 8 " in line]
+    assert len(together) == (0 if missing else 2)
+    assert all("-v --tb=short --maxfail=3" in line for line in log if "-m pytest" in line)
 
 
 def test_the_calls_measure_every_goal(tmp_path):
     commands = []
-    for name in ("kernels", "engine", "host"):
+    for name in CALLS:
         _, log = call(tmp_path, name)
-        (tmp_path / "log").unlink()
         commands += [(name, word) for line in log for word in re.findall(r"gpu_(\w+)\.json", line)]
     assert {(goal.call, goal.result) for goal in goals.GOALS} <= set(commands)
 

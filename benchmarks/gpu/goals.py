@@ -219,7 +219,7 @@ GOALS = (
     Goal(
         "home=host: speed of one request of 1M tokens, Qwen2.5-7B-1M's shapes",
         "engine_million",
-        "host",
+        "million",
         lambda results: 1e3 / step_ms(results, "host", MILLION, 1),
         True,
         1,

@@ -1,43 +1,56 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in calls of less than ten minutes each (docs/gpu.md):
-#   bash tools/gpu/run.sh kernels     tests of the kernels, one decode layer, ceilings, sparse decode
-#   bash tools/gpu/run.sh engine      whole engines: right, then fast; KV cache on the device
-#   bash tools/gpu/run.sh host        whole engines; KV cache in host memory
-# Parts of these: baseline (stock vLLM's prefill; the end of engine), sanitizer.
+#   bash tools/gpu/run.sh first      what no CPU can show, whole engines, one layer: before all else
+#   bash tools/gpu/run.sh speed      three minutes: decoding beside stock vLLM
+#   bash tools/gpu/run.sh kernels    tests of all kernels, one decode layer, ceilings, sparse decode
+#   bash tools/gpu/run.sh engine     decoding in whole engines, preemption; KV cache on the device
+#   bash tools/gpu/run.sh host       decoding in whole engines; KV cache in host memory
+#   bash tools/gpu/run.sh million    a context of a million tokens in host memory
+#   bash tools/gpu/run.sh baseline   stock vLLM's prefill
+#   bash tools/gpu/run.sh sanitizer  the smallest cases under compute-sanitizer
+# Parts of the first: hardware, dense_half, toy, toy_host.
 # Needs no network. Where .gpu/bundle is there (make gpu-bundle), vLLM comes from it. Results go to
-# $OUT, by default benchmarks/results; a step that fails does not keep the next from running. A call
-# ends after $CALL_SECONDS, by default 580: what comes last gets the time that is left, if these are
-# $LEAST_SECONDS, by default 10.
+# $OUT, by default benchmarks/results, and what is printed to gpu_CALL.log there. A step that fails
+# does not keep the next from running. A call ends after $CALL_SECONDS, by default 550: a step gets
+# the time that is left, and is left out where that is too little for it.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+ulimit -c 0
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-benchmarks/results}
 SITE=${TMPDIR:-/tmp}/kvretrieval-site
 BUNDLE=.gpu/bundle
-CALL_SECONDS=${CALL_SECONDS:-580}
-LEAST_SECONDS=${LEAST_SECONDS:-10}
+CALL_SECONDS=${CALL_SECONDS:-550}
 
-export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$SITE:$PWD
+export PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=$SITE/pycache PYTHONPATH=$SITE:$PWD
 export TRITON_CACHE_DIR=$SITE/triton VLLM_CACHE_ROOT=$SITE/vllm-cache
 # The bundle leaves these libraries out, and there is no network to look for anything.
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0 VLLM_NO_USAGE_STATS=1
 export VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
+# A step whose kernel hangs is an error while there is time left to say so, and processes that are
+# ended say where they were.
+export VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=60 PYTHONFAULTHANDLER=1
 # Containers mount the driver's libraries there without always saying so.
 export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/usr/local/nvidia/lib64
 
-done_steps=() failed=()
-step() { # NAME SECONDS COMMAND...
-  local name=$1 limit=$2 left=$((CALL_SECONDS - SECONDS)) began=$SECONDS status=0
-  shift 2
-  if ((left < LEAST_SECONDS)); then
+done_steps=() failed=() group=
+step() { # NAME SECONDS LEAST_SECONDS COMMAND...
+  local name=$1 limit=$2 least=$3 left=$((CALL_SECONDS - SECONDS)) began=$SECONDS status=0
+  shift 3
+  if ((left < least)); then
     failed+=("$name: no time left")
     return
   fi
   ((limit < left)) || limit=$left
   echo "== $name (at most $limit s)"
-  # Interrupted, a program ends the engines that it has started; they are in groups of their own.
-  timeout --signal=INT --kill-after=20 "$limit" "$@" || status=$?
+  # Interrupted, a program ends the engines that it has started; they are in groups of their own. Of
+  # the group that timeout makes of all its other processes nothing is left.
+  timeout --signal=INT --kill-after=20 "$limit" "$@" &
+  group=$!
+  wait "$group" || status=$?
+  if ((status)) && kill -ABRT -- "-$group" 2>/dev/null; then sleep 1; fi
+  kill -KILL -- "-$group" 2>/dev/null
   if ((status == 124 || status == 137)); then
     failed+=("$name: stopped after $limit s")
   elif ((status)); then
@@ -45,30 +58,69 @@ step() { # NAME SECONDS COMMAND...
   fi
   done_steps+=("$name: $((SECONDS - began)) s")
 }
-measure() { # SECONDS MODULE RESULT OPTIONS...
-  step "$3" "$1" "$PYTHON" -m "benchmarks.gpu.$2" --output "$OUT/gpu_$3.json" "${@:4}"
+measure() { # SECONDS LEAST_SECONDS MODULE RESULT OPTIONS...
+  step "$4" "$1" "$2" "$PYTHON" -m "benchmarks.gpu.$3" --output "$OUT/gpu_$4.json" "${@:5}"
 }
-check() { # NAME SECONDS TESTS...
-  local name=$1 limit=$2
-  shift 2
-  step "$name" "$limit" "$PYTHON" -m pytest -q -p no:cacheprovider --durations=5 "$@"
+has() { "$PYTHON" -c "import $1" 2>/dev/null; }
+check() { # NAME SECONDS LEAST_SECONDS TEST_SECONDS TESTS...
+  local options=(-v --tb=short --maxfail=3 --durations=5 -p no:cacheprovider)
+  if has pytest_timeout; then options+=("--timeout=$4" --timeout-method=thread); fi
+  step "$1" "$2" "$3" "$PYTHON" -m pytest "${options[@]}" "${@:5}"
+}
+check_kernels() { # NAME SECONDS LEAST_SECONDS TESTS...; they compile most of the time
+  local processes=()
+  if has xdist; then processes=(-n 8); fi
+  check "$1" "$2" "$3" 60 "${processes[@]}" "${@:4}"
 }
 
 prepare() {
-  mkdir -p "$OUT" "$SITE"
+  mkdir -p "$SITE"
   if [[ -d $BUNDLE && ! -d $SITE/vllm ]]; then
-    step unpack 60 "$PYTHON" tools/gpu/bundle.py unpack "$BUNDLE" "$SITE"
+    step unpack 60 1 "$PYTHON" tools/gpu/bundle.py unpack "$BUNDLE" "$SITE"
   fi
-  step install 40 "$PYTHON" -m pip install -q --disable-pip-version-check --no-index --no-deps \
+  step install 40 1 "$PYTHON" -m pip install -q --disable-pip-version-check --no-index --no-deps \
     --no-build-isolation --upgrade --target "$SITE" .
 }
 
+first() {
+  hardware
+  dense_half
+  toy
+  toy_host
+  measure 100 40 decode_layer decode_layer --context 131072 --batch 8 --batch 1
+}
+
+speed() {
+  measure 180 120 engine_decode engine_decode --engine stock --engine device --context 2048 \
+    --context 131072 --batch 1 --uncompiled
+}
+
 kernels() {
-  check tests 150 tests/gpu --ignore tests/gpu/test_engine.py
-  measure 170 decode_layer decode_layer
-  sanitizer
-  measure 90 ceilings ceilings
-  measure 120 sparse_decode sparse_decode
+  check_kernels slots 90 20 tests/gpu/test_slots.py
+  check_kernels device 90 20 tests/gpu/test_device.py
+  measure 150 60 decode_layer decode_layer
+  measure 70 30 ceilings ceilings
+  measure 80 30 sparse_decode sparse_decode
+  check_kernels peers 30 20 tests/gpu/test_peers.py
+}
+
+# What an interpreter cannot show, and the step of freekv.
+hardware() {
+  check_kernels hardware 60 20 tests/gpu/test_hardware.py tests/gpu/test_device.py \
+    -k "hardware or freekv"
+}
+
+dense_half() {
+  check_kernels dense_half 40 20 tests/gpu/test_dense_half.py
+}
+
+# Without pytest's capture (-s): it would lose the last words of a worker that hangs.
+toy() {
+  check toy 200 90 160 -s tests/gpu/test_engine.py -k "(eager or graphs) and not preemption"
+}
+
+toy_host() {
+  check toy_host 110 60 100 -s tests/gpu/test_engine.py -k "host and not preemption"
 }
 
 # The smallest cases of the ops that merge, count or hand out by atomics: races, then addresses.
@@ -79,47 +131,53 @@ sanitizer() {
     return
   fi
   for tool in racecheck memcheck; do
-    step "$tool" 40 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
-      "$PYTHON" -m pytest -q -x -p no:cacheprovider tests/gpu/test_slots.py \
+    step "$tool" 120 30 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
+      "$PYTHON" -m pytest -v -x -p no:cacheprovider tests/gpu/test_slots.py \
       -k "test_sparse_decode and 4-4-64-dtype0 or test_resolve and 9-6"
   done
 }
 
 engine() {
-  check toy_eager 110 tests/gpu/test_engine.py -k eager
-  VLLM_GPU_SYNC_CHECK=error check toy_graphs 110 tests/gpu/test_engine.py \
-    -k "graphs or test_selections and eager"
-  measure 330 engine_decode engine_decode --engine stock --engine device
-  baseline
+  check preemption 150 60 100 -s tests/gpu/test_engine.py -k preemption
+  measure 360 150 engine_decode engine_decode --engine stock --engine device
 }
 
 baseline() {
-  measure 520 engine_decode stock_vllm --engine stock --prefill
+  measure 510 150 engine_decode stock_vllm --engine stock --prefill
 }
 
 host() {
-  check toy_host 90 tests/gpu/test_engine.py -k host
-  measure 220 engine_decode engine_home --engine device --engine host --batch 1 --batch 2 \
+  measure 250 100 engine_decode engine_home --engine device --engine host --batch 1 --batch 2 \
     --home-gib 36
-  measure 170 engine_decode engine_equal_memory --engine stock --engine host --context 131072 \
-    --batch 1 --batch 8 --cache-gib 17 --home-gib 100 --uncompiled
-  measure 110 engine_decode engine_million --engine host --context 1000000 --batch 1 \
+  measure 260 100 engine_decode engine_equal_memory --engine stock --engine host \
+    --context 131072 --batch 1 --batch 8 --cache-gib 17 --home-gib 100 --uncompiled
+}
+
+million() {
+  measure 300 90 engine_decode engine_million --engine host --context 1000000 --batch 1 \
     --model benchmarks/gpu/qwen2.5-7b-1m --uncompiled
 }
 
+run() {
+  local name
+  trap 'kill -INT -- "-$group" 2>/dev/null; exit 130' INT TERM
+  prepare
+  for name in "$@"; do "$name"; done
+  printf '\n== summary\n'
+  "$PYTHON" -m benchmarks.gpu.goals "$OUT"
+  printf '%s\n' "${done_steps[@]}"
+  ((${#failed[@]} == 0)) || printf 'FAILED %s\n' "${failed[@]}"
+  ((${#failed[@]} == 0))
+}
+
+CALLS=" first speed kernels engine host million baseline sanitizer hardware dense_half toy toy_host "
 for name in "$@"; do
-  case $name in kernels | sanitizer | engine | baseline | host) ;; *) set -- && break ;; esac
+  if [[ $CALLS != *" $name "* ]]; then set -- && break; fi
 done
 if [[ $# -eq 0 ]]; then
   sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
   exit 2
 fi
-prepare
-for name in "$@"; do "$name"; done
-printf '\n== summary\n'
-"$PYTHON" -m benchmarks.gpu.goals "$OUT"
-printf '%s\n' "${done_steps[@]}"
-if ((${#failed[@]})); then
-  printf 'FAILED %s\n' "${failed[@]}"
-  exit 1
-fi
+mkdir -p "$OUT"
+calls=$*
+run "$@" 2>&1 | tee "$OUT/gpu_${calls// /_}.log"
