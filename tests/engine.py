@@ -186,17 +186,17 @@ class Answer:
     Attributes:
         tokens: generated token ids.
         logprobs: of each of them.
-        choices: log-probs at each place, by token: of the generated one, and of the likeliest ones
-            that the request asks for.
         cached: prompt tokens that came from the prefix cache.
         steps: engine steps, as counted by :func:`drive`, at which a token came out.
+        choices: log-probs at each place, by token: of the generated one, and of the likeliest ones
+            that the request asks for.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    choices: list[dict[int, float]] = field(default_factory=list)
     cached: int = 0
     steps: list[int] = field(default_factory=list)
+    choices: list[dict[int, float]] = field(default_factory=list)
 
 
 @dataclass
