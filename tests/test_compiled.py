@@ -15,6 +15,8 @@ from benchmarks.gpu import compiled, launches
 from vllm_kvretrieval.attention.cuda import support
 
 (PINNED,) = re.findall(r"^triton==(.+)$", (ROOT / "requirements/cuda.txt").read_text(), re.M)
+OFFLINE = "3.6.0"
+"""On machines that tools/gpu/bundle.py makes a bundle for."""
 COMMON = re.compile(r"d64\b|d96\b|d128\b|^(?!.*\bd\d)")
 """Names of launches of the head sizes that most models have, and of those that have none."""
 MOST_SPILLED = 64
@@ -44,7 +46,7 @@ def test_every_head_size_that_is_served():
     assert launches.HEAD_SIZES == support.HEAD_SIZES
 
 
-@pytest.mark.parametrize("version", [PINNED, compiled.VERSION])
+@pytest.mark.parametrize("version", [OFFLINE, PINNED, compiled.VERSION])
 def test_recorded_kernels_run(version):
     """On every GPU that is served; where the memory of a multiprocessor is large, two at a time."""
     record = read(compiled.record_of(version))

@@ -5,7 +5,8 @@
 
 `build` downloads vLLM's CUDA wheel and the wheels that the machine lacks besides, keeps of the
 compiled libraries only the code for its GPU, and packs everything into some 30 MiB. It is made for
-one kind of machine: Python 3.12, torch 2.11 with CUDA 13.0, transformers, a Hopper GPU (sm_90).
+one kind of machine: Python 3.12, torch 2.11 with CUDA 13.0, Triton 3.6, transformers, a Hopper GPU
+(sm_90).
 vLLM's libraries load there although they were built beside another torch, since they use torch's
 stable ABI alone. FlashAttention 3 is cut down to bf16 and head sizes 64 and 128.
 """
