@@ -75,9 +75,9 @@ def test_files_come_back_where_they_were(tmp_path):
     assert (site / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so").read_bytes() == b"library"
 
 
-ON_THE_MACHINE = (
-    "numpy packaging prometheus_client psutil pytest regex safetensors torch transformers triton"
-)
+ON_THE_MACHINE = """
+numpy packaging prometheus_client psutil pytest regex safetensors torch transformers triton yaml
+"""
 """Requirements beside Python and the bundled files. vLLM needs all of them, too, except for
 pytest."""
 OPTIONAL = "flashinfer xformers"
