@@ -88,11 +88,13 @@ def result_header(module: str) -> dict[str, Any]:
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of a command as its result file keeps them: paths by their names."""
     left_out = ("command", "run", "usage_error", "output")
-    return {
-        name: value.name if isinstance(value, Path) else value
-        for name, value in vars(args).items()
-        if name not in left_out
-    }
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, list):
+            return [kept(each) for each in value]
+        return value.name if isinstance(value, Path) else value
+
+    return {name: kept(value) for name, value in vars(args).items() if name not in left_out}
 
 
 def write_json(path: Path, data: Any) -> None:

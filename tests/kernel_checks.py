@@ -29,7 +29,16 @@ MIN_MAX = make_index("min_max")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-KERNELS = ("min_max", "mean", "mean_std", "bounding", "representative", "one_bit", "exact")
+KERNELS = (
+    "min_max",
+    "mean",
+    "mean_std",
+    "bounding",
+    "representative",
+    "one_bit",
+    "landmark",
+    "exact",
+)
 """Indexes with kernels; low_rank, whose records kernels build otherwise, is in test_low_rank.py."""
 
 

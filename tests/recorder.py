@@ -22,6 +22,9 @@ from tests.recorder_scores import (
 )
 from vllm_kvretrieval.kernels import Mode
 
+FIRST = 1e6
+"""Above all scores that pages may have."""
+
 
 @dataclass
 class Step:
@@ -93,6 +96,7 @@ class Oracle:
         parts = max(1, self.page_size // size)
         pooled, off = self._pool(scores - norms, off, parts, norms_off)
         pooled, off = pooled[sink:end], off[sink:end]
+        self._put_first(pooled, off, keys[sink * self.page_size : end * self.page_size], select)
         everything = torch.ones(len(pooled), dtype=torch.bool)
         count = select * method.rerank
         if not method.rerank or count >= len(pooled):
@@ -111,6 +115,21 @@ class Oracle:
         else:
             best = pooled.argsort(descending=True)[:select]
         return Choice(set(best.tolist()), pooled, off, possible, certain)
+
+    def _put_first(self, pooled, off, keys, select):
+        """ShadowKV, section 4.1: chunks whose keys are least like their mean are attended to.
+
+        They get the highest scores, which are uncertain if rounding may have decided.
+        """
+        count = int(self.method.outliers * select)
+        if not count:
+            return
+        entries = keys.double().unflatten(0, (-1, self.method.entry_tokens))
+        cosines = torch.cosine_similarity(entries, entries.mean(1, keepdim=True), dim=-1).amin(1)
+        least = cosines.view(len(pooled), -1).amin(1)
+        edges = least.sort().values[count - 1 : count + 1]
+        pooled[least <= edges[0]] = FIRST
+        off[(least - edges.mean()).abs() < ROUNDING] = 2 * FIRST
 
     def _choose_tokens(self, query, keys, sink, end, select):
         """FIER, with the mean of softmax over the query heads of a KV head."""

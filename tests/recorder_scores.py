@@ -24,6 +24,7 @@ class Method:
     rank: int = 11
     per_token: bool = False
     remainder: float = 0.0
+    outliers: float = 0.0
     # Of what is selected, per retrieval layer and KV head, 1 on average; None: all the same.
     shares: tuple[tuple[float, ...], ...] | None = None
 
@@ -143,6 +144,7 @@ INDEXES = {
     "representative": farthest,
     "one_bit": one_bit,
     "low_rank": low_rank,
+    "landmark": mean,  # ShadowKV, section 4.1
     "exact": mass,
 }
 
@@ -156,6 +158,7 @@ NORMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "relative": lambda scores: scores.amax(-1, keepdim=True),  # to each head's best entry
     "max": lambda scores: 0,
     "sum": lambda scores: 0,
+    "max_softmax": lambda scores: scores.logsumexp(-1, keepdim=True),  # ShadowKV, algorithm 2
 }
 
 
@@ -174,4 +177,7 @@ POOLINGS = {
     "relative": added_up,
     "max": lambda scores, parts: by_page(scores.amax(0), parts, lambda page: page.amax(-1)),
     "sum": lambda scores, parts: by_page(scores.sum(0), parts, lambda page: page.amax(-1)),
+    "max_softmax": lambda scores, parts: by_page(
+        scores.exp().amax(0), parts, lambda page: page.sum(-1)
+    ).log(),
 }

@@ -43,7 +43,11 @@ QUICK = ["kvretrieval", "oracle", "freekv", "sink_window"]
         (True, ["every_step"], ["every_step"]),
         (False, ["mean", "quest"], ["mean", "quest"]),
         (False, ["poolings"], ["pooling_relative", "pooling_max", "pooling_sum"]),
-        (False, ["presets", "quest"], ["quest", "arkvale", "infllm"]),
+        (
+            False,
+            ["presets", "quest"],
+            ["quest", "arkvale", "infllm", "shadowkv", "shadowkv_scores"],
+        ),
         (
             False,
             ["indexes"],
@@ -69,7 +73,7 @@ def test_variants_run_where_asked_for(quick, also, added):
 
 def test_variants_run_alone_where_asked_for(capsys):
     names = [variant.name for variant in variants.chosen(False, ["presets", "fier"], alone=True)]
-    assert names == ["quest", "arkvale", "infllm", "fier"]
+    assert names == ["quest", "arkvale", "infllm", "shadowkv", "shadowkv_scores", "fier"]
     with pytest.raises(SystemExit):
         driver.main(["accuracy", "--alone"])
     assert "--alone runs the variants of --also alone; name some" in capsys.readouterr().err

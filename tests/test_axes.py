@@ -31,6 +31,7 @@ BYTES = {
     "representative": 64 * 2,
     "one_bit": 2 * 64 * 2 + 64 * 32 // 8,
     "low_rank": 2 + 12 + 64 + 12 * 64 // 2 + 6 * 32,
+    "landmark": 64 * 2 + 4,
     "exact": 0,
 }
 KV_BYTES = 2 * 64 * 2 * 32  # of these tokens
@@ -49,7 +50,7 @@ def config(method="freekv", **options):
 
 def test_the_axes_are_all_here():
     assert BYTES.keys() == indexes().keys()
-    assert POOLINGS == ("mean_softmax", "relative", "max", "sum")
+    assert POOLINGS == ("mean_softmax", "relative", "max", "sum", "max_softmax")
     assert SELECTING == ["speculative", "every_step"]
     assert SHARING == ["omnikv"]
     assert BY_HEAD == ["razor"]

@@ -76,7 +76,7 @@ def test_streamingllm_gives_the_budget_to_the_window():
         (
             {"bugdet": 1024},
             r"no option 'bugdet' \(value 1024\)\. Known: budget, sink, window, page_size, "
-            "summary_size, index, pooling, schedule, rerank, mass, remainder, unit, "
+            "summary_size, index, pooling, schedule, rerank, mass, remainder, outliers, unit, "
             "correction_threshold, "
             "budget_shares, also, filters, filter_heads, observation, heads, prefill_budget, "
             "prefill_chunk, prefill_queries, prefill_sampling, prefill_pooling, dense_layers",

@@ -80,6 +80,13 @@ METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
     "shares": ("freekv", {"budget_shares": "pyramid"}, "uneven shares (budget_shares) are"),
     "heads": ("razor", {"heads": [[1, 0, 0, 0]] * 3}, "heads that attend to everything are"),
     "rerank": ("freekv", {"rerank": 2}, "candidates scored again by their keys (rerank) are"),
+    "outliers": ("shadowkv", {}, "pages that are outliers (outliers) are"),
+    "max_softmax": (
+        "freekv",
+        {"pooling": "max_softmax"},
+        "the highest softmax of a group (pooling max_softmax) is",
+    ),
+    "landmark": ("freekv", {"index": "landmark"}, "index landmark is"),
 }
 
 

@@ -33,6 +33,7 @@ def methods_of(page_size: int, summary_size: int) -> dict[str, Method]:
     kinds = {f"by {index}": Method(index) for index in INDEXES}
     kinds |= {f"by {p}": Method(pooling=p) for p in POOLINGS if p != Method().pooling}
     kinds |= {"reranked": Method("mean", rerank=2), OWN: Method()}
+    kinds["with outliers"] = Method("landmark", "max_softmax", outliers=0.3)
     kinds["with the rest"] = Method("exact", remainder=0.005)
     methods = {name: replace(kind, entry_tokens=summary_size) for name, kind in kinds.items()}
     methods["pyramid"] = replace(methods[OWN], shares=PYRAMID)
@@ -52,6 +53,7 @@ def options_of(method: Method) -> dict[str, Any]:
     index: Any = {"low_rank": {"rank": method.rank}} if method.index == "low_rank" else method.index
     options = {"index": index, "pooling": method.pooling, "rerank": method.rerank}
     options |= {"remainder": method.remainder} if method.remainder else {}
+    options |= {"outliers": method.outliers} if method.outliers else {}
     return options | {"schedule": "every_step", "summary_size": method.entry_tokens}
 
 

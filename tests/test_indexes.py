@@ -19,6 +19,7 @@ NAMES = (
     "representative",
     "one_bit",
     "low_rank",
+    "landmark",
     "exact",
 )
 
@@ -100,6 +101,7 @@ def test_fields_are_packed_without_gaps(dtype):
         ("representative", 2 * SIZE),
         ("one_bit", 2 * 2 * SIZE + SIZE * TOKENS // 8),
         ({"low_rank": {"rank": 5}}, 5 * (SIZE // 2 + 1) + 3 * TOKENS + SIZE + 2),
+        ("landmark", 2 * SIZE + 4),
         ("exact", 0),
     ],
 )
@@ -185,6 +187,18 @@ def test_bounding_radius(keys):
     record = index_of("bounding").build(keys)
     distances = (keys - record["centre"][:, None]).square().sum(-1).sqrt()
     torch.testing.assert_close(record["radius"][:, 0], distances.amax(1))
+
+
+def test_least_cosine_of_a_landmark(keys):
+    """Of keys that are all zero it is zero."""
+    keys[3, 5] *= -2
+    keys[4] = 0
+    record = index_of("landmark").build(keys)
+    torch.testing.assert_close(record["mean"], keys.mean(1))
+    cosines = torch.cosine_similarity(keys, keys.mean(1, keepdim=True), dim=-1)
+    torch.testing.assert_close(record["least_cosine"][:, 0], cosines.amin(1))
+    assert record["least_cosine"].argmin() == 3
+    assert record["least_cosine"][4] == 0
 
 
 def test_one_bit_rounds_each_channel(keys, query):

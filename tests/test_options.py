@@ -63,6 +63,8 @@ def value_of(key: str, method: str) -> Any:
         return 1 if method == "freekv" else 0.9
     if key == "remainder":
         return 0 if method == "freekv" else 0.01
+    if key == "outliers":
+        return 0 if method == "freekv" else 0.1
     return OWN[method].schedule if key == "schedule" else VALUES[key]
 
 

@@ -13,6 +13,7 @@ FORMULAS = {
     ),
     Pooling.MAX: lambda s: s.amax(0).unflatten(0, (-1, PARTS)).amax(-1),
     Pooling.SUM: lambda s: s.sum(0).unflatten(0, (-1, PARTS)).amax(-1),
+    Pooling.MAX_SOFTMAX: lambda s: s.softmax(-1).amax(0).unflatten(0, (-1, PARTS)).sum(-1),
 }
 
 
@@ -33,6 +34,7 @@ def test_their_numbers_and_names():
         "relative": 1,
         "max": 2,
         "sum": 3,
+        "max_softmax": 4,
     }
     assert [pooling for pooling in Pooling if pooling.raw] == [Pooling.MAX, Pooling.SUM]
 
@@ -55,7 +57,7 @@ def test_the_last_page_may_have_fewer_entries(scores, pooling):
     torch.testing.assert_close(short[-1:], last)
 
 
-@pytest.mark.parametrize("pooling", [Pooling.MEAN_SOFTMAX, Pooling.RELATIVE])
+@pytest.mark.parametrize("pooling", [p for p in Pooling if not p.raw])
 def test_a_shift_of_a_head_changes_nothing(scores, pooling):
     shifted = scores + torch.tensor([[50.0], [-80.0], [0.0]])
     torch.testing.assert_close(

@@ -49,7 +49,7 @@ def serving(directory, **home):
                 "max_budget": 2048,
                 "sink": 32,
                 "window": 64,
-                "also": ["freekv", "snapkv"],
+                "also": ["freekv", "shadowkv", "snapkv"],
                 "prefill_budget": BUDGET,
                 "prefill_chunk": CHUNK,
                 "prefill_queries": QUERIES,
@@ -74,9 +74,12 @@ def llm(tmp_path_factory):
         yield llm
 
 
-def replay(llm, error, exact, sampling="spread", pooling="mean_softmax"):
+def replay(llm, error, exact, sampling="spread", pooling=None):
     """Prompts of different lengths and options, of which some are exact, while others decode."""
-    methods = {"kvretrieval": Method("low_rank", pooling), "freekv": Method(pooling=pooling)}
+    own = pooling or "mean_softmax"
+    methods = {"kvretrieval": Method("low_rank", own), "freekv": Method(pooling=own)}
+    marks = Method("landmark", pooling or "max_softmax", entry_tokens=8, outliers=0.158)
+    methods["shadowkv"] = marks
     requests = [
         Request(novel(llm, 900, 50), 6, {}),
         Request(novel(llm, 1100, 100), 6, {"prefill_budget": OWN}, arrives=1),
@@ -84,15 +87,17 @@ def replay(llm, error, exact, sampling="spread", pooling="mean_softmax"):
         Request(novel(llm, 230, 10), 6, {}, arrives=3),
         Request(novel(llm, 800, 10), 6, {"method": "freekv"}, arrives=9),
         Request(novel(llm, 700, 30), 6, exact, arrives=10),
+        Request(novel(llm, 750, 70), 6, {"method": "shadowkv"}, arrives=11),
     ]
     llm.collective_rpc("start_recording_blocks", args=([0, 3], CHUNK, QUERIES, EXACT, sampling))
     drive(llm, requests)
     (summary,) = llm.collective_rpc("check_blocks", args=(methods, BUDGETS))
-    assert summary["sparse"] == 2 * (6 + 9 + 4)
+    assert summary["sparse"] == 2 * (6 + 9 + 4 + 3)
     assert summary["exact"] > 0
     assert summary["wrong"] == 0
     # The other index rounds what it holds, which the replay only bounds.
     assert summary["near ties of freekv"] == 0 < summary["selected by freekv"]
+    assert summary["selected by shadowkv"] > 0
     assert summary["worst_error"] < error
 
 
@@ -106,9 +111,9 @@ def test_a_replay_gives_the_same(llm):
 )
 def test_a_replay_from_a_file_gives_the_same(tmp_path, codec, sampling, pooling):
     """Its pages are read where they are mapped, or decoded first."""
-    home = {"home": "disk", "codec": codec, "home_path": str(tmp_path), "also": ["freekv"]}
-    pooled = {"prefill_sampling": sampling, "prefill_pooling": pooling}
-    with serving(tmp_path, **pooled, **home) as llm:
+    options = {"home": "disk", "codec": codec, "home_path": str(tmp_path)}
+    options |= {"prefill_sampling": sampling, "prefill_pooling": pooling}
+    with serving(tmp_path, **options, also=["freekv", "shadowkv"]) as llm:
         replay(llm, ERRORS[codec], {"exact": True}, sampling, pooling)
 
 

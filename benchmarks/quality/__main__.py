@@ -14,6 +14,7 @@ COMMANDS = {
     "ruler": "scores of the 13 tasks of RULER",
     "prefill": "answers and times after sparse prefill, beside exact prefill",
     "recall": "share of the most attended tokens that each index finds",
+    "key-ranks": "what low-rank factors of keys hold, before and after rotary embedding",
 }
 
 

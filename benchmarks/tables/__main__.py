@@ -31,6 +31,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "decode": prompts.decode,
     "disk": places.disk,
     "first": steps.first,
+    "key_ranks": quality.key_ranks,
     "layers": prompts.layers,
     "levels": indexes.levels,
     "linear": indexes.linear,

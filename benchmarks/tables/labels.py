@@ -31,6 +31,7 @@ VARIANTS = {
     "one_bit": "`one_bit`",
     "low_rank_4": "`low_rank`, rank 4",
     "low_rank_8": "`low_rank`, rank 8",
+    "shadowkv_scores": "the same, `outliers: 0`",
     "pooling_relative": "`relative`",
     "pooling_max": "`max`",
     "pooling_sum": "`sum`",

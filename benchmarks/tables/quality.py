@@ -1,4 +1,4 @@
-"""Tables of answers' quality: results of `benchmarks.quality accuracy`, `ruler` and `recall`."""
+"""Tables of answers' quality, and of keys: results of `benchmarks.quality`."""
 
 from __future__ import annotations
 
@@ -115,4 +115,30 @@ def recall(results: Results, options: Options) -> str:
         found = [by_name[model, case] for model in models]
         shares = [percent(row["recall"][count]) for row in found for count in selected]
         rows.append([case, f"{found[0]['bytes_per_token']:.1f}", *shares])
+    return markdown(header, rows)
+
+
+def key_ranks(results: Results, options: Options) -> str:
+    """What low-rank factors of keys hold: a row per share of their width, columns per model."""
+    (store,) = results.values()
+    models = list(dict.fromkeys(row["model"] for row in store["rows"]))
+    shares = list(dict.fromkeys(row["share"] for row in store["rows"]))
+    by_name = {(row["model"], row["share"]): row for row in store["rows"]}
+    header = ["share of the width"]
+    for model in models:
+        header += [
+            f"{model}: rank",
+            "energy before, after rotation",
+            "attention moved before, after",
+        ]
+    rows = []
+    for share in shares:
+        row = [share]
+        for found in (by_name[model, share] for model in models):
+            row += [f"{found['rank']} of {found['width']}"]
+            row += [
+                ", ".join(percent(found[stage][figure]) for stage in ("before", "after"))
+                for figure in ("energy", "moved")
+            ]
+        rows.append(row)
     return markdown(header, rows)

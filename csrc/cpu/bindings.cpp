@@ -69,6 +69,7 @@ NB_MODULE(_cpu, m) {
                                               {"representative", IndexKind::kRepresentative},
                                               {"one_bit", IndexKind::kOneBit},
                                               {"low_rank", IndexKind::kLowRank},
+                                              {"landmark", IndexKind::kLandmark},
                                               {"exact", IndexKind::kExact}});
   m.attr("OUTSIDE") = static_cast<int>(IndexKind::kOutside);
   m.attr("NO_INDEX") = static_cast<int>(IndexKind::kNone);
@@ -131,17 +132,17 @@ NB_MODULE(_cpu, m) {
       .def("__init__",
            [](Chooser* self, const Index& index, int pooling, int group, float scale, int rerank,
               uintptr_t prev_query, uintptr_t selected, int seats, int max_selected,
-              uintptr_t counts, int64_t count_stride, float remainder) {
+              uintptr_t counts, int64_t count_stride, float remainder, double outliers) {
              new (self) Chooser{{index, static_cast<kvr::Pooling>(pooling), group, scale, rerank,
                                  at<void>(prev_query), at<int32_t>(selected), seats, max_selected,
-                                 at<int32_t>(counts), count_stride, remainder},
+                                 at<int32_t>(counts), count_stride, remainder, outliers},
                                 index.torch_dtype};
            },
            nb::kw_only(),
            nb::arg("index"), nb::arg("pooling"), nb::arg("group"), nb::arg("scale"),
            nb::arg("rerank"), nb::arg("prev_query"), nb::arg("selected"), nb::arg("seats"),
            nb::arg("max_selected"), nb::arg("counts"), nb::arg("count_stride"),
-           nb::arg("remainder"));
+           nb::arg("remainder"), nb::arg("outliers"));
 
   nb::class_<ContextSelector>(m, "ContextSelector")
       .def("__init__",

@@ -136,7 +136,7 @@ void check_selection(const DecodeRows& rows, const Chooser& chooser) {
   check_given(rows, chooser);
   for (int r = 0; r < rows.rows; ++r)
     if (rows.mass[r] < 1 && (rows.threshold[r] < 1 || chooser.rerank > 0 ||
-                             chooser.pooling != Pooling::kMeanSoftmax))
+                             chooser.outliers > 0 || chooser.pooling != Pooling::kMeanSoftmax))
       refuse(r, {"a mass of", std::to_string(rows.mass[r]), "is reached by each step's own shares"});
   if (rows.per_token && chooser.rerank > 0)
     throw std::invalid_argument("candidates that are tokens are not scored again");

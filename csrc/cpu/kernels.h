@@ -75,14 +75,15 @@ enum class IndexKind : int32_t {
   kRepresentative = 4,
   kOneBit = 5,
   kLowRank = 6,
-  kExact = 7,
-  kOutside = 8,                  // an index of another package, which builds and scores it
-  kNone = 9,
-  kCount = 10,
+  kLandmark = 7,
+  kExact = 8,
+  kOutside = 9,                  // an index of another package, which builds and scores it
+  kNone = 10,
+  kCount = 11,
 };
 
 // How the scores of the query heads of a KV head become one; see pooling.h.
-enum class Pooling : int32_t { kMeanSoftmax = 0, kRelative = 1, kMax = 2, kSum = 3 };
+enum class Pooling : int32_t { kMeanSoftmax = 0, kRelative = 1, kMax = 2, kSum = 3, kMaxSoftmax = 4 };
 
 // The index of one layer. It has a record for every entry: `entry_tokens` tokens of a page, in a KV
 // head, or all tokens of several pages that lie side by side in the cache (kLowRank).
@@ -129,6 +130,7 @@ struct Chooser {
   int64_t count_stride;          // from one seat to the next
   float remainder;               // the share of the attention below which entries have their means stand
                                  // for them; 0: none has
+  double outliers;               // the share of the selected units that are outliers (index/landmark.h)
 
   // The number of units between sink and window that a KV head attends to.
   int32_t select(const DecodeRows& rows, int row, int head) const {

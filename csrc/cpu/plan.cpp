@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "index/table.h"
+#include "mass.h"
+#include "outliers.h"
 #include "pooling.h"
 #include "remainder.h"
 #include "simd.h"
@@ -238,7 +240,8 @@ struct Planner {
                     plan.rest_values + first * index.head_size, plan.rest_lse + first);
   }
 
-  // The k best units between sink and window, given the scores of all entries, as score_task left them.
+  // The k best units between sink and window, given the scores of all entries, as score_task left them:
+  // first the outliers among them.
   // Returns how many of them are enough for the row's mass; if fewer than k, `enough` has these.
   int select_best(int row, int head, int k, const HeadScores& of, int32_t* best,
                   std::vector<int32_t>& enough) const {
@@ -247,23 +250,29 @@ struct Planner {
     const int n = entries(row) * per_entry;
     const int first = rows.sink[row], last = units(row) - rows.window[row];
     const int wanted = std::min(last - first, std::max(k, k * chooser.rerank));
-    thread_local std::vector<int32_t> candidates;
+    thread_local std::vector<int32_t> candidates, outliers;
     thread_local std::vector<float> norms;
+    find_outliers(Records(index, blocks(row)), head, first, last, static_cast<int>(chooser.outliers * k),
+                  outliers);
+    const auto put_first = [&] {
+      for (const int32_t unit : outliers) scores[unit] = std::numeric_limits<float>::infinity();
+    };
     candidates.resize(wanted);
     norms.resize(chooser.group);
     if (is_raw(chooser.pooling)) {
       pool_raw(scores, stride, chooser.group, n, chooser.pooling == Pooling::kMax);
       if (parts > 1) pool_parts(scores, n, parts, true);
+      put_first();
       to_ordered(scores + first, last - first);
       top_k(scores + first, last - first, wanted, first, candidates.data(), true);
     } else {
-      const bool relative = chooser.pooling == Pooling::kRelative;
-      pool_shares(scores, stride, chooser.group, n, chunk * per_entry, of.chunks, of.masses, relative,
-                  norms.data());
+      pool_shares(scores, stride, chooser.group, n, chunk * per_entry, of.chunks, of.masses,
+                  chooser.pooling, norms.data());
       if (parts > 1) pool_parts(scores, n, parts, false);
+      put_first();
       top_k_of_many(scores + first, last - first, wanted, first, candidates.data());
       if (rows.mass[row] < 1) {
-        reach_mass(row, scores, (n + parts - 1) / parts, candidates, enough);
+        reach_mass(rows.mass[row], scores, (n + parts - 1) / parts, first, last, candidates, enough);
         const int count = enough.size();
         // Units that pooling cannot tell apart are none of these, then.
         if (count < k && scores[enough.back()] >= kLeastScore) {
@@ -276,8 +285,8 @@ struct Planner {
                       [&](int32_t unit) { return !(scores[unit] >= kLeastScore); })) {
         // The scores once more: pooling took their place.
         score(row, head, 1, 0, entries(row), scores, 0, stride);
-        top_k_of_logs(scores, stride, chooser.group, n, parts, first, last, wanted, relative,
-                      candidates.data());
+        top_k_of_logs(scores, stride, chooser.group, n, parts, first, last, wanted, chooser.pooling,
+                      outliers, candidates.data());
       }
     }
     if (wanted > k)
@@ -285,26 +294,6 @@ struct Planner {
     else
       std::copy_n(candidates.data(), k, best);
     return k;
-  }
-
-  // As few of the candidates, the best first, as reach the row's mass together with sink and window, but
-  // one at least; given the pooled scores of all units that have some, which are shares.
-  void reach_mass(int row, const float* shares, int units, const std::vector<int32_t>& candidates,
-                  std::vector<int32_t>& enough) const {
-    const int first = rows.sink[row], last = this->units(row) - rows.window[row];
-    double total = 0, reached = 0;
-    for (int j = 0; j < units; ++j) {
-      total += shares[j];
-      if (j < first || j >= last) reached += shares[j];
-    }
-    enough = candidates;
-    std::stable_sort(enough.begin(), enough.end(),
-                     [&](int32_t a, int32_t b) { return shares[a] > shares[b]; });
-    const double wanted = rows.mass[row] * total;
-    size_t count = 0;
-    do reached += shares[enough[count++]];
-    while (count < enough.size() && !(reached >= wanted));
-    enough.resize(count);
   }
 
   // The k best of the candidates by their keys.

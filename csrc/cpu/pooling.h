@@ -95,24 +95,27 @@ inline Total total_of(const Mass* stretches, int n, int stretch) {
 }
 
 // Pools scores[g][0..n) into scores[0][0..n). exp_scores has replaced the scores of each stretch, and
-// returned masses[g * stretches + i]. The result is the mean over the group of the softmax over j or,
-// if `relative`, the sum over the group of exp(score - the highest score of the head). norms[g] becomes
-// the logarithm of the divisor of the head. Overwrites what follows the scores of a row.
+// returned masses[g * stretches + i]. The result is the mean over the group of the softmax over j, or the
+// highest of the group (kMaxSoftmax), or the sum over the group of exp(score - the highest score of the
+// head) (kRelative). norms[g] becomes the logarithm of the divisor of the head. Overwrites what follows
+// the scores of a row.
 inline void pool_shares(float* scores, int64_t stride, int group, int n, int stretch, int stretches,
-                        const Mass* masses, bool relative, float* norms) {
+                        const Mass* masses, Pooling pooling, float* norms) {
+  const bool relative = pooling == Pooling::kRelative, highest = pooling == Pooling::kMaxSoftmax;
   for (int g = 0; g < group; ++g) {
     const Mass* of_head = masses + int64_t(g) * stretches;
     const Total total = total_of(of_head, n, stretch);
     const Mass& top = total.top;
     norms[g] = relative ? top.highest : total.log();
-    const float weight = relative ? std::exp(top.reference() - top.highest) : 1 / (total.sum * group);
+    const float weight = relative ? std::exp(top.reference() - top.highest)
+                                  : 1 / (total.sum * (highest ? 1 : group));
     for (int i = 0; i * stretch < n; ++i) {
       float* first = scores + i * stretch;
       const float* from = first + g * stride;
       const float factor = weight * of_head[i].relative_to(top);
       for (int j = 0; j < std::min(stretch, n - i * stretch); j += kWidth) {
         Floats p = load_as<Floats>(from + j) * factor;
-        if (g > 0) p += load_as<Floats>(first + j);
+        if (g > 0) p = highest ? max(p, load_as<Floats>(first + j)) : p + load_as<Floats>(first + j);
         std::memcpy(first + j, &p, sizeof p);
       }
     }
@@ -154,7 +157,14 @@ inline float pooled(Pooling pooling, const float* scores, int parts, int group, 
     return best;
   }
   for (int i = 0; i < group * parts; ++i) best = std::max(best, scores[i] - norms[i / parts]);
-  for (int i = 0; i < group * parts; ++i) total += std::exp(scores[i] - norms[i / parts] - best);
+  for (int part = 0; part < parts; ++part) {
+    float of_part = 0;
+    for (int g = 0; g < group; ++g) {
+      const float share = std::exp(scores[g * parts + part] - norms[g] - best);
+      of_part = pooling == Pooling::kMaxSoftmax ? higher(of_part, share) : of_part + share;
+    }
+    total += of_part;
+  }
   return best + std::log(total);
 }
 
@@ -173,32 +183,38 @@ inline void log_norms(const float* scores, int64_t stride, int group, int n, boo
 
 // The logarithm of the score that pool_shares and pool_parts give to entries [begin, end) of a page.
 inline double log_share(const float* scores, int64_t stride, int group, int begin, int end,
-                        const double* norms) {
+                        const double* norms, Pooling pooling) {
   double top = -std::numeric_limits<double>::infinity(), total = 0;
   for (int g = 0; g < group; ++g)
     for (int j = begin; j < end; ++j) top = std::max(top, scores[g * stride + j] - norms[g]);
-  for (int g = 0; g < group; ++g)
-    for (int j = begin; j < end; ++j) {
+  for (int j = begin; j < end; ++j) {
+    double of_entry = 0;
+    for (int g = 0; g < group; ++g) {
       const double log = scores[g * stride + j] - norms[g] - top;
-      if (log > -40) total += std::exp(log);
+      const double share = log > -40 ? std::exp(log) : 0;
+      of_entry = pooling == Pooling::kMaxSoftmax ? std::max(of_entry, share) : of_entry + share;
     }
+    total += of_entry;
+  }
   return top + std::log(total);
 }
 
-// The k > 0 best of pages [first, last), in rising order, by log_share, which does not underflow
-// however far apart the scores are. NaN counts least.
+// The k > 0 best of pages [first, last), in rising order: first those of `always`, then by log_share, which
+// does not underflow however far apart the scores are. NaN counts least.
 inline void top_k_of_logs(const float* scores, int64_t stride, int group, int n, int parts,
-                          int first, int last, int k, bool relative, int32_t* out) {
+                          int first, int last, int k, Pooling pooling, const std::vector<int32_t>& always,
+                          int32_t* out) {
   thread_local std::vector<double> norms, logs;
   thread_local std::vector<int32_t> order;
   norms.resize(group);
-  log_norms(scores, stride, group, n, relative, norms.data());
+  log_norms(scores, stride, group, n, pooling == Pooling::kRelative, norms.data());
   logs.resize(last);
   for (int page = first; page < last; ++page) {
     const double log = log_share(scores, stride, group, page * parts,
-                                 std::min(n, (page + 1) * parts), norms.data());
+                                 std::min(n, (page + 1) * parts), norms.data(), pooling);
     logs[page] = std::isnan(log) ? -std::numeric_limits<double>::infinity() : log;
   }
+  for (const int32_t page : always) logs[page] = std::numeric_limits<double>::infinity();
   order.resize(last - first);
   std::iota(order.begin(), order.end(), first);
   std::nth_element(order.begin(), order.begin() + k, order.end(), [&](int32_t a, int32_t b) {

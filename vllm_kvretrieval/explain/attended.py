@@ -245,4 +245,6 @@ def make_chooser(
         dtype=layer.keys.dtype,
         counts=None if counts is None else counts[None].contiguous(),
     )
-    return Chooser(store, selection, method.pooling, layer.scale, method.rerank)
+    return Chooser(
+        store, selection, method.pooling, layer.scale, method.rerank, outliers=method.outliers
+    )

@@ -137,6 +137,9 @@ class Chooser:
         remainder: The share of the attention below which the mean of an entry's values stands for
             the entry, if it is not selected; 0: none does. It takes a store with means and an
             index that estimates the attention, shares (``Pooling.MEAN_SOFTMAX``) and no reranking.
+        outliers: The share of the selected pages that are outliers, rounded down: those with the
+            lowest cosine of a key with the mean of its entry, whatever their scores are. It takes
+            an index that tells them, no reranking, and rows whose mass is 1.
         handle: The view of an implementation of all this, made on first use.
     """
 
@@ -146,6 +149,7 @@ class Chooser:
     scale: float
     rerank: int = 0
     remainder: float = 0.0
+    outliers: float = 0.0
     handle: Any = field(default=None, repr=False)
 
     @property

@@ -70,6 +70,11 @@ def option(value: Any, kind: Kind, meaning: str, default: str = "", **facts: Any
     return field(default=value, metadata={"option": Option(kind, meaning, shown, **facts)})
 
 
+def of_index(kind: Kind, meaning: str, default: str, **facts: Any) -> Any:
+    """An option that each method with an index has a value of its own for; None: the method's."""
+    return option(None, kind, meaning, default, of_method=True, families=(SCORED,), **facts)
+
+
 def refuse_without_effect(
     given: Mapping[str, Any],
     family: Family,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_kvretrieval.options import choices
-from vllm_kvretrieval.options.option import OF_CHUNKS, OF_QUERIES, Option, option
+from vllm_kvretrieval.options.option import OF_CHUNKS, OF_QUERIES, Option, of_index, option
 from vllm_kvretrieval.options.values import (
     PART,
     SHARE,
@@ -76,8 +76,7 @@ class Options:
         "the method's, 32 for most; `kvretrieval`: 16 on most CPUs",
         more="methods.md#small-pages",
     )
-    summary_size: int | None = option(
-        None,
+    summary_size: int | None = of_index(
         Kind(
             f"{', '.join(map(str, choices.ENTRY_TOKENS))}, up to `page_size`; with `low_rank` up "
             "to twice as many",
@@ -85,29 +84,21 @@ class Options:
         ),
         "tokens per entry of the page index; smaller ones tell pages apart better, and cost memory "
         "and time in proportion",
-        "`page_size`; `kvretrieval`: 32 with its own pages of 16",
-        of_method=True,
-        families=(SCORED,),
+        "`page_size`; `kvretrieval`: 32 with its own pages of 16; `shadowkv`: 8",
     )
-    index: Any = option(
-        None,
+    index: Any = of_index(
         checked_later(
             f"{', '.join(f'`{index.name}`' for index in OWN_INDEXES)}, or `{{name: parameters}}`"
         ),
         "what is kept of a page's keys to select pages by",
         "the method's",
-        of_method=True,
-        families=(SCORED,),
         neutral="none",
         more="methods.md#indexes",
     )
-    pooling: str | None = option(
-        None,
+    pooling: str | None = of_index(
         one_of(POOLINGS),
         "how the scores of the query heads that share a KV head become one",
         "the method's",
-        of_method=True,
-        families=(SCORED,),
     )
     schedule: str | None = option(
         None,
@@ -116,54 +107,47 @@ class Options:
         "the method's",
         of_method=True,
     )
-    rerank: int | None = option(
-        None,
+    rerank: int | None = of_index(
         Kind(f"0, or 2 to {choices.MOST_RERANKED}", require_int),
         "candidates per selected page that are scored again by their keys; 0: none",
         "the method's",
-        of_method=True,
-        families=(SCORED,),
     )
-    mass: float | None = option(
-        None,
+    mass: float | None = of_index(
         SHARE,
         "the share of the estimated attention that is enough: a KV head attends to the fewest "
         "selected pages (or tokens) that reach it, up to the budget; 1: to all of them",
         "1; `twilight`: 0.95",
-        of_method=True,
-        families=(SCORED,),
         neutral=1,
         more="methods.md#mass",
     )
-    remainder: float | None = option(
-        None,
+    remainder: float | None = of_index(
         PART,
         "the share of the estimated attention below which the mean value of a page stands for the "
         "page if it is not selected; 0: what is not selected is left out",
         "0; `kvretrieval`: 0.003 with its own pages of 16",
-        of_method=True,
-        families=(SCORED,),
         neutral=0,
         more="methods.md#remainder",
     )
-    unit: str | None = option(
-        None,
+    outliers: float | None = of_index(
+        PART,
+        "the share of the selected pages that are the ones whose keys are least like their mean, "
+        "whatever the query is; with `index: landmark`",
+        "0; `shadowkv`: 0.158",
+        neutral=0,
+        more="methods.md#shadowkv",
+    )
+    unit: str | None = of_index(
         one_of(choices.UNITS),
         "what is selected; with `token` the KV cache of retrieval layers is laid out token by "
         "token",
         "the method's, `page` for most",
-        of_method=True,
-        families=(SCORED,),
         more="methods.md#unit",
     )
-    correction_threshold: float | None = option(
-        None,
+    correction_threshold: float | None = of_index(
         SIMILARITY,
         "for schedule `speculative`: a KV head whose query has a lower cosine similarity to the "
         "previous step's selects anew before attention; 1 selects at every step, -1 never corrects",
         str(choices.DEFAULT_THRESHOLD),
-        of_method=True,
-        families=(SCORED,),
     )
     budget_shares: Any = option(
         None,

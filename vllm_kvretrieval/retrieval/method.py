@@ -52,6 +52,7 @@ class Method:
             the fewest selected units that reach it; 1: to all of them.
         remainder: The share of the estimated attention below which the mean value of an entry
             stands for it, if it is not selected; 0: what is not selected is left out.
+        outliers: The share of the selected pages that are outliers (:class:`Chooser`).
         keeping: Which tokens of a prompt are kept, where the others are dropped; None: none is.
         heads: Which KV heads attend to whole contexts; None: all attend alike.
     """
@@ -70,6 +71,7 @@ class Method:
     entry_pages: int = 1
     mass: float = 1.0
     remainder: float = 0.0
+    outliers: float = 0.0
     keeping: Keeping | None = None
     heads: RetrievalHeads | None = None
 
@@ -107,7 +109,7 @@ class Method:
     def estimates_shares(self) -> bool:
         """Whether each step's scores are shares of the attention, so that a mass can be reached."""
         by_step = self.selects and not self.speculates
-        pooled = self.pooling is Pooling.MEAN_SOFTMAX and not self.rerank
+        pooled = self.pooling is Pooling.MEAN_SOFTMAX and not (self.rerank or self.outliers)
         return self.index is not None and by_step and pooled
 
     @property
@@ -167,7 +169,10 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
             f"schedule={schedule_name!r} selects pages by an index, and {name} has none; add one, "
             "such as index=min_max."
         )
-    entry_tokens = _entry_tokens(given.get("summary_size", page_size), page_size, index)
+    own_entries = base.summary_size if "index" not in given else None
+    entry_tokens = _entry_tokens(
+        given.get("summary_size", own_entries or page_size), page_size, index
+    )
     if why := index.check(entry_tokens):
         raise RetrievalConfigError(f"index={given.get('index', base.index)!r}: {why}.")
     pooling = Pooling[checked("pooling", given.get("pooling", base.pooling)).upper()]
@@ -210,6 +215,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
         threshold,
         _shares(name, given.get("budget_shares", base.budget_shares)),
         entry_pages=max(1, entry_tokens // page_size),
+        outliers=_outliers(given, base, index, rerank),
     )
     if rerank and made.entry_pages > 1:
         raise RetrievalConfigError(
@@ -239,9 +245,23 @@ def check_mass(mass: float, method: Method) -> None:
     if mass < 1 and not method.estimates_shares:
         raise RetrievalConfigError(
             f"mass={mass} cannot be reached with {method.name}: it takes scores that are shares of "
-            "the attention, of each step (pooling mean_softmax, schedule every_step, no rerank). "
-            "Leave it out, or use kvretrieval."
+            "the attention, of each step (pooling mean_softmax, schedule every_step, no rerank, no "
+            "outliers). Leave it out, or use kvretrieval."
         )
+
+
+def _outliers(given: Mapping[str, Any], base: Preset, index: Index, rerank: int) -> float:
+    """The share of the selected pages that are outliers; refused where nothing tells them."""
+    told = index.tells_outliers and not rerank
+    outliers = checked("outliers", given.get("outliers", base.outliers if told else 0))
+    if outliers and not told:
+        why = (
+            f"have no place among candidates (rerank={rerank}); leave one out"
+            if index.tells_outliers
+            else f"cannot be told by index={index.name}; use index=landmark, or leave it out"
+        )
+        raise RetrievalConfigError(f"outliers={outliers} {why}.")
+    return float(outliers)
 
 
 def _shares(name: str, value: Any) -> Shares:

@@ -11,13 +11,15 @@ class Pooling(IntEnum):
     ``MEAN_SOFTMAX``: the mean of each head's softmax over all entries (FreeKV, section 3.2).
     ``RELATIVE``: the sum of each head's mass relative to that of its best entry: softmax without
     its denominator, so that a head with spread-out attention has more say. ``MAX``: the highest
-    score of the group. ``SUM``: the sum of the scores.
+    score of the group. ``SUM``: the sum of the scores. ``MAX_SOFTMAX``: the highest softmax of the
+    group (ShadowKV, algorithm 2).
     """
 
     MEAN_SOFTMAX = 0
     RELATIVE = 1
     MAX = 2
     SUM = 3
+    MAX_SOFTMAX = 4
 
     @property
     def raw(self) -> bool:
@@ -31,7 +33,7 @@ class Pooling(IntEnum):
             scores: [group, n]; scores of all entries of a context.
         """
         scores = scores.double()
-        if self is Pooling.MEAN_SOFTMAX:
+        if self in (Pooling.MEAN_SOFTMAX, Pooling.MAX_SOFTMAX):
             return scores.logsumexp(-1, keepdim=True)
         if self is Pooling.RELATIVE:
             return scores.amax(-1, keepdim=True)
@@ -56,6 +58,8 @@ class Pooling(IntEnum):
             return scores.amax(-1).amax(0)
         if self is Pooling.SUM:
             return scores.sum(0).amax(-1)
+        if self is Pooling.MAX_SOFTMAX:
+            return scores.amax(0).logsumexp(-1)
         return scores.logsumexp(-1).logsumexp(0)
 
 

@@ -26,7 +26,9 @@ class Preset:
         remainder: The share of the estimated attention below which the mean value of a page stands
             for it, if it is not selected.
         mass: The share of the estimated attention that is enough; 1: all that is selected.
+        outliers: The share of the selected pages that are outliers, where the index tells them.
         page_size: Tokens per page.
+        summary_size: Tokens per entry of the index, if pages have as many; None: ``page_size``.
         unit: What is selected, one of :data:`vllm_kvretrieval.options.choices.UNITS`.
         sink_pages, window_pages: Pages always attended to; None: a share of the budget each.
         dense_layers: Leading layers that keep full attention.
@@ -46,7 +48,9 @@ class Preset:
     rerank: int = 0
     mass: float = 1.0
     remainder: float = 0.0
+    outliers: float = 0.0
     page_size: int = 32
+    summary_size: int | None = None
     unit: str = "page"
     sink_pages: int | None = None
     window_pages: int | None = None
@@ -106,6 +110,17 @@ OWN = {
         mass=0.95,
         sink_pages=1,
         window_pages=2,
+    ),
+    "shadowkv": Preset(
+        "ShadowKV: landmarks of 8 tokens, and the pages that these tell least of",
+        index="landmark",
+        pooling="max_softmax",
+        outliers=0.158,  # 48 chunks beside 256 that are selected
+        page_size=16,
+        summary_size=8,
+        sink_pages=1,
+        window_pages=2,
+        dense_layers=0,
     ),
     "fier": Preset(
         "FIER: single tokens by keys of one bit per channel, at every step",

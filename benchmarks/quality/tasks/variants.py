@@ -189,6 +189,21 @@ VARIANTS = (
     Variant(
         "infllm", "InfLLM, at the engine's pages of 32 and one dense layer", "infllm", _PRESETS
     ),
+    Variant(
+        "shadowkv",
+        "ShadowKV, pages of 16 and one dense layer",
+        "shadowkv",
+        _PRESETS,
+        engine={"page_size": 16},
+    ),
+    Variant(
+        "shadowkv_scores",
+        "the same without outliers",
+        "shadowkv_scores",
+        _PRESETS,
+        {"preset": "shadowkv", "outliers": 0},
+        engine={"page_size": 16},
+    ),
     _own_engine("fier", "FIER: single tokens by a bit per channel; two dense layers"),
     _own_engine("omnikv", "OmniKV: filter layers, which are dense, select tokens for the others"),
     _dropping(

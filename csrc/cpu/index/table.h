@@ -3,6 +3,7 @@
 
 #include "index/bounding.h"
 #include "index/exact.h"
+#include "index/landmark.h"
 #include "index/low_rank.h"
 #include "index/mean.h"
 #include "index/mean_std.h"
@@ -22,7 +23,8 @@ template <class E>
 inline ScoreFn<E> score_fn_of(IndexKind kind) {
   static constexpr ScoreFn<E> kFns[static_cast<int>(IndexKind::kCount)] = {
       MinMax<E>::score, Mean<E>::score, MeanStd<E>::score, Bounding<E>::score,
-      Representative<E>::score, OneBit<E>::score, LowRank<E>::score, Exact<E>::score, nullptr};
+      Representative<E>::score, OneBit<E>::score, LowRank<E>::score, Landmark<E>::score,
+      Exact<E>::score, nullptr};
   return kFns[static_cast<int>(kind)];
 }
 
@@ -40,7 +42,8 @@ template <class E>
 inline BuildFn<E> build_fn_of(IndexKind kind) {
   static constexpr BuildFn<E> kFns[static_cast<int>(IndexKind::kCount)] = {
       MinMax<E>::build, Mean<E>::build, MeanStd<E>::build, Bounding<E>::build,
-      Representative<E>::build, OneBit<E>::build, LowRank<E>::build, nullptr, nullptr};
+      Representative<E>::build, OneBit<E>::build, LowRank<E>::build, Landmark<E>::build,
+      nullptr, nullptr};
   return kFns[static_cast<int>(kind)];
 }
 

@@ -13,6 +13,7 @@ from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import OPTIONS
 from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval.pooling import Pooling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -119,6 +120,10 @@ def check_method(method: Method) -> None:
         "lists of different lengths (mass) are": method.mass < 1,
         "entries of several pages (summary_size) are": method.entry_pages > 1,
         "means of what is not selected (remainder) are": method.remainder > 0,
+        "pages that are outliers (outliers) are": method.outliers > 0,
+        "the highest softmax of a group (pooling max_softmax) is": (
+            method.pooling is Pooling.MAX_SOFTMAX
+        ),
         f"index {index.name if index else None} is": (
             index is not None and type(index) not in KINDS
         ),

@@ -70,6 +70,7 @@ class Choosers:
                 impl.scale,
                 m.rerank,
                 m.remainder,
+                m.outliers,
             )
             for m in config.methods.values()
         ]
@@ -101,7 +102,13 @@ class Choosers:
             )
         selection = self._for_blocks[shape]
         return {
-            number: Chooser(chooser.store, selection, config.pools_blocks_by(method), chooser.scale)
+            number: Chooser(
+                chooser.store,
+                selection,
+                config.pools_blocks_by(method),
+                chooser.scale,
+                outliers=chooser.outliers,
+            )
             for number, (method, chooser) in enumerate(
                 zip(config.methods.values(), choosers, strict=True)
             )

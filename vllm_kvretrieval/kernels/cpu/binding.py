@@ -195,6 +195,13 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
         shares = chooser.pooling is Pooling.MEAN_SOFTMAX and not chooser.rerank
         if not (store.means and store.index and store.index.estimates and shares):
             raise ValueError("a remainder takes means of values, and estimates of the attention")
+    if chooser.outliers:
+        tells = store.index is not None and store.index.tells_outliers
+        if not (0 < chooser.outliers < 1 and tells) or chooser.rerank:
+            raise ValueError(
+                f"outliers={chooser.outliers} must be a share below 1, of an index that tells "
+                "them, and without candidates"
+            )
     return _cpu.Chooser(
         index=index,
         pooling=int(chooser.pooling),
@@ -208,6 +215,7 @@ def _bind_chooser(chooser: Chooser) -> "_cpu.Chooser":
         counts=0 if counts is None else counts.data_ptr(),
         count_stride=0 if counts is None else counts.stride(0),
         remainder=chooser.remainder,
+        outliers=chooser.outliers,
     )
 
 

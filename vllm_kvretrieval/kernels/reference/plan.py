@@ -161,6 +161,8 @@ def select_units(
     norms = chooser.pooling.norms(scores)
     pooled = chooser.pooling.pool(scores.double() - norms, parts).nan_to_num(nan=-math.inf)
     sink, end = between
+    if count := int(chooser.outliers * select):
+        pooled[sink + find_outliers(entries, head, store, between, count)] = math.inf
     candidates = sink + top_pages(pooled[sink:end], max(select, select * chooser.rerank))
     enough = torch.arange(select)
     if mass < 1:
@@ -171,6 +173,27 @@ def select_units(
     scores = score_entries(Exact(), query, entries[chosen], head, chooser)
     pooled = chooser.pooling.pool(scores.double() - norms, parts).nan_to_num(nan=-math.inf)
     return candidates[top_pages(pooled, select)], enough
+
+
+def find_outliers(
+    entries: torch.Tensor, head: int, store: IndexStore, between: tuple[int, int], count: int
+) -> torch.Tensor:
+    """The pages between sink and window whose keys are least like the means of their entries.
+
+    Args:
+        entries: int64 [n]; those of the context that count.
+        head: Number of the KV head.
+        store: Its index tells outliers.
+        between: Where the sink ends and the window begins, in pages.
+        count: How many pages to find.
+
+    Returns:
+        int64 [count]; positions, counted from the end of the sink.
+    """
+    entries = entries[between[0] * store.parts : between[1] * store.parts]
+    cosines = fields_of(store.records[entries, head], store)["least_cosine"]
+    least = cosines.double().view(-1, store.parts).amin(1)
+    return top_pages((-least).nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf), count)
 
 
 def reach_mass(

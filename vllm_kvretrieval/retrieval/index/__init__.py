@@ -16,6 +16,7 @@ from vllm_kvretrieval.retrieval.index.base import (
 )
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
+from vllm_kvretrieval.retrieval.index.landmark import Landmark
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
@@ -34,6 +35,7 @@ OWN: tuple[type[Index], ...] = (
     Representative,
     OneBit,
     LowRank,
+    Landmark,
     Exact,
 )
 

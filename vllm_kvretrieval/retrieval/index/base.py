@@ -66,6 +66,8 @@ class Index(ABC):
             own; see :meth:`score_pages`. False in indexes of other packages.
         estimates: Whether a score estimates the attention that an entry gets: the log-sum-exp of
             ``q.k * scale`` over its tokens. Others bound it, or rate entries otherwise.
+        tells_outliers: Whether records have a field ``least_cosine``, float32 [1], the lowest
+            cosine of a key of the entry with their mean. False in indexes of other packages.
     """
 
     name: ClassVar[str]
@@ -74,6 +76,7 @@ class Index(ABC):
     reads_keys: ClassVar[bool] = False
     estimates: ClassVar[bool] = False
     spans: ClassVar[bool] = False
+    tells_outliers: ClassVar[bool] = False
 
     def check(self, entry_tokens: int) -> str:
         """The reason why entries of this size are impossible; empty if they are possible."""

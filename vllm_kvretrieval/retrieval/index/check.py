@@ -73,6 +73,11 @@ def _fields(index: Index, head_size: int, entry_tokens: int) -> tuple[Field, ...
             "spans is True, and only indexes of this package can have entries of several pages. "
             "Leave it False"
         )
+    if index.tells_outliers and type(index) not in OWN:
+        raise _MisfitError(
+            "tells_outliers is True, and only indexes of this package can tell outliers. Leave it "
+            "False"
+        )
     fields = index.fields(head_size, entry_tokens)
     for field in fields:
         if not isinstance(field, Field):
