@@ -141,16 +141,22 @@ class BlockRecorder(RecordingWorker):
         return dict(summary)
 
     def _sampled(self, query, chunk, queries):
-        """The queries [queries, group, d] that select, of all queries of a block."""
+        """The queries [queries, group, d] that select, of all queries of a block.
+
+        A short block takes some again; they count once in the mean, and come after all others.
+        """
         among = queries if self._sampling == "spread" else chunk
         places = [max((i + 1) * len(query) // among, 1) - 1 for i in range(among)]
         query = query[places]
         if among == queries:
             return query
+        again = torch.tensor([i > 0 and places[i - 1] == place for i, place in enumerate(places)])
         heads = []
         for own in query.double().unbind(1):
-            cosines = (own @ own.mean(0)) / own.norm(dim=1) / own.mean(0).norm()
-            heads.append(own[cosines.argsort(stable=True)[:queries]])
+            mean = own[~again].mean(0)
+            cosines = (own @ mean) / own.norm(dim=1) / mean.norm()
+            order = cosines.argsort(stable=True)
+            heads.append(own[torch.cat([order[~again[order]], order[again[order]]])[:queries]])
         return torch.stack(heads, 1).float()
 
     def _error(self, block, head, pages, size, scale):
