@@ -66,9 +66,9 @@ class Life:
         self.home._writer._thread.submit(int).result()
         self.write(block, b"?" * len(written(b"", 0)))
 
-    def change(self, action, key):
+    def change(self, action, key, asked=None):
         """Ask the server for a change, as others do."""
-        put(self.store.folder, Change(action, key))
+        put(self.store.folder, Change(action, key, asked or time.time()))
 
     def compute(self, output):
         """A step of the worker."""

@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
@@ -22,16 +23,20 @@ from tests.store_model import (
     write,
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.store.contexts import NO_PARENT
 from vllm_kvretrieval.store.files import Folder, Lock
 from vllm_kvretrieval.store.making import UNFINISHED, make_store, remove_unfinished
-from vllm_kvretrieval.store.records import RECORD_BYTES
+from vllm_kvretrieval.store.ranks import Ranks
+from vllm_kvretrieval.store.records import RECORD_BYTES, Record
 from vllm_kvretrieval.store.store import (
     PAGES,
     PREFIX,
     RECORDS,
     USED,
+    Part,
     Store,
     name_of,
+    open_store,
 )
 
 STEPS = 100_000
@@ -121,6 +126,23 @@ def test_failing_voids(store, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         store.void([1, 2, 3])
     assert store.records().keys() == {2}
+
+
+def test_a_void_that_fails_for_one_worker(tmp_path, monkeypatch):
+    """The other one forgets its part all the same."""
+    stores, record = list[Store](), Record(b"k" * 32, NO_PARENT, 0, 0, 1)
+    with closing(Folder.at(str(tmp_path), make=True)) as root:
+        for rank in range(2):
+            make_store(root, IDENTITY, GEOMETRY, truncate, part := Part(rank, 2))
+            stores.append(open_store(str(tmp_path), name_of(IDENTITY, part), write=True))
+            write(stores[-1], 1, bytes(block_bytes(GEOMETRY)))
+            stores[-1].commit(1, record)
+    both, disk = Ranks(stores), FailingDisk(monkeypatch)
+    disk.part, disk.left = 0, 0
+    with pytest.raises(OSError, match="No space left"):
+        both.void([1])
+    assert [[*store.records()] for store in stores] == [[1], []]
+    both.close()
 
 
 @pytest.mark.parametrize("error", [errno.EIO, "short"])

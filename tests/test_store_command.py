@@ -12,7 +12,13 @@ import pytest
 
 from tests.store_model import GEOMETRY, Model, again, block_bytes, new_store, write
 from vllm_kvretrieval.command import main
-from vllm_kvretrieval.store.contexts import NO_PARENT, read_names, read_pins, write_names
+from vllm_kvretrieval.store.contexts import (
+    NO_PARENT,
+    read_names,
+    read_pins,
+    write_names,
+    write_pins,
+)
 from vllm_kvretrieval.store.files import Folder, Lock
 from vllm_kvretrieval.store.inbox import (
     ACTIONS,
@@ -99,6 +105,54 @@ def test_drop(store):
     assert run(store, "drop", ABD) == 0
     assert store.records().keys() == {0, 1, 2}
     assert read_pins(store.folder) == set()
+
+
+@pytest.mark.parametrize("lost", [(2,), (0, 1, 2)])
+@pytest.mark.parametrize("name", ["book", ABC])
+@pytest.mark.parametrize("action", [UNPIN, DROP])
+def test_what_is_lost_can_be_withdrawn(store, capsys, lost, name, action):
+    """Its blocks are damaged or evicted; a pin and a name would come back with them."""
+    write_names(store.folder, {"book": key("abc"), "end": key("abd")})
+    write_pins(store.folder, {key("abc"), key("abd")})
+    store.void(lost)
+    left = store.records()
+    assert run(store, PIN, name) == 1
+    assert "names no context" in capsys.readouterr().err
+    assert run(store, action, name) == 0
+    assert read_pins(store.folder) == {key("abd")}
+    names = {"end": key("abd")} | ({"book": key("abc")} if action == UNPIN else {})
+    assert read_names(store.folder) == names
+    assert store.records() == left, "of others"
+
+
+def test_what_is_left_behind_a_gap_is_dropped(store):
+    """It would be found again when the gap is filled."""
+    write_names(store.folder, {"book": key("abc")})
+    store.void([1])
+    assert run(store, DROP, "book") == 0
+    assert store.records().keys() == {0, 3, 4}
+
+
+def test_a_context_in_one_store_that_another_has_lost(store):
+    other = new_store(store.folder.path.parent, identity=IDENTITY | {"model": "another"})
+    for one in (store, other):
+        write_names(one.folder, {"book": key("abc")})
+    assert run(store, DROP, "book") == 0
+    assert read_names(store.folder) == {}
+    assert store.records().keys() == {0, 1, 3, 4}
+    assert read_names(other.folder) == {"book": key("abc")}
+    assert run(store, DROP, "book") == 0
+    assert read_names(other.folder) == {}
+    other.close()
+
+
+def test_stores_that_are_all_left_out(store, capsys):
+    """There are some."""
+    store.folder.path.chmod(0o755)
+    assert run(store, "ls") == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "is left out" in shown.err
 
 
 def test_unclear_names(store, capsys):
@@ -241,15 +295,18 @@ def test_a_server_in_use_is_asked(store, capsys, action):
     """It is the server that changes its store."""
     inbox = Inbox(store.folder)
     assert changes(inbox) == []
+    began = time.time()
     with used_by_another(store, LOCK):
         assert run(store, action, ABC) == 0
     assert "as soon as the server gets a request" in capsys.readouterr().out
     assert len(store.records()) == 5
     assert read_pins(store.folder) == set()
-    assert changes(inbox) == [Change(action, key("abc"))]
+    ((*change, asked),) = changes(inbox)
+    assert change == [action, key("abc")]
+    assert began <= asked <= time.time()
     assert changes(inbox) == []
-    put(store.folder, Change(PIN, key("abd")))
-    assert changes(inbox) == [Change(PIN, key("abd"))]
+    put(store.folder, again := Change(PIN, key("abd"), 1.5))
+    assert changes(inbox) == [again]
 
 
 def changes(inbox):
@@ -260,7 +317,7 @@ def changes(inbox):
 
 
 def test_changes_are_made_in_the_order_in_which_they_were_asked_for(store):
-    asked = [Change(chosen, key("abc")) for chosen in (PIN, UNPIN) * 8]
+    asked = [Change(chosen, key("abc"), 1.0) for chosen in (PIN, UNPIN) * 8]
     for change in asked:
         put(store.folder, change)
     assert changes(Inbox(store.folder)) == asked
@@ -268,7 +325,7 @@ def test_changes_are_made_in_the_order_in_which_they_were_asked_for(store):
 
 def test_a_change_that_fails_is_tried_again_later(store, monkeypatch):
     """Neither is it lost, nor is it tried before every request."""
-    asked = [Change(PIN, key("abc")), Change(PIN, key("abd"))]
+    asked = [Change(PIN, key(text), 1.0) for text in ("abc", "abd")]
     inbox, tried = Inbox(store.folder), []
     for change in asked:
         put(store.folder, change)

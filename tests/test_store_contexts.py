@@ -10,6 +10,7 @@ from vllm_kvretrieval.store.contexts import (
     NO_PARENT,
     contexts,
     forgotten,
+    lost,
     meant,
     paths,
     pinned_blocks,
@@ -69,6 +70,18 @@ def test_names_stay_with_what_goes_on():
     records = reachable(RECORDS)
     assert meant(records, "book", {"book": key("ab")}) == [key("ab")]
     assert meant(records, "book", {"book": key("gone")}) == []
+    digits = key("x").hex()[:4]
+    assert meant(records, digits, {digits: key("gone")}) == [], "nor another one by its digits"
+
+
+def test_what_is_lost_is_still_known_by_its_name_and_its_pin():
+    records = reachable(RECORDS)
+    names = {"book": key("gone"), "end": key("abd")}
+    assert lost(records, "book", names, []) == [key("gone")]
+    assert lost(records, "end", names, [key("abd")]) == []
+    assert lost(records, key("gone").hex()[:12].upper(), {}, [key("gone")]) == [key("gone")]
+    for name in ("", key("abd").hex()[:12], "ff"):
+        assert lost(records, name, names, [key("gone"), key("abd")]) == []
 
 
 def test_what_is_dropped():
@@ -77,6 +90,9 @@ def test_what_is_dropped():
     assert forgotten(key("ab"), RECORDS) == {5, 3, 1, 7}
     assert forgotten(key("x"), RECORDS) == {2}
     assert forgotten(key("gone"), RECORDS) == set()
+    gap = {block: r for block, r in RECORDS.items() if block != 3}
+    assert forgotten(key("abd"), gap) == {7}, "it is not found again when the gap is filled"
+    assert forgotten(key("ab"), gap) == {1, 7}
     assert forgotten(key("abd"), RECORDS | {9: RECORDS[7]._replace(level=2)}) == {7, 9}
 
 
@@ -98,8 +114,9 @@ def tree(chance, blocks):
 
 
 def slow_path(key, blocks, records):
+    """The blocks that end with a key, back to the first one, or to a gap."""
     path = [blocks[key]]
-    while (parent := records[path[-1]].parent) != NO_PARENT:
+    while (parent := records[path[-1]].parent) in blocks:
         path.append(blocks[parent])
     return path[::-1]
 
@@ -127,10 +144,12 @@ def test_random_trees():
         assert [(c.key, c.level, c.created) for c in found] == [(k, s, t) for k, _, s, t in walked]
         assert paths(found, known) == [path for _, path, *_ in walked]
         assert [c.length for c in found] == [len(path) for _, path, *_ in walked]
-        for key in chance.sample([record.key for record in records.values()], 20):
+        every = {record.key: block for block, record in records.items()}
+        ends = slow_contexts({block: records[block] for block in every.values()})
+        for key in chance.sample([*every], 20):
             with_it, without = set[int](), set[int]()
-            for _, path, *_ in walked:
-                (with_it if blocks.get(key) in path else without).update(path)
+            for _, path, *_ in ends:
+                (with_it if every[key] in path else without).update(path)
             gone = {records[block].key for block in with_it - without}
             assert forgotten(key, records) == {b for b, r in records.items() if r.key in gone}
         pins = chance.sample([record.key for record in records.values()], 5)

@@ -1,11 +1,16 @@
 """What a running server drops stays dropped, and what it pins stays pinned."""
 
+import errno
+import os
+import time
+
 import pytest
 
 from benchmarks.stepper import BLOCK
 from tests.store_life import Life, prompt, stepper
-from vllm_kvretrieval.store.contexts import read_pins
-from vllm_kvretrieval.store.inbox import DROP, INBOX, PIN
+from vllm_kvretrieval.engine import store as store_module
+from vllm_kvretrieval.store.contexts import read_names, read_pins, write_names
+from vllm_kvretrieval.store.inbox import DROP, INBOX, PIN, RETRY_S
 
 pytestmark = [pytest.mark.model]
 
@@ -65,18 +70,96 @@ def test_blocks_that_are_being_written_are_dropped(life):
     life.end()
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_what_a_running_request_adds_to_what_is_dropped(life, again):
-    """It does not come back when the document is read again; unless all of it is."""
-    name = life.stepper.add(prompt(1), 3 * BLOCK)
+def running(life, tokens, count=3 * BLOCK):
+    """A request that has begun to answer, and the keys of its prompt's blocks."""
+    name = life.stepper.add(tokens, count)
     keys = keys_of(life, name)
     while len(life.stepper.outputs[name]) < 2:
         life.stepper.step()
-    life.change(DROP, keys[-1])
-    read(life, prompt(2))
+    return name, keys
+
+
+def preempt(life, name):
+    """Take its blocks from a running request, which begins anew."""
+    scheduler = life.scheduler
+    request = scheduler.requests[name]
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, time.monotonic())
+
+
+def turn_after(life, name):
+    """The second turn of a chat about a document."""
     tokens = life.stepper.outputs[name]
     assert len(tokens) == 3 * BLOCK
-    turn = [*prompt(1), *tokens, 1, 2, 3]
+    return [*prompt(1), *tokens, 1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["while it goes on", "before it begins anew", "not"])
+def test_what_a_running_request_adds_is_not_found_after_a_later_reader(life, how):
+    """The document is read anew meanwhile, or by the running request itself."""
+    name, keys = running(life, prompt(1))
+    life.change(DROP, keys[-1])
+    if how == "not":
+        life.stepper.add(prompt(2), 2)
+        life.stepper.step()
+    else:
+        read = life.stepper.add(prompt(1), 2)
+        while not life.stepper.outputs[read]:
+            life.stepper.step()
+    if how != "while it goes on":
+        preempt(life, name)
+    life.stepper.run()
+    settle(life)
+    assert (on_disk(life) >= {*keys}) == (how != "not")
+    assert len(on_disk(life)) == DOCUMENT, "of the reader alone"
+    turn, found = turn_after(life, name), 0 if how == "not" else DOCUMENT
+    assert life.stepper.ask(turn, 2)[1] == found * BLOCK
+    assert life.stepper.ask(turn, 2)[1] == (DOCUMENT + 3) * BLOCK, "a later request has read it"
+    life.end()
+
+
+def test_the_next_input_of_a_session_that_was_running(life, monkeypatch):
+    """Its context is from before the drop, though the input is not."""
+    name = life.stepper.add(prompt(1), 2, resumable=True)
+    keys = keys_of(life, name)
+    life.stepper.run()
+    life.change(DROP, keys[-1])
+    read(life, prompt(1))
+    monkeypatch.setattr(life, "check", lambda block: None)  # its own blocks were not looked up
+    life.stepper.add([5] * 2 * BLOCK, 2, name=name, resumable=True)
+    life.stepper.run()
+    assert len(keys_of(life, name)) == DOCUMENT + 2
+    settle(life)
+    assert on_disk(life) == {*keys}
+    life.end()
+
+
+def test_drops_are_remembered_as_long_as_requests_need_it(life):
+    """Not those before the oldest request that runs."""
+    store, documents = life.scheduler._store, [read(life, prompt(n)) for n in (1, 2, 3)]
+    running(life, prompt(4))
+    for keys in documents[:2]:
+        life.change(DROP, keys[-1])
+        running(life, prompt(5, 1), 2)
+    assert store._dropped.keys() == {*documents[0], *documents[1]}
+    life.stepper.run()
+    life.change(DROP, documents[2][-1])
+    read(life, prompt(5, 1))
+    assert store._dropped.keys() == {*documents[2]}
+    life.end()
+
+
+@pytest.mark.parametrize("clock", [0, -3600])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_running_request_adds_to_what_is_dropped(life, again, clock):
+    """It does not come back when the document is read again; unless all of it is.
+
+    Whatever the clock says: it may have been set back.
+    """
+    name, keys = running(life, prompt(1))
+    life.change(DROP, keys[-1], time.time() + clock)
+    read(life, prompt(2))
+    turn = turn_after(life, name)
     settle(life)
     assert len(on_disk(life)) == DOCUMENT, "of the other document"
     if again:
@@ -106,6 +189,63 @@ def test_a_change_that_fails_keeps_no_other_from_being_made(life):
     assert life.stepper.ask(prompt(2), 2)[1] == DOCUMENT * BLOCK
     assert read_pins(life.store.folder) == {pinned[-1]}
     assert not [*inbox.iterdir()]
+    life.end()
+
+
+def test_a_context_that_is_lost_before_it_is_dropped(life):
+    """Its pin and its name are not there for those who compute it anew."""
+    keys = read(life, prompt(1))
+    life.change(PIN, keys[-1])
+    write_names(life.store.folder, {"book": keys[-1]})
+    read(life, prompt(2))
+    store = life.scheduler._store
+    store._drop([block for block, r in store._stored.items() if r.key == keys[-1]])
+    life.change(DROP, keys[-1])
+    read(life, prompt(1))
+    assert read_pins(life.store.folder) == set()
+    assert read_names(life.store.folder) == {}
+    assert not store._pinned
+    life.end()
+
+
+def test_a_name_of_what_is_read_anew_survives_another_drop(life):
+    """What was dropped once may be named again."""
+    first, second = read(life, prompt(1)), read(life, prompt(2))
+    life.change(DROP, first[-1])
+    assert read(life, prompt(1)) == first
+    write_names(life.store.folder, {"book": first[-1]})
+    life.change(PIN, first[-1])
+    life.change(DROP, second[-1])
+    read(life, prompt(3))
+    assert read_names(life.store.folder) == {"book": first[-1]}
+    assert read_pins(life.store.folder) == {first[-1]}
+    life.end()
+
+
+def test_pins_that_cannot_be_read_are_read_again_later(life, monkeypatch):
+    """A lost block of a pinned context is held again then; the file is not read before."""
+    keys = read(life, prompt(1))
+    life.change(PIN, keys[-1])
+    read(life, prompt(2))
+    store, tried = life.scheduler._store, []
+    store._drop([block for block, r in store._stored.items() if r.key == keys[-1]])
+    assert len(store._pinned) == DOCUMENT - 1
+
+    def fail(folder):
+        tried.append(folder)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "read_pins", fail)
+        for document in (1, 2, 3):
+            read(life, prompt(document))
+    assert len(tried) == 1
+    read(life, prompt(3))
+    assert len(store._pinned) == DOCUMENT - 1
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + RETRY_S)
+    read(life, prompt(3))
+    assert len(store._pinned) == DOCUMENT
     life.end()
 
 

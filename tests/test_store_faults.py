@@ -1,6 +1,7 @@
 """The scheduler's half of a store on a disk that fails, and where there are no threads."""
 
 import errno
+import math
 import os
 import threading
 from types import SimpleNamespace
@@ -28,7 +29,8 @@ def small_store(directory, blocks=600):
 
     def opened() -> Any:
         pool = store_start.pool_for(blocks)
-        return StoredBlocks(str(directory), path.name, pool, BlockLevels(), 1)
+        arrivals = math.inf, -math.inf
+        return StoredBlocks(str(directory), path.name, pool, BlockLevels(), 1, lambda: arrivals)
 
     return path, opened
 

@@ -1,6 +1,7 @@
 """What the blocks of a full store cost an engine's start, without a model or a worker."""
 
 import hashlib
+import math
 import os
 import random
 import tempfile
@@ -64,7 +65,9 @@ def restore(directory: Path, pool: BlockPool) -> dict[str, float]:
         pool: See :func:`pool_for`; not used before.
     """
     begin, cpu = time.perf_counter(), time.process_time()
-    store = StoredBlocks(str(directory), name_of(IDENTITY), pool, BlockLevels(), 1)
+    store = StoredBlocks(
+        str(directory), name_of(IDENTITY), pool, BlockLevels(), 1, lambda: (math.inf, -math.inf)
+    )
     times = {"s": time.perf_counter() - begin, "cpu_s": time.process_time() - cpu}
     assert store.take_counts() == {"store_tokens_restored": (len(pool.blocks) - 1) * BLOCK}
     store.close()

@@ -5,6 +5,7 @@ workers have room for, tells the workers which blocks a KV connector loads, and 
 workers count.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ class Context:
             session may bring others.
         exactness: What follows from the options of the request.
         taint: The end of the exact part of the context.
+        arrived: When the request did, or that input of a session for which the context was begun.
         noted: For each group of layers, how many of the first blocks need no more notes.
         calm: A position. A step of one token before it changes neither ``taint`` nor ``noted``.
     """
@@ -44,6 +46,7 @@ class Context:
     params: Any
     exactness: Exactness
     taint: Taint
+    arrived: float
     noted: list[int]
     calm: int = 0
 
@@ -126,9 +129,22 @@ class RetrievalScheduler(Scheduler):
         assert self.retrieval.store is not None
         pool = self.kv_cache_manager.block_pool
         longest = -(-self.max_model_len // self.hash_block_size)
-        days = self.retrieval.store_days
-        self._store = StoredBlocks(self.retrieval.store, name, pool, self.levels, longest, days)
+        self._store = StoredBlocks(
+            self.retrieval.store,
+            name,
+            pool,
+            self.levels,
+            longest,
+            self._arrivals,
+            self.retrieval.store_days,
+        )
         return self._store
+
+    def _arrivals(self) -> tuple[float, float]:
+        """When the first request arrived that has not ended, and the last one that has begun."""
+        begun = [context.arrived for context in self._contexts.values()]
+        known = [request.arrival_time for request in self.requests.values()]
+        return min([*begun, *known], default=math.inf), max(begun, default=-math.inf)
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """The blocks of the prefix cache that a request shares; see vLLM's scheduler."""
@@ -167,7 +183,7 @@ class RetrievalScheduler(Scheduler):
             self._loads.note_hit(request, tokens)
         noted = [tokens // group.block_size for group in self._managers]
         self._contexts[request.request_id] = Context(
-            request, request.sampling_params, exactness, taint, noted
+            request, request.sampling_params, exactness, taint, request.arrival_time, noted
         )
         return blocks, tokens, *rest, False
 
@@ -311,7 +327,8 @@ class RetrievalScheduler(Scheduler):
             first = context.noted[group]
             if self._store is not None:
                 blocks = self._managers[group].req_to_blocks[context.request.request_id]
-                self._store.offer(context.request, first, blocks[first:cached])
+                new = blocks[first:cached]
+                self._store.offer(context.request, first, new, context.arrived)
             context.noted[group] = max(first, cached)
 
     def _note_running(self) -> None:

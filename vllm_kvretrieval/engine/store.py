@@ -6,9 +6,10 @@ Before a request shares one for the first time, its contents are read and compar
 
 import contextlib
 import gc
+import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -35,7 +36,7 @@ from vllm_kvretrieval.store.contexts import (
     write_names,
     write_pins,
 )
-from vllm_kvretrieval.store.inbox import DROP, Change, Inbox
+from vllm_kvretrieval.store.inbox import DROP, RETRY_S, Change, Inbox
 from vllm_kvretrieval.store.ranks import open_ranks
 from vllm_kvretrieval.store.records import Record
 from vllm_kvretrieval.store.store import LOCK, release
@@ -74,6 +75,8 @@ class StoredBlocks:
         pool: vLLM's block pool, not yet used by any request.
         levels: Gets the levels of the blocks that are restored.
         longest: Blocks of the longest request.
+        arrivals: When the first request arrived that has not ended, and the last one that has been
+            looked up in the prefix cache, in seconds since 1970.
         days: Age at which blocks are forgotten; None: they never are.
 
     Raises:
@@ -87,11 +90,13 @@ class StoredBlocks:
         pool: Any,
         levels: BlockLevels,
         longest: int,
+        arrivals: Callable[[], tuple[float, float]],
         days: float | None = None,
     ) -> None:
         self._pool, self._levels = pool, levels
         most = min(int(PINNED_SHARE * len(pool.blocks)), len(pool.blocks) - 1 - longest)
         self._most_pinned = max(most, 0)
+        self._arrivals = arrivals
         self._expiry = Expiry(days)
         self._store = open_ranks(directory, name, write=True)
         self._locks = self._store.take_locks([LOCK], PATIENCE_S)
@@ -106,8 +111,8 @@ class StoredBlocks:
         self._absent: set[int] = set()  # what they have outside of home is not in memory yet
         self._pinned: dict[int, Any] = {}  # vLLM's blocks by their numbers
         self._unpinned = set[bytes]()  # keys that pinned contexts lack
-        self._look_again = False  # one of them is there
-        self._dropped = set[bytes]()  # keys, until they are computed anew
+        self._look_at = math.inf  # when to look for them again, by the monotonic clock
+        self._dropped: dict[bytes, float] = {}  # keys, and the latest arrival before
         self._checkers = started(CHECKERS, "store-check")
         self._checks: dict[int, Future[bool]] = {}
         self._waiting: set[str] = set()
@@ -151,8 +156,9 @@ class StoredBlocks:
         Args:
             records: Of blocks that may be in the prefix cache.
         """
-        self._look_again = False
+        self._look_at = time.monotonic() + RETRY_S  # if reading fails
         pins = read_pins(self._store.folder)
+        self._look_at = math.inf
         self._unpinned = set()
         if not pins and not self._pinned:
             return
@@ -182,7 +188,7 @@ class StoredBlocks:
             self._drop(old)
         try:
             self._inbox.follow(self._follow)
-            if self._look_again:
+            if time.monotonic() >= self._look_at:
                 self._pin(self._stored)
         except (OSError, RetrievalConfigError) as error:
             logger.error("store: a change has failed, and will be tried again (%s).", error)
@@ -194,12 +200,16 @@ class StoredBlocks:
             OSError, RetrievalConfigError: It is to be tried again; nothing that drops blocks is,
                 since the document may have been read again by then.
         """
+        dropped = set[bytes]()
         if change.action == DROP:
             gone = forgotten(change.key, self._stored)
-            self._dropped |= {self._stored[block].key for block in gone}
+            dropped = {self._stored[block].key for block in gone}
+            oldest, latest = self._arrivals()
+            self._dropped = {key: at for key, at in self._dropped.items() if at >= oldest}
+            self._dropped |= dict.fromkeys(dropped | {change.key}, max(change.asked, latest))
             self._drop(gone)
         try:
-            note(self._store.folder, change, self._stored, self._dropped)
+            note(self._store.folder, change, self._stored, dropped)
             self._pin(self._stored)
         except (OSError, RetrievalConfigError) as error:
             if change.action != DROP:
@@ -290,13 +300,15 @@ class StoredBlocks:
             self._counts["store_blocks_evicted"] += len(overwritten)
             self._forget(overwritten)
 
-    def offer(self, request: Request, first: int, blocks: Sequence[Any]) -> None:
-        """Store blocks when the next step has run.
+    def offer(self, request: Request, first: int, blocks: Sequence[Any], arrived: float) -> None:
+        """Store blocks when the next step has run, but for those of a context that was dropped.
 
         Args:
             request: Whose context they are of; it has computed them, or does so in this step.
             first: How many blocks of the context are before them.
             blocks: vLLM's; full ones.
+            arrived: When the request did for which the context was begun. What was dropped later
+                is not stored for it, nor what goes on behind that.
         """
         if request.lora_request is not None or request.mm_features:
             return  # hashes have them by names that clients choose
@@ -305,12 +317,13 @@ class StoredBlocks:
             if block.block_hash is None:
                 continue
             key, parent = keys[number], keys[number - 1] if number else NO_PARENT
-            if parent in self._dropped:  # while the request has been running
-                self._dropped.add(key)
+            dropped = max(self._dropped.get(known, -math.inf) for known in (key, parent))
+            if arrived <= dropped:
+                self._dropped[key] = dropped
                 self._pool.evict_blocks({block.block_id})
                 continue
-            self._dropped.discard(key)
-            self._look_again |= key in self._unpinned
+            if key in self._unpinned:
+                self._look_at = 0.0
             record = Record(key, parent, number, self._levels.of(block), now)
             self._stored[block.block_id] = record
             self._step.commit.append((block.block_id, record))

@@ -1,5 +1,6 @@
 """What users may do to a context: pin it, unpin it, drop it, whether or not a server runs."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import closing, contextmanager
 from typing import TypeVar
@@ -7,6 +8,7 @@ from typing import TypeVar
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.contexts import (
     forgotten,
+    lost,
     meant,
     pinned_blocks,
     reachable,
@@ -75,7 +77,8 @@ def change(directory: str, context: str, action: str) -> bool:
 
     Args:
         directory: The directory of all stores.
-        context: Its name, or first digits of its id.
+        context: Its name, or first digits of its id. What is lost can be dropped and unpinned, too,
+            where no other context is meant.
         action: One of ``vllm_kvretrieval.store.inbox.ACTIONS``.
 
     Returns:
@@ -85,12 +88,18 @@ def change(directory: str, context: str, action: str) -> bool:
         RetrievalConfigError: No context is meant, or several; or its store is damaged.
     """
 
+    gone = list[tuple[str, bytes]]()
+
     def look(store: Ranks) -> list[tuple[str, bytes]]:
-        keys = meant(reachable(store.records()), context, read_names(store.folder))
+        records, names = reachable(store.records()), read_names(store.folder)
+        keys = meant(records, context, names)
+        if not keys and action != PIN:
+            without = lost(records, context, names, read_pins(store.folder))
+            gone.extend((store.name, key) for key in without)
         return [(store.name, key) for key in keys]
 
     by_store, refused = each_store(directory, look)
-    found = [one for several in by_store for one in several]
+    found = [one for several in by_store for one in several] or gone
     if len(found) != 1:
         why = "no context" if not found else f"{len(found)} contexts"
         remedy = "give the name or the id that `vllm-kvretrieval store ls` shows."
@@ -98,13 +107,13 @@ def change(directory: str, context: str, action: str) -> bool:
             " ".join([f"store: {context!r} names {why}; {remedy}", *refused])
         )
     ((name, key),) = found
-    asked = Change(action, key)
+    asked = Change(action, key, time.time())
     try:
         with locked(directory, name) as store:
-            records, gone = store.records(), set[int]()
+            records, dropped = store.records(), set[int]()
             if action == DROP:
-                store.void(gone := forgotten(key, records))
-            note(store.folder, asked, records, {records[block].key for block in gone})
+                store.void(dropped := forgotten(key, records))
+            note(store.folder, asked, records, {records[block].key for block in dropped})
             return False
     except StoreInUseError:
         with closing(open_ranks(directory, name)) as store:
@@ -121,8 +130,8 @@ def note(
         folder: The store's directory.
         change: What has been done.
         records: All that the store has now.
-        dropped: Keys of blocks that have been dropped, which have neither names nor pins. What is
-            missing for another reason keeps its own: it may be computed anew.
+        dropped: Keys of blocks that have been dropped with the context, which have neither names
+            nor pins. What is missing for another reason keeps its own: it may be computed anew.
     """
     pins = read_pins(folder)
     if change.action == PIN:
@@ -131,6 +140,7 @@ def note(
         path = pinned_blocks([change.key], reachable(records))
         pins -= {change.key} | {records[block].key for block in path}
     else:
+        dropped = dropped | {change.key}
         pins -= dropped
         names = read_names(folder)
         write_names(folder, {name: key for name, key in names.items() if key not in dropped})

@@ -50,7 +50,8 @@ def add_store(commands: Any) -> None:
         "add",
         help="read documents, so that a server answers about them at once",
         description="Reads documents by an engine of its own, and keeps their KV cache. Options of "
-        "the engine follow --, as for vllm serve: the server has to have the same.",
+        "the engine follow --, and must be those of the server, --kv-retrieval.home included: with "
+        "others the documents are in another store, where the server does not look.",
     )
     add_arguments(reading)
     _add(actions, "verify", verify, "read all blocks, and forget those that are damaged")
@@ -94,7 +95,7 @@ def list_contexts(given: argparse.Namespace) -> int:
             print(f"{row} {', '.join(context.names)}".rstrip())
         if store.count > len(store.contexts):
             print(f"  and {store.count - len(store.contexts)} more")
-    if not stores:
+    if not stores and not refused:
         print(f"{given.directory} has no stores.")
     return _report(refused)
 

@@ -100,10 +100,29 @@ def meant(records: Mapping[int, Record], name: str, names: Mapping[str, bytes]) 
             a name may go on: others then begin with it.
         names: Keys of last blocks by name.
     """
-    if names.get(name) in {record.key for record in records.values()}:
-        return [names[name]]
+    if name in names:
+        there = {record.key for record in records.values()}
+        return [names[name]] if names[name] in there else []
     ends = (context.key for context in contexts(records))
     return [key for key in ends if name and key.hex().startswith(name.lower())]
+
+
+def lost(
+    records: Mapping[int, Record], name: str, names: Mapping[str, bytes], pins: Collection[bytes]
+) -> list[bytes]:
+    """Keys of the last blocks of what a user may mean that is named or pinned, and not whole.
+
+    Args:
+        records: As :func:`reachable` gives them.
+        name: The name of a context, or the first digits of its key, in hexadecimal.
+        names: Keys of last blocks by name.
+        pins: Keys of last blocks.
+    """
+    there = {record.key for record in records.values()}
+    if name in names:
+        return [] if names[name] in there else [names[name]]
+    known = {*names.values(), *pins} - there
+    return [key for key in known if name and key.hex().startswith(name.lower())]
 
 
 def forgotten(key: bytes, records: Mapping[int, Record]) -> set[int]:
@@ -111,24 +130,20 @@ def forgotten(key: bytes, records: Mapping[int, Record]) -> set[int]:
 
     Args:
         key: The key of the context's last block.
-        records: All that the store has.
+        records: All that the store has, also behind gaps.
 
     Returns:
         Blocks that no other context has, and others with the same contents, which would take their
-        place.
+        place. What a context has before a gap is not known to be of it.
     """
-    known = {record.key: record for record in reachable(records).values()}
-    if key not in known:
-        return set()
+    known = {record.key: record for record in records.values()}
     gone = {key}
-    for record in known.values():
+    for record in sorted(known.values(), key=lambda record: record.number):
         if record.parent in gone:
             gone.add(record.key)
     following = Counter(record.parent for record in known.values())
-    parent = known[key].parent
-    while parent != NO_PARENT and following[parent] == 1:
-        gone.add(parent)
-        parent = known[parent].parent
+    while (own := known.get(key)) and following[own.parent] == 1:
+        gone.add(key := own.parent)
     return {block for block, record in records.items() if record.key in gone}
 
 

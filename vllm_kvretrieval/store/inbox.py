@@ -30,10 +30,12 @@ class Change(NamedTuple):
     Attributes:
         action: One of ``ACTIONS``.
         key: The key of the context's last block.
+        asked: When it was asked for, in seconds since 1970.
     """
 
     action: str
     key: bytes
+    asked: float
 
 
 def put(folder: Folder, change: Change) -> None:
@@ -46,7 +48,7 @@ def put(folder: Folder, change: Change) -> None:
     with contextlib.suppress(FileExistsError):
         folder.folder(INBOX, make=True).close()
     with contextlib.closing(folder.folder(INBOX)) as inbox:
-        text = json.dumps({"action": change.action, "key": change.key.hex()})
+        text = json.dumps(change._asdict() | {"key": change.key.hex()})
         # Rising names, since changes are made in the order of names.
         inbox.replace(f"{time.time_ns():020}-{secrets.token_hex(4)}.json", text.encode())
 
@@ -103,7 +105,7 @@ def _read(inbox: Folder, name: str) -> Change | None:
     """A change; None: the file holds none."""
     try:
         asked = json.loads(inbox.read(name))
-        change = Change(asked["action"], bytes.fromhex(asked["key"]))
+        change = Change(asked["action"], bytes.fromhex(asked["key"]), float(asked["asked"]))
     except (ValueError, TypeError, KeyError):
         return None
     return change if change.action in ACTIONS else None

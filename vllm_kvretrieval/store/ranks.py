@@ -50,10 +50,19 @@ class Ranks:
         self.stores[0].note_use(blocks, first)
 
     def void(self, blocks: Iterable[int]) -> None:
-        """Forget what blocks hold."""
-        numbers = [*blocks]
+        """Forget what blocks hold.
+
+        Raises:
+            OSError: A store could not be written; the others have forgotten it.
+        """
+        numbers, failed = [*blocks], list[OSError]()
         for store in self.stores:
-            store.void(numbers)
+            try:
+                store.void(numbers)
+            except OSError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def intact(self, block: int, record: Record) -> bool:
         """Whether the contents are in all stores those that the record was written for."""
