@@ -1,5 +1,6 @@
 """``vllm-kvretrieval store add``: what documents it reads, and that requests find them."""
 
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ from benchmarks.texts import excerpt
 from tests import workers
 from tests.engine import DTYPE, Request, checkpoint, drive, engine, shortened
 from vllm_kvretrieval.command import main
+from vllm_kvretrieval.doctor.options import read_options
 from vllm_kvretrieval.engine.cpu.advice import all_cores
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store import add
 
 SMOL = "SmolLM2-135M-Instruct"
@@ -49,7 +52,7 @@ def test_documents_are_found_by_requests(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     given = ["store", "add", model, *map(str, files), "--store", directory]
     given += [part for name in ("emma", "other", "note") for part in ("--name", name)]
-    options = ["--dtype", DTYPE, "--kv-retrieval.attention", "vllm"]
+    options = ["--dtype", DTYPE, "--kv-retrieval.attention", "vllm", "--kv-retrieval.home", "disk"]
     options += ["--kv-retrieval.budget", "512", "--enforce-eager"]
     for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs"):
         options += [f"--{name.replace('_', '-')}", str(OPTIONS[name])]
@@ -77,6 +80,23 @@ def test_documents_are_found_by_requests(tmp_path, monkeypatch, capsys):
     main(["store", "ls", directory])
     assert "emma" not in (said := capsys.readouterr().out)
     assert "other" in said
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("home", [None, "device", "disk"])
+def test_the_home_is_that_of_a_server(tmp_path, monkeypatch, home):
+    """A store is of one home."""
+    options = ["--attention-backend", "kvretrieval", "--max-model-len", "2048"]
+    options += ["--kv-retrieval.home", home] if home else []
+    made = list[Any]()
+    monkeypatch.setattr("vllm.LLM.from_engine_args", made.append)
+    for name, value in all_cores().items():
+        monkeypatch.setenv(name, value)
+    model, store = checkpoint(SMOL), str(tmp_path / "store")
+    add._engine(Namespace(model=model, engine=options, store=store))
+    served = read_options([model, *options, "--kv-retrieval.store", store])
+    configs = map(RetrievalConfig.from_vllm, (made[0].create_engine_config(), served))
+    assert [config and config.home for config in configs] == [home or "device"] * 2
 
 
 def llm_of(most: int) -> Any:

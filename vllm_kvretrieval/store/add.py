@@ -91,7 +91,10 @@ def add(given: argparse.Namespace) -> None:
 
 
 def _engine(given: argparse.Namespace) -> "LLM":
-    """The engine, as ``vllm serve`` would make it of the same options."""
+    """The engine, as ``vllm serve`` would make it of the same options.
+
+    If no method is named, it is our own: without one there is no store.
+    """
     options = ["--model", given.model, *given.engine, "--kv-retrieval.store", given.store]
     check_command_line(["vllm", "serve", *options])
 
@@ -108,7 +111,6 @@ def _engine(given: argparse.Namespace) -> "LLM":
     parsed = EngineArgs.from_cli_args(parser.parse_args(options))
     if parsed.attention_backend is None and parsed.attention_config.backend is None:
         parsed.attention_backend = AttentionBackendEnum[DEFAULT_METHOD.upper()]
-    parsed.additional_config[CONFIG_KEY].setdefault("home", "disk")
     for name, value in all_cores(parsed.tensor_parallel_size).items():
         os.environ.setdefault(name, value)
     return LLM.from_engine_args(parsed)
