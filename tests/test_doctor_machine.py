@@ -1,16 +1,24 @@
 """``vllm-kvretrieval doctor``: what it finds out about a machine."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from vllm.config import CacheConfig
 from vllm.utils import cpu_resource_utils
+from vllm.v1.attention.backends import cpu_attn
 
+from tests.engine import checkpoint
+from tests.store_model import new_store
 from vllm_kvretrieval.attention.cpu import support
+from vllm_kvretrieval.command import main
 from vllm_kvretrieval.doctor import machine, software
 from vllm_kvretrieval.doctor.findings import Severity
+from vllm_kvretrieval.doctor.options import home_of, read_options
 from vllm_kvretrieval.engine.cpu import advice as cpu_advice
+
+MODEL = "SmolLM2-135M-Instruct"
 
 
 @pytest.fixture
@@ -85,9 +93,16 @@ def test_memory(monkeypatch, cache, free, said):
 def test_the_size_of_the_cache_may_come_from_the_environment(monkeypatch):
     node = SimpleNamespace(available_memory=3 << 30, total_memory=8 << 30)
     monkeypatch.setattr(cpu_resource_utils, "get_memory_node_info", lambda node_id: node)
-    for size, severity in (("1", Severity.OK), ("4", Severity.ERROR)):
+    for size, severity, said in (
+        ("1", Severity.OK, ""),
+        ("4", Severity.ERROR, "the KV cache is to have 4.0 GiB"),
+        ("", Severity.ADVICE, "takes 92% of all memory"),  # vLLM takes it as unset
+        ("4G", Severity.ERROR, "VLLM_CPU_KVCACHE_SPACE=4G is no number of GiB"),
+    ):
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", size)
-        assert machine.check_memory().severity is severity
+        found = machine.check_memory()
+        assert found.severity is severity
+        assert said in str(found)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +118,70 @@ def test_the_elements_of_a_model(monkeypatch, slow, own, severity):
     monkeypatch.setattr(cpu_advice, "slow_bfloat16", lambda: slow)
     monkeypatch.setattr(support, "choose_attention", lambda *_: support.Choice(own, ""))
     assert software.check_element().severity is severity
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("backend", "options", "severity", "said"),
+    [
+        (None, "", Severity.ADVICE, "methods that need no keys of the cache serve"),
+        (None, "--enforce-eager", Severity.ADVICE, "methods that need no keys of the cache serve"),
+        ("freekv", "", Severity.ADVICE, "methods that need no keys of the cache serve"),
+        ("kvretrieval", "", Severity.ERROR, "as kvretrieval needs; use a method with index=min_m"),
+        (
+            "twilight",
+            "",
+            Severity.ERROR,
+            "as twilight needs; vLLM's own attention reads lists",
+        ),
+        ("freekv", "--kv-retrieval.budget_shares pyramid", Severity.ERROR, "without budget_shares"),
+        ("fier", "", Severity.ERROR, "as fier needs; use methods that select pages"),
+    ],
+)
+def test_keys_that_the_kernels_do_not_read(monkeypatch, backend, options, severity, said):
+    """An error where a method is named that needs them."""
+    given = options.split() + (["--attention-backend", backend] if backend else [])
+    config = read_options([checkpoint(MODEL), *given]) if given else None
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "neon")
+    *_, found = software.check_kernels(config)
+    assert found.name == "layout"
+    assert found.severity is severity
+    assert "lays out keys for neon, which the kernels do not read" in str(found)
+    assert said in str(found)
+
+
+@pytest.mark.model
+def test_options_of_a_server_without_retrieval(capsys, monkeypatch):
+    """It needs no compiler and little memory, by its own options."""
+    node = SimpleNamespace(available_memory=3 << 30, total_memory=8 << 30)
+    monkeypatch.setattr(cpu_resource_utils, "get_memory_node_info", lambda node_id: node)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    for size, severity in (("1G", "ok"), ("4G", "error")):
+        options = ["--enforce-eager", "--kv-cache-memory-bytes", size]
+        main(["doctor", "--json", "--serve", checkpoint(MODEL), *options])
+        found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+        assert "no retrieval method is named" in found["options"]["text"]
+        assert "not compiled" in found["compiler"]["text"]
+        assert found["memory"]["severity"] == severity
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("options", "made", "size"),
+    [
+        ("--kv-cache-memory-bytes 1G", False, 1 << 30),
+        ("--kv-cache-memory-bytes 1G", True, None),
+        ("--kv-retrieval.home disk --kv-retrieval.home_bytes 2GiB", False, 2 << 30),
+    ],
+)
+def test_where_a_store_lies(tmp_path, options, made, size):
+    """Also that of a cache in memory, of which it has a copy."""
+    store = tmp_path / "store"
+    if made:
+        new_store(store).close()
+    given = [*options.split(), "--kv-retrieval.store", str(store)]
+    config = read_options([checkpoint(MODEL), "--attention-backend", "kvretrieval", *given])
+    assert home_of(config) == (str(store if made else tmp_path), size)
 
 
 def test_shared_memory_matters_to_several_workers(monkeypatch):

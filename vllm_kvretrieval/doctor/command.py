@@ -143,7 +143,7 @@ def _examine_cpu(vllm_config: Any) -> Iterator[Finding]:
         connector = vllm_config.kv_transfer_config
     yield check_runner()
     yield check_compiler(vllm_config)
-    kernels = [*check_kernels()]
+    kernels = [*check_kernels(vllm_config)]
     yield from kernels
     if not failed(kernels):
         yield check_element(vllm_config)

