@@ -140,3 +140,15 @@ def test_two_stages_answer_as_one(tmp_path):
     for answer, single in zip(ours, expected, strict=True):
         assert_same(answer, single, tolerance=1e-3)
     assert len({answer.logprobs[-1] for answer in (ours[-1], ours[1], ours[2])}) == 3
+
+
+def test_stages_read_the_share_of_the_cache_that_one_worker_reads(model):
+    """Budgets follow from prompts, by the layers of a stage as by all."""
+    share = {"memory_fraction": 0.3, "max_budget": 512, "dense_layers": 0}
+    house = House("freekv", share, [{}, {}, {}], {})
+    expected, _, _ = answers(model, house)
+    ours, of_stages, _ = answers(model, house, stages=2)
+    assert [len(layers) for layers in of_stages] == [LAYERS // 2] * 2
+    for answer, single in zip(ours, expected, strict=True):
+        assert_same(answer, single, tolerance=1e-3)
+    assert difference(expected[-1], expected[1]) > 0.05, "retrieval attends to a part"

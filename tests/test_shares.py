@@ -178,6 +178,34 @@ def test_shares_are_of_the_models_shape():
         check_shares(model(pipeline=2), fraction)
 
 
+@pytest.mark.parametrize(
+    ("served", "method", "options", "remedy"),
+    [
+        (model(pipeline=2), "kvretrieval", {}, "leave one out, or use kv_retrieval.dense_layers=0"),
+        (
+            model(4, kinds=["unheard of"] * 4, pipeline=2),
+            "kvretrieval",
+            {"dense_layers": 0},
+            "leave one out",
+        ),
+        (model(9, pipeline=2), "omnikv", {"filters": [0, 3]}, "leave one out"),
+    ],
+)
+def test_a_share_of_the_cache_that_stages_would_read_differently(served, method, options, remedy):
+    """With dense layers it would be an average over all of them, of which a stage has some."""
+    fraction = RetrievalConfig.from_options(method, {"memory_fraction": 0.6, **options})
+    with pytest.raises(
+        RetrievalConfigError, match=rf"memory_fraction=0\.6 is .* has them all; {remedy}\.$"
+    ):
+        check_shares(served, fraction)
+
+
+def test_a_share_of_the_cache_that_every_stage_reads():
+    kinds = ["sliding_attention", "full_attention"] * 3
+    for served in (model(pipeline=2), model(6, kinds=kinds, pipeline=3)):
+        check_shares(served, config("uniform", memory_fraction=0.3, dense_layers=0))
+
+
 # ------------------------------------------------------------------------------ what is counted
 
 

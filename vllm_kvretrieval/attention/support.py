@@ -126,19 +126,25 @@ def check_sharing(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
 
 
 def check_shares(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
-    """Refuse shares that are not of the model's shape, or of layers that no worker has all of."""
+    """Refuse shares that are not of the model's shape, or of layers that no worker has all of.
+
+    Where all layers retrieve, a share of the cache is the same in every stage of a pipeline.
+    """
     model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
     shares = [m.budget_shares for m in config.methods.values() if not m.budget_shares.uniform]
-    over_all = []
-    if shares:
-        over_all.append(f"budget_shares={shares[0].given} divides a budget among all layers")
-    if config.memory_fraction is not None:
-        over_all.append(f"memory_fraction={config.memory_fraction} is an average over all layers")
-    if over_all and stages > 1:
-        raise RetrievalConfigError(
-            f"kv_retrieval.{over_all[0]}, and cannot be served with --pipeline-parallel-size "
-            f"{stages}, where no worker has them all; leave one out."
-        )
+    if stages > 1 and (shares or config.memory_fraction is not None):
+        over_all, remedy = "", "leave one out"
+        if shares:
+            over_all = f"budget_shares={shares[0].given} divides a budget among all layers"
+        elif (full := full_attention_layers(model)) is None or full != _retrieving(model, config):
+            over_all = f"memory_fraction={config.memory_fraction} is an average over all layers"
+            if full is not None and config.dense_layers:
+                remedy += ", or use kv_retrieval.dense_layers=0"
+        if over_all:
+            raise RetrievalConfigError(
+                f"kv_retrieval.{over_all}, and cannot be served with --pipeline-parallel-size "
+                f"{stages}, where no worker has them all; {remedy}."
+            )
     if not shares or (layers := _retrieving(model, config)) is None:
         return
     for share in shares:
