@@ -2,9 +2,9 @@
 
     python examples/batch.py MODEL QUESTIONS.jsonl ANSWERS.jsonl --budget 1024
 
-Each line of the input is an object with ``document`` (a path) and ``question``. Questions about one
-document follow each other, so that it is read once. The output has the same lines in the same
-order, each with its ``answer``.
+Each line of the input is an object with ``document``, the path of a text file, which begins in the
+folder of the input, and ``question``. Questions about one document follow each other, so that it is
+read once. The output has the same lines in the same order, each with its ``answer``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,40 @@ def read_tasks(file: Path) -> list[dict[str, str]]:
     return tasks
 
 
+def read_documents(tasks: Sequence[dict[str, str]], folder: Path) -> dict[str, str]:
+    """Texts of the documents, by what tasks call them.
+
+    Args:
+        tasks: See :func:`read_tasks`.
+        folder: Where their paths begin.
+
+    Raises:
+        OSError: One cannot be read.
+        ValueError: One is no text; says which.
+    """
+    texts = dict[str, str]()
+    for name in dict.fromkeys(task["document"] for task in tasks):
+        try:
+            texts[name] = (folder / name).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{folder / name} is not UTF-8 text") from None
+    return texts
+
+
 def answer(
-    llm: LLM, tasks: Sequence[dict[str, str]], folder: Path, max_tokens: int = MAX_TOKENS
+    llm: LLM,
+    tasks: Sequence[dict[str, str]],
+    texts: Mapping[str, str],
+    max_tokens: int = MAX_TOKENS,
 ) -> list[dict[str, str]]:
     """The tasks with their answers, in their order.
 
     Args:
         llm: An engine for chats.
         tasks: See :func:`read_tasks`.
-        folder: Where paths of documents begin.
+        texts: See :func:`read_documents`.
         max_tokens: Most tokens of an answer.
     """
-    texts = {task["document"]: (folder / task["document"]).read_text() for task in tasks}
     order = sorted(range(len(tasks)), key=lambda number: tasks[number]["document"])
     chats: list[Any] = [
         [{"role": "user", "content": f"{texts[task['document']]}\n\n{task['question']}"}]
@@ -62,7 +84,7 @@ def main() -> int:
     """Answer a file of questions; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="path or name")
-    parser.add_argument("questions", type=Path, help="JSON lines")
+    parser.add_argument("questions", type=Path, help="JSON lines; documents are beside it")
     parser.add_argument("answers", type=Path, help="the file to write")
     parser.add_argument("--method", default="kvretrieval")
     parser.add_argument("--budget", type=int, default=1024)
@@ -70,6 +92,7 @@ def main() -> int:
     given = parser.parse_args()
     try:
         tasks = read_tasks(given.questions)
+        texts = read_documents(tasks, given.questions.parent)
     except (OSError, ValueError) as error:
         print(f"batch: {error}", file=sys.stderr)
         return 1
@@ -79,7 +102,7 @@ def main() -> int:
         attention_backend=given.method,
         additional_config={"kv_retrieval": {"budget": given.budget}},
     )
-    lines = (json.dumps(task) for task in answer(llm, tasks, given.questions.parent))
+    lines = (json.dumps(task) for task in answer(llm, tasks, texts))
     given.answers.write_text("".join(f"{line}\n" for line in lines))
     return 0
 

@@ -5,12 +5,13 @@
 
 The document goes along with every question, and is read once: the server finds it in its prefix
 cache, with the index of its pages. After each answer stands how long the first token took. An empty
-line ends the chat.
+line ends the chat. A server with an API key gets that of VLLM_API_KEY, or of --api-key.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -71,11 +72,11 @@ class Chat:
         return answer, first
 
 
-def connect(url: str) -> openai.OpenAI:
-    """A client of the server at this address."""
+def connect(url: str, key: str) -> openai.OpenAI:
+    """A client of the server at this address, which asks for this API key, or for none."""
     by_proxy = urlsplit(url).hostname not in THIS_MACHINE
     http = openai.DefaultHttpxClient(trust_env=by_proxy)
-    return openai.OpenAI(base_url=url, api_key="none", http_client=http)
+    return openai.OpenAI(base_url=url, api_key=key, http_client=http)
 
 
 def main() -> int:
@@ -83,11 +84,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("document", type=Path, help="a text file")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of the server")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("VLLM_API_KEY") or "none",
+        help="of the server (default: VLLM_API_KEY of the environment)",
+    )
     parser.add_argument("--budget", type=int, help="tokens that a decode step attends to")
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of an answer")
     given = parser.parse_args()
     try:
-        chat = Chat(connect(given.url), given.document.read_text(), given.budget, given.max_tokens)
+        client = connect(given.url, given.api_key)
+        chat = Chat(client, given.document.read_text(), given.budget, given.max_tokens)
         while True:
             print("> ", end="", flush=True)
             if not (question := sys.stdin.readline().strip()):

@@ -4,7 +4,8 @@
 
 The text is read once, with full attention. Then each method continues it from the same KV cache.
 The table says for how many tokens a method's continuation is that of full attention, how far its
-log-probabilities of these tokens are from those of full attention, and how long a token takes.
+log-probabilities of these tokens are from those of full attention, and how long a token takes. The
+plot needs matplotlib, which the extra [plot] brings.
 
 One engine serves all methods, so pages and dense layers of the first method are those of the
 others, too. To see a method as its paper has it, run it alone. Options of the engine go along:
@@ -25,6 +26,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
+from vllm_kvretrieval.calibration.inputs import require_plot
 from vllm_kvretrieval.doctor.options import refusal
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
@@ -190,6 +192,8 @@ def main() -> int:
     if given.tokens < 2:
         parser.error("--tokens: a time per token needs 2 tokens or more")
     try:
+        if given.plot is not None:
+            require_plot("leave --plot out")
         text = given.text.read_text()
         llm = open_engine(
             given.model,

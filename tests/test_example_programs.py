@@ -1,9 +1,13 @@
 """The programs in ``examples``, as far as they can be tried without an engine."""
 
+import importlib.util
 import json
 from http.server import BaseHTTPRequestHandler
+from io import StringIO
 from types import SimpleNamespace
+from typing import ClassVar
 
+import batch
 import chat
 import compare
 import openai
@@ -17,9 +21,12 @@ MODEL = "SmolLM2-135M-Instruct"
 
 
 class Models(BaseHTTPRequestHandler):
-    """A server that says which models it has."""
+    """A server that says which models it has, and notes the keys that it is given."""
+
+    keys: ClassVar[list[str | None]] = []
 
     def do_GET(self):
+        self.keys.append(self.headers["Authorization"])
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
@@ -35,12 +42,55 @@ def test_chat_asks_no_proxy_for_this_machine(monkeypatch):
     name_dead_proxy(monkeypatch)
     with listening(Models) as port:
         for host in ("127.0.0.1", "localhost"):
-            client = chat.connect(f"http://{host}:{port}/v1")
+            client = chat.connect(f"http://{host}:{port}/v1", "none")
             assert client.models.list().data[0].id == "m"
-    elsewhere = chat.connect("http://example.invalid/v1").with_options(max_retries=0)
+    elsewhere = chat.connect("http://example.invalid/v1", "none").with_options(max_retries=0)
     with pytest.raises(openai.APIConnectionError) as error:
         elsewhere.models.list()
     assert "Connection refused" in str(error.value.__cause__), "others are asked by the proxy"
+
+
+@pytest.mark.parametrize("given", [[], ["--api-key", "other"]])
+@pytest.mark.parametrize("named", [None, "", "secret"])
+def test_the_key_of_a_chat(monkeypatch, tmp_path, given, named):
+    """As ``doctor`` takes it, and ``vllm serve``."""
+    (tmp_path / "text.txt").write_text("text")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if named is not None:
+        monkeypatch.setenv("VLLM_API_KEY", named)
+    monkeypatch.setattr("sys.stdin", StringIO("\n"))
+    Models.keys.clear()
+    with listening(Models) as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        monkeypatch.setattr(
+            "sys.argv", ["chat.py", str(tmp_path / "text.txt"), "--url", url, *given]
+        )
+        assert chat.main() == 0
+    assert Models.keys == [f"Bearer {'other' if given else named or 'none'}"]
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ("none.txt", "No such file or directory: '{folder}/none.txt'"),
+        ("bad.txt", "{folder}/bad.txt is not UTF-8 text"),
+    ],
+)
+def test_batch_reads_documents_before_the_engine_starts(
+    monkeypatch, tmp_path, capsys, document, said
+):
+    """They lie beside the questions."""
+    (tmp_path / "good.txt").write_text("text")
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    lines = [{"document": name, "question": "?"} for name in ("good.txt", document)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(batch, "LLM", None)
+    files = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
+    monkeypatch.setattr("sys.argv", ["batch.py", "MODEL", *files])
+    assert batch.main() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("batch: ")
+    assert said.format(folder=tmp_path) in line
 
 
 @pytest.fixture
@@ -93,6 +143,16 @@ def test_compare_refuses_a_text_within_the_budget(run):
     assert "the text has 256 tokens and the budget is 256, so all methods would attend to" in error
     with pytest.raises(AttributeError, match="generate"):
         run("--budget", "256", words=257)
+
+
+def test_compare_says_early_that_it_cannot_draw(run, monkeypatch):
+    """Neither a model nor an engine is looked for before."""
+    monkeypatch.setattr(compare, "LLM", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    status, error = run("--plot", "plot.png")
+    assert status == 1
+    assert "needs matplotlib, which the extra [plot] brings: pip install matplotlib" in error
+    assert error.endswith("or leave --plot out")
 
 
 @pytest.mark.model

@@ -107,7 +107,8 @@ def test_batch(llm, tmp_path):
     lines = [{"document": name, "question": question} for name in (*documents, "b.txt")]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     tasks = batch.read_tasks(tmp_path / "in.jsonl")
-    answers = batch.answer(llm, tasks, tmp_path, max_tokens=24)
+    texts = batch.read_documents(tasks, tmp_path)
+    answers = batch.answer(llm, tasks, texts, max_tokens=24)
     assert [KEY in one["answer"] for one in answers] == [True, False, True]
     assert "90417" in answers[1]["answer"]
 

@@ -53,16 +53,19 @@ def share(text: str) -> float:
     return number
 
 
-def require_plot() -> None:
+def require_plot(without: str = "leave the plot out by --no-plot") -> None:
     """Check, before anything takes time, that a plot can be drawn.
+
+    Args:
+        without: How to leave it out.
 
     Raises:
         ValueError: matplotlib is missing.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
-            "drawing the plot needs matplotlib: pip install matplotlib, or leave the plot out by "
-            "--no-plot"
+            "drawing the plot needs matplotlib, which the extra [plot] brings: pip install "
+            f"matplotlib (in a checkout: pip install '.[plot]'), or {without}"
         )
 
 
