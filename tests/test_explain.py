@@ -247,6 +247,16 @@ def test_quest_selects_by_bounds_of_pages(model):
             assert found[layer, head] == selected & set(range(TOKENS))
 
 
+def test_sink_and_window_are_always_attended_to(model):
+    """An odd number of pages of 16 leaves half of an entry of two pages."""
+    found, result = all_heads(model, "kvretrieval")
+    size = result["page_size"]
+    always = {*range(size), *range((-(-TOKENS // size) - 2) * size, TOKENS)}
+    heads = [head for head in result["heads"] if len(found[head["layer"], head["head"]]) < TOKENS]
+    assert len(heads) == (LAYERS - 1) * KV_HEADS
+    assert all(positions(head["always"]) == always for head in heads)
+
+
 def test_fier_selects_tokens(model):
     found, result = all_heads(model, "fier")
     index = OneBit()

@@ -149,12 +149,12 @@ def test_drops_are_remembered_as_long_as_requests_need_it(life):
     life.end()
 
 
-@pytest.mark.parametrize("clock", [0, -3600])
+@pytest.mark.parametrize("clock", [0, -3600, 3600])
 @pytest.mark.parametrize("again", [False, True])
 def test_what_a_running_request_adds_to_what_is_dropped(life, again, clock):
     """It does not come back when the document is read again; unless all of it is.
 
-    Whatever the clock says: it may have been set back.
+    Whatever the clock says: it may have been set back, or that of who asks may be ahead.
     """
     name, keys = running(life, prompt(1))
     life.change(DROP, keys[-1], time.time() + clock)
@@ -276,4 +276,17 @@ def test_a_reset_forgets_pins(life):
     read(life, prompt(2))
     assert life.scheduler.reset_prefix_cache()
     assert read_pins(life.store.folder) == set()
+    life.end()
+
+
+def test_a_reset_brings_nothing_back_that_was_dropped(life):
+    """The request that runs over it is preempted, and reads it anew."""
+    _, keys = running(life, prompt(1))
+    life.change(DROP, keys[-1])
+    life.stepper.add(prompt(2), 2)
+    life.stepper.step()
+    assert life.scheduler.reset_prefix_cache(reset_running_requests=True)
+    life.stepper.run()
+    settle(life)
+    assert on_disk(life) and not on_disk(life) & {*keys}
     life.end()

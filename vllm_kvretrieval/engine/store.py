@@ -205,8 +205,10 @@ class StoredBlocks:
             gone = forgotten(change.key, self._stored)
             dropped = {self._stored[block].key for block in gone}
             oldest, latest = self._arrivals()
+            # Another machine's clock may be ahead.
+            asked = max(min(change.asked, time.time()), latest)
             self._dropped = {key: at for key, at in self._dropped.items() if at >= oldest}
-            self._dropped |= dict.fromkeys(dropped | {change.key}, max(change.asked, latest))
+            self._dropped |= dict.fromkeys(dropped | {change.key}, asked)
             self._drop(gone)
         try:
             note(self._store.folder, change, self._stored, dropped)
@@ -367,7 +369,6 @@ class StoredBlocks:
             known.clear()
         self._pinned = {}
         self._unpinned.clear()
-        self._dropped.clear()
         self._store.void(stored)
         write_pins(self._store.folder, ())
         write_names(self._store.folder, {})

@@ -186,7 +186,7 @@ def _plan(
     )
     reference.plan_decode(layer.queries[:, -1][None], rows, chooser)
     unit = 1 if method.per_token else size
-    last = tokens if method.per_token else pages
+    last = tokens if method.per_token else -(-tokens // size)
     heads = []
     for listed, length in zip(rows.lists.long(), rows.lengths.tolist(), strict=True):
         numbers = listed[: -(-length // unit)]

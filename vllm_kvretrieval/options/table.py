@@ -248,7 +248,8 @@ class Options:
     prefill_pooling: str | None = option(
         None,
         one_of(POOLINGS),
-        "how the scores of these queries, of all query heads that share a KV head, become one",
+        "how the scores of the queries that select for a chunk, of all query heads that share a "
+        "KV head, become one",
         "`pooling`",
         **OF_QUERIES,
     )

@@ -108,4 +108,4 @@ def _read(inbox: Folder, name: str) -> Change | None:
         change = Change(asked["action"], bytes.fromhex(asked["key"]), float(asked["asked"]))
     except (ValueError, TypeError, KeyError):
         return None
-    return change if change.action in ACTIONS else None
+    return change if change.action in ACTIONS and math.isfinite(change.asked) else None

@@ -7,11 +7,15 @@ every start.
 """
 
 import hashlib
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Loaded
+
+from vllm_kvretrieval import __version__
+from vllm_kvretrieval.engine.cpu import linear, model, rotary
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -19,8 +23,8 @@ CPUINFO = Path("/proc/cpuinfo")
 def load_compiled(vllm_config: Any) -> None:
     """Let vLLM load, in this process, the model that an earlier start has compiled.
 
-    Compiled code needs the instructions of the CPU that it was made on, which vLLM's key of the
-    saved model leaves out. So they become a part of the configuration, on which the key depends.
+    vLLM's key of the saved model leaves out the CPU that compiled code is for, and the code of this
+    package that changes models. Both become a part of the configuration, on which the key depends.
 
     Args:
         vllm_config: vLLM's configuration in this process.
@@ -28,7 +32,7 @@ def load_compiled(vllm_config: Any) -> None:
     additional = vllm_config.additional_config
     if not isinstance(additional, Mapping):
         return
-    vllm_config.additional_config = {**additional, "instructions": _instructions()}
+    vllm_config.additional_config = {**additional, "compiled_for": _compiled_for()}
     if not hasattr(Loaded, "finalize_loading"):
         Loaded.finalize_loading = _already_whole
 
@@ -37,8 +41,9 @@ def _already_whole(loaded: Loaded, vllm_config: Any) -> None:
     """Nothing is left to load: torch's functions are whole."""
 
 
-def _instructions() -> str:
-    """A hash of the names of the CPU's instructions and other abilities."""
+def _compiled_for() -> str:
+    """A hash of the abilities of the CPU, and of the code that changes models."""
     lines = CPUINFO.read_text().splitlines()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return hashlib.sha256(flags.encode()).hexdigest()
+    sources = [inspect.getsource(module) for module in (linear, model, rotary)]
+    return hashlib.sha256("\n".join([__version__, flags, *sources]).encode()).hexdigest()

@@ -112,7 +112,7 @@ def needing_keys(config: RetrievalConfig) -> Iterator[KeyNeed]:
         option = f"kv_retrieval.prefill_budget={config.prefill_budget}"
         yield KeyNeed(option, "be had with", "leave it out")
     if config.rows:
-        yield KeyNeed(config.method, "read token by token", "use methods that select pages")
+        yield KeyNeed(config.method, "select single tokens of", "use methods that select pages")
     if reading := names(lambda m: m.reads_keys or (m.index is not None and not m.index.grows)):
         remedy = "use a method with index=min_max, which reads keys as they are written"
         yield KeyNeed(reading, "select pages of", remedy)
