@@ -17,6 +17,8 @@ pytestmark = pytest.mark.threads
 
 PAGES, PAGE, SIZE = 96, 128, 256
 WIDTH = 2 * PAGE * SIZE  # of a page, in float32
+TRIES = 20
+"""Reads may have ended before a call that would wait for them."""
 
 
 @pytest.fixture
@@ -73,11 +75,14 @@ def cache():
 
 @pytest.mark.parametrize("name", ["drop_pages", "adopt", "abandon", "check"])
 def test_a_recall_cache(cache, runs_beside, name):
-    cache.drop_pages([*range(PAGES)])
-    rows = all_of_a_context()
-    late = TokenLists(rows.lists.clone(), rows.lengths.clone(), PAGE, 1)
-    assert cache.stream(rows, late)
-    assert runs_beside(getattr(cache, name), *([] if name == "check" else [[0]]))
+    def once():
+        cache.drop_pages([*range(PAGES)])
+        rows = all_of_a_context()
+        late = TokenLists(rows.lists.clone(), rows.lengths.clone(), PAGE, 1)
+        assert cache.stream(rows, late)
+        return runs_beside(getattr(cache, name), *([] if name == "check" else [[0]]))
+
+    assert any(once() for _ in range(TRIES))
 
 
 @pytest.mark.parametrize("name", ["release", "check"])
@@ -92,5 +97,9 @@ def test_recall_of_tokens(runs_beside, name):
     rows.fresh[:] = 1
     rows.block_table = torch.arange(PAGES, dtype=torch.int32)[None]
     rows.lists = torch.nn.functional.pad(rows.lists, (0, PAGES * PAGE))
-    recall.recall(rows)
-    assert runs_beside(getattr(recall, name), *([] if name == "check" else [0]))
+
+    def once():
+        recall.recall(rows)
+        return runs_beside(getattr(recall, name), *([] if name == "check" else [0]))
+
+    assert any(once() for _ in range(TRIES))
