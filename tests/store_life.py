@@ -70,6 +70,10 @@ class Life:
         """Ask the server for a change, as others do."""
         put(self.store.folder, Change(action, key, asked or time.time()))
 
+    def settle(self):
+        """Wait until the worker has written the blocks that it has been told to write."""
+        self.home._writer._thread.submit(int).result()
+
     def compute(self, output):
         """A step of the worker."""
         if not output.total_num_scheduled_tokens:

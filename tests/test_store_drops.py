@@ -44,11 +44,6 @@ def on_disk(life):
     return {record.key for record in life.store.records().values()}
 
 
-def settle(life):
-    """Wait until the worker has written what it has been told to write."""
-    life.home._writer._thread.submit(int).result()
-
-
 def test_blocks_that_are_being_written_are_dropped(life):
     """They have no record yet when the server is asked."""
     write, late, compute = life.home._writer.write, [], life.stepper.look
@@ -64,7 +59,7 @@ def test_blocks_that_are_being_written_are_dropped(life):
 
     life.stepper.look = go_on
     read(life, prompt(2))
-    settle(life)
+    life.settle()
     assert not on_disk(life) & {*keys}
     assert life.stepper.ask(prompt(1), 2)[1] == 0
     life.end()
@@ -109,7 +104,7 @@ def test_what_a_running_request_adds_is_not_found_after_a_later_reader(life, how
     if how != "while it goes on":
         preempt(life, name)
     life.stepper.run()
-    settle(life)
+    life.settle()
     assert (on_disk(life) >= {*keys}) == (how != "not")
     assert len(on_disk(life)) == DOCUMENT, "of the reader alone"
     turn, found = turn_after(life, name), 0 if how == "not" else DOCUMENT
@@ -129,7 +124,7 @@ def test_the_next_input_of_a_session_that_was_running(life, monkeypatch):
     life.stepper.add([5] * 2 * BLOCK, 2, name=name, resumable=True)
     life.stepper.run()
     assert len(keys_of(life, name)) == DOCUMENT + 2
-    settle(life)
+    life.settle()
     assert on_disk(life) == {*keys}
     life.end()
 
@@ -160,11 +155,11 @@ def test_what_a_running_request_adds_to_what_is_dropped(life, again, clock):
     life.change(DROP, keys[-1], time.time() + clock)
     read(life, prompt(2))
     turn = turn_after(life, name)
-    settle(life)
+    life.settle()
     assert len(on_disk(life)) == DOCUMENT, "of the other document"
     if again:
         keys = read(life, turn)
-        settle(life)
+        life.settle()
         assert {*keys} <= on_disk(life)
     else:
         assert life.stepper.ask(prompt(1), 2)[1] == 0
@@ -256,7 +251,7 @@ def test_pins_are_renewed(life, directory, why):
     life.change(PIN, keys[-1])
     read(life, prompt(2))
     (third,) = [block for block, r in life.store.records().items() if r.key == keys[2]]
-    settle(life)
+    life.settle()
     if why == "damaged":
         life.damage(third)
     else:
@@ -287,7 +282,7 @@ def test_a_reset_brings_nothing_back_that_was_dropped(life):
     life.stepper.step()
     assert life.scheduler.reset_prefix_cache(reset_running_requests=True)
     life.stepper.run()
-    settle(life)
+    life.settle()
     assert on_disk(life)
     assert not on_disk(life) & {*keys}
     life.end()

@@ -161,6 +161,7 @@ def test_a_running_server_drops_what_it_is_asked_to(tmp_path):
     longer = [*prompt(1), *range(3 * BLOCK)]
     for tokens in (prompt(1), longer, prompt(2)):
         life.stepper.ask(tokens, 2)
+    life.settle()
     (key,) = end_of(directory, len(longer) // BLOCK * BLOCK)
     life.change(DROP, key)
     assert life.stepper.ask(longer, 2)[1] == 0, "of one context, no part of which others have"
@@ -195,6 +196,7 @@ def test_what_is_dropped_while_a_request_begins_is_still_there_for_it(tmp_path):
     directory = tmp_path / "store"
     life = Life(directory, stepper(directory))
     life.stepper.ask(prompt(1), 2)
+    life.settle()
     (key,) = end_of(directory, 8 * BLOCK)
     life.end()
     life = Life(directory, stepper(directory))
@@ -221,6 +223,7 @@ def test_pins_leave_room_for_the_longest_request(tmp_path):
     store = OPTIONS | {"store": str(directory)}
     life = Life(directory, Stepper(store, blocks=BLOCKS, max_model_len=64 * BLOCK, max_num_seqs=2))
     life.stepper.ask(prompt(1, 30), 2)
+    life.settle()
     (key,) = end_of(directory, 30 * BLOCK)
     life.change(PIN, key)
     assert life.stepper.ask(prompt(2, 62), 2)[1] == 0
@@ -232,6 +235,7 @@ def test_a_running_server_pins_what_it_is_asked_to(tmp_path):
     directory = tmp_path / "store"
     life = Life(directory, stepper(directory))
     life.stepper.ask(prompt(1), 2)
+    life.settle()
     (key,) = end_of(directory, 8 * BLOCK)
     life.change(PIN, key)
     for document in range(2, 16):
@@ -269,6 +273,7 @@ def test_old_blocks_are_forgotten(tmp_path, monkeypatch):
     life = Life(directory, stepper(directory, store_days=2))
     life.stepper.ask(prompt(1), 2)
     life.stepper.ask(prompt(2), 2)
+    life.settle()
     (key, _) = end_of(directory, 8 * BLOCK)
     life.change(PIN, key)
     now += 1.9 * 86400
@@ -282,6 +287,7 @@ def test_old_blocks_are_forgotten(tmp_path, monkeypatch):
     assert sorted(found) == [0, 8 * BLOCK]
     now += 400 * 86400
     assert life.stepper.ask(prompt(3), 2)[1] == 0
+    life.settle()
     assert len(end_of(directory, 8 * BLOCK)) == 2, "the pinned one, and the new one"
     assert life.counts["store_blocks_expired"] == 16
     life.end()
