@@ -49,6 +49,10 @@ class _Arriving(AsyncModelRunnerOutput):
     def get_output(self) -> Any:
         return attach(self._output.get_output(), self._counts)
 
+    def get_kv_connector_output(self) -> Any:
+        """What a KV connector says, if the output cannot be had; vLLM 0.33 asks for it."""
+        return self._output.get_kv_connector_output()
+
 
 def put(output: Any, stats: Any) -> None:
     """Put what is attached to a worker's output into vLLM's statistics of the step, if there are
