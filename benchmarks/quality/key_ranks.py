@@ -20,9 +20,7 @@ from typing import Any
 import torch
 from transformers.models.llama.modeling_llama import rotate_half
 
-from benchmarks import texts
-from benchmarks.cli import QWEN, SMOLLM2, add_output
-from benchmarks.common import Stopwatch, result_header, settings, write_json
+from benchmarks.quality import novel
 from benchmarks.tables import quality
 from vllm_kvretrieval.calibration.model import CHUNK, CalibrationError, Measurement
 
@@ -141,10 +139,8 @@ def measure(model: Path, tokens: int, queries: int) -> list[dict[str, Any]]:
         CalibrationError: The model or the text cannot be measured.
     """
     measurement = Measurement(str(model))
-    text = measurement.tokens_of("\n\n".join(texts.paragraphs()), tokens)
-    places = tokens - CHUNK + torch.arange(1, queries + 1) * CHUNK // queries - 1
     found = KeyRanks(Rotation(measurement, tokens))
-    measurement.run(text, places, found)
+    novel.read(measurement, tokens, queries, found)
     return [
         {
             "model": model.name,
@@ -166,27 +162,9 @@ def measure(model: Path, tokens: int, queries: int) -> list[dict[str, Any]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add = parser.add_argument
-    add(
-        "--model", type=Path, nargs="+", default=[SMOLLM2, QWEN], metavar="PATH", help="checkpoints"
-    )
-    add("--tokens", type=int, default=4096, help="tokens of the novel")
-    add("--queries", type=int, default=32, help=f"queries, among the last {CHUNK} tokens")
-    add_output(parser, "key-ranks.json")
+    novel.add_arguments(parser, 4096, "key-ranks.json")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store."""
-    if args.tokens < 2 * CHUNK or args.tokens % CHUNK:
-        args.usage_error(f"--tokens must be a multiple of {CHUNK}, {2 * CHUNK} or more")
-    if not 1 <= args.queries <= CHUNK:
-        args.usage_error(f"--queries must be from 1 to {CHUNK}")
-    clock, rows = Stopwatch(), []
-    header = result_header("benchmarks.quality") | {"settings": settings(args)}
-    for model in args.model:
-        print(f"[{clock}] {model.name}", flush=True)
-        rows += measure(model, args.tokens, args.queries)
-        write_json(args.output, {**header, "rows": rows})
-    shown = quality.key_ranks({"": {"rows": rows}}, {})
-    print(f"{shown}\nresults: {args.output}\ntime:    {clock}")
-    return 0
+    return novel.run(args, 2 * CHUNK, measure, quality.key_ranks)

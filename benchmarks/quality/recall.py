@@ -19,10 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import texts
-from benchmarks.cli import QWEN, SMOLLM2, add_output
-from benchmarks.common import Stopwatch, result_header, settings, write_json
 from benchmarks.models import head_size
+from benchmarks.quality import novel
 from benchmarks.tables import quality
 from vllm_kvretrieval.calibration.model import CHUNK, Measurement
 from vllm_kvretrieval.retrieval.index import Index, make_index
@@ -179,10 +177,8 @@ def measure(model: Path, tokens: int, queries: int) -> list[dict[str, Any]]:
         CalibrationError: The model or the text cannot be measured.
     """
     measurement = Measurement(str(model))
-    text = measurement.tokens_of("\n\n".join(texts.paragraphs()), tokens)
-    places = tokens - CHUNK + torch.arange(1, queries + 1) * CHUNK // queries - 1
     recall = Recall()
-    measurement.run(text, places, recall)
+    novel.read(measurement, tokens, queries, recall)
     size = head_size(measurement.config)
     return [
         {
@@ -198,27 +194,9 @@ def measure(model: Path, tokens: int, queries: int) -> list[dict[str, Any]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add = parser.add_argument
-    add(
-        "--model", type=Path, nargs="+", default=[SMOLLM2, QWEN], metavar="PATH", help="checkpoints"
-    )
-    add("--tokens", type=int, default=8192, help="tokens of the novel")
-    add("--queries", type=int, default=32, help=f"queries, among the last {CHUNK} tokens")
-    add_output(parser, "recall.json")
+    novel.add_arguments(parser, 8192, "recall.json")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store."""
-    least = max(SELECTED) + 2 * CHUNK
-    if args.tokens < least or args.tokens % CHUNK:
-        args.usage_error(f"--tokens must be a multiple of {CHUNK}, {least} or more")
-    if not 1 <= args.queries <= CHUNK:
-        args.usage_error(f"--queries must be from 1 to {CHUNK}")
-    clock, rows = Stopwatch(), []
-    header = result_header("benchmarks.quality") | {"settings": settings(args) | {"top": TOP}}
-    for model in args.model:
-        print(f"[{clock}] {model.name}", flush=True)
-        rows += measure(model, args.tokens, args.queries)
-        write_json(args.output, {**header, "rows": rows})
-    print(f"{quality.recall({'': {'rows': rows}}, {})}\nresults: {args.output}\ntime:    {clock}")
-    return 0
+    return novel.run(args, max(SELECTED) + 2 * CHUNK, measure, quality.recall, top=TOP)
