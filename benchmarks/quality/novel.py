@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,18 @@ def read(measurement: Measurement, tokens: int, queries: int, observer: Observer
     measurement.run(text, places, observer)
 
 
-def add_arguments(parser: argparse.ArgumentParser, tokens: int, output: str) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    tokens: int,
+    output: str,
+    queries: int = 32,
+    models: Sequence[Path] = (SMOLLM2, QWEN),
+) -> None:
     """Add the options: models, tokens of the novel, queries, and the file of results."""
     add = parser.add_argument
-    add(
-        "--model", type=Path, nargs="+", default=[SMOLLM2, QWEN], metavar="PATH", help="checkpoints"
-    )
+    add("--model", type=Path, nargs="+", default=list(models), metavar="PATH", help="checkpoints")
     add("--tokens", type=int, default=tokens, help="tokens of the novel")
-    add("--queries", type=int, default=32, help=f"queries, among the last {CHUNK} tokens")
+    add("--queries", type=int, default=queries, help=f"queries, among the last {CHUNK} tokens")
     add_output(parser, output)
 
 

@@ -43,6 +43,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "planning": indexes.planning,
     "prompts": prompts.kernels,
     "quality": quality.quality,
+    "queries": quality.query_similarity,
     "ratios": prompts.ratios,
     "recall": quality.recall,
     "request": options.request,

@@ -142,3 +142,22 @@ def key_ranks(results: Results, options: Options) -> str:
             ]
         rows.append(row)
     return markdown(header, rows)
+
+
+def query_similarity(results: Results, options: Options) -> str:
+    """Cosines of adjacent queries: a row per model."""
+    (store,) = results.values()
+    first = store["rows"][0]
+    header = ["model", "query heads", "lowest mean cosine", "a tenth below", "half below"]
+    header += [f"heads at {mark} and more" for mark in first["alike"]]
+    header += [f"corrected at {threshold}" for threshold in first["corrected"]]
+    rows = [
+        [
+            row["model"],
+            f"{row['heads']} of {row['layers']} layers",
+            *(f"{row[figure]:.2f}" for figure in ("least", "tenth", "median")),
+            *map(percent, [*row["alike"].values(), *row["corrected"].values()]),
+        ]
+        for row in store["rows"]
+    ]
+    return markdown(header, rows)
