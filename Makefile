@@ -20,8 +20,8 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What a new vLLM is tried with, unless VLLM and NEXT say otherwise: its names, and engines of a kind.
-NEXT ?= $(addprefix tests/test_,$(addsuffix .py,vllm_names vllm_contract plugin refusals scheduler \
-	runners batching kv_connectors))
+NEXT ?= $(addprefix tests/test_,$(addsuffix .py,vllm_names vllm_contract plugin refusals \
+	finer doctor scheduler runners batching kv_connectors))
 # Files of tests that want all cores: to collect those of all files takes a while.
 WITH_CORES = $(shell grep -l 'mark\.cores' tests/test_*.py)
 CODE := $(wildcard vllm_kvretrieval benchmarks examples tests tools)

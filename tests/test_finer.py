@@ -92,3 +92,10 @@ def test_the_presets_pages_stay(served, options, engine):
     method = engine.get("method", "kvretrieval")
     assert plain == RetrievalConfig.from_options(method, options)
     assert plain.page_size == 32
+
+
+def test_blocks_that_the_user_names(served):
+    """Small pages need blocks that hold entries of two pages."""
+    assert served({}, block_size=64).page_size == 16
+    with pytest.raises(ValueError, match=r"--block-size 48 must be a multiple of .*=32"):
+        served({}, block_size=48)

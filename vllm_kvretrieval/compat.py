@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 TESTED = ("0.32", "0.33")
 """Releases of vLLM that this release is tested with, in order: the two latest when it was made."""
 
+CPU_BLOCK = 128
+"""Tokens of a block on a CPU, where the user names no size, for models that are not hybrid."""
+
 
 class Support(Enum):
     """What is known of a version of vLLM."""
@@ -64,6 +67,16 @@ def rows(runner: Any) -> Callable[[Any], Sequence[str]]:
 
     runner.prepare_inputs = noting
     return lambda common: ids[: common.num_reqs]
+
+
+def configured_block_size(vllm_config: Any) -> int:
+    """Tokens of a block, as an engine is configured that has no model yet.
+
+    vLLM 0.33 chooses a size that is not the user's later, when the model has been loaded.
+    """
+    cache = vllm_config.cache_config
+    chosen = cache.user_specified_block_size or vllm_config.device_config.device_type != "cpu"
+    return int(cache.block_size) if chosen else CPU_BLOCK
 
 
 def _builder(vllm_config: Any) -> Any:

@@ -28,15 +28,13 @@ def check_threads(parallel: Any = None, connector: Any = None) -> Iterator[Findi
         parallel: vLLM's parallel configuration; None: one worker.
         connector: vLLM's configuration of a KV connector, for which it keeps back one core more.
     """
+    from vllm.config import ParallelConfig
     from vllm.utils.ompmultiprocessing import OMPProcessManager
 
     from vllm_kvretrieval.attention.cpu.nixl import uses_nixl
     from vllm_kvretrieval.engine.cpu import advice as cpu_advice
 
-    if parallel is None:
-        parallel = SimpleNamespace(
-            local_world_size=1, data_parallel_rank_local=None, _api_process_count=1
-        )
+    parallel = parallel or ParallelConfig()
     config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=connector)
     cores, workers = cpu_advice.cores_of(os.getpid()), parallel.local_world_size
     try:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvretrieval.command_line import check_command_line
+from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice
 from vllm_kvretrieval.doctor.logs import quiet
 from vllm_kvretrieval.limits import explained
@@ -79,7 +80,7 @@ def _sizes(vllm_config: Any, config: RetrievalConfig, users: int) -> Iterator[Fi
         vllm_config.parallel_config,
         vllm_config.cache_config,
     )
-    block_size, longest = cache.block_size, model.max_model_len
+    block_size, longest = configured_block_size(vllm_config), model.max_model_len
     yield Finding("options", f"{config.method} with a budget of {config.budget} tokens")
     yield Finding("block size", f"{block_size} tokens; routers that hash prefixes are told this")
     numbers = full_attention_layers(model)

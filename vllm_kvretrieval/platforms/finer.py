@@ -7,6 +7,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvretrieval.attention.cpu.support import choose_attention
 from vllm_kvretrieval.attention.support import has_foreign_connector
+from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.source import options_of
@@ -41,9 +42,8 @@ def finer_options(vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
     if not finer or vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         return {}
     entry = RetrievalConfig.from_options(method, {**options, **finer}).own.entry_tokens
-    cache = vllm_config.cache_config
-    # Unless it is the user's, vLLM 0.33 chooses the size of blocks later, and here it is 16.
-    return {} if has_foreign_connector(vllm_config) or cache.block_size % entry else finer
+    block_size = configured_block_size(vllm_config)
+    return {} if has_foreign_connector(vllm_config) or block_size % entry else finer
 
 
 def finer_for_model(

@@ -8,6 +8,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm_kvretrieval.attention import support
 from vllm_kvretrieval.attention.cpu.nixl import check_exchange
 from vllm_kvretrieval.attention.support import WITHOUT
+from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -133,7 +134,7 @@ def check_windows(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
 
 def check_entries(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     """Refuse entries of pages that may lie apart in the KV cache, in several blocks."""
-    block_size = vllm_config.cache_config.block_size
+    block_size = configured_block_size(vllm_config)
     if support.has_foreign_connector(vllm_config):
         block_size = config.page_size
     for kind in config.stores:
