@@ -241,3 +241,23 @@ def test_streamingllm_is_offered_where_it_has_room(method):
 def test_thresholds(threshold):
     config = RetrievalConfig.from_options("freekv", {"correction_threshold": threshold})
     assert config.own.correction_threshold == threshold
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "variant", "left"),
+    [
+        ("shadowkv", {"outliers": 0.3}, {"index": "mean"}, (0, 1, 0)),
+        ("shadowkv", {"outliers": 0.3}, {"rerank": 4, "summary_size": 16}, (0, 1, 0)),
+        ("shadowkv", {"outliers": 0.3}, {"pooling": "max"}, (0.3, 1, 0)),
+        ("kvretrieval", {"mass": 0.9}, {"pooling": "max"}, (0, 1, 0)),
+        ("kvretrieval", {"mass": 0.9}, {"index": "landmark", "outliers": 0.1}, (0.1, 1, 0)),
+        ("kvretrieval", {"mass": 0.9}, {"index": "min_max"}, (0, 0.9, 0)),
+        ("kvretrieval", {"remainder": 0.01}, {"index": "min_max"}, (0, 1, 0)),
+        ("kvretrieval", {"remainder": 0.01}, {"mass": 0.9}, (0, 0.9, 0.01)),
+    ],
+    ids=str,
+)
+def test_a_variant_goes_without_options_that_need_what_it_names(method, options, variant, left):
+    made = RetrievalConfig.from_options(method, {**options, "also": {"variant": variant}})
+    changed = made.methods["variant"]
+    assert (changed.outliers, changed.mass, changed.remainder) == left

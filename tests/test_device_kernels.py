@@ -159,6 +159,9 @@ def test_steps_that_kernels_do_not_take():
         kernels.plan_decode(query, rows, DeviceRequests.empty(3, "cpu"), choosers, plan)
     with pytest.raises(ValueError, match="no kernel that scores candidates again"):
         kernels.plan_decode(query, rows, requests, [replace(choosers[0], rerank=2)], plan)
+    for change in ({"outliers": 0.1}, {"remainder": 0.1}, {"pooling": Pooling.MAX_SOFTMAX}):
+        with pytest.raises(ValueError, match="no kernel for outliers, a remainder or max_softmax"):
+            kernels.plan_decode(query, rows, requests, [replace(choosers[0], **change)], plan)
     with pytest.raises(ValueError, match=r"rows\.seats must be torch\.int32"):
         kernels.prepare_rows(replace(rows, seats=rows.seats.long()), requests, 16)
     narrow = replace(plan, lengths=plan.lengths[:1])

@@ -169,6 +169,8 @@ def test_refused_with_a_mass():
         ("shadowkv", {}, (0.158, 8, "max_softmax")),
         ("shadowkv", {"outliers": 0}, (0, 8, "max_softmax")),
         ("shadowkv", {"outliers": 0.3, "page_size": 32}, (0.3, 8, "max_softmax")),
+        ("shadowkv", {"index": "landmark"}, (0.158, 8, "max_softmax")),
+        ("shadowkv", {"index": {"landmark": {}}}, (0.158, 8, "max_softmax")),
         ("shadowkv", {"index": "mean"}, (0, 16, "max_softmax")),
         ("shadowkv", {"rerank": 2, "summary_size": 16}, (0, 16, "max_softmax")),
         ("freekv", {"index": "landmark"}, (0, 32, "mean_softmax")),

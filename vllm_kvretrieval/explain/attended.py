@@ -21,8 +21,8 @@ class Attended(NamedTuple):
     Attributes:
         tokens: bool [kv_heads, tokens]; the attended tokens.
         always: bool, the same shape; those of them that are attended to whatever attention they
-            get: the sink, and the window or the most recent tokens; in dense layers and retrieval
-            heads all tokens.
+            get: the sink, the window or the most recent tokens, and outliers; in dense layers and
+            retrieval heads all tokens.
     """
 
     tokens: torch.Tensor
@@ -195,7 +195,14 @@ def _plan(
         else:
             positions = (numbers // layer.kv_heads)[:, None] * size + torch.arange(size)
         heads.append((positions[positions < tokens], sink * unit, (last - window) * unit))
-    return _masks(tokens, heads)
+    attended = _masks(tokens, heads)
+    for head, count in enumerate((method.outliers * counts.double()).int().tolist()):
+        if count > 0:
+            entries, between = torch.arange(pages * chooser.store.parts), (sink, last - window)
+            found = reference.find_outliers(entries, head, chooser.store, between, count)
+            whole = attended.always[head, : tokens // size * size]
+            whole.unflatten(0, (-1, size))[sink + found] = True
+    return attended
 
 
 def make_chooser(

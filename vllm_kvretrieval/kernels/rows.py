@@ -50,7 +50,7 @@ class DecodeRows:
         mass: float32 [R]; the share of the scores of all units that is enough for a KV head, which
             attends to the fewest selected units that reach it together with sink and window, but
             to at least one. 1: to all selected units. Less than 1 needs scores pooled as shares
-            (``Pooling.MEAN_SOFTMAX``), no reranking, and a threshold of 1.
+            (``Pooling.MEAN_SOFTMAX``), no reranking, no outliers, and a threshold of 1.
         corrected: int64 [S]; incremented for every corrected KV head. Only rows that select need
             an entry.
         spared: int64 [S]; increased by the selected units that KV heads did not need. Only rows

@@ -27,6 +27,17 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
+NONE = frozenset[str]()
+
+NEEDS: Mapping[str, frozenset[str]] = {
+    "correction_threshold": frozenset({"schedule"}),
+    "rerank": frozenset({"index"}),
+    "outliers": frozenset({"index", "rerank"}),
+    "remainder": frozenset({"index", "pooling", "schedule", "rerank"}),
+    "mass": frozenset({"pooling", "schedule", "rerank", "outliers"}),
+}
+"""Options of the server's method that a variant goes without where it names one of these."""
+
 
 @dataclass(frozen=True)
 class RetrievalConfig(Options):
@@ -80,9 +91,7 @@ class RetrievalConfig(Options):
                 raise RetrievalConfigError(f"also={self.also!r} names {name} twice; leave one out.")
             base = options.get("preset", name if name in presets() else self.method)
             own = {} if base != self.method else self._of_method()
-            for key, depends_on in (("correction_threshold", "schedule"), ("rerank", "index")):
-                if depends_on in options:
-                    own.pop(key, None)
+            own = {key: own[key] for key in own if NEEDS.get(key, NONE).isdisjoint(options)}
             changed = {key: value for key, value in options.items() if key != "preset"}
             try:
                 made[name] = make_method(name, base, own | changed, self.page_size)

@@ -169,7 +169,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
             f"schedule={schedule_name!r} selects pages by an index, and {name} has none; add one, "
             "such as index=min_max."
         )
-    own_entries = base.summary_size if "index" not in given else None
+    own_entries = base.summary_size if index == make_index(base.index) else None
     entry_tokens = _entry_tokens(
         given.get("summary_size", own_entries or page_size), page_size, index
     )

@@ -25,6 +25,7 @@ from vllm_kvretrieval.kernels.reference.index import (
 )
 from vllm_kvretrieval.kernels.reference.plan import (
     entry_count,
+    find_outliers,
     plan_decode,
     score_entries,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "drop_tokens",
     "encode_units",
     "entry_count",
+    "find_outliers",
     "index_pages",
     "keys_of",
     "keys_of_entries",

@@ -18,6 +18,7 @@ from vllm_kvretrieval.kernels.triton.pooling import pool_pages
 from vllm_kvretrieval.kernels.triton.ranking import find_best
 from vllm_kvretrieval.kernels.triton.scores import MEMBERS, score_entries
 from vllm_kvretrieval.kernels.types import Chooser
+from vllm_kvretrieval.retrieval.pooling import Pooling
 
 MOST_PAGES = 65536
 """Of a context: a program holds the best of every tile of them."""
@@ -270,6 +271,8 @@ def _check(
             raise ValueError("choosers must share a selection, and the shape of their pages")
         if chooser.rerank:
             raise ValueError("there is no kernel that scores candidates again (rerank)")
+        if chooser.outliers or chooser.remainder or chooser.pooling is Pooling.MAX_SOFTMAX:
+            raise ValueError("there is no kernel for outliers, a remainder or max_softmax")
     if not 1 <= group <= MEMBERS:
         raise ValueError(f"{group} query heads per KV head: 1 to {MEMBERS} are supported")
     for name, tensor, kind in (

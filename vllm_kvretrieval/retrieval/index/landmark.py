@@ -31,5 +31,5 @@ class Landmark(Mean):
         mean = keys.mean(1, keepdim=True)
         norms = keys.norm(dim=-1) * mean.norm(dim=-1)
         cosines = (keys * mean).sum(-1) / norms
-        least = cosines.where(norms != 0, torch.zeros(())).amin(1, keepdim=True)
+        least = cosines.where(norms != 0, torch.zeros(())).amin(1, keepdim=True).clamp(max=1)
         return {"mean": mean[:, 0], "least_cosine": least}
