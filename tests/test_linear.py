@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 import torch
 from vllm import _custom_ops as ops
-from vllm.config import VllmConfig
 from vllm.model_executor.layers.utils import cpu_unquantized_gemm, dispatch_cpu_unquantized_gemm
 
 from tests.isas import visited
-from vllm_kvretrieval.engine.cpu import compiled, linear
-from vllm_kvretrieval.engine.cpu.compiled import load_compiled
+from vllm_kvretrieval.engine.cpu import linear
 from vllm_kvretrieval.engine.cpu.linear import AT_ONCE, MANY, widen_linear_layers
 from vllm_kvretrieval.kernels import cpu
 
@@ -145,26 +143,6 @@ def test_what_is_fast_stays(avx2, monkeypatch):
     monkeypatch.setattr(ops, "create_onednn_mm", lambda *_: object())
     for head in (False, True):
         assert widen_linear_layers(loaded(32, 32, torch.bfloat16, False, head=head)) == 0
-
-
-def test_saved_models_are_for_one_cpu_and_build(monkeypatch, tmp_path):
-    """vLLM finds a saved model by a hash of its configuration."""
-
-    def found_by():
-        config = VllmConfig(additional_config={"other": 1})
-        load_compiled(config)
-        assert config.additional_config["other"] == 1
-        return config.compute_hash()
-
-    here = found_by()
-    assert found_by() == here
-    monkeypatch.setattr(compiled, "__version__", "0.0.1")
-    assert found_by() != here
-    monkeypatch.undo()
-    other = tmp_path / "cpuinfo"
-    other.write_text("processor : 0\nflags : fpu sse avx2\n")
-    monkeypatch.setattr(compiled, "CPUINFO", other)
-    assert found_by() != here
 
 
 def test_a_compiled_model_takes_any_number_of_tokens(avx2):

@@ -5,6 +5,7 @@ What a version has is found out by imports, not by its number, so nightly builds
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,23 @@ def configured_block_size(vllm_config: Any) -> int:
     cache = vllm_config.cache_config
     chosen = cache.user_specified_block_size or vllm_config.device_config.device_type != "cpu"
     return int(cache.block_size) if chosen else CPU_BLOCK
+
+
+def bound_warm_up(runner: Any, seats: int, writes: bool) -> None:
+    """Bound the requests by which vLLM 0.33 warms its V2 runner up on a CPU.
+
+    Args:
+        runner: vLLM's model runner, before it has any requests.
+        seats: Most requests at once.
+        writes: Whether they may write keys and values; otherwise there are none.
+    """
+    if not is_v2(runner):
+        return
+    if not writes:
+        runner.vllm_config.kernel_config.enable_jit_warmup = False
+    # A copy, by which the requests are made: the scheduler may share the original.
+    runner.scheduler_config = copy(runner.scheduler_config)
+    runner.scheduler_config.max_num_seqs = min(seats, runner.scheduler_config.max_num_seqs)
 
 
 def _builder(vllm_config: Any) -> Any:

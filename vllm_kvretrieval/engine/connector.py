@@ -107,7 +107,8 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the messages of the workers of all ranks, in the scheduler's half."""
         told = [message for message in metadata.values() if isinstance(message, Seats)]
         self._limit(min(message.count for message in told))
-        if self._restore is not None and told[0].store is not None:
+        # vLLM 0.33 tells it once more whenever a server that slept wakes up.
+        if self._stored is None and self._restore is not None and told[0].store is not None:
             self._stored = self._restore(name_of_all(told[0].store))
 
     def get_block_ids_with_load_errors(self) -> set[int]:

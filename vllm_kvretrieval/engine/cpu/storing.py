@@ -7,6 +7,7 @@ import torch
 from vllm.distributed import get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_kvretrieval.compat import bound_warm_up
 from vllm_kvretrieval.engine.cpu.identity import hashing_weights, identity_of
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.cpu.store import HomeStore
@@ -76,6 +77,11 @@ class StoringWorker(PlanningWorker):
         stored.make(Geometry(len(parts[0]), 0, 0, size))
         stored.attach(parts, lost := LostLoads())
         return lost.take
+
+    def compile_or_warm_up_model(self) -> Any:
+        """See ``CPUWorker.compile_or_warm_up_model``; it writes to nothing that a store keeps."""
+        bound_warm_up(self.model_runner, self.seats, writes=self.stored is None)
+        return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """See ``Worker.execute_model``; before and after it, the store follows the step."""

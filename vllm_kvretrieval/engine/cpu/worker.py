@@ -86,9 +86,9 @@ class RetrievalCPUWorker(StoringWorker):
 
     def load_model(self, **options: Any) -> None:
         """See ``CPUWorker.load_model``; with ``attention=vllm`` all is computed as vLLM does."""
-        load_compiled(self.vllm_config)
         super().load_model(**options)
-        mend_model(self.model_runner.get_model(), self.attention.own)
+        mend_model(model := self.model_runner.get_model(), self.attention.own)
+        load_compiled(model)
 
     def _allocate_kv_cache(self, kv_cache_config: Any, **options: Any) -> None:
         """Allocate the KV cache. It replaces the model runner's method if there is a slow home."""
@@ -328,6 +328,7 @@ class RetrievalCPUWorker(StoringWorker):
         times = super().compile_or_warm_up_model()
         if self.requests is not None:
             self.requests.take_counts()
+            self._take_stats()
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
