@@ -14,10 +14,11 @@ from vllm_kvretrieval.engine.cpu import compiled
 class Network(nn.Module):
     """A part that vLLM compiles, and a linear layer as vLLM leaves it on a CPU."""
 
-    def __init__(self, product, inputs=4, images=False):
+    def __init__(self, product, inputs=4, images=False, eager=False):
         super().__init__()
         self.part, self.layer = nn.Module(), nn.Linear(inputs, 2)
         self.layer.cpu_linear = product
+        self.part.do_not_compile = eager
         self.part.vllm_config = VllmConfig(additional_config={"other": 1})
         self.part.vllm_config.model_config = SimpleNamespace(
             supports_multimodal_inputs=images, compute_hash=lambda: "the same"
@@ -72,6 +73,13 @@ def test_other_products_and_inputs_compile():
     kinds += [found_by(inputs=8), found_by(images=True)]
     assert len({*kinds}) == len(kinds)
     assert found_by(onednn(1)) == kinds[1], "the handle of a product is another at each start"
+
+
+def test_eager_models_need_no_compiler(monkeypatch):
+    monkeypatch.delattr(compiled, "pick_vec_isa")
+    network = Network(fallback, eager=True)
+    compiled.load_compiled(network)
+    assert network.part.vllm_config.additional_config == {"other": 1}
 
 
 def test_a_model_without_retrieval_is_not_loaded():

@@ -38,7 +38,7 @@ def load_compiled(network: nn.Module) -> None:
         network: The model, with its weights and all changes to it. Its parts that vLLM compiles
             have not been called yet.
     """
-    parts = [part for part in network.modules() if hasattr(part, "vllm_config")]
+    parts = [part for part in network.modules() if not getattr(part, "do_not_compile", True)]
     for config in {id(part.vllm_config): part.vllm_config for part in parts}.values():
         if isinstance(additional := config.additional_config, Mapping):
             config.additional_config = {**additional, FIELD: _compiled_for(config, network)}
