@@ -58,7 +58,10 @@ def open_engine(model, options):
     """Start the engine of this process."""
     global _engine
     from vllm import LLM
+    from vllm.v1.sample.ops import topk_topp_sampler
 
+    # vLLM's kernel asks for methods of a loop's variable, an int in the interpreter.
+    topk_topp_sampler.HAS_TRITON = False
     workers.freeze()  # vLLM collects garbage around everything that it captures, too
     defaults = {
         "kv_cache_memory_bytes": 1 << 24,

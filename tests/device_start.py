@@ -124,12 +124,8 @@ class StartingWorker(RetrievalGPUWorker, GpuMethods, CPUWorker):
 
 def open_engine(model: str, options: dict[str, Any]) -> None:
     """Start the engine of this process, as :func:`tests.device_engine.open_engine` does."""
-    from vllm.v1.sample.ops import topk_topp_sampler
-
     from tests.device_platform import DevicePlatform
 
-    # vLLM's kernel asks for methods of a loop's variable, an int in the interpreter.
-    topk_topp_sampler.HAS_TRITON = False
     DevicePlatform.worker = f"{__name__}.StartingWorker"
     device_engine.open_engine(model, {"kv_cache_memory_bytes": None} | options)
 

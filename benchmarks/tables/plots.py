@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,33 @@ def indexes(store: Mapping[str, Any]) -> Figure:
     return figure
 
 
+def prompts(store: Mapping[str, Any]) -> Figure:
+    """Seconds to the first token over the context: a line per way to read the prompt.
+
+    Beside each point of sparse prefill stands its KL to exact prefill.
+    """
+    cells = store["cells"]
+    contexts = sorted({int(name.split("/")[0]) for name in cells})
+    figure, axes = _panels(1, 5.6, 3.4)
+    for setting in dict.fromkeys(name.split("/")[1] for name in cells):
+        found = {context: cells.get(f"{context}/{setting}") for context in contexts}
+        points = {context: cell for context, cell in found.items() if cell is not None}
+        seconds = [statistics.median(cell["prefill_s"]) for cell in points.values()]
+        label = f"prefill budget {setting.split(':')[0]}" if ":" in setting else "full attention"
+        axes[0].plot(list(points), seconds, "o-", label=label)
+        for (context, cell), height in zip(points.items(), seconds, strict=True):
+            if "novel" in cell:
+                kl = f"KL {cell['novel']['kl']:.4f}, {cell['copy']['kl']:.4f}"
+                place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center"}
+                axes[0].annotate(kl, (context, height), fontsize=7, **place)
+    axes[0].set_xscale("log", base=2)
+    axes[0].set_xticks(contexts, [f"{round(context / 1024)}K" for context in contexts])
+    axes[0].set(yscale="log", xlabel="context, tokens", ylabel="first token, s")
+    axes[0].margins(0.15)
+    _legend(figure, axes[0])
+    return figure
+
+
 def _tasks(cells: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(cell["task"] for cell in cells.values()))
 
@@ -160,5 +188,6 @@ KINDS: Mapping[str, Callable[[Mapping[str, Any]], Figure]] = {
     "steps": steps,
     "shares": shares,
     "indexes": indexes,
+    "prompts": prompts,
 }
 """Every kind of plot, and the function that draws it from a result file."""

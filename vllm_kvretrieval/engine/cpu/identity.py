@@ -14,6 +14,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
+from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
@@ -58,7 +59,7 @@ def identity_of(
         "max_model_len": length,
         "kernels": cpu.isa(),
         "keys": _get_attn_isa(model.dtype, config.page_size, model.get_head_size()),
-        "block_size": cache.block_size,
+        "block_size": configured_block_size(vllm_config),
         "page_size": config.page_size,
         "rows": config.rows,
         "home": config.home,
