@@ -21,7 +21,7 @@ export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What a new vLLM is tried with, unless VLLM and NEXT say otherwise: its names, and engines of a kind.
 NEXT ?= $(addprefix tests/test_,$(addsuffix .py,vllm_names vllm_contract plugin refusals \
-	finer doctor scheduler runners batching kv_connectors))
+	finer doctor scheduler runners batching kv_connectors store_engine serving_store))
 # Files of tests that want all cores: to collect those of all files takes a while.
 WITH_CORES = $(shell grep -l 'mark\.cores' tests/test_*.py)
 CODE := $(wildcard vllm_kvretrieval benchmarks examples tests tools)
