@@ -121,11 +121,10 @@ def test_the_scheduler_counts_what_it_sees_of_a_store():
     scheduler: Any = RetrievalConnector(config, KVConnectorRole.SCHEDULER, None)
     counts = [{"store_tokens_hit": 256}, {}]
     stored = SimpleNamespace(take_counts=lambda: counts.pop(0))
-    restored: list[str] = []
-    scheduler.restore_by(lambda name: restored.append(name) or stored)
+    stores = {"kv-01": stored}
+    scheduler.restore_by(stores.pop)
     for _ in range(2):  # vLLM 0.33 tells it again when a server wakes up
         scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
-    assert restored == ["kv-01"]
     seen = scheduler.get_kv_connector_stats()
     together = worker.get_kv_connector_stats().aggregate(seen).data
     assert together["store_blocks_written"] == 5

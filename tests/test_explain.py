@@ -261,9 +261,7 @@ def test_outliers_are_always_attended_to(model):
     """A sixth of 13 selected pages of 16; the last page is not full."""
     found, result = all_heads(model, "shadowkv", "--budget=256")
     pages = -(-TOKENS // 16)
-    always = {head["layer"]: [] for head in result["heads"]}
-    for head in result["heads"]:
-        always[head["layer"]].append(positions(head["always"]))
+    always = {(head["layer"], head["head"]): positions(head["always"]) for head in result["heads"]}
     for layer in (1, 2, 3):
         for head, keys in enumerate(model.keys[layer]):
             chunks = keys[: TOKENS // 16 * 16].unflatten(0, (-1, 2, 8))
@@ -271,7 +269,7 @@ def test_outliers_are_always_attended_to(model):
             least = cosines.amin((1, 2))[1 : pages - 2]
             kept = {0, pages - 2, pages - 1, *(1 + page for page in best(-least, 2))}
             expected = {16 * page + i for page in kept for i in range(16)} & set(range(TOKENS))
-            assert always[layer][head] == expected
+            assert always[layer, head] == expected
             assert expected < found[layer, head]
 
 
