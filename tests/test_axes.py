@@ -63,6 +63,7 @@ def test_the_axes_are_all_here():
     ("index", "pooling", "schedule"), [*product(BYTES, POOLINGS, SELECTING)], ids=str
 )
 def test_every_combination(preset, index, pooling, schedule):
+    own = OWN[preset].summary_size if index == OWN[preset].index else None
     for size in (None, 16):
         options = {"index": index, "pooling": pooling, "schedule": schedule, "summary_size": size}
         made = make(preset, unit="page", **options)
@@ -73,7 +74,7 @@ def test_every_combination(preset, index, pooling, schedule):
         else:
             with pytest.raises(RetrievalConfigError, match=f"index={index} scores several at once"):
                 make(preset, unit="token", **options)
-        assert (made.name, made.index.name, made.entry_tokens) == ("mine", index, size or 32)
+        assert (made.name, made.index.name, made.entry_tokens) == ("mine", index, size or own or 32)
         assert made.pooling is Pooling[pooling.upper()]
         assert made.schedule is SCHEDULES[schedule]
         assert made.selects
