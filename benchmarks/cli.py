@@ -14,6 +14,7 @@ from benchmarks.engines import EngineError
 SMOLLM2 = MODELS / "SmolLM2-135M-Instruct"
 SMOLLM2_32K = MODELS / "SmolLM2-135M-Instruct-32K"
 QWEN = MODELS / "Qwen2.5-Coder-0.5B-Instruct"
+GEMMA3 = MODELS / "gemma-3-270m"
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

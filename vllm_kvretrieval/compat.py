@@ -80,6 +80,13 @@ def configured_block_size(vllm_config: Any) -> int:
     return int(cache.block_size) if chosen else CPU_BLOCK
 
 
+def limit_requests(runner: Any, seats: int) -> None:
+    """Let a model runner plan, and vLLM warm it up, with so many requests at most."""
+    # A copy, by which vLLM's warm-up makes requests: the scheduler may share the original.
+    runner.scheduler_config = copy(runner.scheduler_config)
+    runner.scheduler_config.max_num_seqs = min(seats, runner.scheduler_config.max_num_seqs)
+
+
 def bound_warm_up(runner: Any, seats: int, writes: bool) -> None:
     """Bound the requests by which vLLM 0.33 warms its V2 runner up on a CPU.
 
@@ -92,9 +99,7 @@ def bound_warm_up(runner: Any, seats: int, writes: bool) -> None:
         return
     if not writes:
         runner.vllm_config.kernel_config.enable_jit_warmup = False
-    # A copy, by which the requests are made: the scheduler may share the original.
-    runner.scheduler_config = copy(runner.scheduler_config)
-    runner.scheduler_config.max_num_seqs = min(seats, runner.scheduler_config.max_num_seqs)
+    limit_requests(runner, seats)
 
 
 def _builder(vllm_config: Any) -> Any:

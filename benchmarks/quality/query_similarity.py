@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cli import QWEN, SMOLLM2
-from benchmarks.common import MODELS
+from benchmarks.cli import GEMMA3, QWEN, SMOLLM2
 from benchmarks.quality import novel
 from benchmarks.tables import quality
 from vllm_kvretrieval.calibration.model import CHUNK, Measurement
@@ -87,9 +86,8 @@ def measure(model: Path, tokens: int, queries: int) -> list[dict[str, Any]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    novel.add_arguments(
-        parser, 4096, "query-similarity.json", CHUNK, [SMOLLM2, QWEN, MODELS / "gemma-3-270m"]
-    )
+    models = SMOLLM2, QWEN, GEMMA3
+    novel.add_arguments(parser, 4096, "query-similarity.json", CHUNK, models)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,13 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cli import QWEN, SMOLLM2
-from benchmarks.common import MODELS
+from benchmarks.cli import GEMMA3, QWEN, SMOLLM2
 from benchmarks.quality.tasks import forced, needles
 from benchmarks.quality.tasks.base import Task
 from benchmarks.quality.tasks.variants import Variant
-
-_GEMMA3 = MODELS / "gemma-3-270m"
 
 BUDGETS = (256, 512, 1024)
 QUICK_BUDGETS = (512,)
@@ -21,8 +18,8 @@ QUICK_BUDGETS = (512,)
 TASKS = (
     Task("passkey", "qwen", QWEN, 4096, 20, needles.passkey_in_novel, ("passkey",)),
     Task("passkey", "qwen", QWEN, 8192, 10, needles.passkey_in_novel, ("passkey",)),
-    Task("passkey", "gemma3", _GEMMA3, 4096, 20, needles.passkey_in_novel, ("passkey",)),
-    Task("passkey", "gemma3", _GEMMA3, 16384, 10, needles.passkey_in_novel, ("passkey",)),
+    Task("passkey", "gemma3", GEMMA3, 4096, 20, needles.passkey_in_novel, ("passkey",)),
+    Task("passkey", "gemma3", GEMMA3, 16384, 10, needles.passkey_in_novel, ("passkey",)),
     Task("lookup", "qwen", QWEN, 4096, 20, needles.key_value_lookup, ("oracle",)),
     Task("copy", "smollm2", SMOLLM2, 2048, 16, forced.second_copy, ("oracle", "control")),
     Task("copy", "qwen", QWEN, 4096, 16, forced.second_copy, ("oracle", "control")),

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvretrieval.attention.cuda.far import FarTier
 from vllm_kvretrieval.attention.cuda.staging import Staging
+from vllm_kvretrieval.compat import limit_requests
 from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.engine.memory import (
@@ -141,9 +141,7 @@ def limit_seats(runner: Any, seats: int) -> None:
     """
     states = runner.req_states
     states.free_indices = [number for number in states.free_indices if number < seats]
-    # A copy, by which vLLM's warm-up makes requests: the scheduler may share the original.
-    runner.scheduler_config = copy(runner.scheduler_config)
-    runner.scheduler_config.max_num_seqs = min(seats, runner.scheduler_config.max_num_seqs)
+    limit_requests(runner, seats)
 
 
 def make_tier(
