@@ -4,7 +4,7 @@ Its rules are those of docs/methods.md: it computes where blocks begin, which qu
 which pages are best, without the package's code.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -96,28 +96,32 @@ class BlockRecorder(RecordingWorker):
                 (sink, int(rows.window[r]) - own if select else 0, select),
             )  # fmt: skip
 
-    def check_blocks(self, methods, budgets):
+    def check_blocks(self, methods, expected):
         """Compare every recorded block with the rules.
 
         Args:
             methods: What the engine's methods are said to be, by name.
-            budgets: The budgets (sink, window, select) that there may be, in pages.
+            expected: The method, the first token and the budget (sink, window, select, in pages)
+                of each block that selects, in any order.
 
         Returns:
-            A summary: blocks that select, exact ones, lists that are wrong, by method the lists
-            that rounding decides and the pages selected, and the largest error of attention
-            relative to the largest value.
+            A summary: blocks that select, exact ones, blocks of another budget than expected, lists
+            that are wrong, by method the lists that rounding decides and the pages selected, and
+            the largest error of attention relative to the largest value.
         """
         impl = next(iter(self.retrieval_layers.values()))
         store = impl.choosers[0].store
         chunk, queries, exact = self._rule
         summary: defaultdict[str, float] = defaultdict(float)
+        found = Counter((b.method, b.begin, b.budget) for b in self._blocks if b.begin >= exact)
+        missing = Counter((method, begin, tuple(budget)) for method, begin, budget in expected)
+        summary["of another budget"] = (found - missing).total() + (missing - found).total()
         for block in self._blocks:
             oracle = Oracle(methods[block.method], store.page_size, impl.scale, store.dtype)
             begin, end, size = block.begin, block.end, store.page_size
             selects = begin >= exact
             assert end <= (begin // chunk + 1) * chunk if selects else end <= exact
-            assert block.budget in (budgets if selects else [(0, 0, 0)])
+            assert selects or block.budget == (0, 0, 0)
             summary["sparse" if selects else "exact"] += 1
             sink, window, select = block.budget
             own = range(begin // size - window, -(-end // size))

@@ -1,5 +1,7 @@
 """How prompts are divided into blocks that select pages, and the options for it; no engine."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -24,14 +26,15 @@ def config(method="kvretrieval", **options):
     return RetrievalConfig.from_options(method, {**sparse, **options})
 
 
-def planned(*contexts, queries=4, budget=PARTS, **options):
+def planned(*contexts, queries=4, budget=PARTS, share=0.0, **options):
     """The blocks of requests, given (tokens before, tokens of the step); their first token is 5."""
     before, new = np.array(contexts).T
     planner = BlockPlanner(config(prefill_queries=queries, **options), kv_heads=2)
     budgets = np.repeat(np.array(budget)[:, None], len(new), 1)
     table = torch.arange(len(new) * 32, dtype=torch.int32).view(len(new), 32)
-    division = planner.divide(before + new, new, budgets.sum(0) * PAGE)
-    return planner.plan(0, division, budgets, table, 5), division
+    shares = np.full(len(new), share)
+    division = planner.divide(before + new, new, budgets.sum(0) * PAGE, shares)
+    return planner.plan(0, division, budgets[:2], table, 5), division
 
 
 def test_rows_have_their_block_as_window():
@@ -93,11 +96,56 @@ def test_a_budget_of_a_request():
     assert division.attended.tolist() == [128 + 64]
 
 
-@pytest.mark.parametrize("begin", [320, 352, 350])
-def test_selection_and_attention_equal_reference(begin):
-    """Also of blocks that begin in the middle of a page."""
+def test_a_share_of_the_context():
+    """It counts where it is more than the budget, and is rounded up to pages."""
+    blocks, division = planned((0, 1000), share=0.4)
+    begins, ends = [*range(EXACT, 1000, CHUNK)], [*range(EXACT + CHUNK, 1000, CHUNK), 1000]
+    pages = [max(8, -(-begin * 2 // (5 * PAGE))) for begin in begins]
+    assert pages[:2] == [8, 8]
+    assert pages[-1] == 12
+    assert blocks.rows.select.tolist() == [0, *(count - 3 for count in pages)]
+    assert blocks.rows.sink.tolist() == [0] + [1] * len(begins)
+    assert blocks.rows.window.tolist() == [10] + [4] * len(begins)
+    new = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    attended = [EXACT, *(PAGE * count + own for count, own in zip(pages, new, strict=True))]
+    assert division.attended.tolist() == attended
+    assert (blocks.lists.seen + blocks.lists.starts.diff() - 1).tolist() == attended
+
+
+@pytest.mark.parametrize("share", [0.3, 0.55, 0.999])
+@pytest.mark.parametrize("first", [350, 384, 400, 777])
+def test_a_share_does_not_depend_on_where_steps_or_prefixes_end(share, first):
+    """A block that begins behind a prefix in its middle attends to as much as the whole block."""
+    _, whole = planned((0, 1000), share=share)
+    pieces = [planned(part, share=share)[1] for part in ((0, first), (first, 1000 - first))]
+
+    def before(division):
+        """Tokens before a block that it attends to, by the border that the block begins at."""
+        borders = (division.ends - division.new) // CHUNK * CHUNK
+        found = zip(borders.tolist(), (division.attended - division.new).tolist(), strict=True)
+        return {border: tokens for border, tokens in found if border >= EXACT}
+
+    expected = before(whole)
+    for piece in pieces:
+        assert before(piece).items() <= expected.items()
+
+
+def test_selections_have_room_for_the_longest_context():
+    planner = BlockPlanner(config(prefill_share=0.4), kv_heads=2)
+    longest = 5000
+    division = planner.divide(np.array([longest - 1]), np.array([longest - 1]))
+    attended = (division.attended - division.new)[division.sparse]
+    assert attended.max() <= planner.most_attended(longest) * PAGE <= attended.max() + 2 * PAGE
+    assert planner.most_attended(100) == BUDGET // PAGE
+
+
+@pytest.mark.parametrize(
+    ("begin", "share"), [(320, 0), (352, 0), (350, 0), (352, 0.85), (350, 0.999)]
+)
+def test_selection_and_attention_equal_reference(begin, share):
+    """Also of blocks that begin in the middle of a page, or attend to all that is before them."""
     torch.manual_seed(begin)
-    blocks, _ = planned((begin, 384 - begin), (384, 40))
+    blocks, _ = planned((begin, 384 - begin), (384, 40), share=share)
     shape = {"kv_heads": 2, "head_size": 64, "dtype": torch.float32}
     cache = torch.randn(64, 2, PAGE, 128)
     query = torch.randn(5 + 384 - begin + 40, 6, 64)
@@ -107,7 +155,7 @@ def test_selection_and_attention_equal_reference(begin):
             make_index("mean"), pages=64, page_size=PAGE, cache=cache, layout="vec", **shape
         )
         ops.index_pages(torch.arange(64).int(), torch.full((64,), PAGE).int(), store)
-        selection = Selection.empty(seats=2, group=3 * 4, most_selected=5, **shape)
+        selection = Selection.empty(seats=2, group=3 * 4, most_selected=9, **shape)
         chooser = Chooser(store, selection, Pooling.MEAN_SOFTMAX, 0.125)
         grouped = blocks.grouped(query, 2)
         assert torch.equal(grouped[1, 12 + 3], query[blocks.queries[1, 1], 3])
@@ -141,8 +189,30 @@ def test_requests_choose():
         ({"method": "h2o"}, None),
         ({"method": "streamingllm"}, None),
     ]:
-        parsed = RequestOptions.parse({"kv_retrieval": options}, served).prefill_budget
-        assert (parsed and parsed.total * PAGE) == tokens, options
+        parsed = RequestOptions.parse({"kv_retrieval": options}, served)
+        assert (parsed.prefill_budget and parsed.prefill_budget.total * PAGE) == tokens, options
+        assert parsed.prefill_share == 0
+
+
+def test_requests_choose_a_share():
+    served = config(also=["freekv", "fier", "h2o"], prefill_share=0.25)
+    cases: list[tuple[dict[str, Any], float]] = [
+        ({}, 0.25),
+        ({"prefill_budget": 128}, 0.25),
+        ({"prefill_share": 0.125}, 0.125),
+        ({"prefill_share": 0, "prefill_budget": 128}, 0),
+        ({"method": "freekv"}, 0.25),
+        ({"prefill_budget": 0}, 0),
+        ({"exact": True}, 0),
+        ({"exact": True, "prefill_share": 0}, 0),
+        ({"method": "fier"}, 0),
+        ({"method": "h2o", "prefill_share": 0}, 0),
+    ]
+    for options, share in cases:
+        nested = RequestOptions.parse({"kv_retrieval": options}, served)
+        flat = {f"kv_retrieval_{key}": value for key, value in options.items()}
+        assert RequestOptions.parse(flat, served) == nested
+        assert nested.prefill_share == share, options
 
 
 @pytest.mark.parametrize(
@@ -155,10 +225,24 @@ def test_requests_choose():
         ({"prefill_budget": True}, "prefill_budget=True must be a whole number"),
         ({"prefill_budget": 128, "exact": True}, "prefill_budget=128 has no effect with a request"),
         ({"prefill_budget": 128, "method": "fier"}, "prefill_budget=128 has no effect with fier"),
+        ({"prefill_share": 0.5}, "prefill_share=0.5 exceeds the server's 0.25"),
+        ({"prefill_share": 1}, "prefill_share=1 must be from 0 on and less than 1"),
+        ({"prefill_share": -0.1}, "prefill_share=-0.1 must be from 0 on"),
+        ({"prefill_share": float("nan")}, "prefill_share=nan must be a number"),
+        ({"prefill_share": float("inf")}, "prefill_share=inf must be a number"),
+        ({"prefill_share": True}, "prefill_share=True must be a number"),
+        ({"prefill_share": False}, "prefill_share=False must be a number"),
+        ({"prefill_share": "0.1"}, "prefill_share='0.1' must be a number"),
+        ({"prefill_share": None}, "prefill_share=None must be a number"),
+        ({"prefill_share": [0.1]}, r"prefill_share=\[0.1\] must be a number"),
+        ({"prefill_share": 0.1, "exact": True}, "prefill_share=0.1 has no effect with a request"),
+        ({"prefill_share": 0.1, "prefill_budget": 0}, "prefill_share=0.1 .* with prefill_budget=0"),
+        ({"prefill_share": 0.1, "method": "fier"}, "prefill_share=0.1 has no effect with fier"),
+        ({"prefill_share": 0.1, "method": "h2o"}, "prefill_share=0.1 has no effect with h2o"),
     ],
 )
 def test_refused_to_requests(options, why):
-    served = config(also=["fier"])
+    served = config(also=["fier", "h2o"], prefill_share=0.25)
     with pytest.raises(RetrievalConfigError, match=f"kv_retrieval.{why}"):
         RequestOptions.parse({"kv_retrieval": options}, served)
 
@@ -167,6 +251,16 @@ def test_refused_to_requests_where_prompts_are_exact():
     exactly = RetrievalConfig.from_options("kvretrieval", {})
     with pytest.raises(RetrievalConfigError, match="prefill_budget=128 is not served"):
         RequestOptions.parse({"kv_retrieval": {"prefill_budget": 128}}, exactly)
+    with pytest.raises(RetrievalConfigError, match=r"prefill_share=0\.1 is not served"):
+        RequestOptions.parse({"kv_retrieval": {"prefill_share": 0.1}}, exactly)
+
+
+def test_a_share_is_refused_to_requests_without_one_of_the_server():
+    for served in (config(), config(prefill_share=0)):
+        with pytest.raises(
+            RetrievalConfigError, match=r"prefill_share=0\.1 exceeds the server's 0"
+        ):
+            RequestOptions.parse({"kv_retrieval": {"prefill_share": 0.1}}, served)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +297,23 @@ def test_refused_to_requests_where_prompts_are_exact():
         ("omnikv", {"prefill_budget": 1024, "prefill_queries": 4}, "prefill_queries=4 has no eff"),
         ("omnikv", {"prefill_budget": 1024, "prefill_pooling": "max"}, "prefill_pooling='max' has"),
         ("kvretrieval", {"prefill_pooling": "max"}, "prefill_pooling='max' has no effect without"),
+        ("kvretrieval", {"prefill_share": 0.1}, "prefill_share=0.1 has no effect without"),
+        (
+            "omnikv",
+            {"prefill_budget": 1024, "prefill_share": 0.1},
+            "prefill_share=0.1 has no effect with omnikv, whose prompts select no pages",
+        ),
+        ("fier", {"prefill_budget": 1024, "prefill_share": 0.1}, "prefill_budget=1024 cannot be"),
+        (
+            "kvretrieval",
+            {"prefill_budget": 1024, "prefill_share": 1.0},
+            "prefill_share=1.0 must be from 0 on and less than 1",
+        ),
+        (
+            "kvretrieval",
+            {"prefill_budget": 1024, "prefill_share": float("nan")},
+            "prefill_share=nan must be a number",
+        ),
         (
             "kvretrieval",
             {"prefill_budget": 1024, "prefill_pooling": "mean"},

@@ -95,6 +95,26 @@ def test_an_interrupted_run_goes_on_where_it_was(engine, tmp_path):
     assert len(engine.started) == 3
 
 
+def test_a_setting_may_have_a_share(engine, tmp_path):
+    cells = run(tmp_path / "prefill.json", "1024+12.5%:128:8", "512:128")
+    assert set(cells) == {f"{CONTEXT}/{name}" for name in ("exact", "1024+12.5%:128:8", "512:128")}
+    first, second = engine.started
+    assert first == {
+        "prefill_budget": 1024,
+        "prefill_share": 0.125,
+        "prefill_chunk": 128,
+        "prefill_queries": 8,
+    }
+    assert second == {"prefill_budget": 512, "prefill_chunk": 128}
+
+
+@pytest.mark.parametrize("setting", ["1024", "1024+25:128", "1024+x%:128", "+25%:128", "nan:128"])
+def test_wrong_settings_are_refused(setting, capsys):
+    with pytest.raises(SystemExit):
+        driver.main(["prefill", "--settings", setting])
+    assert f"invalid parse value: '{setting}'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("other", "options"),
     [(["other", ["avx2"]], {}), (["code", ["avx512f"]], {}), (None, {"attention": "vllm"})],

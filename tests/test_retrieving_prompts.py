@@ -4,6 +4,7 @@ One engine with its KV cache in memory, two with it in a file. The model runs in
 rounding leaves next to nothing open.
 """
 
+import math
 from contextlib import contextmanager
 
 import pytest
@@ -25,7 +26,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 LAYERS = 5
 BUDGET, OWN = 512, 256
-BUDGETS = [(1, 2, 13), (1, 2, 5)]  # pages of sink, window and selection: the engine's, and OWN
+SHARE, OWN_SHARE = 0.75, 0.4375  # of the tokens before a chunk
+PAGE, SINK, WINDOW = 32, 1, 2  # tokens, and pages
+LAYERS_REPLAYED = [0, 3]
 CHUNK, QUERIES = 64, 4
 EXACT = 576  # the first multiple of the chunk beyond the budget
 STEP = 350
@@ -51,6 +54,7 @@ def serving(directory, **home):
                 "window": 64,
                 "also": ["freekv", "shadowkv", "snapkv"],
                 "prefill_budget": BUDGET,
+                "prefill_share": SHARE,
                 "prefill_chunk": CHUNK,
                 "prefill_queries": QUERIES,
                 "attention": "own",
@@ -74,25 +78,49 @@ def llm(tmp_path_factory):
         yield llm
 
 
+def pages_before(begin, options):
+    """Pages that a chunk attends to before it, given its first token and a request's options."""
+    tokens, share = options.get("prefill_budget", BUDGET), options.get("prefill_share", SHARE)
+    return max(tokens // PAGE, math.ceil(share * begin / PAGE))
+
+
+def budgets(requests):
+    """The method, first token and budget in pages of each chunk that selects, in each layer."""
+    return [
+        (
+            request.options.get("method", "kvretrieval"),
+            begin,
+            (SINK, WINDOW, pages_before(begin, request.options) - SINK - WINDOW),
+        )
+        for request in requests
+        if request.options.get("method") != "snapkv" and not request.options.get("exact")
+        for begin in range(EXACT, len(request.prompt), CHUNK)
+        for _ in LAYERS_REPLAYED
+    ]
+
+
 def replay(llm, error, exact, sampling="spread", pooling=None):
     """Prompts of different lengths and options, of which some are exact, while others decode."""
     own = pooling or "mean_softmax"
     methods = {"kvretrieval": Method("low_rank", own), "freekv": Method(pooling=own)}
     marks = Method("landmark", pooling or "max_softmax", entry_tokens=8, outliers=0.158)
     methods["shadowkv"] = marks
+    own_share = {"prefill_share": OWN_SHARE}
     requests = [
         Request(novel(llm, 900, 50), 6, {}),
-        Request(novel(llm, 1100, 100), 6, {"prefill_budget": OWN}, arrives=1),
+        Request(novel(llm, 1100, 100), 6, own_share | {"prefill_budget": OWN}, arrives=1),
         Request(novel(llm, 700, 150), 6, {"exact": True}, arrives=2),
         Request(novel(llm, 230, 10), 6, {}, arrives=3),
-        Request(novel(llm, 800, 10), 6, {"method": "freekv"}, arrives=9),
+        Request(novel(llm, 800, 10), 6, {"method": "freekv", "prefill_share": 0}, arrives=9),
         Request(novel(llm, 700, 30), 6, exact, arrives=10),
         Request(novel(llm, 750, 70), 6, {"method": "shadowkv"}, arrives=11),
     ]
-    llm.collective_rpc("start_recording_blocks", args=([0, 3], CHUNK, QUERIES, EXACT, sampling))
+    rule = LAYERS_REPLAYED, CHUNK, QUERIES, EXACT, sampling
+    llm.collective_rpc("start_recording_blocks", args=rule)
     drive(llm, requests)
-    (summary,) = llm.collective_rpc("check_blocks", args=(methods, BUDGETS))
+    (summary,) = llm.collective_rpc("check_blocks", args=(methods, budgets(requests)))
     assert summary["sparse"] == 2 * (6 + 9 + 4 + 3)
+    assert summary["of another budget"] == 0
     assert summary["exact"] > 0
     assert summary["wrong"] == 0
     # The other index rounds what it holds, which the replay only bounds.
@@ -174,7 +202,9 @@ def test_exact_requests_read_only_exact_blocks_of_sparse_ones(llm):
 def test_pairs_attended_to_are_counted(llm):
     length = 900
     assert attended_share(llm, length, {"exact": True}) == 1
-    for options, budget in (({}, BUDGET), ({"prefill_budget": OWN}, OWN)):
-        pairs = EXACT**2 / 2 + (length - EXACT) * (budget + CHUNK / 2)
-        share = attended_share(llm, length, options)
-        assert share == pytest.approx(pairs / (length**2 / 2), rel=0.02)
+    for options in ({}, {"prefill_budget": OWN, "prefill_share": 0}):
+        pairs = EXACT * (EXACT + 1) // 2
+        for begin in range(EXACT, length, CHUNK):
+            new = min(CHUNK, length - begin)
+            pairs += new * PAGE * pages_before(begin, options) + new * (new + 1) // 2
+        assert attended_share(llm, length, options) == pairs / (length * (length + 1) // 2)

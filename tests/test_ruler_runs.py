@@ -157,6 +157,24 @@ def test_prompts_that_retrieve_are_compared(engine, tmp_path, capsys):
     assert len(engine.ran) == 2 * len(labels) - 1
 
 
+def test_prompts_that_retrieve_a_share_are_compared(engine, tmp_path, capsys):
+    """Beside them, all other requests of the engine ask for the budget alone."""
+    out = tmp_path / "ruler.json"
+    command = ["ruler", "--task", "vt", "--samples", "2", "--variants", "control", "--budgets"]
+    command += ["1024", "--prefill-budgets", "2048+12.5%", "2048", "1024+25%", "--out", str(out)]
+    assert driver.main(command) == 0
+    started = engine.started[0]
+    assert (started["prefill_budget"], started["prefill_share"]) == (2048, 0.25)
+    config = RetrievalConfig.from_options("kvretrieval", _of_engine(started))
+    asked = [options for options in engine.asked if options and "exact" not in options]
+    for options in asked:
+        RequestOptions.parse({"kv_retrieval": options}, config)
+    pairs = [(options["prefill_budget"], options["prefill_share"]) for options in asked]
+    assert pairs == [(0, 0)] + [(1024, 0.25)] * 3 + [(2048, 0)] * 3 + [(2048, 0.125)] * 3
+    shown = capsys.readouterr().out
+    assert row(shown, "prefill_2048+12.5%", "all") == row(shown, "prefill_1024+25%", "1024")
+
+
 def _of_engine(started: dict[str, Any]) -> dict[str, Any]:
     """The options of a started engine that are retrieval's."""
     return {k: v for k, v in started.items() if k not in ("context", "batch", "kv_cache_bytes")}
@@ -191,6 +209,7 @@ def test_other_presets_in_the_engine_are_other_cells(engine, tmp_path):
         (["--context", "2048"], "--context 2048: at least 4096 is needed"),
         (["--budgets", "0"], "--budgets 0"),
         (["--prefill-budgets", "-1"], "--prefill-budgets -1"),
+        (["--prefill-budgets", "2048+25"], "--prefill-budgets: invalid prefill_budget value"),
         (["--variants", "nothing"], "freekv"),
     ],
 )

@@ -1,6 +1,7 @@
 """Savings and costs of sparse prefill (``prefill_budget``), beside exact prefill.
 
     python -m benchmarks.quality prefill --contexts 8192 --settings 2048:512
+    python -m benchmarks.quality prefill --method kvretrieval --settings 2048+25%:128:8
 
 Per setting one engine. At each context a document is prefilled, timed by its first token, and then
 the model is forced through continuations of it, whose distributions are compared with those after
@@ -38,6 +39,7 @@ from benchmarks.quality.tasks.engine import (
 )
 from benchmarks.quality.tasks.forced import COPIES, novel, second_copy
 from benchmarks.quality.tasks.metrics import Generated, Scored, forced_scores
+from benchmarks.quality.tasks.prefill_budget import prefill_budget
 from benchmarks.quality.tasks.store import (
     References,
     Results,
@@ -62,17 +64,23 @@ EXACT = {"exact": True}
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of an engine: the values of ``PREFILL_OPTIONS``, the last ones may be left out."""
+    """A setting of an engine: the values of ``PREFILL_OPTIONS``, the last ones may be left out.
+
+    The budget may name a ``prefill_share``, too.
+    """
 
     text: str
-    options: dict[str, int | str]
+    options: dict[str, float | str]
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        values = [int(part) if part.isdecimal() else part for part in text.split(":")]
+        first, *others = text.split(":")
+        budget = prefill_budget(first)
+        values = [budget.tokens, *(int(part) if part.isdecimal() else part for part in others)]
         if not 2 <= len(values) <= len(PREFILL_OPTIONS):
             raise ValueError
-        return cls(text, dict(zip(PREFILL_OPTIONS, values, strict=False)))
+        options: dict[str, float | str] = dict(zip(PREFILL_OPTIONS, values, strict=False))
+        return cls(text, options | ({"prefill_share": budget.share} if budget.share else {}))
 
     def __str__(self) -> str:
         return self.text
@@ -233,8 +241,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, SMOLLM2_32K)
     add_tokens(parser, "--contexts", CONTEXTS, "tokens of the documents")
     add("--settings", nargs="+", type=Setting.parse, default=[*map(Setting.parse, SETTINGS)],
-        metavar="BUDGET:CHUNK[:QUERIES[:SAMPLING[:POOLING]]]",
-        help="values of " + ", ".join(PREFILL_OPTIONS))  # fmt: skip
+        metavar="BUDGET[+SHARE%]:CHUNK[:QUERIES[:SAMPLING[:POOLING]]]",
+        help="values of " + ", ".join(PREFILL_OPTIONS) + "; 2048+25%% has a prefill_share of 0.25, "
+        "too")  # fmt: skip
     add("--repeats", type=int, default=1, metavar="N", help="runs of each prefill")
     add_output(parser, "prefill.json")
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.quality ruler --task vt cwe --budgets 128 512
     python -m benchmarks.quality ruler --variants kvretrieval --prefill-budgets 2048 --budgets 1024
+    python -m benchmarks.quality ruler --variants kvretrieval --prefill-budgets 2048 2048+25%
 
 The samples come from RULER's published generator (see `ruler_tasks.generator`), in its own prompt
 template and with its own scores. One engine answers them all: full attention first, as
@@ -42,6 +43,7 @@ from benchmarks.quality.ruler_tasks.generator import (
     RulerSample,
 )
 from benchmarks.quality.tasks.engine import DTYPE, open_engine
+from benchmarks.quality.tasks.prefill_budget import EXACTLY, PrefillBudget, prefill_budget
 from benchmarks.quality.tasks.report import verdicts
 from benchmarks.quality.tasks.store import Results, fingerprint, model_fingerprint
 
@@ -87,7 +89,7 @@ class Setup:
         return [
             (variant, budget)
             for variant in self.variants
-            for budget in ((None,) if variant.prefill_budget else ()) + self.budgets
+            for budget in ((None,) if variant.prefill.tokens else ()) + self.budgets
         ]
 
     @property
@@ -106,7 +108,7 @@ class Benchmark:
         self._clock = Stopwatch()
         self._llm: LLM | None = None
         self._jobs: list[Job] = []
-        self._prompts: tuple[str, int] | None = None
+        self._prompts: tuple[str, PrefillBudget] | None = None
         """The task whose prompts the prefix cache holds, and their prefill budget."""
 
         self.cells: dict[tuple[str, str, int | None], dict[str, Any]] = {}
@@ -153,14 +155,14 @@ class Benchmark:
         for variant, budget in self._setup.asked:
             if (task.name, variant.name, budget) in self.cells:
                 continue
-            if self._prompts != (task.name, variant.prefill_budget):
+            if self._prompts != (task.name, variant.prefill):
                 self._say(f"{task.name}: prompts ({self._left()})")
                 llm, label = self._engine(stack), f"{task.name} prompts"
                 # Prompts that retrieve would begin with blocks that others have read.
                 llm.reset_prefix_cache()
-                options = self._options(variant, None) if variant.prefill_budget else FULL.options
+                options = self._options(variant, None) if variant.prefill.tokens else FULL.options
                 answer(llm, job.samples, options, task.metric, 1, label)
-                self._prompts = task.name, variant.prefill_budget
+                self._prompts = task.name, variant.prefill
             self._run_cell(job, variant, budget, stack)
 
     def _run_cell(
@@ -172,7 +174,7 @@ class Benchmark:
         watch = Stopwatch()
         options = self._options(variant, budget)
         answers = answer(llm, job.samples, options, task.metric, task.tokens, label)
-        self._prompts = task.name, variant.prefill_budget
+        self._prompts = task.name, variant.prefill
         if self._setup.show:
             for sample, text in zip(job.samples, answers.texts, strict=True):
                 print(f"  {' | '.join(sample.references)}: {text!r}", flush=True)
@@ -218,7 +220,9 @@ class Benchmark:
         """A request's options."""
         if variant is FULL:
             return variant.options
-        prefill = {"prefill_budget": variant.prefill_budget}
+        prefill: dict[str, float] = {"prefill_budget": variant.prefill.tokens}
+        if any(each.prefill.share for each in self._setup.variants):
+            prefill["prefill_share"] = variant.prefill.share
         return variant.options | prefill | {"budget": budget or self._whole}
 
     @property
@@ -239,12 +243,12 @@ class Benchmark:
             if full is not None and not report.counts(full):
                 continue
             missing = [
-                variant.prefill_budget
+                variant.prefill
                 for variant, budget in self._setup.asked
                 if (job.task.name, variant.name, budget) not in self.cells
             ]
             cells += len(missing)
-            read = {*missing, 0} if full is None else {*missing}
+            read = {*missing, EXACTLY} if full is None else {*missing}
             readings += len({(job.task.name, prefill) for prefill in read} - {self._prompts})
         text = f"{cells} cells and {readings} readings of prompts to go"
         known = [(cell["variant"] == FULL.name, cell["seconds"]) for cell in self.cells.values()]
@@ -263,7 +267,7 @@ class Benchmark:
         """Also full attention depends on the plug-in's code: our own kernel may compute it."""
         setup = self._setup
         alone = setup.engine == {"also": {}}  # its pages are smaller then
-        options = [variant.options, variant.prefill_budget, budget]
+        options = [variant.options, variant.prefill, budget]
         return fingerprint([job.key, *options, alone, setup.further, self._code])
 
     def _say(self, message: str) -> None:
@@ -280,8 +284,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variants", nargs="*", metavar="NAME", choices=variants, default=variants,
         help="presets beside full attention")  # fmt: skip
     add_tokens(parser, "--budgets", catalogue.BUDGETS, "tokens attended to per decode step")
-    add_tokens(parser, "--prefill-budgets", (), "values of prefill_budget that prompts are read "
-        "with, too, for kvretrieval")  # fmt: skip
+    add("--prefill-budgets", nargs="+", type=prefill_budget, default=(), metavar="N[+SHARE%]",
+        help="values of prefill_budget that prompts are read with, too, for kvretrieval; 2048+25%% "
+        "has a prefill_share of 0.25")  # fmt: skip
     add("--options", type=json.loads, default={}, metavar="JSON", help="further options of the "
         "engine")  # fmt: skip
     add("--context", type=int, metavar="TOKENS", default=catalogue.CONTEXT,
@@ -307,9 +312,11 @@ def run(options: argparse.Namespace) -> int:
     for name, least in (("samples", 1), ("context", catalogue.CONTEXT)):
         if getattr(options, name) < least:
             options.usage_error(f"--{name} {getattr(options, name)}: at least {least} is needed")
-    for name in ("budgets", "prefill_budgets"):
-        if (least := min(getattr(options, name), default=1)) < 1:
-            flag = name.replace("_", "-")
+    for flag, budgets in (
+        ("budgets", options.budgets),
+        ("prefill-budgets", [budget.tokens for budget in options.prefill_budgets]),
+    ):
+        if (least := min(budgets, default=1)) < 1:
             options.usage_error(f"--{flag} {least}: budgets are positive numbers")
     clock = Stopwatch()
     setup = Setup(

@@ -106,6 +106,7 @@ class RequestTable:
         self._method = np.zeros(capacity, dtype=np.int32)
         self._units = np.ones(capacity, dtype=np.int64)  # of selection, in a page
         self._prefill = np.zeros((3, capacity), dtype=np.int32)
+        self._prefill_share = np.zeros(capacity)
         self._methods = {name: number for number, name in enumerate(config.methods)}
         self._context = np.zeros(capacity, dtype=np.int32)
         self.arrived: frozenset[str] = frozenset()
@@ -309,11 +310,12 @@ class RequestTable:
         self._steps.numpy()[seats, :4] += booked * new[:, None]
 
     def prefill_budgets(self, seats: np.ndarray) -> np.ndarray:
-        """Pages of sink, window and selection that chunks of prompts attend to, int32 [3, n].
-
-        Zeros: chunks attend to everything before them.
-        """
+        """int32 [3, n]; pages of sink, window, selection that chunks attend to; zeros: all."""
         return self._prefill[:, seats]
+
+    def prefill_shares(self, seats: np.ndarray) -> np.ndarray:
+        """float64 [n]; the share of the tokens before a chunk that it attends to at least."""
+        return self._prefill_share[seats]
 
     def count_prefill(
         self, seats: np.ndarray, lens: np.ndarray, before: np.ndarray, attended: np.ndarray
@@ -390,9 +392,7 @@ class RequestTable:
             number = self._methods[options.method]
             least = self.kept.admit(seat, number, note.tokens, budget, options.exact)
             self._total[seat] = budget.total if least is None else least
-        prefill = options.prefill_budget
-        self._prefill[:, seat] = (
-            0 if prefill is None else (prefill.sink, prefill.window, prefill.select)
-        )
+        self._prefill[:, seat] = options.prefill_budget or 0
+        self._prefill_share[seat] = options.prefill_share
         for entries in self._per_seat:
             entries[seat] = 0

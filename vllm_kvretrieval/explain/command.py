@@ -55,6 +55,12 @@ def add_explain(commands: Any) -> None:
         "the prompt's last chunk, too",
     )
     parser.add_argument(
+        "--prefill-share",
+        type=float,
+        metavar="SHARE",
+        help="with --prefill-budget: the prefill_share beside it",
+    )
+    parser.add_argument(
         "--observation",
         type=_observation,
         help=f"queries at the prompt's end whose attention counts, or {ALL} (default: the "
@@ -96,7 +102,8 @@ def explain(given: argparse.Namespace) -> None:
     """
     if not given.no_plot:
         require_plot()
-    options = {name: getattr(given, name) for name in ("budget", "heads", "prefill_budget")}
+    names = ("budget", "heads", "prefill_budget", "prefill_share")
+    options = {name: getattr(given, name) for name in names}
     options = {name: value for name, value in options.items() if value is not None}
 
     from vllm_kvretrieval.explain.served import served_options
@@ -148,6 +155,7 @@ def explain(given: argparse.Namespace) -> None:
         "budget": given.budget,
         "page_size": config.page_size if by_page else None,
         "prefill_budget": given.prefill_budget,
+        "prefill_share": config.prefill_share,
         "observation": ALL if observed is None else observed,
         "latest": min(LATEST, len(tokens)),
         "dtype": given.dtype,

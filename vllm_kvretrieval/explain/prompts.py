@@ -66,14 +66,13 @@ def _share(config: RetrievalConfig, layer: LayerAttention, chunk: tuple[int, int
     (begin, end), size = chunk, config.page_size
     planner = BlockPlanner(config, layer.kv_heads)
     budget = config.page_budget(config.prefill_budget, key="prefill_budget")
-    lens, new = np.array([end]), np.array([end - begin])
-    division = planner.divide(lens, new, np.array([budget.total * size]))
-    parts = np.array([[budget.sink], [budget.window], [budget.select]])
+    division = planner.divide(np.array([end]), np.array([end - begin]))
+    always = np.array([[budget.sink], [budget.window]])
     pages = torch.arange(-(-end // size), dtype=torch.int32)
-    blocks = planner.plan(0, division, parts, pages[None], 0)
+    blocks = planner.plan(0, division, always, pages[None], 0)
     query = layer.queries_at(begin, end).transpose(0, 1)
     group = len(layer.queries) // layer.kv_heads * config.prefill_queries
-    chooser = make_chooser(config, layer, group, budget.select)
+    chooser = make_chooser(config, layer, group, int(blocks.rows.select))
     reference.plan_decode(blocks.grouped(query, layer.kv_heads), blocks.rows, chooser)
     attended = torch.zeros(layer.kv_heads, len(pages), dtype=torch.bool)
     for head, length in enumerate(blocks.rows.lengths.tolist()):

@@ -143,10 +143,10 @@ def table(result: dict[str, Any]) -> str:
         f"  layer  entropy  by entropy  {verb:>8}  attention{'  chunk' if sparse else ''}",
     ]
     if sparse:
-        budget = result["prefill_budget"]
-        lines.insert(
-            3, f"and of that of the queries of the last chunk, by a prefill_budget of {budget}"
-        )
+        budget, share = result["prefill_budget"], result["prefill_share"]
+        beside = f" and a prefill_share of {share:g}" if share else ""
+        of_chunk = "and of that of the queries of the last chunk, by a prefill_budget of"
+        lines.insert(3, f"{of_chunk} {budget}{beside}")
     longest = max(_mean(row["entropy_budgets"]) for row in result["layers"])
     lines += [
         f"  {row['layer']:>5}  {row['entropy']:7.3f}  {_mean(row['entropy_budgets']):10.0f}  "

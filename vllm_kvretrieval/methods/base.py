@@ -274,6 +274,7 @@ class WorkSize(NamedTuple):
         rows: Most requests that run at once.
         pieces: Most blocks of prompts in a step.
         piece_queries: Queries by which each of them selects; 0: prompts select nothing.
+        piece_pages: Most pages before one of them that it attends to.
     """
 
     tokens: int
@@ -284,6 +285,7 @@ class WorkSize(NamedTuple):
     rows: int
     pieces: int
     piece_queries: int
+    piece_pages: int
 
 
 class Family(Protocol):

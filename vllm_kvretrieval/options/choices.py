@@ -33,3 +33,5 @@ SAMPLINGS = {
     "dissimilar": "per query head those least like the mean of the chunk's (QuoKA, section 3)",
 }
 MOST_RERANKED = 64
+NO_PAGES = "whose prompts select no pages by an index"
+"""Why a share of the tokens before a chunk of a prompt has no effect."""

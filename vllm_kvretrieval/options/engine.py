@@ -65,12 +65,13 @@ class RetrievalConfig(Options):
                     object.__setattr__(self, key, value)
         check_combinations(self, given)
 
-    def _prefill_defaults(self) -> dict[str, int]:
+    def _prefill_defaults(self) -> dict[str, float]:
         """Options of chunks of prompts that the user leaves out."""
         if self.own.shares:
-            return {"prefill_chunk": DEFAULT_CHUNK}
+            return {"prefill_chunk": DEFAULT_CHUNK, "prefill_share": 0.0}
         chunk = self.prefill_chunk or max(DEFAULT_BLOCK, self.page_size)
-        return {"prefill_chunk": chunk, "prefill_queries": min(DEFAULT_QUERIES, chunk)}
+        queries = min(DEFAULT_QUERIES, chunk)
+        return {"prefill_chunk": chunk, "prefill_share": 0.0, "prefill_queries": queries}
 
     @functools.cached_property
     def own(self) -> Method:

@@ -27,6 +27,8 @@ class RequestOptions:
         own_budget: Whether the request names its budget.
         mass: See :class:`Method`.
         prefill_budget: Pages before a chunk of the prompt that it attends to; None: all.
+        prefill_share: The share of the tokens before it that a chunk attends to, where that is
+            more; 0 if chunks attend to all of them.
         exact_prefix: Share with other requests only keys and values that full attention has
             computed, whatever the request itself attends to.
     """
@@ -39,6 +41,7 @@ class RequestOptions:
     exact_prefix: bool = False
     mass: float = 1.0
     prefill_budget: PageBudget | None = None
+    prefill_share: float = 0.0
 
     @classmethod
     def parse(
@@ -105,6 +108,7 @@ class RequestOptions:
             )
         mass = value.get("mass", method.mass)
         check_mass(mass, method)
+        prefill_budget = _prefill_budget(value.get("prefill_budget"), method, exact, config)
         return cls(
             method.name,
             config.page_budget(budget, method.name),
@@ -113,7 +117,8 @@ class RequestOptions:
             "budget" in given,
             exact_prefix,
             mass,
-            _prefill_budget(value.get("prefill_budget"), method, exact, config),
+            prefill_budget,
+            _prefill_share(value.get("prefill_share"), prefill_budget, method, exact, config),
         )
 
     def certain_budget(self, config: RetrievalConfig) -> int:
@@ -182,6 +187,45 @@ def _prefill_budget(
             f"attention; or start the server with --kv-retrieval.prefill_budget {tokens}."
         )
     return config.page_budget(tokens, method.name, key="prefill_budget")
+
+
+def _prefill_share(
+    share: float | None,
+    budget: PageBudget | None,
+    method: Method,
+    exact: bool,
+    config: RetrievalConfig,
+) -> float:
+    """The share of the tokens before a chunk of the prompt that it attends to, at least.
+
+    Args:
+        share: ``prefill_share`` of the request; None: it names none.
+        budget: See :func:`_prefill_budget`, which returns it.
+        method, exact, config: As there.
+    """
+    most = config.prefill_share
+    if share is None:
+        return 0.0 if budget is None or most is None else most
+    if share == 0:
+        return 0.0
+    if most is None:
+        raise RetrievalConfigError(
+            f"prefill_share={share} is not served, since all prompts attend to everything here; "
+            "leave it out, or start the server with --kv-retrieval.prefill_budget."
+        )
+    if budget is None:
+        why = "prefill_budget=0" if config.prefills_sparsely(method) else method.name
+        why = "a request with exact=True" if exact else why
+        raise RetrievalConfigError(
+            f"prefill_share={share} has no effect with {why}, whose prompt attends to everything; "
+            "leave it out."
+        )
+    if share > most:
+        raise RetrievalConfigError(
+            f"prefill_share={share} exceeds the server's {most}. Ask for less, or for 0: "
+            f"prefill_budget alone; or start the server with --kv-retrieval.prefill_share {share}."
+        )
+    return share
 
 
 def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
+from vllm_kvretrieval.options.choices import NO_PAGES
 from vllm_kvretrieval.options.option import Option
-from vllm_kvretrieval.options.values import SHARE, SIMILARITY, SWITCH, TOKENS, checked_later
+from vllm_kvretrieval.options.values import PART, SHARE, SIMILARITY, SWITCH, TOKENS, checked_later
 from vllm_kvretrieval.retrieval.family import FAMILIES, SCORED, WHOLE
 
 REQUEST: Mapping[str, Option] = {
@@ -50,6 +51,16 @@ REQUEST: Mapping[str, Option] = {
         "how many tokens before a chunk of the prompt the chunk attends to, up to the server's "
         "`prefill_budget`; 0: all, and prefill is exact",
         "the server's",
+        more="methods.md#sparse-prefill",
+    ),
+    "prefill_share": Option(
+        PART,
+        "the share of the tokens before a chunk of the prompt that the chunk attends to, where "
+        "that is more than `prefill_budget`; up to the server's `prefill_share`",
+        "the server's",
+        families=(SCORED,),
+        why=NO_PAGES,
+        neutral=0,
         more="methods.md#sparse-prefill",
     ),
 }

@@ -223,6 +223,17 @@ class Options:
         on_gpu="prefill exactly",
         more="methods.md#sparse-prefill",
     )
+    prefill_share: float | None = option(
+        None,
+        PART,
+        "the share of the tokens before a chunk of a prompt that the chunk attends to, where that "
+        "is more than `prefill_budget`",
+        "0",
+        families=(SCORED,),
+        why=choices.NO_PAGES,
+        needs="prefill_budget",
+        more="methods.md#sparse-prefill",
+    )
     prefill_chunk: int | None = option(
         None,
         TOKENS,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.quality.ruler_tasks.scoring import Metric, match_all, match_part
+from benchmarks.quality.tasks.prefill_budget import EXACTLY, PrefillBudget
 
 CONTEXT = 4096
 """Tokens of a prompt and its answer, at most; the shortest of RULER's lengths."""
@@ -63,8 +64,8 @@ class Variant:
     options: dict[str, Any] = field(default_factory=dict)
     """The request's ``kv_retrieval`` options, beside its budgets."""
 
-    prefill_budget: int = 0
-    """That of its prompts; 0: they are read with full attention."""
+    prefill: PrefillBudget = EXACTLY
+    """That of its prompts."""
 
 
 FULL = Variant(
@@ -81,7 +82,7 @@ VARIANTS = (
 """The variants that answer every task that counts; each has a row of the table per budget."""
 
 
-def prefilling(budget: int) -> Variant:
+def prefilling(budget: PrefillBudget) -> Variant:
     """Return the variant whose prompts retrieve so many tokens."""
     meaning = f"kvretrieval, whose prompts attend to {budget} tokens before each chunk, too"
     return Variant(f"prefill_{budget}", meaning, {"method": ENGINE_METHOD}, budget)
@@ -93,8 +94,12 @@ def engine_options(variants: Sequence[Variant]) -> dict[str, Any]:
     options: dict[str, Any] = {
         "also": {method: {} for method in methods if method != ENGINE_METHOD}
     }
-    if prefill_budget := max((variant.prefill_budget for variant in variants), default=0):
-        options["prefill_budget"] = prefill_budget
+    for option, of_each in (
+        ("prefill_budget", [variant.prefill.tokens for variant in variants]),
+        ("prefill_share", [variant.prefill.share for variant in variants]),
+    ):
+        if most := max(of_each, default=0):
+            options[option] = most
     return options
 
 

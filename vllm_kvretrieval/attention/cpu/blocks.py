@@ -82,8 +82,7 @@ class BlockPlanner(Divisor):
     def __init__(self, config: "RetrievalConfig", kv_heads: int) -> None:
         super().__init__(config)
         assert config.prefill_queries is not None
-        self.page_size, self.kv_heads = config.page_size, kv_heads
-        self.samples = config.prefill_queries
+        self.kv_heads, self.samples = kv_heads, config.prefill_queries
         # How many queries of a block its samples are chosen from.
         self.among = self.samples if config.prefill_sampling != "dissimilar" else self.chunk
 
@@ -91,7 +90,7 @@ class BlockPlanner(Divisor):
         self,
         method: int,
         division: Division,
-        budgets: np.ndarray,
+        always: np.ndarray,
         block_table: torch.Tensor,
         start: int,
         staged: torch.Tensor | None = None,
@@ -100,8 +99,9 @@ class BlockPlanner(Divisor):
 
         Args:
             method: Number of the method that selects.
-            division: The requests' tokens, divided into blocks.
-            budgets: int [3, requests]; pages of sink, window before a block, and selection.
+            division: The requests' tokens, divided into blocks. Of what a block attends to before
+                it, it selects what is neither sink nor window.
+            always: int [2, requests]; pages of sink, and of the window before a block.
             block_table: int32 [requests, >= pages]; theirs.
             start: The first token of the requests in the step.
             staged: int64 [n]; the pages that are laid out to be read, in order, -1 for none; None:
@@ -109,7 +109,8 @@ class BlockPlanner(Divisor):
         """
         ends, new, sparse = division.ends, division.new, division.sparse
         pages, before = -(-ends // self.page_size), (ends - new) // self.page_size
-        sink, window, select = budgets[:, division.request] * sparse
+        sink, window = always[:, division.request] * sparse
+        select = (division.attended - new) // self.page_size * sparse - sink - window
         window = np.where(sparse, window + pages - before, pages)
         attended = (sink + select + window - pages) * self.page_size + ends
         width = int((sink + select + window).max())

@@ -51,7 +51,9 @@ class Divisor:
     def __init__(self, config: "RetrievalConfig") -> None:
         assert config.prefill_budget is not None
         assert config.prefill_chunk is not None
+        assert config.prefill_share is not None
         self.budget, self.chunk = config.prefill_budget, config.prefill_chunk
+        self.share, self.page_size = config.prefill_share, config.page_size
         self.exact = config.exact_prefill
         """Tokens at the start of a prompt that attend to everything before them."""
 
@@ -59,8 +61,29 @@ class Divisor:
         """Most chunks in a step of so many tokens and requests."""
         return tokens // self.chunk + 2 * requests
 
+    def most_attended(self, longest: int) -> int:
+        """Most pages before a chunk that it attends to, in contexts of so many tokens."""
+        begins, budgets, shares = (np.array([each]) for each in (longest, self.budget, self.share))
+        return int(self._before(begins, budgets, shares)[0]) // self.page_size
+
+    def _before(self, begins: np.ndarray, budgets: np.ndarray, shares: np.ndarray) -> np.ndarray:
+        """Tokens before chunks that these attend to, int64 [C].
+
+        Args:
+            begins: int [C]; first tokens of the chunks. One that begins within a chunk, behind a
+                prefix in the cache, counts as that chunk.
+            budgets: int [C]; the least.
+            shares: float [C]; of the tokens before the chunk, rounded up to pages.
+        """
+        pages = np.ceil(shares * (begins // self.chunk * self.chunk) / self.page_size)
+        return np.maximum(budgets, pages.astype(np.int64) * self.page_size)
+
     def divide(
-        self, lens: np.ndarray, new: np.ndarray, budgets: np.ndarray | None = None
+        self,
+        lens: np.ndarray,
+        new: np.ndarray,
+        budgets: np.ndarray | None = None,
+        shares: np.ndarray | None = None,
     ) -> Division:
         """Divide prompts.
 
@@ -69,6 +92,7 @@ class Divisor:
             new: int [n]; tokens of the step.
             budgets: int [n]; tokens before a chunk that it attends to; None: those of the engine,
                 which are the most.
+            shares: float [n]; of all tokens before a chunk, where they are more; None: as above.
         """
         request, ends, begins = list[int](), list[int](), list[int]()
         for r, (end, count) in enumerate(zip(lens.tolist(), new.tolist(), strict=True)):
@@ -81,7 +105,9 @@ class Divisor:
                 begin = border
         to, first = np.array(ends, dtype=np.int64), np.array(begins, dtype=np.int64)
         of, sparse = np.array(request, dtype=np.int64), first >= self.exact
-        before = self.budget if budgets is None else budgets[of]
+        least = np.full(len(lens), self.budget) if budgets is None else budgets
+        share = np.full(len(lens), self.share) if shares is None else shares
+        before = self._before(first, least[of], share[of])
         return Division(of, to, to - first, sparse, np.where(sparse, before + to - first, to))
 
 

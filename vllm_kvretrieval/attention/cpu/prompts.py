@@ -63,7 +63,8 @@ class PromptPlanner:
         new = np.diff(dense.query_start_loc.numpy()[first:])
         pairs = new * (2 * lens.astype(np.int64) - new + 1) // 2
         tokens = budgets.sum(0) * self._page_size
-        division = self._sparse.divide(lens, new, tokens)
+        shares = self._requests.prefill_shares(seats)
+        division = self._sparse.divide(lens, new, tokens, shares)
         skipped = np.where(sparse, division.skipped(len(lens)), 0)
         self._requests.count_prefill(seats, lens, pairs, pairs - skipped)
         sparse &= lens > self._sparse.exact
@@ -75,8 +76,8 @@ class PromptPlanner:
             if not sparse[begin]:
                 parts += self._exactly(dense, requests)
             elif isinstance(self._sparse, BlockPlanner):
-                method, of = int(methods[begin]), budgets[:, begin:end]
-                parts += self._blocks(dense, requests, self._sparse, method, divided, of)
+                method, always = int(methods[begin]), budgets[:2, begin:end]
+                parts += self._blocks(dense, requests, self._sparse, method, divided, always)
             else:
                 parts += self._chunks(dense, requests, self._sparse, divided, parts)
         return parts
@@ -146,7 +147,7 @@ class PromptPlanner:
         by: BlockPlanner,
         method: int,
         division: Division,
-        budgets: np.ndarray,
+        always: np.ndarray,
     ) -> list[Prefill]:
         """Requests whose prompts are divided into blocks that select pages by a method."""
         starts = dense.query_start_loc[requests.start : requests.stop + 1]
@@ -160,7 +161,7 @@ class PromptPlanner:
         parts = list[Prefill]()
         for own, pages in turns:
             first = int(starts[own.start])
-            blocks = by.plan(method, division.of(own), budgets[:, own], table[own], first, pages)
+            blocks = by.plan(method, division.of(own), always[:, own], table[own], first, pages)
             parts.append(Prefill(first, blocks.lists, pages, blocks=blocks))
         return parts
 

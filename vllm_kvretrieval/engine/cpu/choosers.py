@@ -88,7 +88,6 @@ class Choosers:
         config = self._worker.retrieval_config
         if config.prefill_queries is None:
             return {}
-        assert config.prefill_budget is not None
         shape = impl.num_kv_heads, impl.num_queries_per_kv, impl.head_size
         if shape not in self._for_blocks:
             kv_heads, group, head_size = shape
@@ -97,7 +96,7 @@ class Choosers:
                 kv_heads=kv_heads,
                 group=group * config.prefill_queries,
                 head_size=head_size,
-                most_selected=config.prefill_budget // config.page_size,
+                most_selected=self._worker.most_piece_pages,
                 dtype=kv_cache.dtype,
             )
         selection = self._for_blocks[shape]

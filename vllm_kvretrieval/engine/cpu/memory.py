@@ -210,6 +210,11 @@ class PlanningWorker(CPUWorker):
         return Divisor(self.retrieval_config).most(tokens, requests_at_once(self.vllm_config))
 
     @property
+    def most_piece_pages(self) -> int:
+        """Most pages before one of them that it attends to."""
+        return Divisor(self.retrieval_config).most_attended(self.model_config.max_model_len)
+
+    @property
     def stages(self) -> bool:
         """Whether something has to be laid out for prompts, see PrefillStaging.
 
@@ -230,6 +235,7 @@ class PlanningWorker(CPUWorker):
     def _scratch_bytes(self) -> int:
         """Bytes of the memory in which layers choose; see :meth:`Family.scratch_bytes`."""
         model, config = self.model_config, self.retrieval_config
+        blocks = config.prefill_queries is not None
         size = WorkSize(
             tokens=model.max_model_len,
             heads=model.get_num_attention_heads(self.parallel_config),
@@ -237,8 +243,9 @@ class PlanningWorker(CPUWorker):
             head_size=model.get_head_size(),
             dtype=model.dtype,
             rows=requests_at_once(self.vllm_config),
-            pieces=0 if config.prefill_queries is None else self.most_pieces,
+            pieces=self.most_pieces if blocks else 0,
             piece_queries=config.prefill_queries or 0,
+            piece_pages=self.most_piece_pages if blocks else 0,
         )
         return scratch_bytes(config.methods.values(), size)
 

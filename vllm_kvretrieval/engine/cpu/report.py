@@ -47,11 +47,14 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         parts = config.page_budget(config.prefill_budget)
         logger.info(
             "Prefill is sparse in these layers: chunks of %d tokens attend to %d before them "
-            "(sink %d, window %d, selected %d%s).",
+            "(sink %d, window %d, selected %d%s)%s.",
             config.prefill_chunk,
             config.prefill_budget,
             *(pages * config.page_size for pages in (parts.sink, parts.window, parts.select)),
             f" by {config.prefill_queries} queries" if config.prefill_queries else "",
+            f", or to {config.prefill_share:g} of all before them where that selects more"
+            if config.prefill_share
+            else "",
         )
     if worker.tiers is not None:
         tiers = worker.tiers
