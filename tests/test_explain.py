@@ -107,11 +107,13 @@ def plain_entropies(attentions, queries):
     return -torch.special.xlogy(some, some).sum(-1).mean((1, 2))
 
 
-def test_the_share_of_a_chunk(model):
+@pytest.mark.parametrize(("share", "chosen"), [(0.0, 2), (0.7, 3)])
+def test_the_share_of_a_chunk(model, share, chosen):
     """The pages of a chunk are those that eight of its queries attend to most."""
-    begin, end, size, chosen = 256, 384, 32, 2  # beside a page of sink and two of window
-    result = explained(model, "--method=oracle", "--prefill-budget=160")
-    assert result["prefill_budget"] == 160
+    begin, end, size = 256, 384, 32  # the chosen are beside a page of sink and two of window
+    given = ["--prefill-budget=160", *([f"--prefill-share={share}"] if share else [])]
+    result = explained(model, "--method=oracle", *given)
+    assert (result["prefill_budget"], result["prefill_share"]) == (160, share)
     assert result["layers"][0]["chunk"] == [1.0, 1.0]
     same = 0
     for row in result["layers"][1:]:
