@@ -211,7 +211,8 @@ def _prefill_share(
     if most is None:
         raise RetrievalConfigError(
             f"prefill_share={share} is not served, since all prompts attend to everything here; "
-            "leave it out, or start the server with --kv-retrieval.prefill_budget."
+            "leave it out, or start the server with --kv-retrieval.prefill_budget and "
+            f"--kv-retrieval.prefill_share {share}."
         )
     if budget is None:
         why = "prefill_budget=0" if config.prefills_sparsely(method) else method.name
