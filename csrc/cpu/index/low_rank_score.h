@@ -14,10 +14,13 @@
 namespace kvr {
 namespace KVR_ISA {
 
-// 2^(x * unit) for |x * unit| < 126, relative error below 3e-6.
-inline Floats power_of_two(Floats x, float unit) {
+constexpr float kFarthest = 100;  // powers of two; masses beyond it are summed anew
+
+// 2^x within 2^-kFarthest and 2^kFarthest, relative error below 3e-6.
+inline Floats mass_of(Floats x) {
   constexpr float kShift = 12582912;
-  const Floats shifted = x * unit + kShift, f = x * unit - (shifted - kShift);
+  x = min(max(x, splat(-kFarthest)), splat(kFarthest));
+  const Floats shifted = x + kShift, f = x - (shifted - kShift);
   Floats p = splat(9.5701003e-3f);
   p = p * f + 5.5917863e-2f;
   p = p * f + 2.4024744e-1f;
@@ -110,7 +113,7 @@ class LowRankScorer {
     const LowRankFields fields = fields_;  // nothing that is written below is part of these
     const RoundedQueries queries = queries_;
     const uint8_t* records[kBlock];
-    alignas(32) int32_t totals[kBlock][N][kMostRank];
+    alignas(64) int32_t totals[kBlock][N][kMostRank];
     Floats masses[kMostSpans][kBlock][N], means[kBlock][N];
     Along along[kBlock][N];
     Quad mean_scales = {};
@@ -122,26 +125,25 @@ class LowRankScorer {
       along_mean<N>(records[e] + fields.mean, d, queries.halves(i), means[e]);
       products<N>(records[e], fields, d, queries, i, totals[e]);
     }
-    for (int e = 0; e < count; ++e) round_products<N>(records[e], totals[e], queries, i, along[e]);
+    for (int e = 0; e < count; ++e) round_products<N>(records[e], totals[e], along[e]);
     float units[N];
     KVR_UNROLL for (int g = 0; g < N; ++g) units[g] = queries.factors(i + g).directions;
     for (int span = 0; span < spans_; ++span)
-      for (int e = 0; e < kBlock; ++e)
+      for (int e = count; e < kBlock; ++e)
         KVR_UNROLL for (int g = 0; g < N; ++g) masses[span][e][g] = Floats{};
     const int of_span = n / spans_;
+    const bool halves = spans_ == 2 && of_span == 16;  // spans that are added up together
     for (int e = 0; e < count; ++e)
-      for (int token = 0; token < n; token += kTokens)
-        add_masses<N>(records[e] + fields.coefficients + token, n, fields.pairs,
-                      std::min(kTokens, n - token), units, along[e], masses[token / of_span][e],
-                      masses[std::min(token + 16, n - 1) / of_span][e]);
-    for (int e = 0; e < count; ++e) {
-      int least = along[e][0].limit;
-      KVR_UNROLL for (int g = 1; g < N; ++g) least = std::min<int>(least, along[e][g].limit);
-      if (least >= kFarthest) continue;
-      for (int g = 0; g < N; ++g)
-        if (along[e][g].limit < kFarthest)  // units are so large that what is far may look near
-          for (int span = 0; span < spans_; ++span) masses[span][e][g] = Floats{};
-    }
+      for (int span = 0; span < (halves ? 1 : spans_); ++span) {
+        Floats totals[N] = {}, others[N] = {};
+        for (int token = span * of_span; token < (span + 1) * of_span; token += kTokens)
+          add_masses<N>(records[e] + fields.coefficients + token, n, fields.pairs,
+                        std::min(kTokens, n - token), units, along[e], totals, others);
+        KVR_UNROLL for (int g = 0; g < N; ++g) {
+          masses[span][e][g] = halves ? totals[g] : totals[g] + others[g];
+          if (halves) masses[1][e][g] = others[g];
+        }
+      }
     for (int span = 0; span < spans_; ++span)
       KVR_UNROLL for (int g = 0; g < N; ++g) {
         const auto& of = masses[span];
@@ -161,32 +163,35 @@ class LowRankScorer {
   static void add_masses(const uint8_t* coefficients, int64_t stride, int pairs, int count,
                          const float (&units)[N], const Along (&along)[N], Floats (&totals)[N],
                          Floats (&others)[N]) {
-    alignas(32) int16_t sums[N][kTokens];
+    TokenSums<N> sums;
     sum_tokens<N>(coefficients, stride, pairs, count, along, sums);
     for (int t = 0; t < 16; t += kWidth)
       KVR_UNROLL for (int g = 0; g < N; ++g)
-        totals[g] += power_of_two(floats_of(sums[g] + t), along[g].unit * units[g]);
-    for (int t = 16; t < count; t += kWidth)
+        totals[g] += mass_of(sums.at(g, t) * (along[g].unit * units[g]));
+    if (count <= 16) return;
+    for (int t = 16; t < kTokens; t += kWidth)
       KVR_UNROLL for (int g = 0; g < N; ++g)
-        others[g] += power_of_two(floats_of(sums[g] + t), along[g].unit * units[g]);
+        others[g] += mass_of(sums.at(g, t) * (along[g].unit * units[g]));
   }
 
   // Logarithm of the mass relative to the mean's, however far from it.
   float far_mass(const uint8_t* record, int i, int span) const {
     const int n = index_.entry_tokens, begin = span * n / spans_, end = (span + 1) * n / spans_;
-    alignas(32) int32_t totals[1][kMostRank];
+    alignas(64) int32_t totals[1][kMostRank];
     Along along[1];
     products<1>(record, fields_, index_.head_size, queries_, i, totals);
-    round_products<1>(record, totals, queries_, i, along);
-    along[0].limit = kNoLimit;
+    round_products<1>(record, totals, along);
     const float unit = along[0].unit * queries_.factors(i).directions * kLn2;
     thread_local std::vector<float> scores;
     scores.resize(padded(end - begin));
     for (int token = begin; token < end; token += kTokens) {
-      alignas(32) int16_t sums[1][kTokens];
+      TokenSums<1> sums;
       const int count = std::min(kTokens, end - token);
       sum_tokens<1>(record + fields_.coefficients + token, n, fields_.pairs, count, along, sums);
-      for (int t = 0; t < count; ++t) scores[token - begin + t] = sums[0][t] * unit;
+      for (int t = 0; t < count; t += kWidth) {
+        const Floats some = sums.at(0, t) * unit;
+        std::memcpy(scores.data() + token - begin + t, &some, sizeof some);
+      }
     }
     return log_sum_exp(scores.data(), end - begin);
   }
