@@ -33,7 +33,7 @@ from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
 
 LAYERS, HEADS, GROUP, HEAD_SIZE = 4, 2, 2, 32
-BLOCK = 128
+BLOCK = 128  # tokens, unless a page has more
 UNWRITTEN = 1e30
 """Stands for values that were never written."""
 MIB = 1 << 20
@@ -92,6 +92,8 @@ class BareEngine:
             self.worker = self._make_worker(method, options)
             self.config: RetrievalConfig = self.worker.retrieval_config
             self.page_size = self.config.page_size
+            self.block_size = max(BLOCK, self.page_size)
+            self.vllm_config.cache_config.block_size = self.block_size
             self.worker.tiers = self.worker._plan_tiers(fast, self.worker._staging_bytes())
             if plan_only:
                 return
@@ -170,7 +172,7 @@ class BareEngine:
     @property
     def _spec(self) -> FullAttentionSpec:
         return FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=self.dtype
+            block_size=self.block_size, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=self.dtype
         )
 
     def _init_builder(self, builder: Any) -> None:
@@ -200,7 +202,9 @@ class BareEngine:
     def _allocate(self) -> None:
         """Memory for the KV cache, by layer, in a home or not."""
         worker, tiers = self.worker, self.worker.tiers
-        blocks = self.seats * -(-self.max_model_len // BLOCK) + 1 if tiers is None else tiers.blocks
+        blocks = self.seats * -(-self.max_model_len // self.block_size) + 1
+        if tiers is not None:
+            blocks = tiers.blocks
         self.vllm_config.cache_config.num_gpu_blocks = blocks
         self._free = list(range(1, blocks))  # block 0 is vLLM's own
         size = blocks * self._spec.page_size_bytes
@@ -214,7 +218,7 @@ class BareEngine:
             else:
                 worker.home = EncodedHome(where, len(in_home), size, tiers.home // len(in_home))
             worker.in_home = in_home
-        shape = blocks * BLOCK // self.page_size, HEADS, self.page_size, 2 * HEAD_SIZE
+        shape = blocks * self.block_size // self.page_size, HEADS, self.page_size, 2 * HEAD_SIZE
         for name in names:
             if name in in_home:
                 first = in_home.index(name) * size
@@ -340,13 +344,13 @@ class BareEngine:
 
     def _describe(self, batch: list[Running], new: list[int]) -> Any:
         """vLLM's description of a step."""
-        each = BLOCK // self.page_size
-        width = -(-self.max_model_len // BLOCK) * each
+        each = self.block_size // self.page_size
+        width = -(-self.max_model_len // self.block_size) * each
         table = torch.zeros(len(batch), width, dtype=torch.int32)
         slots = []
         for row, (request, count) in enumerate(zip(batch, new, strict=True)):
             end = request.computed + count
-            while len(request.blocks) * BLOCK < end:
+            while len(request.blocks) * self.block_size < end:
                 request.blocks.append(self._free.pop(0))
             pages = [block * each + i for block in request.blocks for i in range(each)]
             table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)

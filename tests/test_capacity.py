@@ -280,9 +280,10 @@ def test_a_stage_of_a_pipeline_without_retrieval_layers(method):
 
 
 @pytest.mark.parametrize("attention", ["own", "vllm"])
-@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("page", [16, 128, 256])
 def test_full_attention(page, attention):
-    engine = BareEngine("full", {"page_size": page, "attention": attention, "budget": 256})
+    options = {"page_size": page, "attention": attention, "budget": max(256, 2 * page)}
+    engine = BareEngine("full", options)
     assert not any(impl.stores for impl in engine.worker.retrieval_layers.values())
     for prompt in (300, 1, 128):
         engine.add({}, prompt, 20)

@@ -9,7 +9,7 @@ from vllm_kvretrieval.retrieval.codec import CODECS
 pytestmark = pytest.mark.threads
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SHAPES = ((16, 32), (32, 64), (32, 80), (64, 112), (128, 256))
+SHAPES = ((16, 32), (32, 64), (32, 80), (64, 112), (128, 256), (256, 64))
 SHIPPED = [CODECS[name] for name in ("raw", "k8v4", "k4v4", "k2v2")]  # tests may have added theirs
 QUANTISED = SHIPPED[1:]
 by_name = pytest.mark.parametrize("codec", SHIPPED, ids=lambda codec: codec.name)

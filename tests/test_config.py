@@ -106,7 +106,7 @@ def test_streamingllm_gives_the_budget_to_the_window():
         ({"window": 40}, r"window=40 must be a positive multiple of page_size=32; try 32"),
         ({"window": -32}, r"window=-32 must be a positive multiple"),
         ({"window": 64.0}, r"kv_retrieval\.window=64\.0 must be a whole number"),
-        ({"page_size": 8}, r"page_size=8 is not supported; use one of \(16, 32, 64, 128\)"),
+        ({"page_size": 8}, r"page_size=8 is not supported; use one of \(16, 32, 64, 128, 256\)"),
         (
             {"summary_size": 4},
             r"summary_size=4 is not .* page_size=32 .*; use one of \(8, 16, 32\)",

@@ -154,6 +154,11 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         f"kv_retrieval.home=auto serves budgets of up to {MOST_SLOTS} pages, and "
         f"{(MOST_SLOTS + 1) * 32} tokens have {MOST_SLOTS + 1} of page_size=32; lower budget",
     ),
+    "large pages": (
+        LLAMA,
+        retrieval(page_size=256, budget=2048),
+        "kv_retrieval.page_size=256 is not served on a GPU yet; use 128 or less.",
+    ),
     "sparse prefill": (
         LLAMA | {"num_hidden_layers": 3},
         retrieval(filters=[0], prefill_budget=1024) | {"attention_backend": "omnikv"},

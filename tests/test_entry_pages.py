@@ -20,7 +20,12 @@ KV_HEADS, GROUP = 2, 3
 
 
 @covering(
-    kv_heads__group__head_size__page_size=[(3, 3, 64, 16), (1, 7, 128, 16), (2, 4, 80, 64)],
+    kv_heads__group__head_size__page_size=[
+        (3, 3, 64, 16),
+        (1, 7, 128, 16),
+        (2, 4, 80, 64),
+        (1, 2, 64, 128),
+    ],
     pooling=[Pooling.MEAN_SOFTMAX, Pooling.MAX],
     sharp=[1.0, 40.0],
     dtype=DTYPES,

@@ -22,6 +22,7 @@ from vllm_kvretrieval.retrieval.index.exact import Exact
 pytestmark = pytest.mark.threads
 
 GROUPS = [(3, 3, 64, 32), (2, 7, 64, 32), (1, 4, 256, 16), (2, 1, 96, 64), (1, 11, 80, 128)]
+GROUPS += [(2, 3, 64, 256)]
 
 
 def make_selector(kv_heads, group, head_size, page_size, dtype, layout, seats=6):
@@ -127,6 +128,15 @@ def test_selection_equals_reference(dtype, kv_heads, group, head_size, page_size
         query = make_queries(rows, selector, queries, dtype)
         weights = weights_of(len(rows), queries)
         assert_selects_the_best(query, weights, rows, selector)
+
+
+@pytest.mark.parametrize("page_size", [48, 512])
+def test_pages_that_do_not_fill_tasks_are_refused(page_size):
+    selector = make_selector(1, 1, 64, page_size, torch.float32, "vec")
+    rows = make_rows([600], selector)
+    query, weights = make_queries(rows, selector, 1, torch.float32), weights_of(1, 1)
+    with pytest.raises(ValueError, match="in pages of 16 to 256, powers of two"):
+        cpu.select_context(query, weights, rows, selector)
 
 
 @pytest.mark.parametrize("queries", [1, 5])

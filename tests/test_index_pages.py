@@ -32,12 +32,14 @@ SHAPES = [  # layout, head size, page size, tokens of an entry
     ("vec", 128, 32, 8),
     ("vec", 256, 64, 32),
     ("vec", 64, 128, 128),
+    ("vec", 80, 256, 256),
     ("vec16", 80, 32, 16),
     ("vec16", 64, 16, 16),
     ("vec16", 80, 16, 8),
     ("amx", 64, 32, 32),
     ("amx", 128, 64, 8),
     ("amx", 256, 32, 16),
+    ("amx", 64, 256, 64),
 ]
 
 
@@ -179,7 +181,7 @@ def test_what_does_not_fit_is_refused():
         (0, -page, r"pages\[0\] is -3 with"),
         (1, length + 1, "with 33 tokens"),
         (1, length - 32, "with 0 tokens"),
-        (2, {"entry_tokens": 4, "records": store.records.repeat(8, 1, 1)}, "only 8 to 128"),
+        (2, {"entry_tokens": 4, "records": store.records.repeat(8, 1, 1)}, "only 8 to 256"),
     ):
         for index in (MIN_MAX, make_index("one_bit"), OutsideMean()):
             fits[2] = store

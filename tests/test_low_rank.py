@@ -52,6 +52,7 @@ def approximated(store, records):
         (2, 4, 128, 64, 1, 16),
         (1, 11, 80, 16, 1, 1),
         (2, 1, 96, 128, 1, 8),
+        (1, 5, 64, 256, 1, 0),
     ],
     pooling=[Pooling.MEAN_SOFTMAX, Pooling.MAX],
     dtype=DTYPES,

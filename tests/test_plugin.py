@@ -25,6 +25,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine import checkpoint
 from vllm_kvretrieval import __version__, compat, plugin
+from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.engine.scheduler import RetrievalScheduler
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms.cpu import CpuRetrieval
@@ -325,6 +326,16 @@ def test_exact_prefixes_are_not_promised_beside_a_kv_connector():
 def test_options_without_a_backend_are_an_error():
     with pytest.raises(ValueError, match="has no effect without a retrieval backend: add --att"):
         engine_config(additional_config={"kv_retrieval": {"budget": 1024}})
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("page", "block"), [(128, 128), (256, 256)])
+def test_blocks_are_no_smaller_than_pages(page, block):
+    options = {"kv_retrieval": {"page_size": page}}
+    config = engine_config(attention_backend="ttkv", additional_config=options)
+    assert configured_block_size(config) == config.cache_config.block_size == block
+    given = engine_config(attention_backend="ttkv", additional_config=options, block_size=512)
+    assert given.cache_config.block_size == 512
 
 
 @pytest.mark.model

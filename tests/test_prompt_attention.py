@@ -84,7 +84,7 @@ def blank_unseen(lists, cache, layout):
 
 
 SHAPES = [(64, 3, 3, 32), (128, 2, 4, 16), (80, 1, 7, 64), (96, 2, 1, 128), (256, 1, 8, 32)]
-SHAPES += [(192, 1, 2, 32), (16, 2, 16, 16), (64, 2, 5, 32), (112, 1, 6, 32)]
+SHAPES += [(192, 1, 2, 32), (16, 2, 16, 16), (64, 2, 5, 32), (112, 1, 6, 32), (64, 2, 3, 256)]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"window": 50},
@@ -276,7 +276,7 @@ def test_strides():
         ({"sinks": torch.zeros(3)}, "sinks must be"),
         ({"lse": torch.zeros(40, 3)}, "lse must be"),
         ({"dtype": torch.float16}, "query must be"),
-        ({"page_size": 256}, "pages of 256"),
+        ({"page_size": 512}, "pages of 512"),
     ],
     ids=str,
 )

@@ -147,6 +147,10 @@ ENGINES = {
         {"block_size": 96, "additional_config": {"kv_retrieval": {"page_size": 64}}},
         "--block-size 96 must be a multiple of kv_retrieval.page_size=64; use 128.",
     ),
+    "blocks smaller than pages": (
+        {"block_size": 128, "additional_config": {"kv_retrieval": {"page_size": 256}}},
+        "--block-size 128 must be a multiple of kv_retrieval.page_size=256; use 256.",
+    ),
     "worker": (
         {"worker_cls": "somewhere.Worker"},
         "worker_cls='somewhere.Worker' cannot be combined with attention backend freekv, which "

@@ -106,26 +106,28 @@ def test_what_is_subtracted_leaves_no_more_than_rounding(sharper):
         assert off.max() < 2e-5
 
 
+@pytest.mark.parametrize("page", [32, 256])
 @pytest.mark.parametrize("layout", ["vec", "rows", "amx"])
-def test_means_are_of_the_values_of_complete_entries(layout):
+def test_means_are_of_the_values_of_complete_entries(layout, page):
     """As tokens are written, and as pages are loaded."""
     torch.manual_seed(0)
     dtype = torch.bfloat16
-    chooser, _, _ = setting("low_rank", 2, dtype, page=32, layout=layout)
+    chooser, _, _ = setting("low_rank", 2, dtype, page=page, layout=layout)
     store, entries = chooser.store, torch.arange(360)
     values = reference.values_of_entries(entries, store).transpose(1, 2).flatten(0, 1)
     expected = values.mean(1)
     limit = expected.abs().amax(1, keepdim=True) / 127 * 0.51 + 1e-6
     for _ in visited():
         store.records.zero_()
-        full = torch.full((180,), 32, dtype=torch.int32)
+        full = torch.full((180,), page, dtype=torch.int32)
         cpu.index_pages(torch.arange(180).int(), full, store)
         found = unpack_means(store.records.flatten(0, 1), 1, 64)[:, 0]
         assert ((found - expected).abs() <= limit * 1.01).all()
         loaded = store.records.clone()
         store.records.zero_()
         key = torch.zeros(3, KV_HEADS, 64, dtype=dtype)
-        cpu.update_index(key, torch.tensor([32 * 7 + 15, 32 * 9 + 30, -1]), store)
+        slots = torch.tensor([page * 7 + page // 2 - 1, page * 10 - 2, -1])
+        cpu.update_index(key, slots, store)
         assert torch.equal(store.records[14], loaded[14])
         assert not store.records[[15, 18, 19]].any(), "these are not complete"
 

@@ -247,6 +247,19 @@ def test_what_does_not_fit_or_pay_is_read_in_place():
     assert large.plan(table, LENS, torch.tensor([0, 20, 50], dtype=torch.int32)) == []
 
 
+def test_large_pages_are_blocks_of_their_own():
+    lens, starts = torch.tensor([300, 256, 513]).int(), torch.tensor([0, 300, 556, 1069]).int()
+    table = torch.arange(12, dtype=torch.int32).view(3, 4)
+    staging = PrefillStaging(256, HEADS, SIZE, torch.float32, 600, encoded=True)
+    assert staging.buffer.shape == (3, HEADS, 256, 2 * SIZE)
+    assert staging.pages.data_ptr() == staging.buffer.data_ptr()
+    first, second = staging.plan(table, lens, starts)
+    assert (first.requests, second.requests) == (slice(0, 2), slice(2, 3))
+    assert (first.pages.tolist(), second.pages.tolist()) == ([0, 1, 4], [8, 9, 10])
+    assert first.block_table.tolist() == [[0, 1], [2, 2]]
+    cpu.stage_pages(pages_of(torch.float32, page_size=256), second.pages.int(), staging.buffer)
+
+
 def test_rows_are_staged_always_in_turns_that_fit():
     lens = torch.tensor([100, 500, 30, 641, 300, 10, 7], dtype=torch.int32)  # blocks 1 4 1 6 3 1 1
     starts = torch.tensor([0, *lens.cumsum(0)], dtype=torch.int32)

@@ -19,10 +19,11 @@ pytestmark = pytest.mark.engine
 model = model_of(random_llama, LAYERS, KV_HEADS)
 
 
-def test_temporal_tiers(model):
+@pytest.mark.parametrize("block", [128, 256])
+def test_temporal_tiers(model, block):
     """ttkv: the window raw in memory, what leaves it in few bytes in the file."""
-    block, least = 128, SEQUENCES * KV_HEADS * 4
-    sizes = {"budget": 4 * block, "sink": block, "window": 2 * block}
+    least = SEQUENCES * KV_HEADS * 4
+    sizes = {"page_size": block, "budget": 4 * block, "sink": block, "window": 2 * block}
     slot = LAYERS * (2 * block * HEAD_SIZE * 4 + 24)
     options = {"kv_retrieval": sizes | {"recall_cache_bytes": least * slot}}
     ttkv = OPTIONS | {"attention_backend": "ttkv", "disable_log_stats": False}
@@ -33,7 +34,8 @@ def test_temporal_tiers(model):
         settle(llm)
         before = metrics(llm)
         llm.collective_rpc("record_writes")
-        requests = [Request(prompt(900, 40), 140, {}), Request(prompt(700, 41), 30, {}, arrives=9)]
+        prompts = prompt(7 * block + 4, 40), prompt(5 * block + 60, 41)
+        requests = [Request(prompts[0], 140, {}), Request(prompts[1], 30, {}, arrives=9)]
         core = llm.llm_engine
         for i, request in enumerate(requests):
             core.add_request(f"r{i}", {"prompt_token_ids": request.prompt}, request.params())

@@ -57,6 +57,7 @@ def plans(chooser, lens, budget=BUDGET, **options):
         ((1, 4, 256), 128, 1),
         ((2, 2, 96), 128, 16),
         ((2, 5, 64), 16, 1),
+        ((1, 3, 64), 256, 1),
     ],
     dtype=DTYPES,
 )

@@ -182,8 +182,11 @@ class Prompting {
     const int begin = std::max(stretch * kStretch, rows.begins[0] / kTile * kTile);
     for (int first = begin; first < last; first += kTile) {
       const int tokens = std::min(kTile, last - first);
-      for (int t = 0; t < tokens; t += a_.page_size)
-        panels.take(unit(task, (first + t) / a_.page_size), t, std::min(a_.page_size, tokens - t));
+      for (int t = 0, some; t < tokens; t += some) {
+        const int at = first + t, from = at % a_.page_size;  // pages may have several tiles
+        some = std::min(a_.page_size - from, tokens - t);
+        panels.take(unit(task, at / a_.page_size), from, t, some);
+      }
       const bool apart = hides_infinite(rows, first, tokens, panels);
       for (int row = 0; row < rows.count; row += together_)
         attend_tile(rows, row, std::min(row + together_, rows.count), first, tokens, panels, apart,

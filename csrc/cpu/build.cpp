@@ -184,7 +184,7 @@ using BoundsFn = decltype(&all_bounds<E, 3>);
 template <class E>
 static BoundsFn<E> bounds_fn(int summary_size) {
   static constexpr BoundsFn<E> kFns[] = {all_bounds<E, 3>, all_bounds<E, 4>, all_bounds<E, 5>,
-                                         all_bounds<E, 6>, all_bounds<E, 7>};
+                                         all_bounds<E, 6>, all_bounds<E, 7>, all_bounds<E, 8>};
   return kFns[__builtin_ctz(summary_size) - 3];
 }
 

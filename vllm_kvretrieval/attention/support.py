@@ -91,7 +91,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     if cache.user_specified_block_size and cache.block_size % config.page_size:
         raise RetrievalConfigError(
             f"--block-size {cache.block_size} must be a multiple of kv_retrieval.page_size="
-            f"{config.page_size}; use 128."
+            f"{config.page_size}; use {max(128, config.page_size)}."
         )
     if config.dense_layers >= (layers := model.get_total_num_hidden_layers()):
         raise RetrievalConfigError(

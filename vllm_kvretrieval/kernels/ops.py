@@ -46,7 +46,7 @@ class Ops(Protocol):
         Args:
             pages: int32 [n]; page ids, each at most once.
             lengths: int32 [n]; tokens that each page holds, 1 to ``page_size``.
-            store: ``records`` is updated; entries have 8 to 128 tokens.
+            store: ``records`` is updated; entries have 8 to 256 tokens.
 
         Raises:
             ValueError: The store has no cache, a page or length is out of range, or the layout is

@@ -1,6 +1,6 @@
 """The values among which options choose, their bounds, and some of their defaults."""
 
-PAGE_SIZES = (16, 32, 64, 128)
+PAGE_SIZES = (16, 32, 64, 128, 256)
 REUSES = {
     "all": "as far as their options allow",
     "exact": "only those that full attention has computed",
@@ -13,7 +13,7 @@ HOMES = {
     "disk": "a file; fast memory then holds recalled pages only; on a CPU",
 }
 ATTENTION = {"vllm": "bit by bit as vLLM alone", "own": "exact to rounding"}
-ENTRY_TOKENS = (8, 16, 32, 64, 128)
+ENTRY_TOKENS = (8, 16, 32, 64, 128, 256)
 MOST_SPANNED = 2
 """Pages of an entry at most; a window holds them all while the last one is filled."""
 UNITS = {"page": "whole pages", "token": "single tokens, by `one_bit` or `exact`"}

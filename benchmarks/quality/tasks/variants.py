@@ -108,7 +108,10 @@ def _codec(name: str) -> Variant:
 
 
 def _tiers(name: str, meaning: str, **engine: Any) -> Variant:
-    """TTKV, or a change of it, with sink and window alike, so that all select as many tokens."""
+    """TTKV, or a change of it, with sink and window alike, so that all select as many tokens.
+
+    In blocks of 256 the sink has to be one of them, and takes 128 tokens from the selection.
+    """
     shape = {"method": "ttkv", "page_size": 128, "sink": 128, "window": 256} | engine
     return Variant(name, meaning, str(shape["method"]), ("tiers",), engine=shape)
 
@@ -305,6 +308,7 @@ VARIANTS = (
     _tiers("tiers_ttkv", "TTKV: blocks of 128, 8-bit keys and 4-bit values"),
     _tiers("tiers_raw", "the same, as the model made them", home="device", codec=RAW),
     _tiers("tiers_4_bits", "the same, keys of 4 bits, too", codec="k4v4"),
+    _tiers("tiers_256", "blocks of 256, the sink, too", page_size=256, sink=256),
     _tiers("tiers_64", "blocks of 64", page_size=64),
     _tiers("tiers_32", "blocks of 32", page_size=32),
     _tiers("tiers_low_rank", "blocks of 128 by low-rank factors", index="low_rank"),

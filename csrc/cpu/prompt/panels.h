@@ -76,14 +76,19 @@ struct Panels {
     return values + int64_t(channel / kColumns) * kTileWords * kColumns;
   }
 
-  // Packs `tokens` tokens of a (page, KV head), from the tile's token `first` on. Both are multiples of
-  // 16, except at the end of the context. The rest of the last word counts as zero.
-  void take(const E* unit, int first, int tokens) const {
+  // Packs `tokens` tokens of a (page, KV head), from its token `from` on, as those of the tile from
+  // `first` on. All are multiples of 16, except at the end of the context. The rest of the last word
+  // counts as zero.
+  void take(const E* unit, int from, int first, int tokens) const {
+    const int64_t d = head_size;
+    const E* page_values = unit + d * page_size;
     switch (layout) {
-      case KeyLayout::kTransposed: return take_transposed(unit, first, tokens);
-      case KeyLayout::kRows: return take_rows(unit, first, tokens);
+      case KeyLayout::kTransposed:
+        return take_transposed(unit + from, page_values + from * d, first, tokens);
+      case KeyLayout::kRows: return take_rows(unit + 2 * from * d, first, tokens);
       case KeyLayout::kAmx:
-        if constexpr (sizeof(E) == 2) return take_amx(unit, first, tokens);
+        if constexpr (sizeof(E) == 2)
+          return take_amx(unit + from * d, page_values + from * kAmxTokens, first, tokens);
     }
   }
 
@@ -122,13 +127,13 @@ struct Panels {
       }
   }
 
-  void take_transposed(const E* unit, int first, int tokens) const {
+  void take_transposed(const E* page_keys, const E* page_values, int first, int tokens) const {
     for (int c = 0; c < head_size; c += P::kDepth)
       for (int t = 0; t < tokens; t += kWidth) {
-        const E* key = unit + int64_t(c) * page_size + t;
+        const E* key = page_keys + int64_t(c) * page_size + t;
         put_keys(first + t, c / P::kDepth, join<P>(key, key + page_size));
       }
-    take_values(unit + int64_t(head_size) * page_size, head_size, first, tokens);
+    take_values(page_values, head_size, first, tokens);
   }
 
   void take_rows(const E* unit, int first, int tokens) const {
@@ -154,12 +159,11 @@ struct Panels {
     return half;
   }
 
-  void take_amx(const E* unit, int first, int tokens) const {
-    const E* value = unit + int64_t(head_size) * page_size;
+  void take_amx(const E* page_keys, const E* page_values, int first, int tokens) const {
     for (int t = 0; t < tokens; t += kWidth)
       for (int c = 0; c < head_size; c += 2) {
         const int64_t stretch = t / kAmxTokens * kAmxTokens;
-        const E* key = unit + stretch * head_size + c * kAmxTokens + t % kAmxTokens * 2;
+        const E* key = page_keys + stretch * head_size + c * kAmxTokens + t % kAmxTokens * 2;
         if constexpr (P::kDepth == 2) {
           put_keys(first + t, c / 2, load_as<Words>(key));
         } else {
@@ -171,7 +175,7 @@ struct Panels {
       }
     for (int t = 0; t < tokens; t += 2)
       for (int c = 0; c < head_size; c += kWidth) {
-        const E* words = value + int64_t(c / kAmxTokens) * page_size * kAmxTokens +
+        const E* words = page_values + int64_t(c / kAmxTokens) * page_size * kAmxTokens +
                          t * kAmxTokens + c % kAmxTokens * 2;
         const bool both = t + 1 < tokens;
         if constexpr (P::kDepth == 2) {

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.attention.cpu.division import Division, Divisor, int32
-from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, PrefillStaging
+from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.kernels import Contexts, ContextSelector, DecodeRows, TokenLists
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 
@@ -81,7 +81,7 @@ class ChunkPlanner(Divisor):
             first_seat: Of the first chunk.
         """
         lens = division.attended
-        blocks = -(-lens // BLOCK_SIZE)
+        blocks = -(-lens // staging.block_size)
         starts = start + np.concatenate([[0], division.new.cumsum()])
         made = []
         for turn in staging.turns(blocks):

@@ -10,7 +10,10 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
 BLOCK_SIZE = 128
-"""vLLM's own choice for the CPU. Its kernel takes 7 to 12 % longer over blocks of 32 tokens."""
+"""vLLM's own choice for the CPU; larger pages are blocks of their own.
+
+Its kernel takes 7 to 12 % longer over blocks of 32 tokens.
+"""
 
 ISAS = ("vec", "vec16")
 """Variants of vLLM's kernel, by its own names, whose pages the copy lays out as blocks."""
@@ -40,7 +43,7 @@ class PrefillStaging:
     """Room for one layer's context of the longest request, used by one layer after the other.
 
     Args:
-        page_size: Tokens per page; must divide ``BLOCK_SIZE``.
+        page_size: Tokens per page, a power of two.
         kv_heads, head_size, dtype: Of the KV cache.
         max_tokens: Tokens of the longest context.
         isa: Variant of vLLM's kernel that reads it.
@@ -59,11 +62,12 @@ class PrefillStaging:
         rows: bool = False,
         encoded: bool = False,
     ) -> None:
-        blocks = -(-max_tokens // BLOCK_SIZE)
-        self.pages_per_block = BLOCK_SIZE // page_size
+        self.block_size = max(page_size, BLOCK_SIZE)
+        blocks = -(-max_tokens // self.block_size)
+        self.pages_per_block = self.block_size // page_size
         self.page_size, self.isa = page_size, isa
         self.rows, self.encoded = rows, encoded
-        self.buffer = torch.empty(blocks, kv_heads, BLOCK_SIZE, 2 * head_size, dtype=dtype)
+        self.buffer = torch.empty(blocks, kv_heads, self.block_size, 2 * head_size, dtype=dtype)
 
     @property
     def pages(self) -> torch.Tensor:
@@ -86,7 +90,7 @@ class PrefillStaging:
             what could be does not fit at once.
         """
         lens = seq_lens.numpy().astype(np.int64)
-        blocks = -(-lens // BLOCK_SIZE)
+        blocks = -(-lens // self.block_size)
         table = block_table.numpy()
         if self.rows or self.encoded:
             return [self._lay_out(table, lens, blocks, turn) for turn in self.turns(blocks)]
@@ -158,6 +162,6 @@ def staging_for(
                 f"vLLM lays out for {isa}; use codec=raw."
             )
         return None
-    if BLOCK_SIZE % page_size or (page_size == BLOCK_SIZE and not (rows or encoded)):
+    if page_size >= BLOCK_SIZE and not (rows or encoded):
         return None
     return PrefillStaging(page_size, *shape, max_tokens, isa, rows, encoded)

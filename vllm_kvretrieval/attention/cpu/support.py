@@ -94,6 +94,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     """
     check_home(vllm_config, config)
     check_store(vllm_config, config)
+    fit_blocks(vllm_config, config)
     support.check_engine(vllm_config, config)
     if vllm_config.kv_transfer_config is not None:
         check_exchange(vllm_config.kv_transfer_config, config.method)
@@ -114,6 +115,14 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_shape(model.dtype, head_size, method)
     check_attention(config, model.dtype, head_size)
     check_outside(config.stores, head_size, model.dtype)
+
+
+def fit_blocks(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Have blocks of a page where vLLM's, of a size that the user does not name, are smaller."""
+    cache = vllm_config.cache_config
+    named = cache.user_specified_block_size
+    if not named and configured_block_size(vllm_config) < config.page_size:
+        cache.block_size, cache.user_specified_block_size = config.page_size, True
 
 
 def check_windows(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:

@@ -24,6 +24,8 @@ MOST_IN_GROUP = 16
 """Query heads of a KV head: rows of the smallest tile of the tensor cores."""
 CAPABILITY = 8, 0
 """The oldest GPUs that the kernels are compiled for."""
+MOST_TOKENS = 128
+"""Tokens of the largest pages that the kernels are tested with."""
 BENCH = "DecodeBenchConnector"
 
 
@@ -65,7 +67,12 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
 
 
 def check_options(config: RetrievalConfig) -> None:
-    """Refuse options of an engine that are served on the CPU only."""
+    """Refuse options of an engine, or values of them, that are served on the CPU only."""
+    if config.page_size > MOST_TOKENS:
+        raise RetrievalConfigError(
+            f"kv_retrieval.page_size={config.page_size} is not served on a GPU yet; use "
+            f"{MOST_TOKENS} or less."
+        )
     for key, known in OPTIONS.items():
         given = getattr(config, key)
         if known.on_gpu and given not in (None, known.neutral):

@@ -8,16 +8,15 @@ from vllm_kvretrieval import _cpu
 from vllm_kvretrieval.kernels.cpu.binding import (
     DTYPES,
     LAYOUTS,
+    MOST_TOKENS,
     ROWS,
     check,
+    is_page,
     remainder_addresses,
     tokens,
     vectors,
 )
 from vllm_kvretrieval.kernels.rows import PromptLists, Remainder, TokenLists
-
-MOST_TOKENS_OF_PAGE = 128
-"""Tokens that attention of prompts takes at once (kTile in csrc/cpu/prompt/product.h)."""
 
 
 def stage_pages(
@@ -226,8 +225,11 @@ def attend_prompt(
             f"{heads} query heads"
         )
     _check_cache(cache, layout)
-    if page_size > MOST_TOKENS_OF_PAGE or page_size % 16 or page_size & (page_size - 1):
-        raise ValueError(f"pages of {page_size} tokens: 16, 32, 64 and 128 can be attended to")
+    if not is_page(page_size):
+        raise ValueError(
+            f"pages of {page_size} tokens: powers of two from 16 to {MOST_TOKENS} can be attended "
+            "to"
+        )
     _check_rule(scale, softcap, sinks, heads)
     if window < 0:
         raise ValueError(f"window={window} cannot be")

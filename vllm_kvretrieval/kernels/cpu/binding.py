@@ -21,6 +21,9 @@ LAYOUTS = _cpu.LAYOUTS
 its ``isa``."""
 CODINGS = _cpu.CODECS
 """Codecs by name (Codec in csrc/cpu/codec.h)."""
+MOST_TOKENS = 256
+"""Tokens of the largest pages and entries (kTokens in csrc/cpu/filter.cpp, bounds_fn in
+csrc/cpu/build.cpp)."""
 MOST_SPANS = 2
 """Pages of an entry (kMostSpans in csrc/cpu/index/low_rank_score.h)."""
 assert {name.upper(): number for name, number in _cpu.MODES.items()} == Mode.__members__
@@ -241,10 +244,10 @@ def selector_handle(selector: ContextSelector) -> "_cpu.ContextSelector":
     if selector.handle is not None:
         return selector.handle
     store, chosen = selector.store, selector.chosen
-    if store.cache is None or store.layout not in LAYOUTS or store.page_size % 16:
+    if store.cache is None or store.layout not in LAYOUTS or not is_page(store.page_size):
         raise ValueError(
-            f"a filter reads keys in pages of multiples of 16, in the layouts {tuple(LAYOUTS)}; "
-            f"there are pages of {store.page_size} in {store.layout}"
+            f"a filter reads keys in pages of 16 to {MOST_TOKENS}, powers of two, in the layouts "
+            f"{tuple(LAYOUTS)}; there are pages of {store.page_size} in {store.layout}"
         )
     if chosen.dtype != torch.int32 or chosen.dim() != 2 or not chosen.is_contiguous():
         raise ValueError(f"chosen must be int32 [seats, tokens], contiguous; got {chosen.dtype}")
@@ -258,6 +261,11 @@ def selector_handle(selector: ContextSelector) -> "_cpu.ContextSelector":
         max_selected=most,
     )
     return selector.handle
+
+
+def is_page(tokens: int) -> bool:
+    """Whether kernels take pages of so many tokens: a power of two, from 16 on."""
+    return 16 <= tokens <= MOST_TOKENS and tokens & (tokens - 1) == 0
 
 
 def vectors(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:

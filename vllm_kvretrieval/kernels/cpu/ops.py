@@ -6,6 +6,7 @@ import torch
 from vllm_kvretrieval import _cpu
 from vllm_kvretrieval.kernels.cpu.binding import (
     KINDS,
+    MOST_TOKENS,
     check,
     chooser_handle,
     remainder_addresses,
@@ -148,10 +149,10 @@ def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.index_pages`."""
     if store.cache is None:
         raise ValueError("the store has no cache to read keys from")
-    if not 8 <= store.entry_tokens <= 128 or store.page_size % 16:
+    if not 8 <= store.entry_tokens <= MOST_TOKENS or store.page_size % 16:
         raise ValueError(
             f"entries of {store.entry_tokens} tokens in pages of {store.page_size} are not "
-            "supported, only 8 to 128 in multiples of 16"
+            f"supported, only 8 to {MOST_TOKENS} in multiples of 16"
         )
     check("pages", pages, torch.int32)
     check("lengths", lengths, torch.int32)
