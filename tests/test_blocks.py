@@ -112,6 +112,17 @@ def test_a_share_of_the_context():
     assert (blocks.lists.seen + blocks.lists.starts.diff() - 1).tolist() == attended
 
 
+@pytest.mark.parametrize("percent", [7, 55, 29, 99])
+def test_shares_are_those_that_are_written(percent):
+    """A product of floats may lie above the whole number that is meant."""
+    planner = BlockPlanner(config(prefill_share=percent / 100), kv_heads=2)
+    division = planner.divide(np.array([3300]), np.array([3300]))
+    begins = (division.ends - division.new)[division.sparse].tolist()
+    pages = [max(BUDGET // PAGE, -(-begin * percent // (100 * PAGE))) for begin in begins]
+    attended = (division.attended - division.new)[division.sparse]
+    assert attended.tolist() == [PAGE * count for count in pages]
+
+
 @pytest.mark.parametrize("share", [0.3, 0.55, 0.999])
 @pytest.mark.parametrize("first", [350, 384, 400, 777])
 def test_a_share_does_not_depend_on_where_steps_or_prefixes_end(share, first):
@@ -258,7 +269,8 @@ def test_refused_to_requests_where_prompts_are_exact():
 def test_a_share_is_refused_to_requests_without_one_of_the_server():
     for served in (config(), config(prefill_share=0)):
         with pytest.raises(
-            RetrievalConfigError, match=r"prefill_share=0\.1 exceeds the server's 0"
+            RetrievalConfigError,
+            match=r"prefill_share=0\.1 is not served, since the server has none",
         ):
             RequestOptions.parse({"kv_retrieval": {"prefill_share": 0.1}}, served)
 

@@ -53,6 +53,8 @@ def approximated(store, records):
         (1, 11, 80, 16, 1, 1),
         (2, 1, 96, 128, 1, 8),
         (1, 5, 64, 256, 1, 0),
+        (1, 3, 80, 16, 1, 4),
+        (1, 2, 48, 32, 1, 15),
     ],
     pooling=[Pooling.MEAN_SOFTMAX, Pooling.MAX],
     dtype=DTYPES,

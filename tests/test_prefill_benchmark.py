@@ -108,7 +108,10 @@ def test_a_setting_may_have_a_share(engine, tmp_path):
     assert second == {"prefill_budget": 512, "prefill_chunk": 128}
 
 
-@pytest.mark.parametrize("setting", ["1024", "1024+25:128", "1024+x%:128", "+25%:128", "nan:128"])
+@pytest.mark.parametrize(
+    "setting",
+    ["1024", "1024+25:128", "1024+x%:128", "1024+0%:128", "1024+100%:128", "+25%:128", "nan:128"],
+)
 def test_wrong_settings_are_refused(setting, capsys):
     with pytest.raises(SystemExit):
         driver.main(["prefill", "--settings", setting])

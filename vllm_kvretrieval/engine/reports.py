@@ -24,7 +24,13 @@ FIELD = "kv_retrieval"
 CARRIER = "num_kv_fetch_reqs_by_stage"
 """A mapping of names to whole numbers in vLLM's statistics, of which it reads known names only."""
 SHOWN = (
-    *("budget", "max_budget", "home", "page_size", "prefill_budget", "prefill_share", "reuse"),
+    "budget",
+    "max_budget",
+    "home",
+    "page_size",
+    "prefill_budget",
+    "prefill_share",
+    "reuse",
     "attention",
 )
 """Options in the labels of ``vllm:kv_retrieval_info``, beside the method."""

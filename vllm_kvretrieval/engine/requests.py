@@ -310,11 +310,11 @@ class RequestTable:
         self._steps.numpy()[seats, :4] += booked * new[:, None]
 
     def prefill_budgets(self, seats: np.ndarray) -> np.ndarray:
-        """int32 [3, n]; pages of sink, window, selection that chunks attend to; zeros: all."""
+        """Pages of sink, window and selection of chunks of prompts, int32 [3, n]; zeros: all."""
         return self._prefill[:, seats]
 
     def prefill_shares(self, seats: np.ndarray) -> np.ndarray:
-        """float64 [n]; the share of the tokens before a chunk that it attends to at least."""
+        """The least share of the tokens before a chunk that it attends to, float64 [n]."""
         return self._prefill_share[seats]
 
     def count_prefill(

@@ -131,6 +131,7 @@ def scratch_bytes(methods: Sequence[Method], size: WorkSize) -> int:
         asking = size.heads * size.piece_queries
         scratch += cpu.scratch_bytes(max(scored) * asking, size.pieces)
         scratch += size.pieces * asking * size.head_size * size.dtype.itemsize
+        # What is selected, what is attended to, and three copies where pages are laid out.
         lists = size.pieces * size.kv_heads * size.piece_pages
-        scratch += 2 * torch.int32.itemsize * lists  # what is selected, and attended to
+        scratch += 5 * torch.int32.itemsize * lists
     return scratch

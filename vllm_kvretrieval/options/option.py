@@ -94,7 +94,7 @@ def refuse_without_effect(
     """
     for key, value in given.items():
         known = table[key]
-        neutral = known.neutral is not None and value == known.neutral
+        neutral = isinstance(value, str | int | float) and value == known.neutral
         if family not in known.families and not neutral:
             why = known.why or family.trait
             raise RetrievalConfigError(

@@ -208,11 +208,11 @@ def _prefill_share(
         return 0.0 if budget is None or most is None else most
     if share == 0:
         return 0.0
-    if most is None:
+    if not most:
+        why = "all prompts attend to everything here" if most is None else "the server has none"
         raise RetrievalConfigError(
-            f"prefill_share={share} is not served, since all prompts attend to everything here; "
-            "leave it out, or start the server with --kv-retrieval.prefill_budget and "
-            f"--kv-retrieval.prefill_share {share}."
+            f"prefill_share={share} is not served, since {why}; leave it out, or start the server "
+            f"with --kv-retrieval.prefill_budget and --kv-retrieval.prefill_share {share}."
         )
     if budget is None:
         why = "prefill_budget=0" if config.prefills_sparsely(method) else method.name

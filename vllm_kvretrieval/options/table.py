@@ -232,6 +232,7 @@ class Options:
         families=(SCORED,),
         why=choices.NO_PAGES,
         needs="prefill_budget",
+        neutral=0,
         more="methods.md#sparse-prefill",
     )
     prefill_chunk: int | None = option(

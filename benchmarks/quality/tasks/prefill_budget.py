@@ -13,7 +13,7 @@ class PrefillBudget(NamedTuple):
     share: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.tokens}+{100 * self.share:g}%" if self.share else str(self.tokens)
+        return f"{self.tokens}+{100 * self.share:.10g}%" if self.share else str(self.tokens)
 
 
 EXACTLY = PrefillBudget(0)
@@ -21,8 +21,12 @@ EXACTLY = PrefillBudget(0)
 
 
 def prefill_budget(text: str) -> PrefillBudget:
-    """Parse ``2048``, or ``2048+25%``."""
+    """Parse ``2048``, or ``2048+25%``; a share is above 0 and below 100 %."""
     match = re.fullmatch(r"(-?\d+)(?:\+(\d+(?:\.\d+)?)%)?", text)
     if match is None:
         raise ValueError
-    return PrefillBudget(int(match[1]), float(match[2] or 0) / 100)
+    if match[2] is None:
+        return PrefillBudget(int(match[1]))
+    if not 0 < (percent := float(match[2])) < 100:
+        raise ValueError
+    return PrefillBudget(int(match[1]), percent / 100)

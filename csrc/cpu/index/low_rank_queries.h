@@ -1,4 +1,4 @@
-// What queries are to a low-rank index: whole numbers, in the order in which the stages of scoring
+// Queries of a low-rank index as whole numbers, in the order in which the stages of scoring
 // (low_rank_stages.h) take them.
 #pragma once
 
@@ -88,6 +88,15 @@ class RoundedQueries {
   const int8_t* bytes_;
   const int16_t* halves_;
   const Factors* factors_;
+};
+
+// A query's products with the directions of an entry, times their scales, in 8 bits.
+struct Along {
+  alignas(16) int8_t parts[kMostRank];
+  float unit;     // less the query's factor
+#if !defined(__AVX512F__)
+  int32_t start;  // of sums with coefficients, which are kept plus 8
+#endif
 };
 
 }  // namespace KVR_ISA

@@ -135,13 +135,13 @@ class LowRankScorer {
     const bool halves = spans_ == 2 && of_span == 16;  // spans that are added up together
     for (int e = 0; e < count; ++e)
       for (int span = 0; span < (halves ? 1 : spans_); ++span) {
-        Floats totals[N] = {}, others[N] = {};
+        Floats first_half[N] = {}, second_half[N] = {};
         for (int token = span * of_span; token < (span + 1) * of_span; token += kTokens)
           add_masses<N>(records[e] + fields.coefficients + token, n, fields.pairs,
-                        std::min(kTokens, n - token), units, along[e], totals, others);
+                        std::min(kTokens, n - token), units, along[e], first_half, second_half);
         KVR_UNROLL for (int g = 0; g < N; ++g) {
-          masses[span][e][g] = halves ? totals[g] : totals[g] + others[g];
-          if (halves) masses[1][e][g] = others[g];
+          masses[span][e][g] = halves ? first_half[g] : first_half[g] + second_half[g];
+          if (halves) masses[1][e][g] = second_half[g];
         }
       }
     for (int span = 0; span < spans_; ++span)

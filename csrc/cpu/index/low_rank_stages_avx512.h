@@ -9,12 +9,6 @@
 namespace kvr {
 namespace KVR_ISA {
 
-// A query's products with the directions of an entry, times their scales, in 8 bits.
-struct Along {
-  alignas(16) int8_t parts[kMostRank];
-  float unit;  // less the query's factor
-};
-
 // Nibbles of bytes: lower ones, and upper ones.
 struct Nibbles {
   __m512i lower, upper;
@@ -64,28 +58,6 @@ inline void block_products(int d, int64_t stride, const int (&offsets)[N], const
         _mm256_sub_epi32(folded<kDirections>(totals[g]), _mm256_set1_epi32(offsets[g]));
     std::memcpy(out[g] + first, &x, 4 * kDirections);
   }
-}
-
-// Products of N queries, from the i-th on, with the directions.
-template <int N>
-inline void products(const uint8_t* record, const LowRankFields& f, int d,
-                     const RoundedQueries& queries, int i, int32_t (&out)[N][kMostRank]) {
-  const uint8_t* p = record + f.directions;
-  const int8_t* q = queries.bytes(i);
-  const int64_t stride = queries.stride();
-  int offsets[N];
-  KVR_UNROLL for (int g = 0; g < N; ++g) {
-    offsets[g] = queries.factors(i + g).offset;
-    const __m512i none = _mm512_setzero_si512();
-    std::memcpy(out[g], &none, sizeof none);
-  }
-  int first = 0;
-  for (; first + 8 <= f.rank; first += 8) block_products<N, 8>(d, stride, offsets, p, q, out, first);
-  if (f.rank & 4) block_products<N, 4>(d, stride, offsets, p, q, out, first);
-  first += f.rank & 4;
-  if (f.rank & 2) block_products<N, 2>(d, stride, offsets, p, q, out, first);
-  first += f.rank & 2;
-  if (f.rank & 1) block_products<N, 1>(d, stride, offsets, p, q, out, first);
 }
 
 // Products with the directions -> along them, given their scales.

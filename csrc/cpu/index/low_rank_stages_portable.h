@@ -8,13 +8,6 @@
 namespace kvr {
 namespace KVR_ISA {
 
-// A query's products with the directions of an entry, times their scales, in 8 bits.
-struct Along {
-  alignas(16) int8_t parts[kMostRank];
-  float unit;     // less the query's factor
-  int32_t start;  // of sums with coefficients, which are kept plus 8
-};
-
 template <int N>
 inline void products(const uint8_t* record, const LowRankFields& f, int d,
                      const RoundedQueries& queries, int i, int32_t (&out)[N][kMostRank]) {

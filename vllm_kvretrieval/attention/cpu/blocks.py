@@ -99,8 +99,8 @@ class BlockPlanner(Divisor):
 
         Args:
             method: Number of the method that selects.
-            division: The requests' tokens, divided into blocks. Of what a block attends to before
-                it, it selects what is neither sink nor window.
+            division: The requests' tokens, divided into blocks. A block selects the pages that it
+                attends to beside sink, window and its own.
             always: int [2, requests]; pages of sink, and of the window before a block.
             block_table: int32 [requests, >= pages]; theirs.
             start: The first token of the requests in the step.

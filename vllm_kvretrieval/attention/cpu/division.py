@@ -75,7 +75,8 @@ class Divisor:
             budgets: int [C]; the least.
             shares: float [C]; of the tokens before the chunk, rounded up to pages.
         """
-        pages = np.ceil(shares * (begins // self.chunk * self.chunk) / self.page_size)
+        pages = shares * (begins // self.chunk * self.chunk) / self.page_size
+        pages = np.ceil(pages - 1e-9)  # a product such as 0.07 * 3200 is above the whole number
         return np.maximum(budgets, pages.astype(np.int64) * self.page_size)
 
     def divide(
