@@ -129,7 +129,12 @@ def test_corrected_share_is_of_the_heads_of_sparse_steps():
     after = {"corrected": 5 + 652, "sparse_heads": 870 + 87 * 10}
     assert worker_counts.corrected_share(before, after) == pytest.approx(0.7494)
     assert worker_counts.corrected_share(before, before) is None
-    assert [v.name for v in variants.VARIANTS if not v.selects] == ["sink_window", "razor"]
+    assert [v.name for v in variants.VARIANTS if not v.selects] == [
+        "sink_window",
+        "razor",
+        "kivi_k2v2",
+        "kivi_k4v4",
+    ]
     speculating = {v.name for v in variants.VARIANTS if v.speculates}
     of_freekv = {v.name for v in variants.VARIANTS if v.method == "freekv"}
     assert speculating == of_freekv | {"speculative", "summary_8"}

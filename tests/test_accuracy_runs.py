@@ -93,7 +93,7 @@ def test_cells_are_of_all_budgets_and_the_covering_one():
 
 def test_an_engine_serves_every_cell_that_it_runs():
     """It serves all cells at once, and each cell alone, as after an interruption."""
-    cells = catalogue.cells_of(NOVEL, (512, 1024), 4224, variants.VARIANTS)
+    cells = catalogue.cells_of(NOVEL, (768, 1024), 4352, variants.VARIANTS)
     engines = [variant.engine for variant in variants.VARIANTS]
     assert {"method": "omnikv"} in engines
     for engine_options in engines:
@@ -102,7 +102,7 @@ def test_an_engine_serves_every_cell_that_it_runs():
         own = options.pop("method", variants.OWN)
         for part in (run, *([cell] for cell in run)):
             also = catalogue.also_of(part)
-            config = RetrievalConfig.from_options(own, {"budget": 4224, "also": also, **options})
+            config = RetrievalConfig.from_options(own, {"budget": 4352, "also": also, **options})
             for cell in part:
                 RequestOptions.parse({"kv_retrieval": cell.options}, config)
                 served = config.methods[cell.variant.method]
@@ -265,6 +265,12 @@ def test_unknown_names_are_refused(capsys, option, message):
     with pytest.raises(SystemExit):
         driver.main(["accuracy", option, "nothing"])
     assert message in capsys.readouterr().err
+
+
+def test_a_budget_without_use_to_a_variant_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        driver.main(["accuracy", "--alone", "--also", "tiers", "--budgets", "512"])
+    assert "budgets for tiers_256=512 is too small" in capsys.readouterr().err
 
 
 def test_another_model_takes_the_tasks_over(tmp_path):

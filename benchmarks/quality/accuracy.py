@@ -14,6 +14,7 @@ not run.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,6 +46,7 @@ from benchmarks.quality.tasks.store import (
 )
 from benchmarks.quality.tasks.variants import FULL, Variant
 from benchmarks.worker_counts import corrected_share
+from vllm_kvretrieval.errors import RetrievalConfigError
 
 
 @dataclass
@@ -230,6 +232,17 @@ def _tasks(options: argparse.Namespace) -> Sequence[Task]:
     return [known[name] for name in options.task or known]
 
 
+def _check_budgets(
+    options: argparse.Namespace, compared: Sequence[Variant], budgets: Sequence[int]
+) -> None:
+    """End the program where a variant has no use for a budget; engines start one after another."""
+    for variant, budget in itertools.product(compared, budgets):
+        try:
+            variant.config.page_budget(budget, key=f"--budgets for {variant.name}")
+        except RetrievalConfigError as error:
+            options.usage_error(str(error))
+
+
 def _list_tasks(tasks: Sequence[Task]) -> None:
     for task in tasks:
         print(
@@ -259,6 +272,7 @@ def run(options: argparse.Namespace) -> int:
     results = Results(output, header)
     references = References(RESULTS / ".reference")
     compared = variants.chosen(options.quick, options.also, options.alone)
+    _check_budgets(options, compared, budgets)
     benchmark = Benchmark(results, references, budgets, compared)
     for model in dict.fromkeys(task.model for task in tasks):
         benchmark.run(model, [task for task in tasks if task.model == model], options.samples)

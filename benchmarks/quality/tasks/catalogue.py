@@ -65,7 +65,8 @@ class Cell:
     @property
     def options(self) -> dict[str, Any]:
         """The request's ``kv_retrieval`` options."""
-        return {"budget": self.budget, "method": self.variant.method, **self.variant.asks}
+        budget = {} if self.variant.whole else {"budget": self.budget}
+        return {**budget, "method": self.variant.method, **self.variant.asks}
 
 
 def cells_of(

@@ -52,6 +52,8 @@ def mean_share(samples: Sequence[Sample], budget: int, variant: Variant, model: 
     to what they generate besides, and heads that read everything count as such.
     """
     schedule = variant.config.own.schedule
+    if schedule.whole:
+        return 1.0
     grows = schedule.keeps and not schedule.drops
     full_layers, dense = attention_layers(variant, model)
     whole_layers = dense + (full_layers - dense) * whole_heads(variant, model)

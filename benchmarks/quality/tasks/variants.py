@@ -79,6 +79,11 @@ class Variant:
         return self.config.own.speculates
 
     @property
+    def whole(self) -> bool:
+        """Whether steps attend to everything, whatever the budget."""
+        return self.config.own.schedule.whole
+
+    @property
     def watches(self) -> bool:
         """Whether the attention of a prompt's queries decides, so that none may be left out."""
         return self.config.own.keeping is not None
@@ -105,6 +110,13 @@ def _codec(name: str) -> Variant:
     meaning = f"kvretrieval, pages on disk by {name}: {CODECS[name].meaning}"
     engine = {"home": "disk", "codec": name}
     return Variant(f"codec_{name}", meaning, OWN, ("codecs",), engine=engine)
+
+
+def _kivi(codec: str) -> Variant:
+    """Full attention over encoded pages."""
+    meaning = f"KIVI: everything, by {codec} but for the recent 128 tokens"
+    engine = {"method": "kivi", "codec": codec}
+    return Variant(f"kivi_{codec}", meaning, "kivi", ("codecs",), engine=engine)
 
 
 def _tiers(name: str, meaning: str, **engine: Any) -> Variant:
@@ -304,6 +316,7 @@ VARIANTS = (
         engine={"page_size": 16},
     ),
     *(_codec(name) for name in CODECS if name != RAW),
+    *(_kivi(codec) for codec in ("k2v2", "k4v4")),
     _tiers("tiers_freekv", "freekv, pages of 32 in memory", method=FREEKV, page_size=PAGE),
     _tiers("tiers_ttkv", "TTKV: blocks of 128, 8-bit keys and 4-bit values"),
     _tiers("tiers_raw", "the same, as the model made them", home="device", codec=RAW),
