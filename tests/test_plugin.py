@@ -329,9 +329,17 @@ def test_options_without_a_backend_are_an_error():
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("page", "block"), [(128, 128), (256, 256)])
-def test_blocks_are_no_smaller_than_pages(page, block):
-    options = {"kv_retrieval": {"page_size": page}}
+@pytest.mark.parametrize(
+    ("sizes", "block"),
+    [
+        ({"page_size": 128}, 128),
+        ({"page_size": 256}, 256),
+        ({"page_size": 128, "summary_size": 256, "index": "low_rank"}, 256),
+    ],
+    ids=["page", "large page", "entry of pages"],
+)
+def test_blocks_are_no_smaller_than_pages_and_entries(sizes, block):
+    options = {"kv_retrieval": sizes}
     config = engine_config(attention_backend="ttkv", additional_config=options)
     assert configured_block_size(config) == config.cache_config.block_size == block
     given = engine_config(attention_backend="ttkv", additional_config=options, block_size=512)

@@ -72,7 +72,7 @@ class Options:
         None,
         one_number_of(choices.PAGE_SIZES),
         "tokens per page, the unit of retrieval; smaller ones hold fewer unwanted tokens, and "
-        "there are more to choose from",
+        "there are more to choose from; 256 only on a CPU",
         "the method's, 32 for most; `kvretrieval`: 16 on most CPUs",
         more="methods.md#small-pages",
     )
@@ -239,7 +239,7 @@ class Options:
         None,
         TOKENS,
         "the number of prompt tokens that share one selection",
-        f"{choices.DEFAULT_BLOCK}; `omnikv`: {choices.DEFAULT_CHUNK}",
+        f"{choices.DEFAULT_BLOCK}, or a page if that is larger; `omnikv`: {choices.DEFAULT_CHUNK}",
         **OF_CHUNKS,
         needs="prefill_budget",
     )

@@ -118,11 +118,11 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
 
 
 def fit_blocks(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
-    """Have blocks of a page where vLLM's, of a size that the user does not name, are smaller."""
+    """Have blocks of a page, or of an entry of pages, where vLLM's are smaller and not named."""
     cache = vllm_config.cache_config
-    named = cache.user_specified_block_size
-    if not named and configured_block_size(vllm_config) < config.page_size:
-        cache.block_size, cache.user_specified_block_size = config.page_size, True
+    needed = max([config.page_size, *(kind.entry_tokens for kind in config.stores)])
+    if not cache.user_specified_block_size and configured_block_size(vllm_config) < needed:
+        cache.block_size, cache.user_specified_block_size = needed, True
 
 
 def check_windows(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
@@ -150,8 +150,8 @@ def check_entries(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         if kind.entry_tokens > config.page_size and block_size % kind.entry_tokens:
             raise RetrievalConfigError(
                 f"kv_retrieval.summary_size={kind.entry_tokens} cannot be used with blocks of "
-                f"{block_size} tokens, whose pages lie apart; use {config.page_size}, or another "
-                "--block-size."
+                f"{block_size} tokens, whose pages lie apart; use {config.page_size}, or "
+                f"--block-size {kind.entry_tokens}."
             )
 
 

@@ -35,6 +35,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     Raises:
         RetrievalConfigError: Says which feature stands in the way and what to change.
     """
+    check_options(config)
     support.check_engine(vllm_config, config)
     model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
     if not vllm_config.use_v2_model_runner:
@@ -46,7 +47,6 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         raise RetrievalConfigError(
             f"{method} does not support microbatches; leave --enable-dbo and --ubatch-size out."
         )
-    check_options(config)
     check_home(config, sleeps=model.enable_sleep_mode)
     for served in config.methods.values():
         check_method(served)
