@@ -49,6 +49,16 @@ VARIANTS = {
     "paired": "the same, `summary_size: 32`",
     "paired_rest": "the same, `remainder: 0.003`",
     "oracle_page_16": "best pages of 16 by all keys (oracle)",
+    "tiers_freekv": "freekv, pages of 32",
+    "tiers_ttkv": "**ttkv**: blocks of 128, `k8v4`",
+    "tiers_raw": "ttkv, 16 bits",
+    "tiers_4_bits": "ttkv, `k4v4`",
+    "tiers_256": "ttkv, blocks of 256",
+    "tiers_64": "ttkv, blocks of 64",
+    "tiers_32": "ttkv, blocks of 32",
+    "tiers_low_rank": "ttkv, by `low_rank`",
+    "kivi_k2v2": "kivi: everything, `k2v2`",
+    "kivi_k4v4": "kivi: everything, `k4v4`",
 }
 """Variants of `benchmarks.quality`; others are named as they are."""
 
