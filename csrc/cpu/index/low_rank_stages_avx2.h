@@ -1,9 +1,7 @@
 // The stages of scoring (low_rank_stages.h) with AVX2.
 #pragma once
 
-#include <immintrin.h>
-
-#include "index/low_rank_queries.h"
+#include "index/low_rank_stages_x86.h"
 
 namespace kvr {
 namespace KVR_ISA {
@@ -47,15 +45,6 @@ inline void along_block(const uint8_t* p, int bytes, const int8_t* q, int64_t st
   }
 }
 
-// The sums of lanes that have the same direction.
-template <int kDirections>
-inline __m128i folded(__m256i totals) {
-  __m128i x = _mm_add_epi32(_mm256_castsi256_si128(totals), _mm256_extracti128_si256(totals, 1));
-  if (kDirections <= 2) x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
-  if (kDirections == 1) x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1));
-  return x;
-}
-
 // Products of N queries with a block of directions; on to the next block.
 template <int N, int kDirections>
 inline void block_products(int d, int64_t stride, const int (&offsets)[N], const uint8_t*& p,
@@ -82,13 +71,8 @@ inline Along round_along(const int32_t* products, __m256 first_scales, __m256 la
   const __m256 b = _mm256_cvtepi32_ps(load_as<__m256i>(products + 8)) * last_scales;
   const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   const __m256 both = _mm256_max_ps(_mm256_and_ps(a, magnitude), _mm256_and_ps(b, magnitude));
-  __m128 most = _mm_max_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
-  most = _mm_max_ps(most, _mm_shuffle_ps(most, most, 0x4e));
-  most = _mm_max_ps(most, _mm_shuffle_ps(most, most, 0xb1));
-  const __m128i exponents = _mm_and_si128(_mm_castps_si128(most), _mm_set1_epi32(kExponents));
-  const __m128i exponent = _mm_max_epi32(exponents, _mm_set1_epi32(kLeastExponent));
-  const __m128i inverse = _mm_sub_epi32(_mm_set1_epi32(int(260u << 23)), exponent);
-  const __m256 factor = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(inverse));
+  const Unit unit(both);
+  const __m256 factor = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(unit.inverse));
   const __m256i x = _mm256_cvtps_epi32(a * factor), y = _mm256_cvtps_epi32(b * factor);
   const __m128i bytes = _mm_packs_epi16(
       _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)),
@@ -97,7 +81,7 @@ inline Along round_along(const int32_t* products, __m256 first_scales, __m256 la
   const int total = _mm_cvtsi128_si32(_mm_add_epi32(halves, _mm_shuffle_epi32(halves, 0x4e)));
   Along along;
   std::memcpy(along.parts, &bytes, sizeof bytes);
-  along.unit = bits_as<float>(_mm_cvtsi128_si32(_mm_sub_epi32(exponent, _mm_set1_epi32(6 << 23))));
+  along.unit = unit.value();
   along.start = -8 * (total - 128 * kMostRank);
   return along;
 }

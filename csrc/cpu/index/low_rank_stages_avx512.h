@@ -2,9 +2,7 @@
 // of three instructions of AVX2 each.
 #pragma once
 
-#include <immintrin.h>
-
-#include "index/low_rank_queries.h"
+#include "index/low_rank_stages_x86.h"
 
 namespace kvr {
 namespace KVR_ISA {
@@ -25,11 +23,8 @@ template <int kDirections>
 inline __m256i folded(__m512i totals) {
   const __m256i halves =
       _mm256_add_epi32(_mm512_castsi512_si256(totals), _mm512_extracti64x4_epi64(totals, 1));
-  if (kDirections == 8) return halves;
-  __m128i x = _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-  if (kDirections <= 2) x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
-  if (kDirections == 1) x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1));
-  return _mm256_castsi128_si256(x);
+  if constexpr (kDirections == 8) return halves;
+  return _mm256_castsi128_si256(folded<kDirections>(halves));
 }
 
 // Products of N queries with a block of directions; on to the next block.
@@ -66,17 +61,12 @@ inline Along round_along(const int32_t* products, __m512 scales) {
   const __m512 magnitudes = _mm512_abs_ps(parts);
   const __m256 both =
       _mm256_max_ps(_mm512_castps512_ps256(magnitudes), _mm512_extractf32x8_ps(magnitudes, 1));
-  __m128 most = _mm_max_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
-  most = _mm_max_ps(most, _mm_shuffle_ps(most, most, 0x4e));
-  most = _mm_max_ps(most, _mm_shuffle_ps(most, most, 0xb1));
-  const __m128i exponents = _mm_and_si128(_mm_castps_si128(most), _mm_set1_epi32(kExponents));
-  const __m128i exponent = _mm_max_epi32(exponents, _mm_set1_epi32(kLeastExponent));
-  const __m128i inverse = _mm_sub_epi32(_mm_set1_epi32(int(260u << 23)), exponent);
-  const __m512 factor = _mm512_castsi512_ps(_mm512_broadcastd_epi32(inverse));
+  const Unit unit(both);
+  const __m512 factor = _mm512_castsi512_ps(_mm512_broadcastd_epi32(unit.inverse));
   const __m128i bytes = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(parts * factor));
   Along along;
   std::memcpy(along.parts, &bytes, sizeof bytes);
-  along.unit = bits_as<float>(_mm_cvtsi128_si32(_mm_sub_epi32(exponent, _mm_set1_epi32(6 << 23))));
+  along.unit = unit.value();
   return along;
 }
 
