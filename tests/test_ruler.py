@@ -205,6 +205,14 @@ def test_the_engine_knows_every_preset_that_is_asked_for():
     assert catalogue.engine_options([catalogue.FULL, *ours]) == {"also": {}}
 
 
+def test_a_preset_with_a_layout_of_its_own_is_run_alone():
+    by_name = {variant.name: variant for variant in catalogue.KNOWN}
+    fier = by_name["fier"]
+    assert catalogue.engine_options([fier]) == {"method": "fier", "also": {}}
+    with pytest.raises(ValueError, match="fier needs an engine of its own"):
+        catalogue.engine_options([by_name["kvretrieval"], fier])
+
+
 def scores(**by_row: Sequence[float | None]) -> dict[tuple[str, str, int | None], dict[str, Any]]:
     """Cells of `TASKS` by ``variant_budget``; a None is not there."""
     cells = {}

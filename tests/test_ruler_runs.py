@@ -27,6 +27,7 @@ class FakeEngine:
         self.started: list[dict[str, Any]] = []
         self.ran: list[tuple[str, int]] = []
         self.asked: list[dict[str, Any]] = []
+        self.read_anew: list[str] = []
         self.breaks_at = ""
 
     @contextmanager
@@ -38,13 +39,21 @@ class FakeEngine:
         self.asked.append({})
 
     def answer(
-        self, llm: Any, samples: Any, options: Any, metric: Any, tokens: int, label: str
+        self,
+        llm: Any,
+        samples: Any,
+        options: Any,
+        metric: Any,
+        tokens: int,
+        label: str,
+        anew: bool = False,
     ) -> Answers:
         if self.breaks_at and self.breaks_at in label:
             raise KeyboardInterrupt
         assert llm is self
         self.ran.append((label, tokens))
         self.asked.append(options)
+        self.read_anew += [label] if anew else []
         score = 0.25 if label.startswith("cwe") else 1.0
         return Answers([score] * len(samples), ["text"] * len(samples), tokens, 0)
 
@@ -201,6 +210,14 @@ def test_other_presets_in_the_engine_are_other_cells(engine, tmp_path):
     assert [label for label, _ in engine.ran] == [*again, *again, "vt freekv 128"]
 
 
+def test_methods_that_watch_prompts_read_them_anew(engine, tmp_path):
+    command = ["ruler", "--task", "vt", "--samples", "1", "--budgets", "128"]
+    command += ["--out", str(tmp_path / "ruler.json"), "--variants", "razor", "snapkv"]
+    driver.main(command)
+    assert [label for label, _ in engine.ran] == ["vt full", "vt razor 128", "vt snapkv 128"]
+    assert engine.read_anew == ["vt snapkv 128"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -211,6 +228,7 @@ def test_other_presets_in_the_engine_are_other_cells(engine, tmp_path):
         (["--prefill-budgets", "-1"], "--prefill-budgets -1"),
         (["--prefill-budgets", "2048+25"], "--prefill-budgets: invalid prefill_budget value"),
         (["--variants", "nothing"], "freekv"),
+        (["--variants", "kvretrieval", "fier"], "fier needs an engine of its own"),
     ],
 )
 def test_wrong_arguments_are_named(wrong, said, capsys):
@@ -223,4 +241,4 @@ def test_the_list_needs_neither_model_nor_network(capsys):
     assert driver.main(["ruler", "--list"]) == 0
     shown = capsys.readouterr().out
     assert all(task.name in shown for task in catalogue.TASKS)
-    assert all(variant.name in shown for variant in catalogue.VARIANTS)
+    assert all(variant.name in shown for variant in catalogue.KNOWN)

@@ -197,7 +197,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--list", action="store_true", help="show the tasks and the variants, and leave")
     add("--quick", action="store_true", help="the quick tier, a few minutes")
-    add("--task", nargs="+", metavar="NAME", help="run these alone; by default all but generation")
+    add("--task", nargs="+", metavar="NAME", help="run these alone; by default all but the longest")
     add("--model", type=Path, metavar="PATH", help="put the tasks to this checkpoint instead")
     usual, quick = (" ".join(map(str, b)) for b in (catalogue.BUDGETS, catalogue.QUICK_BUDGETS))
     add_tokens(parser, "--budgets", None, "tokens attended to per decode step "

@@ -3,6 +3,7 @@
     python -m benchmarks.quality ruler --task vt cwe --budgets 128 512
     python -m benchmarks.quality ruler --variants kvretrieval --prefill-budgets 2048 --budgets 1024
     python -m benchmarks.quality ruler --variants kvretrieval --prefill-budgets 2048 2048+25%
+    python -m benchmarks.quality ruler --variants razor snapkv h2o --budgets 512
 
 The samples come from RULER's published generator (see `ruler_tasks.generator`), in its own prompt
 template and with its own scores. One engine answers them all: full attention first, as
@@ -155,7 +156,7 @@ class Benchmark:
         for variant, budget in self._setup.asked:
             if (task.name, variant.name, budget) in self.cells:
                 continue
-            if self._prompts != (task.name, variant.prefill):
+            if self._prompts != (task.name, variant.prefill) and not variant.watches:
                 self._say(f"{task.name}: prompts ({self._left()})")
                 llm, label = self._engine(stack), f"{task.name} prompts"
                 # Prompts that retrieve would begin with blocks that others have read.
@@ -173,7 +174,8 @@ class Benchmark:
         self._say(f"{label}: {len(job.samples)} samples ({self._left()})")
         watch = Stopwatch()
         options = self._options(variant, budget)
-        answers = answer(llm, job.samples, options, task.metric, task.tokens, label)
+        anew = variant.watches
+        answers = answer(llm, job.samples, options, task.metric, task.tokens, label, anew)
         self._prompts = task.name, variant.prefill
         if self._setup.show:
             for sample, text in zip(job.samples, answers.texts, strict=True):
@@ -267,7 +269,7 @@ class Benchmark:
         """Also full attention depends on the plug-in's code: our own kernel may compute it."""
         setup = self._setup
         alone = setup.engine == {"also": {}}  # its pages are smaller then
-        options = [variant.options, variant.prefill, budget]
+        options = [variant.options, variant.prefill, budget, setup.engine.get("method")]
         return fingerprint([job.key, *options, alone, setup.further, self._code])
 
     def _say(self, message: str) -> None:
@@ -278,10 +280,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     tasks = [task.name for task in catalogue.TASKS]
     variants = [variant.name for variant in catalogue.VARIANTS]
+    known = [variant.name for variant in catalogue.KNOWN]
     add = parser.add_argument
     add("--list", action="store_true", help="show tasks and presets, and leave")
     add("--task", nargs="+", metavar="NAME", choices=tasks, default=tasks, help="tasks")
-    add("--variants", nargs="*", metavar="NAME", choices=variants, default=variants,
+    add("--variants", nargs="*", metavar="NAME", choices=known, default=variants,
         help="presets beside full attention")  # fmt: skip
     add_tokens(parser, "--budgets", catalogue.BUDGETS, "tokens attended to per decode step")
     add("--prefill-budgets", nargs="+", type=prefill_budget, default=(), metavar="N[+SHARE%]",
@@ -300,7 +303,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _list() -> None:
     for task in catalogue.TASKS:
         print(f"{task.name:18}{task.short:5}{task.tokens:4} tokens  {task.metric.__name__}")
-    for variant in (FULL, *catalogue.VARIANTS):
+    for variant in (FULL, *catalogue.KNOWN):
         print(f"{variant.name:18}{variant.meaning}")
 
 
@@ -319,15 +322,20 @@ def run(options: argparse.Namespace) -> int:
         if (least := min(budgets, default=1)) < 1:
             options.usage_error(f"--{flag} {least}: budgets are positive numbers")
     clock = Stopwatch()
+    variants = (
+        *(variant for variant in catalogue.KNOWN if variant.name in options.variants),
+        *map(catalogue.prefilling, sorted(set(options.prefill_budgets))),
+    )
+    try:
+        catalogue.engine_options(variants)
+    except ValueError as error:
+        options.usage_error(str(error))
     setup = Setup(
         options.model,
         options.context,
         options.samples,
         tuple(sorted(set(options.budgets))),
-        (
-            *(v for v in catalogue.VARIANTS if v.name in options.variants),
-            *map(catalogue.prefilling, sorted(set(options.prefill_budgets))),
-        ),
+        variants,
         options.show,
         options.options,
     )

@@ -2,6 +2,7 @@
 
     python -m benchmarks.serving disk --contexts 8192 --batches 1 4
     python -m benchmarks.serving disk --codecs k8v4 k4v4 k2v2
+    python -m benchmarks.serving disk --against arkvale shadowkv
 
 The file is in the operating system's page cache. Like FreeKV's ablation the program takes one part
 away at a time: the layout (a page of a KV head is then read as the `2 * page_size` pieces in which
@@ -18,8 +19,10 @@ reported by itself; "ms/step" is the mean of the others.
 
 With `--codecs` the same documents are decoded from homes that are encoded, instead of the ablation;
 once with the file in the page cache, and once "cold": it is dropped from there before every step.
-`--method ttkv` compares that preset, warm and cold, with freekv and with full attention, both over
-raw pages on disk; with "streaming" a step attends to the pages in memory while it reads the others.
+With `--against` freekv at several thresholds is compared with other methods, all over raw pages on
+disk, warm and cold. `--method ttkv` compares that preset, warm and cold, with freekv and with full
+attention, both over raw pages on disk; with "streaming" a step attends to the pages in memory while
+it reads the others.
 
 The waiting is what steps wait for reads into recall caches. It leaves out what the kernel does for
 the mapped file when new tokens are written to it: such page faults are counted, not timed. Nothing
@@ -111,6 +114,14 @@ VARIANTS_OF = {
     "fier": tuple(v for v in TOKEN_VARIANTS if v.read_ahead),  # selects and attends at once
     "omnikv": TOKEN_VARIANTS,
 }
+COMPARED = (
+    Variant("freekv, on disk", DISK),
+    Variant("freekv, threshold 0.8", DISK, options=_corrects_below(0.8)),
+    Variant("freekv, no correction", DISK, options=_corrects_below(-1.0)),
+    Variant("freekv, no speculation", DISK, options=EVERY_STEP),
+)
+"""Variants of freekv beside other methods."""
+AGAINST = ("arkvale", "shadowkv", "quest", "kvretrieval")
 TIERED, SPECULATIVE = "ttkv", "ttkv_speculative"
 TIERED_VARIANTS = (
     Variant("freekv, raw on disk", DISK),
@@ -123,13 +134,17 @@ TIERED_VARIANTS = (
 )
 
 
-def variants(method: str, codecs: Sequence[str]) -> tuple[Variant, ...]:
-    """The method's ablation; or what to compare these codecs, or this preset, with, and they.
+def variants(args: argparse.Namespace) -> tuple[Variant, ...]:
+    """The method's ablation, or the variants that the options compare.
 
     The first is what the others' step times are set against.
     """
+    method, codecs = args.method, args.codecs
+    first: list[Variant] = []
     if method == TIERED:
-        first, warm = [], list(TIERED_VARIANTS)
+        warm = list(TIERED_VARIANTS)
+    elif args.against:
+        warm = [*COMPARED, *(Variant(f"{name}, on disk", name) for name in args.against)]
     elif codecs:
         first = [Variant(DEVICE, DEVICE)]
         warm = [Variant(DISK, DISK), *(Variant(f"disk, {codec}", codec) for codec in codecs)]
@@ -154,8 +169,9 @@ def engine_specs(args: argparse.Namespace, overrides: dict[str, Any]) -> list[En
         DISK: (untiered, size + cache, slow),
         TIERED: (TIERED, size + cache, tiered),
         **{name: (untiered, size + cache, slow | {"codec": name}) for name in args.codecs},
+        **{name: (name, size + cache, slow) for name in args.against},
     }
-    used = {variant.engine for variant in variants(args.method, args.codecs)}
+    used = {variant.engine for variant in variants(args)}
     return [
         EngineSpec(
             name,
@@ -249,7 +265,7 @@ class Steady:
 
     def __init__(self, args: argparse.Namespace, engines: Sequence[EngineProcess]) -> None:
         self._args = args
-        self._variants = variants(args.method, args.codecs)
+        self._variants = variants(args)
         self._engines = {engine.name: engine for engine in engines}
         self._tokens = args.steps + 2  # the prompt gives the first, a cold step the second
         longest = max(args.contexts) - self._tokens
@@ -329,12 +345,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--method", default="freekv", choices=[*VARIANTS_OF, TIERED], help="retrieval method")
     add("--codecs", nargs="+", default=[], choices=[c for c in CODECS if c != RAW],
         help="compare these, with freekv, instead of the ablation")  # fmt: skip
+    add("--against", nargs="+", default=[], choices=AGAINST,
+        help="compare freekv with these, instead of the ablation")  # fmt: skip
     add("--repeats", type=int, default=3, help="runs of each variant")
     add_output(parser, "disk.json")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store."""
+    if args.against and (args.codecs or args.method != "freekv"):
+        args.usage_error(
+            "--against compares freekv over raw pages: leave --codecs and --method out"
+        )
     overrides = yarn_overrides(AutoConfig.from_pretrained(args.model), max(args.contexts))
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:

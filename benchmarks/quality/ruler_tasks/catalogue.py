@@ -52,7 +52,7 @@ TASKS = (
 
 
 ENGINE_METHOD = "kvretrieval"
-"""Preset of the engine itself, which its requests can name without further ado."""
+"""Preset of the engine itself, unless a variant needs an engine of its own."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,12 @@ class Variant:
 
     prefill: PrefillBudget = EXACTLY
     """That of its prompts."""
+
+    watches: bool = False
+    """The attention of a prompt's queries decides, so that none may be left out."""
+
+    alone: bool = False
+    """It decides the layout of the KV cache, and needs an engine of its own."""
 
 
 FULL = Variant(
@@ -82,6 +88,30 @@ VARIANTS = (
 """The variants that answer every task that counts; each has a row of the table per budget."""
 
 
+def _preset(name: str, meaning: str, watches: bool = False, alone: bool = False) -> Variant:
+    return Variant(name, meaning, {"method": name}, watches=watches, alone=alone)
+
+
+MORE_VARIANTS = (
+    _preset("arkvale", "ArkVale, at this engine's pages"),
+    _preset("infllm", "InfLLM, at this engine's pages"),
+    _preset("twilight", "Twilight: as few pages as reach 95 % of the attention"),
+    _preset("razor", "RazorAttention: retrieval heads read everything"),
+    _preset("entropykv", "entropy-guided budgets of layers", watches=True),
+    _preset("snapkv", "SnapKV", watches=True),
+    _preset("h2o", "H2O", watches=True),
+    _preset("tova", "TOVA", watches=True),
+    _preset("raas", "RaaS", watches=True),
+    _preset("shadowkv", "ShadowKV, in an engine of its own", alone=True),
+    _preset("fier", "FIER: single tokens, in an engine of its own", alone=True),
+    _preset("omnikv", "OmniKV: filter layers, in an engine of its own", alone=True),
+    _preset("ttkv", "TTKV, in an engine of its own", alone=True),
+)
+"""Variants that are run where they are asked for."""
+
+KNOWN = (*VARIANTS, *MORE_VARIANTS)
+
+
 def prefilling(budget: PrefillBudget) -> Variant:
     """Return the variant whose prompts retrieve so many tokens."""
     meaning = f"kvretrieval, whose prompts attend to {budget} tokens before each chunk, too"
@@ -89,7 +119,16 @@ def prefilling(budget: PrefillBudget) -> Variant:
 
 
 def engine_options(variants: Sequence[Variant]) -> dict[str, Any]:
-    """Return what `open_engine` has to know of these variants."""
+    """Return what `open_engine` has to know of these variants.
+
+    Raises:
+        ValueError: One of several needs an engine of its own.
+    """
+    apart = [variant for variant in variants if variant.alone]
+    if apart and len(variants) > 1:
+        raise ValueError(f"{apart[0].name} needs an engine of its own: run it alone")
+    if apart:
+        return {"method": apart[0].name, "also": {}}
     methods = (variant.options.get("method", ENGINE_METHOD) for variant in variants)
     options: dict[str, Any] = {
         "also": {method: {} for method in methods if method != ENGINE_METHOD}

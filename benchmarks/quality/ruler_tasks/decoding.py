@@ -42,6 +42,7 @@ def answer(
     metric: Metric,
     tokens: int,
     label: str,
+    anew: bool = False,
 ) -> Answers:
     """Generate for all samples, greedily, as many at once as the engine takes.
 
@@ -55,9 +56,13 @@ def answer(
         metric: scores a text.
         tokens: tokens that a sample may generate.
         label: what the progress bar is called.
+        anew: whether all of each prompt is computed, however much of it the prefix cache holds.
     """
     sampling = SamplingParams(
-        temperature=0.0, max_tokens=tokens, extra_args={"kv_retrieval": options}
+        temperature=0.0,
+        max_tokens=tokens,
+        skip_reading_prefix_cache=anew or None,
+        extra_args={"kv_retrieval": options},
     )
     engine = llm.llm_engine
     waiting: dict[str, int] = {}

@@ -10,10 +10,10 @@ from typing import Any
 from benchmarks.quality.ruler_tasks.catalogue import (
     COUNTS_ABOVE,
     FULL,
+    KNOWN,
     PUBLISHED,
     PUBLISHED_FULL,
     PUBLISHED_WHERE,
-    VARIANTS,
     RulerTask,
 )
 from benchmarks.quality.tasks.criteria import Criterion
@@ -51,7 +51,7 @@ def mean(
 def table(tasks: Sequence[RulerTask], budgets: Sequence[int], cells: Scores) -> str:
     """Return the scores in points: a row per variant and budget, a column per task, the mean."""
     rows = [["preset", "budget", *(task.short for task in tasks), "mean"]]
-    known = (FULL.name, *(variant.name for variant in VARIANTS))
+    known = (variant.name for variant in (FULL, *KNOWN))
     names = dict.fromkeys([*known, *(variant for _, variant, _ in cells)])
     for name, budget in product(names, (None, *sorted(budgets))):
         found = [cells.get((task.name, name, budget)) for task in tasks]

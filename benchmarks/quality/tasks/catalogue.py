@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cli import GEMMA3, QWEN, SMOLLM2
+from benchmarks.cli import GEMMA3, QWEN, SMOLLM2, SMOLLM2_32K
 from benchmarks.quality.tasks import forced, needles
 from benchmarks.quality.tasks.base import Task
 from benchmarks.quality.tasks.variants import Variant
@@ -37,8 +37,13 @@ TASKS = (
 )
 """The tasks of the full benchmark."""
 
-MORE_TASKS = (Task("generation", "smollm2", SMOLLM2, 4864, 2, forced.generation),)
-"""Tasks that are run where they are asked for: thousands of steps per variant and budget."""
+MORE_TASKS = (
+    Task("generation", "smollm2", SMOLLM2, 4864, 2, forced.generation),
+    Task("novel", "smollm2_32k", SMOLLM2_32K, 8192, 2, forced.novel),
+    Task("novel", "smollm2_32k", SMOLLM2_32K, 16384, 2, forced.novel),
+)
+"""Tasks that are run where they are asked for: thousands of steps, or a prompt of a minute and
+more, per variant and budget."""
 
 QUICK_TASKS = (
     Task("sentences", "smollm2", SMOLLM2, 2048, 6, needles.passkey_in_sentences, ("found",)),

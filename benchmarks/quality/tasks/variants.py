@@ -220,6 +220,13 @@ VARIANTS = (
         engine={"page_size": 16},
     ),
     _own_engine("fier", "FIER: single tokens by a bit per channel; two dense layers"),
+    Variant(
+        "fier_bare",
+        "FIER without a sink, in groups of 16, so that 32 tokens are a budget",
+        "fier",
+        ("token_presets",),
+        engine={"method": "fier", "sink": 0, "page_size": 16},
+    ),
     _own_engine("omnikv", "OmniKV: filter layers, which are dense, select tokens for the others"),
     _dropping(
         "entropykv", "entropy-guided budgets of layers; one dense layer, as all of these", "P-"
