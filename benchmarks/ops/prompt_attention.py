@@ -6,7 +6,8 @@
 The ops alone, over random queries, keys and values: a step that reads the last CHUNK tokens of a
 prompt of CONTEXT tokens. vLLM's kernel reads blocks of 128 tokens, as it does by default, and ours
 scattered pages of 32. A CHUNK of 1 is a decode step, with so many layers that the cache comes from
-memory; there the table has what is read per second, too, and what a plain sum of all numbers reads.
+memory; there the table has what is read per second, too, from pages and from the rows that methods
+of single tokens have, and what a plain sum of all numbers reads.
 On one thread, in processor time, medians of rounds: a shared machine is enough. It exits with 1
 where ours is slower than the machine's goal (``GOALS``, ``DECODE_GOALS``).
 """
@@ -79,11 +80,19 @@ class Case:
 
     def own(self) -> None:
         """By our kernel."""
+        if self.chunk == 1:
+            self._decode(self.isa)
+            return
         for cache in self.caches:
-            if self.chunk == 1:
-                cpu.attend(self.query, self.tokens, cache, self.output, self.isa, self.scale)
-            else:
-                cpu.attend_prompt(self.query, self.lists, cache, self.output, self.isa, self.scale)
+            cpu.attend_prompt(self.query, self.lists, cache, self.output, self.isa, self.scale)
+
+    def rows(self) -> None:
+        """A decode step by our kernel, which takes the same numbers for rows of tokens."""
+        self._decode(cpu.ROWS)
+
+    def _decode(self, layout: str) -> None:
+        for cache in self.caches:
+            cpu.attend(self.query, self.tokens, cache, self.output, layout, self.scale)
 
     def vllm(self) -> None:
         """By vLLM's, scheduled once for all layers, as an engine does."""
@@ -110,16 +119,17 @@ def measure(case: Case, rounds: int, clock: Callable[[], float]) -> dict[str, fl
     case.vllm()
     case.own()
     case.check()
-    runs = [case.vllm, case.own] + [partial(read_all, case.caches)] * (case.chunk == 1)
-    theirs, ours, *read = medians(runs, rounds, clock)
+    runs = [case.vllm, case.own]
+    if case.chunk == 1:
+        runs += [case.rows, partial(read_all, case.caches)]
+    theirs, ours, *decoding = medians(runs, rounds, clock)
     found = {
         "vllm_ns": round(1e9 * theirs / case.logits, 2),
         "own_ns": round(1e9 * ours / case.logits, 2),
         "ratio": round(theirs / ours, 2),
     }
-    if read:
-        found["own_gb_per_s"] = round(case.bytes / ours / 1e9, 1)
-        found["read_gb_per_s"] = round(case.bytes / read[0] / 1e9, 1)
+    for name, seconds in zip(("own", "rows", "read"), (ours, *decoding), strict=False):
+        found[f"{name}_gb_per_s"] = round(case.bytes / seconds / 1e9, 1)
     return found
 
 

@@ -62,7 +62,7 @@ def decode(results: Results, options: Options) -> str:
     header, columns = ["heads", "element"], []
     for store in results.values():
         isa = store["settings"]["isa"]
-        header += [f"{isa}: speed-up", "ours, GB/s", "a plain read, GB/s"]
+        header += [f"{isa}: speed-up", "ours, GB/s", "in rows, GB/s", "a plain read, GB/s"]
         columns.append({(row["shape"], row["dtype"]): row for row in store["rows"]})
     rows = []
     for shape, dtype in dict.fromkeys(key for column in columns for key in column):
@@ -70,9 +70,10 @@ def decode(results: Results, options: Options) -> str:
         for column in columns:
             if row := column.get((shape, dtype)):
                 cells += [ratio(row["ratio"])]
-                cells += [f"{row[key]:.1f}" for key in ("own_gb_per_s", "read_gb_per_s")]
+                read = (row.get(f"{kind}_gb_per_s") for kind in ("own", "rows", "read"))
+                cells += ["" if speed is None else f"{speed:.1f}" for speed in read]
             else:
-                cells += ["", "", ""]
+                cells += ["", "", "", ""]
         rows.append(cells)
     return markdown(header, rows)
 

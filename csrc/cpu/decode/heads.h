@@ -82,7 +82,7 @@ struct Heads {
   float* wanted;   // [N, wanted_stride]; receives the logits; null: nothing does
   int64_t wanted_stride;
 
-  // Adds a tile. Fetches its values before they are needed, and then the keys of the next tile.
+  // Adds a tile. Fetches what is still missing of it before it is needed, and then the next tile.
   template <class Queries>
   void add(const Queries& q, int g, const Tile& tile, const Tile& next) const {
     alignas(64) float x[N][kTile];
@@ -139,7 +139,6 @@ struct Heads {
   Floats score(const RowQueries<P>& q, int g, const Tile& tile, float (&x)[N][kTile]) const {
     const int d = head_size;
     for (int t = 0; t < tile.count; t += 4) {
-      for (int i = t; i < t + 4; ++i) tile.fetch_values(i);
       const E* four[4];
       for (int i = 0; i < 4; ++i) four[i] = tile.keys[std::min(t + i, tile.count - 1)];
       Floats acc[N][4];
