@@ -80,7 +80,7 @@ class Attending {
     std::fill_n(parts, group, Partial{});
     const List list(a_, unit);
     Tile tile(a_, list, first, std::min(kTile, last - first));
-    tile.fetch_keys();
+    tile.fetch_all();
     for (int at = first; at < last; at += kTile) {
       const Tile next(a_, list, at + kTile, std::clamp(last - at - kTile, 0, kTile));
       for (int g = 0; g < group; g += together)

@@ -82,11 +82,11 @@ struct Heads {
   float* wanted;   // [N, wanted_stride]; receives the logits; null: nothing does
   int64_t wanted_stride;
 
-  // Adds a tile. Fetches what is still missing of it before it is needed, and then the next tile.
+  // Adds a tile. Fetches the next one, evenly, since a burst would hold up the loads.
   template <class Queries>
   void add(const Queries& q, int g, const Tile& tile, const Tile& next) const {
     alignas(64) float x[N][kTile];
-    Floats top = score(q, g, tile, x);
+    Floats top = score(q, g, tile, next, x);
     if (cap > 0) top = cap_logits(x);
     if (tile.count < kTile)
       for (int h = 0; h < N; ++h)
@@ -108,7 +108,8 @@ struct Heads {
 
  private:
   // Computes logits less references, in the tile's order of tokens. Returns the highest, by column.
-  Floats score(const PageQueries<P>& queries, int g, const Tile& tile, float (&x)[N][kTile]) const {
+  Floats score(const PageQueries<P>& queries, int g, const Tile& tile, const Tile& next,
+               float (&x)[N][kTile]) const {
     const int steps = head_size / P::kDepth;
     Floats top = splat(kLeastLogit);
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -118,7 +119,7 @@ struct Heads {
         KVR_UNROLL for (int v = 0; v < 2 * kPairs; ++v) acc[h][v] = Floats{};
 #pragma GCC unroll 2
       for (int c = 0; c < steps; ++c, q += N) {
-        tile.template fetch_values<kPasses>(pass * steps + c);
+        next.template fetch_keys<kPasses>(pass * steps + c);
         KVR_UNROLL for (int k = 0; k < kPairs; ++k) {
           Panel keys[2];
           tile.keys_of(c, pass * kPairs + k, keys);
@@ -136,7 +137,8 @@ struct Heads {
     return top;
   }
 
-  Floats score(const RowQueries<P>& q, int g, const Tile& tile, float (&x)[N][kTile]) const {
+  Floats score(const RowQueries<P>& q, int g, const Tile& tile, const Tile&,
+               float (&x)[N][kTile]) const {
     const int d = head_size;
     for (int t = 0; t < tile.count; t += 4) {
       const E* four[4];
@@ -219,7 +221,7 @@ struct Heads {
         acc[h][v] = load_as<Floats>(values + h * columns + c + v * kWidth);
 #pragma GCC unroll 2
     for (int t = 0; t < tile.count; t += P::kDepth) {
-      next.template fetch_keys<S * kTwo>(c, t);
+      next.template fetch_values<S * kTwo>(c, t);
       const int at = Tile::token_place(t);
       Word weights[N];
       KVR_UNROLL for (int h = 0; h < N; ++h)

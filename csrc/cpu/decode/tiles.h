@@ -139,12 +139,11 @@ struct RowTile {
     load_values<E, rest>(keys[t] + head_size + c, keys[std::min(t + 1, count - 1)] + head_size + c, x);
   }
   // Rows are fetched from end to end, in their order, while the values of the tile before are added.
-  void fetch_keys() const {
+  void fetch_all() const {
     for (int t = 0; t < count; ++t) fetch(keys[t], 2 * head_size);
   }
-  // What a step of another tile's values, token t from the c-th of some channels on, fetches.
   template <int channels>
-  void fetch_keys(int c, int t) const {
+  void fetch_values(int c, int t) const {
     for (int i = t; i < std::min(t + P::kDepth, count); ++i) fetch(keys[i] + 2 * c, 2 * channels);
   }
 };
@@ -225,19 +224,20 @@ struct PageTile {
     }
   }
 
-  void fetch_keys() const {
+  void fetch_all() const {
     for (int i = 0; i < head_size * kKeyLines; ++i) fetch_line(key_line(i));
+    for (int i = 0; i < head_size * kValueLines; ++i) fetch_line(value_line(i));
   }
-  // Fetches the keys of step i; each of `passes` reads a part of every key.
+  // Fetches the keys in step i of another tile's scores; each of `passes` reads a part of every key.
   template <int passes>
-  void fetch_values(int i) const {
-    fetch_evenly<kValueLines * P::kDepth, passes>(i, [&](int line) { fetch_line(value_line(line)); });
+  void fetch_keys(int i) const {
+    fetch_evenly<kKeyLines * P::kDepth, passes>(i, [&](int line) { fetch_line(key_line(line)); });
   }
   // What a step of another tile's values, token t from the c-th of some channels on, fetches.
   template <int channels>
-  void fetch_keys(int c, int t) const {
-    fetch_evenly<channels * kKeyLines * P::kDepth, kTile>(
-        t / P::kDepth, [&](int line) { fetch_line(key_line(c * kKeyLines + line)); });
+  void fetch_values(int c, int t) const {
+    fetch_evenly<channels * kValueLines * P::kDepth, kTile>(
+        t / P::kDepth, [&](int line) { fetch_line(value_line(c * kValueLines + line)); });
   }
 
  private:
