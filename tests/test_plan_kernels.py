@@ -75,6 +75,7 @@ def test_every_index_and_pooling(index, pooling, parts, dtype):
         (3, 1, 256, 32, 1),
         (2, 6, 128, 128, 1),
         (1, 3, 64, 256, 1),
+        (2, 2, 64, 96, 1),
     ],
     dtype=DTYPES,
 )

@@ -106,6 +106,28 @@ def test_what_is_subtracted_leaves_no_more_than_rounding(sharper):
         assert off.max() < 2e-5
 
 
+@pytest.mark.parametrize("page", [16, 128, 256])
+def test_threads_change_nothing(page):
+    """Tasks are as long whatever their number is, so sums are the same to the last bit."""
+    torch.manual_seed(2)
+    chooser = make_chooser(
+        160, 1, KV_HEADS, GROUP, 64, torch.bfloat16, index=LowRank(), page_size=page,
+        remainder=0.01, means=True,
+    )  # fmt: skip
+    query = torch.randn(1, KV_HEADS * GROUP, 64).bfloat16()
+    rows, threads = make_rows([160 * page], chooser, (1, 2, 5), tau=1.0), torch.get_num_threads()
+    for _ in visited():
+        together = planned(cpu, query, clone_rows(rows), chooser)
+        assert together.lse.isfinite().all()
+        try:
+            torch.set_num_threads(1)
+            alone = planned(cpu, query, clone_rows(rows), chooser)
+        finally:
+            torch.set_num_threads(threads)
+        assert torch.equal(alone.lse, together.lse)
+        assert torch.equal(alone.values, together.values)
+
+
 @pytest.mark.parametrize("page", [32, 256])
 @pytest.mark.parametrize("layout", ["vec", "rows", "amx"])
 def test_means_are_of_the_values_of_complete_entries(layout, page):

@@ -34,8 +34,9 @@ void multiply(const LinearLayer&);             // linear.cpp
 void encode_units(const UnitCoding&);          // codec.cpp
 void decode_units(const UnitCoding&);
 
-constexpr int kChunk = 128;         // entries per scoring task; a multiple of kWidth
+constexpr int kChunk = 128;         // most entries per scoring task
 constexpr int kTokenChunk = 32;     // the same where their tokens are scored
+constexpr int kChunkTokens = 8192;  // most tokens of the entries, as long as they are kWidth or more
 constexpr int kSerialScores = 64;   // work below which waking the other threads costs more
 
 // Mean over the group of cos(q, previous q) (FreeKV, section 3.3).
@@ -75,7 +76,8 @@ struct Planner {
   const ScoreFn<E> score_fn;
   const int per_entry;               // scores
   const int parts;                   // scores per unit of selection
-  const int chunk;                   // entries per scoring task, whatever the other rows
+  const int chunk;                   // entries per scoring task, whatever the other rows; a multiple
+                                     // of kWidth
   int most = 0;                      // entries of a row that are scored
 
   explicit Planner(const DecodePlan& p)
@@ -83,7 +85,8 @@ struct Planner {
         score_fn(rows.per_token ? token_score_fn_of<E>(index.kind) : score_fn_of<E>(index.kind)),
         per_entry(rows.per_token ? index.entry_tokens : index.spans()),
         parts(rows.per_token ? 1 : index.parts()),
-        chunk(rows.per_token ? kTokenChunk : kChunk) {
+        chunk(std::clamp(kChunkTokens / index.entry_tokens, kWidth,
+                         rows.per_token ? kTokenChunk : kChunk) / kWidth * kWidth) {
     for (int r = 0; r < rows.rows; ++r)
       if (rows.scores(r)) most = std::max(most, entries(r));
   }
