@@ -121,9 +121,9 @@ class Oracle:
 
         They get the highest scores, which are uncertain if rounding may have decided.
         """
-        count = int(self.method.outliers * select)
-        if not count:
+        if not self.method.outliers or select < 2:
             return
+        count = max(1, int(self.method.outliers * select))
         entries = keys.double().unflatten(0, (-1, self.method.entry_tokens))
         cosines = torch.cosine_similarity(entries, entries.mean(1, keepdim=True), dim=-1).amin(1)
         least = cosines.view(len(pooled), -1).amin(1)

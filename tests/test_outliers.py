@@ -49,7 +49,8 @@ def setting(dtype=torch.float32, parts=1, sharp=1.0, lens=LENS, **options):
 def chosen(rows, row, head):
     """Positions of the pages that a KV head attends to between sink and window."""
     pages = rows.block_table[row, : -(-int(rows.seq_lens[row]) // PAGE)].tolist()
-    listed = rows.lists[row * KV_HEADS + head, : SINK + SELECT + WINDOW] // KV_HEADS
+    attended = SINK + int(rows.select[row]) + WINDOW
+    listed = rows.lists[row * KV_HEADS + head, :attended] // KV_HEADS
     places = [pages.index(page) for page in listed.tolist()]
     return places[SINK:-WINDOW]
 
@@ -129,6 +130,27 @@ def test_equal_and_missing_cosines(isa, pooling):
     for head in range(KV_HEADS):
         expected = [*range(1, 16), 30, 31, 32, 33, 40]
         assert chosen(rows, 0, head) == expected
+
+
+@pytest.mark.parametrize(("select", "count"), [(1, 0), (2, 1), (6, 1), (12, 1), (13, 2)])
+def test_one_of_a_few_pages_is_an_outlier(select, count):
+    """A share of them that rounds down to none is one page, but of a single page."""
+    torch.manual_seed(5)
+    chooser, query, rows = setting(lens=[60 * PAGE], outliers=0.158)
+    rows.block_table = torch.arange(60, dtype=torch.int32)[None]
+    rows.select[:] = select
+    record, write = fields_of(chooser.store)
+    cosines = torch.full_like(record["least_cosine"], 0.5).view(120, KV_HEADS)
+    cosines[40:43] = torch.tensor([-0.9, -1, -0.8])[:, None]
+    means = record["mean"].view(120, KV_HEADS, 64)
+    means[:] = query[0, 0] * 10
+    means[40:43] *= -1  # their scores come last
+    query[:] = query[0, :1]
+    write(least_cosine=cosines.view(-1, 1), mean=means.view(-1, 64))
+    ours = assert_same_plan(chooser, copy_of(chooser), query, rows)
+    for head in range(KV_HEADS):
+        expected = {*range(1, 1 + select - count), *[41, 40][:count]}
+        assert set(chosen(ours, 0, head)) == expected
 
 
 @pytest.mark.parametrize(

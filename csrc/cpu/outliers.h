@@ -2,6 +2,7 @@
 // keys tells least of one of them.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 #include <vector>
 
@@ -11,6 +12,11 @@
 
 namespace kvr {
 namespace KVR_ISA {
+
+// The outliers among `selected` units: a share of them, rounded down, but one at least of two or more.
+inline int outlier_count(double share, int selected) {
+  return std::max(static_cast<int>(share * selected), share > 0 && selected > 1 ? 1 : 0);
+}
 
 // The `count` units of [first, last) with the lowest cosine of a key and the mean of its entry, in rising
 // order; of equal ones the earlier units. Cosines that are no numbers count highest.

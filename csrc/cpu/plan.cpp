@@ -255,7 +255,7 @@ struct Planner {
     const int wanted = std::min(last - first, std::max(k, k * chooser.rerank));
     thread_local std::vector<int32_t> candidates, outliers;
     thread_local std::vector<float> norms;
-    find_outliers(Records(index, blocks(row)), head, first, last, static_cast<int>(chooser.outliers * k),
+    find_outliers(Records(index, blocks(row)), head, first, last, outlier_count(chooser.outliers, k),
                   outliers);
     const auto put_first = [&] {
       for (const int32_t unit : outliers) scores[unit] = std::numeric_limits<float>::infinity();

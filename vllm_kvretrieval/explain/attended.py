@@ -196,8 +196,8 @@ def _plan(
             positions = (numbers // layer.kv_heads)[:, None] * size + torch.arange(size)
         heads.append((positions[positions < tokens], sink * unit, (last - window) * unit))
     attended = _masks(tokens, heads)
-    for head, count in enumerate((method.outliers * counts.double()).int().tolist()):
-        if count > 0:
+    for head, selected in enumerate(counts.tolist()):
+        if count := chooser.outlier_count(selected):
             entries, between = torch.arange(pages * chooser.store.parts), (sink, last - window)
             found = reference.find_outliers(entries, head, chooser.store, between, count)
             whole = attended.always[head, : tokens // size * size]

@@ -71,11 +71,11 @@ class Ops(Protocol):
         selection, otherwise to that of the previous step. The new selection is remembered. A head
         that selects as many units as lie between sink and window attends to all of them. With
         ``rerank``, ``rerank * select`` candidates are scored again by their keys, and the best of
-        these are selected. With ``outliers``, that share of the selected pages, rounded down, are
-        the ones of all between sink and window that have the lowest cosine of a key with the mean
-        of its entry, and the best of the others are the rest. Of equal scores or cosines the
-        earlier unit wins. Scores that underflow are not equal: they keep the order of their
-        logarithms.
+        these are selected. With ``outliers``, that share of the selected pages, rounded down, but
+        one at least of two or more, are the ones of all between sink and window that have the
+        lowest cosine of a key with the mean of its entry, and the best of the others are the rest.
+        Of equal scores or cosines the earlier unit wins. Scores that underflow are not equal: they
+        keep the order of their logarithms.
         Of rows of other modes nothing is scored, compared or remembered. Where a selection is
         given, each head attends to what it holds, or to everything where its count leaves nothing
         out.

@@ -137,9 +137,9 @@ class Chooser:
         remainder: The share of the attention below which the mean of an entry's values stands for
             the entry, if it is not selected; 0: none does. It takes a store with means and an
             index that estimates the attention, shares (``Pooling.MEAN_SOFTMAX``) and no reranking.
-        outliers: The share of the selected pages that are outliers, rounded down: those with the
-            lowest cosine of a key with the mean of its entry, whatever their scores are. It takes
-            an index that tells them, no reranking, and rows whose mass is 1.
+        outliers: The share of the selected pages that are outliers: those with the lowest cosine of
+            a key with the mean of its entry, whatever their scores are. It takes an index that
+            tells them, no reranking, and rows whose mass is 1.
         handle: The view of an implementation of all this, made on first use.
     """
 
@@ -156,6 +156,13 @@ class Chooser:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.selection.query.shape[1] // self.store.kv_heads
+
+    def outlier_count(self, select: int) -> int:
+        """How many of so many selected pages are outliers.
+
+        It is their share, rounded down, but one page at least of two or more.
+        """
+        return max(int(self.outliers * select), int(self.outliers > 0 and select > 1))
 
 
 @dataclass

@@ -131,7 +131,7 @@ class Options:
     outliers: float | None = of_index(
         PART,
         "the share of the selected pages that are the ones whose keys are least like their mean, "
-        "whatever the query is; with `index: landmark`",
+        "whatever the query is, at least one of two or more; with `index: landmark`",
         "0; `shadowkv`: 0.158",
         neutral=0,
         more="methods.md#shadowkv",

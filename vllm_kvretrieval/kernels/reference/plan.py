@@ -161,7 +161,7 @@ def select_units(
     norms = chooser.pooling.norms(scores)
     pooled = chooser.pooling.pool(scores.double() - norms, parts).nan_to_num(nan=-math.inf)
     sink, end = between
-    if count := int(chooser.outliers * select):
+    if count := chooser.outlier_count(select):
         pooled[sink + find_outliers(entries, head, store, between, count)] = math.inf
     candidates = sink + top_pages(pooled[sink:end], max(select, select * chooser.rerank))
     enough = torch.arange(select)
