@@ -252,7 +252,7 @@ struct Planner {
     const int64_t stride = of.stride;
     const int n = entries(row) * per_entry;
     const int first = rows.sink[row], last = units(row) - rows.window[row];
-    const int wanted = std::min(last - first, std::max(k, k * chooser.rerank));
+    const int wanted = std::min<int64_t>(last - first, std::max<int64_t>(k, int64_t(k) * chooser.rerank));
     thread_local std::vector<int32_t> candidates, outliers;
     thread_local std::vector<float> norms;
     find_outliers(Records(index, blocks(row)), head, first, last, outlier_count(chooser.outliers, k),
