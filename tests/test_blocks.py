@@ -126,19 +126,31 @@ def test_shares_are_those_that_are_written(percent):
 @pytest.mark.parametrize("share", [0.3, 0.55, 0.999])
 @pytest.mark.parametrize("first", [350, 384, 400, 777])
 def test_a_share_does_not_depend_on_where_steps_or_prefixes_end(share, first):
-    """A block that begins behind a prefix in its middle attends to as much as the whole block."""
+    """A block that begins behind a prefix in its middle attends to as much as the whole block, and
+    to its tokens of the page in which it begins."""
     _, whole = planned((0, 1000), share=share)
     pieces = [planned(part, share=share)[1] for part in ((0, first), (first, 1000 - first))]
 
     def before(division):
-        """Tokens before a block that it attends to, by the border that the block begins at."""
-        borders = (division.ends - division.new) // CHUNK * CHUNK
-        found = zip(borders.tolist(), (division.attended - division.new).tolist(), strict=True)
+        """Tokens in pages before a block that it attends to, by the border that the block begins
+        at."""
+        begins = division.ends - division.new
+        tokens = division.attended - division.new - np.where(division.sparse, begins % PAGE, 0)
+        found = zip((begins // CHUNK * CHUNK).tolist(), tokens.tolist(), strict=True)
         return {border: tokens for border, tokens in found if border >= EXACT}
 
     expected = before(whole)
     for piece in pieces:
         assert before(piece).items() <= expected.items()
+
+
+def test_pairs_of_a_block_that_begins_within_a_page():
+    """Such as behind an earlier input of a session. The first one has ten whole pages before it,
+    the second one twelve, of which eight are attended to."""
+    blocks, division = planned((350, 34), (384, 10))
+    assert blocks.rows.select.tolist() == [5, 5]
+    assert division.skipped(2).tolist() == [34 * 2 * PAGE, 10 * 4 * PAGE]
+    assert blocks.lists.seen.tolist() == [8 * PAGE + 350 - 320 + 1, 8 * PAGE + 1]
 
 
 def test_selections_have_room_for_the_longest_context():

@@ -86,6 +86,10 @@ class BlockPlanner(Divisor):
         # How many queries of a block its samples are chosen from.
         self.among = self.samples if config.prefill_sampling != "dissimilar" else self.chunk
 
+    def _before(self, begins: np.ndarray, budgets: np.ndarray, shares: np.ndarray) -> np.ndarray:
+        """As for chunks; a block that begins within a page attends to all of the page, too."""
+        return super()._before(begins, budgets, shares) + begins % self.page_size
+
     def plan(
         self,
         method: int,
@@ -112,7 +116,6 @@ class BlockPlanner(Divisor):
         sink, window = always[:, division.request] * sparse
         select = (division.attended - new) // self.page_size * sparse - sink - window
         window = np.where(sparse, window + pages - before, pages)
-        attended = (sink + select + window - pages) * self.page_size + ends
         width = int((sink + select + window).max())
         count = len(ends)
         tables = block_table[torch.from_numpy(division.request)]
@@ -129,7 +132,7 @@ class BlockPlanner(Divisor):
         steps = np.arange(1, self.among + 1)
         places = np.maximum(steps * new[:, None] // self.among, 1) - 1
         queries = torch.from_numpy(start + starts[:-1, None] + places)
-        seen = int32(attended - new + 1)
+        seen = int32(division.attended - new + 1)
         lists = PromptLists(rows.lists, int32(starts), seen, self.kv_heads, per_head=True)
         laid_out = None if staged is None else _places(staged)
         return Blocks(method, queries, self.samples, rows, lists, laid_out)
