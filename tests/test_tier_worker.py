@@ -17,6 +17,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.engine import checkpoint
 from tests.test_tier_sizes import BUDGET, CACHE, LEAST, ONE, SLOT, STAGING, tiers
+from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.engine.connector import connector_config
 from vllm_kvretrieval.engine.cpu.refusals import check_reading
 from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
@@ -192,6 +193,17 @@ def test_memory_for_scores_is_set_aside(monkeypatch, method, scratch):
     block, index = bytes_per_block(own.vllm_config, specs, config, own.retrieving)
     left = (1 << 30) - own._staging_bytes() - scratch
     assert own.determine_available_memory() == left * block // (block + index)
+
+
+@pytest.mark.parametrize(("page_size", "longest"), [(16, 1000), (32, 1024), (256, 1000)])
+def test_memory_for_staging_is_that_of_its_buffer(page_size, longest):
+    """The buffer has whole blocks, of 128 tokens or of a page."""
+    own = worker([FULL], page_size=page_size, budget=2048, attention="vllm")
+    model = own.model_config
+    model.max_model_len, model.dtype = longest, torch.bfloat16
+    model.get_num_kv_heads, model.get_head_size = lambda _: 4, lambda: 64
+    staging = PrefillStaging(page_size, 4, 64, torch.bfloat16, longest)
+    assert own._staging_bytes() == staging.buffer.nbytes > 0
 
 
 def test_memory_that_does_not_suffice_is_found_out_at_once():

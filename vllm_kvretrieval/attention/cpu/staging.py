@@ -25,6 +25,12 @@ WORTHWHILE_QUERIES = 128
 """Copying the context pays for itself from about this many queries on."""
 
 
+def blocks_for(tokens: int, page_size: int) -> tuple[int, int]:
+    """How many blocks hold so many tokens, and the tokens of a block."""
+    size = max(page_size, BLOCK_SIZE)
+    return -(-tokens // size), size
+
+
 class StagedContext(NamedTuple):
     """The context of some of a step's prefilling requests, laid out one after the other.
 
@@ -62,8 +68,7 @@ class PrefillStaging:
         rows: bool = False,
         encoded: bool = False,
     ) -> None:
-        self.block_size = max(page_size, BLOCK_SIZE)
-        blocks = -(-max_tokens // self.block_size)
+        blocks, self.block_size = blocks_for(max_tokens, page_size)
         self.pages_per_block = self.block_size // page_size
         self.page_size, self.isa = page_size, isa
         self.rows, self.encoded = rows, encoded

@@ -12,6 +12,7 @@ from vllm.utils.mem_utils import format_gib
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval.attention.cpu.division import Divisor
+from vllm_kvretrieval.attention.cpu.staging import blocks_for
 from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
 from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.layers import number_layers
@@ -250,9 +251,10 @@ class PlanningWorker(CPUWorker):
         return scratch_bytes(config.methods.values(), size)
 
     def _staging_bytes(self) -> int:
-        """One layer's keys and values of the longest context; see PrefillStaging."""
+        """One layer's keys and values of the longest context, in blocks; see PrefillStaging."""
         if not self.stages:
             return 0
         model = self.model_config
         width = 2 * model.get_head_size() * model.dtype.itemsize
-        return model.max_model_len * model.get_num_kv_heads(self.parallel_config) * width
+        blocks, size = blocks_for(model.max_model_len, self.retrieval_config.page_size)
+        return blocks * size * model.get_num_kv_heads(self.parallel_config) * width
