@@ -18,6 +18,7 @@ from tests.kernel_checks import (
     clone_rows,
     copy_of,
     fields_of,
+    keys_in,
     make_chooser,
     make_rows,
     specified,
@@ -140,6 +141,23 @@ def test_a_page_far_above_the_others(gap, parts, group, pooling):
         if group == parts == 1:
             best = bounds[1:-2, :, 0].topk(9, dim=0).indices.sort(dim=0).values + 1
             assert actual.selection.chosen[0].T.equal(best.int())
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_key_that_is_no_number_makes_the_score_none(isa, parts):
+    """Whichever key of an entry it is; the page comes last."""
+    torch.manual_seed(parts)
+    index, pooling = make_index("exact"), Pooling.MAX
+    chooser = make_chooser(
+        40, 1, 1, 1, 64, torch.float32, parts=parts, index=index, pooling=pooling
+    )
+    keys = torch.arange(PAGE)  # page n + 1 has the n-th
+    keys_in(chooser.store)[1 + keys, 0, 5, keys] = torch.nan
+    numbers = torch.arange(1 + PAGE, 39)
+    rows = make_rows([40 * PAGE], chooser, (1, 1, len(numbers)), fresh=1)
+    rows.block_table = torch.arange(40).int()[None]
+    assert_same_plan(chooser, copy_of(chooser), torch.randn(1, 1, 64), rows)
+    assert chooser.selection.chosen[0, 0, : len(numbers)].equal(numbers.int())
 
 
 @covering(index=[*KERNELS, "outside_mean", "outside_exact"], pooling=Pooling, rerank=[0, 3])

@@ -252,6 +252,22 @@ def test_no_numbers_select_something(isa):
     assert selector.chosen[int(rows.seats[0]), :100].tolist() == list(range(20, 120))
 
 
+@pytest.mark.parametrize("token", [0, 7, 100, 299])
+def test_a_key_that_is_no_number_silences_its_head(isa, token):
+    """The head's attention is to no numbers then; the other head selects."""
+    torch.manual_seed(token)
+    selector = make_selector(2, 1, 64, 32, torch.float32, "rows")
+    rows = make_rows([300], selector)
+    page = rows.block_table[0, token // 32].long()
+    selector.store.cache[page, 1, token % 32, 5] = torch.nan
+    query = make_queries(rows, selector, 1, torch.float32)
+    assert_selects_the_best(query, torch.ones(1, 1), rows, selector)
+    query[0, 1] = 0  # which would select others
+    both = selector.chosen.clone()
+    cpu.select_context(query, torch.ones(1, 1), rows, selector)
+    assert torch.equal(selector.chosen, both)
+
+
 def test_many_rows(isa):
     torch.manual_seed(2)
     selector = make_selector(2, 2, 32, 32, torch.float32, "vec", seats=70)

@@ -13,7 +13,8 @@ namespace KVR_ISA {
 
 inline int padded(int n) { return (n + kWidth - 1) / kWidth * kWidth; }
 
-// log(sum of exp) of values[0..n). Overwrites what follows them up to padded(n).
+// log(sum of exp) of values[0..n); NaN if one of them is, wherever it is. Overwrites what follows them up to
+// padded(n).
 inline float log_sum_exp(float* values, int n) {
   std::fill(values + n, values + padded(n), -std::numeric_limits<float>::infinity());
   Floats top = load_as<Floats>(values);
@@ -21,7 +22,10 @@ inline float log_sum_exp(float* values, int n) {
   float highest = top[0];
   for (int i = 1; i < kWidth; ++i) highest = std::max(highest, top[i]);
   Floats total = {};
-  for (int i = 0; i < n; i += kWidth) total += exp_nonpositive(load_as<Floats>(values + i) - highest);
+  for (int i = 0; i < n; i += kWidth) {
+    const Floats x = load_as<Floats>(values + i);
+    total += x == x ? exp_nonpositive(x - highest) : x;  // exp makes a number of NaN
+  }
   return highest + std::log(sum(total));
 }
 
