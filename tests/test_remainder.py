@@ -106,6 +106,19 @@ def test_what_is_subtracted_leaves_no_more_than_rounding(sharper):
         assert off.max() < 2e-5
 
 
+def test_a_remainder_has_at_most_a_quarter_of_what_is_attended_to():
+    torch.manual_seed(2)
+    chooser, query, rows = setting("exact", 1, torch.float32, gate=1.0)
+    query *= torch.tensor([0.1, 2.0, 6.0]).repeat(KV_HEADS)[:, None]
+    for ops, isa in [(reference, None), *((cpu, isa) for isa in visited())]:
+        own = clone_rows(rows)
+        found = planned(ops, query, own, copy_of(chooser))
+        expected, uncapped = (plainly(chooser, query, own, most) for most in (0.25, math.inf))
+        torch.testing.assert_close(found.lse, expected.lse, atol=1e-3, rtol=0, msg=str(isa))
+        capped = expected.lse < uncapped.lse
+        assert 0 < capped.sum() < capped.numel()
+
+
 @pytest.mark.parametrize("page", [16, 128, 256])
 def test_threads_change_nothing(page):
     """Tasks are as long whatever their number is, so sums are the same to the last bit."""
@@ -180,8 +193,11 @@ def test_nothing_is_left_where_everything_is_attended_to():
         assert (found.lse == -math.inf).all()
 
 
-def plainly(chooser, query, rows):
-    """By the formula: all complete pages that a head does not list, each with its mean."""
+def plainly(chooser, query, rows, most=0.25):
+    """By the formula: all complete pages that a head does not list, each with its mean.
+
+    Together they have at most so much of what the listed ones have.
+    """
     heads = query.unflatten(1, (KV_HEADS, GROUP))
     found = Remainder(torch.zeros(query.shape), torch.full(query.shape[:2], -math.inf))
     values, lse = (part.unflatten(1, (KV_HEADS, GROUP)) for part in found)
@@ -189,13 +205,14 @@ def plainly(chooser, query, rows):
         r, h = divmod(unit, KV_HEADS)
         pages = rows.block_table[r, : int(rows.seq_lens[r]) // 16].long()
         listed = rows.lists[unit, : -(-length // 16)] // KV_HEADS
-        pages = pages[~torch.isin(pages, listed)]
-        if not len(pages):
+        left = ~torch.isin(pages, listed)
+        if not left.any():
             continue
         scores = reference.score_entries(chooser.store.index, heads[r, h], pages, h, chooser)
-        lse[r, h] = scores.logsumexp(1)
-        means = unpack_means(chooser.store.records[pages, h], 1, 64)[:, 0]
-        values[r, h] = scores.softmax(1) @ means
+        reached = scores[:, ~left].logsumexp(1) + math.log(most)
+        lse[r, h] = scores[:, left].logsumexp(1).minimum(reached)
+        means = unpack_means(chooser.store.records[pages[left], h], 1, 64)[:, 0]
+        values[r, h] = scores[:, left].softmax(1) @ means
     return found
 
 
@@ -248,12 +265,12 @@ def test_attention_with_a_further_part(dtype, rest, sinks):
 def test_the_whole_is_nearer_to_full_attention():
     """Values of a page that are alike, of which selection alone knows the fewest."""
     torch.manual_seed(3)
-    chooser, query, rows = setting("low_rank", 1, torch.float32, gate=0.05)
+    chooser, query, rows = setting("exact", 1, torch.float32, gate=1.0)
     store = chooser.store
     values = store.cache.view(180, KV_HEADS, 2, 16, 64)[:, :, 1]
     values.copy_(torch.randn(180, KV_HEADS, 1, 64) + 0.1 * torch.randn(values.shape))
     cpu.index_pages(torch.arange(180).int(), torch.full((180,), 16).int(), store)
-    query *= 0.5
+    query *= 4.0
     units, outputs = store.cache.view(-1, 16, 128), []
     context = Contexts(rows.block_table, rows.seq_lens, rows.seats)
     whole = DecodeRows.whole(context, torch.empty(len(rows.lists), 160, dtype=torch.int32))
@@ -262,8 +279,11 @@ def test_the_whole_is_nearer_to_full_attention():
         lists = TokenLists(chosen.lists, chosen.lengths, 16, KV_HEADS)
         outputs.append(torch.empty_like(query))
         cpu.attend(query, lists, units, outputs[-1], "vec", 0.125, remainder=part)
-    full, alone, added = outputs
-    assert (added - full).norm() < 0.3 * (alone - full).norm()
+    uncapped, capped = (plainly(chooser, query, rows, most).lse for most in (math.inf, 0.25))
+    some = uncapped == capped
+    assert some.any()
+    full, alone, added = (output[some] for output in outputs)
+    assert (added - full).norm() < 0.1 * (alone - full).norm()
 
 
 def test_means_survive_packing():

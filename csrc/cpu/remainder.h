@@ -128,8 +128,9 @@ class Remainder {
 
   // Leaves the items of pages that the step does not attend to, and that have a share below the gate. A
   // share is the mean over the query heads. out [group, head_size] becomes the mean of their values, and
-  // lse [group] the logarithm of their attention. Where they have less than kLeastShare of it, there is
-  // no remainder.
+  // lse [group] the logarithm of their attention, but at most kMostOfAttended of what the index estimates
+  // for the items that the step attends to. Where they have less than kLeastShare of the attention, there
+  // is no remainder.
   void leave(const Records& records, int head, const std::vector<int32_t>& attended, float gate, float* out,
              float* lse) {
     const int group = totals_.size(), d = records.index.head_size;
@@ -144,6 +145,7 @@ class Remainder {
     };
     for (const int page : attended)
       for (int part = 0; part < 1 << records.shift; ++part) subtract((page << records.shift) + part);
+    const size_t reached = less_.size();
     for (int j = 0; j < items_; j += kWidth) {
       Floats share = {};
       for (int g = 0; g < group; ++g) share += load_as<Floats>(shares_.data() + int64_t(g) * width_ + j);
@@ -158,13 +160,17 @@ class Remainder {
       const float* less = subtracted_.data() + g * size_;
       const float mass = all[d] - less[d];
       const bool some = mass > kLeastShare;
-      lse[g] = some ? totals_[g] + std::log(mass) : -std::numeric_limits<float>::infinity();
+      float most = 0;
+      for (size_t i = 0; i < reached; ++i) most += shares_[int64_t(g) * width_ + less_[i]];
+      most *= kMostOfAttended;
+      lse[g] = some ? totals_[g] + std::log(std::min(mass, most)) : -std::numeric_limits<float>::infinity();
       for (int c = 0; c < d; ++c) out[g * d + c] = some ? (all[c] - less[c]) / mass : 0;
     }
   }
 
  private:
   static constexpr float kLeastShare = 1e-5f;  // which the rounding of sums does not reach
+  static constexpr float kMostOfAttended = 0.25f;
 
   int width_ = 0, items_ = 0, size_ = 0;
   std::vector<float> shares_, totals_, sums_, subtracted_;

@@ -13,6 +13,8 @@ from vllm_kvretrieval.retrieval.index.exact import Exact
 
 LEAST_SHARE = 1e-5
 """The share of the attention below which there is no remainder."""
+MOST_OF_ATTENDED = 0.25
+"""The most that a remainder has of the attention of pages attended to, by the index."""
 
 
 def plan_decode(
@@ -96,15 +98,18 @@ def add_up(
         return
     assert store.index is not None
     scores = score_entries(store.index, query, entries, head, chooser).double()
-    share = scores.softmax(1).mean(0)
+    shares = scores.softmax(1)
+    share = shares.mean(0)
     listed = torch.isin(torch.arange(len(share)) // store.parts, attended)
     records = store.records[entries, head]
     values = unpack_means(records, store.spans, store.head_size).flatten(0, 1).double()
     kept = (share <= chooser.remainder) & ~listed & values.isfinite().all(1)
     if kept.any():
         mass = scores[:, kept].logsumexp(1)
-        some = mass - scores.logsumexp(1) > math.log(LEAST_SHARE)
-        remainder.lse[some] = mass[some].float()
+        total = scores.logsumexp(1)
+        some = mass - total > math.log(LEAST_SHARE)
+        most = total + (MOST_OF_ATTENDED * shares[:, listed].sum(1)).log()
+        remainder.lse[some] = mass.minimum(most)[some].float()
         remainder.values[some] = (scores[some][:, kept].softmax(1) @ values[kept]).float()
 
 
