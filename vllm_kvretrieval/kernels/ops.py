@@ -83,8 +83,9 @@ class Ops(Protocol):
         With a remainder, the entries of the index that a row does not attend to, and whose share of
         the estimated attention (the mean over the query heads) is below ``Chooser.remainder``, are
         added up by the means of their values, but for those whose values are not finite. Where they
-        have less than a hundred-thousandth of the attention, there is no remainder. Bytes moved:
-        the records of the context.
+        have less than a hundred-thousandth of the attention, there is no remainder. They have at
+        most a quarter of the attention of the entries attended to. Bytes moved: the records of the
+        context.
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided.
