@@ -4,6 +4,7 @@ The oracle is written from the papers alone: raw keys and values as the model pr
 index, no state tensors, requests told apart by their ids. It shares no code with the package.
 """
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,9 +212,12 @@ class Oracle:
             whole = step.length // size * size
             entries = logits[:, :whole].unflatten(1, (-1, size)).logsumexp(-1)
             share = torch.softmax(entries, -1).mean(0)
-            left = share <= self.method.remainder
-            left[torch.unique(tokens[tokens < whole] // size)] = False
-            masses = torch.cat([masses, entries[:, left]], 1)
+            listed = torch.zeros(len(share), dtype=torch.bool)
+            listed[torch.unique(tokens[tokens < whole] // size)] = True
+            left = (share <= self.method.remainder) & ~listed
+            most = entries[:, listed].logsumexp(-1) - math.log(4)
+            over = (entries[:, left].logsumexp(-1) - most).clamp(min=0)
+            masses = torch.cat([masses, entries[:, left] - over[:, None]], 1)
             means = torch.cat([means, values[:whole].unflatten(0, (-1, size)).mean(1)[left]])
         return torch.softmax(masses, -1) @ means
 
