@@ -376,7 +376,7 @@ class BareEngine:
         """Each token has attended to tokens of its own request, head and layer, and no others."""
         encoded = self.config.encoding is not None
         # 4 and 2 bits have so much between them, of values from -1 to 1.
-        off = {"k8v4": 0.07, "k4v4": 0.07, "k2v2": 0.34}[self.config.codec] if encoded else 0.01
+        off = (0.34 if self.config.codec.startswith("k2v2") else 0.07) if encoded else 0.01
         shown = output.view(-1, HEADS, GROUP, HEAD_SIZE)
         said = torch.stack(
             torch.broadcast_tensors(

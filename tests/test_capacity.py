@@ -87,7 +87,8 @@ class Draw:
         self.dense = 0 if self.method == "omnikv" else self.one(0, 1)
         # Whether methods of single tokens are wanted, which the engine's own may be.
         self.tokens = self.method in ("fier", "omnikv", *DROPPING) or self.chance(0.5)
-        self.codec = self.one("raw", "k8v4", "k2v2") if self.disk and not self.tokens else "raw"
+        codecs = "raw", "k8v4", "k2v2", "k4v4_sparse", "k2v2_sparse"
+        self.codec = self.one(*codecs) if self.disk and not self.tokens else "raw"
         budget = page * self.random.randint(1, 256 // page)
         options = {"page_size": page, "budget": budget} | self.of_method(self.method)
         if self.method == "omnikv":

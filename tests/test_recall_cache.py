@@ -50,6 +50,7 @@ def home():
         (UNITS, None, None),
         (LEAST_SLOTS, None, [[1, 5], [6, 0]]),
         (LEAST_SLOTS, "k8v4", None),
+        (LEAST_SLOTS, "k2v2_sparse", None),
         (LEAST_SLOTS + 7, "raw", None),
     ],
 )
@@ -261,7 +262,7 @@ def test_read_errors(home, ahead):
     assert cache.check() == ""
 
 
-@pytest.fixture(params=["raw", "k8v4"])
+@pytest.fixture(params=["raw", "k8v4", "k4v4_sparse"])
 def open_pages(request):
     return OpenPages(CODECS[request.param])
 

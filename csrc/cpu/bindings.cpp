@@ -80,7 +80,9 @@ NB_MODULE(_cpu, m) {
   m.attr("CODECS") = numbers<Codec>({{"raw", Codec::kRaw},
                                      {"k8v4", Codec::kK8V4},
                                      {"k4v4", Codec::kK4V4},
-                                     {"k2v2", Codec::kK2V2}});
+                                     {"k2v2", Codec::kK2V2},
+                                     {"k4v4_sparse", Codec::kK4V4Sparse},
+                                     {"k2v2_sparse", Codec::kK2V2Sparse}});
   m.def("isa", [] { return active->isa; }, "Name of the instruction set in use.");
   m.def("isas", &kvr::compiled_isas, "Names of all that are compiled in, fastest first.");
   m.def("use_isa", &use_isa, nb::arg("isa"),

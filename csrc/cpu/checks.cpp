@@ -329,6 +329,10 @@ void check_coding(const UnitCoding& c) {
         std::to_string(c.count) + " units of " + std::to_string(c.page_size) + " tokens of " +
         std::to_string(c.head_size) + " channels: both are multiples of 16 up to " +
         std::to_string(kMostRows));
+  if (is_sparse(c.codec) && int64_t(c.page_size) * c.head_size > kMostPositions)
+    throw std::invalid_argument("outliers have no position in units of " +
+                                std::to_string(c.page_size) + " tokens of " +
+                                std::to_string(c.head_size) + " channels");
 }
 
 void refuse_token(int64_t token, int64_t slot, int64_t tokens) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "codec_outliers.h"
 #include "simd.h"
 
 namespace kvr {
@@ -13,7 +14,6 @@ namespace KVR_ISA {
 
 using Bytes = uint8_t __attribute__((vector_size(kWidth)));
 
-constexpr float kMost = 0x1p120f;
 constexpr float kLeastStep = 0x1p-100f;
 
 // The magnitude rounded up to so many bits of mantissa.
@@ -31,6 +31,7 @@ static float at_least(float step) { return step > kLeastStep ? step : kLeastStep
 // The ways to encode a row, as retrieval/codec/rows.py has them.
 
 struct Centred8 {
+  static constexpr bool kSparse = false;
   static constexpr int kBits = 8, kLevels = 254, kWords = 1;
   static Scale of(float step) { return {step, -127 * step}; }
   static Scale fit(float low, float high) {
@@ -42,6 +43,7 @@ struct Centred8 {
 
 template <int bits>
 struct FromLowest {
+  static constexpr bool kSparse = false;
   static constexpr int kBits = bits, kLevels = (1 << bits) - 1, kWords = 2;
   static Scale fit(float low, float high) {
     const float nearer = bits_as<float>(bits_as<uint32_t>(low) & 0xffff0000u);
@@ -59,6 +61,7 @@ struct FromLowest {
 
 template <int bits>
 struct AroundZero {
+  static constexpr bool kSparse = false;
   static constexpr int kBits = bits, kLevels = (1 << bits) - 1, kWords = 1;
   static Scale fit(float low, float high) {
     if (low > 0) low = 0;
@@ -76,41 +79,41 @@ struct AroundZero {
   }
 };
 
-// Elements of a row, `n` of them: a multiple of 16.
-template <class R, class E>
-static Scale fit_row(const E* row, int n) {
-  Floats low = E::load(row), high = low;
-  Ints encodable = splat(0) == splat(0);
-  for (int i = 0; i < n; i += kWidth) {
-    const Floats x = E::load(row + i);
-    low = min(low, x);
-    high = max(high, x);
-    encodable &= (x <= splat(kMost)) & (x >= splat(-kMost));
-  }
-  float least = low[0], most = high[0];
-  bool all = true;
-  for (int i = 0; i < kWidth; ++i) {
-    least = low[i] < least ? low[i] : least;
-    most = high[i] > most ? high[i] : most;
-    all &= encodable[i] != 0;
-  }
-  least += 0.0f;  // zero has no sign, whichever came first
-  return all ? R::fit(least, most) : Scale{std::numeric_limits<float>::quiet_NaN(), 0};
+// A way to encode rows whose outliers are kept apart.
+template <class R>
+struct Sparse : R {
+  static constexpr bool kSparse = true;
+};
+
+template <class R>
+static Scale fit(const Ends& row) {
+  if (!row.encodable) return {std::numeric_limits<float>::quiet_NaN(), 0};
+  return R::fit(row.low + 0.0f, row.high);  // zero has no sign, whichever came first
 }
 
-// Bytes of words of `rows` rows, and of codes of as many rows of n.
+// Bytes of words of `rows` rows, and of codes and outliers of as many rows of n.
 template <class R>
 static int64_t word_bytes(int rows) { return int64_t(2) * R::kWords * rows; }
 template <class R>
 static int64_t code_bytes(int rows, int n) { return int64_t(rows) * n * R::kBits / 8; }
+template <class R, class E>
+static int64_t list_bytes(int rows, int n) {
+  return R::kSparse ? outlier_count(rows, n) * int64_t(2 + sizeof(E)) : 0;
+}
 
 template <class R, class E>
-static void encode_rows(const E* x, int rows, int n, uint8_t* words, uint8_t* codes) {
+static void encode_rows(const E* x, int rows, int n, uint8_t* words, uint8_t* codes, uint8_t* list) {
   constexpr int kTogether = 8 / R::kBits;
+  Ends ends[kMostRows];
+  if constexpr (R::kSparse) {
+    take_outliers(x, rows, n, ends, list);
+  } else {
+    for (int r = 0; r < rows; ++r) ends[r] = ends_of<false>(x + int64_t(r) * n, n);
+  }
   float step[kMostRows], base[kMostRows];
   for (int r = 0; r < rows; ++r) {
     uint16_t packed[R::kWords];
-    R::pack(fit_row<R>(x + int64_t(r) * n, n), packed);
+    R::pack(fit<R>(ends[r]), packed);
     std::memcpy(words + word_bytes<R>(r), packed, sizeof packed);
     const Scale scale = R::unpack(packed);
     step[r] = 1 / scale.step;
@@ -133,7 +136,8 @@ static void encode_rows(const E* x, int rows, int n, uint8_t* words, uint8_t* co
 }
 
 template <class R, class E>
-static void decode_rows(const uint8_t* words, const uint8_t* codes, int rows, int n, E* x) {
+static void decode_rows(const uint8_t* words, const uint8_t* codes, const uint8_t* list, int rows,
+                        int n, E* x) {
   constexpr int kTogether = 8 / R::kBits, kMask = (1 << R::kBits) - 1;
   const int apart = rows / kTogether;
   for (int r = 0; r < apart; ++r) {
@@ -152,16 +156,19 @@ static void decode_rows(const uint8_t* words, const uint8_t* codes, int rows, in
       }
     }
   }
+  if constexpr (R::kSparse) lay_outliers(list, rows, n, x);
 }
 
 // Where the parts of an encoded unit begin.
-template <class K, class V>
+template <class E, class K, class V>
 struct Parts {
   Parts(uint8_t* encoded, int page_size, int head_size)
       : key_words(encoded), value_words(key_words + word_bytes<K>(head_size)),
         keys(value_words + word_bytes<V>(page_size)),
-        values(keys + code_bytes<K>(head_size, page_size)) {}
-  uint8_t *key_words, *value_words, *keys, *values;
+        values(keys + code_bytes<K>(head_size, page_size)),
+        key_list(values + code_bytes<V>(page_size, head_size)),
+        value_list(key_list + list_bytes<K, E>(head_size, page_size)) {}
+  uint8_t *key_words, *value_words, *keys, *values, *key_list, *value_list;
 };
 
 template <class E, class K, class V>
@@ -171,13 +178,13 @@ static void code(const UnitCoding& c, bool encodes) {
   for (int64_t i = 0; i < c.count; ++i) {
     E* keys = static_cast<E*>(c.units) + i * 2 * size * d;
     E* values = keys + size * d;
-    const Parts<K, V> parts(c.encoded + i * bytes, size, d);
+    const Parts<E, K, V> parts(c.encoded + i * bytes, size, d);
     if (encodes) {
-      encode_rows<K>(keys, d, size, parts.key_words, parts.keys);
-      encode_rows<V>(values, size, d, parts.value_words, parts.values);
+      encode_rows<K>(keys, d, size, parts.key_words, parts.keys, parts.key_list);
+      encode_rows<V>(values, size, d, parts.value_words, parts.values, parts.value_list);
     } else {
-      decode_rows<K>(parts.key_words, parts.keys, d, size, keys);
-      decode_rows<V>(parts.value_words, parts.values, size, d, values);
+      decode_rows<K>(parts.key_words, parts.keys, parts.key_list, d, size, keys);
+      decode_rows<V>(parts.value_words, parts.values, parts.value_list, size, d, values);
     }
   }
 }
@@ -188,6 +195,8 @@ static void code_of(const UnitCoding& c, bool encodes) {
     case Codec::kK8V4: return code<E, Centred8, AroundZero<4>>(c, encodes);
     case Codec::kK4V4: return code<E, FromLowest<4>, AroundZero<4>>(c, encodes);
     case Codec::kK2V2: return code<E, FromLowest<2>, AroundZero<2>>(c, encodes);
+    case Codec::kK4V4Sparse: return code<E, Sparse<FromLowest<4>>, Sparse<AroundZero<4>>>(c, encodes);
+    case Codec::kK2V2Sparse: return code<E, Sparse<FromLowest<2>>, Sparse<AroundZero<2>>>(c, encodes);
     default: break;
   }
   const size_t bytes = c.count * encoded_bytes(c.codec, c.dtype, c.page_size, c.head_size);

@@ -242,7 +242,8 @@ class Ops(Protocol):
             uint8 [n, unit_bytes].
 
         Raises:
-            ValueError: The units have another shape, layout or dtype.
+            ValueError: The units have another shape, layout or dtype, or more elements than the
+                codec takes.
         """
         ...
 

@@ -21,7 +21,11 @@ class Codec(ABC):
 
     @abstractmethod
     def unit_bytes(self, page_size: int, head_size: int, dtype: torch.dtype) -> int:
-        """Bytes of an encoded unit of a KV cache in ``dtype``."""
+        """Bytes of an encoded unit of a KV cache in ``dtype``.
+
+        Raises:
+            RetrievalConfigError: The codec takes no units of these sizes.
+        """
 
     def bytes_per_token(self, page_size: int, head_size: int, dtype: torch.dtype) -> float:
         """Bytes per token of one KV head, with its part of the bytes that belong to the page."""

@@ -33,10 +33,18 @@ class Quantised(Codec):
     def unit_bytes(self, page_size: int, head_size: int, dtype: torch.dtype) -> int:
         return sum(self._parts(page_size, head_size))
 
+    def _rows(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys.transpose(1, 2).float(), values.float()
+
+    def _fitted(self, rows: torch.Tensor) -> torch.Tensor:
+        """The elements, float32 [n, rows, elements], that the scales of rows are chosen for."""
+        return rows
+
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        channels, tokens = self._rows(keys, values)
         words, codes = zip(
-            self.keys.encode(keys.transpose(1, 2).float()),
-            self.values.encode(values.float()),
+            self.keys.encode(channels, self._fitted(channels)),
+            self.values.encode(tokens, self._fitted(tokens)),
             strict=True,
         )
         return torch.cat([*words, *codes], 1)
@@ -52,8 +60,8 @@ class Quantised(Codec):
     def error_bounds(
         self, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        by_channel = self.keys.error_bound(keys.transpose(1, 2).float())
-        return by_channel.transpose(1, 2), self.values.error_bound(values.float())
+        channels, tokens = map(self._fitted, self._rows(keys, values))
+        return self.keys.error_bound(channels).transpose(1, 2), self.values.error_bound(tokens)
 
 
 class K8V4(Quantised):

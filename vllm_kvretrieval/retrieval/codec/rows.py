@@ -34,6 +34,22 @@ def keep_bits(x: torch.Tensor, mantissa: int) -> torch.Tensor:
     return ((bits + ((1 << drop) - 1)) >> drop << drop).view(torch.float32)
 
 
+def encodable(rows: torch.Tensor) -> torch.Tensor:
+    """Which rows can be encoded, bool [..., rows], of float32 [..., rows, n]."""
+    return rows.abs().amax(-1) <= MOST
+
+
+def to_bytes(words: torch.Tensor) -> torch.Tensor:
+    """Whole numbers [n, ...] below 2 to the 16, as uint8 [n, bytes], the low ones first."""
+    return torch.stack([words & 255, words >> 8], -1).to(torch.uint8).flatten(1)
+
+
+def from_bytes(data: torch.Tensor) -> torch.Tensor:
+    """The result of :func:`to_bytes` as int32 [n, words]."""
+    low, high = data.int().unflatten(1, (-1, 2)).unbind(-1)
+    return low + (high << 8)
+
+
 def low_bits(x: torch.Tensor) -> torch.Tensor:
     """float32 rounded down to bfloat16."""
     nearer = (x.contiguous().view(torch.int32) & -0x10000).view(torch.float32)
@@ -70,35 +86,32 @@ class Rows(ABC):
 
     def fit(self, rows: torch.Tensor) -> Scale:
         """Scale of rows, float32 [..., rows, n]."""
-        encodable = rows.abs().amax(-1) <= MOST
+        known = encodable(rows)
         low, high = rows.amin(-1) + 0.0, rows.amax(-1)  # zero has no sign, whichever came first
         zero = torch.zeros_like(low)
-        step, base = self._fit(
-            torch.where(encodable, low, zero), torch.where(encodable, high, zero)
-        )
-        return Scale(torch.where(encodable, step, torch.nan), torch.where(encodable, base, zero))
+        step, base = self._fit(torch.where(known, low, zero), torch.where(known, high, zero))
+        return Scale(torch.where(known, step, torch.nan), torch.where(known, base, zero))
 
-    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, rows: torch.Tensor, fitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode rows, float32 [n, rows, elements], into words and codes, uint8 [n, bytes] each.
 
+        Each has the scale of its row of ``fitted``; an element beyond gets the first or last code.
         If a byte has several codes, they belong to the same element of rows that are
         ``rows * bits / 8`` apart, the first in the lowest bits.
         """
-        scale = self.fit(rows)
+        scale = self.fit(fitted)
         step, base = (part[..., None] for part in self._rounded(scale))
         scaled = ((rows - base) * (1 / step)).clamp(0, self.levels) + 0.5
         codes = scaled.floor().nan_to_num(nan=0.0).int()
         together = codes.unflatten(1, (8 // self.bits, -1))
         shifts = self.bits * torch.arange(8 // self.bits)
         data = (together << shifts[:, None, None]).sum(1).to(torch.uint8)
-        words = self._pack(scale)
-        split = torch.stack([words & 255, words >> 8], -1).to(torch.uint8)
-        return split.flatten(1), data.flatten(1)
+        return to_bytes(self._pack(scale)), data.flatten(1)
 
     def decode(self, words: torch.Tensor, codes: torch.Tensor, elements: int) -> torch.Tensor:
         """Decode the result of :meth:`encode` into float32 [n, rows, elements]."""
-        low, high = words.int().unflatten(1, (-1, self.words, 2)).unbind(-1)
-        step, base = (part[..., None] for part in self._unpack(low + (high << 8)))
+        packed = from_bytes(words).unflatten(1, (-1, self.words))
+        step, base = (part[..., None] for part in self._unpack(packed))
         together = codes.int().unflatten(1, (1, -1, elements))
         shifts = self.bits * torch.arange(8 // self.bits)
         found = (together >> shifts[:, None, None]) & ((1 << self.bits) - 1)
