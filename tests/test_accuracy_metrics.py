@@ -134,6 +134,8 @@ def test_corrected_share_is_of_the_heads_of_sparse_steps():
         "razor",
         "kivi_k2v2",
         "kivi_k4v4",
+        "kvquant_k2v2",
+        "kvquant_k4v4",
     ]
     speculating = {v.name for v in variants.VARIANTS if v.speculates}
     of_freekv = {v.name for v in variants.VARIANTS if v.method == "freekv"}

@@ -54,7 +54,7 @@ def test_the_axes_are_all_here():
     assert SELECTING == ["speculative", "every_step"]
     assert SHARING == ["omnikv"]
     assert BY_HEAD == ["razor"]
-    assert WHOLE == ["full", "kivi"]
+    assert WHOLE == ["full", "kivi", "kvquant"]
     assert KEEPING == ["entropykv", "snapkv", "h2o", "tova", "raas"]
 
 

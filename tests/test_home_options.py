@@ -86,6 +86,16 @@ def test_kivi_needs_no_option_but_its_name():
         RetrievalConfig.from_options("freekv", {"also": ["kivi"]})
 
 
+def test_kvquant_needs_no_option_but_its_name():
+    """Recent tokens are encoded, too, as in the paper."""
+    config = RetrievalConfig.from_options("kvquant", {})
+    assert (config.home, config.codec, config.open_pages) == ("disk", "k2v2_sparse", 0)
+    other = RetrievalConfig.from_options("kvquant", {"codec": "k4v4_sparse"})
+    assert (other.own.whole, other.codec) == (True, "k4v4_sparse")
+    with pytest.raises(RetrievalConfigError, match="steps read everything"):
+        RetrievalConfig.from_options("kvquant", {"codec": "raw"})
+
+
 def test_ttkv_needs_no_option_but_its_name():
     config = RetrievalConfig.from_options("ttkv", {})
     assert (config.home, config.codec, config.open_pages) == ("disk", "k8v4", 4)

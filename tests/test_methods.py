@@ -89,7 +89,7 @@ class House:
         assert sum(change > self.near_ties for change in changes) <= len(changes) // 20
 
 
-MINE = ("kvretrieval", "full", "kivi", "ttkv", "razor")
+MINE = ("kvretrieval", "full", "kivi", "kvquant", "ttkv", "razor")
 HOUSES = {
     "pages": House(
         "kvretrieval",

@@ -38,6 +38,8 @@ VARIANTS = {
     "codec_k8v4": "kvretrieval, `k8v4`",
     "codec_k4v4": "kvretrieval, `k4v4`",
     "codec_k2v2": "kvretrieval, `k2v2`",
+    "codec_k4v4_sparse": "kvretrieval, `k4v4_sparse`",
+    "codec_k2v2_sparse": "kvretrieval, `k2v2_sparse`",
     "entropykv_uniform": "entropykv, all layers alike",
     "entropykv_32": "entropykv, 32 queries",
     "entropykv_32_uniform": "entropykv, 32 queries, all layers alike",
@@ -59,6 +61,8 @@ VARIANTS = {
     "tiers_low_rank": "ttkv, by `low_rank`",
     "kivi_k2v2": "kivi: everything, `k2v2`",
     "kivi_k4v4": "kivi: everything, `k4v4`",
+    "kvquant_k2v2": "kvquant: everything, `k2v2_sparse`",
+    "kvquant_k4v4": "kvquant: everything, `k4v4_sparse`",
 }
 """Variants of `benchmarks.quality`; others are named as they are."""
 

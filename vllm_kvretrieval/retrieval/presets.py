@@ -192,6 +192,13 @@ OWN = {
         raw_window=True,
         home="disk",
     ),
+    "kvquant": Preset(
+        "KVQuant: full attention over keys and values of 2 bits, outliers as they are: a baseline",
+        schedule="whole",
+        dense_layers=0,
+        codec="k2v2_sparse",
+        home="disk",
+    ),
     "oracle": Preset("the best pages by all their keys, slowly: for evaluation", index="exact"),
 }
 

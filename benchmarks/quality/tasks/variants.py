@@ -112,11 +112,11 @@ def _codec(name: str) -> Variant:
     return Variant(f"codec_{name}", meaning, OWN, ("codecs",), engine=engine)
 
 
-def _kivi(codec: str) -> Variant:
-    """Full attention over encoded pages."""
-    meaning = f"KIVI: everything, by {codec} but for the recent 128 tokens"
-    engine = {"method": "kivi", "codec": codec}
-    return Variant(f"kivi_{codec}", meaning, "kivi", ("codecs",), engine=engine)
+def _encoded(method: str, bits: str, codec: str, raw: str = "") -> Variant:
+    """A preset of full attention over pages that are encoded."""
+    meaning = f"{method}: everything, by {codec}{raw}"
+    engine = {"method": method, "codec": codec}
+    return Variant(f"{method}_{bits}", meaning, method, ("codecs",), engine=engine)
 
 
 def _tiers(name: str, meaning: str, **engine: Any) -> Variant:
@@ -323,7 +323,8 @@ VARIANTS = (
         engine={"page_size": 16},
     ),
     *(_codec(name) for name in CODECS if name != RAW),
-    *(_kivi(codec) for codec in ("k2v2", "k4v4")),
+    *(_encoded("kivi", b, b, " but for the recent 128 tokens") for b in ("k2v2", "k4v4")),
+    *(_encoded("kvquant", b, f"{b}_sparse") for b in ("k2v2", "k4v4")),
     _tiers("tiers_freekv", "freekv, pages of 32 in memory", method=FREEKV, page_size=PAGE),
     _tiers("tiers_ttkv", "TTKV: blocks of 128, 8-bit keys and 4-bit values"),
     _tiers("tiers_raw", "the same, as the model made them", home="device", codec=RAW),
