@@ -128,8 +128,9 @@ def measure(case: Case, rounds: int, clock: Callable[[], float]) -> dict[str, fl
         "own_ns": round(1e9 * ours / case.logits, 2),
         "ratio": round(theirs / ours, 2),
     }
-    for name, seconds in zip(("own", "rows", "read"), (ours, *decoding), strict=False):
-        found[f"{name}_gb_per_s"] = round(case.bytes / seconds / 1e9, 1)
+    if decoding:
+        for name, seconds in zip(("own", "rows", "read"), (ours, *decoding), strict=True):
+            found[f"{name}_gb_per_s"] = round(case.bytes / seconds / 1e9, 1)
     return found
 
 
