@@ -215,7 +215,7 @@ class Oracle:
             listed = torch.zeros(len(share), dtype=torch.bool)
             listed[torch.unique(tokens[tokens < whole] // size)] = True
             left = (share <= self.method.remainder) & ~listed
-            most = entries[:, listed].logsumexp(-1) - math.log(4)
+            most = entries[:, listed].logsumexp(-1) + math.log(0.4)
             over = (entries[:, left].logsumexp(-1) - most).clamp(min=0)
             masses = torch.cat([masses, entries[:, left] - over[:, None]], 1)
             means = torch.cat([means, values[:whole].unflatten(0, (-1, size)).mean(1)[left]])

@@ -14,7 +14,7 @@ namespace kvr {
 namespace KVR_ISA {
 
 // The outliers among `selected` units: a share of them, rounded down, but one at least of two or more.
-inline int outlier_count(double share, int selected) {
+inline int outlier_units(double share, int selected) {
   return std::max(static_cast<int>(share * selected), share > 0 && selected > 1 ? 1 : 0);
 }
 

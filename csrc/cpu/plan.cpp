@@ -255,7 +255,7 @@ struct Planner {
     const int wanted = std::min<int64_t>(last - first, std::max<int64_t>(k, int64_t(k) * chooser.rerank));
     thread_local std::vector<int32_t> candidates, outliers;
     thread_local std::vector<float> norms;
-    find_outliers(Records(index, blocks(row)), head, first, last, outlier_count(chooser.outliers, k),
+    find_outliers(Records(index, blocks(row)), head, first, last, outlier_units(chooser.outliers, k),
                   outliers);
     const auto put_first = [&] {
       for (const int32_t unit : outliers) scores[unit] = std::numeric_limits<float>::infinity();

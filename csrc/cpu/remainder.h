@@ -170,7 +170,7 @@ class Remainder {
 
  private:
   static constexpr float kLeastShare = 1e-5f;  // which the rounding of sums does not reach
-  static constexpr float kMostOfAttended = 0.25f;
+  static constexpr float kMostOfAttended = 0.4f;
 
   int width_ = 0, items_ = 0, size_ = 0;
   std::vector<float> shares_, totals_, sums_, subtracted_;

@@ -197,8 +197,9 @@ def _plan(
         heads.append((positions[positions < tokens], sink * unit, (last - window) * unit))
     attended = _masks(tokens, heads)
     for head, selected in enumerate(counts.tolist()):
-        if count := chooser.outlier_count(selected):
-            entries, between = torch.arange(pages * chooser.store.parts), (sink, last - window)
+        between = sink, last - window
+        if count := chooser.outlier_units(min(selected, between[1] - between[0])):
+            entries = torch.arange(pages * chooser.store.parts)
             found = reference.find_outliers(entries, head, chooser.store, between, count)
             whole = attended.always[head, : tokens // size * size]
             whole.unflatten(0, (-1, size))[sink + found] = True

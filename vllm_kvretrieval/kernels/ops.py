@@ -84,7 +84,7 @@ class Ops(Protocol):
         the estimated attention (the mean over the query heads) is below ``Chooser.remainder``, are
         added up by the means of their values, but for those whose values are not finite. Where they
         have less than a hundred-thousandth of the attention, there is no remainder. They have at
-        most a quarter of the attention of the entries attended to. Bytes moved: the records of the
+        most 0.4 times the attention of the entries attended to. Bytes moved: the records of the
         context.
 
         Args:

@@ -157,7 +157,7 @@ class Chooser:
         """Query heads per KV head."""
         return self.selection.query.shape[1] // self.store.kv_heads
 
-    def outlier_count(self, select: int) -> int:
+    def outlier_units(self, select: int) -> int:
         """How many of so many selected pages are outliers.
 
         It is their share, rounded down, but one page at least of two or more.

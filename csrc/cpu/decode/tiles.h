@@ -138,10 +138,10 @@ struct RowTile {
   void values_of(int t, int c, Panel (&x)[2]) const {
     load_values<E, rest>(keys[t] + head_size + c, keys[std::min(t + 1, count - 1)] + head_size + c, x);
   }
-  // Rows are fetched from end to end, in their order, while the values of the tile before are added.
   void fetch_all() const {
     for (int t = 0; t < count; ++t) fetch(keys[t], 2 * head_size);
   }
+  // Rows are fetched from end to end, in their order, while the values of the tile before are added.
   template <int channels>
   void fetch_values(int c, int t) const {
     for (int i = t; i < std::min(t + P::kDepth, count); ++i) fetch(keys[i] + 2 * c, 2 * channels);

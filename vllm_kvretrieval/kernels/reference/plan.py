@@ -13,7 +13,7 @@ from vllm_kvretrieval.retrieval.index.exact import Exact
 
 LEAST_SHARE = 1e-5
 """The share of the attention below which there is no remainder."""
-MOST_OF_ATTENDED = 0.25
+MOST_OF_ATTENDED = 0.4
 """The most that a remainder has of the attention of pages attended to, by the index."""
 
 
@@ -166,7 +166,7 @@ def select_units(
     norms = chooser.pooling.norms(scores)
     pooled = chooser.pooling.pool(scores.double() - norms, parts).nan_to_num(nan=-math.inf)
     sink, end = between
-    if count := chooser.outlier_count(select):
+    if count := chooser.outlier_units(select):
         pooled[sink + find_outliers(entries, head, store, between, count)] = math.inf
     candidates = sink + top_pages(pooled[sink:end], max(select, select * chooser.rerank))
     enough = torch.arange(select)
