@@ -218,6 +218,17 @@ def test_methods_that_watch_prompts_read_them_anew(engine, tmp_path):
     assert engine.read_anew == ["vt snapkv 128"]
 
 
+def test_an_engine_of_its_own_has_its_options(engine, tmp_path):
+    command = ["ruler", "--task", "vt", "--samples", "1", "--budgets", "128"]
+    command += ["--out", str(tmp_path / "ruler.json"), "--variants", "quest_16"]
+    driver.main(command)
+    options = _of_engine(engine.started[0])
+    config = RetrievalConfig.from_options(options.pop("method"), options)
+    assert (config.own.name, config.page_size, config.dense_layers) == ("quest", 16, 2)
+    assert engine.asked[-1] == {"method": "quest", "prefill_budget": 0, "budget": 128}
+    assert [label for label, _ in engine.ran] == ["vt full", "vt quest_16 128"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

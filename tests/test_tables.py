@@ -46,6 +46,21 @@ def test_a_table_follows_its_file(tmp_path):
     assert tables.rendered(page, tmp_path) != before
 
 
+def test_a_cell_of_several_files_is_the_firsts(tmp_path):
+    shutil.copy(RESULTS / "ruler-16k-512.json", tmp_path / "first.json")
+    store = json.loads((tmp_path / "first.json").read_text())
+    for cell in store["cells"].values():
+        cell["score"] = 0.0 if cell["variant"] == "full" else 12.5
+        cell["variant"] = cell["variant"].replace("kvretrieval", "another")
+    (tmp_path / "second.json").write_text(json.dumps(store))
+    of_first, of_both = (
+        tables.rendered(BLOCK.format(f"ruler {files}", ""), tmp_path).splitlines()
+        for files in ("first.json", "first.json second.json")
+    )
+    added = [line for line in of_both if line not in of_first]
+    assert [line.split()[1] for line in added if line.startswith("|")] == ["another"]
+
+
 @pytest.mark.parametrize(
     ("page", "message"),
     [

@@ -269,7 +269,13 @@ class Benchmark:
         """Also full attention depends on the plug-in's code: our own kernel may compute it."""
         setup = self._setup
         alone = setup.engine == {"also": {}}  # its pages are smaller then
-        options = [variant.options, variant.prefill, budget, setup.engine.get("method")]
+        options = [
+            variant.options,
+            variant.prefill,
+            budget,
+            setup.engine.get("method"),
+            variant.engine,
+        ]
         return fingerprint([job.key, *options, alone, setup.further, self._code])
 
     def _say(self, message: str) -> None:

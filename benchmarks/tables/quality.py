@@ -76,10 +76,14 @@ def _quality(cell: dict[str, Any], show: str) -> str:
 
 
 def ruler(results: Results, options: Options) -> str:
-    """RULER's scores: a row per preset and budget, a column per task; ``means`` alone by option."""
-    (store,) = results.values()
+    """RULER's scores: a row per preset and budget, a column per task; ``means`` alone by option.
+
+    The cells of several files are of the same samples. A cell of more than one is the first's.
+    """
     cells = {
-        (cell["task"], cell["variant"], cell["budget"]): cell for cell in store["cells"].values()
+        (cell["task"], cell["variant"], cell["budget"]): cell
+        for store in reversed([*results.values()])
+        for cell in store["cells"].values()
     }
     budgets = sorted({budget for *_, budget in cells if budget is not None})
     if "means" not in options:

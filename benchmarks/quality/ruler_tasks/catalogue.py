@@ -73,6 +73,9 @@ class Variant:
     alone: bool = False
     """It decides the layout of the KV cache, and needs an engine of its own."""
 
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Further options of that engine."""
+
 
 FULL = Variant(
     "full", "full attention, by the same engine: what the others are measured by", {"exact": True}
@@ -102,6 +105,13 @@ MORE_VARIANTS = (
     _preset("h2o", "H2O", watches=True),
     _preset("tova", "TOVA", watches=True),
     _preset("raas", "RaaS", watches=True),
+    Variant(
+        "quest_16",
+        "Quest as its paper has it: pages of 16, two dense layers; in an engine of its own",
+        {"method": "quest"},
+        alone=True,
+        engine={"page_size": 16, "dense_layers": 2},
+    ),
     _preset("shadowkv", "ShadowKV, in an engine of its own", alone=True),
     _preset("fier", "FIER: single tokens, in an engine of its own", alone=True),
     _preset("omnikv", "OmniKV: filter layers, in an engine of its own", alone=True),
@@ -128,7 +138,7 @@ def engine_options(variants: Sequence[Variant]) -> dict[str, Any]:
     if apart and len(variants) > 1:
         raise ValueError(f"{apart[0].name} needs an engine of its own: run it alone")
     if apart:
-        return {"method": apart[0].name, "also": {}}
+        return {"method": apart[0].options["method"], "also": {}, **apart[0].engine}
     methods = (variant.options.get("method", ENGINE_METHOD) for variant in variants)
     options: dict[str, Any] = {
         "also": {method: {} for method in methods if method != ENGINE_METHOD}
