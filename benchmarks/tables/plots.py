@@ -98,7 +98,7 @@ def shares(store: Mapping[str, Any]) -> Figure:
         for variant in VARIANTS:
             if variant.style and (points := _points(cells, task, variant.name)):
                 attended = [100 * point["share"] for point in points]
-                name = NAMES.get(variant.name, variant.name).replace("*", "")
+                name = NAMES.get(variant.name, variant.name).replace("*", "").replace("`", "")
                 axis.plot(attended, [_height(p) for p in points], variant.style, label=name)
         axis.set(title=TASKS[task], xlabel="KV cache attended to, %")
         _vertical(axis, cells[f"{task}/{FULL.name}/all"])

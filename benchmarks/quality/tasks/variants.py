@@ -306,6 +306,7 @@ VARIANTS = (
         ("small",),
         {"preset": OWN, "summary_size": 32},
         engine={"page_size": 16},
+        style="v:",
     ),
     Variant(
         "paired_rest",
@@ -314,6 +315,7 @@ VARIANTS = (
         ("small",),
         {"preset": OWN, "summary_size": 32, "remainder": 0.003},
         engine={"page_size": 16},
+        style="P-",
     ),
     Variant(
         "oracle_page_16",
@@ -321,6 +323,7 @@ VARIANTS = (
         "oracle",
         ("small",),
         engine={"page_size": 16},
+        style="d-.",
     ),
     *(_codec(name) for name in CODECS if name != RAW),
     *(_encoded("kivi", b, b, " but for the recent 128 tokens") for b in ("k2v2", "k4v4")),
