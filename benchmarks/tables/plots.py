@@ -98,8 +98,8 @@ def shares(store: Mapping[str, Any]) -> Figure:
         for variant in VARIANTS:
             if variant.style and (points := _points(cells, task, variant.name)):
                 attended = [100 * point["share"] for point in points]
-                name = NAMES.get(variant.name, variant.name).replace("*", "").replace("`", "")
-                axis.plot(attended, [_height(p) for p in points], variant.style, label=name)
+                heights = [_height(point) for point in points]
+                axis.plot(attended, heights, variant.style, label=_label(variant.name))
         axis.set(title=TASKS[task], xlabel="KV cache attended to, %")
         _vertical(axis, cells[f"{task}/{FULL.name}/all"])
     _legend(figure, axes[0])
@@ -121,8 +121,7 @@ def indexes(store: Mapping[str, Any]) -> Figure:
             axis.plot(*zip(*values, strict=True), marker, label=f"budget {budget}")
         axis.set_yticks(range(len(names)), [])
         axis.set(title=TASKS[task], xscale="log", xlabel="KL to full attention, nats")
-    labels = (NAMES.get(name, name).replace("*", "").replace("`", "") for name in names)
-    sizes = (f"{label} ({percent(kept[n] or 0)})" for n, label in zip(names, labels, strict=True))
+    sizes = (f"{_label(name)} ({percent(kept[name] or 0)})" for name in names)
     axes[0].set_yticks(range(len(names)), list(sizes), fontsize=8)
     axes[0].set_ylabel("index (share of a 16-bit cache)")
     _legend(figure, axes[0])
@@ -154,6 +153,11 @@ def prompts(store: Mapping[str, Any]) -> Figure:
     axes[0].margins(0.15)
     _legend(figure, axes[0])
     return figure
+
+
+def _label(variant: str) -> str:
+    """The words for a variant, without Markdown."""
+    return NAMES.get(variant, variant).replace("*", "").replace("`", "")
 
 
 def _tasks(cells: Mapping[str, Any]) -> list[str]:

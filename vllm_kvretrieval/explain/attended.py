@@ -196,9 +196,9 @@ def _plan(
             positions = (numbers // layer.kv_heads)[:, None] * size + torch.arange(size)
         heads.append((positions[positions < tokens], sink * unit, (last - window) * unit))
     attended = _masks(tokens, heads)
-    for head, selected in enumerate(counts.tolist()):
-        between = sink, last - window
-        if count := chooser.outlier_units(min(selected, between[1] - between[0])):
+    between = sink, last - window
+    for head, selected in enumerate(counts.clamp(max=last - window - sink).tolist()):
+        if count := chooser.outlier_units(selected):
             entries = torch.arange(pages * chooser.store.parts)
             found = reference.find_outliers(entries, head, chooser.store, between, count)
             whole = attended.always[head, : tokens // size * size]
