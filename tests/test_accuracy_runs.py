@@ -42,7 +42,15 @@ QUICK = ["kvretrieval", "oracle", "freekv", "sink_window"]
         (True, [], []),
         (True, ["every_step"], ["every_step"]),
         (False, ["mean", "quest"], ["mean", "quest"]),
-        (False, ["poolings"], ["pooling_relative", "pooling_max", "pooling_sum"]),
+        (
+            False,
+            ["poolings"],
+            [
+                f"{index}_{pooling}"
+                for index in ("pooling", "bounds")
+                for pooling in ("relative", "max", "sum", "max_softmax")
+            ],
+        ),
         (
             False,
             ["presets", "quest"],

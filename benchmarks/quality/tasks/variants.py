@@ -100,6 +100,19 @@ def _own_engine(name: str, meaning: str) -> Variant:
     return Variant(name, meaning, name, ("token_presets",), engine={"method": name})
 
 
+def _omnikv(name: str, meaning: str, **engine: Any) -> Variant:
+    """OmniKV with other filters, or with another observation window."""
+    return Variant(name, meaning, "omnikv", ("filters",), engine={"method": "omnikv", **engine})
+
+
+def _fier_groups(size: int) -> Variant:
+    """FIER with groups of `size` tokens; sink and window are alike for all sizes."""
+    meaning = f"FIER without a sink, in groups of {size}, with a window of 128"
+    shape = {"method": "fier", "page_size": max(size, PAGE), "summary_size": size}
+    shape |= {"sink": 0, "window": 128}
+    return Variant(f"fier_groups_{size}", meaning, "fier", ("groups",), engine=shape)
+
+
 def _dropping(name: str, meaning: str, style: str = "", **served: Any) -> Variant:
     """A preset that drops tokens, or what is changed of it; beside others in one engine."""
     return Variant(name, meaning, name, ("dropping",), served, style=style)
@@ -131,6 +144,13 @@ def _tiers(name: str, meaning: str, **engine: Any) -> Variant:
 def _pooling(name: str) -> Variant:
     label = f"pooling_{name}"
     return Variant(label, f"kvretrieval, pooling {name}", label, ("poolings",), {"pooling": name})
+
+
+def _bounds_pooling(name: str) -> Variant:
+    label = f"bounds_{name}"
+    served = {"preset": FREEKV, "schedule": "every_step", "pooling": name}
+    meaning = f"freekv, selecting at every step, pooling {name}"
+    return Variant(label, meaning, label, ("poolings",), served)
 
 
 def _shares(name: str, meaning: str, beta: float) -> Variant:
@@ -196,9 +216,8 @@ VARIANTS = (
         {"rerank": 2},
         index="low_rank_rerank",
     ),
-    _pooling("relative"),
-    _pooling("max"),
-    _pooling("sum"),
+    *(_pooling(name) for name in ("relative", "max", "sum", "max_softmax")),
+    *(_bounds_pooling(name) for name in ("relative", "max", "sum", "max_softmax")),
     Variant("quest", "Quest, at the engine's pages of 32 and one dense layer", "quest", _PRESETS),
     Variant("arkvale", "ArkVale", "arkvale", _PRESETS),
     Variant(
@@ -227,7 +246,12 @@ VARIANTS = (
         ("token_presets",),
         engine={"method": "fier", "sink": 0, "page_size": 16},
     ),
+    *(_fier_groups(size) for size in (8, 16, 32, 64, 128)),
     _own_engine("omnikv", "OmniKV: filter layers, which are dense, select tokens for the others"),
+    _omnikv("omnikv_uniform", "omnikv, by its last 16 queries alike", observation="uniform"),
+    _omnikv("omnikv_exponential", "omnikv, the newer the more", observation="exponential"),
+    _omnikv("omnikv_filters_3_12", "omnikv, two filters: layers 3 and 12", filters=[3, 12]),
+    _omnikv("omnikv_filter_2", "omnikv, one filter: layer 2", filters=[2]),
     _dropping(
         "entropykv", "entropy-guided budgets of layers; one dense layer, as all of these", "P-"
     ),
