@@ -131,6 +131,7 @@ def test_corrected_share_is_of_the_heads_of_sparse_steps():
     assert worker_counts.corrected_share(before, before) is None
     assert [v.name for v in variants.VARIANTS if not v.selects] == [
         "sink_window",
+        "sink_window_16",
         "razor",
         "kivi_k2v2",
         "kivi_k4v4",

@@ -17,6 +17,7 @@ from benchmarks.quality import accuracy
 from benchmarks.quality.tasks import catalogue, scoring, store, variants
 from benchmarks.quality.tasks.base import Sample
 from benchmarks.quality.tasks.metrics import Generated
+from benchmarks.quality.tasks.variant import OWN, PAGE
 from tests.accuracy_figures import NOVEL, OLD, PASSKEY, SENTENCES
 from tests.byte_text import byte_text
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -75,7 +76,7 @@ QUICK = ["kvretrieval", "oracle", "freekv", "sink_window"]
 )
 def test_variants_run_where_asked_for(quick, also, added):
     names = [variant.name for variant in variants.chosen(quick, also)]
-    assert names[0] == variants.OWN == "kvretrieval"
+    assert names[0] == OWN == "kvretrieval"
     assert sorted(names) == sorted((QUICK if quick else CORE) + added)
 
 
@@ -107,7 +108,7 @@ def test_an_engine_serves_every_cell_that_it_runs():
     for engine_options in engines:
         run = [cell for cell in cells if cell.variant.engine == engine_options]
         options = dict(engine_options)
-        own = options.pop("method", variants.OWN)
+        own = options.pop("method", OWN)
         for part in (run, *([cell] for cell in run)):
             also = catalogue.also_of(part)
             config = RetrievalConfig.from_options(own, {"budget": 4352, "also": also, **options})
@@ -127,7 +128,7 @@ def test_indexes_differ_in_nothing_but_the_index():
         assert method.pooling is Pooling.MEAN_SOFTMAX
         assert not method.speculates or variant.asks == {"correction_threshold": 1.0}
         assert method.rerank == (2 if variant.index.endswith("_rerank") else 0)
-        assert variant.config.page_size == variants.PAGE
+        assert variant.config.page_size == PAGE
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ from benchmarks.quality.tasks.store import (
     model_fingerprint,
     reference_key,
 )
-from benchmarks.quality.tasks.variants import FULL, Variant
+from benchmarks.quality.tasks.variant import Variant
+from benchmarks.quality.tasks.variants import FULL
 from benchmarks.worker_counts import corrected_share
 from vllm_kvretrieval.errors import RetrievalConfigError
 

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.cli import GEMMA3, QWEN, SMOLLM2, SMOLLM2_32K
 from benchmarks.quality.tasks import forced, needles
 from benchmarks.quality.tasks.base import Task
-from benchmarks.quality.tasks.variants import Variant
+from benchmarks.quality.tasks.variant import Variant
 
 BUDGETS = (256, 512, 1024)
 QUICK_BUDGETS = (512,)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.quality.tasks.base import Task
-from benchmarks.quality.tasks.variants import FREEKV, OWN
+from benchmarks.quality.tasks.variant import FREEKV, OWN
 
 COVERED_KL = 0.003
 """With a budget that covers the context, KL to full attention stays below this (rounding)."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from benchmarks.quality.tasks.base import Task
 from benchmarks.quality.tasks.criteria import Criterion, Figures
-from benchmarks.quality.tasks.variants import FULL, OWN, VARIANTS
+from benchmarks.quality.tasks.variant import OWN
+from benchmarks.quality.tasks.variants import FULL, VARIANTS
 
 
 def table(tasks: Sequence[Task], budgets: Sequence[int], cells: Figures) -> str:

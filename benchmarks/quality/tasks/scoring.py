@@ -14,7 +14,7 @@ from benchmarks.models import dense_layers, head_size, read_config
 from benchmarks.quality.tasks import metrics
 from benchmarks.quality.tasks.base import CACHE_BLOCK, Sample
 from benchmarks.quality.tasks.metrics import Generated
-from benchmarks.quality.tasks.variants import PAGE, Variant
+from benchmarks.quality.tasks.variant import PAGE, Variant
 
 
 def score(
