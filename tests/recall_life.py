@@ -7,7 +7,6 @@ import torch
 
 from tests.kernel_checks import make_rows
 from vllm_kvretrieval.kernels import cpu, reference
-from vllm_kvretrieval.tiers.encoded import EncodedHome
 
 PAGES, HEADS, PAGE, HEAD_SIZE = 60, 2, 32, 16
 UNITS = PAGES * HEADS
@@ -28,21 +27,6 @@ class Home:
         self.units = torch.frombuffer(self.map, dtype=torch.float32, offset=offset).view(shape)
         self.units.normal_()
         self.place = self.file.fileno(), offset
-
-
-class OpenPages:
-    """The places of the open pages of a layer with an encoded home, and the file of the other
-    pages."""
-
-    def __init__(self, codec):
-        shape = (UNITS, 1, 2 * PAGE, HEAD_SIZE)
-        encoded = codec.unit_bytes(PAGE, HEAD_SIZE, torch.float32)
-        self.codec = codec
-        self.home = EncodedHome(
-            tempfile.gettempdir(), 2, 4 * torch.Size(shape).numel(), UNITS * encoded
-        )
-        self.units = self.home.memory.chunk(2)[1].view(torch.float32).view(shape)
-        self.place = self.home.fd, self.home.begin(1)
 
 
 def caches(home, slots):

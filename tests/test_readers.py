@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from benchmarks.common import ROOT
-from tests.recall_life import PAGE, UNITS, Home, OpenPages, caches
+from tests.open_pages import OpenPages
+from tests.recall_life import PAGE, UNITS, Home, caches
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.codec import CODECS
 
 pytestmark = pytest.mark.threads
 
 START = """
-import ctypes, os, resource, sys, torch
+import ctypes, os, pytest, resource, sys, torch
 from pathlib import Path
-from tests.test_recall_cache import *
+from tests.kernel_checks import make_chooser, make_rows
+from tests.recall_life import *
 
 def readers():
     tasks = [path.parent for path in Path("/proc/self/task").glob("*/comm")]

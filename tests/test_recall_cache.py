@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.kernel_checks import make_chooser, make_rows
+from tests.open_pages import OpenPages
 from tests.recall_life import (
     BUDGET,
     HEAD_SIZE,
@@ -23,7 +24,6 @@ from tests.recall_life import (
     WINDOW,
     Engine,
     Home,
-    OpenPages,
     caches,
     compare,
     full,
