@@ -3,14 +3,13 @@
 import mmap
 import os
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
+from tests import programs
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.tiers import home as home_module
@@ -110,7 +109,7 @@ other = mmap.mmap(file.fileno(), 8192)
 file.truncate(0)
 print(other[0])
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    ended = programs.run(program)
     assert ended.returncode == -signal.SIGBUS
 
 
@@ -131,7 +130,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     free = lambda: os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize  # noqa: E731
     before = free()
-    killed = subprocess.run([sys.executable, "-c", program])
+    killed = programs.run(program)
     assert killed.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
     assert before - free() < 100 * MIB

@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from benchmarks.common import ROOT
+from tests import programs
 from tests.server import Server
 from vllm_kvretrieval import limits
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -170,8 +169,7 @@ def encoded():
 
 def refused_by(program, where):
     """The messages of a process that is short of something, in the order of its calls."""
-    command = [sys.executable, "-c", LIMITED + program, str(where)]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    ended = programs.run(LIMITED + program, str(where))
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
 

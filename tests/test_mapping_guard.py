@@ -2,14 +2,13 @@
 
 import mmap
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import programs
 from vllm_kvretrieval.kernels import cpu
 
 PAGE = mmap.PAGESIZE
@@ -90,5 +89,5 @@ assert guard.take() == [] and home.take_lost(PAGE) == set() and home.memory.eq(7
 def test_more_lost_places_than_the_system_has_mappings_for(scattered):
     """The process lives, and nothing is taken for read that is not."""
     program = LOST_EVERYWHERE.replace("SCATTERED", str(scattered))
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ended = programs.run(program)
     assert ended.returncode == 0, ended.stderr
