@@ -93,7 +93,7 @@ class BlockRecorder(RecordingWorker):
             yield Block(
                 method, begin, end, query[of_step].float().view(shape).clone(),
                 output[of_step].float().view(shape).clone(), keys, values, listed,
-                (sink, int(rows.window[r]) - own if select else 0, select),
+                (sink, int(rows.window[r]) - own if sink else 0, select),
             )  # fmt: skip
 
     def check_blocks(self, methods, expected):

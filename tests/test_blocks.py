@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner
+from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, is_late
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, IndexStore, Selection, cpu, reference
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -26,15 +26,19 @@ def config(method="kvretrieval", **options):
     return RetrievalConfig.from_options(method, {**sparse, **options})
 
 
-def planned(*contexts, queries=4, budget=PARTS, share=0.0, **options):
-    """The blocks of requests, given (tokens before, tokens of the step); their first token is 5."""
+def planned(*contexts, queries=4, budget=PARTS, share=0.0, more=1, **options):
+    """The blocks of requests, given (tokens before, tokens of the step); their first token is 5.
+
+    Their prompts have some more tokens.
+    """
     before, new = np.array(contexts).T
     planner = BlockPlanner(config(prefill_queries=queries, **options), kv_heads=2)
     budgets = np.repeat(np.array(budget)[:, None], len(new), 1)
     table = torch.arange(len(new) * 32, dtype=torch.int32).view(len(new), 32)
     shares = np.full(len(new), share)
     division = planner.divide(before + new, new, budgets.sum(0) * PAGE, shares)
-    return planner.plan(0, division, budgets[:2], table, 5), division
+    tokens = before + new + more
+    return planner.plan(0, division, budgets[:2], table, 5, tokens), division
 
 
 def test_rows_have_their_block_as_window():
@@ -87,6 +91,29 @@ def test_a_short_block_takes_each_query_once():
         for head in range(6):
             least = own[cosines[:, head].argsort()[:4], head]
             assert torch.equal(of_heads[block, head], least)
+
+
+def test_late_layers_select_for_the_last_block_alone():
+    """The last one of a prompt, not of a step."""
+    blocks, _ = planned((0, 430), (384, 64), prefill_depth=0.5, more=np.array([1, 0]))
+    late, early = blocks.of_layer(True), blocks.of_layer(False)
+    assert early is blocks
+    assert early.rows.select.tolist() == [0, 5, 5, 5]
+    assert late.rows.select.tolist() == [0, 0, 0, 5]
+    assert late.rows.sink.tolist() == early.rows.sink.tolist()
+    assert late.rows.window.tolist() == early.rows.window.tolist()
+    assert early.lists.seen.tolist() == [1, 257, 257, 257]
+    assert late.lists.seen.tolist() == [1, 97, 97, 257]
+    assert late.lists.starts.tolist() == early.lists.starts.tolist()
+    assert planned((320, 64), more=0)[0].late is None
+
+
+@pytest.mark.parametrize(("depth", "first"), [(0.5, 12), (0.7, 17), (1.0, None)])
+def test_the_first_late_layer(depth, first):
+    of_depth = config(prefill_depth=depth)
+    late = [number for number in range(24) if is_late(of_depth, number, 24)]
+    assert late == ([] if first is None else [*range(first, 24)])
+    assert not is_late(RetrievalConfig.from_options("kvretrieval", {}), 23, 24)
 
 
 def test_a_budget_of_a_request():

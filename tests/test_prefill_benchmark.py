@@ -95,13 +95,15 @@ def test_an_interrupted_run_goes_on_where_it_was(engine, tmp_path):
     assert len(engine.started) == 3
 
 
-def test_a_setting_may_have_a_share(engine, tmp_path):
-    cells = run(tmp_path / "prefill.json", "1024+12.5%:128:8", "512:128")
-    assert set(cells) == {f"{CONTEXT}/{name}" for name in ("exact", "1024+12.5%:128:8", "512:128")}
+def test_a_setting_may_have_a_share_and_a_depth(engine, tmp_path):
+    settings = "1024+12.5%@70%:128:8", "512:128"
+    cells = run(tmp_path / "prefill.json", *settings)
+    assert set(cells) == {f"{CONTEXT}/{name}" for name in ("exact", *settings)}
     first, second = engine.started
     assert first == {
         "prefill_budget": 1024,
         "prefill_share": 0.125,
+        "prefill_depth": 0.7,
         "prefill_chunk": 128,
         "prefill_queries": 8,
     }
@@ -110,7 +112,18 @@ def test_a_setting_may_have_a_share(engine, tmp_path):
 
 @pytest.mark.parametrize(
     "setting",
-    ["1024", "1024+25:128", "1024+x%:128", "1024+0%:128", "1024+100%:128", "+25%:128", "nan:128"],
+    [
+        "1024",
+        "1024+25:128",
+        "1024+x%:128",
+        "1024+0%:128",
+        "1024+100%:128",
+        "+25%:128",
+        "nan:128",
+        "1024@0%:128",
+        "1024@100%:128",
+        "1024@70%+25%:128",
+    ],
 )
 def test_wrong_settings_are_refused(setting, capsys):
     with pytest.raises(SystemExit):

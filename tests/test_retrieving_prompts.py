@@ -28,7 +28,7 @@ LAYERS = 5
 BUDGET, OWN = 512, 256
 SHARE, OWN_SHARE = 0.75, 0.4375  # of the tokens before a chunk
 PAGE, SINK, WINDOW = 32, 1, 2  # tokens, and pages
-LAYERS_REPLAYED = [0, 3]
+LAYERS_REPLAYED = [0, 3]  # counted from the first behind the dense one
 CHUNK, QUERIES = 64, 4
 EXACT = 576  # the first multiple of the chunk beyond the budget
 STEP = 350
@@ -84,22 +84,30 @@ def pages_before(begin, options):
     return max(tokens // PAGE, math.ceil(share * begin / PAGE))
 
 
-def budgets(requests):
-    """The method, first token and budget in pages of each chunk that selects, in each layer."""
+def budgets(requests, depth):
+    """The method, first token and budget in pages of each chunk behind the exact ones, in each
+    layer."""
+
+    def selected(request, begin, layer):
+        last = begin + CHUNK >= len(request.prompt)
+        if 1 + layer >= depth * LAYERS and not last:
+            return 0
+        return pages_before(begin, request.options) - SINK - WINDOW
+
     return [
         (
             request.options.get("method", "kvretrieval"),
             begin,
-            (SINK, WINDOW, pages_before(begin, request.options) - SINK - WINDOW),
+            (SINK, WINDOW, selected(request, begin, layer)),
         )
         for request in requests
         if request.options.get("method") != "snapkv" and not request.options.get("exact")
         for begin in range(EXACT, len(request.prompt), CHUNK)
-        for _ in LAYERS_REPLAYED
+        for layer in LAYERS_REPLAYED
     ]
 
 
-def replay(llm, error, exact, sampling="spread", pooling=None):
+def replay(llm, error, exact, sampling="spread", pooling=None, depth=1.0):
     """Prompts of different lengths and options, of which some are exact, while others decode."""
     own = pooling or "mean_softmax"
     methods = {"kvretrieval": Method("low_rank", own), "freekv": Method(pooling=own)}
@@ -118,7 +126,7 @@ def replay(llm, error, exact, sampling="spread", pooling=None):
     rule = LAYERS_REPLAYED, CHUNK, QUERIES, EXACT, sampling
     llm.collective_rpc("start_recording_blocks", args=rule)
     drive(llm, requests)
-    (summary,) = llm.collective_rpc("check_blocks", args=(methods, budgets(requests)))
+    (summary,) = llm.collective_rpc("check_blocks", args=(methods, budgets(requests, depth)))
     assert summary["sparse"] == 2 * (6 + 9 + 4 + 3)
     assert summary["of another budget"] == 0
     assert summary["exact"] > 0
@@ -134,15 +142,20 @@ def test_a_replay_gives_the_same(llm):
 
 
 @pytest.mark.parametrize(
-    ("codec", "sampling", "pooling"),
-    [("raw", "dissimilar", "max"), ("k8v4", "spread", "mean_softmax")],
+    ("codec", "sampling", "pooling", "depth"),
+    [("raw", "dissimilar", "max", 0.8), ("k8v4", "spread", "mean_softmax", 1.0)],
 )
-def test_a_replay_from_a_file_gives_the_same(tmp_path, codec, sampling, pooling):
+def test_a_replay_from_a_file_gives_the_same(tmp_path, codec, sampling, pooling, depth):
     """Its pages are read where they are mapped, or decoded first."""
     options = {"home": "disk", "codec": codec, "home_path": str(tmp_path)}
-    options |= {"prefill_sampling": sampling, "prefill_pooling": pooling}
+    options |= {"prefill_sampling": sampling, "prefill_pooling": pooling, "prefill_depth": depth}
     with serving(tmp_path, **options, also=["freekv", "shadowkv"]) as llm:
-        replay(llm, ERRORS[codec], {"exact": True}, sampling, pooling)
+        replay(llm, ERRORS[codec], {"exact": True}, sampling, pooling, depth)
+        late = 0.25 if depth < 1 else 0  # one of four layers
+        early, cut = share_of(900, {}), share_of(900, {}, late=True)
+        assert attended_share(llm, 900, {}) == pytest.approx(
+            (1 - late) * early + late * cut, rel=1e-5
+        )
 
 
 def test_company_changes_nothing(llm):
@@ -199,12 +212,18 @@ def test_exact_requests_read_only_exact_blocks_of_sparse_ones(llm):
     assert_same(answer, exact, TOLERANCE)
 
 
+def share_of(length, options, late=False):
+    """The share of the pairs of tokens of a prompt that a layer attends to."""
+    pairs = EXACT * (EXACT + 1) // 2
+    for begin in range(EXACT, length, CHUNK):
+        new = min(CHUNK, length - begin)
+        selects = not late or begin + new == length
+        pages = pages_before(begin, options) if selects else SINK + WINDOW
+        pairs += new * PAGE * pages + new * (new + 1) // 2
+    return pairs / (length * (length + 1) // 2)
+
+
 def test_pairs_attended_to_are_counted(llm):
-    length = 900
-    assert attended_share(llm, length, {"exact": True}) == 1
+    assert attended_share(llm, 900, {"exact": True}) == 1
     for options in ({}, {"prefill_budget": OWN, "prefill_share": 0}):
-        pairs = EXACT * (EXACT + 1) // 2
-        for begin in range(EXACT, length, CHUNK):
-            new = min(CHUNK, length - begin)
-            pairs += new * PAGE * pages_before(begin, options) + new * (new + 1) // 2
-        assert attended_share(llm, length, options) == pairs / (length * (length + 1) // 2)
+        assert attended_share(llm, 900, options) == share_of(900, options)

@@ -170,10 +170,11 @@ def test_prompts_that_retrieve_a_share_are_compared(engine, tmp_path, capsys):
     """Beside them, all other requests of the engine ask for the budget alone."""
     out = tmp_path / "ruler.json"
     command = ["ruler", "--task", "vt", "--samples", "2", "--variants", "control", "--budgets"]
-    command += ["1024", "--prefill-budgets", "2048+12.5%", "2048", "1024+25%", "--out", str(out)]
-    assert driver.main(command) == 0
+    command += ["1024", "--out", str(out), "--prefill-budgets"]
+    assert driver.main([*command, "2048+12.5%", "2048", "1024+25%"]) == 0
     started = engine.started[0]
     assert (started["prefill_budget"], started["prefill_share"]) == (2048, 0.25)
+    assert "prefill_depth" not in started
     config = RetrievalConfig.from_options("kvretrieval", _of_engine(started))
     asked = [options for options in engine.asked if options and "exact" not in options]
     for options in asked:
@@ -182,6 +183,13 @@ def test_prompts_that_retrieve_a_share_are_compared(engine, tmp_path, capsys):
     assert pairs == [(0, 0)] + [(1024, 0.25)] * 3 + [(2048, 0)] * 3 + [(2048, 0.125)] * 3
     shown = capsys.readouterr().out
     assert row(shown, "prefill_2048+12.5%", "all") == row(shown, "prefill_1024+25%", "1024")
+
+    assert driver.main([*command, "2048+25%@70%"]) == 0
+    assert engine.started[1]["prefill_depth"] == 0.7
+    assert row(capsys.readouterr().out, "prefill_2048+25%@70%", "all")
+    with pytest.raises(SystemExit):
+        driver.main([*command, "2048@70%", "2048"])
+    assert "name budgets of one depth" in capsys.readouterr().err
 
 
 def _of_engine(started: dict[str, Any]) -> dict[str, Any]:

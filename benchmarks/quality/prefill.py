@@ -1,7 +1,7 @@
 """Savings and costs of sparse prefill (``prefill_budget``), beside exact prefill.
 
     python -m benchmarks.quality prefill --contexts 8192 --settings 2048:512
-    python -m benchmarks.quality prefill --method kvretrieval --settings 2048+25%:128:8
+    python -m benchmarks.quality prefill --method kvretrieval --settings 2048+25%@70%:128:8
 
 Per setting one engine. At each context a document is prefilled, timed by its first token, and then
 the model is forced through continuations of it, whose distributions are compared with those after
@@ -66,7 +66,7 @@ EXACT = {"exact": True}
 class Setting:
     """A setting of an engine: the values of ``PREFILL_OPTIONS``, the last ones may be left out.
 
-    The budget may name a ``prefill_share``, too.
+    The budget may name a ``prefill_share`` and a ``prefill_depth``, too.
     """
 
     text: str
@@ -80,7 +80,11 @@ class Setting:
         if not 2 <= len(values) <= len(PREFILL_OPTIONS):
             raise ValueError
         options: dict[str, float | str] = dict(zip(PREFILL_OPTIONS, values, strict=False))
-        return cls(text, options | ({"prefill_share": budget.share} if budget.share else {}))
+        if budget.share:
+            options["prefill_share"] = budget.share
+        if budget.depth < 1:
+            options["prefill_depth"] = budget.depth
+        return cls(text, options)
 
     def __str__(self) -> str:
         return self.text

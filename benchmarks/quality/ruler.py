@@ -293,9 +293,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variants", nargs="*", metavar="NAME", choices=known, default=variants,
         help="presets beside full attention")  # fmt: skip
     add_tokens(parser, "--budgets", catalogue.BUDGETS, "tokens attended to per decode step")
-    add("--prefill-budgets", nargs="+", type=prefill_budget, default=(), metavar="N[+SHARE%]",
-        help="values of prefill_budget that prompts are read with, too, for kvretrieval; 2048+25%% "
-        "has a prefill_share of 0.25")  # fmt: skip
+    add("--prefill-budgets", nargs="+", type=prefill_budget, default=(),
+        metavar="N[+SHARE%][@DEPTH%]", help="values of prefill_budget that prompts are read with, "
+        "too, for kvretrieval; 2048+25%%@70%% has a prefill_share of 0.25 and a prefill_depth of "
+        "0.7")  # fmt: skip
     add("--options", type=json.loads, default={}, metavar="JSON", help="further options of the "
         "engine")  # fmt: skip
     add("--context", type=int, metavar="TOKENS", default=catalogue.CONTEXT,

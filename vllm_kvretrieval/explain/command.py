@@ -61,6 +61,12 @@ def add_explain(commands: Any) -> None:
         help="with --prefill-budget: the prefill_share beside it",
     )
     parser.add_argument(
+        "--prefill-depth",
+        type=float,
+        metavar="SHARE",
+        help="with --prefill-budget: the prefill_depth beside it",
+    )
+    parser.add_argument(
         "--observation",
         type=_observation,
         help=f"queries at the prompt's end whose attention counts, or {ALL} (default: the "
@@ -102,7 +108,7 @@ def explain(given: argparse.Namespace) -> None:
     """
     if not given.no_plot:
         require_plot()
-    names = ("budget", "heads", "prefill_budget", "prefill_share")
+    names = ("budget", "heads", "prefill_budget", "prefill_share", "prefill_depth")
     options = {name: getattr(given, name) for name in names}
     options = {name: value for name, value in options.items() if value is not None}
 
@@ -156,6 +162,7 @@ def explain(given: argparse.Namespace) -> None:
         "page_size": config.page_size if by_page else None,
         "prefill_budget": given.prefill_budget,
         "prefill_share": config.prefill_share,
+        "prefill_depth": config.prefill_depth,
         "observation": ALL if observed is None else observed,
         "latest": min(LATEST, len(tokens)),
         "dtype": given.dtype,

@@ -99,7 +99,7 @@ def explain_prompt(
             shown += _heads(number, seen.layers[number], found[number], heads)
         rows = layer_rows(seen.layers, by_entropy, found)
         if chunk is not None:
-            shares = chunk_shares(config, seen.layers, chunk)
+            shares = chunk_shares(config, seen.layers, chunk, measurement.config.num_hidden_layers)
             for row in rows:
                 row["chunk"] = [round(share, 5) for share in shares[row["layer"]].tolist()]
     return rows, shown

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner
+from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, is_late
 from vllm_kvretrieval.explain.attended import make_chooser
 from vllm_kvretrieval.explain.attention import LayerAttention
 from vllm_kvretrieval.kernels import reference
@@ -39,14 +39,18 @@ def last_chunk(config: RetrievalConfig, tokens: int) -> tuple[int, int]:
 
 
 def chunk_shares(
-    config: RetrievalConfig, layers: Mapping[int, LayerAttention], chunk: tuple[int, int]
+    config: RetrievalConfig,
+    layers: Mapping[int, LayerAttention],
+    chunk: tuple[int, int],
+    count: int,
 ) -> dict[int, torch.Tensor]:
     """The share of a chunk's attention that falls on the tokens to which it would attend.
 
     Args:
         config: Options of an engine with a ``prefill_budget``.
         layers: The model's layers with plain full attention, by number.
-        chunk: See :func:`last_chunk`.
+        chunk: See :func:`last_chunk`. It is taken for one that is not the last of all.
+        count: How many layers the model has.
 
     Returns:
         By layer float32 [kv_heads]; means over the chunk's queries and the query heads of a KV
@@ -55,12 +59,14 @@ def chunk_shares(
     return {
         number: torch.ones(layer.kv_heads)
         if number < config.dense_layers
-        else _share(config, layer, chunk)
+        else _share(config, layer, chunk, is_late(config, number, count))
         for number, layer in layers.items()
     }
 
 
-def _share(config: RetrievalConfig, layer: LayerAttention, chunk: tuple[int, int]) -> torch.Tensor:
+def _share(
+    config: RetrievalConfig, layer: LayerAttention, chunk: tuple[int, int], late: bool
+) -> torch.Tensor:
     assert config.prefill_budget is not None
     assert config.prefill_queries is not None
     (begin, end), size = chunk, config.page_size
@@ -69,7 +75,7 @@ def _share(config: RetrievalConfig, layer: LayerAttention, chunk: tuple[int, int
     division = planner.divide(np.array([end]), np.array([end - begin]))
     always = np.array([[budget.sink], [budget.window]])
     pages = torch.arange(-(-end // size), dtype=torch.int32)
-    blocks = planner.plan(0, division, always, pages[None], 0)
+    blocks = planner.plan(0, division, always, pages[None], 0, np.array([end + 1])).of_layer(late)
     query = layer.queries_at(begin, end).transpose(0, 1)
     group = len(layer.queries) // layer.kv_heads * config.prefill_queries
     chooser = make_chooser(config, layer, group, int(blocks.rows.select))

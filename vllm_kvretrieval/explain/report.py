@@ -144,7 +144,9 @@ def table(result: dict[str, Any]) -> str:
     ]
     if sparse:
         budget, share = result["prefill_budget"], result["prefill_share"]
+        depth = result["prefill_depth"]
         beside = f" and a prefill_share of {share:g}" if share else ""
+        beside += f" and a prefill_depth of {depth:g}" if depth < 1 else ""
         of_chunk = "and of that of the queries of the last chunk, by a prefill_budget of"
         lines.insert(3, f"{of_chunk} {budget}{beside}")
     longest = max(_mean(row["entropy_budgets"]) for row in result["layers"])

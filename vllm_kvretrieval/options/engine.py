@@ -71,7 +71,12 @@ class RetrievalConfig(Options):
             return {"prefill_chunk": DEFAULT_CHUNK, "prefill_share": 0.0}
         chunk = self.prefill_chunk or max(DEFAULT_BLOCK, self.page_size)
         queries = min(DEFAULT_QUERIES, chunk)
-        return {"prefill_chunk": chunk, "prefill_share": 0.0, "prefill_queries": queries}
+        return {
+            "prefill_chunk": chunk,
+            "prefill_share": 0.0,
+            "prefill_depth": 1.0,
+            "prefill_queries": queries,
+        }
 
     @functools.cached_property
     def own(self) -> Method:

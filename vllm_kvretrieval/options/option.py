@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.choices import NO_PAGES
 from vllm_kvretrieval.options.values import Kind
 from vllm_kvretrieval.retrieval.family import FAMILIES, FILTERS, SCORED, Family
 from vllm_kvretrieval.retrieval.roles import WINDOW
@@ -49,6 +50,14 @@ OF_CHUNKS: Mapping[str, Any] = {
     "verdict": "cannot be used with",
 }
 """Facts about options of chunks of prompts that select."""
+
+OF_READ: Mapping[str, Any] = {
+    "families": (SCORED,),
+    "why": NO_PAGES,
+    "needs": "prefill_budget",
+    "more": "methods.md#sparse-prefill",
+}
+"""Facts about options of how much such a chunk reads."""
 
 OF_QUERIES: Mapping[str, Any] = {
     "families": (SCORED,),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_kvretrieval.options import choices
-from vllm_kvretrieval.options.option import OF_CHUNKS, OF_QUERIES, Option, of_index, option
+from vllm_kvretrieval.options.option import OF_CHUNKS, OF_QUERIES, OF_READ, Option, of_index, option
 from vllm_kvretrieval.options.values import (
     PART,
     SHARE,
@@ -15,12 +15,12 @@ from vllm_kvretrieval.options.values import (
     TOKENS,
     Kind,
     checked_later,
+    one_described,
     one_number_of,
     one_of,
     require_days,
     require_int,
     require_layers,
-    require_name,
     require_path,
 )
 from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET
@@ -229,11 +229,17 @@ class Options:
         "the share of the tokens before a chunk of a prompt that the chunk attends to, where that "
         "is more than `prefill_budget`",
         "0",
-        families=(SCORED,),
-        why=choices.NO_PAGES,
-        needs="prefill_budget",
+        **OF_READ,
         neutral=0,
-        more="methods.md#sparse-prefill",
+    )
+    prefill_depth: float | None = option(
+        None,
+        SHARE,
+        "the share of the model's layers, from the first one on, in which chunks of a prompt "
+        "select; in later layers they attend to sink and window alone, but for the last chunk",
+        "1",
+        **OF_READ,
+        neutral=1,
     )
     prefill_chunk: int | None = option(
         None,
@@ -350,10 +356,7 @@ class Options:
     )
     codec: str = option(
         None,
-        Kind(
-            ", ".join(f"`{name}` ({codec.meaning})" for name, codec in CODECS.items()),
-            lambda key, value: require_name(key, value, CODECS),  # those that are there by then
-        ),
+        one_described(CODECS),
         "how `home=disk` holds pages that are full",
         "the method's, `raw` for most",
         neutral=RAW,

@@ -167,6 +167,12 @@ def one_of(names: Collection[str] | Mapping[str, str]) -> Kind:
     return Kind(", ".join(texts), lambda key, value: require_name(key, value, names))
 
 
+def one_described(known: Mapping[str, Any]) -> Kind:
+    """The kind of the names of things that have a ``meaning``; some may be added later."""
+    texts = [f"`{name}` ({each.meaning})" for name, each in known.items()]
+    return Kind(", ".join(texts), lambda key, value: require_name(key, value, known))
+
+
 def one_number_of(numbers: Collection[int]) -> Kind:
     """The kind of some whole numbers."""
 

@@ -149,6 +149,11 @@ def engine_options(variants: Sequence[Variant]) -> dict[str, Any]:
     ):
         if most := max(of_each, default=0):
             options[option] = most
+    depths = {variant.prefill.depth for variant in variants if variant.prefill.tokens}
+    if len(depths) > 1:
+        raise ValueError("prefill_depth is one for all of an engine: name budgets of one depth")
+    if depths and (depth := depths.pop()) < 1:
+        options["prefill_depth"] = depth
     return options
 
 

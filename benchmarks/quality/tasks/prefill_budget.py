@@ -7,13 +7,19 @@ from typing import NamedTuple
 
 
 class PrefillBudget(NamedTuple):
-    """The tokens that a chunk attends to before it, or a share of all of them if that is more."""
+    """The tokens that a chunk attends to before it, or a share of all of them if that is more.
+
+    Attributes:
+        depth: In which share of the layers; see the option ``prefill_depth``.
+    """
 
     tokens: int
     share: float = 0.0
+    depth: float = 1.0
 
     def __str__(self) -> str:
-        return f"{self.tokens}+{100 * self.share:.10g}%" if self.share else str(self.tokens)
+        share = f"+{100 * self.share:.10g}%" if self.share else ""
+        return f"{self.tokens}{share}" + (f"@{100 * self.depth:.10g}%" if self.depth < 1 else "")
 
 
 EXACTLY = PrefillBudget(0)
@@ -21,12 +27,14 @@ EXACTLY = PrefillBudget(0)
 
 
 def prefill_budget(text: str) -> PrefillBudget:
-    """Parse ``2048``, or ``2048+25%``; a share is above 0 and below 100 %."""
-    match = re.fullmatch(r"(-?\d+)(?:\+(\d+(?:\.\d+)?)%)?", text)
+    """Parse ``2048``, ``2048+25%`` or ``2048+25%@70%``; a share, and a depth, is above 0 and below
+    100 %."""
+    percent = r"(\d+(?:\.\d+)?)%"
+    match = re.fullmatch(rf"(-?\d+)(?:\+{percent})?(?:@{percent})?", text)
     if match is None:
         raise ValueError
-    if match[2] is None:
-        return PrefillBudget(int(match[1]))
-    if not 0 < (percent := float(match[2])) < 100:
+    parts = [None if part is None else float(part) / 100 for part in match.groups()[1:]]
+    if not all(part is None or 0 < part < 1 for part in parts):
         raise ValueError
-    return PrefillBudget(int(match[1]), percent / 100)
+    share, depth = parts
+    return PrefillBudget(int(match[1]), share or 0.0, depth or 1.0)

@@ -1,6 +1,7 @@
 """How a layer attends, once it is known to what: by our own kernels, or vLLM's."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter_ns
 from typing import Any
 
@@ -26,6 +27,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
         kernels: Implementation of the ops.
         block_choosers: How the layer selects for blocks of prompts, by the number of the method;
             empty where prompts attend to everything.
+        late: Whether the layer lies behind ``prefill_depth``.
         methods: How the layer comes to what rows attend to, by the number of the method; empty in a
             dense layer.
         staging: Where contexts of prompts are laid out; None: they are read where they are.
@@ -38,6 +40,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block_choosers: dict[int, Chooser] = {}
+        self.late = False
         self.methods: list[LayerMethod] = []
         self.staging: PrefillStaging | None = None
         self.storage: LayerStorage = IN_PLACE
@@ -104,7 +107,9 @@ class AttendingLayer(CPUAttentionBackendImpl):
     ) -> None:
         """Prompts, over their contexts up to each of their tokens."""
         if part.blocks is not None:
-            self._select_for_blocks(query, part.blocks)
+            blocks = part.blocks.of_layer(self.late)
+            self._select_for_blocks(query, blocks)
+            part = replace(part, by=blocks.lists, blocks=blocks)
         context, new = self._stage(kv_cache, part), part.tokens
         if isinstance(part.by, PromptLists):
             self._attend_to_prompts(layer, query, context, part, output)

@@ -30,6 +30,7 @@ class Blocks:
             attends to its whole context is all window.
         lists: The same lists for attention. The block's own tokens are at the end.
         places: int32 [>= pages]; where each page is laid out; None: pages are read where they are.
+        late: The same blocks in layers behind ``prefill_depth``; None: there are none.
     """
 
     method: int
@@ -38,6 +39,15 @@ class Blocks:
     rows: DecodeRows
     lists: PromptLists
     places: torch.Tensor | None
+    late: "Blocks | None" = None
+
+    def of_layer(self, late: bool) -> "Blocks":
+        """What a layer plans and attends to.
+
+        Args:
+            late: Whether it lies behind ``prefill_depth``.
+        """
+        return self.late if late and self.late is not None else self
 
     def grouped(self, query: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """The queries that select, as one token per block whose KV heads have more query heads.
@@ -83,6 +93,8 @@ class BlockPlanner(Divisor):
         super().__init__(config)
         assert config.prefill_queries is not None
         self.kv_heads, self.samples = kv_heads, config.prefill_queries
+        assert config.prefill_depth is not None
+        self.all_layers = config.prefill_depth == 1
         # How many queries of a block its samples are chosen from.
         self.among = self.samples if config.prefill_sampling != "dissimilar" else self.chunk
 
@@ -97,6 +109,7 @@ class BlockPlanner(Divisor):
         always: np.ndarray,
         block_table: torch.Tensor,
         start: int,
+        tokens: np.ndarray,
         staged: torch.Tensor | None = None,
     ) -> Blocks:
         """Plan the blocks of adjacent requests.
@@ -108,9 +121,39 @@ class BlockPlanner(Divisor):
             always: int [2, requests]; pages of sink, and of the window before a block.
             block_table: int32 [requests, >= pages]; theirs.
             start: The first token of the requests in the step.
+            tokens: int [requests]; see :attr:`Note.tokens`.
             staged: int64 [n]; the pages that are laid out to be read, in order, -1 for none; None:
                 they are read where they are.
         """
+        new = division.new
+        starts = np.concatenate([[0], new.cumsum()])
+        # The last query of each of as many equal parts; a short block takes some more than once.
+        steps = np.arange(1, self.among + 1)
+        places = np.maximum(steps * new[:, None] // self.among, 1) - 1
+        queries = torch.from_numpy(start + starts[:-1, None] + places)
+        laid_out = None if staged is None else _places(staged)
+        rows, lists = self._rows(division, always, block_table)
+        blocks = Blocks(method, queries, self.samples, rows, lists, laid_out)
+        if not self.all_layers:
+            late = self._rows(self.late(division, always, tokens), always, block_table)
+            blocks.late = Blocks(method, queries, self.samples, *late, laid_out)
+        return blocks
+
+    def late(self, division: Division, always: np.ndarray, tokens: np.ndarray) -> Division:
+        """The same tokens in layers behind ``prefill_depth``; see :meth:`plan`.
+
+        Their blocks attend to sink and window, but for the last ones of prompts, whose last query
+        gives the first token of the answer.
+        """
+        least = always.sum(0)[division.request] * self.page_size
+        least += (division.ends - division.new) % self.page_size + division.new
+        cut = division.sparse & (division.ends < tokens[division.request])
+        return division._replace(attended=np.where(cut, least, division.attended))
+
+    def _rows(
+        self, division: Division, always: np.ndarray, block_table: torch.Tensor
+    ) -> tuple[DecodeRows, PromptLists]:
+        """The rows of the plan, and their lists for attention."""
         ends, new, sparse = division.ends, division.new, division.sparse
         pages, before = -(-ends // self.page_size), (ends - new) // self.page_size
         sink, window = always[:, division.request] * sparse
@@ -128,14 +171,20 @@ class BlockPlanner(Divisor):
             corrected=torch.zeros(count, dtype=torch.int64),
         )
         starts = np.concatenate([[0], new.cumsum()])
-        # The last query of each of as many equal parts; a short block takes some more than once.
-        steps = np.arange(1, self.among + 1)
-        places = np.maximum(steps * new[:, None] // self.among, 1) - 1
-        queries = torch.from_numpy(start + starts[:-1, None] + places)
         seen = int32(division.attended - new + 1)
-        lists = PromptLists(rows.lists, int32(starts), seen, self.kv_heads, per_head=True)
-        laid_out = None if staged is None else _places(staged)
-        return Blocks(method, queries, self.samples, rows, lists, laid_out)
+        return rows, PromptLists(rows.lists, int32(starts), seen, self.kv_heads, per_head=True)
+
+
+def is_late(config: "RetrievalConfig", number: int, layers: int) -> bool:
+    """Whether a layer lies behind ``prefill_depth``.
+
+    Args:
+        config: Options of the engine.
+        number: The layer's.
+        layers: How many the model has.
+    """
+    depth = config.prefill_depth
+    return depth is not None and number >= round(depth * layers)
 
 
 def _dissimilar(query: torch.Tensor, again: torch.Tensor, samples: int) -> torch.Tensor:

@@ -62,11 +62,15 @@ class PromptPlanner:
         lens = dense.seq_lens.numpy()[first:]
         new = np.diff(dense.query_start_loc.numpy()[first:])
         pairs = new * (2 * lens.astype(np.int64) - new + 1) // 2
-        tokens = budgets.sum(0) * self._page_size
+        sums = budgets.sum(0) * self._page_size
         shares = self._requests.prefill_shares(seats)
-        division = self._sparse.divide(lens, new, tokens, shares)
-        skipped = np.where(sparse, division.skipped(len(lens)), 0)
-        self._requests.count_prefill(seats, lens, pairs, pairs - skipped)
+        division = self._sparse.divide(lens, new, sums, shares)
+        ends = self._requests.ends[seats]
+        skipped = division.skipped(len(lens))
+        if isinstance(self._sparse, BlockPlanner) and (late := self._requests.late_share):
+            in_late = self._sparse.late(division, budgets[:2], ends).skipped(len(lens))
+            skipped = ((1 - late) * skipped + late * in_late).astype(np.int64)
+        self._requests.count_prefill(seats, lens, pairs, pairs - np.where(sparse, skipped, 0))
         sparse &= lens > self._sparse.exact
         methods = np.where(sparse, self._requests.select(seats).method, -1)
         parts = list[Prefill]()
@@ -76,8 +80,9 @@ class PromptPlanner:
             if not sparse[begin]:
                 parts += self._exactly(dense, requests)
             elif isinstance(self._sparse, BlockPlanner):
-                method, always = int(methods[begin]), budgets[:2, begin:end]
-                parts += self._blocks(dense, requests, self._sparse, method, divided, always)
+                of = slice(begin, end)
+                by = self._sparse, int(methods[begin]), divided, budgets[:2, of], ends[of]
+                parts += self._blocks(dense, requests, *by)
             else:
                 parts += self._chunks(dense, requests, self._sparse, divided, parts)
         return parts
@@ -148,6 +153,7 @@ class PromptPlanner:
         method: int,
         division: Division,
         always: np.ndarray,
+        tokens: np.ndarray,
     ) -> list[Prefill]:
         """Requests whose prompts are divided into blocks that select pages by a method."""
         starts = dense.query_start_loc[requests.start : requests.stop + 1]
@@ -161,7 +167,8 @@ class PromptPlanner:
         parts = list[Prefill]()
         for own, pages in turns:
             first = int(starts[own.start])
-            blocks = by.plan(method, division.of(own), always[:, own], table[own], first, pages)
+            of_own = division.of(own), always[:, own], table[own]
+            blocks = by.plan(method, *of_own, first, tokens[own], pages)
             parts.append(Prefill(first, blocks.lists, pages, blocks=blocks))
         return parts
 

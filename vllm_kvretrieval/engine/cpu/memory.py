@@ -11,6 +11,7 @@ from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_kvretrieval.attention.cpu.blocks import is_late
 from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.cpu.staging import blocks_for
 from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
@@ -168,6 +169,18 @@ class PlanningWorker(CPUWorker):
             for name, method in self.retrieval_config.methods.items()
         }
         return {name: counts[own] for name, counts in fixed.items() if counts is not None}
+
+    @functools.cached_property
+    def late_layers(self) -> frozenset[str]:
+        """The retrieval layers that lie behind ``prefill_depth``."""
+        config, layers = self.retrieval_config, self.model_config.get_total_num_hidden_layers()
+        number_of = self.layer_numbers
+        return frozenset(n for n in self.retrieval_heads if is_late(config, number_of[n], layers))
+
+    @property
+    def late_share(self) -> float:
+        """Their share of the retrieval layers."""
+        return len(self.late_layers) / len(self.retrieval_heads) if self.late_layers else 0.0
 
     @property
     def _all_heads(self) -> tuple[list[int], tuple[int, int]]:

@@ -56,6 +56,13 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
             if config.prefill_share
             else "",
         )
+        if late := sum(impl.late for impl in worker.retrieval_layers.values()):
+            logger.info(
+                "In the last %d of these layers they select nothing, but for the last chunk of a "
+                "prompt (prefill_depth=%g).",
+                late,
+                config.prefill_depth,
+            )
     if worker.tiers is not None:
         tiers = worker.tiers
         logger.info(

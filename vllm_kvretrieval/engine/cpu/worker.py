@@ -165,9 +165,9 @@ class RetrievalCPUWorker(StoringWorker):
             own_heads,
             self.fixed_counts,
         )
+        self.requests.late_share = self.late_share
         self.requests.by_mass = not capped and {g.builder.isa for g in groups} <= cpu.LAYOUTS.keys()
-        if foreign:
-            self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks)
+        self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks) if foreign else None
         self.storage = self._make_storage(self.requests)
         self.choosers = Choosers(self, self.requests)
         for group in groups:
@@ -282,9 +282,9 @@ class RetrievalCPUWorker(StoringWorker):
         storage = self.storage.layer(LayerPlace(name, kv_cache, layout, cpu))
         number = [*self.retrieval_heads].index(name)
         facts = LayerFacts(number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale)
-        methods = layer_methods(facts, choosers)
-        impl.attach(cpu, choosers, methods, kv_cache, staging, storage)
+        impl.attach(cpu, choosers, layer_methods(facts, choosers), kv_cache, staging, storage)
         impl.durations = self.durations
+        impl.late = name in self.late_layers
         impl.block_choosers = self.choosers.for_blocks(impl, kv_cache, choosers)
         self.retrieval_layers[name] = impl
 
