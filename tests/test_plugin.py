@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import weakref
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from importlib.metadata import distribution, entry_points
 from io import StringIO
 from pathlib import Path
@@ -396,6 +396,23 @@ def test_requests_are_validated_only_where_retrieval_is_on():
         ask(large, 31)
     with pytest.raises(VLLMClientError, match=r"budget=1024 exceeds the server's limit of 512"):
         ask(small, 1024)
+
+
+@pytest.mark.model
+def test_log_probs_of_prompts_that_the_last_layers_do_not_read():
+    for backend, depth, refused in (
+        ("kvretrieval", {"prefill_depth": 0.7}, True),
+        ("kvretrieval", {}, False),
+        ("omnikv", {}, False),
+    ):
+        own = {"kv_retrieval": {"prefill_budget": 512, **depth}}
+        config = engine_config(attention_backend=backend, additional_config=own)
+        processor = InputProcessor(config)
+        for asked, count in (({}, 0), ({"exact": True}, 1), ({"prefill_budget": 0}, 1), ({}, None)):
+            params = SamplingParams(prompt_logprobs=count, extra_args={"kv_retrieval": asked})
+            known = pytest.raises(VLLMClientError, match=r"prompt_logprobs .* prefill_depth=0\.7")
+            with known if refused and not asked and count is not None else nullcontext():
+                processor.process_inputs("id", tokens_input([1, 2]), params, ("generate",))
 
 
 @pytest.mark.model

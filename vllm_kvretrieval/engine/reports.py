@@ -30,6 +30,7 @@ SHOWN = (
     "page_size",
     "prefill_budget",
     "prefill_share",
+    "prefill_depth",
     "reuse",
     "attention",
 )

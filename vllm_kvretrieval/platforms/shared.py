@@ -133,6 +133,13 @@ class RetrievalPlatform(Platform):
                 options = RequestOptions.parse(getattr(params, "extra_args", None), config)
             except RetrievalConfigError as e:
                 raise RetrievalRequestError(str(e)) from None
+            spares = options.prefill_budget is not None and (config.prefill_depth or 1) < 1
+            if spares and getattr(params, "prompt_logprobs", None) is not None:
+                raise RetrievalRequestError(
+                    f"prompt_logprobs cannot be served with prefill_depth={config.prefill_depth}: "
+                    "the last layers hardly read the prompt. Ask for full attention "
+                    "(kv_retrieval.exact), or start the server without prefill_depth."
+                )
             if options.exact_prefix and has_foreign_connector(caller.vllm_config):
                 raise RetrievalRequestError(
                     "kv_retrieval.exact_prefix=True cannot be served beside a KV connector, which "
