@@ -107,11 +107,14 @@ def plain_entropies(attentions, queries):
     return -torch.special.xlogy(some, some).sum(-1).mean((1, 2))
 
 
-@pytest.mark.parametrize(("share", "chosen"), [(0.0, 2), (0.7, 3)])
-def test_the_share_of_a_chunk(model, share, chosen):
+@pytest.mark.parametrize(
+    ("share", "chosen", "depth"), [(0.0, 2, 1.0), (0.7, 3, 1.0), (0.7, 3, 0.5)]
+)
+def test_the_share_of_a_chunk(model, share, chosen, depth):
     """The pages of a chunk are those that eight of its queries attend to most."""
     begin, end, size = 256, 384, 32  # the chosen are beside a page of sink and two of window
     given = ["--prefill-budget=160", *([f"--prefill-share={share}"] if share else [])]
+    given += [f"--prefill-depth={depth}"] if depth < 1 else []
     result = explained(model, "--method=oracle", *given)
     assert (result["prefill_budget"], result["prefill_share"]) == (160, share)
     assert result["layers"][0]["chunk"] == [1.0, 1.0]
@@ -120,7 +123,8 @@ def test_the_share_of_a_chunk(model, share, chosen):
         attention = model.attentions[row["layer"], :, begin:end, :end]
         by_query = attention.unflatten(0, (KV_HEADS, GROUP)).mean(1).unflatten(2, (-1, size)).sum(3)
         pages, window = by_query.mean(1), begin // size - 2
-        best = 1 + by_query[:, 15::16, 1:window].sum(1).topk(chosen).indices
+        selected = chosen if row["layer"] < depth * LAYERS else 0
+        best = 1 + by_query[:, 15::16, 1:window].sum(1).topk(selected).indices
         expected = pages[:, 0] + pages[:, window:].sum(1) + pages.gather(1, best).sum(1)
         same += sum(np.isclose(row["chunk"], expected, atol=1e-4))
     # The sums of some queries include what they do not see of their own chunk.
