@@ -50,7 +50,6 @@ def served(model, monkeypatch):
         {"budget": 64},
         {"budget": 512, "sink": 32, "window": 64, "mass": 0.9},
         {"also": ["full", "snapkv"], "home": "device"},
-        {"prefill_budget": 1024, "prefill_share": 0.25, "prefill_depth": 0.7},
     ],
     ids=str,
 )
@@ -68,6 +67,7 @@ def test_pages_are_small_and_the_rest_is_added_up(served, options):
         ({"index": "min_max"}, {}),
         ({"schedule": "speculative"}, {}),
         ({"rerank": 2}, {}),
+        ({"prefill_budget": 1024}, {}),
         ({"home": "disk", "home_bytes": "64MiB"}, {}),
         ({"also": ["freekv"]}, {}),
         ({"attention": "vllm"}, {}),

@@ -16,8 +16,10 @@ from vllm_kvretrieval.retrieval.presets import presets
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-SHAPING = frozenset("page_size summary_size index pooling schedule rerank unit remainder".split())
-"""Options with which the preset's own pages stay: they shape pages."""
+SHAPING = frozenset(
+    "page_size summary_size index pooling schedule rerank unit remainder prefill_budget".split()
+)
+"""Options with which the preset's own pages stay: they shape pages, or read many of them."""
 
 SOFT_CAPPING = "attn_logit_softcapping"
 """Field of a model's configuration."""
