@@ -17,22 +17,26 @@ def _index(name: str, index: Any, meaning: str, planned: str = "", **options: An
     return Variant(name, meaning, name, ("indexes",), served, index=planned or name)
 
 
+def _alone(group: str, name: str, meaning: str, **engine: Any) -> Variant:
+    """A method that is the engine's own, with options of that engine."""
+    return Variant(name, meaning, str(engine["method"]), (group,), engine=engine)
+
+
 def _own_engine(name: str, meaning: str) -> Variant:
     """A preset that decides what the whole engine is like."""
-    return Variant(name, meaning, name, ("token_presets",), engine={"method": name})
+    return _alone("token_presets", name, meaning, method=name)
 
 
 def _omnikv(name: str, meaning: str, **engine: Any) -> Variant:
     """OmniKV with other filters, or with another observation window."""
-    return Variant(name, meaning, "omnikv", ("filters",), engine={"method": "omnikv", **engine})
+    return _alone("filters", name, meaning, method="omnikv", **engine)
 
 
 def _fier_groups(size: int) -> Variant:
     """FIER with groups of `size` tokens; sink and window are alike for all sizes."""
     meaning = f"FIER without a sink, in groups of {size}, with a window of 128"
-    shape = {"method": "fier", "page_size": max(size, PAGE), "summary_size": size}
-    shape |= {"sink": 0, "window": 128}
-    return Variant(f"fier_groups_{size}", meaning, "fier", ("groups",), engine=shape)
+    shape = {"page_size": max(size, PAGE), "summary_size": size, "sink": 0, "window": 128}
+    return _alone("groups", f"fier_groups_{size}", meaning, method="fier", **shape)
 
 
 def _dropping(name: str, meaning: str, style: str = "", **served: Any) -> Variant:
@@ -42,9 +46,7 @@ def _dropping(name: str, meaning: str, style: str = "", **served: Any) -> Varian
 
 def _bounded(name: str, meaning: str, **engine: Any) -> Variant:
     """A cache of less than 128 tokens, which does not grow while decoding."""
-    return Variant(
-        name, meaning, str(engine["method"]), ("bounded",), engine={"page_size": 16, **engine}
-    )
+    return _alone("bounded", name, meaning, page_size=16, **engine)
 
 
 def _codec(name: str) -> Variant:
@@ -58,7 +60,7 @@ def _encoded(method: str, bits: str, codec: str, raw: str = "") -> Variant:
     """A preset of full attention over pages that are encoded."""
     meaning = f"{method}: everything, by {codec}{raw}"
     engine = {"method": method, "codec": codec}
-    return Variant(f"{method}_{bits}", meaning, method, ("codecs",), engine=engine)
+    return _alone("codecs", f"{method}_{bits}", meaning, **engine)
 
 
 def _tiers(name: str, meaning: str, **engine: Any) -> Variant:
@@ -67,19 +69,21 @@ def _tiers(name: str, meaning: str, **engine: Any) -> Variant:
     In blocks of 256 the sink has to be one of them, and takes 128 tokens from the selection.
     """
     shape = {"method": "ttkv", "page_size": 128, "sink": 128, "window": 256} | engine
-    return Variant(name, meaning, str(shape["method"]), ("tiers",), engine=shape)
+    return _alone("tiers", name, meaning, **shape)
 
 
-def _pooling(name: str) -> Variant:
-    label = f"pooling_{name}"
-    return Variant(label, f"kvretrieval, pooling {name}", label, ("poolings",), {"pooling": name})
-
-
-def _bounds_pooling(name: str) -> Variant:
-    label = f"bounds_{name}"
-    served = {"preset": FREEKV, "schedule": "every_step", "pooling": name}
-    meaning = f"freekv, selecting at every step, pooling {name}"
-    return Variant(label, meaning, label, ("poolings",), served)
+def _poolings(prefix: str, method: str, **served: Any) -> list[Variant]:
+    """A method with each pooling but the mean of softmaxes, which it has itself."""
+    return [
+        Variant(
+            f"{prefix}_{pooling}",
+            f"{method}, pooling {pooling}",
+            f"{prefix}_{pooling}",
+            ("poolings",),
+            {**served, "pooling": pooling},
+        )
+        for pooling in ("relative", "max", "sum", "max_softmax")
+    ]
 
 
 def _shares(name: str, meaning: str, beta: float) -> Variant:
@@ -145,8 +149,8 @@ VARIANTS = (
         {"rerank": 2},
         index="low_rank_rerank",
     ),
-    *(_pooling(name) for name in ("relative", "max", "sum", "max_softmax")),
-    *(_bounds_pooling(name) for name in ("relative", "max", "sum", "max_softmax")),
+    *_poolings("pooling", OWN),
+    *_poolings("bounds", "freekv, selecting at every step", preset=FREEKV, schedule="every_step"),
     Variant("quest", "Quest, at the engine's pages of 32 and one dense layer", "quest", _PRESETS),
     Variant("arkvale", "ArkVale", "arkvale", _PRESETS),
     Variant(

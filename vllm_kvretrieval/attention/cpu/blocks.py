@@ -125,14 +125,12 @@ class BlockPlanner(Divisor):
             staged: int64 [n]; the pages that are laid out to be read, in order, -1 for none; None:
                 they are read where they are.
         """
-        new = division.new
-        starts = np.concatenate([[0], new.cumsum()])
+        new, laid_out = division.new, None if staged is None else _places(staged)
+        rows, lists = self._rows(division, always, block_table)
         # The last query of each of as many equal parts; a short block takes some more than once.
         steps = np.arange(1, self.among + 1)
         places = np.maximum(steps * new[:, None] // self.among, 1) - 1
-        queries = torch.from_numpy(start + starts[:-1, None] + places)
-        laid_out = None if staged is None else _places(staged)
-        rows, lists = self._rows(division, always, block_table)
+        queries = start + lists.starts[:-1, None] + torch.from_numpy(places)
         blocks = Blocks(method, queries, self.samples, rows, lists, laid_out)
         if not self.all_layers:
             late = self._rows(self.late(division, always, tokens), always, block_table)

@@ -56,7 +56,7 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
             if config.prefill_share
             else "",
         )
-        if late := sum(impl.late for impl in worker.retrieval_layers.values()):
+        if late := len(worker.late_layers):
             logger.info(
                 "In the last %d of these layers they select nothing, but for the last chunk of a "
                 "prompt (prefill_depth=%g).",
