@@ -16,6 +16,7 @@ from benchmarks.quality import __main__ as driver
 from benchmarks.quality import accuracy
 from benchmarks.quality.tasks import catalogue, scoring, store, variants
 from benchmarks.quality.tasks.base import Sample
+from benchmarks.quality.tasks.engine import BATCH, Questions
 from benchmarks.quality.tasks.metrics import Generated
 from benchmarks.quality.tasks.variant import OWN, PAGE
 from tests.accuracy_figures import NOVEL, OLD, PASSKEY, SENTENCES
@@ -179,19 +180,23 @@ class FakeEngine:
         self.options = options
         yield "engine"
 
-    def run(
-        self, llm: Any, samples: list[Sample], options: Any, label: str, anew: bool = False
-    ) -> list[Generated]:
-        assert not anew, "no variant here watches prompts"
+    def run(self, llm: Any, samples: list[Sample], options: Any, label: str) -> list[Generated]:
+        return self.run_together(llm, [Questions(samples, options)], label)[0]
+
+    def run_together(self, llm: Any, asked: list[Questions], label: str) -> list[list[Generated]]:
         if self.breaks_at and self.breaks_at in label:
             raise KeyboardInterrupt
         self.ran.append(label)
-        if options is not None:
-            assert options["method"] in self.served[-1] | {"kvretrieval"}
-        answers = [self.tokenizer(sample.answer).input_ids for sample in samples]
+        return [self._answered(questions) for questions in asked]
+
+    def _answered(self, asked: Questions) -> list[Generated]:
+        assert not asked.anew, "no variant here watches prompts"
+        if asked.options is not None:
+            assert asked.options["method"] in self.served[-1] | {"kvretrieval"}
+        answers = [self.tokenizer(sample.answer).input_ids for sample in asked.samples]
         return [
             Generated((*sample.forced, *answer), None)
-            for sample, answer in zip(samples, answers, strict=True)
+            for sample, answer in zip(asked.samples, answers, strict=True)
         ]
 
 
@@ -203,6 +208,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     for name, replacement in (
         ("open_engine", fake.open),
         ("run_samples", fake.run),
+        ("run_together", fake.run_together),
         ("retrieval_counts", lambda llm: {"corrected": 0, "sparse_heads": 0}),
         ("model_fingerprint", lambda model: "weights"),
         ("RESULTS", tmp_path),
@@ -211,20 +217,29 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(accuracy, name, replacement)
     monkeypatch.setattr(build, "code_fingerprint", lambda: "code")
     what = f"sentences-{tmp_path.name}-2k"
-    command = ["accuracy", "--quick", "--model", str(tmp_path), "--task", what, "--samples", "2"]
+    command = [
+        "accuracy",
+        "--quick",
+        "--model",
+        str(tmp_path),
+        "--task",
+        what,
+        "--samples",
+        str(BATCH),
+    ]
 
-    fake.breaks_at = "sink_window"
+    fake.breaks_at = "freekv"
     assert driver.main(command) == 130
     assert fake.started == [None, 512]
-    ran = [f"{what} full", *(f"{what} {name} 512" for name in QUICK[:3])]
+    ran = [f"{what} full", *(f"{what} {n} 512" for n in ("kvretrieval", "oracle", "sink_window"))]
     assert fake.ran == ran
     assert fake.served == [{"oracle", "freekv", "streamingllm"}]
 
     fake.breaks_at = ""
     assert driver.main(command) == 1  # the control answers as well: the task proves nothing
     assert fake.started == [None, 512, 512]
-    assert fake.ran[4:] == [f"{what} sink_window 512"]
-    assert fake.served[1:] == [{"streamingllm"}]
+    assert fake.ran[4:] == [f"{what} freekv 512"]
+    assert fake.served[1:] == [{"freekv"}]
     shown = capsys.readouterr().out
     assert "FAIL" in shown
 
@@ -248,6 +263,29 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     driver.main(command)
     assert fake.started[6:] == [512]
     assert len(fake.ran) == 13 + 4
+
+
+def test_cells_that_fill_a_batch_run_at_once():
+    """A cell that speculates has the engine's counts of corrections for itself."""
+    few, many = (
+        accuracy.Job(task, [Sample((1,), (), "yes")] * count, "key")
+        for task, count in ((NOVEL, BATCH // 4), (SENTENCES, BATCH))
+    )
+    todo = [
+        (job, cell)
+        for job in (few, many)
+        for cell in catalogue.cells_of(job.task, (512,), 4096, variants.chosen(True, ["mean"]))
+    ]
+    rounds = [
+        (job.task, [cell.variant.name for cell in cells]) for job, cells in accuracy._rounds(todo)
+    ]
+    assert rounds == [
+        (NOVEL, ["kvretrieval", "oracle", "sink_window", "mean"]),
+        (NOVEL, ["kvretrieval"]),  # at the covering budget
+        (NOVEL, ["freekv"]),
+        *((SENTENCES, [name]) for name in ("kvretrieval", "oracle", "sink_window", "mean")),
+        (SENTENCES, ["freekv"]),
+    ]
 
 
 def test_a_method_that_changes_is_run_anew(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,12 @@ from benchmarks.quality.tasks.catalogue import Cell
 from benchmarks.quality.tasks.engine import (
     BATCH,
     DTYPE,
+    Questions,
     open_engine,
     prefix_cache_bytes,
     retrieval_counts,
     run_samples,
+    run_together,
 )
 from benchmarks.quality.tasks.metrics import TOP_LOGPROBS, Generated
 from benchmarks.quality.tasks.store import (
@@ -146,22 +148,26 @@ class Benchmark:
         also = catalogue.also_of(cell for _, cell in todo)
         sizes = _sizes(model, [job for job, _ in todo], max(cell.budget for _, cell in todo))
         with open_engine(model, *sizes, also=also, **engine) as llm:
-            for number, (job, cell) in enumerate(todo, 1):
+            done = 0
+            for job, cells in _rounds(todo):
                 watch = Stopwatch()
-                label = f"{job.task.name} {cell.variant.name} {cell.budget}"
-                self._say(f"{label}: {len(job.samples)} samples (cell {number} of {len(todo)})")
+                label = f"{job.task.name} {' '.join(_short(cell) for cell in cells)}"
+                done += len(cells)
+                self._say(f"{label}: {len(job.samples)} samples ({done} of {len(todo)} cells)")
                 before = retrieval_counts(llm)
-                results = run_samples(llm, job.samples, cell.options, label, cell.variant.watches)
+                asked = [Questions(job.samples, c.options, c.variant.watches) for c in cells]
+                answered = run_together(llm, asked, label)
                 share = corrected_share(before, retrieval_counts(llm))
-                figures = {
-                    **_label(job, cell.variant.name, cell.budget),
-                    "share": scoring.mean_share(job.samples, cell.budget, cell.variant, model),
-                    **scoring.index_bytes(cell.variant, model),
-                    "corrected_share": share if cell.variant.speculates else None,
-                    **scoring.score(job.samples, job.reference, results, tokenizer),
-                    "seconds": round(watch.seconds, 1),
-                }
-                self._keep(cell.name, self._cell_key(job, cell), figures)
+                for cell, results in zip(cells, answered, strict=True):
+                    figures = {
+                        **_label(job, cell.variant.name, cell.budget),
+                        "share": scoring.mean_share(job.samples, cell.budget, cell.variant, model),
+                        **scoring.index_bytes(cell.variant, model),
+                        "corrected_share": share if cell.variant.speculates else None,
+                        **scoring.score(job.samples, job.reference, results, tokenizer),
+                        "seconds": round(watch.seconds, 1),
+                    }
+                    self._keep(cell.name, self._cell_key(job, cell), figures)
 
     def _cell_key(self, job: Job, cell: Cell) -> str:
         variant = cell.variant
@@ -175,10 +181,33 @@ class Benchmark:
         print(f"[{self._clock}] {message}", flush=True)
 
 
+def _at_once(job: Job) -> int:
+    """Cells of a task that fill a batch: the weights are read once a step for all of them."""
+    return max(1, BATCH // max(1, len(job.samples)))
+
+
+def _rounds(todo: Sequence[tuple[Job, Cell]]) -> Iterator[tuple[Job, list[Cell]]]:
+    """Yield the cells that are run at once.
+
+    A cell that speculates is run alone: the engine counts corrections of all requests together.
+    """
+    for job in {id(job): job for job, _ in todo}.values():
+        cells = [cell for other, cell in todo if other is job]
+        alone = [cell for cell in cells if cell.variant.speculates]
+        others = [cell for cell in cells if not cell.variant.speculates]
+        for size, group in ((_at_once(job), others), (1, alone)):
+            yield from ((job, group[at : at + size]) for at in range(0, len(group), size))
+
+
+def _short(cell: Cell) -> str:
+    return f"{cell.variant.name} {cell.budget}"
+
+
 def _sizes(model: Path, jobs: Sequence[Job], budget: int | None) -> tuple[int, int | None, int]:
     """Longest context, budget and KV cache of an engine that runs one of these jobs at a time."""
     context = max(sample.total for job in jobs for sample in job.samples)
-    return context, budget, max(prefix_cache_bytes(model, job.samples) for job in jobs)
+    memory = (_at_once(job) * prefix_cache_bytes(model, job.samples) for job in jobs)
+    return context, budget, max(memory)
 
 
 def _label(job: Job, variant: str, budget: int | None) -> dict[str, Any]:

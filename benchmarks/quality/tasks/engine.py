@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,11 +26,24 @@ from benchmarks.quality.tasks.metrics import TOP_LOGPROBS, Generated, Scored
 from benchmarks.quality.tasks.variant import OWN
 from vllm_kvretrieval.engine.cpu.advice import all_cores, slow_bfloat16
 
-BATCH = 4
+BATCH = 8
 """Requests decoded together."""
 
 DTYPE = "float32" if slow_bfloat16() else "bfloat16"
 """Dtype of weights and KV cache in which this machine computes at speed."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Samples, and how they are to be answered."""
+
+    samples: Sequence[Sample]
+
+    options: dict[str, Any] | None
+    """The requests' ``kv_retrieval`` options; None for stock vLLM."""
+
+    anew: bool = False
+    """Whether all of each prompt is computed, however much of it the prefix cache holds."""
 
 
 def prefix_cache_bytes(model: Path, samples: Sequence[Sample], dtype: str = DTYPE) -> int:
@@ -104,20 +119,19 @@ def open_engine(
 
 
 def run_samples(
-    llm: LLM,
-    samples: Sequence[Sample],
-    options: dict[str, Any] | None,
-    label: str,
-    anew: bool = False,
+    llm: LLM, samples: Sequence[Sample], options: dict[str, Any] | None, label: str
 ) -> list[Generated]:
-    """Generate for all samples, `BATCH` at a time, greedily.
+    """Generate for all samples, as `run_together` does."""
+    return run_together(llm, [Questions(samples, options)], label)[0]
+
+
+def run_together(llm: LLM, asked: Sequence[Questions], label: str) -> list[list[Generated]]:
+    """Generate for all samples of all questions, as many at a time as the engine takes, greedily.
 
     Args:
         llm: an engine from `open_engine`.
-        samples: the requests.
-        options: the request's ``kv_retrieval`` options; None for stock vLLM.
-        label: what the progress bar is called.
-        anew: whether all of each prompt is computed, however much of it the prefix cache holds.
+        asked: the questions.
+        label: the name of the progress bar.
 
     Raises:
         RuntimeError: a request did not generate the tokens that were forced upon it.
@@ -127,13 +141,14 @@ def run_samples(
         settings |= {"desc": label, "mininterval": 2.0, "disable": bool(iterable)}
         return tqdm(*iterable, **settings)
 
+    requests = [(sample, of) for of in asked for sample in of.samples]
     outputs = llm.generate(
-        [TokensPrompt(prompt_token_ids=list(sample.prompt)) for sample in samples],
-        [_sampling(sample, options, anew) for sample in samples],
+        [TokensPrompt(prompt_token_ids=list(sample.prompt)) for sample, _ in requests],
+        [_sampling(sample, of.options, of.anew) for sample, of in requests],
         use_tqdm=progress,
     )
     results = []
-    for sample, output in zip(samples, outputs, strict=True):
+    for (sample, _), output in zip(requests, outputs, strict=True):
         completion = output.outputs[0]
         tokens = tuple(completion.token_ids)
         if tokens[: len(sample.forced)] != sample.forced:
@@ -142,7 +157,8 @@ def run_samples(
         if not sample.answer:
             scored = _scored(cast(FlatLogprobs, completion.logprobs), sample.scored)
         results.append(Generated(tokens, scored))
-    return results
+    left = iter(results)
+    return [list(itertools.islice(left, len(of.samples))) for of in asked]
 
 
 def retrieval_counts(llm: LLM) -> dict[str, int]:
