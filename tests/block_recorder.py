@@ -18,6 +18,7 @@ class Block:
 
     Attributes:
         method: The request's.
+        layer: The layer's number among those that retrieve.
         begin, end: Its tokens.
         query: [tokens, kv_heads, group, d].
         output: The same of what the layer made of it.
@@ -27,6 +28,7 @@ class Block:
     """
 
     method: str
+    layer: int
     begin: int
     end: int
     query: torch.Tensor
@@ -56,11 +58,12 @@ class BlockRecorder(RecordingWorker):
     def _record(self, name, impl):
         super()._record(name, impl)
         attend, tokens = impl._attend_to_prompts, self._written[name]
+        number = [*self.retrieval_layers].index(name)
 
         def attend_to_prompts(layer, query, context, part, output):
             attend(layer, query, context, part, output)
             if part.blocks is not None:
-                self._blocks += self._recorded(impl, query, part, output, tokens)
+                self._blocks += self._recorded(number, impl, query, part, output, tokens)
 
         impl._attend_to_prompts = attend_to_prompts
 
@@ -68,7 +71,7 @@ class BlockRecorder(RecordingWorker):
         """Rows that decode are not of interest, and their lists in front of a file void."""
         return []
 
-    def _recorded(self, impl, query, part, output, tokens):
+    def _recorded(self, number, impl, query, part, output, tokens):
         blocks, heads, size = part.blocks, impl.num_kv_heads, self.retrieval_config.page_size
         rows, starts = blocks.rows, (part.start + blocks.lists.starts).tolist()
         method = list(self.retrieval_config.methods)[blocks.method]
@@ -83,7 +86,8 @@ class BlockRecorder(RecordingWorker):
             position = {place: j for j, place in enumerate(places)}
             listed = []
             for head in range(heads):
-                count = -(-int(rows.lengths[r * heads + head]) // size)
+                seen = int(part.by.seen[r * heads + head]) + of_step.stop - of_step.start - 1
+                count = -(-seen // size)
                 units = rows.lists[r * heads + head, :count].tolist()
                 assert all(unit % heads == head for unit in units), "pages of another head"
                 listed.append([position[unit // heads] for unit in units])
@@ -91,18 +95,19 @@ class BlockRecorder(RecordingWorker):
             sink, select = int(rows.sink[r]), int(rows.select[r])
             shape = (-1, heads, query.shape[1] // heads, query.shape[2])
             yield Block(
-                method, begin, end, query[of_step].float().view(shape).clone(),
+                method, number, begin, end, query[of_step].float().view(shape).clone(),
                 output[of_step].float().view(shape).clone(), keys, values, listed,
                 (sink, int(rows.window[r]) - own if sink else 0, select),
             )  # fmt: skip
 
-    def check_blocks(self, methods, expected):
+    def check_blocks(self, methods, expected, whole):
         """Compare every recorded block with the rules.
 
         Args:
             methods: What the engine's methods are said to be, by name.
             expected: The method, the first token and the budget (sink, window, select, in pages)
                 of each block that selects, in any order.
+            whole: The KV heads that read prompts in full, by the number of the layer.
 
         Returns:
             A summary: blocks that select, exact ones, blocks of another budget than expected, lists
@@ -126,7 +131,7 @@ class BlockRecorder(RecordingWorker):
             sink, window, select = block.budget
             own = range(begin // size - window, -(-end // size))
             for head, pages in enumerate(block.listed):
-                if selects:
+                if selects and head not in whole.get(block.layer, ()):
                     middle = pages[sink : len(pages) - len(own)]
                     right = pages == [*range(sink), *middle, *own] and middle == sorted(middle)
                     query = self._sampled(block.query[:, head], chunk, queries).flatten(0, 1)

@@ -41,6 +41,13 @@ def planned(*contexts, queries=4, budget=PARTS, share=0.0, more=1, **options):
     return planner.plan(0, division, budgets[:2], table, 5, tokens), division
 
 
+def seen_of(blocks):
+    """Tokens that the first query of each block sees, the same for both KV heads."""
+    first, second = blocks.lists.seen.view(-1, 2).T.tolist()
+    assert first == second
+    return first
+
+
 def test_rows_have_their_block_as_window():
     blocks, division = planned((0, 430), (384, 64))
     rows = blocks.rows
@@ -52,7 +59,7 @@ def test_rows_have_their_block_as_window():
     assert blocks.lists.starts.tolist() == [0, 320, 384, 430, 494]
     attended = [320, 256 + 64, 256 + 46, 256 + 64]
     assert division.attended.tolist() == attended
-    assert blocks.lists.seen.tolist() == [1, 257, 257, 257]
+    assert seen_of(blocks) == [1, 257, 257, 257]
 
 
 def test_the_last_query_of_each_part_of_a_block_selects():
@@ -102,10 +109,32 @@ def test_late_layers_select_for_the_last_block_alone():
     assert late.rows.select.tolist() == [0, 0, 0, 5]
     assert late.rows.sink.tolist() == early.rows.sink.tolist()
     assert late.rows.window.tolist() == early.rows.window.tolist()
-    assert early.lists.seen.tolist() == [1, 257, 257, 257]
-    assert late.lists.seen.tolist() == [1, 97, 97, 257]
+    assert seen_of(early) == [1, 257, 257, 257]
+    assert seen_of(late) == [1, 97, 97, 257]
     assert late.lists.starts.tolist() == early.lists.starts.tolist()
     assert planned((320, 64), more=0)[0].late is None
+
+
+def test_heads_that_read_prompts_in_full():
+    """Their lists are whole contexts, also where these are laid out elsewhere; others are as they
+    were. Another layer has other heads."""
+    before, new = np.array([(384, 64), (384, 20)]).T
+    planner = BlockPlanner(config(), kv_heads=2, whole=True)
+    budgets = np.repeat(np.array(PARTS)[:, None], 2, 1)
+    table = torch.arange(64, dtype=torch.int32).view(2, 32)
+    division = planner.divide(before + new, new)
+    staged = torch.cat([torch.arange(64).flip(0), torch.tensor([-1])])
+    for pages in (None, staged):
+        blocks = planner.plan(0, division, budgets[:2], table, 0, before + new, pages)
+        blocks.rows.lists.copy_(torch.tensor([[10], [11], [70], [71]]))  # page 5, and page 35
+        lists = blocks.listed([1])
+        at = [*range(64)] if pages is None else [*range(63, -1, -1)]
+        found = lists.entries.view(2, 2, 14).tolist()
+        assert found[0] == [[2 * at[5]] * 14, [2 * at[page] + 1 for page in range(14)]]
+        assert found[1] == [[2 * at[35]] * 14, [2 * at[32 + page] + 1 for page in range(14)]]
+        assert lists.seen.tolist() == [257, 385, 257, 385]
+        assert seen_of(blocks) == [257, 257]
+        assert blocks.listed([]).seen.tolist() == [257] * 4
 
 
 @pytest.mark.parametrize(("depth", "first"), [(0.5, 12), (0.7, 17), (1.0, None)])
@@ -136,7 +165,7 @@ def test_a_share_of_the_context():
     new = [end - begin for begin, end in zip(begins, ends, strict=True)]
     attended = [EXACT, *(PAGE * count + own for count, own in zip(pages, new, strict=True))]
     assert division.attended.tolist() == attended
-    assert (blocks.lists.seen + blocks.lists.starts.diff() - 1).tolist() == attended
+    assert (blocks.lists.seen[::2] + blocks.lists.starts.diff() - 1).tolist() == attended
 
 
 @pytest.mark.parametrize("percent", [7, 55, 29, 99])
@@ -177,7 +206,7 @@ def test_pairs_of_a_block_that_begins_within_a_page():
     blocks, division = planned((350, 34), (384, 10))
     assert blocks.rows.select.tolist() == [5, 5]
     assert division.skipped(2).tolist() == [34 * 2 * PAGE, 10 * 4 * PAGE]
-    assert blocks.lists.seen.tolist() == [8 * PAGE + 350 - 320 + 1, 8 * PAGE + 1]
+    assert seen_of(blocks) == [8 * PAGE + 350 - 320 + 1, 8 * PAGE + 1]
 
 
 def test_selections_have_room_for_the_longest_context():
@@ -217,7 +246,7 @@ def test_selection_and_attention_equal_reference(begin, share):
         lists.append([*zip(blocks.rows.lengths.tolist(), blocks.rows.lists.tolist(), strict=True)])
     assert lists[0] == lists[1]
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
-    seen = blocks.lists.seen + blocks.lists.starts.diff() - 1
+    seen = blocks.lists.seen[::2] + blocks.lists.starts.diff() - 1
     assert blocks.rows.lengths[::2].tolist() == seen.tolist()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.engine import random_llama
@@ -17,7 +17,8 @@ from vllm_kvretrieval.command import main
 from vllm_kvretrieval.explain.attention import LATEST, PromptAttention
 from vllm_kvretrieval.explain.report import borders, runs
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
-from vllm_kvretrieval.retrieval.model_files import SHAPE
+from vllm_kvretrieval.retrieval.model_files import SHAPE, shape_of
+from vllm_kvretrieval.retrieval.prompt_heads import FORMAT
 
 TOKENS, BUDGET = 427, 128
 LAYERS, KV_HEADS, GROUP = 4, 2, 2
@@ -129,6 +130,22 @@ def test_the_share_of_a_chunk(model, share, chosen, depth):
         same += sum(np.isclose(row["chunk"], expected, atol=1e-4))
     # The sums of some queries include what they do not see of their own chunk.
     assert same >= 5
+
+
+def test_a_head_that_reads_prompts_in_full(model, tmp_path):
+    shape = shape_of(AutoConfig.from_pretrained(model.folder))
+    change = [[0.0, float(layer == 2)] for layer in range(LAYERS)]
+    file = {"format": FORMAT, "model": "it", "shape": shape, "layers": [*range(LAYERS)]}
+    path = tmp_path / "heads.json"
+    path.write_text(json.dumps(file | {"change": change}))
+    given = "--method=oracle", "--prefill-budget=160"
+    found, before = (
+        [row["chunk"] for row in explained(model, *given, *more)["layers"]]
+        for more in ((f"--prefill-heads={path}",), ())
+    )
+    assert before[2][1] < 0.999
+    before[2][1] = 1.0
+    assert found == before
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ def make_case(dtype, head_size, kv_heads, group, page_size, sequences=SEQUENCES,
     queries = [n for n, _ in sequences]
     starts = [0, *itertools.accumulate(queries)]
     seen = [context - n + 1 for n, context in sequences]
+    if per_head:  # the first one sees all, the next ones less
+        seen = [max(1, all_seen // (1 + head)) for all_seen in seen for head in range(kv_heads)]
     query = 2 * torch.randn(starts[-1], kv_heads * group, head_size)
     as_int = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
     lists = PromptLists(order.contiguous(), as_int(starts), as_int(seen), kv_heads, per_head)
@@ -69,10 +71,10 @@ def blank_unseen(lists, cache, layout):
     page_size, size = cache.shape[-2], cache.shape[-1] // 2
     units = cache.flatten(0, 1)
     for s, (start, end) in enumerate(itertools.pairwise(lists.starts.tolist())):
-        tokens = int(lists.seen[s]) + end - start - 1
-        last, kept = (tokens - 1) // page_size, (tokens - 1) % page_size + 1
         for head in range(lists.kv_heads):
             row = s * lists.kv_heads + head if lists.per_head else s
+            tokens = int(lists.seen[row]) + end - start - 1
+            last, kept = (tokens - 1) // page_size, (tokens - 1) % page_size + 1
             entry = int(lists.entries[row, last])
             unit = units[entry if lists.per_head else entry * lists.kv_heads + head]
             if layout == "rows":
@@ -235,7 +237,8 @@ def test_lists(isas):
     query, lists, cache = make_case(torch.float32, 64, 3, 3, 32, ((40, 900), (5, 70)))
     heads = torch.arange(3, dtype=torch.int32)[:, None]
     units = (lists.entries[:, None] * 3 + heads).flatten(0, 1)
-    by_unit = PromptLists(units, lists.starts, lists.seen, 3, per_head=True)
+    seen = lists.seen.repeat_interleave(3)
+    by_unit = PromptLists(units, lists.starts, seen, 3, per_head=True)
     for _ in isas():
         assert torch.equal(attend(query, lists, cache)[0], attend(query, by_unit, cache)[0])
 
@@ -268,6 +271,8 @@ def test_strides():
         ({"entry": 1 << 30}, "entry 2 is 1073741824"),
         ({"seen": 0}, "the first of which sees 0"),
         ({"seen": 5000}, "a list holds"),
+        ({"seen": 5000, "head": 1}, "a list holds"),
+        ({"lists": 3}, "need 2 lists, and their numbers of seen tokens; got 2 and 3"),
         ({"starts": [0, 90]}, "of 40"),
         ({"starts": [-1, 40]}, "from token -1"),
         ({"starts": [0, 0]}, "0 queries"),
@@ -282,11 +287,14 @@ def test_strides():
 )
 def test_refusals(change, message):
     """Arguments that do not fit are refused before anything is read or written."""
-    query, lists, cache = make_case(torch.float32, 64, 2, 2, 32, ((40, 200),))
+    by_head = {"head", "lists"} & change.keys()
+    query, lists, cache = make_case(torch.float32, 64, 2, 2, 32, ((40, 200),), bool(by_head))
+    if "lists" in change:
+        lists.seen = torch.ones(change["lists"], dtype=torch.int32)
     if "entry" in change:
         lists.entries[0, 2] = change["entry"]
     if "seen" in change:
-        lists.seen[0] = change["seen"]
+        lists.seen[change.get("head", 0)] = change["seen"]
     if "starts" in change:
         lists.starts = torch.tensor(change["starts"], dtype=torch.int32)
     if "page_size" in change:

@@ -31,6 +31,7 @@ PAGE, SINK, WINDOW = 32, 1, 2  # tokens, and pages
 LAYERS_REPLAYED = [0, 3]  # counted from the first behind the dense one
 CHUNK, QUERIES = 64, 4
 EXACT = 576  # the first multiple of the chunk beyond the budget
+HEADS = [[1, 0, 1], [0, 0, 0], [0, 1, 0], [1, 0, 0]]  # that read prompts in full, by layer
 STEP = 350
 CACHE = 128  # tokens of a block of the prefix cache
 TOLERANCE = 2e-4
@@ -107,7 +108,7 @@ def budgets(requests, depth):
     ]
 
 
-def replay(llm, error, exact, sampling="spread", pooling=None, depth=1.0):
+def replay(llm, error, exact, sampling="spread", pooling=None, depth=1.0, heads=()):
     """Prompts of different lengths and options, of which some are exact, while others decode."""
     own = pooling or "mean_softmax"
     methods = {"kvretrieval": Method("low_rank", own), "freekv": Method(pooling=own)}
@@ -126,7 +127,13 @@ def replay(llm, error, exact, sampling="spread", pooling=None, depth=1.0):
     rule = LAYERS_REPLAYED, CHUNK, QUERIES, EXACT, sampling
     llm.collective_rpc("start_recording_blocks", args=rule)
     drive(llm, requests)
-    (summary,) = llm.collective_rpc("check_blocks", args=(methods, budgets(requests, depth)))
+    whole = {
+        layer: [head for head, flag in enumerate(flags) if flag]
+        for layer, flags in enumerate(heads)
+        if 1 + layer < depth * LAYERS
+    }
+    expected = methods, budgets(requests, depth), whole
+    (summary,) = llm.collective_rpc("check_blocks", args=expected)
     assert summary["sparse"] == 2 * (6 + 9 + 4 + 3)
     assert summary["of another budget"] == 0
     assert summary["exact"] > 0
@@ -149,12 +156,13 @@ def test_a_replay_from_a_file_gives_the_same(tmp_path, codec, sampling, pooling,
     """Its pages are read where they are mapped, or decoded first."""
     options = {"home": "disk", "codec": codec, "home_path": str(tmp_path)}
     options |= {"prefill_sampling": sampling, "prefill_pooling": pooling, "prefill_depth": depth}
+    options |= {"prefill_heads": HEADS}
     with serving(tmp_path, **options, also=["freekv", "shadowkv"]) as llm:
-        replay(llm, ERRORS[codec], {"exact": True}, sampling, pooling, depth)
-        late = 0.25 if depth < 1 else 0  # one of four layers
+        replay(llm, ERRORS[codec], {"exact": True}, sampling, pooling, depth, HEADS)
+        late, whole = (3, 3) if depth < 1 else (0, 4)  # of the twelve KV heads
         early, cut = share_of(900, {}), share_of(900, {}, late=True)
         assert attended_share(llm, 900, {}) == pytest.approx(
-            (1 - late) * early + late * cut, rel=1e-5
+            ((12 - late - whole) * early + late * cut + whole) / 12, rel=1e-5
         )
 
 

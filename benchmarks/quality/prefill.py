@@ -66,11 +66,11 @@ EXACT = {"exact": True}
 class Setting:
     """A setting of an engine: the values of ``PREFILL_OPTIONS``, the last ones may be left out.
 
-    The budget may name a ``prefill_share`` and a ``prefill_depth``, too.
+    The budget may name a ``prefill_share``, ``prefill_heads`` and a ``prefill_depth``, too.
     """
 
     text: str
-    options: dict[str, float | str]
+    options: dict[str, Any]
 
     @classmethod
     def parse(cls, text: str) -> Setting:
@@ -79,12 +79,10 @@ class Setting:
         values = [budget.tokens, *(int(part) if part.isdecimal() else part for part in others)]
         if not 2 <= len(values) <= len(PREFILL_OPTIONS):
             raise ValueError
-        options: dict[str, float | str] = dict(zip(PREFILL_OPTIONS, values, strict=False))
+        options: dict[str, Any] = dict(zip(PREFILL_OPTIONS, values, strict=False))
         if budget.share:
             options["prefill_share"] = budget.share
-        if budget.depth < 1:
-            options["prefill_depth"] = budget.depth
-        return cls(text, options)
+        return cls(text, options | budget.of_engine)
 
     def __str__(self) -> str:
         return self.text
@@ -245,9 +243,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, SMOLLM2_32K)
     add_tokens(parser, "--contexts", CONTEXTS, "tokens of the documents")
     add("--settings", nargs="+", type=Setting.parse, default=[*map(Setting.parse, SETTINGS)],
-        metavar="BUDGET[+SHARE%]:CHUNK[:QUERIES[:SAMPLING[:POOLING]]]",
-        help="values of " + ", ".join(PREFILL_OPTIONS) + "; 2048+25%% has a prefill_share of 0.25, "
-        "too")  # fmt: skip
+        metavar="BUDGET[+SHARE%][^HEADS%][@DEPTH%]:CHUNK[:QUERIES[:SAMPLING[:POOLING]]]",
+        help="values of " + ", ".join(PREFILL_OPTIONS) + "; 2048+25%%^20%%@70%% has a "
+        "prefill_share of 0.25, a share of 0.2 of prefill_heads and a prefill_depth of 0.7, too",
+    )  # fmt: skip
     add("--repeats", type=int, default=1, metavar="N", help="runs of each prefill")
     add_output(parser, "prefill.json")
 

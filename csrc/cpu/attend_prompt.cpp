@@ -48,10 +48,12 @@ class Prompting {
     rows_ = round_up(queries * a.group, kMicro);
     for (int s = 0; s < a.sequences; ++s)
       for (int first = 0; first < a.queries(s); first += queries) {
-        const int some = std::min(queries, a.queries(s) - first), seen = a.seen[s] + first;
-        const int64_t read = a.window > 0 ? std::min(seen, a.window) : seen;
-        for (int h = 0; h < a.kv_heads; ++h)
+        const int some = std::min(queries, a.queries(s) - first);
+        for (int h = 0; h < a.kv_heads; ++h) {
+          const int seen = a.seen[a.list(s, h)] + first;
+          const int64_t read = a.window > 0 ? std::min(seen, a.window) : seen;
           tasks_.push_back({s, h, first, some, seen, (read + some / 2) * some});
+        }
       }
     std::stable_sort(tasks_.begin(), tasks_.end(),
                      [](const Task& x, const Task& y) { return x.logits > y.logits; });
@@ -162,8 +164,7 @@ class Prompting {
   int head(const Task& task, int row) const { return task.head * a_.group + row % a_.group; }
 
   const E* unit(const Task& task, int page) const {
-    const int64_t list = a_.per_head ? int64_t(task.sequence) * a_.kv_heads + task.head : task.sequence;
-    const int64_t entry = a_.entries[list * a_.stride + page];
+    const int64_t entry = a_.entries[a_.list(task.sequence, task.head) * a_.stride + page];
     const int64_t number = a_.per_head ? entry : entry * a_.kv_heads + task.head;
     return static_cast<const E*>(a_.cache) + number * 2 * a_.page_size * a_.head_size;
   }

@@ -235,14 +235,14 @@ void check_prompt(const PromptAttention& a) {
   const int64_t entries = a.per_head ? a.units : a.units / a.kv_heads;
   const int lists = a.per_head ? a.kv_heads : 1;
   for (int s = 0; s < a.sequences; ++s) {
-    const int64_t seen = a.seen[s], all = seen + a.queries(s) - 1;
-    const int64_t pages = (all + a.page_size - 1) / a.page_size;
-    if (a.queries(s) < 1 || seen < 1 || pages > a.width)
-      refuse(s, {std::to_string(a.queries(s)), "queries, the first of which sees", std::to_string(seen),
-                 "tokens; a list holds", std::to_string(a.width), "pages of",
-                 std::to_string(a.page_size)});
     for (int l = 0; l < lists; ++l) {
-      const int32_t* list = a.entries + (int64_t(s) * lists + l) * a.stride;
+      const int64_t seen = a.seen[a.list(s, l)], all = seen + a.queries(s) - 1;
+      const int64_t pages = (all + a.page_size - 1) / a.page_size;
+      if (a.queries(s) < 1 || seen < 1 || pages > a.width)
+        refuse(s, {std::to_string(a.queries(s)), "queries, the first of which sees",
+                   std::to_string(seen), "tokens; a list holds", std::to_string(a.width), "pages of",
+                   std::to_string(a.page_size)});
+      const int32_t* list = a.entries + a.list(s, l) * a.stride;
       for (int64_t i = 0; i < pages; ++i)
         if (list[i] < 0 || list[i] >= entries)
           refuse(s, {"entry", std::to_string(i), "is", std::to_string(list[i]) + ", the cache has",

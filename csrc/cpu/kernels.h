@@ -302,18 +302,20 @@ struct PromptAttention {
   int64_t out_stride, tokens;
   float* lse;                    // out, [tokens, kv_heads * group], or null
   const int32_t* starts;         // [sequences + 1]; the first query of each sequence
-  const int32_t* seen;           // [sequences]; tokens of the list that the first query sees
-  // [sequences, width], pages, of which each KV head reads its unit; with per_head units, [sequences *
-  // kv_heads, width].
+  const int32_t* seen;           // tokens of a list that the first query sees, of each list
+  // [lists, width], pages, of which each KV head reads its unit; with per_head units.
   const int32_t* entries;
   int64_t width, stride;
-  bool per_head;
+  bool per_head;                 // whether each KV head of a sequence has a list, or all share one
   int32_t window;                // a query attends to the last tokens that it sees; 0: to all
   float scale;
   float softcap;                 // logits become softcap * tanh(logit / softcap); 0: they stay
   const float* sinks;            // [kv_heads * group]; a further logit, with a value of zero; or null
 
   int32_t queries(int sequence) const { return starts[sequence + 1] - starts[sequence]; }
+  int64_t list(int sequence, int head) const {
+    return per_head ? int64_t(sequence) * kv_heads + head : sequence;
+  }
 };
 
 // out = x * weights^T + bias, of a few tokens.

@@ -5,6 +5,18 @@ from typing import NamedTuple
 import numpy as np
 
 
+class PromptShares(NamedTuple):
+    """How the KV heads of a worker's retrieval layers read prompts that retrieve.
+
+    Attributes:
+        late: The share of those in layers behind ``prefill_depth``.
+        whole: The share of those that attend to whole contexts, in the other layers.
+    """
+
+    late: float = 0.0
+    whole: float = 0.0
+
+
 class RowOptions(NamedTuple):
     """Options of the rows of a step; arrays with an entry per row.
 

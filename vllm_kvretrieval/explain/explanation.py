@@ -82,10 +82,9 @@ def explain_prompt(
     measurement.run(tokens, seen.positions, seen)
     longest = measurement.longest(len(tokens))
     with torch.inference_mode():
-        whole = None
+        whole, kv_heads = None, next(iter(seen.layers.values())).kv_heads
+        model = _Model(measurement.name, measurement.config, kv_heads)
         if by_head is not None:
-            kv_heads = next(iter(seen.layers.values())).kv_heads
-            model = _Model(measurement.name, measurement.config, kv_heads)
             whole = by_head.of(model, [n for n in seen.layers if n >= config.dense_layers])
         found = attended(config, seen.layers, longest, whole)
         by_entropy = entropy_budgets(list(seen.layers.values()), config.budget, longest)
@@ -99,7 +98,7 @@ def explain_prompt(
             shown += _heads(number, seen.layers[number], found[number], heads)
         rows = layer_rows(seen.layers, by_entropy, found)
         if chunk is not None:
-            shares = chunk_shares(config, seen.layers, chunk, measurement.config.num_hidden_layers)
+            shares = chunk_shares(config, seen.layers, chunk, model)
             for row in rows:
                 row["chunk"] = [round(share, 5) for share in shares[row["layer"]].tolist()]
     return rows, shown

@@ -1,6 +1,7 @@
 """The attention of a prompt's last whole chunk, and how much of it sparse prefill leaves."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ def chunk_shares(
     config: RetrievalConfig,
     layers: Mapping[int, LayerAttention],
     chunk: tuple[int, int],
-    count: int,
+    model: Any,
 ) -> dict[int, torch.Tensor]:
     """The share of a chunk's attention that falls on the tokens to which it would attend.
 
@@ -50,18 +51,23 @@ def chunk_shares(
         config: Options of an engine with a ``prefill_budget``.
         layers: The model's layers with plain full attention, by number.
         chunk: See :func:`last_chunk`. It is taken for one that is not the last of all.
-        count: How many layers the model has.
+        model: The model's configuration, as :meth:`HeadSet.of` takes it.
 
     Returns:
         By layer float32 [kv_heads]; means over the chunk's queries and the query heads of a KV
-        head. Dense layers have 1.
+        head. Dense layers have 1, and heads that read prompts in full.
     """
-    return {
-        number: torch.ones(layer.kv_heads)
-        if number < config.dense_layers
-        else _share(config, layer, chunk, is_late(config, number, count))
-        for number, layer in layers.items()
-    }
+    assert config.prompt_heads is not None
+    count = model.hf_text_config.num_hidden_layers
+    retrieve = [number for number in layers if number >= config.dense_layers]
+    early = {number for number in retrieve if not is_late(config, number, count)}
+    whole = torch.from_numpy(config.prompt_heads.of(model, retrieve, early))
+    shares = {number: torch.ones(layer.kv_heads) for number, layer in layers.items()}
+    for number, heads in zip(retrieve, whole, strict=True):
+        shares[number] = _share(config, layers[number], chunk, number not in early)
+        if number in early:
+            shares[number][heads] = 1
+    return shares
 
 
 def _share(

@@ -235,7 +235,8 @@ class PromptLists:
             [>= S, W], a block table; with ``per_head`` lists hold *units* (``page * kv_heads +
             head``), [>= S * kv_heads, W].
         starts: int32 [S + 1]; the first query of each sequence, and the end of the last one.
-        seen: int32 [S]; tokens of the list that the first query of a sequence sees, at least one.
+        seen: int32 [S], with ``per_head`` [S * kv_heads]; tokens of each list that the first query
+            of its sequence sees, at least one.
         kv_heads: KV heads of the layer.
         per_head: Whether every KV head has a list of its own.
     """

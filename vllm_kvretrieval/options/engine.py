@@ -16,10 +16,12 @@ from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
 from vllm_kvretrieval.retrieval.family import NOTHING, family_with
 from vllm_kvretrieval.retrieval.filters import KIND, filters_for, read_filters
+from vllm_kvretrieval.retrieval.head_sets import HeadSet
 from vllm_kvretrieval.retrieval.index import Index, IndexKind
 from vllm_kvretrieval.retrieval.method import Method, make_method
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.presets import presets
+from vllm_kvretrieval.retrieval.prompt_heads import OPTION as PROMPT_HEADS
 from vllm_kvretrieval.retrieval.roles import Role, roles_of
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
@@ -280,6 +282,11 @@ class RetrievalConfig(Options):
         if self.prefill_pooling is None:
             return method.pooling
         return Pooling[self.prefill_pooling.upper()]
+
+    @functools.cached_property
+    def prompt_heads(self) -> HeadSet | None:
+        """The KV heads that read prompts in full where blocks of prompts select; None: none do."""
+        return None if self.prefill_queries is None else PROMPT_HEADS.make(self.prefill_heads)
 
     @property
     def exact_prefill(self) -> int:

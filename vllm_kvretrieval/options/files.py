@@ -4,15 +4,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval import filters, heads, shares
+from vllm_kvretrieval.retrieval import filters, heads, prompt_heads, shares
 from vllm_kvretrieval.retrieval.files import FILE, HOLDS, has_file
 
 LOADERS = {
     "filters": filters.KIND.load,
     "heads": heads.KIND.load,
+    "prefill_heads": prompt_heads.KIND.load,
     "budget_shares": shares.load,
 }
 """Functions that load the file of an option, by the option's name."""
+
+OF_HEADS = ("heads", "prefill_heads")
+"""Options that may name more beside the file."""
 
 
 def read_files(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +42,7 @@ def _read_of_method(name: Any, options: Any) -> Any:
 
 def _read(key: Any, value: Any) -> Any:
     """An option."""
-    named = value if isinstance(value, Mapping) and key == "heads" else {FILE: value}
+    named = value if isinstance(value, Mapping) and key in OF_HEADS else {FILE: value}
     path = named.get(FILE)
     if key not in LOADERS or not isinstance(path, str) or has_file(value) or path in shares.RULES:
         return value

@@ -5,10 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.choices import NO_PAGES
 from vllm_kvretrieval.options.values import Kind
-from vllm_kvretrieval.retrieval.family import FAMILIES, FILTERS, SCORED, Family
-from vllm_kvretrieval.retrieval.roles import WINDOW
+from vllm_kvretrieval.retrieval.family import FAMILIES, SCORED, Family
 
 
 @dataclass(frozen=True)
@@ -42,29 +40,6 @@ class Option:
     slow_home: bool = False
     on_gpu: str = ""
     more: str = ""
-
-
-OF_CHUNKS: Mapping[str, Any] = {
-    "families": (SCORED, FILTERS),
-    "why": "which selects no pages by an index: its prefill is exact",
-    "verdict": "cannot be used with",
-}
-"""Facts about options of chunks of prompts that select."""
-
-OF_READ: Mapping[str, Any] = {
-    "families": (SCORED,),
-    "why": NO_PAGES,
-    "needs": "prefill_budget",
-    "more": "methods.md#sparse-prefill",
-}
-"""Facts about options of how much such a chunk reads."""
-
-OF_QUERIES: Mapping[str, Any] = {
-    "families": (SCORED,),
-    "why": f"by which no queries, or the last {WINDOW} of a chunk, select for a prompt",
-    "needs": "prefill_budget",
-}
-"""Facts about options of the queries that select for such a chunk."""
 
 
 def option(value: Any, kind: Kind, meaning: str, default: str = "", **facts: Any) -> Any:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_kvretrieval.options import choices
-from vllm_kvretrieval.options.option import OF_CHUNKS, OF_QUERIES, OF_READ, Option, of_index, option
+from vllm_kvretrieval.options import choices, of_prompts
+from vllm_kvretrieval.options.option import Option, of_index, option
 from vllm_kvretrieval.options.values import (
     PART,
     SHARE,
@@ -213,64 +213,14 @@ class Options:
         why="by which all KV heads attend alike",
         more="methods.md#razorattention",
     )
-    prefill_budget: int | None = option(
-        None,
-        TOKENS,
-        "how many tokens before a chunk of a prompt the chunk attends to; longer prompts are "
-        "approximate then; for methods that select pages by an index, and methods with filters",
-        "all: prefill is exact",
-        **OF_CHUNKS,
-        on_gpu="prefill exactly",
-        more="methods.md#sparse-prefill",
-    )
-    prefill_share: float | None = option(
-        None,
-        PART,
-        "the share of the tokens before a chunk of a prompt that the chunk attends to, where that "
-        "is more than `prefill_budget`",
-        "0",
-        **OF_READ,
-        neutral=0,
-    )
-    prefill_depth: float | None = option(
-        None,
-        SHARE,
-        "the share of the model's layers, from the first one on, in which chunks of a prompt "
-        "select; in later layers they attend to sink and window alone, but for the last chunk",
-        "1",
-        **OF_READ,
-        neutral=1,
-    )
-    prefill_chunk: int | None = option(
-        None,
-        TOKENS,
-        "the number of prompt tokens that share one selection",
-        f"{choices.DEFAULT_BLOCK}, or a page if that is larger; `omnikv`: {choices.DEFAULT_CHUNK}",
-        **OF_CHUNKS,
-        needs="prefill_budget",
-    )
-    prefill_queries: int | None = option(
-        None,
-        Kind(f"1 to {choices.MOST_QUERIES}", require_int),
-        "how many queries of a chunk of a prompt select pages for it",
-        str(choices.DEFAULT_QUERIES),
-        **OF_QUERIES,
-    )
-    prefill_sampling: str | None = option(
-        None,
-        one_of(choices.SAMPLINGS),
-        "which queries of a chunk of a prompt select pages for it",
-        "`spread`",
-        **OF_QUERIES,
-    )
-    prefill_pooling: str | None = option(
-        None,
-        one_of(POOLINGS),
-        "how the scores of the queries that select for a chunk, of all query heads that share a "
-        "KV head, become one",
-        "`pooling`",
-        **OF_QUERIES,
-    )
+    prefill_budget: int | None = of_prompts.BUDGET
+    prefill_share: float | None = of_prompts.SHARE_OF_CONTEXT
+    prefill_heads: Any = of_prompts.HEADS
+    prefill_depth: float | None = of_prompts.DEPTH
+    prefill_chunk: int | None = of_prompts.CHUNK
+    prefill_queries: int | None = of_prompts.QUERIES
+    prefill_sampling: str | None = of_prompts.SAMPLING
+    prefill_pooling: str | None = of_prompts.POOLING
     dense_layers: int = option(
         None,
         Kind("a number of layers", require_layers),

@@ -20,7 +20,8 @@ from vllm_kvretrieval.retrieval.family import (
     family_with,
     what_parts,
 )
-from vllm_kvretrieval.retrieval.heads import RetrievalHeads, make_heads
+from vllm_kvretrieval.retrieval.head_sets import HeadSet
+from vllm_kvretrieval.retrieval.heads import OPTION as RETRIEVAL_HEADS
 from vllm_kvretrieval.retrieval.index import Index, indexes, make_index
 from vllm_kvretrieval.retrieval.keeping import Keeping, observation_of
 from vllm_kvretrieval.retrieval.pooling import Pooling
@@ -73,7 +74,7 @@ class Method:
     remainder: float = 0.0
     outliers: float = 0.0
     keeping: Keeping | None = None
-    heads: RetrievalHeads | None = None
+    heads: HeadSet | None = None
 
     @property
     def selects(self) -> bool:
@@ -291,7 +292,8 @@ def _without_index(
         return replace(made, window_pages=base.window_pages)
     if not schedule.by_head:
         return made
-    return replace(made, sink_pages=base.sink_pages, heads=make_heads(given.get("heads")))
+    heads = RETRIEVAL_HEADS.make(given.get("heads"))
+    return replace(made, sink_pages=base.sink_pages, heads=heads)
 
 
 def _keeping_method(

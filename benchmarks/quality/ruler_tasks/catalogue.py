@@ -149,12 +149,12 @@ def engine_options(variants: Sequence[Variant]) -> dict[str, Any]:
     ):
         if most := max(of_each, default=0):
             options[option] = most
-    depths = {variant.prefill.depth for variant in variants if variant.prefill.tokens}
-    if len(depths) > 1:
-        raise ValueError("prefill_depth is one for all of an engine: name budgets of one depth")
-    if depths and (depth := depths.pop()) < 1:
-        options["prefill_depth"] = depth
-    return options
+    of_engines = [variant.prefill.of_engine for variant in variants if variant.prefill.tokens]
+    if any(of_engine != of_engines[0] for of_engine in of_engines):
+        raise ValueError(
+            "prefill_heads and prefill_depth are those of an engine: name budgets that agree"
+        )
+    return options | (of_engines[0] if of_engines else {})
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
         block_choosers: How the layer selects for blocks of prompts, by the number of the method;
             empty where prompts attend to everything.
         late: Whether the layer lies behind ``prefill_depth``.
+        whole_heads: The KV heads that attend to whole contexts for blocks of prompts.
         methods: How the layer comes to what rows attend to, by the number of the method; empty in a
             dense layer.
         staging: Where contexts of prompts are laid out; None: they are read where they are.
@@ -40,7 +41,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block_choosers: dict[int, Chooser] = {}
-        self.late = False
+        self.late, self.whole_heads = False, list[int]()
         self.methods: list[LayerMethod] = []
         self.staging: PrefillStaging | None = None
         self.storage: LayerStorage = IN_PLACE
@@ -108,8 +109,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
         """Prompts, over their contexts up to each of their tokens."""
         if part.blocks is not None:
             blocks = part.blocks.of_layer(self.late)
-            self._select_for_blocks(query, blocks)
-            part = replace(part, by=blocks.lists, blocks=blocks)
+            part = replace(part, by=self._select_for_blocks(query, blocks), blocks=blocks)
         context, new = self._stage(kv_cache, part), part.tokens
         if isinstance(part.by, PromptLists):
             self._attend_to_prompts(layer, query, context, part, output)
@@ -165,12 +165,12 @@ class AttendingLayer(CPUAttentionBackendImpl):
         units = kv_cache.view(-1, kv_cache.shape[2], 2 * self.head_size)
         self._attend(query, Part(lists, units), output, self._layout(layer), self._sinks)
 
-    def _select_for_blocks(self, query: torch.Tensor, blocks: Blocks) -> None:
+    def _select_for_blocks(self, query: torch.Tensor, blocks: Blocks) -> PromptLists:
         """List the pages that blocks of prompts attend to."""
         chooser = self.block_choosers[blocks.method]
         queries = blocks.grouped(query, self.num_kv_heads)
         self.kernels.plan_decode(queries, blocks.rows, chooser)
-        blocks.relocate()
+        return blocks.listed(self.whole_heads)
 
     def _attend_to_plan(
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, method: LayerMethod

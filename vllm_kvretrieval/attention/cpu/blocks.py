@@ -1,6 +1,7 @@
 """Prompts that retrieve: each block of a prompt's queries attends to pages of its own choice."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,7 @@ class Blocks:
         rows: What the blocks select. The window of a row ends with the block itself. A block that
             attends to its whole context is all window.
         lists: The same lists for attention. The block's own tokens are at the end.
+        context: int32 [R]; the first token of a block, and all tokens before it.
         places: int32 [>= pages]; where each page is laid out; None: pages are read where they are.
         late: The same blocks in layers behind ``prefill_depth``; None: there are none.
     """
@@ -38,6 +40,7 @@ class Blocks:
     samples: int
     rows: DecodeRows
     lists: PromptLists
+    context: torch.Tensor
     places: torch.Tensor | None
     late: "Blocks | None" = None
 
@@ -68,14 +71,25 @@ class Blocks:
             sampled = torch.cat([_dissimilar(query[of], mask, self.samples) for of, mask in parts])
         return sampled.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(1, 3)
 
-    def relocate(self) -> None:
-        """Make the lists name pages by where they are laid out."""
-        if self.places is None:
-            return
-        lists, heads = self.rows.lists, self.lists.kv_heads
-        # Behind the end of a list is anything.
-        pages = (lists // heads).clamp_(0, len(self.places) - 1)
-        lists.copy_(self.places[pages] * heads + lists % heads)
+    def listed(self, whole: Sequence[int]) -> PromptLists:
+        """What a layer attends to, once its pages are selected.
+
+        Args:
+            whole: KV heads that attend to the whole context.
+        """
+        heads, entries = self.lists.kv_heads, self.lists.entries
+        by_head = entries.view(len(self.rows), heads, -1)
+        for head in whole:
+            by_head[:, head] = self.rows.block_table[:, : by_head.shape[2]] * heads + head
+        if self.places is not None:
+            # Behind the end of a list is anything.
+            pages = (entries // heads).clamp_(0, len(self.places) - 1)
+            entries.copy_(self.places[pages] * heads + entries % heads)
+        if not whole:
+            return self.lists
+        seen = self.lists.seen.view(-1, heads).clone()
+        seen[:, whole] = self.context[:, None]
+        return replace(self.lists, seen=seen.flatten())
 
 
 class BlockPlanner(Divisor):
@@ -87,12 +101,13 @@ class BlockPlanner(Divisor):
     Args:
         config: Options of the engine, with a ``prefill_budget``.
         kv_heads: KV heads of a layer.
+        whole: Whether some of them, in some layers, attend to whole contexts.
     """
 
-    def __init__(self, config: "RetrievalConfig", kv_heads: int) -> None:
+    def __init__(self, config: "RetrievalConfig", kv_heads: int, whole: bool = False) -> None:
         super().__init__(config)
         assert config.prefill_queries is not None
-        self.kv_heads, self.samples = kv_heads, config.prefill_queries
+        self.kv_heads, self.samples, self.whole = kv_heads, config.prefill_queries, whole
         assert config.prefill_depth is not None
         self.all_layers = config.prefill_depth == 1
         # How many queries of a block its samples are chosen from.
@@ -126,15 +141,16 @@ class BlockPlanner(Divisor):
                 they are read where they are.
         """
         new, laid_out = division.new, None if staged is None else _places(staged)
-        rows, lists = self._rows(division, always, block_table)
+        rows, lists = self._rows(division, always, block_table, self.whole)
+        context = int32(division.ends - new + 1)
         # The last query of each of as many equal parts; a short block takes some more than once.
         steps = np.arange(1, self.among + 1)
         places = np.maximum(steps * new[:, None] // self.among, 1) - 1
         queries = start + lists.starts[:-1, None] + torch.from_numpy(places)
-        blocks = Blocks(method, queries, self.samples, rows, lists, laid_out)
+        blocks = Blocks(method, queries, self.samples, rows, lists, context, laid_out)
         if not self.all_layers:
             late = self._rows(self.late(division, always, tokens), always, block_table)
-            blocks.late = Blocks(method, queries, self.samples, *late, laid_out)
+            blocks.late = Blocks(method, queries, self.samples, *late, context, laid_out)
         return blocks
 
     def late(self, division: Division, always: np.ndarray, tokens: np.ndarray) -> Division:
@@ -149,15 +165,19 @@ class BlockPlanner(Divisor):
         return division._replace(attended=np.where(cut, least, division.attended))
 
     def _rows(
-        self, division: Division, always: np.ndarray, block_table: torch.Tensor
+        self,
+        division: Division,
+        always: np.ndarray,
+        block_table: torch.Tensor,
+        whole: bool = False,
     ) -> tuple[DecodeRows, PromptLists]:
-        """The rows of the plan, and their lists for attention."""
+        """The rows of the plan, and their lists for attention, with room for whole contexts."""
         ends, new, sparse = division.ends, division.new, division.sparse
         pages, before = -(-ends // self.page_size), (ends - new) // self.page_size
         sink, window = always[:, division.request] * sparse
         select = (division.attended - new) // self.page_size * sparse - sink - window
         window = np.where(sparse, window + pages - before, pages)
-        width = int((sink + select + window).max())
+        width = int((pages if whole else sink + select + window).max())
         count = len(ends)
         tables = block_table[torch.from_numpy(division.request)]
         rows = DecodeRows.selecting(
@@ -169,7 +189,7 @@ class BlockPlanner(Divisor):
             corrected=torch.zeros(count, dtype=torch.int64),
         )
         starts = np.concatenate([[0], new.cumsum()])
-        seen = int32(division.attended - new + 1)
+        seen = int32(division.attended - new + 1).repeat_interleave(self.kv_heads)
         return rows, PromptLists(rows.lists, int32(starts), seen, self.kv_heads, per_head=True)
 
 

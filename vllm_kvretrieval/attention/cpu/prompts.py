@@ -42,7 +42,8 @@ class PromptPlanner:
         self._page_size = requests.config.page_size
         self._sparse: ChunkPlanner | BlockPlanner | None = None
         if requests.config.prefill_queries is not None:
-            self._sparse = BlockPlanner(requests.config, kv_heads)
+            whole = requests.prompt_shares.whole > 0
+            self._sparse = BlockPlanner(requests.config, kv_heads, whole)
         elif requests.config.prefill_budget is not None:
             self._sparse = ChunkPlanner(requests.config)
 
@@ -66,10 +67,11 @@ class PromptPlanner:
         shares = self._requests.prefill_shares(seats)
         division = self._sparse.divide(lens, new, sums, shares)
         ends = self._requests.ends[seats]
-        skipped = division.skipped(len(lens))
-        if isinstance(self._sparse, BlockPlanner) and (late := self._requests.late_share):
-            in_late = self._sparse.late(division, budgets[:2], ends).skipped(len(lens))
-            skipped = ((1 - late) * skipped + late * in_late).astype(np.int64)
+        skipped, reading = division.skipped(len(lens)), self._requests.prompt_shares
+        if isinstance(self._sparse, BlockPlanner) and any(reading):
+            late = self._sparse.late(division, budgets[:2], ends).skipped(len(lens))
+            selecting = 1 - reading.late - reading.whole
+            skipped = (selecting * skipped + reading.late * late).astype(np.int64)
         self._requests.count_prefill(seats, lens, pairs, pairs - np.where(sparse, skipped, 0))
         sparse &= lens > self._sparse.exact
         methods = np.where(sparse, self._requests.select(seats).method, -1)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
@@ -15,6 +16,7 @@ from vllm_kvretrieval.attention.cpu.blocks import is_late
 from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.cpu.staging import blocks_for
 from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
+from vllm_kvretrieval.attention.parts import PromptShares
 from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
@@ -177,10 +179,30 @@ class PlanningWorker(CPUWorker):
         number_of = self.layer_numbers
         return frozenset(n for n in self.retrieval_heads if is_late(config, number_of[n], layers))
 
+    @functools.cached_property
+    def prompt_heads(self) -> dict[str, list[int]]:
+        """By layer, the KV heads that attend to whole contexts for blocks of prompts."""
+        heads, own = self.retrieval_config.prompt_heads, self.retrieval_heads
+        if heads is None or not own:
+            return {name: [] for name in own}
+        layers = {name: self.layer_numbers[name] for name in own}
+        select = {number for name, number in layers.items() if name not in self.late_layers}
+        flags = heads.of(self.model_config, [*layers.values()], select)
+        mine = flags.flatten()[own_heads(*self._all_heads)]
+        return {
+            name: [] if name in self.late_layers else np.flatnonzero(mine[place]).tolist()
+            for name, place in own.items()
+        }
+
     @property
-    def late_share(self) -> float:
-        """Their share of the retrieval layers."""
-        return len(self.late_layers) / len(self.retrieval_heads) if self.late_layers else 0.0
+    def prompt_shares(self) -> PromptShares:
+        """How the KV heads of this worker read prompts that retrieve."""
+        own = self.retrieval_heads
+        if not own:
+            return PromptShares()
+        heads = sum(place.stop - place.start for place in own.values())
+        late = sum(own[name].stop - own[name].start for name in self.late_layers)
+        return PromptShares(late / heads, sum(map(len, self.prompt_heads.values())) / heads)
 
     @property
     def _all_heads(self) -> tuple[list[int], tuple[int, int]]:

@@ -56,6 +56,12 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
             if config.prefill_share
             else "",
         )
+        if whole := sum(map(len, worker.prompt_heads.values())):
+            logger.info(
+                "%d of their %d KV heads read prompts in full (prefill_heads).",
+                whole,
+                sum(place.stop - place.start for place in worker.retrieval_heads.values()),
+            )
         if late := len(worker.late_layers):
             logger.info(
                 "In the last %d of these layers they select nothing, but for the last chunk of a "

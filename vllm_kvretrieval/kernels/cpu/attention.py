@@ -214,15 +214,15 @@ def attend_prompt(
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.attend_prompt`."""
     page_size, width = cache.shape[-2:]
-    sequences, heads, kv_heads = len(lists.seen), query.shape[1], lists.kv_heads
+    sequences, heads, kv_heads = len(lists.starts) - 1, query.shape[1], lists.kv_heads
     for name in ("entries", "starts", "seen"):
         check(name, getattr(lists, name), torch.int32)
     needed = sequences * kv_heads if lists.per_head else sequences
-    if len(lists.entries) < needed or len(lists.starts) != sequences + 1 or heads % kv_heads:
+    if len(lists.entries) < needed or len(lists.seen) != needed or heads % kv_heads:
         raise ValueError(
-            f"{sequences} sequences of {kv_heads} KV heads need {needed} lists and "
-            f"{sequences + 1} starts; got {len(lists.entries)} and {len(lists.starts)}, and "
-            f"{heads} query heads"
+            f"{sequences} sequences of {kv_heads} KV heads need {needed} lists, and their numbers "
+            f"of seen tokens; got {len(lists.entries)} and {len(lists.seen)}, and {heads} query "
+            "heads"
         )
     _check_cache(cache, layout)
     if not is_page(page_size):

@@ -162,12 +162,13 @@ def attend_prompt(
     keys, values = (part.double() for part in tokens_of(cache.flatten(0, -3), layout))
     group = query.shape[1] // kv_heads
     for sequence, (start, end) in enumerate(pairwise(lists.starts.tolist())):
-        limits = int(lists.seen[sequence]) + torch.arange(end - start)
-        pages = -(-int(limits[-1]) // page_size)
-        tokens = torch.arange(int(limits[-1]))
-        visible = (tokens < limits[:, None]) & (tokens >= limits[:, None] - (window or len(tokens)))
         for head in range(kv_heads):
             row = sequence * kv_heads + head if lists.per_head else sequence
+            limits = int(lists.seen[row]) + torch.arange(end - start)
+            tokens = torch.arange(int(limits[-1]))
+            first = limits[:, None] - (window or len(tokens))
+            visible = (tokens < limits[:, None]) & (tokens >= first)
+            pages = -(-len(tokens) // page_size)
             units = lists.entries[row, :pages].long()
             units = units if lists.per_head else units * kv_heads + head
             heads = slice(head * group, (head + 1) * group)

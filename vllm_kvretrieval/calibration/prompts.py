@@ -1,0 +1,171 @@
+"""How much a layer's output changes when KV heads select for chunks of a prompt."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_kvretrieval.calibration.model import CalibrationError, Measurement
+
+PAGE, CHUNK, WINDOW, QUERIES = 32, 128, 256, 8
+"""Tokens of a page, of a chunk and before it; queries of a chunk that select: those of prompts
+that retrieve, by default."""
+EVERY = 4
+"""One chunk in so many is measured."""
+OUTPUTS = ("o_proj", "out_proj", "dense")
+"""Names of the projection behind attention, in the modules of transformers."""
+
+
+class Change(NamedTuple):
+    """What the chunks of a text add up to, of one KV head.
+
+    Attributes:
+        square: Sum over tokens of the squared change of the layer's output, as a part of the
+            squared norm of the layer's input.
+        tokens: How many these are.
+    """
+
+    square: float = 0.0
+    tokens: int = 0
+
+
+class PromptHeads(Measurement):
+    """Runs a model over a text, exactly, and compares each head's output with a selecting one's.
+
+    A head that selects attends to the first page, to the pages that got most of the attention of
+    some of a chunk's queries, to a window before the chunk, and to the chunk itself. Selection is
+    by exact attention: no index takes part.
+
+    Args:
+        model: Path or name on a hub.
+        select: The pages that a head selects.
+        dtype: The dtype to compute in.
+
+    Attributes:
+        changes: By layer, one per KV head.
+    """
+
+    def __init__(self, model: str, select: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(model, dtype)
+        self.select = select
+        self.changes: dict[int, list[Change]] = {}
+        self._inputs: dict[int, torch.Tensor] = {}  # squared norms, by the attention module
+        self._begin = 0
+        for name, module in self.model.named_modules():
+            if hasattr(module, "layer_idx") and self._projection(module) is not None:
+                layer = self.model.get_submodule(name.rpartition(".")[0])
+                layer.register_forward_pre_hook(self._noting(id(module)), with_kwargs=True)
+
+    def measure(self, tokens: torch.Tensor) -> None:
+        """Read a text; chunks in its second half count.
+
+        Raises:
+            CalibrationError: Attention cannot be taken apart in this model.
+        """
+        self._begin = len(tokens) // 2
+        self.run(tokens, torch.empty(0, dtype=torch.int64), _Nothing())
+        if not self.changes:
+            raise CalibrationError(
+                f"{self.name}: no layer has attention with one of these projections behind it: "
+                f"{', '.join(OUTPUTS)}"
+            )
+
+    @staticmethod
+    def _projection(module: Any) -> Any:
+        found = (getattr(module, name, None) for name in OUTPUTS)
+        return next((layer for layer in found if layer is not None), None)
+
+    def _noting(self, module: int) -> Any:
+        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self._inputs[module] = hidden[0].float().square().sum(-1)
+
+        return note
+
+    def _attention(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        output, _ = super()._attention(
+            module, query, key, value, attention_mask, scaling, sliding_window, **kwargs
+        )
+        if sliding_window is None and id(module) in self._inputs:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            for begin in range(0, query.shape[2] - CHUNK + 1, EVERY * CHUNK):
+                new = slice(begin, begin + CHUNK)
+                end = key.shape[2] - query.shape[2] + new.stop
+                if end - CHUNK >= self._begin:
+                    of_chunk = query[0, :, new], key[0, :, :end], value[0, :, :end]
+                    self._compare(module, *of_chunk, output[0, new], new, scale)
+        return output, None
+
+    def _compare(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        exact: torch.Tensor,
+        new: slice,
+        scale: float,
+    ) -> None:
+        """Add one chunk, [heads, n, head_size] and so on, at a place of the step."""
+        heads, end = len(key), key.shape[1]
+        grouped = query.unflatten(0, (heads, -1))
+        weights = self._projection(module).weight.unflatten(1, (len(query), -1))
+        inputs = self._inputs[id(module)][new]
+        sums = self.changes.setdefault(module.layer_idx, [Change()] * heads)
+        for head in range(heads):
+            seen = attended(grouped[head], key[head], self.select, scale)
+            masked = causal(CHUNK, end)[:, seen]
+            output = torch.nn.functional.scaled_dot_product_attention(
+                grouped[head], key[head, seen], value[head, seen], attn_mask=masked, scale=scale
+            )
+            own = slice(head * len(output), (head + 1) * len(output))
+            change = output.transpose(0, 1) - exact[:, own]
+            moved = torch.einsum("ngd,xgd->nx", change, weights[:, own]).float().square().sum(-1)
+            square, tokens = sums[head]
+            sums[head] = Change(square + float((moved / inputs).sum()), tokens + len(moved))
+
+
+class _Nothing:
+    """An observer of no queries."""
+
+    def begin(self) -> None:
+        pass
+
+    def observe(self, *_: Any) -> None:
+        pass
+
+
+def causal(new: int, end: int) -> torch.Tensor:
+    """bool [new, end]; the tokens that the last ones of a context see."""
+    return torch.ones(new, end, dtype=torch.bool).tril(end - new)
+
+
+def attended(query: torch.Tensor, key: torch.Tensor, select: int, scale: float) -> torch.Tensor:
+    """int64 [n]; the tokens that a chunk attends to where its KV head selects.
+
+    Args:
+        query: [group, new, head_size].
+        key: [end, head_size]; the chunk's own at the end.
+        select: Pages that it selects.
+        scale: Softmax scale.
+    """
+    new, end = query.shape[1], len(key)
+    before = max(end - new - WINDOW, 0) // PAGE
+    places = torch.arange(1, QUERIES + 1) * new // QUERIES - 1
+    logits = torch.einsum("gnd,td->gnt", query[:, places].float(), key.float()) * scale
+    logits.masked_fill_(~causal(new, end)[places], -torch.inf)
+    shares = logits.softmax(-1)[..., : before * PAGE].unflatten(-1, (before, PAGE)).sum(-1)
+    pooled = shares.mean((0, 1))[1:]
+    pages = 1 + pooled.topk(min(select, len(pooled))).indices.sort().values
+    tokens = torch.arange(end)
+    listed = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
+    return torch.cat([tokens[:PAGE], listed, tokens[max(before, 1) * PAGE :]])

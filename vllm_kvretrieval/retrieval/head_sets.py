@@ -1,0 +1,208 @@
+"""Options that name KV heads of a model: by a list, or by a file of measurements of its heads."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.values import shortened
+from vllm_kvretrieval.retrieval.files import FILE, HOLDS, has_file
+from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile
+
+OTHERWISE = "a list per retrieval layer of 0 or 1 per KV head"
+
+Flags = tuple[tuple[bool, ...], ...]
+
+
+@dataclass(frozen=True)
+class HeadFile(ModelFile):
+    """Measurements of one model's KV heads.
+
+    Attributes:
+        layers: Layers with full attention, rising.
+    """
+
+    layers: tuple[int, ...]
+
+    @abstractmethod
+    def choose(self, share: float, among: Collection[int]) -> Flags:
+        """The heads that a share takes, per layer.
+
+        Args:
+            share: Of the KV heads.
+            among: Numbers of the layers that select, for files by which others have no such heads.
+        """
+
+
+def layers_of(kind: Kind, given: Any, data: Mapping[str, Any]) -> list[int]:
+    """The layers of a file.
+
+    Raises:
+        RetrievalConfigError: There is no list of them.
+    """
+    layers = data.get("layers")
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise kind.refuse(given, "has no list of layers")
+    return layers
+
+
+def scores_of(rows: Any, layers: int, most: float = float("inf")) -> tuple[tuple[float, ...], ...]:
+    """Numbers from 0 to ``most`` per layer and KV head; empty: these are none."""
+    if not isinstance(rows, list) or len(rows) != layers:
+        return ()
+    if not all(isinstance(row, list) and row for row in rows):
+        return ()
+    if not all(type(x) in (int, float) and 0 <= x <= most for row in rows for x in row):
+        return ()
+    return tuple(tuple(row) for row in rows)
+
+
+@dataclass(frozen=True)
+class HeadOption:
+    """An option that names KV heads.
+
+    Attributes:
+        kind: Its files.
+        known: What the files tell of a model, for messages.
+        heads: What one of the heads is called, for messages.
+        share: The share of the model's heads that is taken by default.
+        read: Reads a file.
+        shipped: The files of this package.
+        optional: Whether there may be no such heads: with a share of 0, and in models that are not
+            known.
+    """
+
+    kind: Kind
+    known: str
+    heads: str
+    share: float
+    read: Callable[[Any], HeadFile]
+    shipped: Callable[[], Sequence[HeadFile]]
+    optional: bool = False
+
+    @property
+    def name(self) -> str:
+        """The option's name."""
+        return self.kind.option
+
+    def make(self, value: Any) -> "HeadSet":
+        """Read the option; None: the files of this package.
+
+        Raises:
+            RetrievalConfigError: The option is not valid; says why.
+        """
+        read = has_file(value)
+        given = shortened(value[FILE] if read else value)
+        if isinstance(value, list | tuple):
+            return HeadSet(self, given, flags=self._flags(value, given))
+        options: Any = {} if value is None else value
+        if isinstance(value, str):
+            options = {FILE: value}
+        names = {FILE, "share"} | ({HOLDS} if read else set())
+        known = isinstance(options, Mapping) and not options.keys() - names
+        if not known or not isinstance(options.get(FILE, ""), str):
+            raise RetrievalConfigError(
+                f"{self.name}={given} must be the path of a file that {self.kind.command} wrote, "
+                f"{OTHERWISE}, or {{'file': path, 'share': 0.2}}, either of which may be left out."
+            )
+        share = options.get("share", self.share)
+        number = type(share) in (int, float)
+        if not number or not 0 <= share <= 1 or (share == 0 and not self.optional):
+            least = "from 0" if self.optional else "above 0 and"
+            raise RetrievalConfigError(
+                f"{self.name}={given}: share must be a number {least} up to 1, such as "
+                f"{self.share}."
+            )
+        file = self.read(options if read else options[FILE]) if FILE in options else None
+        if_known = self.optional and value is None
+        return HeadSet(self, given, file=file, share=float(share), if_known=if_known)
+
+    def _flags(self, rows: Sequence[Any], given: str) -> Flags:
+        if not rows or not all(isinstance(row, list | tuple) for row in rows):
+            raise RetrievalConfigError(f"{self.name}={given} must be {OTHERWISE}.")
+        if not all(type(flag) in (int, bool) and flag in (0, 1) for row in rows for flag in row):
+            raise RetrievalConfigError(
+                f"{self.name}={given} must hold 1 for {self.heads}, and 0 for any other."
+            )
+        return tuple(tuple(bool(flag) for flag in row) for row in rows)
+
+
+@dataclass(frozen=True)
+class HeadSet:
+    """The value of an option that names KV heads.
+
+    Attributes:
+        option: The option.
+        given: Its value as the user wrote it, for messages.
+        flags: For each retrieval layer, which KV heads are named; None: by measurements.
+        file: The measurements; None: those of this package.
+        share: The share of the KV heads that is taken.
+        if_known: Whether a model that is not known has none.
+    """
+
+    option: HeadOption
+    given: str
+    flags: Flags | None = None
+    file: HeadFile | None = None
+    share: float = 0.0
+    if_known: bool = False
+
+    def of(
+        self, model_config: Any, layers: Sequence[int], among: Collection[int] | None = None
+    ) -> np.ndarray:
+        """bool [len(layers), KV heads]; which heads these are.
+
+        Args:
+            model_config: vLLM's model configuration.
+            layers: The layers that retrieve, rising.
+            among: See :meth:`HeadFile.choose`; None: all of these.
+
+        Raises:
+            RetrievalConfigError: The heads of the model are not known, or the option has another
+                shape.
+        """
+        chosen = layers if among is None else among
+        by_layer, name = self._by_layer(model_config, layers, chosen), self.option.name
+        count = model_config.get_total_num_kv_heads()
+        for layer in layers:
+            if layer not in by_layer:
+                raise RetrievalConfigError(
+                    f"kv_retrieval.{name}={self.given} has no scores of layer {layer}, which "
+                    f"retrieves; measure them by '{self.option.kind.command}'."
+                )
+            if len(by_layer[layer]) != count:
+                raise RetrievalConfigError(
+                    f"kv_retrieval.{name}={self.given}: {len(by_layer[layer])} KV heads for layer "
+                    f"{layer}, which has {count}; give as many."
+                )
+        return np.array([by_layer[layer] for layer in layers], dtype=bool).reshape(-1, count)
+
+    def _by_layer(
+        self, model_config: Any, layers: Sequence[int], among: Collection[int]
+    ) -> dict[int, tuple[bool, ...]]:
+        if self.flags is not None:
+            if len(self.flags) != len(layers):
+                raise RetrievalConfigError(
+                    f"kv_retrieval.{self.option.name}={self.given}: {len(self.flags)} layers, but "
+                    f"{len(layers)} retrieve (dense ones attend to everything as they are); give "
+                    "as many."
+                )
+            return dict(zip(layers, self.flags, strict=True))
+        none = (False,) * model_config.get_total_num_kv_heads()
+        if self.option.optional and self.share == 0:
+            return dict.fromkeys(layers, none)
+        model, config, file = model_config.model, model_config.hf_text_config, self.file
+        if file is not None:
+            self.option.kind.check_model(file, model, config)
+        else:
+            try:
+                known = self.option.shipped(), model, config, self.option.known
+                file = self.option.kind.of_model(*known)
+            except RetrievalConfigError:
+                if not self.if_known:
+                    raise
+                return dict.fromkeys(layers, none)
+        return dict(zip(file.layers, file.choose(self.share, among), strict=True))
