@@ -49,7 +49,7 @@ class PromptHeads(Measurement):
         self.select = select
         self.changes: dict[int, list[Change]] = {}
         self._inputs: dict[int, torch.Tensor] = {}  # squared norms, by the attention module
-        self._begin = 0
+        self._first = 0
         for name, module in self.model.named_modules():
             if hasattr(module, "layer_idx") and self._projection(module) is not None:
                 layer = self.model.get_submodule(name.rpartition(".")[0])
@@ -61,7 +61,7 @@ class PromptHeads(Measurement):
         Raises:
             CalibrationError: Attention cannot be taken apart in this model.
         """
-        self._begin = len(tokens) // 2
+        self._first = -(-len(tokens) // 2 // CHUNK) * CHUNK
         self.run(tokens, torch.empty(0, dtype=torch.int64), _Nothing())
         if not self.changes:
             raise CalibrationError(
@@ -97,12 +97,14 @@ class PromptHeads(Measurement):
         )
         if sliding_window is None and id(module) in self._inputs:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            for begin in range(0, query.shape[2] - CHUNK + 1, EVERY * CHUNK):
-                new = slice(begin, begin + CHUNK)
-                end = key.shape[2] - query.shape[2] + new.stop
-                if end - CHUNK >= self._begin:
-                    of_chunk = query[0, :, new], key[0, :, :end], value[0, :, :end]
-                    self._compare(module, *of_chunk, output[0, new], new, scale)
+            before = key.shape[2] - query.shape[2]
+            for begin in range(0, query.shape[2] - CHUNK + 1, CHUNK):
+                later = before + begin - self._first
+                if later < 0 or later % (EVERY * CHUNK):
+                    continue
+                new, end = slice(begin, begin + CHUNK), before + begin + CHUNK
+                of_chunk = query[0, :, new], key[0, :, :end], value[0, :, :end]
+                self._compare(module, *of_chunk, output[0, new], new, scale)
         return output, None
 
     def _compare(

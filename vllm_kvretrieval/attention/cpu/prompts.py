@@ -67,12 +67,13 @@ class PromptPlanner:
         shares = self._requests.prefill_shares(seats)
         division = self._sparse.divide(lens, new, sums, shares)
         ends = self._requests.ends[seats]
-        skipped, reading = division.skipped(len(lens)), self._requests.prompt_shares
-        if isinstance(self._sparse, BlockPlanner) and any(reading):
-            late = self._sparse.late(division, budgets[:2], ends).skipped(len(lens))
-            selecting = 1 - reading.late - reading.whole
-            skipped = (selecting * skipped + reading.late * late).astype(np.int64)
-        self._requests.count_prefill(seats, lens, pairs, pairs - np.where(sparse, skipped, 0))
+        late, whole = self._requests.prompt_shares
+        skipped = (1 - late - whole) * division.skipped(len(lens))
+        if late and isinstance(self._sparse, BlockPlanner):
+            in_late = self._sparse.late(division, budgets[:2], ends)
+            skipped += late * in_late.skipped(len(lens))
+        read = pairs - np.where(sparse, skipped, 0).astype(np.int64)
+        self._requests.count_prefill(seats, lens, pairs, read)
         sparse &= lens > self._sparse.exact
         methods = np.where(sparse, self._requests.select(seats).method, -1)
         parts = list[Prefill]()
