@@ -138,11 +138,13 @@ def test_a_head_that_reads_prompts_in_full(model, tmp_path):
     file = {"format": FORMAT, "model": "it", "shape": shape, "layers": [*range(LAYERS)]}
     path = tmp_path / "heads.json"
     path.write_text(json.dumps(file | {"change": change}))
-    given = "--method=oracle", "--prefill-budget=160"
+    given, path_given = ("--method=oracle", "--prefill-budget=160"), f"--prefill-heads={path}"
     found, before = (
         [row["chunk"] for row in explained(model, *given, *more)["layers"]]
-        for more in ((f"--prefill-heads={path}",), ())
+        for more in ((path_given,), ())
     )
+    named = [row["prefill_heads"] for row in explained(model, *given, path_given)["layers"]]
+    assert named == [[], [], [1], []]
     assert before[2][1] < 0.999
     before[2][1] = 1.0
     assert found == before

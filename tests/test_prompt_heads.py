@@ -69,7 +69,8 @@ def plain_changes(model, words):  # noqa: F811
             value = values[layer].unflatten(1, (2, 16))[:, head]
             change = (left / left.sum(-1, keepdim=True) - attention[head]) @ value
             moved = torch.einsum("gnd,xgd->nx", change, weights[:, head])
-            changes_of.append(float((moved.square().sum(-1) / norms).mean()))
+            parts = moved.square().sum(-1) / norms
+            changes_of.append(float(parts[norms > 0].mean()))
         changes.append(changes_of)
     return torch.tensor(changes)
 
@@ -82,10 +83,10 @@ def test_changes_are_those_of_a_plain_computation(model, capfd):  # noqa: F811
     assert (file.model, list(file.layers)) == (model.folder.name, model.full)
     expected = plain_changes(model, words)
     torch.testing.assert_close(torch.tensor(file.change), expected, atol=2e-8, rtol=2e-3)
-    assert expected.min() > 1e-7
+    assert 1e-7 < expected.min() < expected.max() < 1
     said = capfd.readouterr().out
     heads = 2 * len(model.full)
-    count = round(SHARE * (heads - 2))  # the first layer is dense
+    count = max(round(SHARE * (heads - 2)), 1)  # the first layer is dense
     assert f"{count} of {heads} KV heads of {file.model} should read prompts in full:" in said
     settings = json.loads(out.read_text())["settings"]
     assert (settings["tokens"], settings["selected"]) == (TOKENS, SELECT)
@@ -96,6 +97,9 @@ def test_a_text_that_is_too_short(model, capfd):  # noqa: F811
     assert status == 1
     assert "use --tokens 896 or more, or a smaller --select" in capfd.readouterr().err
     assert not out.exists()
+    status, _, _ = measure(model, "--select=31")
+    assert status == 1
+    assert "31 tokens are less than a page of 32" in capfd.readouterr().err
 
 
 def file_of(change, layers=None, path=SHIPPED):
@@ -117,6 +121,7 @@ def test_early_layers_count_more():
     assert chosen(4 / 8, range(1, 5)) == [(1, 0), (2, 0), (2, 1), (3, 0)]
     assert chosen(1 / 2, (2, 3)) == [(2, 0), (3, 0)]
     assert chosen(0, range(5)) == []
+    assert chosen(0.01, range(1, 5)) == [(1, 0)]
     assert len(chosen(1, range(5))) == 10
 
 
@@ -140,6 +145,8 @@ def test_files_that_are_none(tmp_path):
     for broken, why in (
         (good | {"format": "vllm-kvretrieval heads 1"}, "is no file of prefill_heads"),
         (good | {"layers": 3}, "has no list of layers"),
+        (good | {"layers": [*range(23), 22]}, "has no list of layers that rises"),
+        (good | {"change": [[0.0, float("inf")]] * 24}, no_changes),
         (good | {"change": good["change"][1:]}, no_changes),
         (good | {"change": [[-1.0, 0.0]] * 24}, no_changes),
         (good | {"change": [["1"]] * 24}, no_changes),
@@ -160,6 +167,10 @@ def test_files_that_are_none(tmp_path):
         ({"prefill_heads": [[2]]}, "must hold 1 for a head that reads prompts in full"),
         ({"prefill_heads": "/nowhere.json"}, "cannot be read .*prompt-heads MODEL TEXT"),
         ({"prefill_heads": [[1]], "prefill_budget": None}, "no effect without prefill_budget"),
+        (
+            {"prefill_heads": str(SHIPPED / f"{MODEL}.json"), "prefill_budget": None},
+            r"prefill_heads='[^']*json' has no effect without",
+        ),
         ({"prefill_heads": [[1]], "method": "omnikv"}, "has no effect with omnikv"),
     ],
     ids=str,
@@ -184,7 +195,11 @@ def test_models(configure, tmp_path):  # noqa: F811
     assert start([[1], [0]])
     known = str(SHIPPED / f"{MODEL}.json")
     for heads, options, message in (
-        ({"share": 0.2}, {}, r"heads that read prompts in full of .* are not known .*prompt-heads"),
+        (
+            {"share": 0.2},
+            {},
+            r"KV heads to read prompts in full of .* are not known",
+        ),
         ([[1]], {}, r"prefill_heads=.*: 1 layers, but 2 retrieve"),
         ([[1, 0], [0, 0]], {}, r"2 KV heads for layer 0, which has 1; give as many"),
         (known, {}, f"was made for {MODEL}, which is another model"),

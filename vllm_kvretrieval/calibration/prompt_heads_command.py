@@ -42,7 +42,7 @@ def add_prompt_heads(commands: Any) -> None:
     parser.add_argument(
         "--select",
         type=count,
-        help=f"tokens that heads select (default: {SELECTED_PART} times less than are read)",
+        help=f"tokens that heads select (default: one in {SELECTED_PART} of those that are read)",
     )
     parser.add_argument(
         "--share",
@@ -67,9 +67,11 @@ def measure(given: argparse.Namespace) -> None:
 
     select = given.select or given.tokens // SELECTED_PART
     least = 2 * (select + WINDOW + CHUNK)
+    if select < PAGE:
+        raise ValueError(f"{select} tokens are less than a page of {PAGE}: use a larger --select")
     if given.tokens < least:
         raise ValueError(
-            f"of {given.tokens} tokens heads that select {select} hardly leave any out: use "
+            f"heads that select {select} of {given.tokens} tokens leave hardly any out: use "
             f"--tokens {least} or more, or a smaller --select"
         )
     measurement = PromptHeads(given.model, select // PAGE, getattr(torch, given.dtype))
@@ -103,7 +105,8 @@ def measure(given: argparse.Namespace) -> None:
 def _summary(result: dict[str, Any], out: Path, of_all: float) -> str:
     change = tuple(map(tuple, result["change"]))
     made = result["model"], result["shape"], out, tuple(result["layers"]), change
-    flags = PromptHeadFile(*made).choose(of_all, result["layers"][1:])  # one dense layer
+    retrieve = [number for number in result["layers"] if number > 0]  # with one dense layer
+    flags = PromptHeadFile(*made).choose(of_all, retrieve)
     places = [
         (layer, head) for layer, row in enumerate(flags) for head in range(len(row)) if row[head]
     ]

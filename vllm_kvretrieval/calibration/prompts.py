@@ -1,5 +1,6 @@
 """How much a layer's output changes when KV heads select for chunks of a prompt."""
 
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,8 @@ class PromptHeads(Measurement):
 
     A head that selects attends to the first page, to the pages that got most of the attention of
     some of a chunk's queries, to a window before the chunk, and to the chunk itself. Selection is
-    by exact attention: no index takes part.
+    by exact attention: no index takes part. What a model does with attention's output before or
+    after its projection (a gate, or a norm) is left out.
 
     Args:
         model: Path or name on a hub.
@@ -68,6 +70,8 @@ class PromptHeads(Measurement):
                 f"{self.name}: no layer has attention with one of these projections behind it: "
                 f"{', '.join(OUTPUTS)}"
             )
+        if not all(isfinite(of.square) for row in self.changes.values() for of in row):
+            raise CalibrationError(f"{self.name} overflows in this dtype; use --dtype float32")
 
     @staticmethod
     def _projection(module: Any) -> Any:
@@ -133,7 +137,10 @@ class PromptHeads(Measurement):
             change = output.transpose(0, 1) - exact[:, own]
             moved = torch.einsum("ngd,xgd->nx", change, weights[:, own]).float().square().sum(-1)
             square, tokens = sums[head]
-            sums[head] = Change(square + float((moved / inputs).sum()), tokens + len(moved))
+            parts = (
+                moved[inputs > 0] / inputs[inputs > 0]
+            )  # some have no embedding, such as padding
+            sums[head] = Change(square + float(parts.sum()), tokens + len(parts))
 
 
 class _Nothing:

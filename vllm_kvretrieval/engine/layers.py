@@ -36,14 +36,17 @@ def number_layers(
         return names
     if model.is_hybrid and found == list(range(len(said))):
         return dict(zip(names, said, strict=True))
-    by_layer = config.own.shares or any(
+    heads = config.prompt_heads
+    by_layer = config.own.shares or (heads is not None and heads.by_number)
+    by_layer = by_layer or any(
         method.heads is not None or method.budget_shares.numbers is not None
         for method in config.methods.values()
     )
     if by_layer:
         raise RetrievalConfigError(
-            f"{config.method} goes by the numbers of layers (filters, heads or budget_shares), and "
-            f"by its configuration {model.model} has full attention in layers {said}, but vLLM "
-            f"gives it to {found}. Use a method and options that treat all layers alike."
+            f"{config.method} goes by the numbers of layers (filters, heads, prefill_heads or "
+            f"budget_shares), and by its configuration {model.model} has full attention in layers "
+            f"{said}, but vLLM gives it to {found}. Use a method and options that treat all "
+            "layers alike."
         )
     return names

@@ -100,7 +100,9 @@ def explain_prompt(
         if chunk is not None:
             shares = chunk_shares(config, seen.layers, chunk, model)
             for row in rows:
-                row["chunk"] = [round(share, 5) for share in shares[row["layer"]].tolist()]
+                of_layer = shares[row["layer"]]
+                row["chunk"] = [round(share, 5) for share in of_layer.kept.tolist()]
+                row["prefill_heads"] = of_layer.whole
     return rows, shown
 
 

@@ -1,7 +1,7 @@
 """The attention of a prompt's last whole chunk, and how much of it sparse prefill leaves."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,12 +39,24 @@ def last_chunk(config: RetrievalConfig, tokens: int) -> tuple[int, int]:
     return end - config.prefill_chunk, end
 
 
+class ChunkShares(NamedTuple):
+    """How much of a chunk's attention a layer keeps.
+
+    Attributes:
+        kept: float32 [kv_heads]; means over the chunk's queries and the query heads of a KV head.
+        whole: KV heads that read prompts in full, where others select.
+    """
+
+    kept: torch.Tensor
+    whole: list[int]
+
+
 def chunk_shares(
     config: RetrievalConfig,
     layers: Mapping[int, LayerAttention],
     chunk: tuple[int, int],
     model: Any,
-) -> dict[int, torch.Tensor]:
+) -> dict[int, ChunkShares]:
     """The share of a chunk's attention that falls on the tokens to which it would attend.
 
     Args:
@@ -54,19 +66,19 @@ def chunk_shares(
         model: The model's configuration, as :meth:`HeadSet.of` takes it.
 
     Returns:
-        By layer float32 [kv_heads]; means over the chunk's queries and the query heads of a KV
-        head. Dense layers have 1, and heads that read prompts in full.
+        By layer. Dense layers keep all, and heads that read prompts in full.
     """
     assert config.prompt_heads is not None
     count = model.hf_text_config.num_hidden_layers
     retrieve = [number for number in layers if number >= config.dense_layers]
     early = {number for number in retrieve if not is_late(config, number, count)}
-    whole = torch.from_numpy(config.prompt_heads.of(model, retrieve, early))
-    shares = {number: torch.ones(layer.kv_heads) for number, layer in layers.items()}
-    for number, heads in zip(retrieve, whole, strict=True):
-        shares[number] = _share(config, layers[number], chunk, number not in early)
-        if number in early:
-            shares[number][heads] = 1
+    flags = config.prompt_heads.of(model, retrieve, early)
+    shares = {n: ChunkShares(torch.ones(layer.kv_heads), []) for n, layer in layers.items()}
+    for number, of_layer in zip(retrieve, flags, strict=True):
+        whole = np.flatnonzero(of_layer).tolist() if number in early else []
+        kept = _share(config, layers[number], chunk, number not in early)
+        kept[whole] = 1
+        shares[number] = ChunkShares(kept, whole)
     return shares
 
 

@@ -11,6 +11,7 @@ from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import OPTIONS
 from vllm_kvretrieval.retrieval.codec import RAW
 from vllm_kvretrieval.retrieval.family import family_with
+from vllm_kvretrieval.retrieval.files import as_written
 from vllm_kvretrieval.retrieval.method import Method
 from vllm_kvretrieval.retrieval.roles import WINDOW
 
@@ -33,7 +34,7 @@ def check_combinations(config: "RetrievalConfig", given: Mapping[str, Any]) -> N
         needs = OPTIONS[key].needs
         if needs and needs not in given:
             raise RetrievalConfigError(
-                f"{key}={value!r} has no effect without {needs}; leave it out."
+                f"{key}={as_written(value)!r} has no effect without {needs}; leave it out."
             )
         if OPTIONS[key].slow_home and config.home == "device":
             raise RetrievalConfigError(

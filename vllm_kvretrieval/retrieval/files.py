@@ -20,6 +20,11 @@ def has_file(value: Any) -> bool:
     return isinstance(value, Mapping) and HOLDS in value and isinstance(value.get(FILE), str)
 
 
+def as_written(value: Any) -> Any:
+    """An option for messages: the path of a file, in place of its contents."""
+    return value[FILE] if has_file(value) else value
+
+
 def contents(given: Any, refuse: Callable[[Exception], RetrievalConfigError]) -> Any:
     """The contents of a JSON file.
 

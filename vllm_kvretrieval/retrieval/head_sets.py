@@ -3,13 +3,15 @@
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.values import shortened
-from vllm_kvretrieval.retrieval.files import FILE, HOLDS, has_file
+from vllm_kvretrieval.retrieval.files import FILE, HOLDS, as_written, has_file
 from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile
 
 OTHERWISE = "a list per retrieval layer of 0 or 1 per KV head"
@@ -33,12 +35,13 @@ class HeadFile(ModelFile):
 
         Args:
             share: Of the KV heads.
-            among: Numbers of the layers that select, for files by which others have no such heads.
+            among: Numbers of the layers whose heads may be chosen; files of retrieval heads choose
+                among all.
         """
 
 
 def layers_of(kind: Kind, given: Any, data: Mapping[str, Any]) -> list[int]:
-    """The layers of a file.
+    """The layers of a file, rising.
 
     Raises:
         RetrievalConfigError: There is no list of them.
@@ -46,6 +49,8 @@ def layers_of(kind: Kind, given: Any, data: Mapping[str, Any]) -> list[int]:
     layers = data.get("layers")
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise kind.refuse(given, "has no list of layers")
+    if layers != sorted({*layers}):
+        raise kind.refuse(given, "has no list of layers that rises")
     return layers
 
 
@@ -55,7 +60,7 @@ def scores_of(rows: Any, layers: int, most: float = float("inf")) -> tuple[tuple
         return ()
     if not all(isinstance(row, list) and row for row in rows):
         return ()
-    if not all(type(x) in (int, float) and 0 <= x <= most for row in rows for x in row):
+    if not all(type(x) in (int, float) and 0 <= x <= most and isfinite(x) for x in chain(*rows)):
         return ()
     return tuple(tuple(row) for row in rows)
 
@@ -95,7 +100,7 @@ class HeadOption:
             RetrievalConfigError: The option is not valid; says why.
         """
         read = has_file(value)
-        given = shortened(value[FILE] if read else value)
+        given = shortened(as_written(value))
         if isinstance(value, list | tuple):
             return HeadSet(self, given, flags=self._flags(value, given))
         options: Any = {} if value is None else value
@@ -149,6 +154,11 @@ class HeadSet:
     file: HeadFile | None = None
     share: float = 0.0
     if_known: bool = False
+
+    @property
+    def by_number(self) -> bool:
+        """Whether the user names heads by the numbers of their layers."""
+        return self.flags is not None or self.file is not None
 
     def of(
         self, model_config: Any, layers: Sequence[int], among: Collection[int] | None = None

@@ -30,7 +30,7 @@ class Blocks:
         rows: What the blocks select. The window of a row ends with the block itself. A block that
             attends to its whole context is all window.
         lists: The same lists for attention. The block's own tokens are at the end.
-        context: int32 [R]; the first token of a block, and all tokens before it.
+        context: int32 [R]; how many tokens the first one of a block sees of the whole context.
         places: int32 [>= pages]; where each page is laid out; None: pages are read where they are.
         late: The same blocks in layers behind ``prefill_depth``; None: there are none.
     """

@@ -182,12 +182,26 @@ class PlanningWorker(CPUWorker):
     @functools.cached_property
     def prompt_heads(self) -> dict[str, list[int]]:
         """By layer, the KV heads that attend to whole contexts for blocks of prompts."""
-        heads, own = self.retrieval_config.prompt_heads, self.retrieval_heads
-        if heads is None or not own:
+        config, model, own = self.retrieval_config, self.model_config, self.retrieval_heads
+        if config.prompt_heads is None or not own:
             return {name: [] for name in own}
-        layers = {name: self.layer_numbers[name] for name in own}
-        select = {number for name, number in layers.items() if name not in self.late_layers}
-        flags = heads.of(self.model_config, [*layers.values()], select)
+        numbers = [self.layer_numbers[name] for name in own]
+        # Of all stages of a pipeline, where the model's configuration names their layers.
+        model_layers = full_attention_layers(model) or numbers
+        count = model.get_total_num_hidden_layers()
+        select = [
+            number
+            for number in retrieving_layers(model_layers, self.roles, config.dense_layers)
+            if not is_late(config, number, count)
+        ]
+        flags = config.prompt_heads.of(model, numbers, select)
+        if not flags.any():
+            return {name: [] for name in own}
+        if flags.size != sum(self._all_heads[0]):
+            raise RetrievalConfigError(
+                f"kv_retrieval.prefill_heads: layers of {model.model} have different numbers of KV "
+                'heads, which files and lists of heads do not know; use {"share": 0}.'
+            )
         mine = flags.flatten()[own_heads(*self._all_heads)]
         return {
             name: [] if name in self.late_layers else np.flatnonzero(mine[place]).tolist()

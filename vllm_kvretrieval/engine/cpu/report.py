@@ -56,10 +56,10 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
             if config.prefill_share
             else "",
         )
-        if whole := sum(map(len, worker.prompt_heads.values())):
+        if config.prompt_heads is not None:
             logger.info(
-                "%d of their %d KV heads read prompts in full (prefill_heads).",
-                whole,
+                "%d of their %d KV heads in this worker read prompts in full (prefill_heads).",
+                sum(map(len, worker.prompt_heads.values())),
                 sum(place.stop - place.start for place in worker.retrieval_heads.values()),
             )
         if late := len(worker.late_layers):

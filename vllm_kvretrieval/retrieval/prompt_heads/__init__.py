@@ -46,7 +46,7 @@ class PromptHeadFile(HeadFile):
         """The heads that change most, counted once for each layer after their own.
 
         Only later layers see the change: from the last layer it reaches no other token. The share
-        is of the heads in the layers that select.
+        is of the heads in the layers that select; above 0 it takes one at least.
         """
         last = self.shape["num_hidden_layers"] - 1
         loss = {
@@ -56,7 +56,8 @@ class PromptHeadFile(HeadFile):
             if layer in among
         }
         ranked = sorted(loss, key=lambda of: -loss[of])
-        chosen = {*ranked[: round(share * len(ranked))]}
+        count = max(round(share * len(ranked)), 1) if share > 0 else 0
+        chosen = {*ranked[:count]}
         return tuple(
             tuple((place, head) in chosen for head in range(len(row)))
             for place, row in enumerate(self.change)
@@ -88,7 +89,7 @@ def shipped() -> tuple[PromptHeadFile, ...]:
 
 OPTION = HeadOption(
     KIND,
-    "heads that read prompts in full",
+    "KV heads to read prompts in full",
     "a head that reads prompts in full",
     SHARE,
     read_prompt_heads,
