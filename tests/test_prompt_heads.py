@@ -35,8 +35,11 @@ def measure(model, *more, tokens=TOKENS):  # noqa: F811
     words = torch.randint(0, 100, (1000,), generator=generator).tolist()
     text.write_text(" ".join(f"w{word}" for word in words))
     out.unlink(missing_ok=True)
+    again = model.folder / "again.txt"  # the same words once more change no mean
+    again.write_text(text.read_text())
     options = [f"--tokens={tokens}", f"--select={SELECT}", f"--out={out}", *more]
-    return main(["prompt-heads", str(model.folder), str(text), *options]), out, words
+    command = ["prompt-heads", str(model.folder), str(text), str(again), *options]
+    return main(command), out, words
 
 
 def plain_changes(model, words):  # noqa: F811
@@ -90,6 +93,7 @@ def test_changes_are_those_of_a_plain_computation(model, capfd):  # noqa: F811
     assert f"{count} of {heads} KV heads of {file.model} should read prompts in full:" in said
     settings = json.loads(out.read_text())["settings"]
     assert (settings["tokens"], settings["selected"]) == (TOKENS, SELECT)
+    assert settings["texts"] == ["long.txt", "again.txt"]
 
 
 def test_a_text_that_is_too_short(model, capfd):  # noqa: F811

@@ -25,11 +25,18 @@ def add_prompt_heads(commands: Any) -> None:
     parser = commands.add_parser(
         "prompt-heads",
         help="measure which KV heads of a model should read prompts in full",
-        description="Runs a model over a text, and measures how much each KV head changes its "
-        "layer's output if it selects pages for chunks of the text. Writes a file for "
+        description="Runs a model over texts, and measures how much each KV head changes its "
+        "layer's output if it selects pages for chunks of them. Writes a file for "
         "--kv-retrieval.prefill_heads.",
     )
-    add_inputs(parser)
+    add_inputs(parser, text=False)
+    parser.add_argument(
+        "texts",
+        metavar="TEXT",
+        type=Path,
+        nargs="+",
+        help="plain text files (UTF-8), best of several kinds",
+    )
     parser.add_argument(
         "--out", type=Path, help="file to write (default: MODEL's name and -prompt-heads.json)"
     )
@@ -37,7 +44,7 @@ def add_prompt_heads(commands: Any) -> None:
         "--tokens",
         type=count,
         default=DEFAULT_TOKENS,
-        help="of the text to read (default: %(default)s)",
+        help="of each text to read (default: %(default)s)",
     )
     parser.add_argument(
         "--select",
@@ -59,7 +66,7 @@ def measure(given: argparse.Namespace) -> None:
     Raises:
         ValueError: The model or the text cannot be measured.
     """
-    text = read_text(given.text)
+    texts = [read_text(path) for path in given.texts]
 
     import torch
 
@@ -75,7 +82,8 @@ def measure(given: argparse.Namespace) -> None:
             f"--tokens {least} or more, or a smaller --select"
         )
     measurement = PromptHeads(given.model, select // PAGE, getattr(torch, given.dtype))
-    measurement.measure(measurement.tokens_of(text, given.tokens))
+    for tokens in [measurement.tokens_of(text, given.tokens) for text in texts]:
+        measurement.measure(tokens)
     changes = measurement.changes
     result = {
         "format": FORMAT,
@@ -84,7 +92,7 @@ def measure(given: argparse.Namespace) -> None:
         "layers": [*changes],
         "change": [[round(c.square / c.tokens, 9) for c in row] for row in changes.values()],
         "settings": {
-            "text": given.text.name,
+            "texts": [path.name for path in given.texts],
             "tokens": given.tokens,
             "selected": select // PAGE * PAGE,
             "page": PAGE,

@@ -58,7 +58,7 @@ class PromptHeads(Measurement):
                 layer.register_forward_pre_hook(self._noting(id(module)), with_kwargs=True)
 
     def measure(self, tokens: torch.Tensor) -> None:
-        """Read a text; chunks in its second half count.
+        """Read a text; chunks in its second half are added to those of earlier texts.
 
         Raises:
             CalibrationError: Attention cannot be taken apart in this model.

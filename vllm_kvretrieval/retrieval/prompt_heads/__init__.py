@@ -24,7 +24,7 @@ from vllm_kvretrieval.retrieval.model_files import Kind
 
 SHIPPED = Path(__file__).parent
 FORMAT = "vllm-kvretrieval prompt-heads 1"
-MEASURE = "vllm-kvretrieval prompt-heads MODEL TEXT"
+MEASURE = "vllm-kvretrieval prompt-heads MODEL TEXT..."
 KIND = Kind("prefill_heads", OTHERWISE, FORMAT, MEASURE)
 
 SHARE = 0.125
