@@ -14,12 +14,12 @@ from vllm_kvretrieval.calibration.abilities import (
 )
 from vllm_kvretrieval.calibration.inputs import (
     add_inputs,
-    as_json,
     count,
     read_text,
     require_plot,
     share,
     versions,
+    write,
 )
 from vllm_kvretrieval.calibration.plot import plot
 from vllm_kvretrieval.retrieval.filters import FORMAT
@@ -136,8 +136,7 @@ def calibrate(given: argparse.Namespace) -> None:
     result = report(
         given.model, measurement.config, measurement.layers, ability.similarity(), settings
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(as_json(result, ("kept",)))
+    write(out, result, ("kept",))
     print(_summary(result))
     print(f"filters: {out} (--kv-retrieval.filters {out})")
     if picture is not None:

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from vllm_kvretrieval.calibration.inputs import add_inputs, as_json, count, seed, share, versions
+from vllm_kvretrieval.calibration.inputs import add_inputs, count, seed, share, versions, write
+from vllm_kvretrieval.retrieval.head_sets import places_of
 from vllm_kvretrieval.retrieval.heads import FORMAT, SHARE, choose_heads
 from vllm_kvretrieval.retrieval.model_files import name_of, shape_of
 
@@ -92,8 +93,7 @@ def measure(given: argparse.Namespace) -> None:
         "versions": versions(),
     }
     out = given.out or Path(f"{name_of(given.model)}-heads.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(as_json(result, ("induction", "echo")))
+    write(out, result, ("induction", "echo"))
     print(_summary(result, given.share))
     print(f"heads: {out} (--kv-retrieval.heads {out})")
 
@@ -101,9 +101,7 @@ def measure(given: argparse.Namespace) -> None:
 def _summary(result: dict[str, Any], of_all: float) -> str:
     induction, echo = result["induction"], result["echo"]
     chosen = choose_heads(induction, echo, of_all)
-    places = [
-        (layer, head) for layer, row in enumerate(chosen) for head, flag in enumerate(row) if flag
-    ]
+    places = places_of(chosen)
     places.sort(key=lambda place: -induction[place[0]][place[1]])
     heads = sum(map(len, chosen))
     lines = [f"Retrieval heads of {result['model']}, {len(places)} of {heads} KV heads:"]

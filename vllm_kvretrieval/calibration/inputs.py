@@ -91,6 +91,12 @@ def versions() -> dict[str, str]:
     }
 
 
+def write(path: Path, result: dict[str, Any], long: Collection[str]) -> None:
+    """Write a result as a file, in a directory that is made if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(as_json(result, long), encoding="utf-8")
+
+
 def as_json(result: dict[str, Any], long: Collection[str]) -> str:
     """JSON with a line per field, and per item of fields that are long lists."""
     fields = []

@@ -160,9 +160,22 @@ class Measurement:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attention as transformers calls it in every layer; [1, heads, tokens, head_size] each."""
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
         if sliding_window is None:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             self._observe(module.layer_idx, query[0], key[0], scale)
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
+            self._attended(module, query[0], key[0], value[0], output[0], scale)
+        return output, None
+
+    def _attended(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Take in the attention of a layer with full attention, output [tokens, heads, d]."""

@@ -6,12 +6,13 @@ from typing import Any
 
 from vllm_kvretrieval.calibration.inputs import (
     add_inputs,
-    as_json,
     count,
     read_text,
     share,
     versions,
+    write,
 )
+from vllm_kvretrieval.retrieval.head_sets import places_of
 from vllm_kvretrieval.retrieval.model_files import name_of, shape_of
 from vllm_kvretrieval.retrieval.prompt_heads import FORMAT, SHARE, PromptHeadFile
 
@@ -104,8 +105,7 @@ def measure(given: argparse.Namespace) -> None:
         "versions": versions(),
     }
     out = given.out or Path(f"{name_of(given.model)}-prompt-heads.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(as_json(result, ("change",)))
+    write(out, result, ("change",))
     print(_summary(result, out, given.share))
     print(f"heads: {out} (--kv-retrieval.prefill_heads {out})")
 
@@ -115,9 +115,7 @@ def _summary(result: dict[str, Any], out: Path, of_all: float) -> str:
     made = result["model"], result["shape"], out, tuple(result["layers"]), change
     retrieve = [number for number in result["layers"] if number > 0]  # with one dense layer
     flags = PromptHeadFile(*made).choose(of_all, retrieve)
-    places = [
-        (layer, head) for layer, row in enumerate(flags) for head in range(len(row)) if row[head]
-    ]
+    places = places_of(flags)
     places.sort(key=lambda place: -change[place[0]][place[1]])
     heads, total = sum(map(len, flags)), sum(map(sum, change))
     lines = [f"{len(places)} of {heads} KV heads of {result['model']} should read prompts in full:"]

@@ -85,31 +85,25 @@ class PromptHeads(Measurement):
 
         return note
 
-    def _attention(
+    def _attended(
         self,
         module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        output, _ = super()._attention(
-            module, query, key, value, attention_mask, scaling, sliding_window, **kwargs
-        )
-        if sliding_window is None and id(module) in self._inputs:
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            before = key.shape[2] - query.shape[2]
-            for begin in range(0, query.shape[2] - CHUNK + 1, CHUNK):
-                later = before + begin - self._first
-                if later < 0 or later % (EVERY * CHUNK):
-                    continue
-                new, end = slice(begin, begin + CHUNK), before + begin + CHUNK
-                of_chunk = query[0, :, new], key[0, :, :end], value[0, :, :end]
-                self._compare(module, *of_chunk, output[0, new], new, scale)
-        return output, None
+        output: torch.Tensor,
+        scale: float,
+    ) -> None:
+        if id(module) not in self._inputs:
+            return
+        before = key.shape[1] - query.shape[1]
+        for begin in range(0, query.shape[1] - CHUNK + 1, CHUNK):
+            later = before + begin - self._first
+            if later < 0 or later % (EVERY * CHUNK):
+                continue
+            new, end = slice(begin, begin + CHUNK), before + begin + CHUNK
+            of_chunk = query[:, new], key[:, :end], value[:, :end]
+            self._compare(module, *of_chunk, output[new], new, scale)
 
     def _compare(
         self,

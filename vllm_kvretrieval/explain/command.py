@@ -6,12 +6,12 @@ from typing import Any
 
 from vllm_kvretrieval.calibration.inputs import (
     add_inputs,
-    as_json,
     count,
     number,
     read_text,
     require_plot,
     versions,
+    write,
 )
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.heads import MEASURE
@@ -179,8 +179,7 @@ def explain(given: argparse.Namespace) -> None:
     }
     print(table(result))
     if given.json is not None:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(as_json(result, ("layers", "heads")), encoding="utf-8")
+        write(given.json, result, ("layers", "heads"))
         print(f"numbers: {given.json}")
     if not given.no_plot:
         picture = given.plot or Path(f"{name_of(given.model)}-explain.png")

@@ -19,6 +19,13 @@ OTHERWISE = "a list per retrieval layer of 0 or 1 per KV head"
 Flags = tuple[tuple[bool, ...], ...]
 
 
+def places_of(flags: Flags) -> list[tuple[int, int]]:
+    """The place of the layer and the KV head of each flag that is set."""
+    return [
+        (layer, head) for layer, row in enumerate(flags) for head, flag in enumerate(row) if flag
+    ]
+
+
 @dataclass(frozen=True)
 class HeadFile(ModelFile):
     """Measurements of one model's KV heads.
