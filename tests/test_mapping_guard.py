@@ -85,7 +85,11 @@ assert guard.take() == [] and home.take_lost(PAGE) == set() and home.memory.eq(7
 
 
 @pytest.mark.skipif(not MOST_MAPPINGS <= 1 << 17, reason="the system allows very many mappings")
-@pytest.mark.parametrize("scattered", [False, True], ids=["read as it comes", "read in pieces"])
+@pytest.mark.parametrize(
+    "scattered",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["read as it comes", "read in pieces"],
+)
 def test_more_lost_places_than_the_system_has_mappings_for(scattered):
     """The process lives, and nothing is taken for read that is not."""
     program = LOST_EVERYWHERE.replace("SCATTERED", str(scattered))

@@ -88,7 +88,7 @@ def test_kept_to_the_cpus_of_the_process(ends):
 @pytest.mark.parametrize(
     "binding",
     [
-        {"GOMP_CPU_AFFINITY": "{0} {1}"},
+        pytest.param({"GOMP_CPU_AFFINITY": "{0} {1}"}, marks=pytest.mark.slow),
         {"OMP_PLACES": "{{{0}}},{{{1}}}", "OMP_PROC_BIND": "true"},
     ],
     ids=lambda binding: next(iter(binding)),

@@ -47,7 +47,7 @@ def home():
     [
         (LEAST_SLOTS, None, None),
         (LEAST_SLOTS + 7, None, None),
-        (UNITS, None, None),
+        pytest.param(UNITS, None, None, marks=pytest.mark.slow),
         (LEAST_SLOTS, None, [[1, 5], [6, 0]]),
         (LEAST_SLOTS, "k8v4", None),
         (LEAST_SLOTS, "k2v2_sparse", None),
