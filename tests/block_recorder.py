@@ -100,14 +100,14 @@ class BlockRecorder(RecordingWorker):
                 (sink, int(rows.window[r]) - own if sink else 0, select),
             )  # fmt: skip
 
-    def check_blocks(self, methods, expected, whole):
+    def check_blocks(self, methods, expected, shares):
         """Compare every recorded block with the rules.
 
         Args:
             methods: What the engine's methods are said to be, by name.
             expected: The method, the first token and the budget (sink, window, select, in pages)
                 of each block that selects, in any order.
-            whole: The KV heads that read prompts in full, by the number of the layer.
+            shares: Of the KV heads in what is selected, by the number of the layer; 1 elsewhere.
 
         Returns:
             A summary: blocks that select, exact ones, blocks of another budget than expected, lists
@@ -131,11 +131,13 @@ class BlockRecorder(RecordingWorker):
             sink, window, select = block.budget
             own = range(begin // size - window, -(-end // size))
             for head, pages in enumerate(block.listed):
-                if selects and head not in whole.get(block.layer, ()):
+                if selects:
+                    share = shares[block.layer][head] if block.layer in shares else 1
+                    between = begin // size - sink - window
                     middle = pages[sink : len(pages) - len(own)]
                     right = pages == [*range(sink), *middle, *own] and middle == sorted(middle)
                     query = self._sampled(block.query[:, head], chunk, queries).flatten(0, 1)
-                    budget = (sink, len(own), select)
+                    budget = (sink, len(own), min(round(share * select), between))
                     choice = oracle.choose(query, block.keys[head], budget)
                     selected = {page - sink for page in middle}
                     explained = choice.explains(selected)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, is_late
+from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, counts_of, is_late
+from vllm_kvretrieval.attention.parts import PromptReads
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, IndexStore, Selection, cpu, reference
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -115,26 +116,32 @@ def test_late_layers_select_for_the_last_block_alone():
     assert planned((320, 64), more=0)[0].late is None
 
 
-def test_heads_that_read_prompts_in_full():
-    """Their lists are whole contexts, also where these are laid out elsewhere; others are as they
-    were. Another layer has other heads."""
+def test_heads_with_shares_of_their_own():
+    """Lists have the lengths that were planned, also where pages are laid out elsewhere, and room
+    for the largest share. No head reads more than there is."""
     before, new = np.array([(384, 64), (384, 20)]).T
-    planner = BlockPlanner(config(), kv_heads=2, whole=True)
+    planner = BlockPlanner(config(), kv_heads=2, highest=1.5)
     budgets = np.repeat(np.array(PARTS)[:, None], 2, 1)
     table = torch.arange(64, dtype=torch.int32).view(2, 32)
     division = planner.divide(before + new, new)
     staged = torch.cat([torch.arange(64).flip(0), torch.tensor([-1])])
+    shares = torch.tensor([0.5, 1.5], dtype=torch.float64)
     for pages in (None, staged):
         blocks = planner.plan(0, division, budgets[:2], table, 0, before + new, pages)
+        assert counts_of(blocks.rows.select, shares).tolist() == [[2, 8]] * 2  # of 5 on average
+        assert blocks.rows.lists.shape == (4, 13)
         blocks.rows.lists.copy_(torch.tensor([[10], [11], [70], [71]]))  # page 5, and page 35
-        lists = blocks.listed([1])
+        lengths = [7 * PAGE, 13 * PAGE, 6 * PAGE - 12, 12 * PAGE - 12]
+        blocks.rows.lengths.copy_(torch.tensor(lengths))
+        lists = blocks.listed()
         at = [*range(64)] if pages is None else [*range(63, -1, -1)]
-        found = lists.entries.view(2, 2, 14).tolist()
-        assert found[0] == [[2 * at[5]] * 14, [2 * at[page] + 1 for page in range(14)]]
-        assert found[1] == [[2 * at[35]] * 14, [2 * at[32 + page] + 1 for page in range(14)]]
-        assert lists.seen.tolist() == [257, 385, 257, 385]
-        assert seen_of(blocks) == [257, 257]
-        assert blocks.listed([]).seen.tolist() == [257] * 4
+        expected = [2 * at[5], 2 * at[5] + 1, 2 * at[35], 2 * at[35] + 1]
+        assert lists.entries.tolist() == [[entry] * 13 for entry in expected]
+        assert lists.seen.tolist() == [161, 353, 161, 353]
+    for share, select in ((0.5, 2), (1, 5), (1.5, 8), (4.0, 9)):  # nine are all
+        reads = PromptReads(0.25, ((share, 0.75),))
+        skipped = planner.skipped(division, budgets[:2], reads, 2)
+        assert skipped.tolist() == [0.75 * (9 - select) * PAGE * n for n in (64, 20)]
 
 
 @pytest.mark.parametrize(("depth", "first"), [(0.5, 12), (0.7, 17), (1.0, None)])

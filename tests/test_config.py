@@ -79,7 +79,7 @@ def test_streamingllm_gives_the_budget_to_the_window():
             "summary_size, index, pooling, schedule, rerank, mass, remainder, outliers, unit, "
             "correction_threshold, "
             "budget_shares, also, filters, filter_heads, observation, heads, prefill_budget, "
-            "prefill_share, prefill_heads, prefill_depth, prefill_chunk, prefill_queries, "
+            "prefill_share, prefill_budget_shares, prefill_depth, prefill_chunk, prefill_queries, "
             "prefill_sampling, prefill_pooling, "
             "dense_layers",
         ),

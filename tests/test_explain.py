@@ -18,7 +18,7 @@ from vllm_kvretrieval.explain.attention import LATEST, PromptAttention
 from vllm_kvretrieval.explain.report import borders, runs
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.model_files import SHAPE, shape_of
-from vllm_kvretrieval.retrieval.prompt_heads import FORMAT
+from vllm_kvretrieval.retrieval.prompt_shares import FORMAT
 
 TOKENS, BUDGET = 427, 128
 LAYERS, KV_HEADS, GROUP = 4, 2, 2
@@ -132,22 +132,27 @@ def test_the_share_of_a_chunk(model, share, chosen, depth):
     assert same >= 5
 
 
-def test_a_head_that_reads_prompts_in_full(model, tmp_path):
+def test_a_head_that_reads_most_of_a_prompt(model, tmp_path):
+    """It has all that there is to share, so that the others attend to sink and window."""
     shape = shape_of(AutoConfig.from_pretrained(model.folder))
-    change = [[0.0, float(layer == 2)] for layer in range(LAYERS)]
+    change = [[[0.0], [float(layer == 2)]] for layer in range(LAYERS)]
     file = {"format": FORMAT, "model": "it", "shape": shape, "layers": [*range(LAYERS)]}
-    path = tmp_path / "heads.json"
-    path.write_text(json.dumps(file | {"change": change}))
-    given, path_given = ("--method=oracle", "--prefill-budget=160"), f"--prefill-heads={path}"
-    found, before = (
-        [row["chunk"] for row in explained(model, *given, *more)["layers"]]
-        for more in ((path_given,), ())
+    path = tmp_path / "shares.json"
+    path.write_text(json.dumps(file | {"tokens": 4096, "selected": [0], "change": change}))
+    given, shares = ("--method=oracle", "--prefill-budget=160"), f"--prefill-budget-shares={path}"
+    named, before = (
+        explained(model, *given, *more)["layers"]
+        for more in ((shares,), ("--prefill-budget-shares=uniform",))
     )
-    named = [row["prefill_heads"] for row in explained(model, *given, path_given)["layers"]]
-    assert named == [[], [], [1], []]
-    assert before[2][1] < 0.999
-    before[2][1] = 1.0
-    assert found == before
+    all_of_it = (LAYERS - 1) * KV_HEADS
+    found = [row["prefill_budget_shares"] for row in named]
+    assert found == [[1.0, 1.0], [0.0, 0.0], [0.0, all_of_it], [0.0, 0.0]]
+    kept, as_before = (np.array([row["chunk"] for row in rows]) for rows in (named, before))
+    assert as_before[2, 1] < 0.999
+    assert (kept[0] == 1).all()
+    assert kept[2, 1] == 1
+    less = kept[1:] < as_before[1:]
+    assert less.sum() == all_of_it - 1
 
 
 @pytest.mark.parametrize(

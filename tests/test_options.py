@@ -35,7 +35,7 @@ VALUES: dict[str, Any] = {
     "heads": [[0, 1]],
     "prefill_budget": 2048,
     "prefill_share": 0.25,
-    "prefill_heads": {"share": 0.2},
+    "prefill_budget_shares": "uniform",
     "prefill_depth": 0.5,
     "prefill_chunk": 256,
     "prefill_queries": 4,

@@ -95,15 +95,15 @@ def test_an_interrupted_run_goes_on_where_it_was(engine, tmp_path):
     assert len(engine.started) == 3
 
 
-def test_a_setting_may_have_a_share_heads_and_a_depth(engine, tmp_path):
-    settings = "1024+12.5%^20%@70%:128:8", "512:128"
+def test_a_setting_may_have_a_share_equal_heads_and_a_depth(engine, tmp_path):
+    settings = "1024+12.5%=@70%:128:8", "512:128"
     cells = run(tmp_path / "prefill.json", *settings)
     assert set(cells) == {f"{CONTEXT}/{name}" for name in ("exact", *settings)}
     first, second = engine.started
     assert first == {
         "prefill_budget": 1024,
         "prefill_share": 0.125,
-        "prefill_heads": {"share": 0.2},
+        "prefill_budget_shares": "uniform",
         "prefill_depth": 0.7,
         "prefill_chunk": 128,
         "prefill_queries": 8,
@@ -117,8 +117,8 @@ def test_a_setting_may_have_a_share_heads_and_a_depth(engine, tmp_path):
         "1024",
         "1024+25:128",
         "1024+x%:128",
-        "1024^101%:128",
-        "1024@70%^20%:128",
+        "1024==:128",
+        "1024@70%=:128",
         "1024+0%:128",
         "1024+100%:128",
         "+25%:128",

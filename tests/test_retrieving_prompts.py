@@ -31,7 +31,12 @@ PAGE, SINK, WINDOW = 32, 1, 2  # tokens, and pages
 LAYERS_REPLAYED = [0, 3]  # counted from the first behind the dense one
 CHUNK, QUERIES = 64, 4
 EXACT = 576  # the first multiple of the chunk beyond the budget
-HEADS = [[1, 0, 1], [0, 0, 0], [0, 1, 0], [1, 0, 0]]  # that read prompts in full, by layer
+SHARES: list[list[float]] = [
+    [3, 0, 1],
+    [0.5, 1, 1],
+    [1, 2.5, 0],
+    [1.5, 0, 0.5],
+]  # of KV heads, by layer
 STEP = 350
 CACHE = 128  # tokens of a block of the prefix cache
 TOLERANCE = 2e-4
@@ -108,7 +113,7 @@ def budgets(requests, depth):
     ]
 
 
-def replay(llm, error, exact, sampling="spread", pooling=None, depth=1.0, heads=()):
+def replay(llm, error, exact, sampling="spread", pooling=None, depth=1.0, shares=()):
     """Prompts of different lengths and options, of which some are exact, while others decode."""
     own = pooling or "mean_softmax"
     methods = {"kvretrieval": Method("low_rank", own), "freekv": Method(pooling=own)}
@@ -127,12 +132,8 @@ def replay(llm, error, exact, sampling="spread", pooling=None, depth=1.0, heads=
     rule = LAYERS_REPLAYED, CHUNK, QUERIES, EXACT, sampling
     llm.collective_rpc("start_recording_blocks", args=rule)
     drive(llm, requests)
-    whole = {
-        layer: [head for head, flag in enumerate(flags) if flag]
-        for layer, flags in enumerate(heads)
-        if 1 + layer < depth * LAYERS
-    }
-    expected = methods, budgets(requests, depth), whole
+    early = {n: row for n, row in enumerate(shares) if 1 + n < depth * LAYERS}
+    expected = methods, budgets(requests, depth), early
     (summary,) = llm.collective_rpc("check_blocks", args=expected)
     assert summary["sparse"] == 2 * (6 + 9 + 4 + 3)
     assert summary["of another budget"] == 0
@@ -156,14 +157,16 @@ def test_a_replay_from_a_file_gives_the_same(tmp_path, codec, sampling, pooling,
     """Its pages are read where they are mapped, or decoded first."""
     options = {"home": "disk", "codec": codec, "home_path": str(tmp_path)}
     options |= {"prefill_sampling": sampling, "prefill_pooling": pooling, "prefill_depth": depth}
-    options |= {"prefill_heads": HEADS}
+    options |= {"prefill_budget_shares": SHARES}
     with serving(tmp_path, **options, also=["freekv", "shadowkv"]) as llm:
-        replay(llm, ERRORS[codec], {"exact": True}, sampling, pooling, depth, HEADS)
-        late, whole = (3, 3) if depth < 1 else (0, 4)  # of the twelve KV heads
-        early, cut = share_of(900, {}), share_of(900, {}, late=True)
-        assert attended_share(llm, 900, {}) == pytest.approx(
-            ((12 - late - whole) * early + late * cut + whole) / 12, rel=1e-5
-        )
+        replay(llm, ERRORS[codec], {"exact": True}, sampling, pooling, depth, SHARES)
+        late = [1 + n >= depth * LAYERS for n in range(len(SHARES))]
+        expected = [
+            share_of(900, {}, late=True) if behind else share_of(900, {}, share)
+            for behind, row in zip(late, SHARES, strict=True)
+            for share in row
+        ]
+        assert attended_share(llm, 900, {}) == pytest.approx(sum(expected) / 12, rel=1e-5)
 
 
 def test_company_changes_nothing(llm):
@@ -220,13 +223,14 @@ def test_exact_requests_read_only_exact_blocks_of_sparse_ones(llm):
     assert_same(answer, exact, TOLERANCE)
 
 
-def share_of(length, options, late=False):
-    """The share of the pairs of tokens of a prompt that a layer attends to."""
+def share_of(length, options, share=1.0, late=False):
+    """The share of the pairs of tokens of a prompt that a KV head attends to."""
     pairs = EXACT * (EXACT + 1) // 2
     for begin in range(EXACT, length, CHUNK):
         new = min(CHUNK, length - begin)
         selects = not late or begin + new == length
-        pages = pages_before(begin, options) if selects else SINK + WINDOW
+        select = round(share * (pages_before(begin, options) - SINK - WINDOW)) * selects
+        pages = min(SINK + WINDOW + select, begin // PAGE)
         pairs += new * PAGE * pages + new * (new + 1) // 2
     return pairs / (length * (length + 1) // 2)
 

@@ -184,11 +184,11 @@ def test_prompts_that_retrieve_a_share_are_compared(engine, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert row(shown, "prefill_2048+12.5%", "all") == row(shown, "prefill_1024+25%", "1024")
 
-    assert driver.main([*command, "2048+25%^0%@70%"]) == 0
+    assert driver.main([*command, "2048+25%=@70%"]) == 0
     assert engine.started[1]["prefill_depth"] == 0.7
-    assert engine.started[1]["prefill_heads"] == {"share": 0}
-    assert row(capsys.readouterr().out, "prefill_2048+25%^0%@70%", "all")
-    for other in ("2048@70%", "2048^20%"):
+    assert engine.started[1]["prefill_budget_shares"] == "uniform"
+    assert row(capsys.readouterr().out, "prefill_2048+25%=@70%", "all")
+    for other in ("2048@70%", "2048="):
         with pytest.raises(SystemExit):
             driver.main([*command, other, "2048"])
         assert "name budgets that agree" in capsys.readouterr().err

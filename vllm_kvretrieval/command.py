@@ -15,7 +15,7 @@ NEED_VLLM = {
     "calibration.command": "add_calibrate",
     "explain.command": "add_explain",
     "calibration.heads_command": "add_heads",
-    "calibration.prompt_heads_command": "add_prompt_heads",
+    "calibration.prompt_shares_command": "add_prompt_shares",
     "store.command": "add_store",
 }
 """Modules of subcommands that import vLLM, each with the function that adds its subcommand."""

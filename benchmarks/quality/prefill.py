@@ -66,7 +66,7 @@ EXACT = {"exact": True}
 class Setting:
     """A setting of an engine: the values of ``PREFILL_OPTIONS``, the last ones may be left out.
 
-    The budget may name a ``prefill_share``, ``prefill_heads`` and a ``prefill_depth``, too.
+    The budget may name a ``prefill_share`` and a ``prefill_depth``, and equal shares of KV heads.
     """
 
     text: str
@@ -243,9 +243,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, SMOLLM2_32K)
     add_tokens(parser, "--contexts", CONTEXTS, "tokens of the documents")
     add("--settings", nargs="+", type=Setting.parse, default=[*map(Setting.parse, SETTINGS)],
-        metavar="BUDGET[+SHARE%][^HEADS%][@DEPTH%]:CHUNK[:QUERIES[:SAMPLING[:POOLING]]]",
-        help="values of " + ", ".join(PREFILL_OPTIONS) + "; 2048+25%%^20%%@70%% has a "
-        "prefill_share of 0.25, a share of 0.2 of prefill_heads and a prefill_depth of 0.7, too",
+        metavar="BUDGET[+SHARE%][=][@DEPTH%]:CHUNK[:QUERIES[:SAMPLING[:POOLING]]]",
+        help="values of " + ", ".join(PREFILL_OPTIONS) + "; 2048+25%%=@70%% has a "
+        "prefill_share of 0.25, uniform prefill_budget_shares and a prefill_depth of 0.7, too",
     )  # fmt: skip
     add("--repeats", type=int, default=1, metavar="N", help="runs of each prefill")
     add_output(parser, "prefill.json")

@@ -294,9 +294,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="presets beside full attention")  # fmt: skip
     add_tokens(parser, "--budgets", catalogue.BUDGETS, "tokens attended to per decode step")
     add("--prefill-budgets", nargs="+", type=prefill_budget, default=(),
-        metavar="N[+SHARE%][^HEADS%][@DEPTH%]", help="values of prefill_budget that prompts are "
-        "read with, too, for kvretrieval; 2048+25%%^20%%@70%% has a prefill_share of 0.25, a share "
-        "of 0.2 of prefill_heads and a prefill_depth of 0.7")  # fmt: skip
+        metavar="N[+SHARE%][=][@DEPTH%]", help="values of prefill_budget that prompts are "
+        "read with, too, for kvretrieval; 2048+25%%=@70%% has a prefill_share of 0.25, uniform "
+        "prefill_budget_shares and a prefill_depth of 0.7")  # fmt: skip
     add("--options", type=json.loads, default={}, metavar="JSON", help="further options of the "
         "engine")  # fmt: skip
     add("--context", type=int, metavar="TOKENS", default=catalogue.CONTEXT,

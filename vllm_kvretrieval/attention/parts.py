@@ -5,16 +5,17 @@ from typing import NamedTuple
 import numpy as np
 
 
-class PromptShares(NamedTuple):
+class PromptReads(NamedTuple):
     """How the KV heads of a worker's retrieval layers read prompts that retrieve.
 
     Attributes:
-        late: The share of those in layers behind ``prefill_depth``.
-        whole: The share of those that attend to whole contexts, in the other layers.
+        late: The part of those in layers behind ``prefill_depth``.
+        early: Shares of the others in the selected part of a budget, and the part of all heads that
+            has each.
     """
 
     late: float = 0.0
-    whole: float = 0.0
+    early: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
 
 
 class RowOptions(NamedTuple):

@@ -152,17 +152,18 @@ def check_shares(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
 
 
 def check_heads(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
-    """Refuse models whose retrieval heads are not known, and heads of another shape."""
+    """Refuse models whose retrieval heads are not known, and heads or their shares of another
+    shape."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if (heads := config.prompt_heads) is not None:
-        if heads.flags is not None and parallel.pipeline_parallel_size > 1:
+    if (shares := config.prompt_shares) is not None:
+        if shares.listed and parallel.pipeline_parallel_size > 1:
             raise RetrievalConfigError(
-                "kv_retrieval.prefill_heads is a list of all layers, of which a worker with "
-                f"--pipeline-parallel-size {parallel.pipeline_parallel_size} has a part; name a "
-                "file, or leave it out."
+                "kv_retrieval.prefill_budget_shares is a list of all layers, of which a worker "
+                f"with --pipeline-parallel-size {parallel.pipeline_parallel_size} has a part; name "
+                "a file, or leave it out."
             )
         if (layers := _retrieving(model, config)) is not None:
-            heads.of(model, layers)
+            shares.of(model, layers)
     for method in config.methods.values():
         if method.heads is None:
             continue

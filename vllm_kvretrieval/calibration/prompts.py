@@ -1,5 +1,7 @@
 """How much a layer's output changes when KV heads select for chunks of a prompt."""
 
+from collections.abc import Sequence
+from itertools import chain, product
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ class Change(NamedTuple):
     tokens: int = 0
 
 
-class PromptHeads(Measurement):
+class PromptChanges(Measurement):
     """Runs a model over a text, exactly, and compares each head's output with a selecting one's.
 
     A head that selects attends to the first page, to the pages that got most of the attention of
@@ -39,17 +41,19 @@ class PromptHeads(Measurement):
 
     Args:
         model: Path or name on a hub.
-        select: The pages that a head selects.
+        select: Numbers of pages that a head selects.
         dtype: The dtype to compute in.
 
     Attributes:
-        changes: By layer, one per KV head.
+        changes: By layer, one per KV head and number of pages.
     """
 
-    def __init__(self, model: str, select: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, model: str, select: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__(model, dtype)
         self.select = select
-        self.changes: dict[int, list[Change]] = {}
+        self.changes: dict[int, list[list[Change]]] = {}
         self._inputs: dict[int, torch.Tensor] = {}  # squared norms, by the attention module
         self._first = 0
         for name, module in self.model.named_modules():
@@ -70,7 +74,8 @@ class PromptHeads(Measurement):
                 f"{self.name}: no layer has attention with one of these projections behind it: "
                 f"{', '.join(OUTPUTS)}"
             )
-        if not all(isfinite(of.square) for row in self.changes.values() for of in row):
+        found = chain.from_iterable(chain.from_iterable(self.changes.values()))
+        if not all(isfinite(change.square) for change in found):
             raise CalibrationError(f"{self.name} overflows in this dtype; use --dtype float32")
 
     @staticmethod
@@ -120,9 +125,11 @@ class PromptHeads(Measurement):
         grouped = query.unflatten(0, (heads, -1))
         weights = self._projection(module).weight.unflatten(1, (len(query), -1))
         inputs = self._inputs[id(module)][new]
-        sums = self.changes.setdefault(module.layer_idx, [Change()] * heads)
-        for head in range(heads):
-            seen = attended(grouped[head], key[head], self.select, scale)
+        nothing = [[Change() for _ in self.select] for _ in range(heads)]
+        sums = self.changes.setdefault(module.layer_idx, nothing)
+        counted = inputs > 0  # some tokens have no embedding, such as padding
+        for head, number in product(range(heads), range(len(self.select))):
+            seen = attended(grouped[head], key[head], self.select[number], scale)
             masked = causal(CHUNK, end)[:, seen]
             output = torch.nn.functional.scaled_dot_product_attention(
                 grouped[head], key[head, seen], value[head, seen], attn_mask=masked, scale=scale
@@ -130,11 +137,9 @@ class PromptHeads(Measurement):
             own = slice(head * len(output), (head + 1) * len(output))
             change = output.transpose(0, 1) - exact[:, own]
             moved = torch.einsum("ngd,xgd->nx", change, weights[:, own]).float().square().sum(-1)
-            square, tokens = sums[head]
-            parts = (
-                moved[inputs > 0] / inputs[inputs > 0]
-            )  # some have no embedding, such as padding
-            sums[head] = Change(square + float(parts.sum()), tokens + len(parts))
+            parts = (moved[counted] / inputs[counted]).detach()
+            square, tokens = sums[head][number]
+            sums[head][number] = Change(square + float(parts.sum()), tokens + len(parts))
 
 
 class _Nothing:

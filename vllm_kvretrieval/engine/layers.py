@@ -36,17 +36,17 @@ def number_layers(
         return names
     if model.is_hybrid and found == list(range(len(said))):
         return dict(zip(names, said, strict=True))
-    heads = config.prompt_heads
-    by_layer = config.own.shares or (heads is not None and heads.by_number)
+    shares = config.prompt_shares
+    by_layer = config.own.shares or (shares is not None and shares.by_number)
     by_layer = by_layer or any(
         method.heads is not None or method.budget_shares.numbers is not None
         for method in config.methods.values()
     )
     if by_layer:
         raise RetrievalConfigError(
-            f"{config.method} goes by the numbers of layers (filters, heads, prefill_heads or "
-            f"budget_shares), and by its configuration {model.model} has full attention in layers "
-            f"{said}, but vLLM gives it to {found}. Use a method and options that treat all "
+            f"{config.method} goes by the numbers of layers (filters, heads, budget_shares or "
+            f"prefill_budget_shares), and by its configuration {model.model} has full attention in "
+            f"layers {said}, but vLLM gives it to {found}. Use a method and options that treat all "
             "layers alike."
         )
     return names

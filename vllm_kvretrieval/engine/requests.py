@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_kvretrieval.attention.parts import PromptShares, RowOptions
+from vllm_kvretrieval.attention.parts import PromptReads, RowOptions
 from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.engine.running import Note, read_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
@@ -45,7 +45,7 @@ class RequestTable:
         spared: int64 [capacity]; see :attr:`DecodeRows.spared`.
         by_mass: Whether the mass of a request has an effect. Otherwise all KV heads attend to as
             many units as are selected.
-        prompt_shares: How KV heads read prompts that retrieve.
+        prompt_reads: How KV heads read prompts that retrieve.
         recalls: int64 [capacity, 3]; units looked up, missed and recalled.
         in_step: Whether a step of requests is under way; vLLM's dummy runs are none.
         batch: The requests of the step in batch order, by id.
@@ -88,7 +88,7 @@ class RequestTable:
         self.corrected = torch.zeros(capacity, dtype=torch.int64)
         self.spared = torch.zeros(capacity, dtype=torch.int64)
         self.by_mass = True
-        self.prompt_shares = PromptShares()
+        self.prompt_reads = PromptReads()
         self.recalls = torch.zeros(capacity, 3, dtype=torch.int64)
         self._steps = torch.zeros(capacity, 6, dtype=torch.int64)  # the rest of the counts
         self._past = torch.zeros(len(Counts._fields), dtype=torch.int64)  # of ended requests

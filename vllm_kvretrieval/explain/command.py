@@ -18,7 +18,7 @@ from vllm_kvretrieval.retrieval.heads import MEASURE
 from vllm_kvretrieval.retrieval.keeping import ALL
 from vllm_kvretrieval.retrieval.model_files import name_of
 from vllm_kvretrieval.retrieval.presets import EXPLAINED, preset_names
-from vllm_kvretrieval.retrieval.prompt_heads import MEASURE as MEASURE_PROMPT_HEADS
+from vllm_kvretrieval.retrieval.prompt_shares import MEASURE as MEASURE_PROMPT_SHARES
 
 FORMAT = "vllm-kvretrieval explanation, version 1"
 DEFAULT_BUDGET = 1024
@@ -62,10 +62,10 @@ def add_explain(commands: Any) -> None:
         help="with --prefill-budget: the prefill_share beside it",
     )
     parser.add_argument(
-        "--prefill-heads",
+        "--prefill-budget-shares",
         metavar="FILE",
-        help=f"with --prefill-budget: what '{MEASURE_PROMPT_HEADS}' wrote (default: what is known "
-        "of the model)",
+        help=f"with --prefill-budget: what '{MEASURE_PROMPT_SHARES}' wrote, or uniform (default: "
+        "what is known of the model)",
     )
     parser.add_argument(
         "--prefill-depth",
@@ -115,7 +115,8 @@ def explain(given: argparse.Namespace) -> None:
     """
     if not given.no_plot:
         require_plot()
-    names = ["budget", "heads", *(f"prefill_{of}" for of in ("budget", "share", "heads", "depth"))]
+    parts = "budget", "share", "budget_shares", "depth"
+    names = ["budget", "heads", *(f"prefill_{of}" for of in parts)]
     options = {name: getattr(given, name) for name in names}
     options = {name: value for name, value in options.items() if value is not None}
 

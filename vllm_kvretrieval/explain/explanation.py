@@ -102,7 +102,7 @@ def explain_prompt(
             for row in rows:
                 of_layer = shares[row["layer"]]
                 row["chunk"] = [round(share, 5) for share in of_layer.kept.tolist()]
-                row["prefill_heads"] = of_layer.whole
+                row["prefill_budget_shares"] = [round(s, 4) for s in of_layer.shares.tolist()]
     return rows, shown
 
 

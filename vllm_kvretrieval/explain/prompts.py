@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, is_late
+from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, counts_of, is_late
 from vllm_kvretrieval.explain.attended import make_chooser
 from vllm_kvretrieval.explain.attention import LayerAttention
 from vllm_kvretrieval.kernels import reference
@@ -44,11 +44,11 @@ class ChunkShares(NamedTuple):
 
     Attributes:
         kept: float32 [kv_heads]; means over the chunk's queries and the query heads of a KV head.
-        whole: KV heads that read prompts in full, where others select.
+        shares: float64 [kv_heads]; the heads' shares in what is selected, 1 on average.
     """
 
     kept: torch.Tensor
-    whole: list[int]
+    shares: torch.Tensor
 
 
 def chunk_shares(
@@ -63,32 +63,35 @@ def chunk_shares(
         config: Options of an engine with a ``prefill_budget``.
         layers: The model's layers with plain full attention, by number.
         chunk: See :func:`last_chunk`. It is taken for one that is not the last of all.
-        model: The model's configuration, as :meth:`HeadSet.of` takes it.
+        model: The model's configuration, as :meth:`PromptShares.of` takes it.
 
     Returns:
-        By layer. Dense layers keep all, and heads that read prompts in full.
+        By layer. Dense layers keep all.
     """
-    assert config.prompt_heads is not None
+    assert config.prompt_shares is not None
     count = model.hf_text_config.num_hidden_layers
     retrieve = [number for number in layers if number >= config.dense_layers]
     early = {number for number in retrieve if not is_late(config, number, count)}
-    flags = config.prompt_heads.of(model, retrieve, early)
-    shares = {n: ChunkShares(torch.ones(layer.kv_heads), []) for n, layer in layers.items()}
-    for number, of_layer in zip(retrieve, flags, strict=True):
-        whole = np.flatnonzero(of_layer).tolist() if number in early else []
-        kept = _share(config, layers[number], chunk, number not in early)
-        kept[whole] = 1
-        shares[number] = ChunkShares(kept, whole)
-    return shares
+    rows = config.prompt_shares.of(model, retrieve, early)
+    rows[[number not in early for number in retrieve]] = 1
+    kept = {n: ChunkShares(*[torch.ones(layer.kv_heads)] * 2) for n, layer in layers.items()}
+    for number, shares in zip(retrieve, torch.from_numpy(rows), strict=True):
+        part = _kept(config, layers[number], chunk, shares, number not in early)
+        kept[number] = ChunkShares(part, shares)
+    return kept
 
 
-def _share(
-    config: RetrievalConfig, layer: LayerAttention, chunk: tuple[int, int], late: bool
+def _kept(
+    config: RetrievalConfig,
+    layer: LayerAttention,
+    chunk: tuple[int, int],
+    shares: torch.Tensor,
+    late: bool,
 ) -> torch.Tensor:
     assert config.prefill_budget is not None
     assert config.prefill_queries is not None
     (begin, end), size = chunk, config.page_size
-    planner = BlockPlanner(config, layer.kv_heads)
+    planner = BlockPlanner(config, layer.kv_heads, float(shares.max()))
     budget = config.page_budget(config.prefill_budget, key="prefill_budget")
     division = planner.divide(np.array([end]), np.array([end - begin]))
     always = np.array([[budget.sink], [budget.window]])
@@ -96,7 +99,8 @@ def _share(
     blocks = planner.plan(0, division, always, pages[None], 0, np.array([end + 1])).of_layer(late)
     query = layer.queries_at(begin, end).transpose(0, 1)
     group = len(layer.queries) // layer.kv_heads * config.prefill_queries
-    chooser = make_chooser(config, layer, group, int(blocks.rows.select))
+    counts = counts_of(blocks.rows.select, shares)
+    chooser = make_chooser(config, layer, group, int(counts.max()), counts[0])
     reference.plan_decode(blocks.grouped(query, layer.kv_heads), blocks.rows, chooser)
     attended = torch.zeros(layer.kv_heads, len(pages), dtype=torch.bool)
     for head, length in enumerate(blocks.rows.lengths.tolist()):

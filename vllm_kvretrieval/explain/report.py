@@ -147,8 +147,9 @@ def table(result: dict[str, Any]) -> str:
         depth = result["prefill_depth"]
         beside = f" and a prefill_share of {share:g}" if share else ""
         beside += f" and a prefill_depth of {depth:g}" if depth < 1 else ""
-        whole = sum(len(row["prefill_heads"]) for row in result["layers"])
-        beside += f" and {whole} KV heads that read in full" if whole else ""
+        shares = [share for row in result["layers"] for share in row["prefill_budget_shares"]]
+        if min(shares) < max(shares):
+            beside += f" and KV heads with {min(shares):.2f} to {max(shares):.2f} times as much"
         of_chunk = "and of that of the queries of the last chunk, by a prefill_budget of"
         lines.insert(3, f"{of_chunk} {budget}{beside}")
     longest = max(_mean(row["entropy_budgets"]) for row in result["layers"])

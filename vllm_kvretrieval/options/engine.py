@@ -16,12 +16,11 @@ from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
 from vllm_kvretrieval.retrieval.family import NOTHING, family_with
 from vllm_kvretrieval.retrieval.filters import KIND, filters_for, read_filters
-from vllm_kvretrieval.retrieval.head_sets import HeadSet
 from vllm_kvretrieval.retrieval.index import Index, IndexKind
 from vllm_kvretrieval.retrieval.method import Method, make_method
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.presets import presets
-from vllm_kvretrieval.retrieval.prompt_heads import OPTION as PROMPT_HEADS
+from vllm_kvretrieval.retrieval.prompt_shares import PromptShares, make_prompt_shares
 from vllm_kvretrieval.retrieval.roles import Role, roles_of
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
@@ -284,9 +283,11 @@ class RetrievalConfig(Options):
         return Pooling[self.prefill_pooling.upper()]
 
     @functools.cached_property
-    def prompt_heads(self) -> HeadSet | None:
-        """The KV heads that read prompts in full where blocks of prompts select; None: none do."""
-        return None if self.prefill_queries is None else PROMPT_HEADS.make(self.prefill_heads)
+    def prompt_shares(self) -> PromptShares | None:
+        """The shares of KV heads in ``prefill_budget``; None: blocks of prompts do not select."""
+        if self.prefill_queries is None:
+            return None
+        return make_prompt_shares(self.prefill_budget_shares)
 
     @property
     def exact_prefill(self) -> int:

@@ -4,18 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval import filters, heads, prompt_heads, shares
+from vllm_kvretrieval.retrieval import filters, heads, prompt_shares, shares
 from vllm_kvretrieval.retrieval.files import FILE, HOLDS, has_file
 
 LOADERS = {
     "filters": filters.KIND.load,
     "heads": heads.KIND.load,
-    "prefill_heads": prompt_heads.KIND.load,
+    prompt_shares.NAME: prompt_shares.KIND.load,
     "budget_shares": shares.load,
 }
 """Functions that load the file of an option, by the option's name."""
 
-OF_HEADS = ("heads", "prefill_heads")
+BESIDE_FILE = ("heads",)
 """Options that may name more beside the file."""
 
 
@@ -42,7 +42,7 @@ def _read_of_method(name: Any, options: Any) -> Any:
 
 def _read(key: Any, value: Any) -> Any:
     """An option."""
-    named = value if isinstance(value, Mapping) and key in OF_HEADS else {FILE: value}
+    named = value if isinstance(value, Mapping) and key in BESIDE_FILE else {FILE: value}
     path = named.get(FILE)
     if key not in LOADERS or not isinstance(path, str) or has_file(value) or path in shares.RULES:
         return value

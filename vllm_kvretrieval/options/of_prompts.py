@@ -16,7 +16,6 @@ from vllm_kvretrieval.options.values import (
 )
 from vllm_kvretrieval.retrieval.family import FILTERS, SCORED
 from vllm_kvretrieval.retrieval.pooling import POOLINGS
-from vllm_kvretrieval.retrieval.prompt_heads import SHARE as SHARE_OF_HEADS
 from vllm_kvretrieval.retrieval.roles import WINDOW
 
 OF_CHUNKS: Mapping[str, Any] = {
@@ -62,14 +61,14 @@ SHARE_OF_CONTEXT: Any = option(
     neutral=0,
 )
 
-HEADS: Any = option(
+BUDGET_SHARES: Any = option(
     None,
     checked_later(
-        "a file that `vllm-kvretrieval prompt-heads` wrote, `{file: path, share: of the KV heads}` "
-        "(0: none), or a list per layer that retrieves of 1 or 0 per KV head"
+        "`uniform`, a file that `vllm-kvretrieval prompt-shares` wrote, or a list with a number "
+        "per layer that retrieves, or a list of them per KV head"
     ),
-    "the KV heads that read prompts in full",
-    f"what is known of the model, a share of {SHARE_OF_HEADS}; none if nothing is known",
+    "how KV heads share `prefill_budget`, which is their mean",
+    "what is known of the model; equal shares if nothing is known",
     **OF_READ,
 )
 

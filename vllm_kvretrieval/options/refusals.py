@@ -113,7 +113,7 @@ def _check_prefill(config: "RetrievalConfig") -> None:
                 f"queries of a chunk. Try {DEFAULT_CHUNK}, or leave it out."
             )
         return
-    _ = config.prompt_heads  # refuses values that name no heads
+    _ = config.prompt_shares  # refuses values that are no shares
     if chunk < config.page_size or chunk % config.page_size:
         raise RetrievalConfigError(
             f"prefill_chunk={chunk} must be a positive multiple of page_size={config.page_size}; "

@@ -215,7 +215,7 @@ class Options:
     )
     prefill_budget: int | None = of_prompts.BUDGET
     prefill_share: float | None = of_prompts.SHARE_OF_CONTEXT
-    prefill_heads: Any = of_prompts.HEADS
+    prefill_budget_shares: Any = of_prompts.BUDGET_SHARES
     prefill_depth: float | None = of_prompts.DEPTH
     prefill_chunk: int | None = of_prompts.CHUNK
     prefill_queries: int | None = of_prompts.QUERIES

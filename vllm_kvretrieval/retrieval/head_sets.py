@@ -1,7 +1,7 @@
 """Options that name KV heads of a model: by a list, or by a file of measurements of its heads."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import isfinite
@@ -37,14 +37,8 @@ class HeadFile(ModelFile):
     layers: tuple[int, ...]
 
     @abstractmethod
-    def choose(self, share: float, among: Collection[int]) -> Flags:
-        """The heads that a share takes, per layer.
-
-        Args:
-            share: Of the KV heads.
-            among: Numbers of the layers whose heads may be chosen; files of retrieval heads choose
-                among all.
-        """
+    def choose(self, share: float) -> Flags:
+        """The heads that a share of the KV heads takes, per layer."""
 
 
 def layers_of(kind: Kind, given: Any, data: Mapping[str, Any]) -> list[int]:
@@ -83,8 +77,6 @@ class HeadOption:
         share: The share of the model's heads that is taken by default.
         read: Reads a file.
         shipped: The files of this package.
-        optional: Whether there may be no such heads: with a share of 0, and in models that are not
-            known.
     """
 
     kind: Kind
@@ -93,7 +85,6 @@ class HeadOption:
     share: float
     read: Callable[[Any], HeadFile]
     shipped: Callable[[], Sequence[HeadFile]]
-    optional: bool = False
 
     @property
     def name(self) -> str:
@@ -121,16 +112,13 @@ class HeadOption:
                 f"{OTHERWISE}, or {{'file': path, 'share': 0.2}}, either of which may be left out."
             )
         share = options.get("share", self.share)
-        number = type(share) in (int, float)
-        if not number or not 0 <= share <= 1 or (share == 0 and not self.optional):
-            least = "from 0" if self.optional else "above 0 and"
+        if type(share) not in (int, float) or not 0 < share <= 1:
             raise RetrievalConfigError(
-                f"{self.name}={given}: share must be a number {least} up to 1, such as "
+                f"{self.name}={given}: share must be a number above 0 and up to 1, such as "
                 f"{self.share}."
             )
         file = self.read(options if read else options[FILE]) if FILE in options else None
-        if_known = self.optional and value is None
-        return HeadSet(self, given, file=file, share=float(share), if_known=if_known)
+        return HeadSet(self, given, file=file, share=float(share))
 
     def _flags(self, rows: Sequence[Any], given: str) -> Flags:
         if not rows or not all(isinstance(row, list | tuple) for row in rows):
@@ -152,7 +140,6 @@ class HeadSet:
         flags: For each retrieval layer, which KV heads are named; None: by measurements.
         file: The measurements; None: those of this package.
         share: The share of the KV heads that is taken.
-        if_known: Whether a model that is not known has none.
     """
 
     option: HeadOption
@@ -160,29 +147,19 @@ class HeadSet:
     flags: Flags | None = None
     file: HeadFile | None = None
     share: float = 0.0
-    if_known: bool = False
 
-    @property
-    def by_number(self) -> bool:
-        """Whether the user names heads by the numbers of their layers."""
-        return self.flags is not None or self.file is not None
-
-    def of(
-        self, model_config: Any, layers: Sequence[int], among: Collection[int] | None = None
-    ) -> np.ndarray:
+    def of(self, model_config: Any, layers: Sequence[int]) -> np.ndarray:
         """bool [len(layers), KV heads]; which heads these are.
 
         Args:
             model_config: vLLM's model configuration.
             layers: The layers that retrieve, rising.
-            among: See :meth:`HeadFile.choose`; None: all of these.
 
         Raises:
             RetrievalConfigError: The heads of the model are not known, or the option has another
                 shape.
         """
-        chosen = layers if among is None else among
-        by_layer, name = self._by_layer(model_config, layers, chosen), self.option.name
+        by_layer, name = self._by_layer(model_config, layers), self.option.name
         count = model_config.get_total_num_kv_heads()
         for layer in layers:
             if layer not in by_layer:
@@ -197,9 +174,7 @@ class HeadSet:
                 )
         return np.array([by_layer[layer] for layer in layers], dtype=bool).reshape(-1, count)
 
-    def _by_layer(
-        self, model_config: Any, layers: Sequence[int], among: Collection[int]
-    ) -> dict[int, tuple[bool, ...]]:
+    def _by_layer(self, model_config: Any, layers: Sequence[int]) -> dict[int, tuple[bool, ...]]:
         if self.flags is not None:
             if len(self.flags) != len(layers):
                 raise RetrievalConfigError(
@@ -208,18 +183,10 @@ class HeadSet:
                     "as many."
                 )
             return dict(zip(layers, self.flags, strict=True))
-        none = (False,) * model_config.get_total_num_kv_heads()
-        if self.option.optional and self.share == 0:
-            return dict.fromkeys(layers, none)
         model, config, file = model_config.model, model_config.hf_text_config, self.file
         if file is not None:
             self.option.kind.check_model(file, model, config)
         else:
-            try:
-                known = self.option.shipped(), model, config, self.option.known
-                file = self.option.kind.of_model(*known)
-            except RetrievalConfigError:
-                if not self.if_known:
-                    raise
-                return dict.fromkeys(layers, none)
-        return dict(zip(file.layers, file.choose(self.share, among), strict=True))
+            known = self.option.shipped(), model, config, self.option.known
+            file = self.option.kind.of_model(*known)
+        return dict(zip(file.layers, file.choose(self.share), strict=True))

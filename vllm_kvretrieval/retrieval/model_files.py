@@ -127,16 +127,21 @@ class Kind:
         Raises:
             RetrievalConfigError: There is no such file.
         """
-        shape, name = shape_of(config), name_of(model).lower()
-        alike = [file for file in files if file.shape == shape]
-        named = [file for file in alike if file.model.lower() == name]
-        if not alike:
+        if (file := self.find(files, model, config)) is None:
             raise RetrievalConfigError(
                 f"the {known} of {model} are not known (known: "
                 f"{', '.join(file.model for file in files)}). Measure them by '{self.command}', "
                 f"and name the file that it writes as kv_retrieval.{self.option}{or_else}."
             )
-        return (named + alike)[0]
+        return file
+
+    @staticmethod
+    def find(files: Sequence[File], model: str, config: Any) -> File | None:
+        """As :meth:`of_model`; None: there is no such file."""
+        shape, name = shape_of(config), name_of(model).lower()
+        alike = [file for file in files if file.shape == shape]
+        named = [file for file in alike if file.model.lower() == name]
+        return (named + alike + [None])[0]
 
 
 def shape_of(config: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ PYRAMID_BETA = 20
 """The default of the paper's experiments."""
 ENTROPY_BOUNDS = (0.125, 2.0)
 """Least and most share of a layer; 1 is the mean. The paper's bounds are 8 and 128 tokens."""
+OPTION = "budget_shares"
 RULES = ("uniform", "pyramid", "entropy")
 """Names of rules that need no numbers."""
 EXAMPLES = (
@@ -42,12 +43,14 @@ class Shares:
         entropy: Least and most share of a layer, if shares follow the entropy of its attention once
             a prompt has been read; None: another rule.
         numbers: Weights, one per retrieval layer, or one per KV head of it; None: a rule.
+        option: The option's name, for messages.
     """
 
     given: str = "uniform"
     beta: float | None = None
     numbers: tuple[float | tuple[float, ...], ...] | None = None
     entropy: tuple[float, float] | None = None
+    option: str = OPTION
 
     @property
     def uniform(self) -> bool:
@@ -75,7 +78,7 @@ class Shares:
             per_layer = np.ones(count) if self.beta is None else pyramid(count, self.beta)
         if len(per_layer) != len(kv_heads):
             raise RetrievalConfigError(
-                f"kv_retrieval.budget_shares={self.given}: {len(per_layer)} layers, but "
+                f"kv_retrieval.{self.option}={self.given}: {len(per_layer)} layers, but "
                 f"{len(kv_heads)} retrieve (dense ones have no share); give as many."
             )
         rows = []
@@ -83,7 +86,7 @@ class Shares:
             row = np.atleast_1d(np.asarray(share, dtype=np.float64))
             if isinstance(share, tuple) and len(row) != heads:
                 raise RetrievalConfigError(
-                    f"kv_retrieval.budget_shares={self.given}: {len(row)} numbers for layer "
+                    f"kv_retrieval.{self.option}={self.given}: {len(row)} numbers for layer "
                     f"{layer} of those that retrieve, which has {heads} KV heads; give as many, or "
                     "one for all."
                 )
@@ -110,12 +113,12 @@ def make_shares(value: Any) -> Shares:
     if value == "entropy":
         return Shares(given, entropy=ENTROPY_BOUNDS)
     if isinstance(value, str) or has_file(value):
-        return Shares(given, numbers=_numbers(load(value), given))
+        return Shares(given, numbers=numbers_of(load(value), given))
     if isinstance(value, dict) and "entropy" in value:
         return Shares(given, entropy=_bounds(value, given))
     if isinstance(value, dict):
         return Shares(given, beta=_beta(value, given))
-    return Shares(given, numbers=_numbers(value, given))
+    return Shares(given, numbers=numbers_of(value, given))
 
 
 def _beta(value: dict[Any, Any], given: str) -> float:
@@ -164,14 +167,26 @@ def load(given: Any) -> Any:
     )
 
 
-def _numbers(value: Any, given: str) -> tuple[float | tuple[float, ...], ...]:
+def numbers_of(
+    value: Any, given: str, option: str = OPTION
+) -> tuple[float | tuple[float, ...], ...]:
+    """A list of weights, checked.
+
+    Args:
+        value: The list: a number per layer, or a list of them, one per KV head.
+        given: As the user wrote it, for messages.
+        option: The option's name, for messages.
+
+    Raises:
+        RetrievalConfigError: It is no such list.
+    """
     if not isinstance(value, list | tuple) or not value:
-        raise RetrievalConfigError(f"budget_shares={given} must be one of {EXAMPLES}.")
+        raise RetrievalConfigError(f"{option}={given} must be one of {EXAMPLES}.")
     numbers = tuple(tuple(row) if isinstance(row, list | tuple) else row for row in value)
     flat = [n for row in numbers for n in (row if isinstance(row, tuple) else (row,))]
     if not flat or not all(_is_number(n) and 0 <= n < math.inf for n in flat) or not any(flat):
         raise RetrievalConfigError(
-            f"budget_shares={given} must hold numbers of 0 or more, and one above 0 at least."
+            f"{option}={given} must hold numbers of 0 or more, and one above 0 at least."
         )
     return tuple(
         tuple(float(n) for n in row) if isinstance(row, tuple) else float(row) for row in numbers

@@ -152,7 +152,7 @@ def engine_options(variants: Sequence[Variant]) -> dict[str, Any]:
     of_engines = [variant.prefill.of_engine for variant in variants if variant.prefill.tokens]
     if any(of_engine != of_engines[0] for of_engine in of_engines):
         raise ValueError(
-            "prefill_heads and prefill_depth are those of an engine: name budgets that agree"
+            "prefill_budget_shares and prefill_depth are an engine's: name budgets that agree"
         )
     return options | (of_engines[0] if of_engines else {})
 

@@ -10,27 +10,27 @@ class PrefillBudget(NamedTuple):
     """The tokens that a chunk attends to before it, or a share of all of them if that is more.
 
     Attributes:
-        heads: The share of the KV heads that read all of them; None: that of the engine by default.
+        uniform: Whether all KV heads attend to as many. Otherwise they have their shares.
         depth: In which share of the layers; see the option ``prefill_depth``.
     """
 
     tokens: int
     share: float = 0.0
-    heads: float | None = None
+    uniform: bool = False
     depth: float = 1.0
 
     def __str__(self) -> str:
         share = f"+{100 * self.share:.10g}%" if self.share else ""
-        heads = "" if self.heads is None else f"^{100 * self.heads:.10g}%"
+        uniform = "=" if self.uniform else ""
         depth = f"@{100 * self.depth:.10g}%" if self.depth < 1 else ""
-        return f"{self.tokens}{share}{heads}{depth}"
+        return f"{self.tokens}{share}{uniform}{depth}"
 
     @property
     def of_engine(self) -> dict[str, Any]:
         """Options that are an engine's alone."""
         options: dict[str, Any] = {}
-        if self.heads is not None:
-            options["prefill_heads"] = {"share": self.heads}
+        if self.uniform:
+            options["prefill_budget_shares"] = "uniform"
         if self.depth < 1:
             options["prefill_depth"] = self.depth
         return options
@@ -41,16 +41,15 @@ EXACTLY = PrefillBudget(0)
 
 
 def prefill_budget(text: str) -> PrefillBudget:
-    """Parse ``2048``, ``2048+25%`` or ``2048+25%^20%@70%``, where 20 % of the KV heads read all.
+    """Parse ``2048``, ``2048+25%`` or ``2048+25%=@70%``, where all KV heads attend to as many.
 
-    A share, and a depth, is above 0 and below 100 %; a share of heads may be 0.
+    A share, and a depth, is above 0 and below 100 %.
     """
     percent = r"(\d+(?:\.\d+)?)%"
-    match = re.fullmatch(rf"(-?\d+)(?:\+{percent})?(?:\^{percent})?(?:@{percent})?", text)
+    match = re.fullmatch(rf"(-?\d+)(?:\+{percent})?(=)?(?:@{percent})?", text)
     if match is None:
         raise ValueError
-    parts = [None if part is None else float(part) / 100 for part in match.groups()[1:]]
-    share, heads, depth = parts
-    if not all(part is None or 0 < part < 1 for part in (share, depth)) or (heads or 0) > 1:
+    share, depth = (None if part is None else float(part) / 100 for part in match.group(2, 4))
+    if not all(part is None or 0 < part < 1 for part in (share, depth)):
         raise ValueError
-    return PrefillBudget(int(match[1]), share or 0.0, heads, depth or 1.0)
+    return PrefillBudget(int(match[1]), share or 0.0, match[3] is not None, depth or 1.0)

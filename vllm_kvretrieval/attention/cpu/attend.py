@@ -9,7 +9,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_kvretrieval.attention.cpu.blocks import Blocks
+from vllm_kvretrieval.attention.cpu.blocks import Blocks, counts_of
 from vllm_kvretrieval.attention.cpu.durations import Durations
 from vllm_kvretrieval.attention.cpu.plans import Full, Prefill, Whole
 from vllm_kvretrieval.attention.cpu.schedules import Schedule
@@ -28,7 +28,8 @@ class AttendingLayer(CPUAttentionBackendImpl):
         block_choosers: How the layer selects for blocks of prompts, by the number of the method;
             empty where prompts attend to everything.
         late: Whether the layer lies behind ``prefill_depth``.
-        whole_heads: The KV heads that attend to whole contexts for blocks of prompts.
+        prompt_shares: float64 [KV heads]; their shares in what blocks of prompts select; None: all
+            are equal.
         methods: How the layer comes to what rows attend to, by the number of the method; empty in a
             dense layer.
         staging: Where contexts of prompts are laid out; None: they are read where they are.
@@ -41,7 +42,8 @@ class AttendingLayer(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block_choosers: dict[int, Chooser] = {}
-        self.late, self.whole_heads = False, list[int]()
+        self.late = False
+        self.prompt_shares: torch.Tensor | None = None
         self.methods: list[LayerMethod] = []
         self.staging: PrefillStaging | None = None
         self.storage: LayerStorage = IN_PLACE
@@ -168,9 +170,13 @@ class AttendingLayer(CPUAttentionBackendImpl):
     def _select_for_blocks(self, query: torch.Tensor, blocks: Blocks) -> PromptLists:
         """List the pages that blocks of prompts attend to."""
         chooser = self.block_choosers[blocks.method]
+        if self.prompt_shares is not None:
+            counts = chooser.selection.counts
+            assert counts is not None
+            counts[: len(blocks.rows)] = counts_of(blocks.rows.select, self.prompt_shares)
         queries = blocks.grouped(query, self.num_kv_heads)
         self.kernels.plan_decode(queries, blocks.rows, chooser)
-        return blocks.listed(self.whole_heads)
+        return blocks.listed()
 
     def _attend_to_plan(
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, method: LayerMethod

@@ -1,6 +1,5 @@
 """Prompts that retrieve: each block of a prompt's queries attends to pages of its own choice."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -8,6 +7,7 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.attention.cpu.division import Division, Divisor, int32
+from vllm_kvretrieval.attention.parts import PromptReads
 from vllm_kvretrieval.kernels import Contexts, DecodeRows, PromptLists
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ class Blocks:
         rows: What the blocks select. The window of a row ends with the block itself. A block that
             attends to its whole context is all window.
         lists: The same lists for attention. The block's own tokens are at the end.
-        context: int32 [R]; how many tokens the first one of a block sees of the whole context.
         places: int32 [>= pages]; where each page is laid out; None: pages are read where they are.
         late: The same blocks in layers behind ``prefill_depth``; None: there are none.
     """
@@ -40,7 +39,6 @@ class Blocks:
     samples: int
     rows: DecodeRows
     lists: PromptLists
-    context: torch.Tensor
     places: torch.Tensor | None
     late: "Blocks | None" = None
 
@@ -71,25 +69,15 @@ class Blocks:
             sampled = torch.cat([_dissimilar(query[of], mask, self.samples) for of, mask in parts])
         return sampled.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(1, 3)
 
-    def listed(self, whole: Sequence[int]) -> PromptLists:
-        """What a layer attends to, once its pages are selected.
-
-        Args:
-            whole: KV heads that attend to the whole context.
-        """
+    def listed(self) -> PromptLists:
+        """What a layer attends to, once its pages are selected."""
         heads, entries = self.lists.kv_heads, self.lists.entries
-        by_head = entries.view(len(self.rows), heads, -1)
-        for head in whole:
-            by_head[:, head] = self.rows.block_table[:, : by_head.shape[2]] * heads + head
         if self.places is not None:
             # Behind the end of a list is anything.
             pages = (entries // heads).clamp_(0, len(self.places) - 1)
             entries.copy_(self.places[pages] * heads + entries % heads)
-        if not whole:
-            return self.lists
-        seen = self.lists.seen.view(-1, heads).clone()
-        seen[:, whole] = self.context[:, None]
-        return replace(self.lists, seen=seen.flatten())
+        before = self.lists.starts.diff() - 1
+        return replace(self.lists, seen=self.rows.lengths - before.repeat_interleave(heads))
 
 
 class BlockPlanner(Divisor):
@@ -101,13 +89,13 @@ class BlockPlanner(Divisor):
     Args:
         config: Options of the engine, with a ``prefill_budget``.
         kv_heads: KV heads of a layer.
-        whole: Whether some of them, in some layers, attend to whole contexts.
+        highest: The largest share of one of them in what is selected.
     """
 
-    def __init__(self, config: "RetrievalConfig", kv_heads: int, whole: bool = False) -> None:
+    def __init__(self, config: "RetrievalConfig", kv_heads: int, highest: float = 1.0) -> None:
         super().__init__(config)
         assert config.prefill_queries is not None
-        self.kv_heads, self.samples, self.whole = kv_heads, config.prefill_queries, whole
+        self.kv_heads, self.samples, self.highest = kv_heads, config.prefill_queries, highest
         assert config.prefill_depth is not None
         self.all_layers = config.prefill_depth == 1
         # How many queries of a block its samples are chosen from.
@@ -141,16 +129,15 @@ class BlockPlanner(Divisor):
                 they are read where they are.
         """
         new, laid_out = division.new, None if staged is None else _places(staged)
-        rows, lists = self._rows(division, always, block_table, self.whole)
-        context = int32(division.ends - new + 1)
+        rows, lists = self._rows(division, always, block_table)
         # The last query of each of as many equal parts; a short block takes some more than once.
         steps = np.arange(1, self.among + 1)
         places = np.maximum(steps * new[:, None] // self.among, 1) - 1
         queries = start + lists.starts[:-1, None] + torch.from_numpy(places)
-        blocks = Blocks(method, queries, self.samples, rows, lists, context, laid_out)
+        blocks = Blocks(method, queries, self.samples, rows, lists, laid_out)
         if not self.all_layers:
             late = self._rows(self.late(division, always, tokens), always, block_table)
-            blocks.late = Blocks(method, queries, self.samples, *late, context, laid_out)
+            blocks.late = Blocks(method, queries, self.samples, *late, laid_out)
         return blocks
 
     def late(self, division: Division, always: np.ndarray, tokens: np.ndarray) -> Division:
@@ -164,20 +151,43 @@ class BlockPlanner(Divisor):
         cut = division.sparse & (division.ends < tokens[division.request])
         return division._replace(attended=np.where(cut, least, division.attended))
 
+    def skipped(
+        self, division: Division, always: np.ndarray, reads: PromptReads, prompts: int
+    ) -> np.ndarray:
+        """float64 [prompts]; pairs of tokens that KV heads leave out of each prompt, on average.
+
+        Args:
+            division: Of the prompts.
+            always: As for :meth:`plan`.
+            reads: How the heads read; those in late layers count for nothing.
+            prompts: How many there are.
+        """
+        between, select = self._between(division, always)
+        pairs = np.zeros(prompts)
+        for share, part in reads.early:
+            more = np.minimum(np.rint(select * share), between) - select
+            attended = division.attended + more.astype(np.int64) * self.page_size
+            pairs += part * division._replace(attended=attended).skipped(prompts)
+        return pairs
+
+    def _between(self, division: Division, always: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Pages between sink and window of blocks, and how many of them are selected, int64 [C]."""
+        begins, sparse = division.ends - division.new, division.sparse
+        apart = always.sum(0)[division.request]
+        select = ((division.attended - division.new) // self.page_size - apart) * sparse
+        return (begins // self.page_size - apart) * sparse, select
+
     def _rows(
-        self,
-        division: Division,
-        always: np.ndarray,
-        block_table: torch.Tensor,
-        whole: bool = False,
+        self, division: Division, always: np.ndarray, block_table: torch.Tensor
     ) -> tuple[DecodeRows, PromptLists]:
-        """The rows of the plan, and their lists for attention, with room for whole contexts."""
+        """The rows of the plan, and their lists for attention, of KV heads with equal shares."""
         ends, new, sparse = division.ends, division.new, division.sparse
         pages, before = -(-ends // self.page_size), (ends - new) // self.page_size
         sink, window = always[:, division.request] * sparse
-        select = (division.attended - new) // self.page_size * sparse - sink - window
+        between, select = self._between(division, always)
         window = np.where(sparse, window + pages - before, pages)
-        width = int((pages if whole else sink + select + window).max())
+        longest = np.minimum(np.ceil(select * self.highest).astype(np.int64), between)
+        width = int((sink + np.maximum(select, longest) + window).max())
         count = len(ends)
         tables = block_table[torch.from_numpy(division.request)]
         rows = DecodeRows.selecting(
@@ -191,6 +201,16 @@ class BlockPlanner(Divisor):
         starts = np.concatenate([[0], new.cumsum()])
         seen = int32(division.attended - new + 1).repeat_interleave(self.kv_heads)
         return rows, PromptLists(rows.lists, int32(starts), seen, self.kv_heads, per_head=True)
+
+
+def counts_of(select: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """int32 [R, KV heads]; pages that each head selects, if the context has as many.
+
+    Args:
+        select: int32 [R]; on average.
+        shares: float64 [KV heads]; of each head, 1 on average.
+    """
+    return (select[:, None] * shares).round().int()
 
 
 def is_late(config: "RetrievalConfig", number: int, layers: int) -> bool:

@@ -1,5 +1,6 @@
 """How prompts are divided into chunks, each of which attends to a part of what lies before it."""
 
+from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -61,10 +62,16 @@ class Divisor:
         """Most chunks in a step of so many tokens and requests."""
         return tokens // self.chunk + 2 * requests
 
-    def most_attended(self, longest: int) -> int:
-        """Most pages before a chunk that it attends to, in contexts of so many tokens."""
+    def most_attended(self, longest: int, highest: float = 1.0) -> int:
+        """Most pages before a chunk that a KV head attends to.
+
+        Args:
+            longest: Tokens of the longest context.
+            highest: The largest share of a KV head in what is selected.
+        """
         begins, budgets, shares = (np.array([each]) for each in (longest, self.budget, self.share))
-        return int(self._before(begins, budgets, shares)[0]) // self.page_size
+        pages = int(self._before(begins, budgets, shares)[0]) // self.page_size
+        return pages if highest <= 1 else min(ceil(pages * highest), -(-longest // self.page_size))
 
     def _before(self, begins: np.ndarray, budgets: np.ndarray, shares: np.ndarray) -> np.ndarray:
         """Tokens before chunks that these attend to, int64 [C].

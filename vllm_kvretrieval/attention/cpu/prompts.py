@@ -42,8 +42,8 @@ class PromptPlanner:
         self._page_size = requests.config.page_size
         self._sparse: ChunkPlanner | BlockPlanner | None = None
         if requests.config.prefill_queries is not None:
-            whole = requests.prompt_shares.whole > 0
-            self._sparse = BlockPlanner(requests.config, kv_heads, whole)
+            highest = max((share for share, _ in requests.prompt_reads.early), default=1.0)
+            self._sparse = BlockPlanner(requests.config, kv_heads, highest)
         elif requests.config.prefill_budget is not None:
             self._sparse = ChunkPlanner(requests.config)
 
@@ -67,11 +67,7 @@ class PromptPlanner:
         shares = self._requests.prefill_shares(seats)
         division = self._sparse.divide(lens, new, sums, shares)
         ends = self._requests.ends[seats]
-        late, whole = self._requests.prompt_shares
-        skipped = (1 - late - whole) * division.skipped(len(lens))
-        if late and isinstance(self._sparse, BlockPlanner):
-            in_late = self._sparse.late(division, budgets[:2], ends)
-            skipped += late * in_late.skipped(len(lens))
+        skipped = self._skipped(self._sparse, division, budgets[:2], ends)
         read = pairs - np.where(sparse, skipped, 0).astype(np.int64)
         self._requests.count_prefill(seats, lens, pairs, read)
         sparse &= lens > self._sparse.exact
@@ -89,6 +85,23 @@ class PromptPlanner:
             else:
                 parts += self._chunks(dense, requests, self._sparse, divided, parts)
         return parts
+
+    def _skipped(
+        self,
+        by: ChunkPlanner | BlockPlanner,
+        division: Division,
+        always: np.ndarray,
+        tokens: np.ndarray,
+    ) -> np.ndarray:
+        """Pairs of tokens that KV heads leave out of each prompt, on average."""
+        count = len(tokens)
+        if isinstance(by, ChunkPlanner):
+            return division.skipped(count)
+        reads = self._requests.prompt_reads
+        skipped = by.skipped(division, always, reads, count)
+        if reads.late:
+            skipped += reads.late * by.late(division, always, tokens).skipped(count)
+        return skipped
 
     def in_cache(self, dense: CPUAttentionMetadata, requests: slice) -> Prefill:
         """Requests whose contexts are read where they are."""

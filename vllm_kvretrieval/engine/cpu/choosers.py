@@ -91,6 +91,9 @@ class Choosers:
         shape = impl.num_kv_heads, impl.num_queries_per_kv, impl.head_size
         if shape not in self._for_blocks:
             kv_heads, group, head_size = shape
+            counts = None
+            if self._worker.prompt_shares:  # each layer writes its own
+                counts = torch.zeros(self._worker.most_pieces, kv_heads, dtype=torch.int32)
             self._for_blocks[shape] = Selection.empty(
                 seats=self._worker.most_pieces,
                 kv_heads=kv_heads,
@@ -98,6 +101,7 @@ class Choosers:
                 head_size=head_size,
                 most_selected=self._worker.most_piece_pages,
                 dtype=kv_cache.dtype,
+                counts=counts,
             )
         selection = self._for_blocks[shape]
         return {

@@ -1,11 +1,11 @@
 """How much memory a worker of vLLM's CPU platform has for what."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
@@ -16,7 +16,7 @@ from vllm_kvretrieval.attention.cpu.blocks import is_late
 from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.cpu.staging import blocks_for
 from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
-from vllm_kvretrieval.attention.parts import PromptShares
+from vllm_kvretrieval.attention.parts import PromptReads
 from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
@@ -180,43 +180,52 @@ class PlanningWorker(CPUWorker):
         return frozenset(n for n in self.retrieval_heads if is_late(config, number_of[n], layers))
 
     @functools.cached_property
-    def prompt_heads(self) -> dict[str, list[int]]:
-        """By layer, the KV heads that attend to whole contexts for blocks of prompts."""
+    def prompt_shares(self) -> dict[str, torch.Tensor]:
+        """By layer, float64 [KV heads]: shares in the selected part of ``prefill_budget``.
+
+        Empty: they are equal everywhere.
+        """
         config, model, own = self.retrieval_config, self.model_config, self.retrieval_heads
-        if config.prompt_heads is None or not own:
-            return {name: [] for name in own}
+        if config.prompt_shares is None or not own:
+            return {}
         numbers = [self.layer_numbers[name] for name in own]
         # Of all stages of a pipeline, where the model's configuration names their layers.
         model_layers = full_attention_layers(model) or numbers
         count = model.get_total_num_hidden_layers()
-        select = [
+        early = [
             number
             for number in retrieving_layers(model_layers, self.roles, config.dense_layers)
             if not is_late(config, number, count)
         ]
-        flags = config.prompt_heads.of(model, numbers, select)
-        if not flags.any():
-            return {name: [] for name in own}
-        if flags.size != sum(self._all_heads[0]):
+        shares = config.prompt_shares.of(model, numbers, early)
+        shares[[number not in early for number in numbers]] = 1
+        if (shares == 1).all():
+            return {}
+        if shares.size != sum(self._all_heads[0]):
             raise RetrievalConfigError(
-                f"kv_retrieval.prefill_heads: layers of {model.model} have different numbers of KV "
-                'heads, which files and lists of heads do not know; use {"share": 0}.'
+                f"kv_retrieval.prefill_budget_shares: layers of {model.model} have different "
+                "numbers of KV heads, which files and lists of shares do not know; use uniform."
             )
-        mine = flags.flatten()[own_heads(*self._all_heads)]
-        return {
-            name: [] if name in self.late_layers else np.flatnonzero(mine[place]).tolist()
-            for name, place in own.items()
-        }
+        mine = torch.from_numpy(shares.flatten()[own_heads(*self._all_heads)])
+        return {name: mine[place] for name, place in own.items()}
 
     @property
-    def prompt_shares(self) -> PromptShares:
+    def highest_prompt_share(self) -> float:
+        """The largest of them."""
+        return max((float(shares.max()) for shares in self.prompt_shares.values()), default=1.0)
+
+    @property
+    def prompt_reads(self) -> PromptReads:
         """How the KV heads of this worker read prompts that retrieve."""
-        own = self.retrieval_heads
+        own, shares = self.retrieval_heads, self.prompt_shares
         if not own:
-            return PromptShares()
-        heads = sum(place.stop - place.start for place in own.values())
-        late = sum(own[name].stop - own[name].start for name in self.late_layers)
-        return PromptShares(late / heads, sum(map(len, self.prompt_heads.values())) / heads)
+            return PromptReads()
+        heads = {name: place.stop - place.start for name, place in own.items()}
+        total, late = sum(heads.values()), sum(heads[name] for name in self.late_layers)
+        early = Counter[float]()
+        for name in own.keys() - self.late_layers:
+            early.update(shares[name].tolist() if shares else [1.0] * heads[name])
+        return PromptReads(late / total, tuple((s, n / total) for s, n in early.items()))
 
     @property
     def _all_heads(self) -> tuple[list[int], tuple[int, int]]:
@@ -262,7 +271,8 @@ class PlanningWorker(CPUWorker):
     @property
     def most_piece_pages(self) -> int:
         """Most pages before one of them that it attends to."""
-        return Divisor(self.retrieval_config).most_attended(self.model_config.max_model_len)
+        divisor, longest = Divisor(self.retrieval_config), self.model_config.max_model_len
+        return divisor.most_attended(longest, self.highest_prompt_share)
 
     @property
     def stages(self) -> bool:

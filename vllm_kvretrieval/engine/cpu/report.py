@@ -56,11 +56,11 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
             if config.prefill_share
             else "",
         )
-        if config.prompt_heads is not None:
+        if shares := worker.prompt_shares:
             logger.info(
-                "%d of their %d KV heads in this worker read prompts in full (prefill_heads).",
-                sum(map(len, worker.prompt_heads.values())),
-                sum(place.stop - place.start for place in worker.retrieval_heads.values()),
+                "Their KV heads select %.2f to %.2f times as much (prefill_budget_shares).",
+                min(float(of_layer.min()) for of_layer in shares.values()),
+                worker.highest_prompt_share,
             )
         if late := len(worker.late_layers):
             logger.info(

@@ -165,7 +165,7 @@ class RetrievalCPUWorker(StoringWorker):
             own_heads,
             self.fixed_counts,
         )
-        self.requests.prompt_shares = self.prompt_shares
+        self.requests.prompt_reads = self.prompt_reads
         self.requests.by_mass = not capped and {g.builder.isa for g in groups} <= cpu.LAYOUTS.keys()
         self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks) if foreign else None
         self.storage = self._make_storage(self.requests)
@@ -284,7 +284,7 @@ class RetrievalCPUWorker(StoringWorker):
         facts = LayerFacts(number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale)
         impl.attach(cpu, choosers, layer_methods(facts, choosers), kv_cache, staging, storage)
         impl.durations = self.durations
-        impl.late, impl.whole_heads = name in self.late_layers, self.prompt_heads[name]
+        impl.late, impl.prompt_shares = name in self.late_layers, self.prompt_shares.get(name)
         impl.block_choosers = self.choosers.for_blocks(impl, kv_cache, choosers)
         self.retrieval_layers[name] = impl
 

@@ -5,7 +5,7 @@ package.
 """
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class RetrievalHeadFile(HeadFile):
     induction: tuple[tuple[float, ...], ...]
     echo: tuple[tuple[float, ...], ...]
 
-    def choose(self, share: float, among: Collection[int]) -> Flags:
+    def choose(self, share: float) -> Flags:
         """The retrieval heads, a share of the heads of all layers with full attention."""
         return choose_heads(self.induction, self.echo, share)
 
