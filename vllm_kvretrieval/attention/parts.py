@@ -17,6 +17,11 @@ class PromptReads(NamedTuple):
     late: float = 0.0
     early: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
 
+    @property
+    def highest(self) -> float:
+        """The largest of these shares."""
+        return max((share for share, _ in self.early), default=1.0)
+
 
 class RowOptions(NamedTuple):
     """Options of the rows of a step; arrays with an entry per row.

@@ -73,7 +73,6 @@ def chunk_shares(
     retrieve = [number for number in layers if number >= config.dense_layers]
     early = {number for number in retrieve if not is_late(config, number, count)}
     rows = config.prompt_shares.of(model, retrieve, early)
-    rows[[number not in early for number in retrieve]] = 1
     kept = {n: ChunkShares(*[torch.ones(layer.kv_heads)] * 2) for n, layer in layers.items()}
     for number, shares in zip(retrieve, torch.from_numpy(rows), strict=True):
         part = _kept(config, layers[number], chunk, shares, number not in early)

@@ -42,7 +42,7 @@ class PromptPlanner:
         self._page_size = requests.config.page_size
         self._sparse: ChunkPlanner | BlockPlanner | None = None
         if requests.config.prefill_queries is not None:
-            highest = max((share for share, _ in requests.prompt_reads.early), default=1.0)
+            highest = requests.prompt_reads.highest
             self._sparse = BlockPlanner(requests.config, kv_heads, highest)
         elif requests.config.prefill_budget is not None:
             self._sparse = ChunkPlanner(requests.config)

@@ -198,7 +198,6 @@ class PlanningWorker(CPUWorker):
             if not is_late(config, number, count)
         ]
         shares = config.prompt_shares.of(model, numbers, early)
-        shares[[number not in early for number in numbers]] = 1
         if (shares == 1).all():
             return {}
         if shares.size != sum(self._all_heads[0]):
@@ -208,11 +207,6 @@ class PlanningWorker(CPUWorker):
             )
         mine = torch.from_numpy(shares.flatten()[own_heads(*self._all_heads)])
         return {name: mine[place] for name, place in own.items()}
-
-    @property
-    def highest_prompt_share(self) -> float:
-        """The largest of them."""
-        return max((float(shares.max()) for shares in self.prompt_shares.values()), default=1.0)
 
     @property
     def prompt_reads(self) -> PromptReads:
@@ -272,7 +266,7 @@ class PlanningWorker(CPUWorker):
     def most_piece_pages(self) -> int:
         """Most pages before one of them that it attends to."""
         divisor, longest = Divisor(self.retrieval_config), self.model_config.max_model_len
-        return divisor.most_attended(longest, self.highest_prompt_share)
+        return divisor.most_attended(longest, self.prompt_reads.highest)
 
     @property
     def stages(self) -> bool:

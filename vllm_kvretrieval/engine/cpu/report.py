@@ -56,11 +56,11 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
             if config.prefill_share
             else "",
         )
-        if shares := worker.prompt_shares:
+        if worker.prompt_shares:
             logger.info(
                 "Their KV heads select %.2f to %.2f times as much (prefill_budget_shares).",
-                min(float(of_layer.min()) for of_layer in shares.values()),
-                worker.highest_prompt_share,
+                min(share for share, _ in worker.prompt_reads.early),
+                worker.prompt_reads.highest,
             )
         if late := len(worker.late_layers):
             logger.info(

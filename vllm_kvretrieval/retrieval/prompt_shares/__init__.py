@@ -155,13 +155,13 @@ class PromptShares:
     def of(
         self, model_config: Any, layers: Sequence[int], early: Collection[int] | None = None
     ) -> np.ndarray:
-        """float64 [len(layers), KV heads]; shares, 1 on average.
+        """float64 [len(layers), KV heads]; shares, of measurements 1 on average.
 
         Args:
             model_config: vLLM's model configuration.
             layers: The layers that retrieve, rising.
             early: Those in which chunks of prompts select; None: all. Measurements divide the
-                budget among these.
+                budget among these. In others all heads have a share of 1.
 
         Raises:
             RetrievalConfigError: The option has another shape, or its file is of another model.
@@ -169,7 +169,9 @@ class PromptShares:
         count = model_config.get_total_num_kv_heads()
         model, config, file = model_config.model, model_config.hf_text_config, self.file
         if self.numbers is not None:
-            return self.numbers.of([count] * len(layers)).reshape(-1, count)
+            shares = self.numbers.of([count] * len(layers)).reshape(-1, count)
+            shares[[early is not None and layer not in early for layer in layers]] = 1
+            return shares
         if file is not None:
             KIND.check_model(file, model, config)
         else:
