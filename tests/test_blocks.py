@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, counts_of, is_late
+from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, is_late
 from vllm_kvretrieval.attention.parts import PromptReads
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, IndexStore, Selection, cpu, reference
@@ -14,6 +14,7 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.index import make_index
 from vllm_kvretrieval.retrieval.pooling import Pooling
+from vllm_kvretrieval.retrieval.prompt_shares import ONE_IN
 
 pytestmark = pytest.mark.threads
 
@@ -125,10 +126,12 @@ def test_heads_with_shares_of_their_own():
     table = torch.arange(64, dtype=torch.int32).view(2, 32)
     division = planner.divide(before + new, new)
     staged = torch.cat([torch.arange(64).flip(0), torch.tensor([-1])])
-    shares = torch.tensor([0.5, 1.5], dtype=torch.float64)
+    # Five pages are selected of nine: one in two; others would select all.
+    shares = torch.full((len(ONE_IN), 2), 9.0, dtype=torch.float64)
+    shares[ONE_IN.index(2)] = torch.tensor([0.5, 1.5])
     for pages in (None, staged):
         blocks = planner.plan(0, division, budgets[:2], table, 0, before + new, pages)
-        assert counts_of(blocks.rows.select, shares).tolist() == [[2, 8]] * 2  # of 5 on average
+        assert blocks.counts(shares).tolist() == [[2, 8]] * 2
         assert blocks.rows.lists.shape == (4, 13)
         blocks.rows.lists.copy_(torch.tensor([[10], [11], [70], [71]]))  # page 5, and page 35
         lengths = [7 * PAGE, 13 * PAGE, 6 * PAGE - 12, 12 * PAGE - 12]
@@ -138,10 +141,10 @@ def test_heads_with_shares_of_their_own():
         expected = [2 * at[5], 2 * at[5] + 1, 2 * at[35], 2 * at[35] + 1]
         assert lists.entries.tolist() == [[entry] * 13 for entry in expected]
         assert lists.seen.tolist() == [161, 353, 161, 353]
-    for share, select in ((0.5, 2), (1, 5), (1.5, 8), (4.0, 9)):  # nine are all
-        reads = PromptReads(0.25, ((share, 0.75),))
-        skipped = planner.skipped(division, budgets[:2], reads, 2)
-        assert skipped.tolist() == [0.75 * (9 - select) * PAGE * n for n in (64, 20)]
+    of_heads = np.full((4, len(ONE_IN)), 9.0)
+    of_heads[:, ONE_IN.index(2)] = [0.5, 1, 1.5, 4]  # select 2, 5, 8, and 9, which are all
+    skipped = planner.skipped(division, budgets[:2], PromptReads(0.25, of_heads), 2)
+    assert skipped.tolist() == [0.75 * (9 - 6) * PAGE * n for n in (64, 20)]
 
 
 @pytest.mark.parametrize(("depth", "first"), [(0.5, 12), (0.7, 17), (1.0, None)])

@@ -19,8 +19,10 @@ from vllm_kvretrieval.retrieval.model_files import SHAPE
 from vllm_kvretrieval.retrieval.prompt_shares import (
     FORMAT,
     KIND,
+    ONE_IN,
     SHIPPED,
     PromptShareFile,
+    nearest,
     read_prompt_shares,
     shipped,
 )
@@ -96,7 +98,7 @@ def test_changes_are_those_of_a_plain_computation(model, capfd):  # noqa: F811
     said = capfd.readouterr().out
     heads = 2 * (len(model.full) - 1)  # the first layer is dense
     assert f"Of {heads} KV heads of {file.model} " in said
-    largest = max(map(max, file.choose(model.full[1:])[1:]))
+    largest = max(map(max, file.choose(model.full[1:], 8)[1:]))
     assert f"{largest:5.2f} times the mean" in said
     assert json.loads(out.read_text())["settings"]["texts"] == ["long.txt", "again.txt"]
 
@@ -120,35 +122,48 @@ def file_of(change, selected=(0,), layers=None, path=SHIPPED):
 def test_shares_go_to_heads_that_gain_most():
     """The head that gains most by a token has its tokens first, and the next one those left."""
     file = file_of([[[4.0, 1.0], [5.0, 1.0]], [[2.0, 1.5], [0.0, 0.0]]], (0, 100))
-    assert [row.tolist() for row in file.choose([0])] == [[1, 1], [1, 1]]
+    assert [row.tolist() for row in file.choose([0], 8)] == [[1, 1], [1, 1]]
     file = file_of([[[4.0, 1.0], [1.0, 1.0]], [[3.0, 2.0], [0.0, 0.0]]], (0, 100))
-    assert [row.tolist() for row in file.choose([0])] == [[2, 0], [1, 1]]  # of 700, 100 are left
-    assert [row.tolist() for row in file.choose([0, 1])] == [[1, 0], [3, 0]]
+    assert [row.tolist() for row in file.choose([0], 8)] == [[2, 0], [1, 1]]  # of 700, 100 are left
+    assert [row.tolist() for row in file.choose([0, 1], 8)] == [[1, 0], [3, 0]]
+    assert [row.tolist() for row in file.choose([0, 1], 4)] == [[0.5, 0], [3.5, 0]]
+    assert [row.tolist() for row in file.choose([0, 1], 1)] == [[1, 1], [1, 1]]
 
 
 def test_a_head_that_gains_late_is_not_passed_over():
     """It gains nothing by few tokens, and much by all."""
-    (shares,) = file_of([[[4.0, 4.0], [0.1, 0.05]]], (0, 100)).choose([0])
+    (shares,) = file_of([[[4.0, 4.0], [0.1, 0.05]]], (0, 100)).choose([0], 8)
     assert shares.tolist() == [2, 0]
 
 
 def test_early_layers_count_more():
     """A loss counts once for its layer and each that follows."""
     file = file_of([[[4.0]], [[4.0]], [[4.0]], [[4.0]], [[4.0]]])
-    assert [row.tolist() for row in file.choose(range(1, 5))] == [[1], [4], [0], [0], [0]]
+    assert [row.tolist() for row in file.choose(range(1, 5), 8)] == [[1], [4], [0], [0], [0]]
     file = file_of([[[4.0]], [[4.0]], [[4.0]], [[9.0]], [[19.0]]])
-    assert [row.tolist() for row in file.choose(range(1, 5))] == [[1], [0], [0], [0], [4]]
-    assert [row.tolist() for row in file.choose([])] == [[1]] * 5
+    assert [row.tolist() for row in file.choose(range(1, 5), 8)] == [[1], [0], [0], [0], [4]]
+    assert [row.tolist() for row in file.choose([], 8)] == [[1]] * 5
+
+
+def test_shares_are_those_of_the_nearest_number():
+    """Nearest by ratio; where nothing is selected any will do."""
+    between, select = (
+        np.array([100, 100, 42, 41, 1000, 64, 9, 0]),
+        np.array([50, 8, 12, 12, 5, 64, 0, 0]),
+    )
+    found = np.array(ONE_IN)[nearest(between, select)]
+    assert found[:6].tolist() == [2, 12, 4, 3, 16, 1.5]
 
 
 def test_shipped_files():
     for file in shipped():
         assert file.path.stem == file.model
-        shares = np.array(file.choose(file.layers[1:]))
-        assert (shares[0] == 1).all()
-        assert shares[1:].mean() == pytest.approx(1)
-        assert shares.max() > 2
-        assert (shares[1:] < 0.5).mean() > 0.1
+        for one_in in ONE_IN:
+            shares = np.array(file.choose(file.layers[1:], one_in))
+            assert (shares[0] == 1).all()
+            assert shares[1:].mean() == pytest.approx(1)
+            assert min(one_in, 4) <= shares.max() <= one_in
+            assert (shares[1:] < 0.5).mean() > 0.1 or one_in < 3
     assert [file.model for file in shipped()] == [
         MODEL,
         "SmolLM2-135M-Instruct-32K",

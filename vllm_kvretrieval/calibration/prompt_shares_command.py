@@ -11,12 +11,13 @@ from vllm_kvretrieval.retrieval.model_files import name_of, shape_of
 from vllm_kvretrieval.retrieval.prompt_shares import (
     FORMAT,
     NAME,
-    PART,
     PromptShareFile,
     read_prompt_shares,
 )
 
 DEFAULT_TOKENS, LEAST_TOKENS = 4096, 1024
+MEAN = 8
+"""Heads that select one in so many tokens on average are in the middle of the measurements."""
 SHOWN = 8
 """How many of the heads with the largest shares are shown."""
 
@@ -62,7 +63,7 @@ def measure(given: argparse.Namespace) -> None:
 
     from vllm_kvretrieval.calibration.prompts import CHUNK, PAGE, QUERIES, WINDOW, PromptChanges
 
-    mean = given.tokens // PART // PAGE
+    mean = given.tokens // MEAN // PAGE
     if given.tokens < LEAST_TOKENS:
         raise ValueError(
             f"heads that select {mean * PAGE} of {given.tokens} tokens leave hardly any out: use "
@@ -103,7 +104,7 @@ def measure(given: argparse.Namespace) -> None:
 
 def _summary(file: PromptShareFile) -> str:
     retrieve = [number for number in file.layers if number > 0]  # with one dense layer
-    shares = dict(zip(file.layers, file.choose(retrieve), strict=True))
+    shares = dict(zip(file.layers, file.choose(retrieve, MEAN), strict=True))
     ranked = sorted(
         ((share, n, head) for n in retrieve for head, share in enumerate(shares[n].tolist())),
         reverse=True,
@@ -111,7 +112,7 @@ def _summary(file: PromptShareFile) -> str:
     least = np.array([share for share, *_ in ranked]) < 0.5
     lines = [
         f"Of {len(ranked)} KV heads of {file.model} {least.sum()} should read less than half of "
-        "the mean; most should be read by these:"
+        f"the mean where that is one token in {MEAN}; most should be read by these:"
     ]
     lines += [
         f"  layer {layer:>3}  KV head {head:>2}  {share:5.2f} times the mean"

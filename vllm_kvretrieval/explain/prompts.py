@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, counts_of, is_late
+from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, is_late
 from vllm_kvretrieval.explain.attended import make_chooser
 from vllm_kvretrieval.explain.attention import LayerAttention
 from vllm_kvretrieval.kernels import reference
@@ -74,9 +74,8 @@ def chunk_shares(
     early = {number for number in retrieve if not is_late(config, number, count)}
     rows = config.prompt_shares.of(model, retrieve, early)
     kept = {n: ChunkShares(*[torch.ones(layer.kv_heads)] * 2) for n, layer in layers.items()}
-    for number, shares in zip(retrieve, torch.from_numpy(rows), strict=True):
-        part = _kept(config, layers[number], chunk, shares, number not in early)
-        kept[number] = ChunkShares(part, shares)
+    for number, shares in zip(retrieve, torch.from_numpy(rows).unbind(1), strict=True):
+        kept[number] = _kept(config, layers[number], chunk, shares, number not in early)
     return kept
 
 
@@ -86,7 +85,7 @@ def _kept(
     chunk: tuple[int, int],
     shares: torch.Tensor,
     late: bool,
-) -> torch.Tensor:
+) -> ChunkShares:
     assert config.prefill_budget is not None
     assert config.prefill_queries is not None
     (begin, end), size = chunk, config.page_size
@@ -98,11 +97,11 @@ def _kept(
     blocks = planner.plan(0, division, always, pages[None], 0, np.array([end + 1])).of_layer(late)
     query = layer.queries_at(begin, end).transpose(0, 1)
     group = len(layer.queries) // layer.kv_heads * config.prefill_queries
-    counts = counts_of(blocks.rows.select, shares)
+    counts = blocks.counts(shares)
     chooser = make_chooser(config, layer, group, int(counts.max()), counts[0])
     reference.plan_decode(blocks.grouped(query, layer.kv_heads), blocks.rows, chooser)
     attended = torch.zeros(layer.kv_heads, len(pages), dtype=torch.bool)
     for head, length in enumerate(blocks.rows.lengths.tolist()):
         attended[head, blocks.rows.lists[head, : -(-length // size)] // layer.kv_heads] = True
     mass = layer.attention(begin, end)[:, :end].unflatten(1, (-1, size)).sum(2)
-    return (mass * attended).sum(1)
+    return ChunkShares((mass * attended).sum(1), shares[blocks.shares[0]])

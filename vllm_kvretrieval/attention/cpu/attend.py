@@ -9,7 +9,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_kvretrieval.attention.cpu.blocks import Blocks, counts_of
+from vllm_kvretrieval.attention.cpu.blocks import Blocks
 from vllm_kvretrieval.attention.cpu.durations import Durations
 from vllm_kvretrieval.attention.cpu.plans import Full, Prefill, Whole
 from vllm_kvretrieval.attention.cpu.schedules import Schedule
@@ -28,8 +28,8 @@ class AttendingLayer(CPUAttentionBackendImpl):
         block_choosers: How the layer selects for blocks of prompts, by the number of the method;
             empty where prompts attend to everything.
         late: Whether the layer lies behind ``prefill_depth``.
-        prompt_shares: float64 [KV heads]; their shares in what blocks of prompts select; None: all
-            are equal.
+        prompt_shares: float64 [ONE_IN, KV heads]; their shares in what blocks of prompts select;
+            None: all are equal.
         methods: How the layer comes to what rows attend to, by the number of the method; empty in a
             dense layer.
         staging: Where contexts of prompts are laid out; None: they are read where they are.
@@ -173,7 +173,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
         if self.prompt_shares is not None:
             counts = chooser.selection.counts
             assert counts is not None
-            counts[: len(blocks.rows)] = counts_of(blocks.rows.select, self.prompt_shares)
+            counts[: len(blocks.rows)] = blocks.counts(self.prompt_shares)
         queries = blocks.grouped(query, self.num_kv_heads)
         self.kernels.plan_decode(queries, blocks.rows, chooser)
         return blocks.listed()

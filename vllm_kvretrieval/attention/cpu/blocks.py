@@ -9,6 +9,7 @@ import torch
 from vllm_kvretrieval.attention.cpu.division import Division, Divisor, int32
 from vllm_kvretrieval.attention.parts import PromptReads
 from vllm_kvretrieval.kernels import Contexts, DecodeRows, PromptLists
+from vllm_kvretrieval.retrieval.prompt_shares import nearest
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -30,6 +31,7 @@ class Blocks:
         rows: What the blocks select. The window of a row ends with the block itself. A block that
             attends to its whole context is all window.
         lists: The same lists for attention. The block's own tokens are at the end.
+        shares: int64 [R]; which of its shares a KV head has, a place in ``ONE_IN``.
         places: int32 [>= pages]; where each page is laid out; None: pages are read where they are.
         late: The same blocks in layers behind ``prefill_depth``; None: there are none.
     """
@@ -39,6 +41,7 @@ class Blocks:
     samples: int
     rows: DecodeRows
     lists: PromptLists
+    shares: torch.Tensor
     places: torch.Tensor | None
     late: "Blocks | None" = None
 
@@ -68,6 +71,14 @@ class Blocks:
             parts = zip(self.queries.split(AT_ONCE), again.split(AT_ONCE), strict=True)
             sampled = torch.cat([_dissimilar(query[of], mask, self.samples) for of, mask in parts])
         return sampled.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(1, 3)
+
+    def counts(self, shares: torch.Tensor) -> torch.Tensor:
+        """int32 [R, KV heads]; pages that each head selects, if the context has as many.
+
+        Args:
+            shares: float64 [ONE_IN, KV heads]; of a layer.
+        """
+        return (self.rows.select[:, None] * shares[self.shares]).round().int()
 
     def listed(self) -> PromptLists:
         """What a layer attends to, once its pages are selected."""
@@ -130,14 +141,15 @@ class BlockPlanner(Divisor):
         """
         new, laid_out = division.new, None if staged is None else _places(staged)
         rows, lists = self._rows(division, always, block_table)
+        shares = torch.from_numpy(self._shares(division, always))
         # The last query of each of as many equal parts; a short block takes some more than once.
         steps = np.arange(1, self.among + 1)
         places = np.maximum(steps * new[:, None] // self.among, 1) - 1
         queries = start + lists.starts[:-1, None] + torch.from_numpy(places)
-        blocks = Blocks(method, queries, self.samples, rows, lists, laid_out)
+        blocks = Blocks(method, queries, self.samples, rows, lists, shares, laid_out)
         if not self.all_layers:
             late = self._rows(self.late(division, always, tokens), always, block_table)
-            blocks.late = Blocks(method, queries, self.samples, *late, laid_out)
+            blocks.late = Blocks(method, queries, self.samples, *late, shares, laid_out)
         return blocks
 
     def late(self, division: Division, always: np.ndarray, tokens: np.ndarray) -> Division:
@@ -163,12 +175,19 @@ class BlockPlanner(Divisor):
             prompts: How many there are.
         """
         between, select = self._between(division, always)
-        pairs = np.zeros(prompts)
-        for share, part in reads.early:
-            more = np.minimum(np.rint(select * share), between) - select
-            attended = division.attended + more.astype(np.int64) * self.page_size
-            pairs += part * division._replace(attended=attended).skipped(prompts)
-        return pairs
+        shares = reads.shares[:, self._shares(division, always)]
+        more = np.minimum(np.rint(select * shares), between).mean(0) - select
+        left = division.ends - division.attended - more * self.page_size
+        return (1 - reads.late) * np.bincount(division.request, left * division.new, prompts)
+
+    def _shares(self, division: Division, always: np.ndarray) -> np.ndarray:
+        """int64 [C]; by which of its shares a KV head selects, a place in ``ONE_IN``.
+
+        A block that begins behind a prefix in the cache selects as a whole one does.
+        """
+        begins = (division.ends - division.new) // self.chunk * self.chunk
+        _, select = self._between(division, always)
+        return nearest(begins // self.page_size - always.sum(0)[division.request], select)
 
     def _between(self, division: Division, always: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Pages between sink and window of blocks, and how many of them are selected, int64 [C]."""
@@ -201,16 +220,6 @@ class BlockPlanner(Divisor):
         starts = np.concatenate([[0], new.cumsum()])
         seen = int32(division.attended - new + 1).repeat_interleave(self.kv_heads)
         return rows, PromptLists(rows.lists, int32(starts), seen, self.kv_heads, per_head=True)
-
-
-def counts_of(select: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """int32 [R, KV heads]; pages that each head selects, if the context has as many.
-
-    Args:
-        select: int32 [R]; on average.
-        shares: float64 [KV heads]; of each head, 1 on average.
-    """
-    return (select[:, None] * shares).round().int()
 
 
 def is_late(config: "RetrievalConfig", number: int, layers: int) -> bool:

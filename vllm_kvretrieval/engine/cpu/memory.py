@@ -1,7 +1,6 @@
 """How much memory a worker of vLLM's CPU platform has for what."""
 
 import functools
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -181,7 +180,7 @@ class PlanningWorker(CPUWorker):
 
     @functools.cached_property
     def prompt_shares(self) -> dict[str, torch.Tensor]:
-        """By layer, float64 [KV heads]: shares in the selected part of ``prefill_budget``.
+        """By layer, float64 [ONE_IN, KV heads]: shares in the selected part of ``prefill_budget``.
 
         Empty: they are equal everywhere.
         """
@@ -200,13 +199,13 @@ class PlanningWorker(CPUWorker):
         shares = config.prompt_shares.of(model, numbers, early)
         if (shares == 1).all():
             return {}
-        if shares.size != sum(self._all_heads[0]):
+        if shares[0].size != sum(self._all_heads[0]):
             raise RetrievalConfigError(
                 f"kv_retrieval.prefill_budget_shares: layers of {model.model} have different "
                 "numbers of KV heads, which files and lists of shares do not know; use uniform."
             )
-        mine = torch.from_numpy(shares.flatten()[own_heads(*self._all_heads)])
-        return {name: mine[place] for name, place in own.items()}
+        mine = shares.reshape(len(shares), -1)[:, own_heads(*self._all_heads)]
+        return {name: torch.from_numpy(mine[:, place]) for name, place in own.items()}
 
     @property
     def prompt_reads(self) -> PromptReads:
@@ -216,10 +215,10 @@ class PlanningWorker(CPUWorker):
             return PromptReads()
         heads = {name: place.stop - place.start for name, place in own.items()}
         total, late = sum(heads.values()), sum(heads[name] for name in self.late_layers)
-        early = Counter[float]()
-        for name in own.keys() - self.late_layers:
-            early.update(shares[name].tolist() if shares else [1.0] * heads[name])
-        return PromptReads(late / total, tuple((s, n / total) for s, n in early.items()))
+        if not shares:
+            return PromptReads(late / total)
+        early = [shares[name] for name in own.keys() - self.late_layers]
+        return PromptReads(late / total, torch.cat(early, 1).T.numpy())
 
     @property
     def _all_heads(self) -> tuple[list[int], tuple[int, int]]:

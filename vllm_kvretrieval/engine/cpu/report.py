@@ -59,7 +59,7 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         if worker.prompt_shares:
             logger.info(
                 "Their KV heads select %.2f to %.2f times as much (prefill_budget_shares).",
-                min(share for share, _ in worker.prompt_reads.early),
+                worker.prompt_reads.shares.min(),
                 worker.prompt_reads.highest,
             )
         if late := len(worker.late_layers):

@@ -28,8 +28,20 @@ NAME = "prefill_budget_shares"
 OTHERWISE = "uniform, or a list with a number per retrieval layer, or a list of them per KV head"
 KIND = Kind(NAME, OTHERWISE, FORMAT, MEASURE)
 
-PART = 8
-"""Shares are those that lose least where heads select one in so many tokens on average."""
+ONE_IN = (1.5, 2, 3, 4, 6, 8, 12, 16)
+"""Heads have shares for each of these: those that lose least where heads select one in so many
+tokens on average."""
+
+
+def nearest(between: np.ndarray, select: np.ndarray) -> np.ndarray:
+    """int64 [C]; the place in ``ONE_IN`` of the shares by which each chunk of a prompt selects.
+
+    Args:
+        between: int [C]; pages that a chunk selects from.
+        select: int [C]; pages that a head selects on average; 0: it does not matter.
+    """
+    ratios = np.log(np.maximum(between, 1) / np.maximum(select, 1))
+    return np.abs(ratios[:, None] - np.log(ONE_IN)).argmin(1)
 
 
 @dataclass(frozen=True)
@@ -49,17 +61,18 @@ class PromptShareFile(ModelFile):
     selected: tuple[int, ...]
     change: tuple[tuple[tuple[float, ...], ...], ...]
 
-    def choose(self, among: Collection[int]) -> list[np.ndarray]:
+    def choose(self, among: Collection[int], one_in: float) -> list[np.ndarray]:
         """The shares that lose least, float64 [KV heads] per layer of the file, 1 on average.
 
         The loss of a head is its change, once for its own layer and each that follows. Between two
         numbers of tokens it is taken to fall evenly; a head that selects all loses nothing. Tokens
-        go to the head that gains most by each, until one in ``PART`` is given away.
+        go to the head that gains most by each, until as many are given away as heads select.
 
         Args:
             among: Numbers of the layers that share. In others all heads have a share of 1.
+            one_in: Heads select one in so many tokens on average.
         """
-        count, mean = self.shape["num_hidden_layers"], self.tokens / PART
+        count, mean = self.shape["num_hidden_layers"], self.tokens / one_in
         taken = [np.full(len(row), 0.0 if n in among else mean) for n, row in self._rows()]
         steps = [
             (gain, place, head, tokens)
@@ -155,7 +168,7 @@ class PromptShares:
     def of(
         self, model_config: Any, layers: Sequence[int], early: Collection[int] | None = None
     ) -> np.ndarray:
-        """float64 [len(layers), KV heads]; shares, of measurements 1 on average.
+        """float64 [ONE_IN, len(layers), KV heads]; shares, of measurements 1 on average.
 
         Args:
             model_config: vLLM's model configuration.
@@ -171,22 +184,23 @@ class PromptShares:
         if self.numbers is not None:
             shares = self.numbers.of([count] * len(layers)).reshape(-1, count)
             shares[[early is not None and layer not in early for layer in layers]] = 1
-            return shares
+            return np.stack([shares] * len(ONE_IN))
         if file is not None:
             KIND.check_model(file, model, config)
         else:
             file = KIND.find(shipped(), model, config)
         if file is None:
-            return np.ones((len(layers), count))
-        chosen = file.choose(layers if early is None else early)
-        by_layer = dict(zip(file.layers, chosen, strict=True))
+            return np.ones((len(ONE_IN), len(layers), count))
+        places = {layer: place for place, layer in enumerate(file.layers)}
         for layer in layers:
-            if layer not in by_layer or len(by_layer[layer]) != count:
+            if layer not in places or len(file.change[places[layer]]) != count:
                 raise RetrievalConfigError(
                     f"kv_retrieval.{NAME}={self.given} has no measurements of {count} KV heads of "
                     f"layer {layer}, which retrieves; measure them by '{MEASURE}'."
                 )
-        return np.array([by_layer[layer] for layer in layers]).reshape(-1, count)
+        among = layers if early is None else early
+        chosen = [file.choose(among, one_in) for one_in in ONE_IN]
+        return np.array([[of_each[places[layer]] for layer in layers] for of_each in chosen])
 
 
 def make_prompt_shares(value: Any) -> PromptShares:
