@@ -131,26 +131,38 @@ def indexes(store: Mapping[str, Any]) -> Figure:
 def prompts(store: Mapping[str, Any]) -> Figure:
     """Seconds to the first token over the context: a line per way to read the prompt.
 
-    Beside each point of sparse prefill stands its KL to exact prefill.
+    Below the points of each context stand the KL to exact prefill of the sparse ones, in their
+    colours.
     """
     cells = store["cells"]
     contexts = sorted({int(name.split("/")[0]) for name in cells})
     figure, axes = _panels(1, 5.6, 3.4)
+    lowest = {
+        context: min(
+            statistics.median(cell["prefill_s"])
+            for name, cell in cells.items()
+            if name.startswith(f"{context}/")
+        )
+        for context in contexts
+    }
+    below = dict.fromkeys(contexts, 14)
     for setting in dict.fromkeys(name.split("/")[1] for name in cells):
         found = {context: cells.get(f"{context}/{setting}") for context in contexts}
         points = {context: cell for context, cell in found.items() if cell is not None}
         seconds = [statistics.median(cell["prefill_s"]) for cell in points.values()]
         label = f"prefill budget {setting.split(':')[0]}" if ":" in setting else "full attention"
-        axes[0].plot(list(points), seconds, "o-", label=label)
-        for (context, cell), height in zip(points.items(), seconds, strict=True):
+        (line,) = axes[0].plot(list(points), seconds, "o-", label=label)
+        for context, cell in points.items():
             if "novel" in cell:
                 kl = f"KL {cell['novel']['kl']:.4f}, {cell['copy']['kl']:.4f}"
-                place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center"}
-                axes[0].annotate(kl, (context, height), fontsize=7, **place)
+                place = {"xytext": (0, -below[context]), "textcoords": "offset points"}
+                style = {"fontsize": 7, "color": line.get_color(), "ha": "center"}
+                axes[0].annotate(kl, (context, lowest[context]), **place, **style)
+                below[context] += 9
     axes[0].set_xscale("log", base=2)
     axes[0].set_xticks(contexts, [f"{round(context / 1024)}K" for context in contexts])
     axes[0].set(yscale="log", xlabel="context, tokens", ylabel="first token, s")
-    axes[0].margins(0.15)
+    axes[0].margins(0.15, 0.25)
     _legend(figure, axes[0])
     return figure
 
