@@ -87,10 +87,7 @@ def test_changes_are_those_of_a_plain_computation(model, capfd):  # noqa: F811
     file = read_prompt_shares(out)
     KIND.check_model(file, "it", CONFIGS[model.name])
     assert (file.model, list(file.layers)) == (model.folder.name, model.full)
-    assert (file.tokens, list(file.selected)) == (
-        TOKENS,
-        [0, 32, 64, 128, 256, 512][:0] or SELECTED,
-    )
+    assert (file.tokens, list(file.selected)) == (TOKENS, SELECTED)
     expected = plain_changes(model, words)
     torch.testing.assert_close(torch.tensor(file.change), expected, atol=2e-8, rtol=2e-3)
     assert (expected[..., -1] < 1e-9).all(), "there are no more pages"

@@ -141,7 +141,7 @@ class BlockPlanner(Divisor):
         """
         new, laid_out = division.new, None if staged is None else _places(staged)
         rows, lists = self._rows(division, always, block_table)
-        shares = torch.from_numpy(self._shares(division, always))
+        shares = torch.from_numpy(self._shares(division, always, rows.select.numpy()))
         # The last query of each of as many equal parts; a short block takes some more than once.
         steps = np.arange(1, self.among + 1)
         places = np.maximum(steps * new[:, None] // self.among, 1) - 1
@@ -175,18 +175,22 @@ class BlockPlanner(Divisor):
             prompts: How many there are.
         """
         between, select = self._between(division, always)
-        shares = reads.shares[:, self._shares(division, always)]
+        shares = reads.shares[:, self._shares(division, always, select)]
         more = np.minimum(np.rint(select * shares), between).mean(0) - select
         left = division.ends - division.attended - more * self.page_size
         return (1 - reads.late) * np.bincount(division.request, left * division.new, prompts)
 
-    def _shares(self, division: Division, always: np.ndarray) -> np.ndarray:
+    def _shares(self, division: Division, always: np.ndarray, select: np.ndarray) -> np.ndarray:
         """int64 [C]; by which of its shares a KV head selects, a place in ``ONE_IN``.
 
         A block that begins behind a prefix in the cache selects as a whole one does.
+
+        Args:
+            division: Of the prompts.
+            always: As for :meth:`plan`.
+            select: int [C]; pages that a head selects on average.
         """
         begins = (division.ends - division.new) // self.chunk * self.chunk
-        _, select = self._between(division, always)
         return nearest(begins // self.page_size - always.sum(0)[division.request], select)
 
     def _between(self, division: Division, always: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
