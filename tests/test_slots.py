@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests import memory_checks, slot_checks
+from tests import device_chain, memory_checks, slot_checks
+from tests.side_work import Interleaved
 from vllm_kvretrieval.kernels.triton.mapped import map_host
 from vllm_kvretrieval.limits import available_memory
 
@@ -29,6 +30,12 @@ def test_stage_context(interpreted, kv_heads, head_size, page):
 
 def test_far_units(interpreted):
     interpreted(memory_checks.without_filling, of=slot_checks.far_units)
+
+
+@pytest.mark.parametrize("side", [None, Interleaved])
+def test_a_whole_step(interpreted, side):
+    """From writing to recall ahead, whose launches come between those that it is beside."""
+    interpreted(device_chain.interpreted, side=side)
 
 
 def test_host_memory_that_is_not_there():
