@@ -52,7 +52,7 @@ help:
 	@echo "make docs    the pages of documentation, in build/site"
 	@echo "make lint-workflows  check the workflows of a public host"
 	@echo "make bench   speed against stock vLLM"
-	@echo "make gpu     what needs an NVIDIA GPU (CALLS=first: nine minutes of it)"
+	@echo "make gpu     what needs an NVIDIA GPU (CALLS=day: nine minutes of it)"
 	@echo "make gpu-bundle  what a GPU machine without network needs to be brought"
 	@echo "make clean   remove builds and caches; make distclean: $(VENV) and models, too"
 
@@ -173,8 +173,8 @@ test-all: test
 bench: build models
 	$(BIN)/python -m benchmarks.serving decode
 
-# All of them take the better part of an hour: make gpu CALLS=first.
-CALLS ?= first kernels engine host million baseline sanitizer
+# All of them take the better part of an hour: make gpu CALLS=day.
+CALLS ?= day kernels engine host million baseline sanitizer
 
 # A call that fails does not keep the next from being made.
 gpu:

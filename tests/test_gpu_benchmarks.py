@@ -16,6 +16,7 @@ from benchmarks.gpu import (
     goals,
     layer_parts,
     layer_step,
+    smoke,
     sparse_decode,
 )
 from tests import interpreter
@@ -106,7 +107,7 @@ def test_a_wrong_step_is_not_measured(interpreted):
 class SmallHome:
     """Stands in for memory of a GPU; has no room for long contexts."""
 
-    def __init__(self, name):
+    def __init__(self, name, most=0):
         self.name = name
 
     def describe(self):
@@ -148,6 +149,69 @@ def test_decode_layer_goes_on_where_memory_ends(tmp_path, monkeypatch, capsys):
         ["500", "1", "2", "7"],
         ["500", "4", "8", "7"],
     ]
+
+
+HARDWARE = """
+import pytest
+
+def test_right(): pass
+
+def test_wrong():
+    assert 1 + 1 == 3, "sums"
+
+def test_absent():
+    pytest.skip("no such device")
+"""
+
+
+def test_smoke_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
+    """Tests run in its process, and each one's end is noted, with the error."""
+    (tmp_path / "test_hardware.py").write_text(HARDWARE)
+    monkeypatch.setattr(smoke, "ROOT", tmp_path)
+    monkeypatch.setattr(smoke, "TESTS", ["test_hardware.py"])
+    monkeypatch.setattr(smoke, "Home", SmallHome)
+    monkeypatch.setattr(smoke, "CONTEXT", 500)
+    found, failed = run(monkeypatch, smoke, "", tmp_path / "result.json")
+    assert failed
+    assert list(found["errors"]) == ["tests"]
+    assert "test_hardware.py::test_wrong: AssertionError: sums" in found["errors"]["tests"]
+    assert found["results"]["host, context 500, batch 8"]["ops"]["step"]["us"] == 16
+    assert "left out" not in capsys.readouterr().out
+    (tmp_path / "test_repaired.py").write_text(HARDWARE.replace("3, ", "2, "))
+    monkeypatch.setattr(smoke, "TESTS", ["test_repaired.py"])
+    found, failed = run(monkeypatch, smoke, "", tmp_path / "result.json")
+    assert not failed
+    ended = {name: noted["outcome"] for name, noted in found["results"]["tests"].items()}
+    start = "test_repaired.py::test_"
+    assert ended == {
+        f"{start}right": "passed",
+        f"{start}wrong": "passed",
+        f"{start}absent": "skipped",
+    }
+    found, failed = run(monkeypatch, smoke, "--seconds 0", tmp_path / "result.json")
+    assert not found["results"]
+    assert "left out for lack of time: host, pool, device, pool, tests" in capsys.readouterr().out
+
+
+def test_what_a_file_has_of_other_engines_is_kept(tmp_path, capsys):
+    """Also its errors, which are not those of this run."""
+    path, header = tmp_path / "result.json", {"command": "one"}
+    report = common.Report(path, header)
+    report.measure("device", lambda: 1)
+    report.measure("host", lambda: 1 / 0)
+    report = common.Report(path, header | {"command": "two"}, add=True)
+    report.measure("stock", lambda: 2)
+    with pytest.raises(SystemExit) as ended:
+        report.finish()
+    assert not ended.value.code
+    found = stored(path)
+    assert found["command"] == "one; two"
+    assert found["results"] == {"device": 1, "stock": 2}
+    assert list(found["errors"]) == ["host"]
+    report = common.Report(path, header, add=True)
+    report.measure("host", lambda: 3)
+    assert not stored(path)["errors"]
+    assert common.Report(path, header)._data["results"] == {}
 
 
 def test_sparse_decode_beside_its_peers(tmp_path, monkeypatch, capsys):
@@ -244,6 +308,11 @@ def test_what_engines_are_given():
     assert specs["stock"].llm["kv_transfer_config"] == engine_decode.FILLED
     assert specs["device"].llm["compilation_config"]["cudagraph_capture_sizes"][-2:] == [16, 32]
     assert specs["host"].llm["max_num_seqs"] == 8
+    usual = engine_decode.options().parse_args(["--defaults"])
+    usual.context, usual.batch = (131072,), (1,)
+    spec = engine_decode.engine_spec("device", usual)
+    chosen_by_us = "max_num_seqs", "compilation_config", "gpu_memory_utilization"
+    assert not {*chosen_by_us, "kv_cache_memory_bytes"} & spec.llm.keys()
     fixed = engine_decode.engine_spec("host", given(**{"cache-gib": 17, "home-gib": 100}))
     assert fixed.llm["kv_cache_memory_bytes"] == 17 << 30
     assert fixed.llm["additional_config"]["kv_retrieval"] == {

@@ -122,7 +122,7 @@ def test_everything_that_runs_there_is_there():
     assert foreign - there == {"matplotlib"} & foreign, "plots are made elsewhere"
 
 
-STAND_IN = """#!/bin/bash
+STAND_IN = r"""#!/bin/bash
 case "$*" in
 "-c import"*) exit "${MISSING:-0}" ;;
 esac
@@ -133,11 +133,14 @@ case "$*" in
   (trap 'echo where it was; exit' ABRT; while :; do sleep 0.1; done) &
   sleep 0.5
   exit 3 ;;
+*--engine\ device\ --defaults*)
+  printf 'INFO fine\nRuntimeError: no kernel image\nValueError: later\n'
+  exit 1 ;;
 *peers*) sleep 100 &> /dev/null & echo "$!" > "$LOG.left" ;;
 *install*) exec sleep "${SLEEP:-0}" ;;
 esac
 """
-CALLS = "first speed kernels engine host million baseline sanitizer".split()
+CALLS = "day kernels engine host million baseline sanitizer".split()
 
 
 def call(tmp_path, *names, **environment):
@@ -209,13 +212,32 @@ def test_a_call_has_time_for_its_steps(tmp_path, name):
     assert len(results) + len(engines) + 1 <= 8, "with a log of each engine, and one of the call"
 
 
+def test_the_first_call_says_what_to_repair(tmp_path):
+    """Steps come in the order of their worth; a failure says its error, and where to look."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "gpu_day.json").write_text("of another day")
+    program, log = call(tmp_path, "day")
+    steps = re.findall(r"== (\w+) \(at most", program.stdout)
+    assert steps[-6:] == "install smoke toy toy_host user stock".split()
+    assert not (tmp_path / "out" / "gpu_day.json").exists(), "results of one day only"
+    assert "benchmarks.gpu.smoke" in log[1]
+    assert [re.findall(r"--engine (\w+) --defaults --add", line) for line in log[4:6]] == [
+        ["device"],
+        ["stock"],
+    ]
+    _, summary = program.stdout.split("== summary\n")
+    (failure,) = [line for line in summary.splitlines() if line.startswith("FAILED")]
+    assert failure.startswith("FAILED user: exit status 1: RuntimeError: no kernel image (if toy")
+
+
 @pytest.mark.parametrize("missing", [0, 1])
 def test_tests_run_by_the_plugins_that_are_there(tmp_path, missing):
-    _, log = call(tmp_path, "first", MISSING=missing)
+    _, log = call(tmp_path, "kernels", "toy", "toy_host", MISSING=missing)
     limits = [re.findall(r"--timeout=(\d+) --timeout-method=thread", line) for line in log]
-    assert [found for found in limits if found] == [["60"], ["60"], ["160"], ["100"]][missing * 4 :]
+    expected = [["60"], ["60"], ["60"], ["100"], ["70"]]
+    assert [found for found in limits if found] == expected[missing * 5 :]
     together = [line for line in log if "pytest" in line and " -n 8 " in line]
-    assert len(together) == (0 if missing else 2)
+    assert len(together) == (0 if missing else 3)
     assert all("-v --tb=short --maxfail=3" in line for line in log if "-m pytest" in line)
 
 

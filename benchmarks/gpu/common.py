@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS, Stopwatch, result_header, write_json
+from benchmarks.common import RESULTS, Stopwatch, read_json, result_header, write_json
 
 GIB = 2**30
 WARM_CALLS = 3
@@ -106,11 +106,21 @@ class Report:
 
     A part that fails is reported and does not keep the others from being measured: time on a GPU
     may be scarce.
+
+    Args:
+        output: The result file.
+        header: Of it.
+        add: Whether results and errors of the file as it is are kept.
     """
 
-    def __init__(self, output: Path, header: dict[str, Any]) -> None:
+    def __init__(self, output: Path, header: dict[str, Any], *, add: bool = False) -> None:
         self._output = output
-        self._data: dict[str, Any] = header | {"results": {}, "errors": {}}
+        found = (read_json(output) if add else None) or {}
+        if found:
+            header = header | {"command": f"{found['command']}; {header['command']}"}
+        kept = {part: found.get(part, {}) for part in ("results", "errors")}
+        self._data: dict[str, Any] = header | kept
+        self._before = set(kept["errors"])
         self._tables: list[str] = []
         self._watch = Stopwatch()
 
@@ -118,6 +128,8 @@ class Report:
         """Run a part and store what it returns; None where it fails."""
         print(f"[{self._watch}] {name}", flush=True)
         result = None
+        self._before.discard(name)
+        self._data["errors"].pop(name, None)
         try:
             result = self._data["results"][name] = part()
         except Exception as error:
@@ -138,10 +150,12 @@ class Report:
 
     def finish(self) -> None:
         """Print the tables; exit with status 1 where a part failed."""
+        write_json(self._output, self._data)
         print(*self._tables, f"results: {self._output}", sep="\n\n", flush=True)
-        for name, error in self._data["errors"].items():
+        failed = {n: e for n, e in self._data["errors"].items() if n not in self._before}
+        for name, error in failed.items():
             print(f"FAILED {name}: {error}")
-        sys.exit(bool(self._data["errors"]))
+        sys.exit(bool(failed))
 
 
 def _cell(value: object) -> str:

@@ -120,14 +120,19 @@ def case_name(home: str, context: int, batch: int) -> str:
 
 
 class Home:
-    """A pool of pages, and how fast its bytes can be had."""
+    """A pool of pages, and how fast its bytes can be had.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: One of `HOMES`.
+        most: The largest pool, in bytes; a smaller one where memory is short.
+    """
+
+    def __init__(self, name: str, most: int = POOL_BYTES) -> None:
         self.name = name
         self._copy = device_copy() * 1e9
         page_bytes = SHAPE.kv_heads * SHAPE.unit_bytes
         free = torch.cuda.mem_get_info()[0] if name == "device" else available_memory()
-        nbytes = min(POOL_BYTES, int(free * POOL_SHARE)) // page_bytes * page_bytes
+        nbytes = min(most, int(free * POOL_SHARE)) // page_bytes * page_bytes
         self.side: SideWork | None = None
         self._bus, self._locked_s = self._copy, 0.0
         if name == "device":

@@ -3,6 +3,8 @@
     python -m benchmarks.gpu.engine_decode
     python -m benchmarks.gpu.engine_decode --engine stock --engine host --cache-gib 17
     python -m benchmarks.gpu.engine_decode --engine stock --prefill
+    python -m benchmarks.gpu.engine_decode --engine device --defaults --output gpu_day.json
+    python -m benchmarks.gpu.engine_decode --engine stock --defaults --output gpu_day.json --add
 
 Llama-3.1-8B's shapes with random weights, bf16, compiled and with CUDA graphs, as vLLM has them by
 default; engines in turn, each in processes of its own. vLLM's DecodeBenchConnector fills the KV
@@ -10,6 +12,10 @@ cache with random numbers when an engine starts and takes prompts for computed, 
 contexts cost no prefill. Retrieval indexes what it has filled. Keys and queries are noise: what is
 selected changes from step to step more than a model's would, so hit rates and corrections say what
 these steps did, and no more.
+
+With --defaults engines start as a user starts them: with the seats, the compilation, the sizes of
+graphs and the memory profile that vLLM chooses. --add keeps what the result file has of other
+engines.
 
 With --prefill nothing is filled in: prompts are random tokens, and the prefill of one is timed that
 the engine has not seen. Decoding is then timed on prompts that the prefix cache holds.
@@ -69,25 +75,20 @@ def engine_spec(engine: str, given: argparse.Namespace) -> EngineSpec:
         engine: One of `ENGINES`.
         given: The program's options.
     """
-    most = max(given.batch) if engine == "host" else max(*given.batch, MOST_REQUESTS)
-    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most]
     llm: dict[str, Any] = {
         "model": str(given.model),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "max_model_len": max(given.context),
-        "max_num_seqs": most,
         "enable_prefix_caching": given.prefill,
-        "compilation_config": {"cudagraph_capture_sizes": [*sizes, most]},
         "kernel_config": {"enable_flashinfer_autotune": False},
         "worker_extension_cls": EXTENSION,
-        "gpu_memory_utilization": 0.9,
     }
+    if not given.defaults:
+        llm |= small(most_requests(engine, given), given.uncompiled)
     if not given.prefill:
         llm["kv_transfer_config"] = FILLED
-    if given.uncompiled:
-        llm["compilation_config"] |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if given.cache_gib is not None:
         llm["kv_cache_memory_bytes"] = int(given.cache_gib * GIB)
     if engine == "stock":
@@ -97,6 +98,24 @@ def engine_spec(engine: str, given: argparse.Namespace) -> EngineSpec:
         options["home_bytes"] = int(given.home_gib * GIB)
     llm |= {"attention_backend": "FREEKV", "additional_config": {"kv_retrieval": options}}
     return EngineSpec(f"freekv, home={engine}", llm, OFFLINE)
+
+
+def most_requests(engine: str, given: argparse.Namespace) -> int:
+    """How many requests at once are measured at most, and unless ``--defaults`` served."""
+    return max(given.batch) if engine == "host" else max(*given.batch, MOST_REQUESTS)
+
+
+def small(most: int, uncompiled: bool) -> dict[str, Any]:
+    """Arguments of an engine that starts sooner, for few requests."""
+    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+    compilation: dict[str, Any] = {"cudagraph_capture_sizes": [*sizes, most]}
+    if uncompiled:
+        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return {
+        "max_num_seqs": most,
+        "compilation_config": compilation,
+        "gpu_memory_utilization": 0.9,
+    }
 
 
 class Measured:
@@ -236,7 +255,7 @@ def measure(
     with EngineProcess(spec, log) as process:
         started = {"start_s": round(watch.seconds, 1), **process.info}
         report.measure(f"{engine}, engine", lambda: started)
-        most = spec.llm["max_num_seqs"]
+        most = most_requests(engine, given)
         measured = Measured(process, given.model, max(given.context), most)
         report.measure(f"{engine}, memory", partial(measured.memory, given.context))
         for context in given.context:
@@ -248,7 +267,8 @@ def measure(
                 name = f"{engine}, prefill {context}"
                 prefill = report.measure(name, partial(measured.prefill, context))
             seconds = prefill and prefill["seconds"]
-            batches = {*given.batch, fitting, largest.get(context, 0)}
+            others = () if given.defaults else (fitting, largest.get(context, 0))
+            batches = {*given.batch, *others}
             for batch in sorted(n for n in batches if 1 <= n <= most):
                 name = f"{engine}, decode {context}, batch {batch}"
                 found = report.measure(name, partial(measured.decode, context, batch))
@@ -277,6 +297,8 @@ def options() -> argparse.ArgumentParser:
     add("--budget", type=int, default=2048, help="tokens")
     add("--model", type=Path, default=MODEL, help="folder with config.json")
     add("--cache-gib", type=float, help="device memory of the KV cache, the same for all engines")
+    add("--defaults", action="store_true", help="vLLM's defaults, as a user starts it")
+    add("--add", action="store_true", help="keep what the result file has of other engines")
     add("--uncompiled", action="store_true", help="CUDA graphs alone: engines start sooner")
     add("--prefill", action="store_true", help="compute prompts, and time that")
     add("--home-gib", type=float, help="host memory of the KV cache; default: the engine's")
@@ -288,11 +310,13 @@ def main() -> None:
     given = options().parse_args()
     given.engine = sorted(given.engine or ENGINES[:2], key=ENGINES.index)  # stock comes first
     given.context, given.batch = given.context or CONTEXTS, given.batch or BATCHES
-    report = Report(given.output, gpu_header(MODULE))
+    report = Report(given.output, gpu_header(MODULE), add=given.add)
     rows: list[list[Any]] = []
     largest: dict[int, int] = {}
-    log = given.output.with_suffix(".log")  # of all engines: few files come back from a GPU machine
-    log.unlink(missing_ok=True)
+    # Of all engines: few files come back from a GPU machine.
+    log = given.output.with_name(f"{given.output.stem}_engines.log")
+    if not given.add:
+        log.unlink(missing_ok=True)
     for engine in given.engine:
         part = partial(measure, report, engine, given, largest, log)
         rows += report.measure(f"{engine}", part) or []

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in calls of less than ten minutes each (docs/gpu.md):
-#   bash tools/gpu/run.sh first      what no CPU can show, whole engines, one layer: before all else
-#   bash tools/gpu/run.sh speed      three minutes: decoding beside stock vLLM
+#   bash tools/gpu/run.sh day        before all else: what no CPU can show, whole engines, decoding as
+#                                    a user starts it, beside stock vLLM
 #   bash tools/gpu/run.sh kernels    tests of all kernels, one decode layer, ceilings, sparse decode
 #   bash tools/gpu/run.sh engine     decoding in whole engines, preemption; KV cache on the device
 #   bash tools/gpu/run.sh host       decoding in whole engines; KV cache in host memory
 #   bash tools/gpu/run.sh million    a context of a million tokens in host memory
 #   bash tools/gpu/run.sh baseline   stock vLLM's prefill
 #   bash tools/gpu/run.sh sanitizer  the smallest cases under compute-sanitizer
-# Parts of the first: hardware, dense_half, toy, toy_host.
+# Parts of the first, to repair while a machine is there: smoke, toy, toy_host, user, stock.
 # Needs no network. Where .gpu/bundle is there (make gpu-bundle), vLLM comes from it. Results go to
 # $OUT, by default benchmarks/results, and what is printed to gpu_CALL.log there. A step that fails
-# does not keep the next from running. A call ends after $CALL_SECONDS, by default 550: a step gets
+# does not keep the next from running; the summary says its first error, and where to look. A call ends after $CALL_SECONDS, by default 550: a step gets
 # the time that is left, and is left out where that is too little for it.
 set -uo pipefail
 ulimit -c 0
@@ -34,7 +34,25 @@ export VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=60 PYTHONFAULTHANDLER=1
 # Containers mount the driver's libraries there without always saying so.
 export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/usr/local/nvidia/lib64
 
+# Where to look when a step of the first call fails.
+declare -A REPAIRS=(
+  [unpack]="make the bundle anew (make gpu-bundle), for this machine's Python, torch and Triton"
+  [install]="see tools/packaging/backend.py: it must need no network, and no compiler"
+  [smoke]="the first error in gpu_smoke.json is the cause; ops: vllm_kvretrieval/kernels/triton"
+  [toy]="if smoke passes: attention/cuda, engine/cuda; if eager steps pass, what graphs hold"
+  [toy_host]="if toy passes: attention/cuda/far.py, engine/cuda/tiers.py and host.py"
+  [user]="if toy passes: seats, compilation, memory profile; gpu_day_engines.log says which"
+  [stock]="not ours: the bundle, or this machine; without it there is nothing to compare with"
+)
+ERROR='^E   +[A-Za-z]|^FAILED |^[A-Za-z_.]*(Error|Exception|Exit)\b'
+
 done_steps=() failed=() group=
+fail() { # NAME REASON
+  local error
+  sleep 0.2 # what the step has said last is on its way to its log
+  error=$(grep -m 1 -E "$ERROR" "$SITE/step.log" 2>/dev/null | cut -c 1-300)
+  failed+=("$1: $2${error:+: $error}${REPAIRS[$1]:+ (${REPAIRS[$1]})}")
+}
 step() { # NAME SECONDS LEAST_SECONDS COMMAND...
   local name=$1 limit=$2 least=$3 left=$((CALL_SECONDS - SECONDS)) began=$SECONDS status=0
   shift 3
@@ -46,15 +64,15 @@ step() { # NAME SECONDS LEAST_SECONDS COMMAND...
   echo "== $name (at most $limit s)"
   # Interrupted, a program ends the engines that it has started; they are in groups of their own. Of
   # the group that timeout makes of all its other processes nothing is left.
-  timeout --signal=INT --kill-after=20 "$limit" "$@" &
+  timeout --signal=INT --kill-after=20 "$limit" "$@" > >(tee "$SITE/step.log") 2>&1 &
   group=$!
   wait "$group" || status=$?
   if ((status)) && kill -ABRT -- "-$group" 2>/dev/null; then sleep 1; fi
   kill -KILL -- "-$group" 2>/dev/null
   if ((status == 124 || status == 137)); then
-    failed+=("$name: stopped after $limit s")
+    fail "$name" "stopped after $limit s"
   elif ((status)); then
-    failed+=("$name: exit status $status")
+    fail "$name" "exit status $status"
   fi
   done_steps+=("$name: $((SECONDS - began)) s")
 }
@@ -74,7 +92,36 @@ check_kernels() { # NAME SECONDS LEAST_SECONDS TESTS...; they compile most of th
 }
 
 prepare() {
-  mkdir -p "$SITE"
+  mkdir -p "$SITE" "$OUT"
+  if [[ -d $BUNDLE && ! -d $SITE/vllm ]]; then
+    step unpack 60 1 "$PYTHON" tools/gpu/bundle.py unpack "$BUNDLE" "$SITE"
+  fi
+  step install 40 1 "$PYTHON" -m pip install -q --disable-pip-version-check --no-index --no-deps \
+    --no-build-isolation --upgrade --target "$SITE" .
+}
+
+day() {
+  rm -f "$OUT/gpu_day.json"
+  smoke
+  toy
+  toy_host
+  user
+  stock
+}
+
+# What an interpreter cannot show, and the ops of freekv's step.
+smoke() {
+  measure 90 30 smoke smoke --seconds 70
+}
+
+kernels() { # NAME SECONDS LEAST_SECONDS TESTS...; they compile most of the time
+  local processes=()
+  if has xdist; then processes=(-n 8); fi
+  check "$1" "$2" "$3" 60 "${processes[@]}" "${@:4}"
+}
+
+prepare() {
+  mkdir -p "$SITE" "$OUT"
   if [[ -d $BUNDLE && ! -d $SITE/vllm ]]; then
     step unpack 60 1 "$PYTHON" tools/gpu/bundle.py unpack "$BUNDLE" "$SITE"
   fi
@@ -104,23 +151,27 @@ kernels() {
   check_kernels peers 30 20 tests/gpu/test_peers.py
 }
 
-# What an interpreter cannot show, and the step of freekv.
-hardware() {
-  check_kernels hardware 60 20 tests/gpu/test_hardware.py tests/gpu/test_device.py \
-    -k "hardware or freekv"
-}
-
-dense_half() {
-  check_kernels dense_half 40 20 tests/gpu/test_dense_half.py
-}
-
 # Without pytest's capture (-s): it would lose the last words of a worker that hangs.
 toy() {
-  check toy 200 90 160 -s tests/gpu/test_engine.py -k "(eager or graphs) and not preemption"
+  check toy 110 70 100 -s tests/gpu/test_engine.py -k "(graphs or eager) and not preemption"
 }
 
 toy_host() {
-  check toy_host 110 60 100 -s tests/gpu/test_engine.py -k "host and not preemption"
+  check toy_host 80 50 70 -s tests/gpu/test_engine.py -k "host and not preemption"
+}
+
+# As a user starts it, and then stock vLLM: nothing is said of seats, compilation and memory.
+user() {
+  as_user user 140 90 device
+}
+
+stock() {
+  as_user stock 90 60 stock
+}
+
+as_user() { # NAME SECONDS LEAST_SECONDS ENGINE
+  step "$1" "$2" "$3" "$PYTHON" -m benchmarks.gpu.engine_decode --output "$OUT/gpu_day.json" \
+    --engine "$4" --defaults --add --context 2048 --context 32768 --context 131072 --batch 1
 }
 
 # The smallest cases of the ops that merge, count or hand out by atomics: races, then addresses.
@@ -170,7 +221,7 @@ run() {
   ((${#failed[@]} == 0))
 }
 
-CALLS=" first speed kernels engine host million baseline sanitizer hardware dense_half toy toy_host "
+CALLS=" day kernels engine host million baseline sanitizer smoke toy toy_host user stock "
 for name in "$@"; do
   if [[ $CALLS != *" $name "* ]]; then set -- && break; fi
 done
