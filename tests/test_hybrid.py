@@ -73,6 +73,20 @@ def test_exact_turns_share_exact_blocks(llm):
     assert again.cached == whole + block
 
 
+def test_every_request_finds_what_it_shares(llm):
+    """VLLM by default keeps too few blocks of windows for the second one, and for a next turn."""
+    block = llm.llm_engine.vllm_config.cache_config.block_size
+    shared = novel(llm, 7 * block + 9, 70)
+    first, second, third = (
+        drive(llm, [Request(shared + novel(llm, 30, seed), 2 * block, {}, cache=True)])[0]
+        for seed in (71, 72, 73)
+    )
+    assert (first.cached, second.cached, third.cached) == (0, 7 * block, 7 * block)
+    said = shared + novel(llm, 30, 71) + first.tokens
+    (turn,) = drive(llm, [Request(said + novel(llm, 9, 74), 1, {}, cache=True)])
+    assert turn.cached == (len(said) - 1) // block * block
+
+
 def test_a_pass_key_is_found_in_a_novel(llm):
     """The context is seven times the budget. Sink and window alone do not find the key."""
     tokenizer = llm.get_tokenizer()

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from vllm.exceptions import VLLMClientError
+from vllm.logger import init_logger
 from vllm.platforms.interface import Platform
 
+from vllm_kvretrieval.attention.rotations import check_rotations, keep_rotations
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -21,10 +23,13 @@ from vllm_kvretrieval.options.source import (
     read_option_files,
     selected_method,
 )
+from vllm_kvretrieval.retrieval.layers import has_windows
 from vllm_kvretrieval.retrieval.presets import preset_names
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger("vllm.kvretrieval.platform")
 
 SCHEDULER = "vllm_kvretrieval.engine.scheduler.RetrievalScheduler"
 ASYNC_SCHEDULER = "vllm_kvretrieval.engine.scheduler.RetrievalAsyncScheduler"
@@ -97,6 +102,8 @@ class RetrievalPlatform(Platform):
         add_options(vllm_config, cls.finer_options(vllm_config, method))
         config = RetrievalConfig.from_vllm(vllm_config)
         assert config is not None, "a method is named"
+        keep_rotations(vllm_config.model_config)
+        check_rotations(vllm_config)
         importlib.import_module(cls.support).check_engine(vllm_config, config)
         if has_foreign_connector(vllm_config):
             # Connectors index the cache by vLLM's blocks, whose views are in our pages.
@@ -110,6 +117,7 @@ class RetrievalPlatform(Platform):
             )
         vllm_config.parallel_config.worker_cls = cls.worker
         _set_scheduler(vllm_config, method)
+        _retain_windows(vllm_config)
         reports = config.home != "device" or config.store is not None
         if reports and not has_foreign_connector(vllm_config):
             from vllm_kvretrieval.engine.connector import connector_config
@@ -170,6 +178,23 @@ def _set_scheduler(vllm_config: "VllmConfig", method: str) -> None:
             )
         return
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+
+
+def _retain_windows(vllm_config: "VllmConfig") -> None:
+    """Keep the blocks of sliding windows, without which a shared prefix cannot be used.
+
+    By default vLLM keeps those at the end of a prompt alone. A second question about a document,
+    and a chat that goes on, would find nothing, and pay for all of it again.
+    """
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching or not has_windows(vllm_config.model_config):
+        return
+    if getattr(cache, "prefix_cache_retention_interval", None) == 0:
+        cache.prefix_cache_retention_interval = None
+        logger.info(
+            "The prefix cache keeps all blocks of sliding windows, so that every request finds "
+            "what it shares with an earlier one; --prefix-cache-retention-interval N keeps fewer."
+        )
 
 
 _configs: WeakKeyDictionary[Any, RetrievalConfig | None] = WeakKeyDictionary()
