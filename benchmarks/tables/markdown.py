@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ Results = Mapping[str, Mapping[str, Any]]
 
 Options = Mapping[str, str]
 """Options of the table on the page, such as ``budgets=256,1024``."""
+
+CELL = re.compile(r"(?<!\\)\|")
+"""Where a cell of a table ends."""
 
 
 def read_results(names: Iterable[str], directory: Path) -> Results:
