@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from benchmarks.build import newer_commits
 from benchmarks.common import RESULTS, ROOT, write_text
 from benchmarks.tables import (
     figures,
@@ -121,6 +123,13 @@ def _table(directory: Path, asked: str) -> str:
     return f"{table}\n{sources}"
 
 
+def ages() -> list[tuple[int | None, str]]:
+    """Return for each result file how many commits changed the code after it; None: unknown."""
+    stores = {path.name: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    builds = {name: store.get("build") for name, store in stores.items()}
+    return [(build and newer_commits(build["commit"]), name) for name, build in builds.items()]
+
+
 def main() -> int:
     """Write tables and plots; with ``--check`` write nothing, and return 1 where a page differs."""
     parser = argparse.ArgumentParser(
@@ -130,10 +139,16 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="say which files differ, write none")
     parser.add_argument("--list", action="store_true", help="print the kinds of tables")
+    parser.add_argument("--ages", action="store_true", help="print how old the result files are")
     args = parser.parse_args()
     if args.list:
         for name, make in KINDS.items():
             print(f"{name:<12} {(make.__doc__ or '').splitlines()[0]}")
+        return 0
+    if args.ages:
+        print("commits to csrc and vllm_kvretrieval since")
+        for age, name in sorted(ages(), key=lambda each: each[0] or 0, reverse=True):
+            print(f"{'unknown' if age is None else age:>7} {name}")
         return 0
     written = {page: rendered(page.read_text()) for page in pages()}
     for page in pages():
