@@ -57,6 +57,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "options": options.engine,
     "parts": steps.parts,
     "planning": indexes.planning,
+    "price": places.price,
     "prompts": prompts.kernels,
     "quality": quality.quality,
     "queries": quality.query_similarity,

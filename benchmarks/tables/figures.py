@@ -21,7 +21,7 @@ from benchmarks.tables.markdown import CELL
 MARK = re.compile(
     r"(?P<mark><!-- figure: (?P<words>[^\n]*?) -->)(?P<figure>\d[\d,]*(?:\.\d+)?)(?P<unit> ?%)?"
 )
-NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 BEGINS_LINE = re.compile(r"^\s*(?:[-*] +)?<!-- figure: ", re.MULTILINE)
 
 
