@@ -58,7 +58,7 @@ class Chat:
         self._messages.append({"role": "user", "content": text})
         progress = Progress("the server reads:", sys.stderr)
         far = Reading(self._client, model=self._model, messages=list(self._messages))
-        began, first, pieces = time.perf_counter(), 0.0, []
+        began, first, pieces = time.perf_counter(), 0.0, list[str]()
         with progress.running(far) as stop:
             for chunk in self._client.chat.completions.create(
                 model=self._model,

@@ -339,7 +339,7 @@ def compare(
     """
 
     def asker(reader: Reader, extra: Mapping[str, Any]) -> Callable[[], Reply]:
-        return lambda: reader.ask(SECOND_QUESTION, {"ignore_eos": True} | extra)
+        return lambda: reader.ask(SECOND_QUESTION, {"ignore_eos": True, **extra})
 
     def noted(replies: Sequence[Reply]) -> dict[str, str]:
         found = statistics(args.log, replies[-1].request_id)
