@@ -55,13 +55,13 @@ def _of_its_code(error: BaseException) -> str:
     Args:
         error: What it raised; its last line is that of the process that tried.
     """
-    *_, cause = str(error).strip().splitlines()
+    *_, cause = (str(error).strip() or repr(error)).splitlines()
     why = f"vLLM cannot load its code for this model ({cause.strip()})"
     if "torchvision" not in cause.lower():
         return why
     return (
         f"{why}, which needs torchvision, for text alone, too; install the build of torchvision "
-        f"for CPUs that fits torch {version('torch')} (docs/installation.md, torchvision)"
+        f"that belongs to torch {version('torch')} (docs/installation.md, torchvision)"
     )
 
 
