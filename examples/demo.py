@@ -275,7 +275,7 @@ def verdict(ours: Column, other: Column) -> str:
     text = f"{other.name} takes {ratio:.2f} times as long as {ours.name}"
     if ratio >= GAIN:
         return f"{text}, and the gain grows with the text (README.md, Results)"
-    if max(ours.times) > min(other.times):
+    if max(map(min, (ours.times, other.times))) <= min(map(max, (ours.times, other.times))):
         return (
             f"{text}: the times of the rounds overlap, so this says little. Other programs keep "
             "the machine busy, or this text is too short for a difference"
