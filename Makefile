@@ -45,7 +45,7 @@ help:
 	@echo "make wheel   the same as a wheel, in dist; make wheels: those of all Pythons, and the sdist"
 	@echo "make check-wheels  install them into empty environments"
 	@echo "make model   SmolLM2-135M-Instruct, in models; make models: every model"
-	@echo "make demo    serve that model, ask it about a long document, compare with full attention"
+	@echo "make demo    serve that model, ask it about a long document, compare with vLLM alone"
 	@echo "make lint    ruff and mypy"
 	@echo "make test    all of the set-up, lint and the test suite; make test-all: slow ones, too"
 	@echo "make test-next VLLM=0.33.0   the tests that a new vLLM is tried with, over its Python"

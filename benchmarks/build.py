@@ -79,6 +79,12 @@ def code_fingerprint() -> str:
     )
 
 
+def newer_commits(commit: str) -> int | None:
+    """Return how many commits after a build changed the package or its C++; None: it is unknown."""
+    count = _git("rev-list", "--count", f"{commit}..HEAD", "--", "vllm_kvretrieval", "csrc")
+    return None if count is None else int(count)
+
+
 def _git(*arguments: str) -> str | None:
     """Output of a git command in the checkout; None without git."""
     command = ["git", "-C", str(_CHECKOUT), *arguments]

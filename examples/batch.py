@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from documents import read_document
 from vllm import LLM, SamplingParams
 
 MAX_TOKENS = 64
@@ -28,8 +29,11 @@ def read_tasks(file: Path) -> list[dict[str, str]]:
         ValueError: One is no object with ``document`` and ``question``; says which.
     """
     tasks = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        task = json.loads(line)
+    for number, line in enumerate(read_document(file).splitlines(), 1):
+        try:
+            task = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: is no JSON ({error})") from None
         if not isinstance(task, dict) or not {"document", "question"} <= task.keys():
             raise ValueError(f"{file}, line {number}: has no document and question")
         tasks.append(task)
@@ -49,10 +53,7 @@ def read_documents(tasks: Sequence[dict[str, str]], folder: Path) -> dict[str, s
     """
     texts = dict[str, str]()
     for name in dict.fromkeys(task["document"] for task in tasks):
-        try:
-            texts[name] = (folder / name).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"{folder / name} is not UTF-8 text") from None
+        texts[name] = read_document(folder / name)
     return texts
 
 

@@ -1,11 +1,13 @@
 """Chat about a long document with a running server.
 
-    vllm serve MODEL --attention-backend kvretrieval
+    vllm serve models/SmolLM2-135M-Instruct --attention-backend kvretrieval \\
+        --max-model-len 8192 --kv-cache-memory-bytes 1G
     python examples/chat.py REPORT.txt
 
 The document goes along with every question, and is read once: the server finds it in its prefix
-cache, with the index of its pages. After each answer stands how long the first token took. An empty
-line ends the chat. A server with an API key gets that of VLLM_API_KEY, or of --api-key.
+cache, with the index of its pages. While it is read, a line says how far. After each answer stands
+how long the first token took. An empty line ends the chat. A server with an API key gets that of
+VLLM_API_KEY, or of --api-key.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import openai
+from documents import read_document
+from reading import Progress, Reading
 
 MAX_TOKENS = 200
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
@@ -52,20 +56,26 @@ class Chat:
         """The answer, printed as it comes, and the seconds until its first token."""
         text = question if self._messages else self._document + question
         self._messages.append({"role": "user", "content": text})
-        began, first, pieces = time.perf_counter(), 0.0, []
-        for chunk in self._client.chat.completions.create(
-            model=self._model,
-            messages=self._messages,
-            max_tokens=self._max_tokens,
-            temperature=0,
-            stream=True,
-            extra_body=self._options,
-        ):
-            piece = chunk.choices[0].delta.content if chunk.choices else None
-            if piece:
-                first = first or time.perf_counter() - began
-                pieces.append(piece)
-                print(piece, end="", flush=True)
+        progress = Progress("the server reads:", sys.stderr)
+        far = Reading(self._client, model=self._model, messages=list(self._messages))
+        began, first, pieces = time.perf_counter(), 0.0, list[str]()
+        with progress.running(far) as stop:
+            for chunk in self._client.chat.completions.create(
+                model=self._model,
+                messages=self._messages,
+                max_tokens=self._max_tokens,
+                temperature=0,
+                stream=True,
+                extra_body=self._options,
+            ):
+                piece = chunk.choices[0].delta.content if chunk.choices else None
+                if piece:
+                    if not pieces:
+                        first = time.perf_counter() - began
+                        stop()
+                        progress.clear()
+                    pieces.append(piece)
+                    print(piece, end="", flush=True)
         print()
         answer = "".join(pieces)
         self._messages.append({"role": "assistant", "content": answer})
@@ -79,10 +89,24 @@ def connect(url: str, key: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=url, api_key=key, http_client=http)
 
 
+def remedy(error: openai.OpenAIError, url: str) -> str:
+    """The message of an error, and what to do."""
+    if isinstance(error, openai.APIConnectionError):
+        return (
+            f"no server answers at {url}. Start one (the first lines of examples/chat.py say how), "
+            "wait until it is ready, or name the address of another with --url"
+        )
+    if isinstance(error, openai.AuthenticationError):
+        return f"{error}. Name the server's API key with --api-key, or in VLLM_API_KEY"
+    if "maximum context length" in str(error):
+        return f"{error}. Shorten the document, or start the server with a larger --max-model-len"
+    return str(error)
+
+
 def main() -> int:
     """Ask what is typed; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("document", type=Path, help="a text file")
+    parser.add_argument("document", type=Path, help="a text file; of a PDF take its text first")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of the server")
     parser.add_argument(
         "--api-key",
@@ -94,14 +118,18 @@ def main() -> int:
     given = parser.parse_args()
     try:
         client = connect(given.url, given.api_key)
-        chat = Chat(client, given.document.read_text(), given.budget, given.max_tokens)
+        document = read_document(given.document)
+        chat = Chat(client, document, given.budget, given.max_tokens)
         while True:
             print("> ", end="", flush=True)
             if not (question := sys.stdin.readline().strip()):
                 return 0
             _, first = chat.ask(question)
             print(f"[first token after {first:.2f} s]")
-    except (openai.OpenAIError, OSError, UnicodeDecodeError) as error:
+    except openai.OpenAIError as error:
+        print(f"chat: {remedy(error, given.url)}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
         print(f"chat: {error}", file=sys.stderr)
         return 1
 

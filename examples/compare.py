@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from documents import read_document
 from vllm import LLM, SamplingParams
 
 from vllm_kvretrieval.calibration.inputs import require_plot
@@ -194,7 +195,7 @@ def main() -> int:
     try:
         if given.plot is not None:
             require_plot("leave --plot out")
-        text = given.text.read_text()
+        text = read_document(given.text)
         llm = open_engine(
             given.model,
             given.methods,

@@ -1,4 +1,4 @@
-"""The server of the demo, and a line of the terminal that says how long it takes."""
+"""The servers of the demo."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 HOST = "127.0.0.1"
@@ -119,43 +118,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
-
-
-class Progress:
-    """One line of the terminal that says how long something has been running."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._live = sys.stdout.isatty()
-        self._next = 0.0
-
-    def __call__(self, seconds: float) -> None:
-        if self._live:
-            print(f"\r{self._what} {seconds:.0f} s", end="", flush=True)
-        elif seconds >= self._next:
-            self._next += 10.0
-            print(f"{self._what} {seconds:.0f} s", flush=True)
-
-    def done(self, result: str) -> None:
-        """Close the line."""
-        print(f"\r\033[K{result}" if self._live else result, flush=True)
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[Callable[[], None]]:
-        """Keep the line up to date until the block ends, or the yielded function is called."""
-        start, over = time.monotonic(), threading.Event()
-
-        def tick() -> None:
-            while not over.wait(POLL_S):
-                self(time.monotonic() - start)
-
-        def stop() -> None:
-            over.set()
-            thread.join()
-
-        thread = threading.Thread(target=tick)
-        thread.start()
-        try:
-            yield stop
-        finally:
-            stop()

@@ -25,6 +25,43 @@ QWEN = {
     "vocab_size": 151936,
 }
 """That of Qwen2.5-Coder-0.5B-Instruct."""
+QWEN_3_5 = LLAMA | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+GEMMA_3 = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "dtype": "bfloat16",
+    "mm_tokens_per_image": 4,
+    "boi_token_index": 1,
+    "eoi_token_index": 2,
+    "image_token_index": 3,
+    "text_config": LLAMA
+    | {
+        "model_type": "gemma3_text",
+        "head_dim": 64,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+}
+"""With pictures, all tokens of which attend to each other."""
 DEEPSEEK = LLAMA | {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",

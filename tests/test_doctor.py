@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from benchmarks.common import ROOT
 from tests.engine import checkpoint
 from tests.local_http import listening, name_dead_proxy
+from tests.model_configs import QWEN_3_5
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.doctor import home, software
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice, error, failed
@@ -178,6 +179,19 @@ def test_options_that_a_start_refuses(capsys, options, said):
     assert main(["doctor", "--json", "--serve", model, *backend, *options]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [said in one["text"] for one in found if one["severity"] == "error"] == [True]
+
+
+def test_a_package_that_the_code_of_a_model_lacks(capsys, tmp_path, monkeypatch):
+    """vLLM tries in a process of its own, here in this one, and prints a traceback."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_3_5))
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda run: run())
+    options = ("--attention-backend", "kvretrieval", "--skip-tokenizer-init")
+    assert main(["doctor", "--json", "--serve", str(tmp_path), *options]) == 1
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    (found,) = [one for one in json.loads(printed.out) if one["severity"] == "error"]
+    assert "needs torchvision, for text alone, too; install the build" in found["text"]
 
 
 @pytest.mark.model

@@ -10,8 +10,12 @@ from typing import ClassVar
 import batch
 import chat
 import compare
+import demo
+import httpx
 import openai
 import pytest
+import reading
+from tokenizers import Tokenizer
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine import checkpoint
@@ -21,17 +25,28 @@ MODEL = "SmolLM2-135M-Instruct"
 
 
 class Models(BaseHTTPRequestHandler):
-    """A server that says which models it has, and notes the keys that it is given."""
+    """A server that says which models it has, and notes the keys that it is given.
+
+    It also counts the tokens of a prompt, and has its metrics while it reads one.
+    """
 
     keys: ClassVar[list[str | None]] = []
+    metrics: ClassVar[str] = ""
 
     def do_GET(self):
         self.keys.append(self.headers["Authorization"])
+        model = {"id": "m", "object": "model", "created": 0, "owned_by": "me"}
+        models = json.dumps({"object": "list", "data": [model]})
+        self.answer(self.metrics if self.path == "/metrics" else models)
+
+    def do_POST(self):
+        self.answer(json.dumps({"count": 8000}) if self.path == "/tokenize" else "{}")
+
+    def answer(self, text):
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
-        model = {"id": "m", "object": "model", "created": 0, "owned_by": "me"}
-        self.wfile.write(json.dumps({"object": "list", "data": [model]}).encode())
+        self.wfile.write(text.encode())
 
     def log_message(self, *args):
         pass
@@ -67,6 +82,129 @@ def test_the_key_of_a_chat(monkeypatch, tmp_path, given, named):
         )
         assert chat.main() == 0
     assert Models.keys == [f"Bearer {'other' if given else named or 'none'}"]
+
+
+METRICS = """\
+vllm:num_requests_running{engine="0",model_name="m"} %d
+vllm:num_requests_running_created{engine="0",model_name="m"} 1.7e+09
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} %s
+vllm:cache_config_info{block_size="128",engine="0",kv_cache_size_tokens="16384"} 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (METRICS % (1, 0.25), "4,096 of 8,000 tokens"),
+        (METRICS % (1, 0.5), "8,000 of 8,000 tokens"),
+        (METRICS % (2, 0.25), "8,000 tokens"),
+        (METRICS % (0, 0.0), "8,000 tokens"),
+        ("", "8,000 tokens"),
+        ("<html>", "8,000 tokens"),
+    ],
+)
+def test_how_far_a_server_has_read(monkeypatch, metrics, said):
+    """Told of its only request; of several the share of each is not known."""
+    monkeypatch.setattr(Models, "metrics", metrics)
+    with listening(Models) as port:
+        client = chat.connect(f"http://127.0.0.1:{port}/v1", "none")
+        far = reading.Reading(client, model="m", messages=[{"role": "user", "content": "long"}])
+        assert far() == said
+    assert far() == "", "the server has gone"
+
+
+def test_progress_of_a_reading(capsys):
+    progress = reading.Progress("reading:")
+    for seconds in (0.5, 1.0, 9.9, 10.2):
+        progress(seconds, f"{seconds} of 12")
+    progress.done("read")
+    assert capsys.readouterr().out.splitlines() == [
+        "reading: 0 s, 0.5 of 12",
+        "reading: 10 s, 10.2 of 12",
+        "read",
+    ]
+
+
+@pytest.fixture
+def said_by_chat(monkeypatch, tmp_path, capsys):
+    """Runs ``chat.py`` with a document; gives what it says and its exit status."""
+
+    def run(content, url="http://127.0.0.1:9/v1"):
+        (tmp_path / "report.pdf").write_bytes(content)
+        monkeypatch.setattr("sys.stdin", StringIO("What?\n"))
+        monkeypatch.setattr("sys.argv", ["chat.py", str(tmp_path / "report.pdf"), "--url", url])
+        status = chat.main()
+        return capsys.readouterr().err, status
+
+    return run
+
+
+def test_chat_without_a_server(said_by_chat):
+    """It names the address, and says how to start one."""
+    said, status = said_by_chat(b"text")
+    assert status == 1
+    assert "no server answers at http://127.0.0.1:9/v1. Start one" in said
+    assert chat.__doc__.count("vllm serve ") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            b"%PDF-1.7\n\xe2\xe3",
+            "report.pdf is a PDF. Take its text: pdftotext report.pdf report.txt",
+        ),
+        (b"\xff", "report.pdf is not UTF-8 text"),
+    ],
+)
+def test_chat_takes_text_alone(said_by_chat, content, said):
+    error, status = said_by_chat(content)
+    assert status == 1
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "said"),
+    [
+        (openai.AuthenticationError, "Unauthorized", "--api-key"),
+        (openai.BadRequestError, "This model's maximum context length is 8192", "--max-model-len"),
+        (openai.BadRequestError, "kv_retrieval.budget=1 is too small", "is too small"),
+    ],
+)
+def test_what_to_do_about_an_answer(kind, message, said):
+    response = httpx.Response(400, request=httpx.Request("POST", "http://127.0.0.1/v1"))
+    remedy = chat.remedy(kind(message, response=response, body=None), "")
+    assert remedy.startswith(message)
+    assert said in remedy
+
+
+COLUMNS = {"slow": (30.0, 31.0, 33.0), "alike": (16.0, 18.0, 16.5), "faster": (14.0, 14.1, 14.2)}
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("slow", "takes 1.82 times as long as kvretrieval, and the gain grows"),
+        ("alike", "takes 0.97 times as long as kvretrieval: the times of the rounds overlap"),
+        ("faster", "takes 0.83 times as long as kvretrieval: this text is too short"),
+    ],
+)
+def test_the_demo_says_why_nothing_is_gained(other, said):
+    ours = demo.Column("kvretrieval", "1,024", "13%", (16.0, 17.0, 17.5), 5.0)
+    text = demo.report([ours, demo.Column(other, "all 8,000", "100%", COLUMNS[other])])
+    *table, verdict = text.splitlines()
+    assert f"{other} {said}" in verdict
+    assert [line.split()[-2:] for line in table if "time per token" in line]
+
+
+@pytest.mark.model
+def test_the_document_of_the_demo_fits_its_model():
+    """Nearly all of the context that both servers are started with."""
+    tokenizer = Tokenizer.from_file(f"{checkpoint(MODEL)}/tokenizer.json")
+    longest = int(demo.OPTIONS[demo.OPTIONS.index("--max-model-len") + 1])
+    tokens = len(tokenizer.encode(demo.document()).ids)
+    assert 0.9 * longest < tokens < longest - demo.MAX_TOKENS - 100
+    assert demo.FACT in demo.document()
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """The plug-in: found, loaded and harmless to engines that do not select it."""
 
 import gc
+import logging
 import os
 import re
 import subprocess
 import sys
 import weakref
 from contextlib import nullcontext, redirect_stdout
-from importlib.metadata import distribution, entry_points
+from importlib.metadata import EntryPoint, distribution, entry_points
 from io import StringIO
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
+from vllm.plugins import ENDPOINT_PLUGINS_GROUP, load_endpoint_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.input_processor import InputProcessor
@@ -30,6 +32,7 @@ from vllm_kvretrieval.engine.scheduler import RetrievalScheduler
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms.cpu import CpuRetrieval
 from vllm_kvretrieval.retrieval.presets import OWN
+from vllm_kvretrieval.store.endpoints import StoreEndpoints
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -111,6 +114,25 @@ def test_installed_metadata():
 def test_entry_points_load(group):
     (entry,) = entry_points(group=group, name="kvretrieval")
     assert callable(entry.load())
+
+
+@pytest.mark.parametrize(
+    ("named", "found"), [(None, []), (None, ["other"]), ("kvretrieval", []), ("other", [])]
+)
+def test_endpoints_that_are_not_asked_for_are_no_warning(monkeypatch, named, found):
+    """Those of other packages are, and ours are there where VLLM_PLUGINS names them."""
+    ours = entry_points(group=ENDPOINT_PLUGINS_GROUP)
+    more = [EntryPoint(name, "tests:no", ENDPOINT_PLUGINS_GROUP) for name in found]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [*ours, *more])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if named:
+        monkeypatch.setenv("VLLM_PLUGINS", named)
+    handler, records = logging.Handler(logging.WARNING), list[logging.LogRecord]()
+    monkeypatch.setattr(handler, "emit", records.append)
+    monkeypatch.setattr(logging.getLogger("vllm.plugins"), "handlers", [handler])
+    loaded = load_endpoint_plugins(("generate",))
+    assert [type(each) for each in loaded] == [StoreEndpoints] * (named == "kvretrieval")
+    assert len(records) == len(found)
 
 
 def test_importing_the_package_imports_nothing_heavy():

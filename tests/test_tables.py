@@ -1,16 +1,22 @@
 """The tables of README and docs are those of the committed result files."""
 
 import json
+import re
 import shutil
+import subprocess
 
 import pytest
 
 from benchmarks.common import RESULTS, ROOT
 from benchmarks.tables import __main__ as tables
-from benchmarks.tables import plots
+from benchmarks.tables import figures, plots
+from benchmarks.tables.markdown import LOST
+from vllm_kvretrieval.retrieval.presets import OWN
 
 BLOCK = "<!-- table: {} -->\n{}<!-- end of table -->\n"
 STEPS = "steps decode-fill-fier.json"
+FIGURE = "As fast as <!-- figure: {} -->{}."
+FULL = f"{STEPS} @ 32,768; 1 @ fier"
 STEPS_PLOT = ROOT / "docs/plots/steps/decode-fill.svg"
 
 
@@ -135,7 +141,8 @@ def test_all_builds_of_a_file_stand_below_its_table(tmp_path):
     own, cells = store["build"], store["cells"].values()
     (other,) = (cell["build"] for cell in cells if "build" in cell)
     assert other["code"] != own["code"]
-    assert f"(builds {own['commit']}, {other['commit']}, 2026" in tables.rendered(page)
+    lost = f"{other['commit']} that is in no history"
+    assert f"(builds {own['commit']}, {lost}, 2026" in tables.rendered(page)
     other["code"] = own["code"]
     (tmp_path / "prefill.json").write_text(json.dumps(store))
     assert f"(build {own['commit']}, 2026" in tables.rendered(page, tmp_path)
@@ -165,3 +172,81 @@ def test_a_stall_of_the_machine_is_no_slow_prefill(tmp_path):
     after = tables.rendered(page, tmp_path)
     assert "| 1000.0 |" in after
     assert after.replace("| 1000.0 |", "| 15.3 |") == before
+
+
+def git(*arguments):
+    return subprocess.check_output(["git", "-C", str(ROOT), *arguments], text=True).strip()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="an archive has no history")
+def test_builds_are_in_the_history():
+    if git("rev-parse", "--is-shallow-repository") == "true":
+        pytest.skip("a part of the history is not here")
+    found = {
+        build
+        for page in tables.pages()
+        for names in re.findall(r"\(builds? (.*?), \d{4}-", page.read_text())
+        for build in re.findall(r"\b[0-9a-f]{9}\b", names)
+    }
+    known = {commit[:9] for commit in git("rev-list", "HEAD").splitlines()}
+    assert found - known <= LOST
+
+
+def test_a_figure_follows_its_cell():
+    """As many decimals as the page has; a quotient in percent where the page says so."""
+    for asked, before, after in (
+        (FULL, "1", "22"),
+        (FULL, "99.9", "21.6"),
+        (f"{STEPS} @ 32,768; 1 @ fier, ms; speed-up", "1.00 times", "2.84 times"),
+        (f"{FULL} / {STEPS} @ 32,768; 4 @ fier", "0.00", "0.44"),
+        (f"{FULL} / {STEPS} @ 32,768; 4 @ fier", "1 % of", "44 % of"),
+    ):
+        page = FIGURE.format(asked, before)
+        assert tables.rendered(page) == page.replace(f">{before}", f">{after}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "figure", "message"),
+    [
+        (STEPS, "1", "no TABLE @ ROW @ HEADING"),
+        (f"{STEPS} @ 32,768 @ fier", "1", "2 rows begin so"),
+        (f"{STEPS} @ 4,096; 1 @ fier", "1", "0 rows begin so"),
+        (f"{STEPS} @ 32,768; 1 @ quest", "1", "no column 'quest'"),
+        (f"{FULL} / {FULL} / {FULL}", "1", "a quotient has two cells"),
+        (FULL, "about 1", "no number right behind it"),
+    ],
+)
+def test_a_figure_that_no_table_has(asked, figure, message):
+    with pytest.raises(figures.FigureError, match=message):
+        tables.rendered(FIGURE.format(asked, figure))
+
+
+@pytest.mark.parametrize("before", ["", "  ", "- "])
+def test_a_figure_does_not_begin_a_line(before):
+    """Markdown would show the line as it is: its links, too."""
+    page = FIGURE.format(FULL, "21.6").replace("As fast as ", f"As fast as\n{before}")
+    with pytest.raises(figures.FigureError, match="line 2 begins with"):
+        tables.rendered(page)
+
+
+def test_another_digit_in_a_sentence_is_found():
+    """Every decimal of README's results, but for tables and versions, has a result file."""
+    readme = (ROOT / "README.md").read_text()
+    marks = list(figures.MARK.finditer(readme))
+    assert len(marks) > 20
+    for mark in marks:
+        digit = mark.start("figure")
+        other = readme[:digit] + str((int(readme[digit]) + 1) % 10) + readme[digit + 1 :]
+        assert figures.MARK.sub("", other) == figures.MARK.sub("", readme)
+        assert tables.rendered(other) == readme
+    results = readme.partition("\n## Results")[2].partition("\n## ")[0]
+    prose = figures.MARK.sub("", tables.BLOCK.sub("", results))
+    prose = re.sub(r"\([^)]*\)|`[^`]*`", "", prose)
+    assert not re.findall(r"\b\d+\.\d+\b", prose)
+
+
+def test_presets_are_counted():
+    """Published are all but ours, the baseline and the bound."""
+    published = OWN.keys() - {"kvretrieval", "full", "oracle"}
+    counts = f"[{len(OWN)} presets](methods.md#presets), {len(published)} of them published"
+    assert counts in (ROOT / "docs" / "compare.md").read_text()

@@ -25,9 +25,9 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1] / "requirements"
 LOCKS = ("runtime", "build", "dev", "interpreter")  # each may rely on those before it
 ALONE = ("cuda", "wheels", "docs", "workflows")  # of environments of their own
-# Left out where others ask for them. The first three are needed for images, sound and video only,
-# and on a CPU machine they break `import transformers`: their only builds are for CUDA. Of Triton
-# only the GPU's kernels make use.
+# Left out where others ask for them. The first three break `import transformers` on a CPU machine,
+# since the index has builds for CUDA alone; docs/installation.md says for which models torchvision
+# is needed, and where its CPU build is. Of Triton only the GPU's kernels make use.
 LEFT_OUT = {"torchaudio", "torchcodec", "torchvision", "triton"}
 OWN = "requirements"  # asks for what the .in files list
 

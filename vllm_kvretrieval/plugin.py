@@ -28,6 +28,9 @@ NOT_MISSED = {
     "torch._library.triton": "Triton not available",
 }
 """Warnings of other packages, by logger, that every process on a CPU would begin with."""
+NOT_ASKED_FOR = {"vllm.plugins": "Found endpoint plugin(s) ['kvretrieval'] but VLLM_PLUGINS is not"}
+"""vLLM's warning at every start that it does not load the endpoints of the store, which it loads
+only where VLLM_PLUGINS asks for them. With another package's endpoints it names both, and stays."""
 
 logger = logging.getLogger("vllm.kvretrieval")
 
@@ -139,19 +142,20 @@ def activate_platform() -> str | None:
     that vLLM would have chosen stands in for it. On other devices vLLM's own platform stays, and
     no backend is registered.
     """
+    _leave_out(NOT_ASKED_FOR)
     platform = vllm_platform() if _vllm_is_supported() else None
     if platform is None:
         return None
     _register_backends()
     if platform.device == "cpu":
-        _leave_out_triton()
+        _leave_out(NOT_MISSED)
     name = composed_name(platform.path.rsplit(".", 1)[1])
     return f"vllm_kvretrieval.platforms.composed.{name}"
 
 
-def _leave_out_triton() -> None:
-    """Keep vLLM and torch from warning that there is no Triton for a CPU, which needs none."""
-    for name, beginning in NOT_MISSED.items():
+def _leave_out(warnings: dict[str, str]) -> None:
+    """Keep loggers from messages that begin so."""
+    for name, beginning in warnings.items():
         logging.getLogger(name).addFilter(functools.partial(_begins_otherwise, beginning))
 
 

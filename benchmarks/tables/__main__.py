@@ -11,19 +11,35 @@ as ``budgets=256,1024``. ``--list`` prints the kinds. Tables of the options of a
 request, and of metrics, take no file: they come from ``vllm_kvretrieval``.
 
 A page asks for a plot by a link to ``plots/KIND/NAME.svg``, drawn from ``NAME.json``.
+
+A sentence binds a figure to a cell of a table: see ``figures.py``. With ``--check`` a figure that
+differs from its cell is found like a table that does.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from benchmarks.build import newer_commits
 from benchmarks.common import RESULTS, ROOT, write_text
-from benchmarks.tables import indexes, metrics, options, places, plots, prompts, quality, steps
-from benchmarks.tables.markdown import Options, Results, read_results, source
+from benchmarks.tables import (
+    figures,
+    indexes,
+    metrics,
+    options,
+    places,
+    plots,
+    prompts,
+    quality,
+    steps,
+)
+from benchmarks.tables.markdown import CELL, Options, Results, read_results, source
 
 KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "attention": indexes.attention,
@@ -41,6 +57,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "options": options.engine,
     "parts": steps.parts,
     "planning": indexes.planning,
+    "price": places.price,
     "prompts": prompts.kernels,
     "quality": quality.quality,
     "queries": quality.query_similarity,
@@ -60,9 +77,6 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 
-CELL = re.compile(r"(?<!\\)\|")
-"""Where a cell of a table ends."""
-
 
 class TableError(ValueError):
     """A page asks for a table that cannot be made."""
@@ -74,19 +88,27 @@ def pages() -> list[Path]:
 
 
 def rendered(text: str, directory: Path = RESULTS) -> str:
-    """Return a page's text with every table made anew from the result files of `directory`.
+    """Return a page's text with every table and figure made anew from result files.
+
+    Args:
+        text: The page.
+        directory: That of the result files.
 
     Raises:
         TableError: an unknown kind, an absent file, a block without its end, or rows that differ in
             their number of cells.
+        FigureError: see :func:`figures.rendered`.
     """
     if text.count("<!-- table: ") != len(BLOCK.findall(text)):
         raise TableError("a table has no line <!-- end of table -->")
-    return BLOCK.sub(lambda block: _block(block, directory), text)
+    made = functools.cache(functools.partial(_table, directory))
+    text = BLOCK.sub(lambda block: f"{block['begin']}{made(block['words'])}{block['end']}", text)
+    return figures.rendered(text, made)
 
 
-def _block(block: re.Match[str], directory: Path) -> str:
-    kind, *words = block["words"].split()
+def _table(directory: Path, asked: str) -> str:
+    """The table that some words ask for, and its sources below it."""
+    kind, *words = asked.split()
     if kind not in KINDS:
         raise TableError(f"unknown kind of table {kind!r}: one of {', '.join(KINDS)}")
     options = dict(word.split("=", 1) for word in words if "=" in word)
@@ -95,11 +117,18 @@ def _block(block: re.Match[str], directory: Path) -> str:
         results = read_results(files, directory)
         table = KINDS[kind](results, options)
     except (OSError, KeyError, LookupError) as error:
-        raise TableError(f"table {block['words']!r}: {error!r}") from error
+        raise TableError(f"table {asked!r}: {error!r}") from error
     if len({len(CELL.findall(line)) for line in table.splitlines()}) > 1:
-        raise TableError(f"table {block['words']!r}: rows have not as many cells as the heading")
+        raise TableError(f"table {asked!r}: rows have not as many cells as the heading")
     sources = "".join(f"- {source(store)}\n" for store in results.values())
-    return f"{block['begin']}{table}\n{sources}{block['end']}"
+    return f"{table}\n{sources}"
+
+
+def ages() -> list[tuple[int | None, str]]:
+    """Return for each result file how many commits changed the code after it; None: unknown."""
+    stores = {path.name: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    builds = {name: store.get("build") for name, store in stores.items()}
+    return [(build and newer_commits(build["commit"]), name) for name, build in builds.items()]
 
 
 def main() -> int:
@@ -111,10 +140,16 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="say which files differ, write none")
     parser.add_argument("--list", action="store_true", help="print the kinds of tables")
+    parser.add_argument("--ages", action="store_true", help="print how old the result files are")
     args = parser.parse_args()
     if args.list:
         for name, make in KINDS.items():
             print(f"{name:<12} {(make.__doc__ or '').splitlines()[0]}")
+        return 0
+    if args.ages:
+        print("commits to csrc and vllm_kvretrieval since")
+        for age, name in sorted(ages(), key=lambda each: each[0] or 0, reverse=True):
+            print(f"{'unknown' if age is None else age:>7} {name}")
         return 0
     written = {page: rendered(page.read_text()) for page in pages()}
     for page in pages():

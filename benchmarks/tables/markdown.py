@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ Results = Mapping[str, Mapping[str, Any]]
 
 Options = Mapping[str, str]
 """Options of the table on the page, such as ``budgets=256,1024``."""
+
+CELL = re.compile(r"(?<!\\)\|")
+"""Where a cell of a table ends."""
+
+LOST = frozenset({"8b667726f", "9efe6839e", "a1e572657", "e39cde5bb", "e8dfed486"})
+"""Builds of result files whose commits are in no history of this repository."""
 
 
 def read_results(names: Iterable[str], directory: Path) -> Results:
@@ -57,8 +64,12 @@ def builds(store: Mapping[str, Any], cells: Iterable[Mapping[str, Any]]) -> list
     found = [each for cell in cells if (each := cell.get("build") or own)]
     found = [own if own and build.same(each, own) else each for each in found]
     found.sort(key=lambda each: each is not own)
-    names = (f"{b['commit']}{' with changes' if b.get('dirty') else ''}" for b in found)
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(map(_name, found)))
+
+
+def _name(found: Mapping[str, Any]) -> str:
+    lost = " that is in no history" if found["commit"] in LOST else ""
+    return f"{found['commit']}{lost}{' with changes' if found.get('dirty') else ''}"
 
 
 def source(store: Mapping[str, Any]) -> str:

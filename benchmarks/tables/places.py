@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from benchmarks.tables.markdown import Options, Results, markdown, percent, ratio
 
 MIB = 1 << 20
@@ -29,6 +31,25 @@ def restarts(results: Results, options: Options) -> str:
             rows.append([f"{int(context):,}", name, *times])
     header = ["tokens", "engine", "its start, s", "first token, s", "a step, ms"]
     return markdown(header, rows)
+
+
+def price(results: Results, options: Options) -> str:
+    """What a store costs new documents: medians without and with one, and of their ratios."""
+    (store,) = results.values()
+    given, pairs = store["settings"], store["price"]
+    starts = statistics.median(start["cpu_s"] for start in store["starts"])
+    rows = []
+    for name, figure, scale in (
+        (f"a new prompt of {given['price_context']:,} tokens, s", "prompt_s", 1),
+        ("a step, ms", "step_s", 1000),
+    ):
+        found = [[scale * pair[figure] for pair in pairs[kind]] for kind in ("none", "store")]
+        more = statistics.median(after / before for before, after in zip(*found, strict=True)) - 1
+        medians = (f"{statistics.median(each):.2f}" for each in found)
+        rows.append([name, *medians, percent(more)])
+    found_s = f"finding {given['stored']:,} blocks at the start, s of CPU"
+    rows.append([found_s, "", f"{starts:.2f}", ""])
+    return markdown(["", "without a store", "with one", "longer by"], rows)
 
 
 def disk(results: Results, options: Options) -> str:

@@ -62,6 +62,12 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{method} does not support multi-head latent attention (MLA), which {model.model} "
             f"uses. {WITHOUT}"
         )
+    if model.is_mm_prefix_lm:
+        raise RetrievalConfigError(
+            f"{method} does not support bidirectional multimodal prefixes, in which {model.model} "
+            "attends to the whole of a picture. Serve its text alone with --language-model-only, "
+            "or serve it without --attention-backend."
+        )
     if getattr(model.hf_text_config, DUAL_CHUNK, None):
         raise RetrievalConfigError(
             f"{method} does not support dual chunk attention, which {model.model} uses for "

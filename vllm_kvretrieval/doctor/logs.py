@@ -14,3 +14,21 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+@contextlib.contextmanager
+def errors_of(name: str) -> Iterator[list[BaseException]]:
+    """Keep a logger from printing errors that were raised; yields a list that they are put into."""
+    raised: list[BaseException] = []
+
+    def take(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        raised.extend([] if error is None else [error])
+        return error is None
+
+    logger = logging.getLogger(name)
+    logger.addFilter(take)
+    try:
+        yield raised
+    finally:
+        logger.removeFilter(take)

@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice
-from vllm_kvretrieval.doctor.logs import quiet
+from vllm_kvretrieval.doctor.logs import errors_of, quiet
 from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store.files import Folder
@@ -17,6 +18,8 @@ from vllm_kvretrieval.store.store import store_names
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 SLOW = {"disk": ("on disk", "in memory"), "host": ("in host memory", "on the GPU")}
 """Where a slow home is, and where dense layers and index are then."""
+REGISTRY = "vllm.model_executor.models.registry"
+"""The logger that is told why a model's code cannot be loaded."""
 EXAMPLE = "add --attention-backend kvretrieval, or another method"
 
 
@@ -37,8 +40,29 @@ def read_options(arguments: Sequence[str]) -> Any:
     given = parser.parse_args(["serve", *arguments])
     if given.model_tag is not None:
         given.model = given.model_tag
-    with quiet():
-        return AsyncEngineArgs.from_cli_args(given).create_engine_config()
+    with quiet(), errors_of(REGISTRY) as raised:
+        try:
+            return AsyncEngineArgs.from_cli_args(given).create_engine_config()
+        except ValueError:
+            if raised:
+                raise ValueError(_of_its_code(raised[-1])) from None
+            raise
+
+
+def _of_its_code(error: BaseException) -> str:
+    """Why vLLM cannot load the code of a model, and the remedy.
+
+    Args:
+        error: What it raised; its last line is that of the process that tried.
+    """
+    *_, cause = (str(error).strip() or repr(error)).splitlines()
+    why = f"vLLM cannot load its code for this model ({cause.strip()})"
+    if "torchvision" not in cause.lower():
+        return why
+    return (
+        f"{why}, which needs torchvision, for text alone, too; install the build of torchvision "
+        f"that belongs to torch {version('torch')} (docs/installation.md, torchvision)"
+    )
 
 
 def check_options(arguments: Sequence[str], users: int) -> tuple[list[Finding], Any]:

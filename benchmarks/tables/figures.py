@@ -1,0 +1,89 @@
+"""Figures in sentences, each a cell of a table of result files.
+
+A page binds the number behind a comment to a cell::
+
+    takes <!-- figure: first first-token.json @ 32,768 @ full, s -->138 s
+
+In front of the first ``@`` stand the words of a table, as behind ``table:``. The next part is the
+beginning of its row, cells by ``;``. The last one is the beginning of a heading; where several
+headings begin alike, others of columns before it lead there, by ``;``. The number is the first one
+in the cell, rounded to the decimals that the page has. Two cells with `` / `` between them are a
+quotient, in percent if `` %`` follows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from benchmarks.tables.markdown import CELL
+
+MARK = re.compile(
+    r"(?P<mark><!-- figure: (?P<words>[^\n]*?) -->)(?P<figure>\d[\d,]*(?:\.\d+)?)(?P<unit> ?%)?"
+)
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+BEGINS_LINE = re.compile(r"^\s*(?:[-*] +)?<!-- figure: ", re.MULTILINE)
+
+
+class FigureError(ValueError):
+    """A page asks for a figure that no table has."""
+
+
+def rendered(text: str, table: Callable[[str], str]) -> str:
+    """Return a page's text with every bound figure made anew.
+
+    Args:
+        text: The page.
+        table: Makes the table of some words, in Markdown.
+
+    Raises:
+        FigureError: a comment without a number behind it, one at the beginning of a line (which
+            Markdown takes for HTML up to its end), or one that names no cell, or several.
+    """
+    if text.count("<!-- figure: ") != len(MARK.findall(text)):
+        raise FigureError("a comment <!-- figure: ... --> has no number right behind it")
+    if place := BEGINS_LINE.search(text):
+        line = text.count("\n", 0, place.start()) + 1
+        raise FigureError(f"line {line} begins with a figure's comment: put a word before it")
+    return MARK.sub(lambda mark: _figure(mark, table), text)
+
+
+def _figure(mark: re.Match[str], table: Callable[[str], str]) -> str:
+    words, unit = mark["words"], mark["unit"] or ""
+    values = [_value(reference, table) for reference in words.split(" / ")]
+    if len(values) > 2:
+        raise FigureError(f"figure {words!r}: a quotient has two cells")
+    value = values[0] if len(values) == 1 else values[0] / values[1] * (100 if unit else 1)
+    decimals = len(mark["figure"].partition(".")[2])
+    return f"{mark['mark']}{value:,.{decimals}f}{unit}"
+
+
+def _value(reference: str, table: Callable[[str], str]) -> float:
+    try:
+        words, row, column = reference.split(" @ ")
+    except ValueError:
+        raise FigureError(f"figure {reference!r} is no TABLE @ ROW @ HEADING") from None
+    header, _, *rows = map(_cells, table(words).splitlines())
+    beginning = row.split("; ")
+    found = [cells for cells in rows if cells[: len(beginning)] == beginning]
+    if len(found) != 1:
+        raise FigureError(f"figure {reference!r}: {len(found)} rows begin so")
+    cell = found[0][_column(header, column.split("; "), reference)]
+    number = NUMBER.search(cell)
+    if number is None:
+        raise FigureError(f"figure {reference!r}: no number is in the cell {cell!r}")
+    return float(number[0].replace(",", ""))
+
+
+def _column(header: Sequence[str], headings: Sequence[str], reference: str) -> int:
+    place = -1
+    for heading in headings:
+        later = (n for n in range(place + 1, len(header)) if header[n].startswith(heading))
+        if (place := next(later, -1)) < 0:
+            raise FigureError(f"figure {reference!r}: no column {heading!r} is there")
+    return place
+
+
+def _cells(line: str) -> list[str]:
+    """The cells of a row, without emphasis."""
+    return [cell.strip().replace("*", "").replace("`", "") for cell in CELL.split(line)[1:-1]]
