@@ -29,7 +29,10 @@ def read_tasks(file: Path) -> list[dict[str, str]]:
     """
     tasks = []
     for number, line in enumerate(file.read_text().splitlines(), 1):
-        task = json.loads(line)
+        try:
+            task = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: is no JSON ({error})") from None
         if not isinstance(task, dict) or not {"document", "question"} <= task.keys():
             raise ValueError(f"{file}, line {number}: has no document and question")
         tasks.append(task)

@@ -50,7 +50,7 @@ def test_sizes_that_are_none(size):
         ({"codec": "k8v4"}, "codec='k8v4' is for pages in a file, *use home=disk *, or codec=raw"),
         (
             {"home": "disk", "home_path": "/not/there"},
-            "home_path='/not/there': no file can be made there (No such",
+            "^kv_retrieval.home_path='/not/there': no file can be made there (No such",
         ),
         ({"home": "disk", "home_path": 3}, "home_path=3 is no directory"),
     ],

