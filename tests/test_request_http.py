@@ -8,8 +8,8 @@ import json
 import pytest
 from starlette.testclient import TestClient
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.engine import checkpoint

@@ -47,7 +47,6 @@ def check_command_line(arguments: Sequence[str]) -> None:
         RetrievalConfigError: Names the option and says how to write it.
     """
     given = list(_options(arguments))
-    _check_spelling(arguments)
     _check_command(arguments, given)
     for name, key, value in given:
         if name.startswith("--no-"):
@@ -58,6 +57,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
             raise RetrievalConfigError(
                 f"{name} has no value; write {OPTION}.{key} true, or another value."
             )
+    _check_spelling(arguments)
     for place, argument in enumerate(arguments):
         name, equals, path = argument.partition("=")
         if name == "--config":

@@ -212,7 +212,9 @@ def _shares(found: Samples) -> Iterator[Finding]:
             f"requests were interrupted {preempted:,.0f} times, and read again",
             "more --kv-cache-memory-bytes or home_bytes, or fewer --max-num-seqs",
         )
-    yield from _check_disk(sums)
+    yield from _check_store(sums)
+    if free := found.get(PREFIX + FREE):
+        yield Finding("disk", f"{min(free.values()) / GIB:.1f} GiB free for the home or the store")
 
 
 def _check_misses(share: float) -> Finding:
@@ -223,8 +225,8 @@ def _check_misses(share: float) -> Finding:
     return advice("recall", text, remedy)
 
 
-def _check_disk(sums: Mapping[str, float]) -> Iterator[Finding]:
-    """What a store has found, and what is free on its disk, or on that of the home."""
+def _check_store(sums: Mapping[str, float]) -> Iterator[Finding]:
+    """What a store has found, in good order or not."""
     store = {name: sums.get(f"{PREFIX}store_{name}_total", 0) for name in STORE}
     if restored := store["tokens_restored"]:
         text = f"{restored:,.0f} tokens were there at the start, requests found"
@@ -235,8 +237,6 @@ def _check_disk(sums: Mapping[str, float]) -> Iterator[Finding]:
             f"{damaged:,.0f} blocks were not as they were written",
             "they are computed again; look at the system's log (dmesg), and move the store",
         )
-    if (free := sums.get(PREFIX + FREE)) is not None:
-        yield Finding("disk", f"{free / GIB:.1f} GiB free for the home or the store")
 
 
 def compare(servers: Sequence[Server]) -> Iterator[Finding]:

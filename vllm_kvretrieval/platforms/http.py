@@ -47,13 +47,14 @@ class RequestCheck:
             if message["type"] == "http.request":
                 body.extend(message.get("body", b""))
                 if not message.get("more_body"):
-                    _check(scope, bytes(body))
+                    _check(scope, body)
+                    body.clear()
             return message
 
         await self._app(scope, checked, send)
 
 
-def _check(scope: Scope, body: bytes) -> None:
+def _check(scope: Scope, body: bytearray) -> None:
     """Refuse a request; what is no JSON object is vLLM's matter.
 
     Raises:
