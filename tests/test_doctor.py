@@ -21,6 +21,7 @@ from vllm_kvretrieval.command import main
 from vllm_kvretrieval.doctor import caches, home, software
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice, error, failed
 from vllm_kvretrieval.doctor.server import Server, compare
+from vllm_kvretrieval.retrieval.model_files import check_model
 
 
 @pytest.fixture(autouse=True)
@@ -202,8 +203,18 @@ def test_a_model_that_is_not_there(capsys, tmp_path):
         assert main(["doctor", "--serve", model, *backend]) == 1
         assert f"the model {model} is not there: no such directory" in capsys.readouterr().out
     (tmp_path / "text.txt").write_text("A text.")
-    assert main(["explain", str(tmp_path / "none"), str(tmp_path / "text.txt"), "--no-plot"]) == 1
-    assert "is not there: no such directory" in capsys.readouterr().err
+    given = [str(tmp_path / "none"), str(tmp_path / "text.txt")]
+    for command in (["explain", *given, "--no-plot"], ["store", "add", *given, "--store", "x"]):
+        assert main(command) == 1
+        assert "is not there: no such directory" in capsys.readouterr().err
+    for name in (
+        "MODEL",
+        "owner/name",
+        "owner/name:Q4_K_M",
+        "s3://bucket/of/models",
+        str(tmp_path),
+    ):
+        check_model(name)
 
 
 def test_a_package_without_its_kernels(capsys, monkeypatch, tmp_path):

@@ -71,12 +71,16 @@ def _check_spelling(arguments: Sequence[str]) -> None:
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         name, dot, key = name.partition(".")
-        near = difflib.SequenceMatcher(None, name.replace("_", "-"), OPTION).ratio()
-        if name.startswith("--") and LIKE <= near < 1:
+        if name.startswith("--") and LIKE <= _likeness(name) < 1:
             raise RetrievalConfigError(f"there is no {name}{dot}{key}; write {OPTION}{dot}{key}.")
         if name == BACKEND and not dot:
             named = value if equals else next(iter(arguments[place + 1 :]), "")
             _check_method(named)
+
+
+def _likeness(name: str) -> float:
+    """How like a name is to that of our option; 1: it is its name."""
+    return difflib.SequenceMatcher(None, name.replace("_", "-"), OPTION).ratio()
 
 
 def _check_method(named: str) -> None:

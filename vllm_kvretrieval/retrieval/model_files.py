@@ -155,6 +155,8 @@ def check_model(model: str) -> None:
     Raises:
         RetrievalConfigError: It looks like a path, and there is nothing.
     """
+    if "://" in model:
+        return
     path = Path(model)
     is_path = path.is_absolute() or model.startswith((".", "~")) or len(path.parts) > 2
     # A hub's names are OWNER/NAME, as models/NAME would be.
