@@ -196,8 +196,9 @@ def test_what_refused_options_leave_unsaid(capsys, monkeypatch):
     assert "threads" in found
 
 
-def test_a_model_that_is_not_there(capsys, tmp_path):
+def test_a_model_that_is_not_there(capsys, monkeypatch, tmp_path):
     """A hub would call its path a bad name."""
+    monkeypatch.chdir(ROOT)
     backend = ("--attention-backend", "kvretrieval")
     for model in (str(tmp_path / "none"), "./none", "tests/none"):
         assert main(["doctor", "--serve", model, *backend]) == 1
@@ -263,8 +264,9 @@ def test_folders_that_cannot_be_written(capsys, monkeypatch):
     assert found.severity is Severity.ADVICE, "options may say --enforce-eager"
     assert str(found).startswith("/proc/none cannot be written by user")
     assert "set VLLM_CACHE_ROOT to a folder that this user may write" in found.remedy
-    (found,) = caches.check_caches(SimpleNamespace())
+    (found,) = caches.check_caches(compiles=True)
     assert found.severity is Severity.ERROR
+    assert not [*caches.check_caches(compiles=False)]
     monkeypatch.setattr("vllm_kvretrieval.doctor.options.read_options", fail)
     main(["doctor", "--serve", "MODEL"])
     assert "torchinductor_uid_7/x cannot be written" in capsys.readouterr().out

@@ -5,7 +5,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from vllm_kvretrieval.doctor.findings import Finding, advice, error
 
@@ -37,26 +36,27 @@ def check_refused(name: str, refused: OSError) -> Finding | None:
     return error(name, text, _remedy(_variable(folder)))
 
 
-def check_caches(vllm_config: Any = None) -> Iterator[Finding]:
-    """Whether there is room for what a start compiles, in folders that may be written.
+def check_caches(compiles: bool | None = None) -> Iterator[Finding]:
+    """Whether the folders may be written in which a start keeps what it compiles.
 
     Args:
-        vllm_config: vLLM's configuration; None: that of a server without options.
+        compiles: Whether it does; None: it is supposed to, as a server without options.
     """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    if compiles is False:
+        return
     from vllm import envs
 
-    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
-    folders = {"VLLM_CACHE_ROOT": envs.VLLM_CACHE_ROOT, "TORCHINDUCTOR_CACHE_DIR": compiled}
-    report = advice if vllm_config is None else error  # a server without options is supposed
+    folders = {"VLLM_CACHE_ROOT": envs.VLLM_CACHE_ROOT}
+    if (of_torch := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) is not None:
+        folders["TORCHINDUCTOR_CACHE_DIR"] = of_torch  # torch sets it when it is imported
     for variable, folder in folders.items():
         try:
             _write_below(Path(folder))
         except OSError as e:
             text = f"{folder} cannot be written by user {os.geteuid()} ({e.strerror})"
-            yield report(
-                "caches", f"{text}, and a start keeps there what it compiles", _remedy(variable)
-            )
+            text += ", and a start keeps there what it compiles"
+            report = advice if compiles is None else error
+            yield report("caches", text, _remedy(variable))
             return
     yield Finding("caches", f"{' and '.join(folders.values())} may be written")
 

@@ -16,6 +16,7 @@ from vllm_kvretrieval.doctor.software import (
     check_plugin,
     check_runner,
     check_vllm,
+    compiles,
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
 
@@ -170,7 +171,7 @@ def _examine_cpu(vllm_config: Any, refused: bool) -> Iterator[Finding]:
         connector = vllm_config.kv_transfer_config
     yield check_runner()
     yield check_compiler(vllm_config)
-    yield from check_caches(vllm_config)
+    yield from check_caches(None if vllm_config is None else compiles(vllm_config))
     kernels = [*check_kernels(vllm_config)]
     yield from kernels
     if not failed(kernels):

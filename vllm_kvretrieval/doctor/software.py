@@ -116,18 +116,22 @@ def check_runner() -> Finding:
     return Finding("runner", f"vLLM's V{2 if v2 else 1} model runner")
 
 
+def compiles(vllm_config: Any) -> bool:
+    """Whether a start compiles the model by torch."""
+    from vllm.config import CompilationMode
+
+    compilation = vllm_config.compilation_config
+    return compilation.mode != CompilationMode.NONE and compilation.backend == "inductor"
+
+
 def check_compiler(vllm_config: Any = None) -> Finding:
     """Whether torch can compile the model, as vLLM's start asks it to by default.
 
     Args:
         vllm_config: vLLM's configuration; None: that of a server without options.
     """
-    if vllm_config is not None:
-        from vllm.config import CompilationMode
-
-        compilation = vllm_config.compilation_config
-        if compilation.mode == CompilationMode.NONE or compilation.backend != "inductor":
-            return Finding("compiler", "not needed: the model is not compiled")
+    if vllm_config is not None and not compiles(vllm_config):
+        return Finding("compiler", "not needed: the model is not compiled")
     compiler = os.environ.get("CXX", "g++")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     missing = [] if shutil.which(compiler) else [f"no C++ compiler {compiler}"]
