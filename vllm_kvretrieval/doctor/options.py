@@ -58,7 +58,8 @@ def check_options(arguments: Sequence[str], users: int) -> tuple[list[Finding], 
         vllm_config = read_options(arguments)
         config = RetrievalConfig.from_vllm(vllm_config)
     except ImportError as e:
-        return [error("options", f"they cannot be checked ({refusal(e)})", MEND)], None
+        why = refusal(e).partition(". ")[0]
+        return [error("options", f"they cannot be checked ({why})", MEND)], None
     except (ValueError, OSError) as e:
         refused = check_refused("options", e) if isinstance(e, OSError) else None
         return [refused or Finding("options", refusal(e), Severity.ERROR)], None
