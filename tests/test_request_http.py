@@ -71,6 +71,13 @@ def test_what_is_refused(served, fields, message):
     assert message in refusal(served, fields)
 
 
+@pytest.mark.parametrize("more", [{}, {"top_logprobs": 2, "logprobs": True}, {"logprobs": False}])
+def test_a_chat_that_echoes(served, more):
+    """vLLM then takes its ``top_logprobs``, 0 by default, for the prompt, too."""
+    fields = {"messages": [{"role": "user", "content": "Hello"}], "echo": True, **more}
+    assert "prompt_logprobs cannot be" in refusal(served, fields, "/v1/chat/completions")
+
+
 def test_options_in_the_form_of_python(served):
     given = {"sampling_params": {"extra_args": {"kv_retrieval": {"budget": 100}}}}
     assert "budget=100 must be" in refusal(served, given, "/inference/v1/generate")

@@ -74,13 +74,19 @@ def _check(scope: Scope, body: bytearray) -> None:
                 return
             given, logprobs = fields.get("extra_args"), fields.get("prompt_logprobs")
         else:
-            given, logprobs = fields.get(XARGS), fields.get("prompt_logprobs")
-            if logprobs is None and fields.get("echo"):
-                logprobs = fields.get("top_logprobs", fields.get("logprobs"))
+            given, logprobs = fields.get(XARGS), _prompt_logprobs(fields)
         if given is None or isinstance(given, Mapping):
             check_request(scope["app"].state, given, logprobs)
     except RetrievalConfigError as e:
         raise HTTPException(400, str(e)) from None
+
+
+def _prompt_logprobs(fields: Mapping[str, Any]) -> Any:
+    """What vLLM makes of a request's fields for ``SamplingParams.prompt_logprobs``."""
+    asked = fields.get("prompt_logprobs")
+    if asked is not None or not fields.get("echo"):
+        return asked
+    return fields.get("top_logprobs", 0) if "messages" in fields else fields.get("logprobs")
 
 
 def _check_places(fields: Mapping[str, Any]) -> None:
