@@ -19,6 +19,8 @@ from typing import Any
 from documents import read_document
 from vllm import LLM, SamplingParams
 
+from vllm_kvretrieval.retrieval.model_files import check_model
+
 MAX_TOKENS = 64
 
 
@@ -94,6 +96,7 @@ def main() -> int:
     try:
         tasks = read_tasks(given.questions)
         texts = read_documents(tasks, given.questions.parent)
+        check_model(given.model)
     except (OSError, ValueError) as error:
         print(f"batch: {error}", file=sys.stderr)
         return 1

@@ -30,6 +30,7 @@ from vllm import LLM, SamplingParams
 from vllm_kvretrieval.calibration.inputs import require_plot
 from vllm_kvretrieval.doctor.options import refusal
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.model_files import check_model
 
 FULL = "full attention"
 METHODS = ("kvretrieval", "freekv", "quest", "streamingllm")
@@ -196,6 +197,7 @@ def main() -> int:
         if given.plot is not None:
             require_plot("leave --plot out")
         text = read_document(given.text)
+        check_model(given.model)
         llm = open_engine(
             given.model,
             given.methods,

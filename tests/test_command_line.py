@@ -2,13 +2,18 @@
 
 import argparse
 import os
+import re
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests import forked_server
 from vllm_kvretrieval.cli import add_options
+from vllm_kvretrieval.command_line import check_command_line
+from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.help import help_texts
 from vllm_kvretrieval.retrieval.presets import OWN
@@ -88,6 +93,31 @@ def test_options_are_added_once_and_only_beside_vllms():
     before = len(engine._actions)
     add_options(engine)
     assert len(engine._actions) == before
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        (
+            "--kv-retreival.budget=512",
+            "there is no --kv-retreival.budget; write --kv-retrieval.bud",
+        ),
+        ("--kvretrieval", "there is no --kvretrieval; write --kv-retrieval."),
+        ("--attention-backend=kvretreival", "kvretreival: there is none; write kvretrieval."),
+        ("--attention-backend=FREKV", "FREKV: there is none; write freekv."),
+    ],
+)
+def test_names_that_are_nearly_ours(argument, said):
+    with pytest.raises(RetrievalConfigError, match=re.escape(said)):
+        check_command_line(["vllm", "serve", "MODEL", argument])
+
+
+def test_names_that_are_vllms():
+    """None of its options, and none of its backends, is taken for one of ours."""
+    options = make_arg_parser(FlexibleArgumentParser())._option_string_actions
+    check_command_line(["vllm", "serve", *options])
+    for name in AttentionBackendEnum.__members__:
+        check_command_line(["vllm", "serve", "MODEL", "--attention-backend", name])
 
 
 def test_help_explains_every_option(tmp_path):

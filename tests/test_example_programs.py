@@ -231,6 +231,13 @@ def test_batch_reads_documents_before_the_engine_starts(
     assert said.format(folder=tmp_path) in line
 
 
+def test_batch_names_the_line_that_is_no_json(tmp_path):
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"document": "a", "question": "b"}\n\n')
+    with pytest.raises(ValueError, match=rf"{file}, line 2: is no JSON \(Expecting value"):
+        batch.read_tasks(file)
+
+
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
     """Runs ``compare.py`` as far as an engine checks its options; gives status and message."""

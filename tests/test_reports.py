@@ -2,6 +2,8 @@
 
 import logging
 import pickle
+import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,17 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.engine import checkpoint
-from vllm_kvretrieval.engine.reports import RetrievalStatLogger, attach, put, take
+from vllm_kvretrieval.engine.metrics import FREE, metric_name
+from vllm_kvretrieval.engine.reports import (
+    DISK_S,
+    RetrievalStatLogger,
+    attach,
+    in_use,
+    put,
+    take,
+)
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.presets import preset_names
 
 COUNTS = {"units_attended": 7, "heads_corrected": 1, "planning_us": 3}
 
@@ -91,7 +103,43 @@ def test_through_the_loggers_of_a_server(caplog, monkeypatch):
     assert value("planning_seconds_total") == pytest.approx(6e-6)
     info = [m for m in REGISTRY.collect() if m.name == "vllm:kv_retrieval_info"]
     assert info[0].samples[0].labels.items() >= {"method": "freekv", "budget": "512"}.items()
+    assert REGISTRY.get_sample_value(metric_name(FREE), labels) is None, "home=device"
     loggers.log()
     assert "KV retrieval metrics: units attended=14" in caplog.text
     assert "KV fetch" not in caplog.text
+    unregister_vllm_metrics()
+
+
+@pytest.mark.model
+def test_what_is_in_use(tmp_path, monkeypatch):
+    """No label is ``None``, whatever the method leaves open; and how full the disk is, is told."""
+    options = {"home": "disk", "home_path": str(tmp_path)}
+    vllm_config = EngineArgs(
+        model=checkpoint("SmolLM2-135M-Instruct"),
+        served_model_name="m",
+        attention_backend="freekv",
+        additional_config={"kv_retrieval": options},
+    ).create_engine_config()
+    for name in preset_names():
+        used = in_use(vllm_config, RetrievalConfig.from_options(name, {}))
+        assert used["max_budget"] == used["budget"] == "2048"
+        assert used["attention"] in ("own", "vllm")
+        assert (used["prefill_budget"], used["prefill_depth"]) == ("all", "1")
+        assert "None" not in used.values()
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    unregister_vllm_metrics()
+    logger = RetrievalStatLogger(vllm_config, [0])
+    logger.log_engine_initialized()
+
+    def free():
+        return REGISTRY.get_sample_value(metric_name(FREE), {"model_name": "m", "engine": "0"})
+
+    assert free() == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
+    monkeypatch.setattr("vllm_kvretrieval.engine.reports.free_space", lambda directory: 7)
+    logger.record(SchedulerStats(), None)
+    assert free() > 7, "not at every step"
+    clock[0] += DISK_S
+    logger.record(SchedulerStats(), None)
+    assert free() == 7
     unregister_vllm_metrics()

@@ -77,7 +77,10 @@ def test_a_request_may_ask_for_the_sink_and_window_baseline():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bugdet": 512}, "of a request has no option 'bugdet'.*Known: budget, correction_thresh"),
+        (
+            {"bugdet": 512},
+            "of a request has no option 'bugdet'.*Known: budget, .*Did you mean 'budget'",
+        ),
         ({"page_size": 64}, "of a request has no option 'page_size'"),
         ({"budget": 2048}, r"budget=2048 exceeds the server's limit of 1024.*max_budget 2048"),
         ({"budget": 100}, r"kv_retrieval\.budget=100 must be a positive multiple.*try 128"),
@@ -95,6 +98,7 @@ def test_a_request_may_ask_for_the_sink_and_window_baseline():
         ({"exact_prefix": "yes"}, r"kv_retrieval\.exact_prefix='yes' must be true or false"),
         ({"exact_prefix": None}, r"kv_retrieval\.exact_prefix=None must be true or false"),
         ({"method": "quest"}, "method='quest' cannot be served.*use one of freekv, streamingllm"),
+        ({"method": "frekv"}, r"method='frekv' cannot be served.*also\. Did you mean 'freekv'\?"),
         ({"method": 3}, "method=3 cannot be served"),
         (
             {"method": "streamingllm", "correction_threshold": 0.8},

@@ -17,6 +17,7 @@ from tests.monitoring import board, expressions, names_in, rules
 from tests.server import BUDGET, KEY, MODEL, PROMPT, ask, serving
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.doctor.server import PREFIX, Client, samples
+from vllm_kvretrieval.engine.metrics import FREE, metric_name
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -131,6 +132,32 @@ def test_a_bad_option_gets_a_400(server, xargs, message):
     assert message in error.value.message
 
 
+CHAT = [{"role": "user", "content": "Hello"}]
+BODIES = {
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 4},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 4},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 4},
+}
+"""What the routes of vLLM's server that generate text take."""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_bad_option_is_refused_before_the_answer_begins(server, path, stream):
+    """With the right one it is served; the log has one line, that of the request."""
+    before = len(server.text())
+    body = {"model": MODEL, "stream": stream, **BODIES[path]}
+    for budget, status in ((100, 400), (128, 200)):
+        xargs = {"vllm_xargs": {"kv_retrieval_budget": budget}}
+        told, text = Client(server.url).ask(path, body | xargs)
+        assert told == status, text
+        assert ("kv_retrieval.budget=100 must be" in text) == (status == 400)
+    said = server.text()[before:]
+    assert said.count(f'"POST {path} HTTP/1.1" 400') == said.count(" 400 ") == 1
+    assert "ERROR" not in said
+
+
 def test_a_bad_option_hurts_nobody_else(server):
     with ThreadPoolExecutor() as pool:
         good = pool.submit(server.complete, PROMPT, 60)
@@ -190,17 +217,39 @@ def test_board_and_rules_ask_for_what_the_server_has(server):
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     for part in (board(), rules()):
         asked = {name for text in expressions(part) for name in names_in(text)}
-        assert asked - recorded <= found.keys()
+        assert asked - recorded - {metric_name(FREE)} <= found.keys()
     (tokens,) = found["vllm:generation_tokens_total"]
     assert {name for name, _ in tokens} >= {"model_name", "engine"}, "by which the rules group"
     ((labels, value),) = found[f"{PREFIX}info"].items()
     assert value == 1
-    assert dict(labels).items() >= {"method": "freekv", "budget": str(BUDGET)}.items()
+    used = {"method": "freekv", "budget": str(BUDGET), "max_budget": str(BUDGET)}
+    assert dict(labels).items() >= used.items()
+    assert "None" not in dict(labels).values(), "what nobody has named, is in use, too"
 
 
 def test_the_doctor_reads_the_options(server, capsys):
+    """And shares of what was counted, which nobody has to divide."""
+    noted = server.usage(server.complete(PROMPT, 12).id)
+    assert noted["sparse_steps"]
     assert main(["doctor", server.url]) == 0
-    assert f"engine 0: attention=vllm, budget={BUDGET}, home=device" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"engine 0: allow_exact=True, also=streamingllm, attention=vllm, budget={BUDGET}" in said
+    assert f"max_budget={BUDGET}" in said
+    assert "None" not in said
+    assert re.search(r"decode steps read \d+% of the KV cache", said)
+    assert re.search(r"\d+% of KV heads selected anew", said)
+    assert "e+0" not in said
+
+
+def test_the_doctor_compares_replicas(server, capsys):
+    """Here the same server twice, and one that does not answer."""
+    assert main(["doctor", server.url, server.url + "/v1"]) == 0
+    assert (
+        "2 servers have the same model, options, block size and versions" in capsys.readouterr().out
+    )
+    assert main(["doctor", "--json", server.url, "http://127.0.0.1:9"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {one["server"] for one in found if one["severity"] == "error"} == {"http://127.0.0.1:9"}
 
 
 SCHEMA = {

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from vllm_kvretrieval.command_line import OPTION, TARGET
@@ -9,9 +10,15 @@ from vllm_kvretrieval.options.help import help_texts
 from vllm_kvretrieval.options.table import CONFIG_KEY
 from vllm_kvretrieval.retrieval.presets import presets
 
+REQUEST_CHECK = "vllm_kvretrieval.platforms.http.RequestCheck"
+"""The layer in front of the routes of vLLM's server that checks options of requests."""
+MIDDLEWARE = "--middleware"
+WITHOUT_MIDDLEWARE = "snapshot"
+"""A command of vLLM that takes the options of its server, and refuses ``--middleware``."""
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--kv-retrieval`` to a parser of engine arguments.
+    """Add ``--kv-retrieval`` to a parser of engine arguments, and the check of requests to it.
 
     vLLM folds ``--kv-retrieval.budget 1024`` into ``--kv-retrieval '{"budget": 1024}'``. What is
     given ends up in ``additional_config["kv_retrieval"]``, beside what ``--additional-config``
@@ -21,6 +28,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     target = parser._option_string_actions.get(TARGET)
     if target is None or OPTION in parser._option_string_actions:
         return
+    routes = parser._option_string_actions.get(MIDDLEWARE)
+    if routes is not None and WITHOUT_MIDDLEWARE not in sys.argv[1:2]:
+        routes.default = [*routes.default, REQUEST_CHECK]
     dest, target_class = target.dest, type(target)
 
     class Store(argparse.Action):

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("options of an engine, behind --, are for `store add` alone")
     try:
         return given.run(given) or 0
-    except (RetrievalConfigError, ValueError, OSError) as error:
+    except (RetrievalConfigError, ValueError, OSError, ImportError) as error:
         print(f"vllm-kvretrieval: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -5,6 +5,7 @@ and lists from their option. vLLM calls plug-ins before it parses, so all of thi
 with the right spelling in the message.
 """
 
+import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +16,13 @@ import yaml
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.table import CONFIG_KEY
+from vllm_kvretrieval.retrieval.presets import preset_names
 
 OPTION = "--kv-retrieval"
 TARGET = "--additional-config"
+BACKEND = "--attention-backend"
+LIKE = 0.8
+"""How like two names are, of which one is the other misspelt; of difflib's ratio."""
 
 _NAME = re.compile(r"(no-)?(?:kv[-_]retrieval|additional[-_]config\.kv_retrieval)(?:\.(.+))?")
 
@@ -52,12 +57,41 @@ def check_command_line(arguments: Sequence[str]) -> None:
             raise RetrievalConfigError(
                 f"{name} has no value; write {OPTION}.{key} true, or another value."
             )
+    _check_spelling(arguments)
     for place, argument in enumerate(arguments):
         name, equals, path = argument.partition("=")
         if name == "--config":
             path = path if equals else next(iter(arguments[place + 1 :]), "")
             whole = any(not key and name.startswith("--kv") for name, key, _ in given)
             _check_file(path, bool(equals), whole)
+
+
+def _check_spelling(arguments: Sequence[str]) -> None:
+    """Refuse names that are nearly ours: vLLM would call them unknown, and list all of its own."""
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        name, dot, key = name.partition(".")
+        if name.startswith("--") and LIKE <= _likeness(name) < 1:
+            raise RetrievalConfigError(f"there is no {name}{dot}{key}; write {OPTION}{dot}{key}.")
+        if name == BACKEND and not dot:
+            named = value if equals else next(iter(arguments[place + 1 :]), "")
+            _check_method(named)
+
+
+def _likeness(name: str) -> float:
+    """How like a name is to that of our option; 1: it is its name."""
+    return difflib.SequenceMatcher(None, name.replace("_", "-"), OPTION).ratio()
+
+
+def _check_method(named: str) -> None:
+    """Refuse the name of a backend that is none, and is nearly one of ours."""
+    near = difflib.get_close_matches(named.lower(), preset_names(), 1, LIKE)
+    if not near or near[0] == named.lower():
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if named.upper() not in AttentionBackendEnum.__members__:
+        raise RetrievalConfigError(f"{BACKEND} {named}: there is none; write {near[0]}.")
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None, str | None]]:

@@ -78,7 +78,7 @@ def check_directory(directory: str) -> None:
     Raises:
         RetrievalConfigError: No file can be made there; says why, and the remedy.
     """
-    with explained(f"kv_retrieval.home_path={directory!r}: no file can be made there"):
+    with explained(f"home_path={directory!r}: no file can be made there"):
         tempfile.TemporaryFile(dir=directory, buffering=0).close()
 
 

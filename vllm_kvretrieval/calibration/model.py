@@ -9,6 +9,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, 
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from vllm_kvretrieval.retrieval.model_files import check_model
+
 ATTENTION = "kv_retrieval_calibration"
 CHUNK = 512
 """Tokens of a step of prefill."""
@@ -60,11 +62,13 @@ class Measurement:
         layers: Layers with plain full attention, as seen while running.
 
     Raises:
-        CalibrationError: The model is not there, or transformers cannot show its attention.
+        CalibrationError: The model cannot be loaded, or transformers cannot show its attention.
+        RetrievalConfigError: Its directory is not there.
     """
 
     def __init__(self, model: str, dtype: torch.dtype = torch.float32) -> None:
         self.name = model
+        check_model(model)
         AttentionInterface.register(ATTENTION, self._attention)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         try:

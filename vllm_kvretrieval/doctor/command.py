@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from vllm_kvretrieval.doctor.caches import check_caches
 from vllm_kvretrieval.doctor.findings import Finding, Severity, failed
 from vllm_kvretrieval.doctor.software import (
     check_compiler,
@@ -15,6 +16,7 @@ from vllm_kvretrieval.doctor.software import (
     check_plugin,
     check_runner,
     check_vllm,
+    compiles,
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
 
@@ -22,6 +24,7 @@ EXAMPLES = """\
 examples:
   vllm-kvretrieval doctor
   vllm-kvretrieval doctor http://127.0.0.1:8000
+  vllm-kvretrieval doctor http://replica-1:8000 http://replica-2:8000
   vllm-kvretrieval doctor --serve MODEL --attention-backend kvretrieval --kv-retrieval.home disk
   vllm-kvretrieval doctor --users 20 --serve MODEL --attention-backend kvretrieval
 
@@ -41,7 +44,12 @@ def add_doctor(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    doctor.add_argument("url", metavar="URL", nargs="?", help="look at this server instead")
+    doctor.add_argument(
+        "urls",
+        metavar="URL",
+        nargs="*",
+        help="look at this server instead; of several, say in what they differ, too",
+    )
     doctor.add_argument(
         "--api-key",
         default=os.environ.get("VLLM_API_KEY"),
@@ -67,12 +75,10 @@ def add_doctor(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Print findings; returns the exit status."""
-    if given.url is None:
-        found = examine(given.home_path, given.serve, given.users)
+    if given.urls:
+        found = examine_servers(given.urls, given.api_key)
     else:
-        from vllm_kvretrieval.doctor.server import Client, check_server
-
-        found = check_server(Client(given.url, given.api_key))
+        found = examine(given.home_path, given.serve, given.users)
     findings = []
     for finding in found:
         findings.append(finding)
@@ -81,6 +87,22 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     return int(failed(findings))
+
+
+def examine_servers(urls: list[str], key: str | None) -> Iterator[Finding]:
+    """Findings about running servers, and about what they differ in.
+
+    Args:
+        urls: Their addresses.
+        key: The API key that they ask for, if any.
+    """
+    from vllm_kvretrieval.doctor.server import Client, check_server, compare
+
+    servers = []
+    for url in urls:
+        servers.append(server := check_server(Client(url, key)))
+        yield from (dataclasses.replace(found, server=server.url) for found in server.findings)
+    yield from compare(servers)
 
 
 def _number_of_users(text: str) -> int:
@@ -122,7 +144,7 @@ def examine(home_path: str | None, serve: list[str] | None, users: int) -> Itera
 
         yield from check_gpu()
         return
-    yield from _examine_cpu(vllm_config)
+    yield from _examine_cpu(vllm_config, refused=bool(serve) and vllm_config is None)
     from vllm_kvretrieval.doctor.home import check_home
 
     try:
@@ -134,7 +156,13 @@ def examine(home_path: str | None, serve: list[str] | None, users: int) -> Itera
     yield from check_home(home_path or directory, size)
 
 
-def _examine_cpu(vllm_config: Any) -> Iterator[Finding]:
+def _examine_cpu(vllm_config: Any, refused: bool) -> Iterator[Finding]:
+    """Findings about a CPU.
+
+    Args:
+        vllm_config: vLLM's configuration; None: that of a server without options.
+        refused: Whether the options of a server are refused, so that its memory is not known.
+    """
     from vllm_kvretrieval.doctor import machine
 
     parallel = connector = cache = None
@@ -143,6 +171,7 @@ def _examine_cpu(vllm_config: Any) -> Iterator[Finding]:
         connector = vllm_config.kv_transfer_config
     yield check_runner()
     yield check_compiler(vllm_config)
+    yield from check_caches(None if vllm_config is None else compiles(vllm_config))
     kernels = [*check_kernels(vllm_config)]
     yield from kernels
     if not failed(kernels):
@@ -150,5 +179,6 @@ def _examine_cpu(vllm_config: Any) -> Iterator[Finding]:
     yield from machine.check_threads(parallel, connector)
     yield machine.check_openmp()
     yield machine.check_huge_pages()
-    yield machine.check_memory(cache)
+    if not refused:
+        yield machine.check_memory(cache)
     yield machine.check_shared_memory(1 if parallel is None else parallel.local_world_size)

@@ -24,12 +24,14 @@ class Finding:
         text: What was found; a clause without a full stop.
         severity: How much it matters.
         remedy: What to do; empty where nothing is to be done.
+        server: The address of the server that it is about, if it is about one.
     """
 
     name: str
     text: str
     severity: Severity = Severity.OK
     remedy: str = ""
+    server: str = ""
 
     def __str__(self) -> str:
         return f"{self.text}; {self.remedy}" if self.remedy else self.text

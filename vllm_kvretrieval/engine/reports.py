@@ -4,7 +4,9 @@ A worker attaches them to its output, the scheduler puts them into vLLM's statis
 front end's logger takes them out.
 """
 
+import contextlib
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +15,20 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from vllm_kvretrieval.engine.metrics import COUNTERS, PREFIX, RetrievalMetrics, log_line
+from vllm_kvretrieval import __version__
+from vllm_kvretrieval.engine.metrics import (
+    FREE,
+    OF_FRONT_END,
+    PREFIX,
+    RetrievalMetrics,
+    counters,
+    log_line,
+    metric_name,
+)
+from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.plugin import version_refusal
+from vllm_kvretrieval.tiers.place import directory_for, free_space
 
 logger = init_logger("vllm.kvretrieval.metrics")
 
@@ -23,18 +36,41 @@ FIELD = "kv_retrieval"
 """Attribute of a worker's output with what it has counted."""
 CARRIER = "num_kv_fetch_reqs_by_stage"
 """A mapping of names to whole numbers in vLLM's statistics, of which it reads known names only."""
-SHOWN = (
-    "budget",
-    "max_budget",
-    "home",
-    "page_size",
-    "prefill_budget",
-    "prefill_share",
-    "prefill_depth",
-    "reuse",
-    "attention",
-)
-"""Options in the labels of ``vllm:kv_retrieval_info``, beside the method."""
+DISK_S = 10.0
+"""Seconds from one look at the disk to the next."""
+
+
+def in_use(vllm_config: Any, config: RetrievalConfig) -> dict[str, str]:
+    """The labels of ``vllm:kv_retrieval_info``: what holds where the user has named nothing, too.
+
+    Args:
+        vllm_config: The configuration of the engine.
+        config: Its options.
+    """
+    from vllm.platforms import current_platform
+
+    budget, prefill = config.page_budget(), config.prefill_budget
+    values = {
+        "method": config.method,
+        "also": ",".join(name for name in config.methods if name != config.method),
+        "budget": config.budget,
+        "max_budget": config.budget_limit,
+        "allow_exact": config.allow_exact,
+        "sink": budget.sink * config.page_size,
+        "window": budget.window * config.page_size,
+        "page_size": config.page_size,
+        "dense_layers": config.dense_layers,
+        "prefill_budget": "all" if prefill is None else prefill,
+        "prefill_share": config.prefill_share or 0,
+        "prefill_depth": config.prefill_depth or 1,
+        "reuse": config.reuse,
+        "home": config.home,
+        "codec": config.codec,
+        "store": config.store is not None,
+        "attention": current_platform.attending_kernels(vllm_config, config),
+        "version": __version__,
+    }
+    return {name: str(value) for name, value in values.items()}
 
 
 def has_requests(output: Any) -> bool:
@@ -92,6 +128,8 @@ class RetrievalStatLogger(AggregateStatLoggerBase):
         self._vllm_config, self._engines = vllm_config, engine_indexes
         self._metrics: RetrievalMetrics | None = None
         self._since: dict[str, int] = {}
+        self._free: list[Gauge] = []
+        self._looked = float("-inf")
 
     def log_engine_initialized(self) -> None:
         """Register the metrics; before, vLLM's own logger would remove them."""
@@ -100,11 +138,10 @@ class RetrievalStatLogger(AggregateStatLoggerBase):
         name = self._vllm_config.model_config.served_model_name
         labels: dict[int, list[object]] = {i: [name, str(i)] for i in self._engines}
         names = ["model_name", "engine"]
-        shown = {key: getattr(self._config, key) for key in SHOWN}
-        options = {"method": self._config.method} | {k: str(v) for k, v in shown.items()}
+        options = in_use(self._vllm_config, self._config)
         info = Gauge(
             f"{PREFIX}info",
-            "KV retrieval: options of the engine.",
+            "KV retrieval: options of the engine, as they are in use.",
             [*names, *options],
             multiprocess_mode="mostrecent",
         )
@@ -112,7 +149,12 @@ class RetrievalStatLogger(AggregateStatLoggerBase):
             info.labels(*values, *options.values()).set(1)
         if not self._by_connector:
             kinds = {Counter: Counter, Gauge: Gauge}
-            self._metrics = RetrievalMetrics(kinds, names, labels)
+            self._metrics = RetrievalMetrics(self._config, kinds, names, labels)
+        if self._config.home == "disk" or self._config.store is not None:
+            about = f"KV retrieval: {OF_FRONT_END[FREE]}."
+            disk = Gauge(metric_name(FREE), about, names, multiprocess_mode="mostrecent")
+            self._free = [disk.labels(*values) for values in labels.values()]
+            self._look_at_disk()
 
     @property
     def _by_connector(self) -> bool:
@@ -130,16 +172,29 @@ class RetrievalStatLogger(AggregateStatLoggerBase):
         engine_idx: int = 0,
     ) -> None:
         """See ``StatLoggerBase.record``; other loggers do not see what is ours."""
-        if scheduler_stats is None or self._metrics is None:
+        self._look_at_disk()
+        if scheduler_stats is None or self._metrics is None or self._config is None:
             return
         if counts := take(scheduler_stats):
             self._metrics.observe(counts, engine_idx)
-            for name in COUNTERS:
+            for name in counters(self._config):
                 self._since[name] = self._since.get(name, 0) + counts.get(name, 0)
 
     def log(self) -> None:
         """Say what steps have attended to since the last line, if there were any."""
+        self._look_at_disk()
         if self._since.get("units_attended") and logger.isEnabledFor(logging.INFO):
             said = ", ".join(f"{key}={value}" for key, value in log_line(self._since).items())
             logger.info("KV retrieval metrics: %s", said)
         self._since = {}
+
+    def _look_at_disk(self) -> None:
+        """Measure what is free on the disk of the home, or of the store, now and then."""
+        now = time.monotonic()
+        if not self._free or self._config is None or now - self._looked < DISK_S:
+            return
+        self._looked = now
+        with contextlib.suppress(RetrievalConfigError):  # the directory is gone
+            free = free_space(directory_for(self._config.home_directory))
+            for gauge in self._free:
+                gauge.set(free)

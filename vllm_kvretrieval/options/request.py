@@ -9,7 +9,7 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.request_table import REQUEST
 from vllm_kvretrieval.options.table import CONFIG_KEY
-from vllm_kvretrieval.options.values import check_digits, reject_misspelt, reject_unknown
+from vllm_kvretrieval.options.values import check_digits, meant, reject_misspelt, reject_unknown
 from vllm_kvretrieval.retrieval.budget import PageBudget
 from vllm_kvretrieval.retrieval.family import WHOLE, family_with
 from vllm_kvretrieval.retrieval.method import Method, check_mass
@@ -72,7 +72,7 @@ class RequestOptions:
             raise RetrievalConfigError(
                 f"method={name!r} cannot be served by this engine, which runs {config.method}; use "
                 f"one of {', '.join(config.methods)}, or start the server with "
-                "--kv-retrieval.also."
+                f"--kv-retrieval.also.{meant(name, config.methods)}"
             )
         family = family_with(method.schedule)
         refuse_without_effect(given, family, method.name, REQUEST)

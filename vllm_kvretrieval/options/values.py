@@ -1,8 +1,9 @@
 """Checks of options that users write."""
 
+import difflib
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ MOST_TOKENS = 2**31 - 1
 """Kernels count tokens in 32 bits."""
 MOST = 2**63 - 1
 """The largest number of an option, bytes included."""
+LIKE = 0.7
+"""How like two names are, of which one may be the other misspelt; of difflib's ratio."""
 LEAST_SHARE = 2.0**-126
 """Kernels have shares in 32 bits, where a smaller one may be 0."""
 
@@ -30,6 +33,12 @@ def shortened(value: Any) -> str:
     """The text of a value for error messages, shortened if it is long."""
     text = repr(value)
     return text if len(text) < 80 else f"{text[:76]}..."
+
+
+def meant(name: Any, known: Iterable[str]) -> str:
+    """A question for the end of a message, if a known name is like the one that is written."""
+    near = difflib.get_close_matches(str(name)[:64].lower(), known, 1, LIKE)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def require_int(key: str, value: Any) -> int:
@@ -101,7 +110,9 @@ def require_bool(key: str, value: Any) -> bool:
 def require_name(key: str, value: Any, known: Collection[str]) -> str:
     """Check that a value is one of some names."""
     if not isinstance(value, str) or value not in known:
-        raise RetrievalConfigError(f"{key}={value!r} is unknown; use one of {', '.join(known)}.")
+        raise RetrievalConfigError(
+            f"{key}={value!r} is unknown; use one of {', '.join(known)}.{meant(value, known)}"
+        )
     return value
 
 
@@ -124,11 +135,16 @@ def reject_unknown(given: Mapping[str, Any], known: Collection[str], where: str)
     for key in given:
         if key not in known:
             right = str(key).replace("-", "_")
-            meant = f"Write {right!r}. " if right in known else ""
+            write = f"Write {right!r}. " if right in known else ""
             raise RetrievalConfigError(
-                f"{where} has no option {key!r} (value {given[key]!r}). {meant}Known: "
-                f"{', '.join(known)}."
+                f"{where} has no option {shortened(key)} (value {shortened(given[key])}). {write}"
+                f"Known: {', '.join(known)}.{'' if write else meant(key, known)}"
             )
+
+
+def resembles(key: Any, name: str) -> bool:
+    """Whether a key begins with a name of ours in any spelling, such as ``kvRetrieval.budget``."""
+    return re.sub(r"[^a-z]", "", str(key).lower()).startswith(name.replace("_", ""))
 
 
 def reject_misspelt(given: Mapping[Any, Any], name: str, where: str, right: str) -> None:
@@ -141,8 +157,7 @@ def reject_misspelt(given: Mapping[Any, Any], name: str, where: str, right: str)
         right: The right spelling of our key there.
     """
     for key in given:
-        plain = re.sub(r"[^a-z]", "", str(key).lower())
-        if key != name and plain.startswith(name.replace("_", "")):
+        if key != name and resembles(key, name):
             raise RetrievalConfigError(f"{where}: {key!r} is not read; write {right}.")
 
 

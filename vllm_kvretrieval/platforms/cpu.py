@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
 
 if TYPE_CHECKING:
@@ -24,3 +25,11 @@ class CpuRetrieval(RetrievalPlatform):
         from vllm_kvretrieval.platforms.finer import finer_options  # which loads the kernels
 
         return finer_options(vllm_config, method)
+
+    @classmethod
+    def attending_kernels(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> str:
+        from vllm_kvretrieval.attention.cpu.support import choose_attention
+
+        model = vllm_config.model_config
+        own = choose_attention(config, model.dtype, model.get_head_size()).own
+        return "own" if own else "vllm"

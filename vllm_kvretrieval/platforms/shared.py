@@ -5,9 +5,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary
 
-from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform
 
@@ -16,13 +14,13 @@ from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.options.source import (
     add_options,
     options_of,
     read_option_files,
     selected_method,
 )
+from vllm_kvretrieval.platforms.requests import check_request
 from vllm_kvretrieval.retrieval.layers import has_windows
 from vllm_kvretrieval.retrieval.presets import preset_names
 
@@ -33,10 +31,6 @@ logger = init_logger("vllm.kvretrieval.platform")
 
 SCHEDULER = "vllm_kvretrieval.engine.scheduler.RetrievalScheduler"
 ASYNC_SCHEDULER = "vllm_kvretrieval.engine.scheduler.RetrievalAsyncScheduler"
-
-
-class RetrievalRequestError(RetrievalConfigError, VLLMClientError):
-    """A request's ``kv_retrieval`` options are not acceptable; vLLM's server answers 400."""
 
 
 class RetrievalPlatform(Platform):
@@ -60,6 +54,11 @@ class RetrievalPlatform(Platform):
     def finer_options(cls, vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
         """Options that a method has on this platform in place of its preset's."""
         return {}
+
+    @classmethod
+    def attending_kernels(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> str:
+        """Whose kernels attend to whole contexts on this platform, as option ``attention``."""
+        return "vllm"
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
@@ -135,25 +134,8 @@ class RetrievalPlatform(Platform):
         """
         super().validate_request(processed_inputs, params)
         caller = sys._getframe(1).f_locals.get("self")
-        config = _config_of(caller)
-        if caller is not None and config is not None:
-            try:
-                options = RequestOptions.parse(getattr(params, "extra_args", None), config)
-            except RetrievalConfigError as e:
-                raise RetrievalRequestError(str(e)) from None
-            spares = options.prefill_budget is not None and (config.prefill_depth or 1) < 1
-            if spares and getattr(params, "prompt_logprobs", None) is not None:
-                raise RetrievalRequestError(
-                    f"prompt_logprobs cannot be served with prefill_depth={config.prefill_depth}: "
-                    "the last layers hardly read the prompt. Ask for full attention "
-                    "(kv_retrieval.exact), or start the server without prefill_depth."
-                )
-            if options.exact_prefix and has_foreign_connector(caller.vllm_config):
-                raise RetrievalRequestError(
-                    "kv_retrieval.exact_prefix=True cannot be served beside a KV connector, which "
-                    "does not say how the keys and values that it loads were computed; leave it "
-                    "out, or ask for skip_reading_prefix_cache."
-                )
+        extra_args = getattr(params, "extra_args", None)
+        check_request(caller, extra_args, getattr(params, "prompt_logprobs", None))
 
 
 def _set_scheduler(vllm_config: "VllmConfig", method: str) -> None:
@@ -195,15 +177,3 @@ def _retain_windows(vllm_config: "VllmConfig") -> None:
             "The prefix cache keeps all blocks of sliding windows, so that every request finds "
             "what it shares with an earlier one; --prefix-cache-retention-interval N keeps fewer."
         )
-
-
-_configs: WeakKeyDictionary[Any, RetrievalConfig | None] = WeakKeyDictionary()
-
-
-def _config_of(caller: Any) -> RetrievalConfig | None:
-    """Options of the engine that an ``InputProcessor`` belongs to; made once and kept there."""
-    if not hasattr(caller, "vllm_config"):
-        return None
-    if caller not in _configs:
-        _configs[caller] = RetrievalConfig.from_vllm(caller.vllm_config)
-    return _configs[caller]

@@ -149,6 +149,24 @@ def shape_of(config: Any) -> dict[str, Any]:
     return {key: getattr(config, key, None) for key in SHAPE}
 
 
+def check_model(model: str) -> None:
+    """Refuse the path of a model that is not there, which a hub would take for a name of its own.
+
+    Raises:
+        RetrievalConfigError: It looks like a path, and there is nothing.
+    """
+    if "://" in model:
+        return
+    path = Path(model)
+    is_path = path.is_absolute() or model.startswith((".", "~")) or len(path.parts) > 2
+    # A hub's names are OWNER/NAME, as models/NAME would be.
+    if (is_path or (len(path.parts) == 2 and path.parent.is_dir())) and not path.exists():
+        raise RetrievalConfigError(
+            f"the model {model} is not there: no such directory. Mend its path; a model of a hub "
+            "is named OWNER/NAME."
+        )
+
+
 def name_of(model: str) -> str:
     """A model's name, from its path or its place on a hub."""
     return Path(model).name or Path(model).resolve().name

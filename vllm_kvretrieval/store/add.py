@@ -13,6 +13,7 @@ from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import CONFIG_KEY, DEFAULT_METHOD
+from vllm_kvretrieval.retrieval.model_files import check_model
 from vllm_kvretrieval.store.changes import each_store, locked
 from vllm_kvretrieval.store.contexts import (
     check_name,
@@ -95,6 +96,7 @@ def _engine(given: argparse.Namespace) -> "LLM":
 
     If no method is named, it is our own: without one there is no store.
     """
+    check_model(given.model)
     options = ["--model", given.model, *given.engine, "--kv-retrieval.store", given.store]
     check_command_line(["vllm", "serve", *options])
 

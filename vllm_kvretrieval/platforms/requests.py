@@ -1,0 +1,79 @@
+"""The check of a request against what its engine serves, before it is computed."""
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm.exceptions import VLLMClientError
+
+from vllm_kvretrieval.attention.support import has_foreign_connector
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.options.request_table import REQUEST
+from vllm_kvretrieval.options.table import CONFIG_KEY
+
+OTHER_READERS = "vllm.logits_processors"
+"""The group of plug-ins that read options of requests, too."""
+
+
+class RetrievalRequestError(RetrievalConfigError, VLLMClientError):
+    """A request's ``kv_retrieval`` options are not acceptable; vLLM's server answers 400."""
+
+
+_configs: WeakKeyDictionary[Any, RetrievalConfig | None] = WeakKeyDictionary()
+
+
+def config_of(owner: Any) -> RetrievalConfig | None:
+    """Options of the engine of something that has its ``vllm_config``; made once and kept there."""
+    if not hasattr(owner, "vllm_config"):
+        return None
+    if owner not in _configs:
+        _configs[owner] = RetrievalConfig.from_vllm(owner.vllm_config)
+    return _configs[owner]
+
+
+def check_request(owner: Any, extra_args: Mapping[str, Any] | None, prompt_logprobs: Any) -> None:
+    """Refuse options of a request that its engine does not serve, or nobody would read.
+
+    Args:
+        owner: What has the engine's ``vllm_config``, such as vLLM's ``InputProcessor``.
+        extra_args: ``SamplingParams.extra_args`` of the request, over HTTP its ``vllm_xargs``.
+        prompt_logprobs: As in ``SamplingParams``; None: the request asks for none.
+
+    Raises:
+        RetrievalRequestError: Names the option, and says why and what to do.
+    """
+    config = config_of(owner)
+    if config is None:
+        return
+    try:
+        _reject_bare(extra_args or {}, owner.vllm_config)
+        options = RequestOptions.parse(extra_args, config)
+    except RetrievalConfigError as e:
+        raise RetrievalRequestError(str(e)) from None
+    spares = options.prefill_budget is not None and (config.prefill_depth or 1) < 1
+    if spares and prompt_logprobs is not None:
+        raise RetrievalRequestError(
+            f"prompt_logprobs cannot be served with prefill_depth={config.prefill_depth}: "
+            "the last layers hardly read the prompt. Ask for full attention "
+            "(kv_retrieval.exact), or start the server without prefill_depth."
+        )
+    if options.exact_prefix and has_foreign_connector(owner.vllm_config):
+        raise RetrievalRequestError(
+            "kv_retrieval.exact_prefix=True cannot be served beside a KV connector, which "
+            "does not say how the keys and values that it loads were computed; leave it "
+            "out, or ask for skip_reading_prefix_cache."
+        )
+
+
+def _reject_bare(extra_args: Mapping[str, Any], vllm_config: Any) -> None:
+    """Refuse names of ours without the prefix, unless the engine has others who may read them."""
+    bare = next((name for name in REQUEST if name in extra_args), None)
+    if bare is None or vllm_config.model_config.logits_processors:
+        return
+    if not entry_points(group=OTHER_READERS):
+        raise RetrievalConfigError(
+            f"options of a request: {bare!r} is not read; write {CONFIG_KEY}_{bare}."
+        )
