@@ -53,7 +53,7 @@ help:
 	@echo "make lint-workflows  check the workflows of a public host"
 	@echo "make bench   speed against stock vLLM"
 	@echo "make gpu     what needs an NVIDIA GPU (CALLS=first: nine minutes of it)"
-	@echo "make gpu-bundle  what a GPU machine without network needs to be brought"
+	@echo "make gpu-bundle  what a GPU machine without network needs to be brought (VLLM=0.33: of that vLLM)"
 	@echo "make clean   remove builds and caches; make distclean: $(VENV) and models, too"
 
 venv: $(INSTALLED)
@@ -183,7 +183,7 @@ gpu:
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 gpu-bundle:
-	$(PYTHON) tools/gpu/bundle.py build .gpu/bundle
+	$(PYTHON) tools/gpu/bundle.py build $(addprefix --vllm ,$(VLLM)) .gpu/bundle
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache $(BUILT)
