@@ -29,6 +29,7 @@ def read_options(arguments: Sequence[str]) -> Any:
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     check_command_line(["vllm", "serve", *arguments])
@@ -38,7 +39,8 @@ def read_options(arguments: Sequence[str]) -> Any:
     if given.model_tag is not None:
         given.model = given.model_tag
     with quiet():
-        return AsyncEngineArgs.from_cli_args(given).create_engine_config()
+        arguments_of_engine = AsyncEngineArgs.from_cli_args(given)
+        return arguments_of_engine.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 def check_options(arguments: Sequence[str], users: int) -> tuple[list[Finding], Any]:
