@@ -2,7 +2,7 @@
 
 Run as a program it prints that as JSON. Stubs stand for NVML, torch's view of a GPU, and vLLM's
 compiled libraries, of which nothing is called before a worker starts. All else is vLLM's and ours,
-from the arguments of ``vllm serve`` to the classes of worker, scheduler and backend.
+from the arguments of an engine to the classes of worker, scheduler and backend.
 """
 
 import contextlib
@@ -112,11 +112,18 @@ def pretend(folder: Path) -> None:
     sys.modules |= {flash.__name__: flash, f"{flash.__name__}.flash_attn_interface": flash}
 
 
-def read_arguments(*arguments: str) -> Any:
-    """The configuration of an engine by arguments of ``vllm serve``; see ``doctor``."""
-    from vllm_kvretrieval.doctor.options import read_options
+def configure(model: str, method: str, **options: Any) -> Any:
+    """The configuration of a server's engine, by its method and its ``kv_retrieval`` options."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
 
-    return read_options([*arguments, "--skip-tokenizer-init"])
+    arguments = AsyncEngineArgs(
+        model=model,
+        attention_backend=method,
+        additional_config={"kv_retrieval": options},
+        skip_tokenizer_init=True,
+    )
+    return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 def describe(config: Any) -> dict[str, Any]:
@@ -161,12 +168,11 @@ def refusals(model: str) -> Iterator[tuple[str, str | None]]:
     from vllm_kvretrieval.doctor.options import refusal
     from vllm_kvretrieval.retrieval.presets import OWN
 
-    heads = json.dumps([[1] + [0] * 7] * 32)
-    needs = {"razor": ("heads", heads), "omnikv": ("filters", "[0, 9]")}
+    needs: dict[str, dict[str, Any]]
+    needs = {"razor": {"heads": [[1] + [0] * 7] * 32}, "omnikv": {"filters": [0, 9]}}
     for name in OWN:
-        key, value = needs.get(name, ("budget", "2048"))
         try:
-            read_arguments(model, "--attention-backend", name, f"--kv-retrieval.{key}", value)
+            configure(model, name, **needs.get(name, {}))
         except ValueError as error:
             yield name, refusal(error)
         else:
@@ -176,22 +182,19 @@ def refusals(model: str) -> Iterator[tuple[str, str | None]]:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         pretend(Path(folder))
-        model = Path(folder) / "model"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(MODEL))
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         from vllm.platforms import current_platform
 
         from vllm_kvretrieval.doctor.gpu import check_gpu
 
-        freekv = [str(model), "--attention-backend", "freekv"]
-        config = read_arguments(*freekv)
+        config = configure(folder, "freekv")
         found = {
             "platform": [cls.__name__ for cls in type(current_platform).__mro__],
             "gpu": str(next(check_gpu())),
             "device": describe(config),
             "backend": choose_backend(config, "freekv"),
-            "host": describe(read_arguments(*freekv, "--kv-retrieval.home", "host")),
-            "refusals": dict(refusals(str(model))),
+            "host": describe(configure(folder, "freekv", home="host")),
+            "refusals": dict(refusals(folder)),
         }
     print(json.dumps(found))
 

@@ -1,4 +1,4 @@
-"""An engine as vLLM configures it on a GPU, from the arguments of ``vllm serve`` to its classes.
+"""An engine as vLLM configures it on a GPU, from its arguments to its classes.
 
 See tests/stubbed_cuda.py. No engine is started.
 """
