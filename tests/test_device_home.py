@@ -77,7 +77,7 @@ def watch_attaching():
         full = runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
         caches.append((runner.retrieval_layers.tier is not None, [d.num_reqs for d in full]))
 
-    RetrievalModelRunner._attach_retrieval = noting
+    RetrievalModelRunner._attach_retrieval = noting  # type: ignore[method-assign]
 
 
 def attached():

@@ -24,7 +24,10 @@ from vllm_kvretrieval.platforms.cpu import CpuRetrieval
 from vllm_kvretrieval.retrieval.presets import OWN
 
 GIVEN = ((), *((("home", home),) for home in HOMES))
-OPTIONS = {"razor": {"heads": [[1, 0]] * 6}, "omnikv": {"filters": [0, 3]}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "razor": {"heads": [[1, 0]] * 6},
+    "omnikv": {"filters": [0, 3]},
+}
 """What a method has to be told of a model that is not known."""
 Engine = tuple[str, tuple[tuple[str, str], ...]]
 """A preset's name, and the options `home` and `codec` as far as they are given."""
