@@ -1,6 +1,7 @@
 """vLLM's entry points. Called in every process, so nothing heavy is imported here."""
 
 import functools
+import importlib
 import logging
 import multiprocessing
 import os
@@ -59,10 +60,7 @@ def _mismatch(version: str, attempt: str) -> str | None:
     platform = vllm_platform()
     if platform is None or platform.device != "cuda":
         return None
-    import torch
-    import triton
-
-    found = torch.__version__, triton.__version__
+    found = _installed("torch"), _installed("triton")
     if compat.served_on_gpus(version, *found):
         return None
     vllm, needed = compat.pinned_on_gpus(version)
@@ -71,6 +69,14 @@ def _mismatch(version: str, attempt: str) -> str | None:
         f"{needed[1]}, and stays off under torch {found[0]} and Triton {found[1]}: pip install "
         f"'torch=={needed[0]}.*' 'triton=={needed[1]}.*'{attempt}."
     )
+
+
+def _installed(module: str) -> str:
+    """The version of a module."""
+    try:
+        return str(importlib.import_module(module).__version__)
+    except ImportError:
+        return "(none)"
 
 
 @functools.cache  # vLLM calls both entry points, and the refusal is one line
