@@ -36,6 +36,7 @@ class DeviceWorker(RetrievalGPUWorker, CPUWorker):
             super().init_device()
 
     def determine_available_memory(self):
+        self.expect_tiers(self.cache_config.kv_cache_memory_bytes)
         self.model_runner.profile_cudagraph_memory()  # a first KV cache, as on a GPU
         return super().determine_available_memory()
 

@@ -14,7 +14,7 @@ from benchmarks.common import RESULTS, ROOT, write_json
 from benchmarks.gpu import compiled, launches
 from vllm_kvretrieval.attention.cuda import support
 
-(PINNED,) = re.findall(r"^triton==(.+)$", (ROOT / "requirements/cuda.txt").read_text(), re.M)
+(PINNED,) = re.findall(r"^triton==(.+)$", (ROOT / "requirements/cuda-0.32.txt").read_text(), re.M)
 OFFLINE = "3.6.0"
 """On machines that tools/gpu/bundle.py makes a bundle for."""
 COMMON = re.compile(r"d64\b|d96\b|d128\b|^(?!.*\bd\d)")

@@ -7,9 +7,11 @@ random between those of the model, until it is waited for.
 from dataclasses import replace
 
 import pytest
+from vllm.config.compilation import CUDAGraphMode
 
 from tests import device_engine
 from tests.engine import Request, assert_same, random_llama
+from vllm_kvretrieval.engine.cuda.runner import RetrievalModelRunner
 
 PAGE, BUDGET = 16, 64
 ROUNDING = 0.1
@@ -20,7 +22,7 @@ ENGINE = {
     "compilation_config": {
         "mode": 0,
         "cudagraph_mode": "FULL_DECODE_ONLY",
-        "cudagraph_capture_sizes": [1, 2, 4],
+        "cudagraph_capture_sizes": [1, 2, 4, 8],
     },
     "dtype": "float16",
     "max_num_seqs": 4,
@@ -38,6 +40,8 @@ def engines(tmp_path_factory):
     """Functions that call those of tests/device_engine.py: of home=device, and of home=host."""
     model = random_llama(tmp_path_factory.mktemp("toy"), layers=3, kv_heads=2)
     processes = [device_engine.start() for _ in range(2)]
+    for process in processes:
+        process.submit(watch_attaching).result()
     # Too little for all contexts, and for the slots of more than four requests at once.
     small = {"home": "auto"}, {"kv_cache_memory_bytes": 1_080_000, "max_num_seqs": 9}
     opened = [
@@ -58,6 +62,26 @@ def engines(tmp_path_factory):
     yield both
     for process in processes:
         process.shutdown()
+
+
+caches: list[tuple[bool, list[int]]] = []
+"""Of each KV cache of this process, whether its home is host memory, and the rows of its graphs."""
+
+
+def watch_attaching():
+    """Note the caches of this process."""
+    attach = RetrievalModelRunner._attach_retrieval
+
+    def noting(runner, tiers, is_profiling):
+        attach(runner, tiers, is_profiling)
+        full = runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
+        caches.append((runner.retrieval_layers.tier is not None, [d.num_reqs for d in full]))
+
+    RetrievalModelRunner._attach_retrieval = noting  # type: ignore[method-assign]
+
+
+def attached():
+    return caches
 
 
 def prompt(tokens, seed):
@@ -124,6 +148,12 @@ def test_requests_wait_for_slots(engines):
     assert [answer.steps for answer in near] == [answer.steps for answer in far]
     for one, other in zip(near, far, strict=True):
         assert_same(other, one, 1e-5)
+
+
+def test_graphs_are_of_requests_that_run(engines):
+    """None is captured for more rows than there are slots for, and their memory is measured over
+    layers with slots. The second server was asked for nine requests."""
+    assert engines(attached) == [[(False, [4, 2, 1])] * 2, [(True, [4, 2, 1])] * 2]
 
 
 def test_preemption(engines):

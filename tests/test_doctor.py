@@ -117,6 +117,17 @@ def test_another_version(monkeypatch):
     assert "under vLLM 0.1.0; install one of these versions" in str(found)
 
 
+def test_another_triton_on_a_gpu(monkeypatch):
+    from vllm_kvretrieval import plugin
+
+    monkeypatch.delenv(plugin.ALLOW_UNTESTED, raising=False)
+    monkeypatch.setattr(plugin, "vllm_platform", lambda: plugin.VllmPlatform("cuda", ""))
+    monkeypatch.setattr("triton.__version__", "3.1.0")
+    *_, found = software.check_vllm()
+    assert found.severity is Severity.ERROR
+    assert "and Triton 3.1.0; pip install 'torch==2.1" in str(found)
+
+
 def test_the_model_runner(monkeypatch):
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
     assert str(software.check_runner()).endswith("V1 model runner")

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.common import ROOT
 from benchmarks.gpu import goals
 from tools.gpu import bundle
+from vllm_kvretrieval import compat
 
 
 def image(architecture, payload, kind=bundle.CUBIN):
@@ -75,6 +76,17 @@ def test_files_come_back_where_they_were(tmp_path):
     assert (site / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so").read_bytes() == b"library"
 
 
+def test_there_is_one_of_every_release_that_is_tested():
+    """Its requirements are those of that release's lock file."""
+    assert bundle.RELEASES == compat.TESTED
+    found = set()
+    for release in bundle.RELEASES:
+        vllm, needed = bundle.pinned(release)
+        assert vllm.startswith(f"vllm=={release}.")
+        found |= {line.split("==")[0] for line in needed}
+    assert found == {*bundle.DEPENDENCIES}
+
+
 ON_THE_MACHINE = """
 numpy packaging prometheus_client psutil pytest regex safetensors torch transformers triton yaml
 """
@@ -118,7 +130,7 @@ def test_everything_that_runs_there_is_there():
                 foreign.add(name.split(".")[0])
     assert ROOT / "vllm_kvretrieval/kernels/triton/select.py" in seen
     there = {*sys.stdlib_module_names, *ON_THE_MACHINE.split(), *OPTIONAL.split(), "vllm"}
-    there |= {line.split("==")[0].replace("-", "_") for line in bundle.DEPENDENCIES}
+    there |= {name.replace("-", "_") for name in bundle.DEPENDENCIES}
     assert foreign - there == {"matplotlib"} & foreign, "plots are made elsewhere"
 
 

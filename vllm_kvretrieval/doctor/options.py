@@ -35,6 +35,7 @@ def read_options(arguments: Sequence[str]) -> Any:
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     check_command_line(["vllm", "serve", *arguments])
@@ -46,7 +47,8 @@ def read_options(arguments: Sequence[str]) -> Any:
     check_model(given.model)
     with quiet(), errors_of(REGISTRY) as raised:
         try:
-            return AsyncEngineArgs.from_cli_args(given).create_engine_config()
+            arguments_of_engine = AsyncEngineArgs.from_cli_args(given)
+            return arguments_of_engine.create_engine_config(UsageContext.OPENAI_API_SERVER)
         except ValueError:
             if raised:
                 raise ValueError(_of_its_code(raised[-1])) from None

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from vllm_kvretrieval.attention.support import has_foreign_connector, nothing_retrieves
@@ -127,6 +129,17 @@ def check_scheduler_knows(vllm_config: Any, seats: int) -> None:
             f"scheduler, which runs up to {wanted}, cannot be told beside another KV connector. "
             f"Set --max-num-seqs to {seats} at most, or leave --kv-transfer-config out."
         )
+
+
+def least_of_workers(count: int) -> int:
+    """The least of a number over all workers of an engine, each of which has to ask for it.
+
+    Workers warm up and capture graphs together, so they have to do that for as many requests.
+    """
+    least = torch.tensor(count)
+    for group in (get_tp_group(), get_pp_group()):
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group.cpu_group)
+    return int(least)
 
 
 def workers_here(vllm_config: Any) -> int:

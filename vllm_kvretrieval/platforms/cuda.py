@@ -1,5 +1,6 @@
 """vLLM's CUDA platforms with retrieval."""
 
+import importlib
 from typing import Any
 
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
@@ -10,6 +11,10 @@ class CudaRetrieval(RetrievalPlatform):
 
     worker = "vllm_kvretrieval.engine.cuda.worker.RetrievalGPUWorker"
     support = "vllm_kvretrieval.attention.cuda.support"
+
+    @classmethod
+    def check_preset(cls, method: str, options: Any) -> None:
+        importlib.import_module(cls.support).check_preset(method, options)
 
     @classmethod
     def retrieval_backend(cls, backend: Any, selector: Any, num_heads: int | None) -> str:

@@ -61,6 +61,18 @@ class RetrievalPlatform(Platform):
         return "vllm"
 
     @classmethod
+    def check_preset(cls, method: str, options: Any) -> None:
+        """Refuse a method that this platform does not serve as it comes.
+
+        Args:
+            method: Name of its preset.
+            options: The ``kv_retrieval`` options as the user wrote them.
+
+        Raises:
+            RetrievalConfigError: Names the method, and says where it is served, and what is near.
+        """
+
+    @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         super().pre_register_and_update(parser)
         try:
@@ -98,6 +110,7 @@ class RetrievalPlatform(Platform):
                 )
             return
         read_option_files(vllm_config)
+        cls.check_preset(method, options_of(vllm_config))
         add_options(vllm_config, cls.finer_options(vllm_config, method))
         config = RetrievalConfig.from_vllm(vllm_config)
         assert config is not None, "a method is named"

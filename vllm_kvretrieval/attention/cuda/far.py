@@ -63,14 +63,16 @@ class FarTier:
         """The number of slots of all layers, seats and KV heads."""
         return self.layers * len(self.traffic) * self.kv_heads * self.capacity
 
-    def add(self, home: torch.Tensor) -> "FarLayer":
+    def add(self, home: torch.Tensor, slots: torch.Tensor | None = None) -> "FarLayer":
         """Make the next layer of the model, with slots for parts of its cache.
 
         Args:
             home: [pages, kv_heads, page_size, 2 * head_size], in host memory as the device sees it.
+            slots: [slots / layers, page_size, 2 * head_size]; None: they are made.
         """
-        shape = self.slots // self.layers, *home.shape[2:]
-        slots = torch.empty(shape, dtype=home.dtype, device=self.step.device)
+        if slots is None:
+            shape = self.slots // self.layers, *home.shape[2:]
+            slots = torch.empty(shape, dtype=home.dtype, device=self.step.device)
         self.far.append(FarLayer(self, len(self.far), home, slots))
         return self.far[-1]
 

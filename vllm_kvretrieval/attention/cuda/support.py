@@ -1,5 +1,6 @@
 """Refusals at start-up of what retrieval cannot serve on a GPU, with remedies."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,12 @@ from vllm_kvretrieval.kernels.triton.index import KINDS
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.table import OPTIONS
-from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS
+from vllm_kvretrieval.retrieval.codec import RAW
+from vllm_kvretrieval.retrieval.method import Method, make_method
 from vllm_kvretrieval.retrieval.pooling import Pooling
+from vllm_kvretrieval.retrieval.presets import Preset, presets
+from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,6 +68,56 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{config.page_size}; use {MOST_PAGES * config.page_size}, or larger pages."
         )
     check_connector(vllm_config, config)
+
+
+def check_preset(name: str, options: Any) -> None:
+    """Refuse a method that there are no kernels for, before anything else about it.
+
+    A method whose pages are encoded stands for its codec, so no option is named by which it would
+    be another method. If the user names a codec, or options that are wrong, later checks judge.
+
+    Args:
+        name: Of the preset.
+        options: The ``kv_retrieval`` options as the user wrote them.
+    """
+    preset, given = presets()[name], options if isinstance(options, Mapping) else {}
+    if preset.codec == RAW or "codec" in given:
+        own = {key: given[key] for key in OF_METHOD if key in given}
+        try:
+            method = make_method(name, name, own, given.get("page_size", preset.page_size))
+        except RetrievalConfigError:
+            return
+        check_method(method)
+        return
+    near = _nearest(preset)
+    whole = SCHEDULES[presets()[near].schedule].whole
+    home = "" if whole else " --kv-retrieval.home host"
+    raise RetrievalConfigError(
+        f"{name} is not served on a GPU yet, where no pages are encoded (codec {preset.codec}). On "
+        f"a CPU vLLM's CPU build serves it: vllm serve MODEL --attention-backend {name}. The "
+        f"nearest on a GPU: --attention-backend {near}{home}, with pages as the model made them."
+    )
+
+
+def _nearest(preset: Preset) -> str:
+    """The name of a method that is served, with a preset's schedule, and its index if there is
+    one."""
+
+    def near(name: str) -> tuple[bool, bool]:
+        other = presets()[name]
+        return other.schedule == preset.schedule, other.index == preset.index
+
+    return max(filter(_is_served, presets()), key=near)
+
+
+def _is_served(name: str) -> bool:
+    """Whether a preset is served as it comes."""
+    preset = presets()[name]
+    try:
+        check_method(make_method(name, name, {}, preset.page_size))
+    except RetrievalConfigError:
+        return False
+    return preset.codec == RAW
 
 
 def check_options(config: RetrievalConfig) -> None:

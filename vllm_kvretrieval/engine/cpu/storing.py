@@ -11,6 +11,7 @@ from vllm_kvretrieval.compat import bound_warm_up
 from vllm_kvretrieval.engine.cpu.identity import hashing_weights, identity_of
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.cpu.store import HomeStore
+from vllm_kvretrieval.engine.memory import least_of_workers
 from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.storage import Storage
@@ -80,7 +81,8 @@ class StoringWorker(PlanningWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         """See ``CPUWorker.compile_or_warm_up_model``; it writes to nothing that a store keeps."""
-        bound_warm_up(self.model_runner, self.seats, writes=self.stored is None)
+        seats = least_of_workers(self.seats)
+        bound_warm_up(self.model_runner, seats, writes=self.stored is None)
         return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:

@@ -133,7 +133,7 @@ def move_home(
 def limit_seats(runner: Any, seats: int) -> None:
     """Let a model runner number as many requests as there are slots for.
 
-    Its buffers and captured graphs keep the number of rows that vLLM has planned.
+    Its buffers keep the number of rows that vLLM has planned.
 
     Args:
         runner: vLLM's V2 model runner, before it has any requests.
@@ -144,6 +144,23 @@ def limit_seats(runner: Any, seats: int) -> None:
     limit_requests(runner, seats)
 
 
+def limit_graphs(manager: Any, seats: int) -> None:
+    """Let graphs of decode steps be captured for no more requests than run at once.
+
+    vLLM has chosen their sizes by ``max_num_seqs``. The last size is the first that takes them all.
+
+    Args:
+        manager: vLLM's ``CudaGraphManager``, before it captures.
+        seats: Most requests.
+    """
+    sizes = manager.compilation_config.cudagraph_capture_sizes or ()
+    rows = min((size for size in sizes if size >= seats), default=seats)
+    if rows < manager.max_num_reqs:
+        manager.max_num_reqs = rows
+        manager._candidates, manager._capture_descs = {}, {}
+        manager._init_candidates()
+
+
 def make_tier(
     ops: Any,
     side: SideWork,
@@ -152,6 +169,8 @@ def make_tier(
     builder: Any,
     homes: Sequence[torch.Tensor],
     rows: int,
+    *,
+    one_layers_slots: bool,
 ) -> FarTier:
     """The state that layers in host memory share.
 
@@ -163,6 +182,7 @@ def make_tier(
         builder: Builder of the layers' metadata.
         homes: The layers' caches, in the order of the model.
         rows: Most rows of a step, those of captured graphs included.
+        one_layers_slots: Whether all layers share the slots of one, since nobody reads the answers.
     """
     _, kv_heads, page_size, row = homes[0].shape
     shape, device = (2, tiers.staged, kv_heads, page_size, row), builder.device
@@ -180,5 +200,5 @@ def make_tier(
         device=device,
     )
     for home in homes:
-        tier.add(home)
+        tier.add(home, tier.far[0].slots if one_layers_slots and tier.far else None)
     return tier

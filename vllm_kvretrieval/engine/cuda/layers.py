@@ -82,6 +82,8 @@ class RetrievalLayers:
         layers: Mapping[str, Any],
         tiers: HostTiers | None = None,
         side: SideWork | None = None,
+        *,
+        is_profiling: bool = False,
     ) -> None:
         """Let layers retrieve, once their KV cache is allocated.
 
@@ -90,13 +92,17 @@ class RetrievalLayers:
             layers: vLLM's layers, by name.
             tiers: Sizes, if the cache of these layers is in host memory.
             side: Runs work beside the model, if there are ``tiers``.
+            is_profiling: Whether nothing but graphs are captured, to measure their memory.
         """
         for builder, names in groups:
             if tiers is not None:
                 assert side is not None
                 homes = [layers[name].kv_cache for name in names]
                 rows = self.requests.capacity
-                self.tier = make_tier(self.ops, side, self.config, tiers, builder, homes, rows)
+                self.tier = make_tier(
+                    self.ops, side, self.config, tiers, builder, homes, rows,
+                    one_layers_slots=is_profiling,
+                )  # fmt: skip
             builder.attach(self.ops, self.requests, self.config.page_size, self.tier)
             for number, name in enumerate(names):
                 far = None if self.tier is None else self.tier.far[number]

@@ -11,11 +11,12 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.support import WITHOUT, has_foreign_connector
 from vllm_kvretrieval.compat import one_block
-from vllm_kvretrieval.engine.cuda.host import limit_seats, move_home
+from vllm_kvretrieval.engine.cuda.host import limit_graphs, limit_seats, move_home
 from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, groups_that_retrieve, retrieving
 from vllm_kvretrieval.engine.cuda.requests import Batch, RunningRequests
 from vllm_kvretrieval.engine.cuda.side import SideStream, SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
+from vllm_kvretrieval.engine.memory import least_of_workers
 from vllm_kvretrieval.engine.running import notes
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import triton
@@ -51,12 +52,14 @@ def check_model_state(state: type, config: RetrievalConfig, model: str) -> None:
 class RetrievalModelRunner(GPUModelRunner):
     """vLLM's V2 model runner, which also owns retrieval's state beside the KV cache.
 
-    vLLM makes a KV cache twice: a small one, over which it captures CUDA graphs to measure their
-    memory, and the real one. Retrieval's state lives as long as the cache that it was made for.
+    vLLM makes a KV cache twice: a small one on the device, over which it captures CUDA graphs to
+    measure their memory, and the real one. Retrieval's state lives as long as the cache that it was
+    made for.
 
     Attributes:
         ops: Implementation of the ops.
-        tiers: Sizes, if the retrieval layers' cache is in host memory; the worker sets them.
+        tiers: Sizes, if the retrieval layers' cache is in host memory; the worker sets them, and
+            before the first cache those that it expects.
         retrieval_layers: The state; None as long as there is no KV cache.
     """
 
@@ -86,17 +89,20 @@ class RetrievalModelRunner(GPUModelRunner):
     ) -> None:
         """See ``GPUModelRunner.initialize_kv_cache``."""
         self._drop_retrieval()
-        tiers = None if is_profiling else self.tiers
-        allocated = kv_cache_config
-        if tiers is not None:  # vLLM has no say in where a cache lies
+        tiers, allocated = self.tiers, kv_cache_config
+        moves = tiers is not None and not is_profiling
+        if moves:  # vLLM has no say in where a cache lies
             allocated = one_block(self.vllm_config, kv_cache_config)
         super().initialize_kv_cache(allocated, is_profiling, **options)
-        if tiers is not None:
+        if moves:
             (group,) = kv_cache_config.kv_cache_groups
             at_home = retrieving(self.retrieval_config, group.layer_names)
             move_home(self, kv_cache_config, at_home, self.map_home)
-            limit_seats(self, tiers.seats)
-        self._attach_retrieval(tiers)
+        seats = least_of_workers(self.max_num_reqs if tiers is None else tiers.seats)
+        limit_graphs(self.cudagraph_manager, seats)
+        if not is_profiling:
+            limit_seats(self, seats)
+        self._attach_retrieval(tiers, is_profiling)
         if has_foreign_connector(self.vllm_config) and not is_profiling:
             self._index_filled(kv_cache_config)
 
@@ -167,7 +173,7 @@ class RetrievalModelRunner(GPUModelRunner):
         assert config is not None, "this runner is chosen for retrieval backends only"
         return config
 
-    def _attach_retrieval(self, tiers: HostTiers | None) -> None:
+    def _attach_retrieval(self, tiers: HostTiers | None, is_profiling: bool) -> None:
         """Let the layers retrieve, over the KV cache that has just been allocated."""
         config = self.retrieval_config
         layers = self.compilation_config.static_forward_context
@@ -176,7 +182,7 @@ class RetrievalModelRunner(GPUModelRunner):
         self.running = RunningRequests(config, self.max_num_reqs, heads, self.device)
         kept = RetrievalLayers(self.ops, config, self.running, self.max_model_len, self.device)
         side = None if tiers is None else self.make_side(self.device)
-        kept.attach(groups, layers, tiers, side)
+        kept.attach(groups, layers, tiers, side, is_profiling=is_profiling)
         # vLLM copies blocks on write in all of these; a block's entries come in a row.
         self.kv_caches += [store.records for store in kept.stores]
         self.retrieval_layers = kept

@@ -1,5 +1,6 @@
 """The GPU worker with retrieval."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -50,6 +51,8 @@ class RetrievalGPUWorker(Worker):
         """
         # Before vLLM applies the plan of an earlier start, which looks like a user's setting.
         given = self.cache_config.kv_cache_memory_bytes is not None
+        if not given:
+            self.expect_tiers(self.requested_memory - self.model_runner.model_memory_usage)
         available = super().determine_available_memory()
         config = self.model_runner.retrieval_config
         specs, ours = self.get_kv_cache_spec(), functools.partial(retrieving, config)
@@ -65,6 +68,19 @@ class RetrievalGPUWorker(Worker):
             return available
         block, index = bytes_per_block(self.vllm_config, specs, config, ours)
         return room * block // (block + index)
+
+    def expect_tiers(self, room: int) -> None:
+        """Let graphs be measured as they would be captured if steps took no memory.
+
+        Args:
+            room: Bytes of the device for the KV cache, the state beside it and all else.
+        """
+        config, specs = self.model_runner.retrieval_config, self.get_kv_cache_spec()
+        ours = functools.partial(retrieving, config)
+        if specs:
+            with contextlib.suppress(RetrievalConfigError):  # which comes again, with the true room
+                tiers = plan_tiers(self.vllm_config, config, specs, ours, room)
+                self.model_runner.tiers = tiers
 
     def _fixed_bytes(self, config: RetrievalConfig, available: int) -> int:
         """Bytes of the state that does not grow with the KV cache; less than what is available."""
