@@ -1,4 +1,4 @@
-"""Levels in a store: a record has its block's level as a number, and a file says what that means."""
+"""Levels in a store: a record has the number of its block's level, and a file has the level."""
 
 import hashlib
 import json
@@ -14,12 +14,12 @@ from vllm_kvretrieval.store.records import KINDS
 FILE = "levels.json"
 MOST = 1000
 """Levels that the file has at most."""
-LEAST = {
+BARE: dict[int, Level] = {
     Kind.EXACT: EXACT,
     Kind.DECODED: Level(decoded=ANYHOW),
     Kind.PREFILLED: UNKNOWN,
 }
-"""The least exact level of each kind."""
+"""The least exact level of each kind: that of a number without a hash."""
 
 
 class StoredLevels:
@@ -44,17 +44,16 @@ class StoredLevels:
 
     def level(self, number: int) -> Level:
         """The level that a number stands for."""
-        if (level := self._levels.get(number)) is not None:
-            return level
-        kind = number % KINDS
-        return LEAST[Kind(kind)] if kind in LEAST and (kind or not number) else UNKNOWN
+        if (known := self._levels.get(number)) is not None:
+            return known
+        return BARE.get(number % KINDS or number, UNKNOWN)
 
     def number(self, level: Level) -> int:
         """The number of a level, which is on the disk before a record has it."""
         if (known := self._numbers.get(level)) is not None:
             return known
         number = _number(level)
-        if level == LEAST[level.kind] or number in self._levels:  # or another one has its hash
+        if level == BARE[level.kind] or number in self._levels:  # or another one has its hash
             return int(level.kind)
         if len(self._levels) >= MOST:
             used = {*self._used()}
@@ -75,7 +74,7 @@ class StoredLevels:
 def _number(level: Level) -> int:
     """The number of a level, of 32 bits."""
     digest = hashlib.sha256(json.dumps(level).encode()).digest()
-    return int.from_bytes(digest[:4], "little") // KINDS * KINDS + level.kind
+    return (int.from_bytes(digest[:4], "little") // KINDS or 1) * KINDS + level.kind
 
 
 def _read(folder: Folder) -> Iterator[tuple[int, Level]]:
