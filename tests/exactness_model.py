@@ -86,9 +86,9 @@ class Truth:
         self.table.begin_step(scheduled, sum(scheduled.values()), brought)
         self._watched = self.promised | (self.exact_prefixes & brought.keys())
         seats = self.table.seats(len(scheduled))
-        for name in brought:
-            self._check_shared(self.scheduler.requests[name], scheduled[name])
         for row, (name, tokens) in enumerate(scheduled.items()):
+            if name in brought:
+                self._check_shared(self.scheduler.requests[name], tokens)
             self._compute(self.scheduler.requests[name], tokens, seats[row : row + 1])
         self.check()
 

@@ -55,10 +55,10 @@ def test_a_division_depends_on_the_step_only_where_it_ends(step):
 
 @pytest.mark.parametrize("method", ["kvretrieval", "omnikv"])
 def test_a_chunk_of_one_token_is_one(method):
-    """The last one of a prompt, alone in a step, and beside others that decode or read."""
+    """The last one of a prompt, alone in a step, and beside others that decode."""
     options = {"page_size": 32, "budget": 256, "prefill_budget": 256, "prefill_chunk": 128}
     options |= {"filters": [1]} if method == "omnikv" else {"attention": "own"}
-    others = [(300, 30), (769, 2)]
+    others = [(300, 30), (340, 30)]
     exact, length = 384, 1025
 
     def pairs(prompt):
@@ -74,12 +74,8 @@ def test_a_chunk_of_one_token_is_one(method):
             engine.add({}, prompt, generates)
             engine.step()
         engine.add({}, length, 2)
-        last = []
         while engine.left:
-            before = [request.computed for request in engine.running]
             engine.step()
-            last += [now for now in before if now == length - 1]
-        assert last or steps == 1
         counts = engine.worker.requests.counts()
         prompts = [length, *(prompt for prompt, _ in others[:company])]
         assert counts.prompt == sum(n * (n + 1) // 2 for n in prompts)
