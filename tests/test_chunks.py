@@ -1,5 +1,7 @@
 """How prompts are divided for sparse prefill, and what each chunk attends to; no engine."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -56,7 +58,12 @@ def test_a_division_depends_on_the_step_only_where_it_ends(step):
 @pytest.mark.parametrize("method", ["kvretrieval", "omnikv"])
 def test_a_chunk_of_one_token_is_one(method):
     """The last one of a prompt, alone in a step, and beside others that decode."""
-    options = {"page_size": 32, "budget": 256, "prefill_budget": 256, "prefill_chunk": 128}
+    options: dict[str, Any] = {
+        "page_size": 32,
+        "budget": 256,
+        "prefill_budget": 256,
+        "prefill_chunk": 128,
+    }
     options |= {"filters": [1]} if method == "omnikv" else {"attention": "own"}
     others = [(300, 30), (340, 30)]
     exact, length = 384, 1025

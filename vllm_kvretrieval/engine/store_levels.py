@@ -59,6 +59,7 @@ class StoredLevels:
             used = {*self._used()}
             self._learn({n: known for n, known in self._levels.items() if n in used})
         if len(self._levels) >= MOST:
+            self._numbers[level] = int(level.kind)  # other blocks of the request ask, too
             return int(level.kind)
         levels = self._levels | {number: level}
         with self._fault.noted():
