@@ -57,10 +57,9 @@ class RetrievalScheduler(ChunkScheduler):
     """vLLM's scheduler with a :class:`Level` for every block of the prefix cache.
 
     A request shares a prefix up to the first block that is less exact than it would be, were it the
-    request's own. vLLM gives a
-    block its hash, and so lets other requests find it, before the step that writes the block. So
-    levels are noted when a step has been scheduled, and also whenever a request is looked up in the
-    prefix cache while a step is being scheduled.
+    request's own. vLLM gives a block its hash, and so lets other requests find it, before the step
+    that writes the block. So levels are noted when a step has been scheduled, and also whenever a
+    request is looked up in the prefix cache while a step is being scheduled.
 
     Workers find out how many requests they have room for after the scheduler's configuration has
     been made. They tell the connector, which calls :meth:`_limit` before the first request comes.
