@@ -213,9 +213,11 @@ def test_images_cut_no_chunk_where_that_can_be():
 
 def test_where_a_state_is_kept_a_chunk_ends_if_it_can():
     """Else it is cut, as vLLM wants it; no prompt waits forever."""
-    for size, cut in ((96, False), (320, True)):
+    for size, others, cut in ((96, 0, False), (96, 3, False), (320, 0, True), (320, 3, True)):
         options = {"budget": 2048, "prefill_budget": 256, "prefill_chunk": 192}
         stepper = Stepper(options, groups=[full_attention(32), state(size)])
+        for number in range(others):
+            stepper.add(text(350, 3 + number), 30, EXACT)
         truth, starts = Truth(stepper), list[int]()
         name = stepper.add(text(1500), 1)
         while name in stepper.scheduler.requests:

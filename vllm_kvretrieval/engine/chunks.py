@@ -60,11 +60,23 @@ class ChunkScheduler(Scheduler):
         if not self._by_mamba:
             return self._whole_chunks(request, start, num_new_tokens)
         by_mamba = super()._mamba_block_aligned_split
-        num_new_tokens = by_mamba(request, num_new_tokens, *found, **named)
-        whole = self._whole_chunks(request, start, num_new_tokens)
-        while 0 < whole < num_new_tokens and by_mamba(request, whole, *found, **named) != whole:
-            whole = self._whole_chunks(request, start, whole - 1)
-        return whole or num_new_tokens
+
+        def split(tokens: int) -> tuple[int, int]:
+            """Tokens that vLLM makes of so many, and the most of them that are whole chunks."""
+            tokens = by_mamba(request, tokens, *found, **named)
+            whole = self._whole_chunks(request, start, tokens)
+            while 0 < whole < tokens and by_mamba(request, whole, *found, **named) != whole:
+                whole = self._whole_chunks(request, start, whole - 1)
+            return tokens, whole
+
+        tokens, whole = split(num_new_tokens)
+        if whole or not tokens:
+            return whole
+        # If others leave too little, it waits for a step of which it is the first prompt.
+        room = self.max_num_scheduled_tokens - self.max_num_running_reqs
+        threshold = self.scheduler_config.long_prefill_token_threshold
+        room = min(room, threshold or room, tokens_to_read(request) - start)
+        return 0 if split(room)[1] else tokens
 
     def _try_schedule_encoder_inputs(
         self,
