@@ -139,6 +139,9 @@ def test_a_share_of_the_prompt_is_a_measure():
     half = asked("kvretrieval", options)
     assert half.own.serves(asked("kvretrieval", options).own)
     assert half.own.serves(asked("kvretrieval", options | {"memory_fraction": 0.25}).own)
+    fewer = asked("kvretrieval", options | {"max_budget": 3072}).own
+    assert half.own.serves(fewer)
+    assert not fewer.serves(half.own)
     fixed = asked("kvretrieval", options, {"budget": 2048}).own
     assert not half.own.serves(fixed)
     assert not fixed.serves(half.own)

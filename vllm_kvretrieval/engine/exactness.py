@@ -68,13 +68,12 @@ class ExactnessRules:
 
     def of(self, options: RequestOptions) -> Exactness:
         """The exactness of a request with these options."""
-        config, sparse = self._config, options.prefill_budget is not None
-        own = Level(
-            None
-            if options.exact
-            else Reading(self._decoding[options.method], self._steps(options)),
-            Reading(self._reading[options.method], self._chunks(options)) if sparse else None,
-        )
+        config, decoded, prefilled = self._config, None, None
+        if not options.exact:
+            decoded = Reading(self._decoding[options.method], self._steps(options))
+        if sparse := options.prefill_budget is not None:
+            prefilled = Reading(self._reading[options.method], self._chunks(options))
+        own = Level(decoded, prefilled)
         return Exactness(
             own,
             EXACT if options.wants_exact_prefix(config) else own,
@@ -84,13 +83,17 @@ class ExactnessRules:
         )
 
     def _steps(self, options: RequestOptions) -> tuple[float, ...]:
-        """The measures of steps that decode; see :func:`_decoding`."""
+        """The measures of steps that decode; see :func:`_decoding`.
+
+        A budget is the least, the share of a prompt, and the most that this may be.
+        """
         config, share = self._config, 0.0
-        tokens = options.budget.total * config.page_size
+        least = most = options.budget.total * config.page_size
         if config.memory_fraction is not None and not options.own_budget:
-            share, method = config.memory_fraction, config.methods[options.method]
-            tokens = config.budgets.least(method)
-        return float(tokens), share, float(options.mass), float(options.correction_threshold)
+            share, most = config.memory_fraction, config.budget_limit
+            least = config.budgets.least(config.methods[options.method])
+        budget = float(least), share, float(most)
+        return *budget, float(options.mass), float(options.correction_threshold)
 
     def _chunks(self, options: RequestOptions) -> tuple[float, ...]:
         """The measures of chunks of prompts; see :func:`_reading`."""
@@ -102,7 +105,8 @@ class ExactnessRules:
 
 def _decoding(config: RetrievalConfig, method: Method) -> str:
     """The rule by which steps of a method decode; all else is measured."""
-    return _rule("budget, memory_fraction, mass, correction_threshold", config, method)
+    measures = "least budget, memory_fraction, largest budget, mass, correction_threshold"
+    return _rule(measures, config, method)
 
 
 def _reading(config: RetrievalConfig, method: Method) -> str:
