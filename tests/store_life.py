@@ -30,9 +30,14 @@ def stepper(directory, **options):
 
 
 def written(key, level):
-    """What the worker writes to a block: its pages in all layers, and what is beside them."""
+    """What the worker writes to a block: its pages in all layers, and what is beside them.
+
+    Args:
+        key: The block's.
+        level: The number of its level.
+    """
     size = GEOMETRY.layers * GEOMETRY.layer_block_bytes + GEOMETRY.side_bytes
-    return hashlib.shake_256(bytes(key) + bytes([level])).digest(size)
+    return hashlib.shake_256(bytes(key) + level.to_bytes(4, "little")).digest(size)
 
 
 class Life:
@@ -92,7 +97,8 @@ class Life:
 
     def check(self, block):
         """What a request shares has the right bytes: on disk, and in memory beside it."""
-        data = written(block.block_hash[:32], self.scheduler.levels.of(block))
+        level = self.scheduler._store.numbers.number(self.scheduler.levels.of(block))
+        data = written(block.block_hash[:32], level)
         pages, side = data[: -GEOMETRY.side_bytes], data[-GEOMETRY.side_bytes :]
         assert contents(self.store, block.block_id)[: len(pages)] == pages
         assert b"".join(bytes(part[block.block_id].tolist()) for part in self.parts) == side

@@ -1,9 +1,12 @@
 """How prompts are divided for sparse prefill, and what each chunk attends to; no engine."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from tests.bare_engine import BareEngine
 from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -50,6 +53,40 @@ def test_a_division_depends_on_the_step_only_where_it_ends(step):
             assert count <= (CHUNK if sparse else EXACT)
             ends.add(int(end))
     assert ends == {*range(EXACT, 1001, CHUNK), *range(step, 1001, step), 1000}
+
+
+@pytest.mark.parametrize("method", ["kvretrieval", "omnikv"])
+def test_a_chunk_of_one_token_is_one(method):
+    """The last one of a prompt, alone in a step, and beside others that decode."""
+    options: dict[str, Any] = {
+        "page_size": 32,
+        "budget": 256,
+        "prefill_budget": 256,
+        "prefill_chunk": 128,
+    }
+    options |= {"filters": [1]} if method == "omnikv" else {"attention": "own"}
+    others = [(300, 30), (340, 30)]
+    exact, length = 384, 1025
+
+    def pairs(prompt):
+        begins = range(exact, prompt, 128)
+        parts = [(256, min(128, prompt - begin)) for begin in begins]
+        return min(prompt, exact) * (min(prompt, exact) + 1) // 2 + sum(
+            new * before + new * (new + 1) // 2 for before, new in parts
+        )
+
+    for company, steps in ((0, 512), (0, 384), (1, 385), (2, 386)):
+        engine = BareEngine(method, options, seats=3, max_model_len=1200, step_tokens=steps)
+        for prompt, generates in others[:company]:
+            engine.add({}, prompt, generates)
+            engine.step()
+        engine.add({}, length, 2)
+        while engine.left:
+            engine.step()
+        counts = engine.worker.requests.counts()
+        prompts = [length, *(prompt for prompt, _ in others[:company])]
+        assert counts.prompt == sum(n * (n + 1) // 2 for n in prompts)
+        assert counts.prompt_attended == sum(map(pairs, prompts))
 
 
 def test_prompts_within_the_budget_are_one_exact_chunk_each():

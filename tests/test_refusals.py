@@ -226,7 +226,7 @@ ENGINES = {
             "max_num_scheduled_tokens": 500,
             "additional_config": {"kv_retrieval": {"prefill_budget": 1024, "prefill_chunk": 512}},
         },
-        "prompts in blocks of 512 tokens, and steps have 500. Raise --max-num-batched-tokens *520",
+        "prompts in chunks of 512 tokens, and steps have 500. Raise --max-num-batched-tokens *520",
     ),
     "less of a prompt in a step than a block": (
         {

@@ -121,7 +121,7 @@ def replay(llm, error, exact, sampling="spread", pooling=None, depth=1.0, shares
     methods["shadowkv"] = marks
     own_share = {"prefill_share": OWN_SHARE}
     requests = [
-        Request(novel(llm, 900, 50), 6, {}),
+        Request(novel(llm, 897, 50), 6, {}),
         Request(novel(llm, 1100, 100), 6, own_share | {"prefill_budget": OWN}, arrives=1),
         Request(novel(llm, 700, 150), 6, {"exact": True}, arrives=2),
         Request(novel(llm, 230, 10), 6, {}, arrives=3),
@@ -169,9 +169,11 @@ def test_a_replay_from_a_file_gives_the_same(tmp_path, codec, sampling, pooling,
         assert attended_share(llm, 900, {}) == pytest.approx(sum(expected) / 12, rel=1e-5)
 
 
-def test_company_changes_nothing(llm):
-    """Steps end with a block, however many tokens the other requests leave to a prompt."""
-    first = Request(novel(llm, 1200, 50), 8, {})
+@pytest.mark.parametrize("length", [1200, 1281])
+def test_company_changes_nothing(llm, length):
+    """Steps end with a block, however many tokens the other requests leave to a prompt; and a block
+    is one that has a single token, alone in its step or not."""
+    first = Request(novel(llm, length, 50), 8, {})
     expected = alone(llm, first)
     others = [Request(novel(llm, n, n), 20, {}, arrives=a) for n, a in ((333, 0), (901, 1))]
     for arrives in (0, 2):
@@ -208,6 +210,33 @@ def test_an_answer_after_a_hit_is_the_same(llm):
     assert_same(answer, expected, TOLERANCE)
 
 
+def test_a_prompt_that_is_found_is_answered_as_before(llm):
+    """Its last token, which is computed anew, is a block."""
+    request = Request(novel(llm, 1025, 150), 6, {}, cache=True)
+    llm.reset_prefix_cache()
+    cold, found = (drive(llm, [request])[0] for _ in range(2))
+    assert (cold.cached, found.cached) == (0, 1024)
+    assert_same(found, cold, TOLERANCE)
+    exact = alone(llm, Request(request.prompt, 6, {"exact": True}))
+    assert difference(cold, exact) > TOLERANCE
+
+
+def test_a_small_budget_of_one_request_is_not_that_of_others(llm):
+    """What it has read is read anew for those that ask for more, and shared with its like."""
+    prompt, after = novel(llm, 1000, 300), novel(llm, 60, 500)
+    small = {"prefill_budget": OWN, "prefill_share": 0}
+    request = Request(prompt + after, 4, {}, cache=True)
+    expected = alone(llm, request)
+    llm.reset_prefix_cache()
+    drive(llm, [Request(prompt, 1, small, cache=True)])
+    again = drive(llm, [Request(prompt + after[:5], 1, small, cache=True)])[0]
+    answer = drive(llm, [request])[0]
+    assert (again.cached, answer.cached) == (1000 // CACHE * CACHE, EXACT // CACHE * CACHE)
+    assert_same(answer, expected, TOLERANCE)
+    poorer = alone(llm, Request(request.prompt, 4, small))
+    assert difference(poorer, expected) > TOLERANCE
+
+
 def test_exact_requests_read_only_exact_blocks_of_sparse_ones(llm):
     prompt = novel(llm, 1000, 200)
 
@@ -238,4 +267,5 @@ def share_of(length, options, share=1.0, late=False):
 def test_pairs_attended_to_are_counted(llm):
     assert attended_share(llm, 900, {"exact": True}) == 1
     for options in ({}, {"prefill_budget": OWN, "prefill_share": 0}):
-        assert attended_share(llm, 900, options) == share_of(900, options)
+        for length in (900, 961):  # in steps of 320 tokens
+            assert attended_share(llm, length, options) == share_of(length, options)

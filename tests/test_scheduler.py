@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
@@ -13,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from benchmarks.stepper import BLOCK, Stepper, full_attention
 from tests.exactness_model import Truth
-from vllm_kvretrieval.engine.levels import Level
+from vllm_kvretrieval.engine.levels import EXACT as NOTHING_LOST
 
 pytestmark = pytest.mark.model
 
@@ -81,13 +83,17 @@ def test_contexts_within_their_budgets_leave_exact_blocks(stepper):
 
 
 def test_an_exact_turn_makes_what_follows_exact(stepper):
-    """And an approximate one nothing, whatever came before."""
-    for order in permutations(({}, EXACT, {"method": "streamingllm"})):
+    """As one with a larger budget does with what came before; its own answer is approximate."""
+    larger: Options = {"budget": 256}
+    for order in permutations(({}, EXACT, larger)):
         stepper.scheduler.reset_prefix_cache()
-        chat, exact_until = text(300, 7), 300
+        chat, exact_until, ordinary = text(300, 7), 300, False
         for options in order:
+            if options == larger and ordinary:
+                exact_until = len(chat)
             if options != EXACT:
                 exact_until = min(exact_until, len(chat))
+            ordinary = (ordinary and options == {}) or options == {}
             chat = chat + stepper.ask(chat, 64, options)[0]
             if options == EXACT:
                 exact_until = 1000
@@ -95,6 +101,130 @@ def test_an_exact_turn_makes_what_follows_exact(stepper):
             chat = chat + text(40, len(chat))
             assert stepper.ask(chat, 1)[1] == shared, "an ordinary turn shares all"
         assert stepper.ask(chat, 1, EXACT)[1] == full(min(exact_until + 1, len(chat)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shares"),
+    [
+        ({}, {}, True),
+        ({"budget": 256}, {}, True),
+        ({}, {"budget": 256}, False),
+        ({"mass": 0.9}, {}, False),
+        ({}, {"mass": 0.9}, True),
+        ({"method": "freekv"}, {}, False),
+        ({}, {"method": "freekv"}, False),
+        ({"method": "freekv", "correction_threshold": 0.5}, {"method": "freekv"}, False),
+        ({"method": "freekv"}, {"method": "freekv", "correction_threshold": 0.5}, True),
+        ({"budget": 256, "mass": 0.9}, {}, False),
+    ],
+)
+def test_answers_are_shared_if_they_are_as_exact(first, second, shares):
+    """As those of the request that shares them would be; else they are read, and exact then."""
+    options = {"budget": BUDGET, "max_budget": 1024, "also": ["freekv"], "remainder": 0}
+    stepper = Stepper(options)
+    answer, _ = stepper.ask(text(400), 200, first)
+    chat = text(400) + answer + text(9, 5)
+    assert stepper.ask(chat, 1, second)[1] == full(601 if shares else 400)
+    assert stepper.ask(chat, 1, second)[1] == full(609)
+    assert stepper.ask(chat, 1, first)[1] == full(609)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shares"),
+    [
+        ({"prefill_budget": 256}, {}, False),
+        ({}, {"prefill_budget": 256}, True),
+        ({"prefill_budget": 256, "prefill_share": 0}, {}, False),
+        ({"prefill_share": 0}, {"prefill_budget": 256}, False),
+        ({"prefill_share": 0}, {"prefill_budget": 256, "prefill_share": 0}, True),
+        ({"method": "freekv"}, {}, False),
+        ({"method": "freekv", "prefill_budget": 256}, {"method": "freekv"}, False),
+        ({}, {"prefill_budget": 0}, False),
+        ({"prefill_budget": 0}, {"prefill_budget": 256}, True),
+    ],
+)
+def test_prompts_are_shared_if_they_are_as_exact(first, second, shares):
+    """The latest of several that cannot be compared is found, and else the most exact one."""
+    options = {"budget": 2048, "prefill_budget": 512, "prefill_share": 0.25, "also": ["freekv"]}
+    exact = 640
+    stepper = Stepper(options)
+    stepper.ask(text(1500), 1, first)
+    chunked = {True: 1408, False: full(1500)}
+    whole = chunked[second != {"prefill_budget": 0}]
+    assert stepper.ask(text(1500), 1, second)[1] == (whole if shares else exact)
+    assert stepper.ask(text(1500), 1, second)[1] == whole
+    worse = "method" not in first or "method" in second
+    worse = worse and second.get("prefill_budget", 512) != 256
+    kept = worse or shares
+    assert stepper.ask(text(1500), 1, first)[1] == (
+        chunked[first != {"prefill_budget": 0}] if kept else exact
+    )
+
+
+@pytest.mark.parametrize("backend", ["kvretrieval", "omnikv"])
+def test_the_last_token_of_a_prompt_is_a_chunk(backend):
+    """Alone, in company, and behind a prefix in the cache: as much of a prompt is approximate."""
+    options = {"budget": 2048, "prefill_budget": 256, "prefill_chunk": 128}
+    for company in (False, True):
+        stepper = Stepper(options, backend=backend)
+        truth, steps = Truth(stepper), list[int]()
+        if company:
+            stepper.add(text(40, 3), 60)
+            stepper.step()
+        for shared in (0, 1024):
+            before = truth.approximate
+            name = stepper.add(text(1025), 1)
+            while name in stepper.scheduler.requests:
+                output = stepper.step()
+                steps.append(output.num_scheduled_tokens.get(name, 0))
+            assert stepper.shared[name] == [shared]
+            assert truth.approximate - before == 1025 - max(384, shared)
+        assert steps[0] == (384 if company else 512)
+        chat = text(1025) + text(200, 4)
+        assert stepper.ask(chat, 1)[1] == 1024
+        assert stepper.ask(chat, 1, EXACT)[1] == 384
+
+
+def test_images_cut_no_chunk_where_that_can_be():
+    """The encoder has no room for all images of a step; a chunk with too many of them is cut."""
+
+    def starts(first, *others):
+        stepper = Stepper({"budget": 2048, "prefill_budget": 256, "prefill_chunk": 128})
+        scheduler, found = stepper.scheduler, list[int]()
+        scheduler.max_num_encoder_input_tokens = 250
+        scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1000)
+        for number, places in enumerate((first, *others)):
+            features = [
+                MultiModalFeatureSpec(None, "image", f"{number} {at}", PlaceholderRange(at, length))
+                for at, length in places
+            ]
+            stepper.add(text(1400 - number, number), 1, name=str(number), mm_features=features)
+        while "0" in scheduler.requests:
+            found.append(scheduler.requests["0"].num_computed_tokens)
+            stepper.step()
+        return found
+
+    assert starts([(700, 200), (950, 100)]) == [0, 512, 896]
+    assert starts([(600, 100)], [(10, 200)])[:2] == [0, 512]
+    crowded = starts([(520, 100), (700, 180)], [(650, 200)], [(10, 240)])
+    assert not any(start % 128 for start in crowded)
+    assert 810 in starts([(780, 200), (810, 100)])
+
+
+def test_where_a_state_is_kept_a_chunk_ends_if_it_can():
+    """Else it is cut, as vLLM wants it; no prompt waits forever."""
+    for size, others, cut in ((96, 0, False), (96, 3, False), (320, 0, True), (320, 3, True)):
+        options = {"budget": 2048, "prefill_budget": 256, "prefill_chunk": 192}
+        stepper = Stepper(options, groups=[full_attention(32), state(size)])
+        for number in range(others):
+            stepper.add(text(350, 3 + number), 30, EXACT)
+        truth, starts = Truth(stepper), list[int]()
+        name = stepper.add(text(1500), 1)
+        while name in stepper.scheduler.requests:
+            starts.append(stepper.scheduler.requests[name].num_computed_tokens)
+            stepper.step()
+        assert truth.approximate == 1500 - 384
+        assert any(start % 192 for start in starts if start < 1344) is cut, starts
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -107,7 +237,7 @@ def test_the_better_of_two_blocks_is_found(ahead):
     assert len(pool.cached_block_hash_to_block) == 600 // BLOCK
     cached = [b for b in pool.blocks if b.block_hash is not None]
     assert len(cached) == 600 // BLOCK, "no approximate block is left"
-    assert {stepper.scheduler.levels.of(b) for b in cached} == {Level.EXACT}
+    assert {stepper.scheduler.levels.of(b) for b in cached} == {NOTHING_LOST}
 
 
 def test_requests_of_one_step_share(stepper):
@@ -160,12 +290,13 @@ def test_reuse_exact():
     assert stepper.ask(chat, 1)[1] == full(609)
 
 
-@pytest.mark.parametrize(("backend", "aligned"), [("omnikv", 1), ("kvretrieval", 96)])
-def test_sparse_prefill_shares_exact_chunks(backend, aligned):
+@pytest.mark.parametrize("backend", ["omnikv", "kvretrieval"])
+def test_sparse_prefill_shares_exact_chunks(backend):
     """And exact requests share those with it; ordinary ones stop where they do.
 
-    Where chunks select pages, a hit ends with a chunk.
+    Where chunks select, a hit ends with a chunk.
     """
+    aligned = 96
     options = {"budget": 1024, "prefill_budget": 256, "prefill_chunk": 96}  # exact up to 288
     for first, second, shared in (
         ({}, EXACT, 288),
@@ -277,18 +408,47 @@ def test_no_approximate_token_is_in_an_exact_block(kind, ahead):
 
 @pytest.mark.parametrize(("seed", "backend"), [(1, "omnikv"), (2, "omnikv"), (3, "kvretrieval")])
 def test_sparse_prefill_is_marked(seed, backend):
-    """And chunks that select pages are never cut."""
+    """And chunks are never cut."""
     options = {"budget": 256, "max_budget": 512, "prefill_budget": 256, "prefill_chunk": 96}
     stepper = Stepper(options, 130, backend=backend)
-    _, truth = mixed(
-        stepper, seed, [{}, {"budget": 512}, {"method": "streamingllm"}, EXACT, WHOLE], 500
-    )
+    asked: list[Options] = [{}, {"budget": 512}, {"method": "streamingllm"}, EXACT, WHOLE]
+    if backend == "kvretrieval":
+        asked += [{"prefill_budget": 192}, {"prefill_budget": 192, "budget": 512}]
+    _, truth = mixed(stepper, seed, asked, 500)
     assert (truth.counted > 500).all()
+
+
+@pytest.mark.parametrize(("sparse", "ahead"), [(False, 1), (True, 0)])
+def test_nothing_is_shared_that_is_less_exact_than_asked_for(sparse, ahead):
+    """Chats that others go on with, and that ask for more, less, or other than before."""
+    options: Options = {"budget": 160, "max_budget": 512, "also": ["freekv"], "remainder": 0}
+    asked: list[Options] = [{}, {"budget": 128}, {"budget": 256}, {"mass": 0.9}, EXACT]
+    asked += [{"method": "freekv"}, {"method": "freekv", "correction_threshold": 0.5}]
+    if sparse:
+        options |= {"prefill_budget": 256, "prefill_share": 0.25, "prefill_chunk": 96}
+        asked += [{"prefill_budget": 192}, {"prefill_share": 0}, {"prefill_budget": 0}]
+    draw, stepper = random.Random(5), Stepper(options, 150, ahead=ahead)
+    truth, running = Truth(stepper), dict[str, tuple[list[int], Options]]()
+    past: list[tuple[list[int], Options]] = [(text(500, i), {}) for i in range(3)]
+    for turn in range(40):
+        chat, before = draw.choice(past)
+        chat = chat[: draw.choice([len(chat), len(chat), 400])] + text(30, turn)
+        own = draw.choice([before, draw.choice(asked)])
+        running[stepper.add(chat, draw.choice([1, 70, 130]), own)] = chat, own
+        for _ in range(draw.choice([1, 60])):
+            stepper.step()
+        for name in running.keys() - stepper.scheduler.requests.keys():
+            chat, own = running.pop(name)
+            past.append(((chat + stepper.outputs[name])[:1200], own))
+        past = past[-4:]
+    stepper.run()
+    assert truth.borrowed > (2000 if sparse else 500)
+    assert truth.approximate > 1000
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ordinary_requests_share_as_much_as_without_levels(kind, ahead):
+def test_requests_of_equal_options_share_as_much_as_without_levels(kind, ahead):
     options, groups = KINDS[kind]
     stock = AsyncScheduler if ahead else Scheduler
     counts = []
@@ -300,7 +460,7 @@ def test_ordinary_requests_share_as_much_as_without_levels(kind, ahead):
             ahead=ahead,
             scheduler=scheduler,
         )
-        counts.append(mixed(stepper, 3, ORDINARY)[0])
+        counts.append(mixed(stepper, 3, [{}])[0])
     ours, before = (sum(first[0] for first in shared.values()) for shared in counts)
     assert before > 5000
     # A state that vLLM copies is nobody's in that step.

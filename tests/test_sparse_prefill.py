@@ -1,10 +1,8 @@
-"""Sparse prefill served: an independent replay of chunks, and the prefix cache.
+"""Sparse prefill served: an independent replay of chunks, company, and the prefix cache.
 
-One engine. Its model runs in float32, so that rounding leaves next to nothing open. Its steps end
-in the middle of chunks.
+One engine. Its model runs in float32, so that rounding leaves next to nothing open. Its steps have
+room for more than whole chunks.
 """
-
-from itertools import pairwise
 
 import pytest
 
@@ -32,6 +30,7 @@ CHUNK = 96
 EXACT = 288  # the first multiple of the chunk beyond the budget
 STEP = 350
 BLOCK = 128
+BOTH = 384  # the least tokens that are whole chunks and whole blocks
 TOLERANCE = 1e-3
 
 
@@ -113,17 +112,29 @@ def test_exact_requests_read_only_exact_chunks_of_sparse_ones(llm):
         answer = ask({"exact": True})
         assert answer.cached == cached
         assert_same(answer, exact, TOLERANCE)
-    assert ask({"budget": 1024}).cached == full, "sparse prefill goes on from exact blocks"
+    assert ask({"budget": 1024}).cached == BOTH, "sparse prefill goes on from exact blocks"
+
+
+def test_company_changes_nothing(llm):
+    """Nor does a prefix in the cache: steps and hits end with a chunk, which may be a token."""
+    others = [Request(novel(llm, n, n), 20, {}, arrives=a) for n, a in ((333, 0), (701, 1))]
+    prompt = novel(llm, 769, 50)
+    expected = alone(llm, Request(prompt, 4, {}))
+    llm.reset_prefix_cache()
+    for cached in (0, 768):
+        answer = drive(llm, [*others, Request(prompt, 4, {}, arrives=2, cache=True)])[-1]
+        assert answer.cached == cached
+        assert_same(answer, expected, TOLERANCE)
 
 
 def test_prefix_hits_are_replayed(llm):
-    """Chunks begin where the hit ends, in the middle of one."""
-    prompt = novel(llm, 700, 250)
+    """Chunks go on where the hit ends, at the border of one."""
+    prompt = novel(llm, 800, 250)
     requests = [Request(prompt + novel(llm, n, 400), 4, {}, cache=True) for n in (0, 300)]
     llm.reset_prefix_cache()
     answers, _ = recorded(llm, requests[:1])
     answers += recorded(llm, requests[1:])[0]
-    assert [answer.cached for answer in answers] == [0, 700 // BLOCK * BLOCK]
+    assert [answer.cached for answer in answers] == [0, 800 // BOTH * BOTH]
 
 
 def test_preempted_prompts_are_replayed(llm, monkeypatch):
@@ -136,10 +147,9 @@ def test_preempted_prompts_are_replayed(llm, monkeypatch):
 
 
 def test_what_prefill_attended_to_is_counted(llm):
-    length = 900
-    assert attended_share(llm, length, {"exact": True}) == 1
-    # Tokens attend to the budget, and to those of their chunk that are in their step.
-    borders = sorted({*range(EXACT, length, CHUNK), *range(STEP, length, STEP), length})
-    parts = [end - begin for begin, end in pairwise(borders)]
-    pairs = EXACT * (EXACT + 1) // 2 + sum(n * BUDGET + n * (n + 1) // 2 for n in parts)
-    assert attended_share(llm, length, {}) == pairs / (length * (length + 1) // 2)
+    assert attended_share(llm, 900, {"exact": True}) == 1
+    for length in (900, 865):  # the latter in steps of 288 tokens, and a last one of a single token
+        # Tokens attend to the budget, and to those of their chunk.
+        parts = [min(CHUNK, length - begin) for begin in range(EXACT, length, CHUNK)]
+        pairs = EXACT * (EXACT + 1) // 2 + sum(n * BUDGET + n * (n + 1) // 2 for n in parts)
+        assert attended_share(llm, length, {}) == pairs / (length * (length + 1) // 2)

@@ -88,6 +88,28 @@ def test_levels_survive(tmp_path):
     life.end()
 
 
+@pytest.mark.parametrize(
+    ("budget", "known", "shared"),
+    [(320, True, 8), (256, True, 10), (192, True, 10), (192, False, 8)],
+)
+def test_measures_of_levels_survive(tmp_path, budget, known, shared):
+    """A larger budget of the next run shares no answers of this one, a smaller one does.
+
+    If the file of levels is lost, and of stores of earlier versions, nobody does.
+    """
+    directory = tmp_path / "store"
+    life = Life(directory, stepper(directory))
+    tokens, _ = life.stepper.ask(prompt(1), 2 * BLOCK)
+    turn = [*prompt(1), *tokens, 1, 2, 3]
+    life.end()
+    if not known:
+        next(directory.glob("*/levels.json")).unlink()
+    life = Life(directory, stepper(directory, max_budget=512))
+    assert life.stepper.ask(turn, 2, {"budget": budget})[1] == shared * BLOCK
+    assert life.stepper.ask(turn, 2, {"budget": budget})[1] == 10 * BLOCK
+    life.end()
+
+
 def test_a_damaged_block_leaves_the_cache(tmp_path):
     directory = tmp_path / "store"
     life = Life(directory, stepper(directory))

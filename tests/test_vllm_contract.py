@@ -49,6 +49,16 @@ PASSED_THROUGH = {
         # Those that our scheduler overrides.
         (Scheduler._get_local_prefix_cache_hit, ["request"]),
         (Scheduler._update_after_schedule, ["scheduler_output"]),
+        (
+            Scheduler._try_schedule_encoder_inputs,
+            [
+                "request",
+                "num_computed_tokens",
+                "num_new_tokens",
+                "encoder_compute_budget",
+                "shift_computed_tokens",
+            ],
+        ),
         (Scheduler.reset_prefix_cache, ["reset_running_requests", "reset_connector"]),
         (Scheduler._update_request_as_session, ["session", "update"]),
         (
@@ -138,6 +148,8 @@ def test_what_a_scheduler_has():
     assert first.ref_cnt == 1, "it keeps its owners"
     for name in ("kv_holding_waiting", "waiting", "running", "current_step", "requests"):
         assert hasattr(scheduler, name)
+    assert scheduler.max_num_encoder_input_tokens == 0
+    assert scheduler._try_schedule_encoder_inputs(request, 0, 70, 0)[:3] == ([], 70, 0)
     assert scheduler.reset_preempted_req_ids == set()
 
 

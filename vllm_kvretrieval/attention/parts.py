@@ -73,8 +73,8 @@ def split_rows(options: RowOptions, pages: np.ndarray, decodes: np.ndarray) -> P
     Args:
         options: Of each row's request.
         pages: int [R]; pages of each row's context.
-        decodes: bool [R]; whether a row decodes. The last chunk of a prompt may be a single token,
-            too, and prefill is exact.
+        decodes: bool [R]; whether a row decodes. A step may compute a single token of a prompt,
+            too.
     """
     sparse = (pages > options.total_pages) & decodes & ~options.exact
     sparsely = []

@@ -2,34 +2,100 @@
 
 Keys and values at a position are exact if every layer attended to the whole context before the
 position, and if that context is exact, too. So a context is exact up to some position, and no
-further. A level says how the rest was computed, and so which requests may share its blocks.
+further. A level says how the rest was computed, and so which requests may share its blocks: those
+that would not compute them more exactly themselves. The order of levels is a partial one, and
+stands here alone.
 """
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
-
-from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.request import RequestOptions
 
 NEVER = sys.maxsize
 """A position beyond every context."""
 
 
-class Level(IntEnum):
-    """How the keys and values of a block were computed. A larger level is worse."""
+class Kind(IntEnum):
+    """What was not exact when the keys and values of a block were computed; a store has this."""
 
     EXACT = 0
     DECODED = 1
-    """A decode step attended to a part of the context, or to keys and values of this level."""
+    """Steps that decoded."""
     PREFILLED = 2
-    """A chunk of a prompt attended to a part of the context, or to keys and values of this
-    level."""
+    """Chunks of a prompt, and perhaps steps that decoded."""
 
 
-UNKNOWN = Level.PREFILLED
+class Reading(NamedTuple):
+    """How steps read a context of which they attend to a part.
+
+    Attributes:
+        rule: All on which it depends, but for the measures; readings of different rules cannot be
+            compared.
+        measures: Numbers of which larger ones are more exact; their order is the rule's.
+    """
+
+    rule: str = ""
+    measures: tuple[float, ...] = ()
+
+    def serves(self, asked: "Reading") -> bool:
+        """Whether it is as exact as another reading, or more exact."""
+        if asked == ANYHOW:
+            return True
+        pairs = zip(self.measures, asked.measures, strict=True)
+        return self.rule == asked.rule and all(own >= other for own, other in pairs)
+
+    def plus(self, other: "Reading") -> "Reading":
+        """The most exact reading that both are as exact as."""
+        if self.rule != other.rule:
+            return ANYHOW
+        pairs = zip(self.measures, other.measures, strict=True)
+        return Reading(self.rule, tuple(map(min, pairs)))
+
+
+ANYHOW = Reading()
+"""A reading of which nothing is known. Every other is as exact."""
+
+
+class Level(NamedTuple):
+    """How the keys and values of a block were computed: by steps that read no less than this.
+
+    Attributes:
+        decoded: How steps that decoded read; None: they attended to everything.
+        prefilled: How chunks of prompts read; None: likewise.
+    """
+
+    decoded: Reading | None = None
+    prefilled: Reading | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """What of it was not exact."""
+        if self.prefilled is not None:
+            return Kind.PREFILLED
+        return Kind.EXACT if self.decoded is None else Kind.DECODED
+
+    def serves(self, asked: "Level") -> bool:
+        """Whether blocks of this level may take the place of blocks of another one."""
+        return all(
+            own is None or (other is not None and own.serves(other))
+            for own, other in zip(self, asked, strict=True)
+        )
+
+    def plus(self, other: "Level") -> "Level":
+        """The most exact level that blocks have whose context has both."""
+        made = Level(*(_plus(a, b) for a, b in zip(self, other, strict=True)))
+        return next((level for level in (self, other) if level == made), made)
+
+
+def _plus(one: Reading | None, other: Reading | None) -> Reading | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one.plus(other)
+
+
+EXACT = Level()
+UNKNOWN = Level(ANYHOW, ANYHOW)
 
 
 class Block(Protocol):
@@ -44,23 +110,23 @@ class Block(Protocol):
 
 
 class Taint(NamedTuple):
-    """The end of the exact part of a context, and how bad the rest is.
+    """The end of the exact part of a context, and the level of the rest.
 
     Attributes:
         position: The first position that is not exact; ``NEVER`` if all positions are exact.
-        level: The worst level from this position on.
+        level: That of a block which has all positions from this one on.
     """
 
     position: int = NEVER
-    level: Level = Level.EXACT
+    level: Level = EXACT
 
     def level_of(self, end: int) -> Level:
         """The level of a block whose last position is before ``end``."""
-        return self.level if end > self.position else Level.EXACT
+        return self.level if end > self.position else EXACT
 
     def plus(self, other: "Taint") -> "Taint":
         """The taint of a context that has both taints."""
-        return Taint(min(self.position, other.position), max(self.level, other.level))
+        return Taint(min(self.position, other.position), self.level.plus(other.level))
 
 
 class BlockLevels:
@@ -85,7 +151,7 @@ class BlockLevels:
     def of(self, block: Block) -> Level:
         """The level of a block. The null block, which is never read, counts as exact."""
         if block.is_null:
-            return Level.EXACT
+            return EXACT
         noted, level = self._notes.get(block.block_id, (None, UNKNOWN))
         return level if noted is not None and noted == block.block_hash else UNKNOWN
 
@@ -101,79 +167,29 @@ class BlockLevels:
         Args:
             groups: For each group of layers, the blocks of the prefix in order, and the tokens per
                 block.
-            tolerance: The worst level that may be shared.
+            tolerance: The level that every block has to serve.
 
         Returns:
-            The tokens before the first block of any group that is worse than ``tolerance``
-            (``NEVER`` if there is no such block), and the taint of the blocks before it.
+            The tokens before the first block of any group that does not (``NEVER`` if there is no
+            such block), and the taint of the blocks before it.
         """
-        notes, shared, first, worst = self._notes, NEVER, NEVER, Level.EXACT
+        notes, shared, first, worst = self._notes, NEVER, NEVER, EXACT
         for blocks, size in groups:
+            before = EXACT
             for place, block in enumerate(blocks):
                 note = notes.get(block.block_id)
                 if note is not None and note[0] == block.block_hash:
                     level = note[1]
-                    if not level:
+                    if level is EXACT:
                         continue
                 elif block.is_null:
                     continue
                 else:
                     level = UNKNOWN
-                if level > tolerance:
-                    shared = min(shared, place * size)
-                    break
-                first, worst = min(first, place * size), max(worst, level)
+                if level is not before:  # most are the same object
+                    if not level.serves(tolerance):
+                        shared = min(shared, place * size)
+                        break
+                    before, worst = level, worst.plus(level)
+                first = min(first, place * size)
         return shared, Taint(first, worst)
-
-
-EXACT = Taint()
-
-
-@dataclass(frozen=True)
-class Exactness:
-    """What follows from the options of a request for how exact its context is.
-
-    Attributes:
-        tolerance: The worst level of the blocks that the request may share.
-        reads_cache: Whether the request may share blocks. It may not if its method rates tokens by
-            all queries of the prompt, since all of them have to be computed then.
-        decodes_exactly: Tokens of the longest context that a decode step attends to as a whole.
-        prefills_exactly: Tokens at the start of a prompt that attend to all tokens before them.
-    """
-
-    tolerance: Level
-    reads_cache: bool
-    decodes_exactly: int
-    prefills_exactly: int
-
-    @classmethod
-    def of(cls, options: RequestOptions, config: RetrievalConfig) -> "Exactness":
-        """The exactness of a request with ``options`` on an engine with ``config``.
-
-        It is the worst case where only the worker knows more: if the budget is a share of the
-        prompt, or if the method drops tokens.
-        """
-        sparse = options.prefill_budget is not None
-        tolerance = Level.PREFILLED if sparse else Level.DECODED
-        if options.wants_exact_prefix(config):
-            tolerance = Level.EXACT
-        return cls(
-            tolerance,
-            not options.observes_all(config),
-            NEVER if options.exact else options.certain_budget(config),
-            config.exact_prefill if sparse else NEVER,
-        )
-
-    def taint(self, start: int, tokens: int, decodes: bool) -> Taint:
-        """The taint that a step gives to a context.
-
-        Args:
-            start: Tokens that were computed before the step.
-            tokens: Tokens of the step.
-            decodes: Whether the step computes a single token behind the prompt.
-        """
-        if decodes:
-            return Taint(start, Level.DECODED) if start >= self.decodes_exactly else EXACT
-        if start + tokens > self.prefills_exactly:
-            return Taint(max(start, self.prefills_exactly), Level.PREFILLED)
-        return EXACT

@@ -13,16 +13,16 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
+from vllm_kvretrieval.engine.chunks import ChunkScheduler, tokens_to_read
 from vllm_kvretrieval.engine.connector import RetrievalConnector
-from vllm_kvretrieval.engine.levels import EXACT, NEVER, BlockLevels, Exactness, Level, Taint
+from vllm_kvretrieval.engine.exactness import Exactness, ExactnessRules
+from vllm_kvretrieval.engine.levels import NEVER, BlockLevels, Level, Taint
 from vllm_kvretrieval.engine.loads import LoadReports
 from vllm_kvretrieval.engine.reports import put
 from vllm_kvretrieval.engine.running import read_options
 from vllm_kvretrieval.engine.store import StoredBlocks
-from vllm_kvretrieval.options.engine import RetrievalConfig
 
 logger = init_logger("vllm.kvretrieval.scheduler")
 
@@ -38,6 +38,7 @@ class Context:
         exactness: What follows from the options of the request.
         taint: The end of the exact part of the context.
         arrived: When the request did, or that input of a session for which the context was begun.
+        ends: Tokens that are read, and not decoded; see :attr:`Note.tokens`.
         noted: For each group of layers, how many of the first blocks need no more notes.
         calm: A position. A step of one token before it changes neither ``taint`` nor ``noted``.
     """
@@ -47,17 +48,18 @@ class Context:
     exactness: Exactness
     taint: Taint
     arrived: float
+    ends: int
     noted: list[int]
     calm: int = 0
 
 
-class RetrievalScheduler(Scheduler):
+class RetrievalScheduler(ChunkScheduler):
     """vLLM's scheduler with a :class:`Level` for every block of the prefix cache.
 
-    A request shares a prefix up to the first block that is worse than it tolerates. vLLM gives a
-    block its hash, and so lets other requests find it, before the step that writes the block. So
-    levels are noted when a step has been scheduled, and also whenever a request is looked up in the
-    prefix cache while a step is being scheduled.
+    A request shares a prefix up to the first block that is less exact than it would be, were it the
+    request's own. vLLM gives a block its hash, and so lets other requests find it, before the step
+    that writes the block. So levels are noted when a step has been scheduled, and also whenever a
+    request is looked up in the prefix cache while a step is being scheduled.
 
     Workers find out how many requests they have room for after the scheduler's configuration has
     been made. They tell the connector, which calls :meth:`_limit` before the first request comes.
@@ -68,10 +70,8 @@ class RetrievalScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = RetrievalConfig.from_vllm(self.vllm_config)
-        assert config is not None, "the platform sets this class where a method is named"
-        self.retrieval = config
         self.levels = BlockLevels()
+        self._rules = ExactnessRules(self.retrieval)
         self._managers = self.kv_cache_manager.coordinator.single_type_managers
         self._contexts: dict[str, Context] = {}
         # If so, the last block of a prompt has a hash before it is full.
@@ -83,10 +83,6 @@ class RetrievalScheduler(Scheduler):
         if isinstance(self.connector, RetrievalConnector):
             self.connector.limit_by(self._limit)
             self.connector.restore_by(self._restore)
-        # Prompts that select pages for themselves do so block by block: steps end with a block.
-        self._block = config.prefill_chunk if config.prefill_queries is not None else None
-        self._by_mamba = self.need_mamba_block_aligned_split
-        self.need_mamba_block_aligned_split |= self._block is not None
         # Another connector may load into the cache.
         self._loads: LoadReports | None = None
         if self.connector is not None and not isinstance(self.connector, RetrievalConnector):
@@ -165,7 +161,7 @@ class RetrievalScheduler(Scheduler):
             blocks, tokens, *rest = manager.get_computed_blocks(request, *args, **kwargs)
         found = tokens
         shared, taint = self._look(blocks, exactness.tolerance)
-        while (shared := min(shared, self._begin_of_block(exactness, tokens))) < tokens:
+        while (shared := min(shared, self._begin_of_chunk(request, tokens))) < tokens:
             by_group, tokens, _ = manager.coordinator.find_longest_cache_hit(
                 request.block_hashes, shared
             )
@@ -183,39 +179,15 @@ class RetrievalScheduler(Scheduler):
             self._loads.note_hit(request, tokens)
         noted = [tokens // group.block_size for group in self._managers]
         self._contexts[request.request_id] = Context(
-            request, request.sampling_params, exactness, taint, request.arrival_time, noted
+            request,
+            request.sampling_params,
+            exactness,
+            taint,
+            request.arrival_time,
+            tokens_to_read(request),
+            noted,
         )
         return blocks, tokens, *rest, False
-
-    def _begin_of_block(self, exactness: Exactness, position: int) -> int:
-        """Where the block of a prompt begins that has this position, if blocks select pages."""
-        if self._block is None or exactness.prefills_exactly == NEVER:
-            return position
-        return position // self._block * self._block
-
-    def _mamba_block_aligned_split(
-        self, request: Request, num_new_tokens: int, *found: int, **named: int
-    ) -> int:
-        """Tokens of a prompt in a step; vLLM asks for models with Mamba layers, and we let it ask.
-
-        Blocks that select pages must not be cut: what a block selects would depend on the other
-        requests of the step.
-
-        Args:
-            request: Whose prompt it is.
-            num_new_tokens: As many as the step has room for, at most.
-            found: Tokens found in the prefix cache, and by a KV connector.
-            named: The same by name.
-        """
-        if self._by_mamba:
-            num_new_tokens = super()._mamba_block_aligned_split(
-                request, num_new_tokens, *found, **named
-            )
-        start = request.num_computed_tokens + sum(found) + sum(named.values())
-        end = start + num_new_tokens
-        if end >= max(request.num_prompt_tokens, request.num_tokens - 1):
-            return num_new_tokens
-        return max(self._begin_of_block(self._read(request), end) - start, 0)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Note how exact contexts are after the step, before vLLM counts its tokens."""
@@ -260,17 +232,18 @@ class RetrievalScheduler(Scheduler):
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         """Continue a session with its next input.
 
-        If the context is worse than the options of the next input tolerate, the session is computed
-        again from its start: vLLM never looks up the blocks of a session again.
+        If the context is less exact than the options of the next input ask for, the session is
+        computed again from its start: vLLM never looks up the blocks of a session again.
         """
         waits = session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
         super()._update_request_as_session(session, update)
         context = self._contexts[session.request_id]
         self._renew(context)
+        context.ends, context.calm = tokens_to_read(session), 0
         if context.taint.position >= session.num_computed_tokens:
-            context.taint = EXACT
+            context.taint = Taint()
         exactness = context.exactness
-        if exactness.reads_cache and context.taint.level <= exactness.tolerance:
+        if exactness.reads_cache and context.taint.level.serves(exactness.tolerance):
             return
         if waits:
             self.kv_holding_waiting.remove_requests([session])
@@ -289,7 +262,11 @@ class RetrievalScheduler(Scheduler):
             return known.exactness
         extra_args = getattr(request.sampling_params, "extra_args", None)
         options = read_options(request.request_id, extra_args, self.retrieval)
-        return Exactness.of(options, self.retrieval)
+        return self._rules.of(options)
+
+    def _retrieves(self, request: Request) -> bool:
+        """See :class:`ChunkScheduler`."""
+        return self._read(request).prefills_exactly != NEVER
 
     def _look(self, blocks: KVCacheBlocks, tolerance: Level) -> tuple[int, Taint]:
         sizes = (manager.block_size for manager in self._managers)
@@ -303,10 +280,13 @@ class RetrievalScheduler(Scheduler):
 
     def _taint(self, context: Context, tokens: int) -> Taint:
         """The taint of the context after a step of ``tokens`` tokens."""
-        request = context.request
-        start = request.num_computed_tokens
-        decodes = tokens == 1 and (start >= request.num_prompt_tokens or request.resumable)
-        return context.taint.plus(context.exactness.taint(start, tokens, decodes))
+        start, taint = context.request.num_computed_tokens, context.taint
+        decodes, resumable = tokens == 1 and start >= context.ends, context.request.resumable
+        if decodes or (tokens == 1 and resumable):
+            taint = taint.plus(context.exactness.decoding(start))
+        if not decodes or resumable:
+            taint = taint.plus(context.exactness.reading(start, tokens))
+        return taint
 
     def _note_step(self, context: Context, tokens: int) -> None:
         """Note the taint of a context, and the levels of its blocks, after a step of ``tokens``
@@ -315,9 +295,12 @@ class RetrievalScheduler(Scheduler):
         context.taint = self._taint(context, tokens)
         self._note_final(context)
         end = context.request.num_computed_tokens + tokens
+        if end < context.ends or context.request.resumable:
+            return
         # The next block may get its hash when its last token is computed.
         context.calm = (end // self.hash_block_size + 1) * self.hash_block_size - 1
-        if context.taint.level < Level.DECODED:
+        level, decoded = context.taint.level, context.exactness.own.decoded
+        if level.plus(Level(decoded=decoded)) != level:
             context.calm = min(context.calm, context.exactness.decodes_exactly)
 
     def _note_final(self, context: Context) -> None:
@@ -357,8 +340,8 @@ class RetrievalScheduler(Scheduler):
         return [manager.num_cached_block.get(name, 0) for manager in self._managers]
 
     def _note(self, context: Context, taint: Taint) -> None:
-        """Note levels of the request's blocks, and take worse blocks of the same tokens out of the
-        prefix cache."""
+        """Note levels of the request's blocks, and take blocks of the same tokens out of the prefix
+        cache that are less exact, or that cannot be compared with these: the latest is found."""
         name = context.request.request_id
         for first, manager in zip(context.noted, self._managers, strict=True):
             last = manager.num_cached_block.get(name, 0) + self._has_partial
@@ -370,7 +353,7 @@ class RetrievalScheduler(Scheduler):
                 level = taint.level_of(block.block_hash_num_tokens)
                 self.levels.note(block, level)
                 found = pool.cached_block_hash_to_block.get_one_block(key)
-                while found is not None and self.levels.of(found) > level:
+                while found is not None and not self.levels.of(found).serves(level):
                     pool.evict_blocks({found.block_id})
                     found = pool.cached_block_hash_to_block.get_one_block(key)
 

@@ -18,9 +18,10 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from vllm_kvretrieval.engine.allotments import allotted_blocks
-from vllm_kvretrieval.engine.levels import BlockLevels, Level
+from vllm_kvretrieval.engine.levels import BlockLevels
 from vllm_kvretrieval.engine.store_expiry import Expiry
 from vllm_kvretrieval.engine.store_faults import Fault
+from vllm_kvretrieval.engine.store_levels import StoredLevels
 from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
 from vllm_kvretrieval.engine.store_threads import started
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -105,6 +106,9 @@ class StoredBlocks:
         self._void_fault = Fault("what is forgotten stays on the disk")
         self._inbox = Inbox(self._store.folder)
         self._counts = Counter[str]()
+        self.numbers = StoredLevels(
+            self._store.folder, lambda: {record.level for record in self._stored.values()}
+        )
         self._stored: dict[int, Record] = {}  # of blocks that have one, or will
         self._restored: set[int] = set()  # those of earlier runs
         self._unchecked: dict[int, Record] = {}
@@ -135,7 +139,7 @@ class StoredBlocks:
             tokens = (record.number + 1) * self._pool.hash_block_size
             block.set_block_hash(key, num_tokens=tokens)
             self._pool.cached_block_hash_to_block.insert(key, block)
-            self._levels.note(block, Level(record.level))
+            self._levels.note(block, self.numbers.level(record.level))
         # Also copies of what others have, and what lies behind a gap: to be forgotten with them.
         self._stored = found
         self._restored, self._absent, self._unchecked = set(records), set(records), records
@@ -326,7 +330,8 @@ class StoredBlocks:
                 continue
             if key in self._unpinned:
                 self._look_at = 0.0
-            record = Record(key, parent, number, self._levels.of(block), now)
+            level = self.numbers.number(self._levels.of(block))
+            record = Record(key, parent, number, level, now)
             self._stored[block.block_id] = record
             self._step.commit.append((block.block_id, record))
 

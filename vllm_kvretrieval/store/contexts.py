@@ -24,7 +24,7 @@ class Context(NamedTuple):
     Attributes:
         key: The key of its last block; its first digits are what users name it by.
         length: How many blocks it has.
-        level: The worst level of these.
+        level: The worst kind of level of these, see :attr:`Record.kind`.
         created: When the last of them was written, in seconds since 1970.
     """
 
@@ -74,7 +74,7 @@ def contexts(records: Mapping[int, Record]) -> list[Context]:
     found = []
     for record in records.values():
         level, created = until[record.parent]
-        until[record.key] = max(level, record.level), max(created, record.created)
+        until[record.key] = max(level, record.kind), max(created, record.created)
         if record.key not in inner:
             found.append(Context(record.key, record.number + 1, *until[record.key]))
     return sorted(found, key=lambda context: -context.created)
@@ -238,7 +238,7 @@ def missing_keys(pins: Collection[bytes], records: Mapping[int, Record]) -> set[
 
 
 def _rank(record: Record) -> tuple[int, int]:
-    return record.level, -record.created
+    return record.kind, -record.created
 
 
 def _path(

@@ -7,7 +7,7 @@ from vllm_kvretrieval.store.contexts import contexts, paths, reachable, read_nam
 from vllm_kvretrieval.store.ranks import Ranks
 
 LEVELS = ("exact", "decoded", "prefilled")
-"""Words for ``vllm_kvretrieval.engine.levels.Level``."""
+"""Words for ``vllm_kvretrieval.engine.levels.Kind``."""
 
 
 @dataclass(frozen=True)

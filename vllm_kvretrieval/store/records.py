@@ -10,6 +10,8 @@ RECORD_BYTES = 128
 """Records never cross a sector of 512 bytes, so a disk has the old one or the new one."""
 assert CRC.size + FORMAT.size == RECORD_BYTES
 VOID = bytes(RECORD_BYTES)
+KINDS = 4
+"""Room for kinds of levels in the numbers of levels."""
 
 
 class Record(NamedTuple):
@@ -19,7 +21,7 @@ class Record(NamedTuple):
         key: 32 bytes; vLLM's hash of the block's tokens, of all tokens before them, of the salt.
         parent: The key of the block before; zeros for the first block of a context.
         number: How many blocks are before it in its context.
-        level: How exact it is, see ``vllm_kvretrieval.engine.levels``.
+        level: The number of its level, see ``vllm_kvretrieval.engine.store_levels``.
         created: Seconds since 1970.
         sum: SHA-256 over the store's id, the rest of the record, and all bytes of the block. So a
             record of one content beside another content is found out, whatever was lost.
@@ -31,6 +33,11 @@ class Record(NamedTuple):
     level: int
     created: int
     sum: bytes = bytes(32)
+
+    @property
+    def kind(self) -> int:
+        """The kind of its level (``vllm_kvretrieval.engine.levels.Kind``): 0 if it is exact."""
+        return self.level % KINDS
 
     def pack(self) -> bytes:
         """The record as the file has it."""

@@ -109,7 +109,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             metadata.split = self._split(common_attn_metadata, dense)
         elif self.storage.token_major and not self.own:
             everything = self._all_pages(dense.seq_lens, dense.block_table)
-            metadata.split = Split(len(lens), [], Whole(None, everything), [])
+            none = np.arange(0)
+            metadata.split = Split(none, [], Whole(None, everything), [])
         assert metadata.split is not None or self.storage.in_place, "nobody reads it"
         contexts = self._contexts(requests, dense, lens, before, metadata.split)
         metadata.reads = self.storage.plan(contexts)
@@ -141,7 +142,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         if split is not None:
             laid_out = [part.staged for part in split.prefill if part.staged is not None]
             if split.decode:
-                whole = np.arange(split.rows, len(lens))
+                whole = split.prompts
                 if split.whole is not None:
                     assert split.whole.index is not None, "others are in plans"
                     whole = np.concatenate([split.whole.index.numpy(), whole])
@@ -157,21 +158,22 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def _split(self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata) -> Split | None:
         rows = _leading(common.query_start_loc_cpu)
-        decode, others = self.rows.plan(common, dense, rows)
-        prefill = self.prompts.plan(dense, rows) if rows < common.num_reqs else []
+        prompts = self.prompts.places(dense, rows)
+        prefill = self.prompts.plan(dense, prompts)
+        decode, others = self.rows.plan(common, dense, rows, prompts[prompts < rows])
         if not self.storage.in_place:
             alone = [self.prompts.row(dense, row) for row in others.tolist()]
-            return Split(rows, decode, None, alone + prefill)
+            return Split(prompts, decode, None, alone + prefill)
         in_place = all(part.in_place for part in prefill)
         if not decode and in_place and (self.own or not self.storage.token_major):
             return None
         whole = None
-        if not decode and rows:
+        if len(others) == rows and rows:
             whole = Whole(None, self._whole(dense, slice(0, rows)))
         elif len(others):
             index = torch.from_numpy(others)
             whole = Whole(index, self._whole(dense, index))
-        return Split(rows, decode, whole, prefill)
+        return Split(prompts, decode, whole, prefill)
 
     def _whole(
         self, dense: CPUAttentionMetadata, rows: "slice | torch.Tensor"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
@@ -17,8 +18,8 @@ from vllm_kvretrieval.methods.base import DecodePlan
 class Whole:
     """Rows of one token that attend to whole contexts, as vLLM has it.
 
-    Requests that ask for exact attention, contexts within the budget, and prompts whose last chunk
-    is a single token.
+    Requests that ask for exact attention, contexts within the budget, and exact prompts of which a
+    step computes a single token.
 
     Attributes:
         index: int64 [rows]; their places in the batch, None where they are the first ones in it.
@@ -87,14 +88,15 @@ class Split:
     """A step whose requests do not all take vLLM's own path.
 
     Attributes:
-        rows: Requests with a single token; they lead the batch. Where contexts are not read in
-            place, those of them that neither choose nor fit in slots are prefill, too.
-        decode: Those of them that attend to pages of their own choice, by method.
-        whole: The others.
-        prefill: The requests after them, in turns.
+        prompts: int64 [n]; places of the requests that read their prompts. The others have a single
+            token each. Where contexts are not read in place, those of the others that neither
+            choose nor fit in slots are prefill, too.
+        decode: Those of the others that attend to pages of their own choice, by method.
+        whole: The rest of the others.
+        prefill: The requests that read their prompts, in turns.
     """
 
-    rows: int
+    prompts: np.ndarray
     decode: list[DecodePlan]
     whole: Whole | None
     prefill: list[Prefill]

@@ -47,21 +47,35 @@ class PromptPlanner:
         elif requests.config.prefill_budget is not None:
             self._sparse = ChunkPlanner(requests.config)
 
-    def plan(self, dense: CPUAttentionMetadata, first: int) -> list[Prefill]:
-        """Plan the requests from the one with this place on.
+    def places(self, dense: CPUAttentionMetadata, rows: int) -> np.ndarray:
+        """The places of the requests to plan, int64 [n], rising.
+
+        A chunk of a prompt that retrieves may be a single token: that of a prompt's last token.
 
         Args:
             dense: vLLM's metadata of the batch.
-            first: The first one's place.
+            rows: How many requests of a single token lead it.
         """
-        everything = slice(first, len(dense.seq_lens))
+        longer = np.arange(rows, len(dense.seq_lens))
         if self._sparse is None:
-            return self._exactly(dense, everything)
-        seats = self._requests.seats(everything.stop)[first:]
+            return longer
+        seats = self._requests.seats(rows)
+        reads = ~self._requests.decodes(seats, dense.seq_lens.numpy()[:rows])
+        return np.append(
+            np.flatnonzero(reads & self._requests.prefill_budgets(seats).any(0)), longer
+        )
+
+    def plan(self, dense: CPUAttentionMetadata, places: np.ndarray) -> list[Prefill]:
+        """Plan the requests with these places, as :meth:`places` gives them."""
+        if not len(places):
+            return []
+        if self._sparse is None:
+            return self._exactly(dense, slice(int(places[0]), len(dense.seq_lens)))
+        seats = self._requests.seats(len(dense.seq_lens))[places]
         budgets = self._requests.prefill_budgets(seats)
         sparse = budgets.any(0)
-        lens = dense.seq_lens.numpy()[first:]
-        new = np.diff(dense.query_start_loc.numpy()[first:])
+        lens = dense.seq_lens.numpy()[places]
+        new = np.diff(dense.query_start_loc.numpy())[places]
         pairs = new * (2 * lens.astype(np.int64) - new + 1) // 2
         sums = budgets.sum(0) * self._page_size
         shares = self._requests.prefill_shares(seats)
@@ -73,9 +87,10 @@ class PromptPlanner:
         sparse &= lens > self._sparse.exact
         methods = np.where(sparse, self._requests.select(seats).method, -1)
         parts = list[Prefill]()
-        borders = np.flatnonzero(np.diff(methods)) + 1
+        borders = np.flatnonzero((np.diff(methods) != 0) | (np.diff(places) != 1)) + 1
         for begin, end in pairwise([0, *borders.tolist(), len(sparse)]):
-            requests, divided = slice(first + begin, first + end), division.of(slice(begin, end))
+            requests = slice(int(places[begin]), int(places[end - 1]) + 1)
+            divided = division.of(slice(begin, end))
             if not sparse[begin]:
                 parts += self._exactly(dense, requests)
             elif isinstance(self._sparse, BlockPlanner):

@@ -56,9 +56,19 @@ class RowPlanner:
         self._last_len = facts.requests.per_seat()
 
     def plan(
-        self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata, count: int
+        self,
+        common: CommonAttentionMetadata,
+        dense: CPUAttentionMetadata,
+        count: int,
+        apart: np.ndarray,
     ) -> tuple[list[DecodePlan], np.ndarray]:
         """How the first ``count`` requests, of one token each, attend.
+
+        Args:
+            common: vLLM's description of the step.
+            dense: vLLM's metadata of the batch.
+            count: How many they are.
+            apart: int64 [n]; places of those that are planned elsewhere.
 
         Returns:
             Plans for those that attend to parts of their contexts; and the places of the rest.
@@ -76,7 +86,7 @@ class RowPlanner:
             never = np.iinfo(np.int32).max
             self._requests.expect_calm(int(np.where(batch.exact, never, room).min()))
         plans = [self._sparsely(dense, method, seats, rows) for method, rows in parts.sparsely]
-        whole = parts.whole
+        whole = np.setdiff1d(parts.whole, apart, assume_unique=True) if len(apart) else parts.whole
         if not self._in_place:
             fits = pages[whole] <= self.budget_pages
             if fits.any():

@@ -156,16 +156,16 @@ def check_entries(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
 
 
 def check_steps(scheduler: "SchedulerConfig", config: RetrievalConfig) -> None:
-    """Refuse steps with less room than a block of a prompt and the requests that decode need.
+    """Refuse steps with less room than a chunk of a prompt and the requests that decode need.
 
-    Blocks are not cut, so a prompt that gets less than one in every step would wait forever.
+    Chunks are not cut, so a prompt that gets less than one in every step would wait forever.
     """
-    if config.prefill_queries is None:
+    if config.prefill_budget is None:
         return
     assert config.prefill_chunk is not None
     needed = config.prefill_chunk + scheduler.max_num_seqs
-    blocks = (
-        f"kv_retrieval.prefill_budget={config.prefill_budget} computes prompts in blocks of "
+    chunks = (
+        f"kv_retrieval.prefill_budget={config.prefill_budget} computes prompts in chunks of "
         f"{config.prefill_chunk} tokens"
     )
     room = min(
@@ -174,13 +174,13 @@ def check_steps(scheduler: "SchedulerConfig", config: RetrievalConfig) -> None:
     )
     if room < needed:
         raise RetrievalConfigError(
-            f"{blocks}, and steps have {room}. Raise --max-num-batched-tokens (and "
+            f"{chunks}, and steps have {room}. Raise --max-num-batched-tokens (and "
             f"max_num_scheduled_tokens) to {needed} or more, or lower kv_retrieval.prefill_chunk "
             "or --max-num-seqs."
         )
     if 0 < scheduler.long_prefill_token_threshold < config.prefill_chunk:
         raise RetrievalConfigError(
-            f"{blocks}, and --long-prefill-token-threshold {scheduler.long_prefill_token_threshold}"
+            f"{chunks}, and --long-prefill-token-threshold {scheduler.long_prefill_token_threshold}"
             f" gives a prompt fewer of them in a step. Raise it to {config.prefill_chunk} or more, "
             "or lower kv_retrieval.prefill_chunk."
         )
