@@ -24,17 +24,17 @@ from vllm_kvretrieval.engine.store_faults import Fault
 from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
 from vllm_kvretrieval.engine.store_threads import started
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.changes import note
+from vllm_kvretrieval.store.changes import note, note_reset
 from vllm_kvretrieval.store.contexts import (
-    ID_DIGITS,
     NO_PARENT,
+    PINNED_SHARE,
     forgotten,
+    id_of,
     missing_keys,
     pinned_blocks,
     reachable,
+    read_kept,
     read_pins,
-    write_names,
-    write_pins,
 )
 from vllm_kvretrieval.store.inbox import DROP, RETRY_S, Change, Inbox
 from vllm_kvretrieval.store.ranks import open_ranks
@@ -45,8 +45,6 @@ logger = init_logger("vllm.kvretrieval.store")
 
 CHECKERS = 2
 """Threads that compare blocks with their sums; hashing lets others run."""
-PINNED_SHARE = 0.5
-"""Share of the blocks that may be pinned at most: requests need the others."""
 PATIENCE_S = 10.0
 """How long a command that looks at the store may keep the server waiting."""
 
@@ -103,6 +101,7 @@ class StoredBlocks:
         self._next_use = int(self._store.used.max(initial=0)) + 1
         self._order_fault = Fault("the order in which blocks were used cannot be written")
         self._void_fault = Fault("what is forgotten stays on the disk")
+        self._kept_fault = Fault("names and pins cannot be read")
         self._inbox = Inbox(self._store.folder)
         self._counts = Counter[str]()
         self._stored: dict[int, Record] = {}  # of blocks that have one, or will
@@ -110,6 +109,7 @@ class StoredBlocks:
         self._unchecked: dict[int, Record] = {}
         self._absent: set[int] = set()  # what they have outside of home is not in memory yet
         self._pinned: dict[int, Any] = {}  # vLLM's blocks by their numbers
+        self._kept = set[bytes]()  # keys of contexts with names and pins, when last read
         self._unpinned = set[bytes]()  # keys that pinned contexts lack
         self._look_at = math.inf  # when to look for them again, by the monotonic clock
         self._dropped: dict[bytes, float] = {}  # keys, and the latest arrival before
@@ -117,6 +117,7 @@ class StoredBlocks:
         self._checks: dict[int, Future[bool]] = {}
         self._waiting: set[str] = set()
         self._step = StoreStep()
+        self._read_kept()
         with without_collection():
             self._restore()
 
@@ -202,7 +203,7 @@ class StoredBlocks:
         """
         dropped = set[bytes]()
         if change.action == DROP:
-            gone = forgotten(change.key, self._stored)
+            gone = forgotten(change.key, self._stored, self._read_kept())
             dropped = {self._stored[block].key for block in gone}
             oldest, latest = self._arrivals()
             # Another machine's clock may be ahead.
@@ -211,13 +212,19 @@ class StoredBlocks:
             self._dropped |= dict.fromkeys(dropped | {change.key}, asked)
             self._drop(gone)
         try:
-            note(self._store.folder, change, self._stored, dropped)
+            note(self._store.folder, change, dropped)
             self._pin(self._stored)
         except (OSError, RetrievalConfigError) as error:
             if change.action != DROP:
                 raise
             logger.error("store: names and pins of what is dropped stay (%s).", error)
-        logger.info("store: %s %s, as asked for.", change.action, change.key.hex()[:ID_DIGITS])
+        logger.info("store: %s %s, as asked for.", change.action, id_of(change.key))
+
+    def _read_kept(self) -> set[bytes]:
+        """Keys of the contexts with names and pins; if they cannot be read, those of before."""
+        with self._kept_fault.noted():
+            self._kept = read_kept(self._store.folder)
+        return self._kept
 
     def _drop(self, blocks: Collection[int]) -> None:
         """Take blocks out of the prefix cache, and forget them, whatever happens to the server."""
@@ -370,8 +377,7 @@ class StoredBlocks:
         self._pinned = {}
         self._unpinned.clear()
         self._store.void(stored)
-        write_pins(self._store.folder, ())
-        write_names(self._store.folder, {})
+        note_reset(self._store.folder)
 
     def take_counts(self) -> dict[str, int]:
         """What ``COUNTERS`` of the connector count of the scheduler's half since the last call."""

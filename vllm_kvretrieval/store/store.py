@@ -26,7 +26,7 @@ FORMAT = 1
 MOST_USES = 1 << 62
 """No store lets go of so many blocks."""
 PREFIX = "kv-"
-IDENTITY, PAGES, SIDE, RECORDS, USED, PINS, NAMES = (
+IDENTITY, PAGES, SIDE, RECORDS, USED, PINS, NAMES, FORGOTTEN = (
     "identity.json",
     "pages",
     "side",
@@ -34,6 +34,7 @@ IDENTITY, PAGES, SIDE, RECORDS, USED, PINS, NAMES = (
     "used",
     "pins.json",
     "names.json",
+    "forgotten.json",
 )
 LOCK, WORKER_LOCK = "lock", "worker-lock"
 """The first is held in a store by the server's scheduler, or a command, and in the directory of all
