@@ -4,12 +4,10 @@ Blocks of an earlier run stand in vLLM's prefix cache from the start on, in thei
 Before a request shares one for the first time, its contents are read and compared with its sum.
 """
 
-import contextlib
-import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,9 +16,11 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from vllm_kvretrieval.engine.allotments import allotted_blocks
+from vllm_kvretrieval.engine.garbage import without_collection
 from vllm_kvretrieval.engine.levels import BlockLevels, Level
 from vllm_kvretrieval.engine.store_expiry import Expiry
 from vllm_kvretrieval.engine.store_faults import Fault
+from vllm_kvretrieval.engine.store_leftovers import Leftovers
 from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
 from vllm_kvretrieval.engine.store_threads import started
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -47,21 +47,6 @@ CHECKERS = 2
 """Threads that compare blocks with their sums; hashing lets others run."""
 PATIENCE_S = 10.0
 """How long a command that looks at the store may keep the server waiting."""
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Meanwhile Python looks for no garbage: many objects are made then, which all stay.
-
-    They would have it look through all objects of the engine, which takes longer than making them.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 class StoredBlocks:
@@ -103,6 +88,7 @@ class StoredBlocks:
         self._void_fault = Fault("what is forgotten stays on the disk")
         self._kept_fault = Fault("names and pins cannot be read")
         self._inbox = Inbox(self._store.folder)
+        self._leftovers = Leftovers(pool)
         self._counts = Counter[str]()
         self._stored: dict[int, Record] = {}  # of blocks that have one, or will
         self._restored: set[int] = set()  # those of earlier runs
@@ -233,6 +219,7 @@ class StoredBlocks:
         self._unpinned |= {self._stored[block].key for block in pinned}
         self._pool.free_blocks([self._pinned.pop(block) for block in pinned])
         self._forget(blocks)
+        self._leftovers.add(blocks)
         if blocks:
             with self._void_fault.noted():  # the worker tries it, too
                 self._store.void(blocks)
@@ -308,6 +295,8 @@ class StoredBlocks:
         if overwritten := self._stored.keys() & new:
             self._counts["store_blocks_evicted"] += len(overwritten)
             self._forget(overwritten)
+        self._leftovers.add(new)
+        self._step.erase += self._leftovers.take(self._stored)
 
     def offer(self, request: Request, first: int, blocks: Sequence[Any], arrived: float) -> None:
         """Store blocks when the next step has run, but for those of a context that was dropped.
@@ -330,6 +319,7 @@ class StoredBlocks:
             if arrived <= dropped:
                 self._dropped[key] = dropped
                 self._pool.evict_blocks({block.block_id})
+                self._leftovers.add([block.block_id])
                 continue
             if key in self._unpinned:
                 self._look_at = 0.0
@@ -372,6 +362,7 @@ class StoredBlocks:
         stored = [*self._stored]
         # Also what workers have yet to write, and what they have not been told of.
         self._step = StoreStep(void=stored)
+        self._leftovers.add(stored)
         for known in (self._stored, self._restored, self._absent, self._unchecked):
             known.clear()
         self._pinned = {}
@@ -388,5 +379,7 @@ class StoredBlocks:
         """Close the store; others may use it then. The workers have ended before."""
         self._checkers.shutdown(cancel_futures=True)
         self._store.void(self._step.void)
+        with self._void_fault.noted():
+            self._store.erase(self._step.erase + self._leftovers.take(self._stored, running=False))
         self._store.close()
         release(self._locks)

@@ -160,6 +160,8 @@ def _make(directory: str, name: str, context: str, asked: Change) -> Made:
                 dropped = {records[block].key for block in blocks}
                 store.void(blocks)
             note(store.folder, asked, dropped)
+            if asked.action == DROP:
+                store.erase(blocks)
             return Made(name, False, remark)
     except StoreInUseError:
         with closing(open_ranks(directory, name)) as store:
