@@ -102,7 +102,7 @@ class Server:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("kind", "seeds"), [(Files, 40), (Server, 4)])
+@pytest.mark.parametrize(("kind", "seeds"), [(Files, 6), (Server, 2)])
 def test_random_trees(tmp_path, kind, seeds):
     for seed in range(seeds):
         chance, model, real = random.Random(seed), Model(), kind(tmp_path / str(seed))

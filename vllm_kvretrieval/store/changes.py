@@ -153,15 +153,10 @@ def _make(directory: str, name: str, context: str, asked: Change) -> Made:
     try:
         with locked(directory, name) as store:
             remark = _remark(store, context, asked)
-            dropped = set[bytes]()
-            if asked.action == DROP:
-                records = store.records()
-                blocks = forgotten(asked.key, records, read_kept(store.folder))
-                dropped = {records[block].key for block in blocks}
-                store.void(blocks)
+            blocks, dropped = _dropped(store, asked)
+            store.void(blocks)
             note(store.folder, asked, dropped)
-            if asked.action == DROP:
-                store.erase(blocks)
+            store.erase(blocks)
             return Made(name, False, remark)
     except StoreInUseError:
         with closing(open_ranks(directory, name)) as store:
@@ -170,15 +165,23 @@ def _make(directory: str, name: str, context: str, asked: Change) -> Made:
         return Made(name, True, remark)
 
 
+def _dropped(store: Ranks, asked: Change) -> tuple[set[int], set[bytes]]:
+    """Blocks that a change drops, and keys that are gone with them."""
+    if asked.action != DROP:
+        return set(), set()
+    records = store.records()
+    blocks = forgotten(asked.key, records, read_kept(store.folder))
+    return blocks, {asked.key, *(records[block].key for block in blocks)}
+
+
 def _remark(store: Ranks, context: str, asked: Change) -> str:
     """What a user may not expect of a change that is about to be made."""
-    records, names, pins = store.records(), read_names(store.folder), read_pins(store.folder)
+    names, pins = read_names(store.folder), read_pins(store.folder)
     if asked.action == DROP:
-        blocks = forgotten(asked.key, records, pins.union(names.values()))
-        gone = {records[block].key for block in blocks} | {asked.key}
+        _, gone = _dropped(store, asked)
         others = sorted(name for name, key in names.items() if key in gone and name != context)
         return f"Forgotten with it: {', '.join(others)}." if others else ""
-    whole = reachable(records)
+    whole = reachable(store.records())
     if asked.action == PIN:
         count = len(pinned_blocks(pins | {asked.key}, whole))
         if count <= PINNED_SHARE * store.blocks:
