@@ -350,7 +350,7 @@ def test_names(store, capsys):
         "yes book",
     ]
     assert run(store, "unpin", "end") == 0
-    assert "Its first 256 tokens stay pinned, by book." in capsys.readouterr().out
+    assert "Others keep its first 256 tokens pinned: book." in capsys.readouterr().out
     assert read_pins(store.folder) == {key("ab")}
     assert run(store, "drop", "end") == 0
     assert read_names(store.folder) == {"book": key("ab")}

@@ -1,8 +1,12 @@
 """What is dropped is unreadable in the files of a store; other blocks and the space stay."""
 
+import ctypes
+import errno
 import os
 import random
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,6 +48,24 @@ def test_what_is_erased(tmp_path, way):
     assert {name: os.fstat(store._fds[name]).st_blocks for name in (PAGES, SIDE)} == space
     store.erase([0], slowly=False)
     assert (contents(store, 0) == data[0]) == (way == "slowly")
+    store.close()
+
+
+@pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.ENOSPC, errno.EIO])
+def test_a_file_system_that_cannot_erase_at_once(tmp_path, monkeypatch, error):
+    """Or has no space to note it: zeros are written. Other errors are told."""
+
+    def fallocate(*_):
+        ctypes.set_errno(error)
+        return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(fallocate=fallocate))
+    store = new_store(tmp_path / "store")
+    write(store, 3, data := b"?" * block_bytes(store.geometry))
+    told = pytest.raises(OSError, match="Input/output error")
+    with told if error == errno.EIO else nullcontext():
+        store.erase([3])
+    assert (contents(store, 3) == data) == (error == errno.EIO)
     store.close()
 
 

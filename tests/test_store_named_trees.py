@@ -13,7 +13,7 @@ from vllm_kvretrieval.store.inbox import DROP, PIN, UNPIN
 from vllm_kvretrieval.store.records import Record
 from vllm_kvretrieval.store.store import Geometry
 
-OPERATIONS = 40
+OPERATIONS = 30
 
 
 class Model:
@@ -102,7 +102,7 @@ class Server:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("kind", "seeds"), [(Files, 6), (Server, 2)])
+@pytest.mark.parametrize(("kind", "seeds"), [(Files, 4), (Server, 2)])
 def test_random_trees(tmp_path, kind, seeds):
     for seed in range(seeds):
         chance, model, real = random.Random(seed), Model(), kind(tmp_path / str(seed))

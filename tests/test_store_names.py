@@ -116,8 +116,8 @@ def test_a_pin_is_withdrawn_alone(make, capsys):
     write_names(store.folder, {"manual": key("ab"), "other": key("x")})
     everything = {key(text) for text in ("ab", "abcd", "abef", "x")}
     for meant, gone, remark in (
-        ("manual", "ab", f"It stays pinned, by {ident('abcd')} and {ident('abef')}."),
-        (ident("abef"), "abef", f"Its first 256 tokens stay pinned, by {ident('abcd')}."),
+        ("manual", "ab", f"Others keep all of it pinned: {ident('abcd')} and {ident('abef')}."),
+        (ident("abef"), "abef", f"Others keep its first 256 tokens pinned: {ident('abcd')}."),
         ("other", "x", ""),
     ):
         everything.discard(key(gone))

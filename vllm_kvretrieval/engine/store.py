@@ -380,6 +380,6 @@ class StoredBlocks:
         self._checkers.shutdown(cancel_futures=True)
         self._store.void(self._step.void)
         with self._void_fault.noted():
-            self._store.erase(self._step.erase + self._leftovers.take(self._stored, running=False))
+            self._store.erase(self._leftovers.take(self._stored, running=False))
         self._store.close()
         release(self._locks)

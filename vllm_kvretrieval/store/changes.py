@@ -195,8 +195,8 @@ def _remark(store: Ranks, context: str, asked: Change) -> str:
         return ""
     all_of_it = any(r.key == asked.key and r.number + 1 == count for r in whole.values())
     tokens = count * store.identity["block_size"]
-    what = "It stays" if all_of_it else f"Its first {tokens} tokens stay"
-    return f"{what} pinned, by {called(by, names)}."
+    what = "all of it" if all_of_it else f"its first {tokens} tokens"
+    return f"Others keep {what} pinned: {called(by, names)}."
 
 
 def note(folder: Folder, change: Change, dropped: Set[bytes] = frozenset()) -> None:

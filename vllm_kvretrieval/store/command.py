@@ -27,7 +27,7 @@ from vllm_kvretrieval.store.store import (
 )
 
 CONTEXT = "name of a context, or its id (its first 8 digits or more), as `ls` shows them"
-DONE = {PIN: "is pinned", UNPIN: "may be evicted", DROP: "is forgotten"}
+DONE = {PIN: "is pinned", UNPIN: "has no pin of its own any more", DROP: "is forgotten"}
 GIB = 1 << 30
 
 

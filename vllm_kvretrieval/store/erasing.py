@@ -9,7 +9,8 @@ from vllm_kvretrieval.store.files import write_at
 ZERO_RANGE = 0x10
 """``FALLOC_FL_ZERO_RANGE``: space is reserved at once, as what has not been written to yet."""
 ZEROS = 1 << 20
-NOT_THERE = errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL
+REFUSED = errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOSPC, errno.EDQUOT
+"""Errors of file systems that have no such call, or no space to note what they have erased."""
 
 
 def zero(fd: int, offset: int, size: int, slowly: bool = True) -> bool:
@@ -19,7 +20,7 @@ def zero(fd: int, offset: int, size: int, slowly: bool = True) -> bool:
         fd: Descriptor of the file, open for writing.
         offset: Where the part begins, in bytes.
         size: Its bytes.
-        slowly: Whether to write zeros where the file system has no call for it.
+        slowly: Whether to write zeros where the file system cannot do it at once.
 
     Returns:
         Whether that has been done.
@@ -37,12 +38,12 @@ def zero(fd: int, offset: int, size: int, slowly: bool = True) -> bool:
 
 
 def _zero_at_once(fd: int, offset: int, size: int) -> bool:
-    """Do it by a call that writes nothing; False where the file system has none."""
+    """Do it by a call that writes nothing; False where the file system cannot."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     while fallocate(fd, ZERO_RANGE, offset, size) != 0:
         code = ctypes.get_errno()
-        if code in NOT_THERE:
+        if code in REFUSED:
             return False
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
