@@ -75,9 +75,14 @@ def test_kill_and_start(tmp_path, monkeypatch):
             ("erase", context["id"], 400),
             ("drop", "", 400),
             ("drop", "../../etc/passwd", 404),
+            ("drop", context["id"][:7], 404),
+            ("drop", context["id"], 200),
             ("drop", context["id"], 200),
         ):
             status, _ = call(server, f"/v1/kv_store/{action}", {"context": meant})
             assert status == expected
         assert told(server, "a tenant") == new
+        status, answer = call(server, "/v1/kv_store/drop", {"context": context["id"]})
+        assert status == 200
+        assert [one["asked"] for one in answer["stores"]] == [True], "it has been read again"
         assert told(server) == again

@@ -10,8 +10,7 @@ from vllm_kvretrieval.store.contexts import (
     NO_PARENT,
     contexts,
     forgotten,
-    lost,
-    meant,
+    held,
     paths,
     pinned_blocks,
     reachable,
@@ -58,42 +57,18 @@ def test_of_equal_blocks_the_most_exact_then_the_latest_counts():
     assert reachable(equal) == {9: equal[9]}
 
 
-def test_contexts_are_named_by_first_digits():
-    records = reachable(RECORDS)
-    assert meant(records, key("x").hex()[:4], {}) == [key("x")]
-    assert meant(records, contexts(records)[0].id.upper(), {}) == [key("abd")]
-    for name, count in (("", 0), ("ff", 0), (key("ab").hex()[:4], 2)):
-        assert len(meant(records, name, {})) == count
-
-
-def test_names_stay_with_what_goes_on():
-    records = reachable(RECORDS)
-    assert meant(records, "book", {"book": key("ab")}) == [key("ab")]
-    assert meant(records, "book", {"book": key("gone")}) == []
-    digits = key("x").hex()[:4]
-    assert meant(records, digits, {digits: key("gone")}) == [], "nor another one by its digits"
-
-
-def test_what_is_lost_is_still_known_by_its_name_and_its_pin():
-    records = reachable(RECORDS)
-    names = {"book": key("gone"), "end": key("abd")}
-    assert lost(records, "book", names, []) == [key("gone")]
-    assert lost(records, "end", names, [key("abd")]) == []
-    assert lost(records, key("gone").hex()[:12].upper(), {}, [key("gone")]) == [key("gone")]
-    for name in ("", key("abd").hex()[:12], "ff"):
-        assert lost(records, name, names, [key("gone"), key("abd")]) == []
-
-
 def test_what_is_dropped():
     """A context and what goes on behind it, but for what others share of it, and its copies."""
-    assert forgotten(key("abd"), RECORDS) == {7}
-    assert forgotten(key("ab"), RECORDS) == {5, 3, 1, 7}
-    assert forgotten(key("x"), RECORDS) == {2}
-    assert forgotten(key("gone"), RECORDS) == set()
+    assert forgotten(key("abd"), RECORDS, ()) == {7}
+    assert forgotten(key("ab"), RECORDS, ()) == {5, 3, 1, 7}
+    assert forgotten(key("x"), RECORDS, ()) == {2}
+    assert forgotten(key("gone"), RECORDS, ()) == set()
     gap = {block: r for block, r in RECORDS.items() if block != 3}
-    assert forgotten(key("abd"), gap) == {7}, "it is not found again when the gap is filled"
-    assert forgotten(key("ab"), gap) == {1, 7}
-    assert forgotten(key("abd"), RECORDS | {9: RECORDS[7]._replace(level=2)}) == {7, 9}
+    assert forgotten(key("abd"), gap, ()) == {7}, "it is not found again when the gap is filled"
+    assert forgotten(key("ab"), gap, ()) == {1, 7}
+    assert forgotten(key("ab"), RECORDS, {key("a")}) == {3, 1, 7}, "but for what has a name or pin"
+    assert forgotten(key("a"), RECORDS, {key("ab")}) == {5, 3, 1, 7}, "before it"
+    assert forgotten(key("abd"), RECORDS | {9: RECORDS[7]._replace(level=2)}, ()) == {7, 9}
 
 
 def tree(chance, blocks):
@@ -121,10 +96,10 @@ def slow_path(key, blocks, records):
     return path[::-1]
 
 
-def slow_contexts(records):
+def slow_contexts(records, kept=()):
     """By the definition: key, blocks, level and time of each, latest first."""
     blocks = {record.key: block for block, record in records.items()}
-    inner = {record.parent for record in records.values()}
+    inner = {record.parent for record in records.values()} - {*kept}
     found = []
     for key in [record.key for record in records.values() if record.key not in inner]:
         own = [records[block] for block in slow_path(key, blocks, records)]
@@ -133,26 +108,48 @@ def slow_contexts(records):
     return sorted(found, key=lambda context: -context[3])
 
 
+def slow_forgotten(key, records, ends):
+    """By the definition: what no context has that does not go through the key's block."""
+    every = {record.key: block for block, record in records.items()}
+    with_it, without = set[int](), set[int]()
+    for _, path, *_ in ends:
+        (with_it if every[key] in path else without).update(path)
+    gone = {records[block].key for block in with_it - without}
+    return {block for block, record in records.items() if record.key in gone}
+
+
 def test_random_trees():
-    """Contexts, pins and drops are what a walk along each context finds."""
+    """Contexts, pins and drops are what a walk along each context finds.
+
+    Names and pins are anywhere, also in the middle of what others have.
+    """
+    stopped = 0
     for seed in range(100):
         chance = random.Random(seed)
         records = tree(chance, 150)
         known = reachable(records)
         blocks = {record.key: block for block, record in known.items()}
-        walked, found = slow_contexts(known), contexts(known)
+        every = [*{record.key: None for record in records.values()}]
+        pins = chance.sample(every, 5)
+        kept = {*pins, *chance.sample(every, 5), b"lost".ljust(32)}
+        walked, found = slow_contexts(known, kept), contexts(known, kept)
         assert [(c.key, c.level, c.created) for c in found] == [(k, s, t) for k, _, s, t in walked]
         assert paths(found, known) == [path for _, path, *_ in walked]
         assert [c.length for c in found] == [len(path) for _, path, *_ in walked]
-        every = {record.key: block for block, record in records.items()}
-        ends = slow_contexts({block: records[block] for block in every.values()})
-        for key in chance.sample([*every], 20):
-            with_it, without = set[int](), set[int]()
-            for _, path, *_ in ends:
-                (with_it if every[key] in path else without).update(path)
-            gone = {records[block].key for block in with_it - without}
-            assert forgotten(key, records) == {b for b, r in records.items() if r.key in gone}
-        pins = chance.sample([record.key for record in records.values()], 5)
+        one_each = {record.key: block for block, record in records.items()}
+        ends = slow_contexts({block: records[block] for block in one_each.values()}, kept)
+        for key in chance.sample(every, 20):
+            assert forgotten(key, records, kept) == slow_forgotten(key, records, ends)
+            stopped += forgotten(key, records, kept) != forgotten(key, records, ())
+            own = slow_path(key, blocks, known) if key in blocks else []
+            shared = {
+                pin: len({*own}.intersection(slow_path(pin, blocks, known)))
+                for pin in pins
+                if pin in blocks and pin != key
+            }
+            most = max(shared.values(), default=0)
+            by = sorted(pin for pin in shared if most and shared[pin] == most)
+            assert held(key, pins, known) == (most, by)
         pinned = dict.fromkeys(
             block
             for key in sorted(pins)
@@ -160,6 +157,7 @@ def test_random_trees():
             for block in slow_path(key, blocks, known)
         )
         assert pinned_blocks(pins, known) == [*pinned]
+    assert stopped > 50
 
 
 class Counting(dict[int, Record]):
@@ -190,7 +188,7 @@ def test_many_contexts_take_a_few_steps_a_block():
         records[i] = Record(key, keys[number - 1] if number else NO_PARENT, number, 0, 0)
     known = Counting(reachable(records))
     assert len(contexts(known)) == leaves
-    assert len(forgotten(keys[-1], records)) == 1
+    assert len(forgotten(keys[-1], records, ())) == 1
     assert len(pinned_blocks(keys[trunk:], known)) == len(keys)
     assert records.steps + known.steps < 20 * len(keys)
 

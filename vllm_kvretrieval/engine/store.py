@@ -4,12 +4,10 @@ Blocks of an earlier run stand in vLLM's prefix cache from the start on, in thei
 Before a request shares one for the first time, its contents are read and compared with its sum.
 """
 
-import contextlib
-import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,24 +16,26 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from vllm_kvretrieval.engine.allotments import allotted_blocks
+from vllm_kvretrieval.engine.garbage import without_collection
 from vllm_kvretrieval.engine.levels import BlockLevels
 from vllm_kvretrieval.engine.store_expiry import Expiry
 from vllm_kvretrieval.engine.store_faults import Fault
+from vllm_kvretrieval.engine.store_leftovers import Leftovers
 from vllm_kvretrieval.engine.store_levels import StoredLevels
 from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
 from vllm_kvretrieval.engine.store_threads import started
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.changes import note
+from vllm_kvretrieval.store.changes import note, note_reset
 from vllm_kvretrieval.store.contexts import (
-    ID_DIGITS,
     NO_PARENT,
+    PINNED_SHARE,
     forgotten,
+    id_of,
     missing_keys,
     pinned_blocks,
     reachable,
+    read_kept,
     read_pins,
-    write_names,
-    write_pins,
 )
 from vllm_kvretrieval.store.inbox import DROP, RETRY_S, Change, Inbox
 from vllm_kvretrieval.store.ranks import open_ranks
@@ -46,25 +46,8 @@ logger = init_logger("vllm.kvretrieval.store")
 
 CHECKERS = 2
 """Threads that compare blocks with their sums; hashing lets others run."""
-PINNED_SHARE = 0.5
-"""Share of the blocks that may be pinned at most: requests need the others."""
 PATIENCE_S = 10.0
 """How long a command that looks at the store may keep the server waiting."""
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Meanwhile Python looks for no garbage: many objects are made then, which all stay.
-
-    They would have it look through all objects of the engine, which takes longer than making them.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 class StoredBlocks:
@@ -104,7 +87,9 @@ class StoredBlocks:
         self._next_use = int(self._store.used.max(initial=0)) + 1
         self._order_fault = Fault("the order in which blocks were used cannot be written")
         self._void_fault = Fault("what is forgotten stays on the disk")
+        self._kept_fault = Fault("names and pins cannot be read")
         self._inbox = Inbox(self._store.folder)
+        self._leftovers = Leftovers(pool)
         self._counts = Counter[str]()
         self.numbers = StoredLevels(
             self._store.folder, lambda: {record.level for record in self._stored.values()}
@@ -114,6 +99,7 @@ class StoredBlocks:
         self._unchecked: dict[int, Record] = {}
         self._absent: set[int] = set()  # what they have outside of home is not in memory yet
         self._pinned: dict[int, Any] = {}  # vLLM's blocks by their numbers
+        self._kept = set[bytes]()  # keys of contexts with names and pins, when last read
         self._unpinned = set[bytes]()  # keys that pinned contexts lack
         self._look_at = math.inf  # when to look for them again, by the monotonic clock
         self._dropped: dict[bytes, float] = {}  # keys, and the latest arrival before
@@ -121,6 +107,7 @@ class StoredBlocks:
         self._checks: dict[int, Future[bool]] = {}
         self._waiting: set[str] = set()
         self._step = StoreStep()
+        self._read_kept()
         with without_collection():
             self._restore()
 
@@ -206,7 +193,7 @@ class StoredBlocks:
         """
         dropped = set[bytes]()
         if change.action == DROP:
-            gone = forgotten(change.key, self._stored)
+            gone = forgotten(change.key, self._stored, self._read_kept())
             dropped = {self._stored[block].key for block in gone}
             oldest, latest = self._arrivals()
             # Another machine's clock may be ahead.
@@ -215,13 +202,19 @@ class StoredBlocks:
             self._dropped |= dict.fromkeys(dropped | {change.key}, asked)
             self._drop(gone)
         try:
-            note(self._store.folder, change, self._stored, dropped)
+            note(self._store.folder, change, dropped)
             self._pin(self._stored)
         except (OSError, RetrievalConfigError) as error:
             if change.action != DROP:
                 raise
             logger.error("store: names and pins of what is dropped stay (%s).", error)
-        logger.info("store: %s %s, as asked for.", change.action, change.key.hex()[:ID_DIGITS])
+        logger.info("store: %s %s, as asked for.", change.action, id_of(change.key))
+
+    def _read_kept(self) -> set[bytes]:
+        """Keys of the contexts with names and pins; if they cannot be read, those of before."""
+        with self._kept_fault.noted():
+            self._kept = read_kept(self._store.folder)
+        return self._kept
 
     def _drop(self, blocks: Collection[int]) -> None:
         """Take blocks out of the prefix cache, and forget them, whatever happens to the server."""
@@ -230,6 +223,7 @@ class StoredBlocks:
         self._unpinned |= {self._stored[block].key for block in pinned}
         self._pool.free_blocks([self._pinned.pop(block) for block in pinned])
         self._forget(blocks)
+        self._leftovers.add(blocks)
         if blocks:
             with self._void_fault.noted():  # the worker tries it, too
                 self._store.void(blocks)
@@ -305,6 +299,8 @@ class StoredBlocks:
         if overwritten := self._stored.keys() & new:
             self._counts["store_blocks_evicted"] += len(overwritten)
             self._forget(overwritten)
+        self._leftovers.add(new)
+        self._step.erase += self._leftovers.take(self._stored)
 
     def offer(self, request: Request, first: int, blocks: Sequence[Any], arrived: float) -> None:
         """Store blocks when the next step has run, but for those of a context that was dropped.
@@ -327,6 +323,7 @@ class StoredBlocks:
             if arrived <= dropped:
                 self._dropped[key] = dropped
                 self._pool.evict_blocks({block.block_id})
+                self._leftovers.add([block.block_id])
                 continue
             if key in self._unpinned:
                 self._look_at = 0.0
@@ -370,13 +367,13 @@ class StoredBlocks:
         stored = [*self._stored]
         # Also what workers have yet to write, and what they have not been told of.
         self._step = StoreStep(void=stored)
+        self._leftovers.add(stored)
         for known in (self._stored, self._restored, self._absent, self._unchecked):
             known.clear()
         self._pinned = {}
         self._unpinned.clear()
         self._store.void(stored)
-        write_pins(self._store.folder, ())
-        write_names(self._store.folder, {})
+        note_reset(self._store.folder)
 
     def take_counts(self) -> dict[str, int]:
         """What ``COUNTERS`` of the connector count of the scheduler's half since the last call."""
@@ -387,5 +384,7 @@ class StoredBlocks:
         """Close the store; others may use it then. The workers have ended before."""
         self._checkers.shutdown(cancel_futures=True)
         self._store.void(self._step.void)
+        with self._void_fault.noted():
+            self._store.erase(self._leftovers.take(self._stored, running=False))
         self._store.close()
         release(self._locks)

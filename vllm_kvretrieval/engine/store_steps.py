@@ -14,10 +14,13 @@ class StoreStep:
 
     Attributes:
         void: Stored blocks that this step overwrites, or that are to be forgotten.
+        erase: Blocks that no request of this step or a later one relies on, and whose contents
+            nobody may find any more.
         load: Blocks of an earlier run that a request of this step shares for the first time.
         commit: Blocks that are full after this step, with their records, whose sums are missing.
     """
 
     void: list[int] = field(default_factory=list)
+    erase: list[int] = field(default_factory=list)
     load: list[int] = field(default_factory=list)
     commit: list[tuple[int, Record]] = field(default_factory=list)

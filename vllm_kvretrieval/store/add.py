@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +15,9 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import CONFIG_KEY, DEFAULT_METHOD
 from vllm_kvretrieval.retrieval.model_files import check_model
-from vllm_kvretrieval.store.changes import each_store, locked
-from vllm_kvretrieval.store.contexts import (
-    check_name,
-    contexts,
-    reachable,
-    read_names,
-    read_pins,
-    write_names,
-    write_pins,
-)
+from vllm_kvretrieval.store.changes import each_store, give_names, locked
+from vllm_kvretrieval.store.contexts import contexts, id_of, reachable
+from vllm_kvretrieval.store.meaning import check_name
 from vllm_kvretrieval.store.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -214,14 +208,18 @@ def _note(directory: str, keys: Mapping[str, bytes], pin: bool) -> None:
         if not own:
             return
         with locked(directory, store.name, ENDS_S):
-            write_names(store.folder, read_names(store.folder) | own)
-            if pin:
-                write_pins(store.folder, read_pins(store.folder) | {*own.values()})
+            older = give_names(store, own, pin)
         ends = {context.key for context in contexts(records)}
         for name, key in own.items():
             del missing[name]
             longer = "" if key in ends else ", as the beginning of another context"
             print(f"{name} is in {store.name}{longer}.")
+            if name in older:
+                id = id_of(older[name])
+                print(
+                    f"An older version of {name} is there, too, without a name or pin; to forget "
+                    f"it: vllm-kvretrieval store drop {shlex.quote(directory)} {id}"
+                )
 
     _, refused = each_store(directory, look)
     if missing:

@@ -26,8 +26,8 @@ from vllm_kvretrieval.store.store import (
     take_locks,
 )
 
-CONTEXT = "name of a context, or first digits of its id, as `ls` shows them"
-DONE = {PIN: "is pinned", UNPIN: "may be evicted", DROP: "is forgotten"}
+CONTEXT = "name of a context, or its id (its first 8 digits or more), as `ls` shows them"
+DONE = {PIN: "is pinned", UNPIN: "has no pin of its own any more", DROP: "is forgotten"}
 GIB = 1 << 30
 
 
@@ -90,9 +90,10 @@ def list_contexts(given: argparse.Namespace) -> int:
             print(f"  {'id':12} {'tokens':>9} {'level':9} {'written':16} {'pinned':6} names")
         for context in store.contexts:
             written = time.strftime("%Y-%m-%d %H:%M", time.localtime(context.written))
-            pinned = "yes" if context.pinned else ""
+            pinned = "yes" if context.pinned else context.pinned_tokens or ""
             row = f"  {context.id} {context.tokens:9} {context.level:9} {written} {pinned:6}"
-            print(f"{row} {', '.join(context.names)}".rstrip())
+            behind = [f"(behind {', '.join(context.begins_with)})"] if context.begins_with else []
+            print(" ".join([row, *filter(None, [", ".join(context.names)]), *behind]).rstrip())
         if store.count > len(store.contexts):
             print(f"  and {store.count - len(store.contexts)} more")
     if not stores and not refused:
@@ -100,11 +101,15 @@ def list_contexts(given: argparse.Namespace) -> int:
     return _report(refused)
 
 
-def alter(given: argparse.Namespace) -> None:
-    """Pin, unpin or drop a context."""
-    by_server = change(given.directory, given.context, given.change)
-    when = ", as soon as the server gets a request" if by_server else ""
-    print(f"{given.context} {DONE[given.change]}{when}.")
+def alter(given: argparse.Namespace) -> int:
+    """Pin, unpin or drop a context; the exit status."""
+    made, refused = change(given.directory, given.context, given.change)
+    if not made:
+        print(f"{given.context} is forgotten.")
+    for one in made:
+        when = ", as soon as the server gets a request" if one.asked else ""
+        print(f"{given.context} {DONE[given.change]} in {one.store}{when}. {one.remark}".rstrip())
+    return _report(refused)
 
 
 def verify(given: argparse.Namespace) -> int:

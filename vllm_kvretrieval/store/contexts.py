@@ -1,7 +1,6 @@
 """Contexts: runs of blocks in a store, from the first token of a text to its last full block."""
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -9,13 +8,16 @@ from typing import Any, NamedTuple, TypeVar
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.files import Folder
 from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import NAMES, PINS
+from vllm_kvretrieval.store.store import FORGOTTEN, NAMES, PINS
 
 NO_PARENT = bytes(32)
 ID_DIGITS = 12
-REMEDIES = {PINS: "pin", NAMES: "name"}
+REMEDIES = {PINS: ", and pin anew", NAMES: ", and name anew", FORGOTTEN: ""}
+PINNED_SHARE = 0.5
+"""Share of the blocks that may be pinned at most: requests need the others."""
+MOST_IDS = 1000
+"""Ids of contexts that were dropped and are remembered."""
 Said = TypeVar("Said")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Context(NamedTuple):
@@ -36,7 +38,24 @@ class Context(NamedTuple):
     @property
     def id(self) -> str:
         """What users name it by."""
-        return self.key.hex()[:ID_DIGITS]
+        return id_of(self.key)
+
+
+class Forgotten(NamedTuple):
+    """What contexts were called that have been dropped.
+
+    Attributes:
+        names: Their names, for ever.
+        ids: Their ids, latest last, but no more than ``MOST_IDS``.
+    """
+
+    names: frozenset[str] = frozenset()
+    ids: tuple[str, ...] = ()
+
+
+def id_of(key: bytes) -> str:
+    """What users call the context that ends with this key."""
+    return key.hex()[:ID_DIGITS]
 
 
 def reachable(records: Mapping[int, Record]) -> dict[int, Record]:
@@ -63,13 +82,14 @@ def reachable(records: Mapping[int, Record]) -> dict[int, Record]:
     return found
 
 
-def contexts(records: Mapping[int, Record]) -> list[Context]:
-    """The longest contexts of a store, latest first.
+def contexts(records: Mapping[int, Record], kept: Collection[bytes] = ()) -> list[Context]:
+    """The contexts of a store, latest first: the longest ones, and those with names or pins.
 
     Args:
         records: As :func:`reachable` gives them.
+        kept: As :func:`read_kept` gives them.
     """
-    inner = {record.parent for record in records.values()}
+    inner = {record.parent for record in records.values()}.difference(kept)
     until = {NO_PARENT: (0, 0)}  # level and time of what ends with a key
     found = []
     for record in records.values():
@@ -91,46 +111,13 @@ def paths(contexts: Iterable[Context], records: Mapping[int, Record]) -> list[li
     return [_path(context.key, blocks, records) for context in contexts]
 
 
-def meant(records: Mapping[int, Record], name: str, names: Mapping[str, bytes]) -> list[bytes]:
-    """Keys of the last blocks of what a user may mean.
-
-    Args:
-        records: As :func:`reachable` gives them.
-        name: The name of a context, or the first digits of its key, in hexadecimal. A context with
-            a name may go on: others then begin with it.
-        names: Keys of last blocks by name.
-    """
-    if name in names:
-        there = {record.key for record in records.values()}
-        return [names[name]] if names[name] in there else []
-    ends = (context.key for context in contexts(records))
-    return [key for key in ends if name and key.hex().startswith(name.lower())]
-
-
-def lost(
-    records: Mapping[int, Record], name: str, names: Mapping[str, bytes], pins: Collection[bytes]
-) -> list[bytes]:
-    """Keys of the last blocks of what a user may mean that is named or pinned, and not whole.
-
-    Args:
-        records: As :func:`reachable` gives them.
-        name: The name of a context, or the first digits of its key, in hexadecimal.
-        names: Keys of last blocks by name.
-        pins: Keys of last blocks.
-    """
-    there = {record.key for record in records.values()}
-    if name in names:
-        return [] if names[name] in there else [names[name]]
-    known = {*names.values(), *pins} - there
-    return [key for key in known if name and key.hex().startswith(name.lower())]
-
-
-def forgotten(key: bytes, records: Mapping[int, Record]) -> set[int]:
+def forgotten(key: bytes, records: Mapping[int, Record], kept: Collection[bytes]) -> set[int]:
     """Blocks that are dropped with a context, and with what goes on behind it.
 
     Args:
         key: The key of the context's last block.
         records: All that the store has, also behind gaps.
+        kept: As :func:`read_kept` gives them: such contexts stay, if this one goes on behind them.
 
     Returns:
         Blocks that no other context has, and others with the same contents, which would take their
@@ -142,9 +129,36 @@ def forgotten(key: bytes, records: Mapping[int, Record]) -> set[int]:
         if record.parent in gone:
             gone.add(record.key)
     following = Counter(record.parent for record in known.values())
-    while (own := known.get(key)) and following[own.parent] == 1:
+    while (own := known.get(key)) and following[own.parent] == 1 and own.parent not in kept:
         gone.add(key := own.parent)
     return {block for block, record in records.items() if record.key in gone}
+
+
+def held(
+    key: bytes, pins: Collection[bytes], records: Mapping[int, Record]
+) -> tuple[int, list[bytes]]:
+    """How much of a context other contexts' pins hold.
+
+    Args:
+        key: The key of its last block.
+        pins: Keys of last blocks; its own does not count.
+        records: As :func:`reachable` gives them.
+
+    Returns:
+        How many of its first blocks are never evicted, and the keys of the pins that hold the last
+        one of these.
+    """
+    blocks = {record.key: block for block, record in records.items()}
+    if key not in blocks:
+        return 0, []
+    own = {*_path(key, blocks, records)}
+    by_length: dict[int, list[bytes]] = {}
+    for pin in sorted(pins):
+        if pin != key and pin in blocks:
+            length = len(own.intersection(_path(pin, blocks, records)))
+            by_length.setdefault(length, []).append(pin)
+    by_length.pop(0, None)
+    return max(by_length.items(), default=(0, []))
 
 
 def read_pins(folder: Folder) -> set[bytes]:
@@ -177,17 +191,28 @@ def write_names(folder: Folder, names: Mapping[str, bytes]) -> None:
     folder.replace(NAMES, json.dumps({name: names[name].hex() for name in names}).encode())
 
 
-def check_name(name: str) -> None:
-    """Refuse a name that a command line or a log could take for something else.
+def read_forgotten(folder: Folder) -> Forgotten:
+    """What dropped contexts were called.
 
     Raises:
-        RetrievalConfigError: It is one.
+        RetrievalConfigError: The file is damaged.
     """
-    if not NAME.fullmatch(name):
-        raise RetrievalConfigError(
-            f"store: {name!r} cannot be a context's name; take up to 128 letters, digits, dots, "
-            "dashes and underscores, a letter or a digit first (--name)."
-        )
+
+    def parse(said: Any) -> Forgotten:
+        return Forgotten(frozenset(map(str, said["names"])), (*map(str, said["ids"]),))
+
+    return _read(folder, FORGOTTEN, parse, Forgotten())
+
+
+def write_forgotten(folder: Folder, forgotten: Forgotten) -> None:
+    """Replace what dropped contexts were called; the oldest of too many ids are left out."""
+    said = {"names": sorted(forgotten.names), "ids": forgotten.ids[-MOST_IDS:]}
+    folder.replace(FORGOTTEN, json.dumps(said).encode())
+
+
+def read_kept(folder: Folder) -> set[bytes]:
+    """Keys of last blocks of all contexts with names or pins; raises as :func:`read_names`."""
+    return read_pins(folder).union(read_names(folder).values())
 
 
 def _read(folder: Folder, file: str, parse: Callable[[Any], Said], empty: Said) -> Said:
@@ -198,9 +223,9 @@ def _read(folder: Folder, file: str, parse: Callable[[Any], Said], empty: Said) 
         return empty
     try:
         return parse(json.loads(text))
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise RetrievalConfigError(
-            f"store: {folder.path / file} is damaged. Remove it, and {REMEDIES[file]} anew."
+            f"store: {folder.path / file} is damaged. Remove it{REMEDIES[file]}."
         ) from None
 
 

@@ -1,14 +1,16 @@
 """HTTP endpoints for the store, beside vLLM's: list contexts, pin them, unpin them, drop them.
 
 vLLM loads them only where ``VLLM_PLUGINS`` names ``kvretrieval``. As they are below ``/v1``, vLLM
-asks for its API key.
+asks for its API key, which all clients have. So they may have a key of their own, too.
 """
 
+import os
+import secrets
 from argparse import Namespace
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, HTTPException, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
 from pydantic import BaseModel, Field
 from starlette.datastructures import State
 
@@ -16,15 +18,27 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store.changes import change
 from vllm_kvretrieval.store.listing import listed
+from vllm_kvretrieval.store.meaning import UnknownContextError
 
-STATE = "kv_retrieval_store"
-"""Attribute of the application's state: the directory of all stores, or None."""
+KEY_VARIABLE = "KVRETRIEVAL_STORE_API_KEY"
+KEY_HEADER = "X-Store-API-Key"
+STATE, KEY_STATE = "kv_retrieval_store", "kv_retrieval_store_key"
+"""Attributes of the application's state: the directory of all stores, or None; the key, or None."""
 
-router = APIRouter(prefix="/v1/kv_store", tags=["kv_store"])
+
+def _check_key(request: Request) -> None:
+    """Refuse who does not have the key of the endpoints, if there is one."""
+    key: bytes | None = getattr(request.app.state, KEY_STATE, None)
+    given = request.headers.get(KEY_HEADER, "").encode("latin-1")  # as it was sent
+    if key is not None and not secrets.compare_digest(given, key):
+        raise HTTPException(403, f"The store's own API key is needed ({KEY_HEADER}).")
+
+
+router = APIRouter(prefix="/v1/kv_store", tags=["kv_store"], dependencies=[Depends(_check_key)])
 
 
 class Meant(BaseModel):
-    """A context, by its name, or the first digits of its id."""
+    """A context, by its name, or by its id: the first 8 digits or more."""
 
     context: str = Field(min_length=1, max_length=128)
 
@@ -47,15 +61,19 @@ def list_stores(
 @router.post("/{action}")
 def change_context(
     request: Request, action: Literal["pin", "unpin", "drop"], meant: Meant
-) -> dict[str, str]:
-    """Pin, unpin or drop a context, before the next request is served."""
+) -> dict[str, Any]:
+    """Pin, unpin or drop a context in all stores that have it, before the next request is served.
+
+    To drop it once more changes nothing. The answer says which stores have been changed.
+    """
     try:
-        change(_directory(request), meant.context, action)
-    except RetrievalConfigError as error:
+        made, refused = change(_directory(request), meant.context, action)
+    except UnknownContextError as error:
         raise HTTPException(404, str(error)) from None
-    except OSError as error:
+    except (RetrievalConfigError, OSError) as error:
         raise HTTPException(500, str(error)) from None
-    return {"context": meant.context, "action": action}
+    stores = [asdict(one) for one in made]
+    return {"context": meant.context, "action": action, "stores": stores, "refused": refused}
 
 
 def _directory(request: Request) -> str:
@@ -76,7 +94,18 @@ class StoreEndpoints:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
-        """Note where the engine's store is."""
+        """Note where the engine's store is, and the key.
+
+        Raises:
+            RetrievalConfigError: The key is empty.
+        """
         config = None if engine_client is None else engine_client.vllm_config
         own = config and RetrievalConfig.from_vllm(config)
         setattr(state, STATE, own and own.store)
+        key = os.environ.get(KEY_VARIABLE)
+        if key is not None and not key.strip():
+            raise RetrievalConfigError(
+                f"{KEY_VARIABLE} is empty, which protects nothing: give the endpoints of the store "
+                "a key, or unset it."
+            )
+        setattr(state, KEY_STATE, key and key.strip().encode())

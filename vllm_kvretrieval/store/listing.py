@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 
 from vllm_kvretrieval.store.changes import each_store
-from vllm_kvretrieval.store.contexts import contexts, paths, reachable, read_names, read_pins
+from vllm_kvretrieval.store.contexts import (
+    contexts,
+    paths,
+    pinned_blocks,
+    reachable,
+    read_names,
+    read_pins,
+)
 from vllm_kvretrieval.store.ranks import Ranks
 
 LEVELS = ("exact", "decoded", "prefilled")
@@ -19,8 +26,10 @@ class ListedContext:
         tokens: How many are stored.
         level: How exact it is.
         written: When its last block was stored, in seconds since 1970.
-        pinned: Whether it, or what it begins with, is never evicted.
-        names: Names of it, and of what it begins with.
+        pinned: Whether it has a pin.
+        pinned_tokens: How many of its first tokens are never evicted, whichever pin holds them.
+        names: Its names.
+        begins_with: Names of the contexts behind which it goes on, the first one first.
     """
 
     id: str
@@ -28,7 +37,9 @@ class ListedContext:
     level: str
     written: int
     pinned: bool
+    pinned_tokens: int
     names: list[str]
+    begins_with: list[str]
 
 
 @dataclass(frozen=True)
@@ -77,20 +88,25 @@ def listed(directory: str, most: int) -> tuple[list[ListedStore], list[str]]:
 def _listed(store: Ranks, most: int) -> ListedStore:
     identity, size = store.identity, store.identity["block_size"]
     records = reachable(store.records())
-    found, pins, names = contexts(records), read_pins(store.folder), read_names(store.folder)
+    pins, by_key = read_pins(store.folder), dict[bytes, list[str]]()
+    for name, key in read_names(store.folder).items():
+        by_key.setdefault(key, []).append(name)
+    found = contexts(records, pins.union(by_key))
+    held = {records[block].key for block in pinned_blocks(pins, records)}
     rows = []
     shown = found[:most]
     for context, path in zip(shown, paths(shown, records), strict=True):
-        keys = {records[block].key for block in path}
-        own = [name for name, key in names.items() if key in keys]
+        keys = [records[block].key for block in path]
         rows.append(
             ListedContext(
                 id=context.id,
                 tokens=context.length * size,
                 level=LEVELS[context.level],
                 written=context.created,
-                pinned=not keys.isdisjoint(pins),
-                names=own,
+                pinned=context.key in pins,
+                pinned_tokens=sum(key in held for key in keys) * size,
+                names=by_key.get(context.key, []),
+                begins_with=[name for key in keys[:-1] for name in by_key.get(key, ())],
             )
         )
     return ListedStore(

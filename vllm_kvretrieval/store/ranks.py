@@ -1,6 +1,6 @@
 """The stores of all workers of an engine, each of which has its part of every block, as one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -55,10 +55,21 @@ class Ranks:
         Raises:
             OSError: A store could not be written; the others have forgotten it.
         """
+        self._in_each(Store.void, blocks)
+
+    def erase(self, blocks: Iterable[int]) -> None:
+        """Replace by zeros what blocks hold; their records are void.
+
+        Raises:
+            OSError: A store could not be written; in the others it is done.
+        """
+        self._in_each(Store.erase, blocks)
+
+    def _in_each(self, do: Callable[[Store, list[int]], None], blocks: Iterable[int]) -> None:
         numbers, failed = [*blocks], list[OSError]()
         for store in self.stores:
             try:
-                store.void(numbers)
+                do(store, numbers)
             except OSError as error:
                 failed.append(error)
         if failed:

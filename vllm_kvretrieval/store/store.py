@@ -3,13 +3,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.store.erasing import zero
 from vllm_kvretrieval.store.files import (
     PIECE,
     Folder,
@@ -26,7 +27,7 @@ FORMAT = 1
 MOST_USES = 1 << 62
 """No store lets go of so many blocks."""
 PREFIX = "kv-"
-IDENTITY, PAGES, SIDE, RECORDS, USED, PINS, NAMES = (
+IDENTITY, PAGES, SIDE, RECORDS, USED, PINS, NAMES, FORGOTTEN = (
     "identity.json",
     "pages",
     "side",
@@ -34,6 +35,7 @@ IDENTITY, PAGES, SIDE, RECORDS, USED, PINS, NAMES = (
     "used",
     "pins.json",
     "names.json",
+    "forgotten.json",
 )
 LOCK, WORKER_LOCK = "lock", "worker-lock"
 """The first is held in a store by the server's scheduler, or a command, and in the directory of all
@@ -176,6 +178,25 @@ class Store:
         if failed is not None:
             raise failed
 
+    def erase(self, blocks: Iterable[int], slowly: bool = True) -> None:
+        """Replace by zeros what blocks hold; their records are void.
+
+        Args:
+            blocks: Their numbers.
+            slowly: See :func:`zero`.
+
+        Raises:
+            OSError: The contents of some blocks cannot be replaced.
+        """
+        sizes = self.geometry
+        for first, count in _runs(sorted(blocks)):
+            for layer in range(sizes.layers):
+                place = (layer * sizes.blocks + first) * sizes.layer_block_bytes
+                if not zero(self._fds[PAGES], place, count * sizes.layer_block_bytes, slowly):
+                    return
+            if sizes.side_bytes:
+                zero(self._fds[SIDE], first * sizes.side_bytes, count * sizes.side_bytes, slowly)
+
     def note_use(self, blocks: Sequence[int], first: int) -> None:
         """Number blocks, which are let go of in this order, from ``first`` on.
 
@@ -224,6 +245,19 @@ class Store:
         read_into(self._fds[SIDE], part, block * sizes.side_bytes)
         total.update(part)
         return total.digest()
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers: the first one, and how many there are.
+
+    Args:
+        numbers: Rising.
+    """
+    first = 0
+    for end in range(1, len(numbers) + 1):
+        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
+            yield numbers[first], end - first
+            first = end
 
 
 def open_store(directory: str, name: str, write: bool = False) -> Store:

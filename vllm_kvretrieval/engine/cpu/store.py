@@ -73,6 +73,7 @@ class HomeStore:
         self._pending: dict[int, Record] = {}
         self._found = 0
         self._void_fault = Fault("records cannot be written")
+        self._erase_fault = Fault("keys and values of what is forgotten stay in the files")
         self._store: Store | None = None
         self._writer: BlockWriter | None = None
         self.blocks: int | None = None
@@ -102,6 +103,10 @@ class HomeStore:
         with closing(root.folder(self.name)) as folder:
             self._lock = take_worker_lock(folder)
         self._store = Store(root.folder(self.name), write=True)
+        with self._erase_fault.noted():  # what a server has left that was killed
+            recorded = self._store.records()
+            left = [n for n in range(self._store.geometry.blocks) if n not in recorded]
+            self._store.erase(left, slowly=False)
         self._writer = BlockWriter(self._store, os.sched_getaffinity(os.getppid()))
         self.blocks = self._store.geometry.blocks
 
@@ -243,6 +248,9 @@ class HomeStore:
         if step.void:
             with self._void_fault.noted():  # a record of other contents is found out by its sum
                 self._store.void(step.void)
+        if step.erase:
+            with self._erase_fault.noted():
+                self._store.erase(step.erase)
         self._lost.add({block for block in step.load if not self._load(block)})
 
     def _load(self, block: int) -> bool:

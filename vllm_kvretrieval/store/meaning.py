@@ -1,0 +1,150 @@
+"""Which context a user means: by its name, or by its id; and which words are free for names."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.store.contexts import (
+    Forgotten,
+    id_of,
+    reachable,
+    read_forgotten,
+    read_names,
+    read_pins,
+)
+from vllm_kvretrieval.store.ranks import Ranks
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+DIGITS = re.compile(r"[0-9A-Fa-f]{8,}")
+ID = re.compile(rf"id:([0-9A-Fa-f]+)|({DIGITS.pattern})")
+"""With the prefix fewer digits are enough."""
+KEY_DIGITS = 64
+"""Of a whole key."""
+
+
+class UnknownContextError(RetrievalConfigError):
+    """A user has named no context, or several."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a store knows of contexts.
+
+    Attributes:
+        store: The store's name.
+        whole: Keys of blocks whose context is there from its first block on.
+        keys: Keys of all blocks, and of all contexts with names and pins.
+        names: Keys of last blocks by name.
+        forgotten: What dropped contexts were called.
+    """
+
+    store: str
+    whole: frozenset[bytes]
+    keys: frozenset[bytes]
+    names: dict[str, bytes]
+    forgotten: Forgotten
+
+    @classmethod
+    def of(cls, store: Ranks) -> "Known":
+        """What an open store knows.
+
+        Raises:
+            RetrievalConfigError: A file of it is damaged.
+            OSError: One cannot be read.
+        """
+        records, names = store.records(), read_names(store.folder)
+        whole = frozenset(record.key for record in reachable(records).values())
+        keys = {record.key for record in records.values()}
+        return cls(
+            store=store.name,
+            whole=whole,
+            keys=frozenset(keys.union(names.values(), read_pins(store.folder))),
+            names=names,
+            forgotten=read_forgotten(store.folder),
+        )
+
+
+def meant(context: str, stores: Sequence[Known]) -> set[bytes]:
+    """Keys of the last blocks of the context that a user means.
+
+    A name is never taken for the beginning of an id, and neither name nor id of what was dropped
+    for another context.
+
+    Args:
+        context: Its name, or first digits of its id.
+        stores: All that are there.
+
+    Returns:
+        By a name as many as stores have given it to; none: the context has been dropped.
+
+    Raises:
+        UnknownContextError: There is none, or there are several.
+    """
+    if named := {store.names[context] for store in stores if context in store.names}:
+        return named
+    if any(context in store.forgotten.names for store in stores):
+        return set()
+    digits = _digits(context)
+    found = {key for store in stores for key in store.keys if digits and _is(key.hex(), digits)}
+    dropped = {id for store in stores for id in store.forgotten.ids if digits and _is(id, digits)}
+    count = len(found) + len(dropped.difference(map(id_of, found)))
+    if count != 1:
+        raise unknown(context, f"{count} contexts" if count else "no context")
+    return found
+
+
+def unknown(context: str, why: str) -> UnknownContextError:
+    """The error for a context that a user has not named as it is called.
+
+    Args:
+        context: What the user has given.
+        why: What it is instead.
+    """
+    return UnknownContextError(
+        f"store: {context!r} names {why}; give the name that `vllm-kvretrieval store ls` shows, or "
+        "at least 8 digits of the id."
+    )
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that a command line, a log or we ourselves could take for something else.
+
+    Raises:
+        RetrievalConfigError: It is one.
+    """
+    if not NAME.fullmatch(name):
+        raise RetrievalConfigError(
+            f"store: {name!r} cannot be a context's name; take up to 128 letters, digits, dots, "
+            "dashes and underscores, a letter or a digit first (--name)."
+        )
+    if DIGITS.fullmatch(name):
+        raise RetrievalConfigError(
+            f"store: {name!r} cannot be a context's name, since it could be an id (8 hexadecimal "
+            "digits or more); take another one (--name)."
+        )
+
+
+def called(keys: Iterable[bytes], names: dict[str, bytes], most: int = 3) -> str:
+    """What contexts are called, in words.
+
+    Args:
+        keys: Of their last blocks.
+        names: Keys of last blocks by name.
+        most: As many are told; of the others, how many there are.
+    """
+    own = {key: name for name, key in names.items()}
+    words = [own.get(key, id_of(key)) for key in keys]
+    more = [f"{len(words) - most} more"] if len(words) > most else []
+    return " and ".join(words[:most] + more)
+
+
+def _digits(context: str) -> str | None:
+    """The digits of an id; None: it is none."""
+    found = ID.fullmatch(context)
+    return (found[1] or found[2]).lower() if found else None
+
+
+def _is(id: str, digits: str) -> bool:
+    """Whether an id, or a whole key, is one that begins with these digits, as far as it goes."""
+    return id.startswith(digits) or (len(digits) <= KEY_DIGITS and digits.startswith(id))
