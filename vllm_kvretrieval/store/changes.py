@@ -1,6 +1,5 @@
 """What users may do to a context: pin it, unpin it, drop it, whether or not a server runs."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import closing, contextmanager
 from typing import TypeVar
@@ -107,7 +106,7 @@ def change(directory: str, context: str, action: str) -> bool:
             " ".join([f"store: {context!r} names {why}; {remedy}", *refused])
         )
     ((name, key),) = found
-    asked = Change(action, key, time.time())
+    asked = Change(action, key)
     try:
         with locked(directory, name) as store:
             records, dropped = store.records(), set[int]()

@@ -41,6 +41,7 @@ from vllm_kvretrieval.tiers.sizes import Tiers
 
 logger = init_logger("vllm.kvretrieval.store")
 
+GIB = 1 << 30
 WAIT_S = 60.0
 """How long a new worker waits for one of an earlier server that has yet to end its last step."""
 STOPS_S = 5.0
@@ -102,6 +103,13 @@ class HomeStore:
         with closing(root.folder(self.name)) as folder:
             self._lock = take_worker_lock(folder)
         self._store = Store(root.folder(self.name), write=True)
+        if self._store.lacking:
+            raise RetrievalConfigError(
+                f"kv_retrieval.store: the files of {self._store.folder.path} lack a part of their "
+                "space, as after a backup that leaves zeros out, and the disk has "
+                f"{self._store.lacking / GIB:.2f} GiB too little for it. Free as much, or remove "
+                f"the store ({self._removal})."
+            )
         self._writer = BlockWriter(self._store, os.sched_getaffinity(os.getppid()))
         self.blocks = self._store.geometry.blocks
 
