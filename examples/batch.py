@@ -50,7 +50,7 @@ def read_documents(tasks: Sequence[dict[str, str]], folder: Path) -> dict[str, s
     texts = dict[str, str]()
     for name in dict.fromkeys(task["document"] for task in tasks):
         try:
-            texts[name] = (folder / name).read_text(encoding="utf-8")
+            texts[name] = (folder / name).read_bytes().decode("utf-8")
         except UnicodeDecodeError:
             raise ValueError(f"{folder / name} is not UTF-8 text") from None
     return texts

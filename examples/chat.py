@@ -94,7 +94,8 @@ def main() -> int:
     given = parser.parse_args()
     try:
         client = connect(given.url, given.api_key)
-        chat = Chat(client, given.document.read_text(), given.budget, given.max_tokens)
+        document = given.document.read_bytes().decode("utf-8")  # ends of lines as they are
+        chat = Chat(client, document, given.budget, given.max_tokens)
         while True:
             print("> ", end="", flush=True)
             if not (question := sys.stdin.readline().strip()):

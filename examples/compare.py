@@ -194,7 +194,7 @@ def main() -> int:
     try:
         if given.plot is not None:
             require_plot("leave --plot out")
-        text = given.text.read_text()
+        text = given.text.read_bytes().decode("utf-8")
         llm = open_engine(
             given.model,
             given.methods,

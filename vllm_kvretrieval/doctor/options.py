@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_kvretrieval.command_line import check_command_line
+from vllm_kvretrieval.command_line import serve_arguments
 from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice
 from vllm_kvretrieval.doctor.logs import quiet
@@ -28,15 +28,8 @@ def read_options(arguments: Sequence[str]) -> Any:
         SystemExit: An argument is unknown or has no value.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    check_command_line(["vllm", "serve", *arguments])
-    parser = FlexibleArgumentParser(prog="vllm")
-    ServeSubcommand().subparser_init(parser.add_subparsers())
-    given = parser.parse_args(["serve", *arguments])
-    if given.model_tag is not None:
-        given.model = given.model_tag
+    given = serve_arguments(arguments)
     with quiet():
         return AsyncEngineArgs.from_cli_args(given).create_engine_config()
 

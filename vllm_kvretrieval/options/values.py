@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -35,9 +36,11 @@ def shortened(value: Any) -> str:
 def require_int(key: str, value: Any) -> int:
     """Check a number of tokens or layers."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RetrievalConfigError(f"{key}={value!r} must be a whole number of tokens, e.g. 1024.")
+        raise RetrievalConfigError(
+            f"{key}={shortened(value)} must be a whole number of tokens, e.g. 1024."
+        )
     if abs(value) > MOST_TOKENS:
-        raise RetrievalConfigError(f"{key}={value!r} must be {MOST_TOKENS} at most.")
+        raise RetrievalConfigError(f"{key}={shortened(value)} must be {MOST_TOKENS} at most.")
     return value
 
 
@@ -45,7 +48,9 @@ def require_number(key: str, value: Any) -> float:
     """Check a number between -1 and 1, such as a similarity."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not -1 <= value <= 1:  # NaN compares false
-        raise RetrievalConfigError(f"{key}={value!r} must be a number between -1 and 1, e.g. 0.8.")
+        raise RetrievalConfigError(
+            f"{key}={shortened(value)} must be a number between -1 and 1, e.g. 0.8."
+        )
     return float(value)
 
 
@@ -77,16 +82,17 @@ def require_days(key: str, value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= MOST_DAYS:  # NaN compares false
         raise RetrievalConfigError(
-            f"{key}={value!r} must be a number of days above 0, up to {MOST_DAYS}, e.g. 30."
+            f"{key}={shortened(value)} must be a number of days above 0, up to {MOST_DAYS}, e.g. "
+            "30."
         )
     return float(value)
 
 
 def require_path(key: str, value: Any) -> str:
     """Check the path of a directory, which need not exist."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value:
         raise RetrievalConfigError(
-            f"{key}={value!r} is no directory; name one on the disk to be used."
+            f"{key}={shortened(value)} is no directory; name one on the disk to be used."
         )
     return value
 
@@ -94,29 +100,37 @@ def require_path(key: str, value: Any) -> str:
 def require_bool(key: str, value: Any) -> bool:
     """Check a switch."""
     if value not in (True, False):  # over HTTP, JSON's true may arrive as 1
-        raise RetrievalConfigError(f"{key}={value!r} must be true or false.")
+        raise RetrievalConfigError(f"{key}={shortened(value)} must be true or false.")
     return bool(value)
 
 
 def require_name(key: str, value: Any, known: Collection[str]) -> str:
     """Check that a value is one of some names."""
     if not isinstance(value, str) or value not in known:
-        raise RetrievalConfigError(f"{key}={value!r} is unknown; use one of {', '.join(known)}.")
+        raise RetrievalConfigError(
+            f"{key}={shortened(value)} is unknown; use one of {', '.join(known)}."
+        )
     return value
 
 
 def parse_size(key: str, value: Any) -> int:
-    """Bytes of a size such as ``64GiB`` or ``512MiB``, or of a plain number."""
+    """Bytes of a size such as ``64GiB``, ``64Gi``, ``64G`` or ``64GB``, or of a plain number.
+
+    A letter alone means what it means to vLLM: powers of 1024 in upper case, of 1000 in lower case.
+    With ``i`` behind it it is a power of 1024, with ``B`` of 1000, in either case.
+    """
     text = str(value).strip() if type(value) in (int, str) else ""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]i)?B)?", text, re.IGNORECASE)
-    number, prefix = match.groups() if match is not None else ("0", None)
-    size = float(number) * 1024 ** " kmgt".index((prefix or " ")[0].lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?(B?)", text, re.IGNORECASE)
+    number, letter, binary, byte = match.groups("") if match is not None else ("0", "", "", "")
+    decimal = not binary and (byte or letter.islower())
+    factor = (1000 if decimal else 1024) ** " kmgt".index(letter.lower() or " ")
+    size = int(Decimal(number) * factor)
     if not 0 < size <= MOST:
         raise RetrievalConfigError(
-            f"{key}={value!r} must be a size such as 64GiB or 512MiB, or a number of bytes, up to "
-            f"{MOST}."
+            f"{key}={shortened(value)} must be a size such as 64GiB, 64G or 512M, or a number of "
+            f"bytes, up to {MOST}."
         )
-    return int(size)
+    return size
 
 
 def reject_unknown(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
@@ -126,8 +140,8 @@ def reject_unknown(given: Mapping[str, Any], known: Collection[str], where: str)
             right = str(key).replace("-", "_")
             meant = f"Write {right!r}. " if right in known else ""
             raise RetrievalConfigError(
-                f"{where} has no option {key!r} (value {given[key]!r}). {meant}Known: "
-                f"{', '.join(known)}."
+                f"{where} has no option {shortened(key)} (value {shortened(given[key])}). "
+                f"{meant}Known: {', '.join(known)}."
             )
 
 
@@ -143,7 +157,7 @@ def reject_misspelt(given: Mapping[Any, Any], name: str, where: str, right: str)
     for key in given:
         plain = re.sub(r"[^a-z]", "", str(key).lower())
         if key != name and plain.startswith(name.replace("_", "")):
-            raise RetrievalConfigError(f"{where}: {key!r} is not read; write {right}.")
+            raise RetrievalConfigError(f"{where}: {shortened(key)} is not read; write {right}.")
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,19 @@
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from vllm_kvretrieval.calibration.inputs import read_text
-from vllm_kvretrieval.command_line import check_command_line
+from vllm_kvretrieval.command_line import serve_arguments
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import CONFIG_KEY, DEFAULT_METHOD
 from vllm_kvretrieval.store.changes import each_store, locked
+from vllm_kvretrieval.store.chats import ServedChat
 from vllm_kvretrieval.store.contexts import (
     check_name,
     contexts,
@@ -76,9 +77,14 @@ def add(given: argparse.Namespace) -> None:
     for name in names:
         check_name(name)
     texts = [read_text(path) for path in given.texts]
-    llm = _engine(given)
+    for name, text in zip(names, texts, strict=True):
+        if "\r" in text:
+            print(f"{name} has carriage returns (CR): clients find it if they send them, too.")
+    served = serve_arguments([given.model, *given.engine, "--kv-retrieval.store", given.store])
+    llm = _engine(served)
     try:
-        documents = _documents(llm, texts, names, given.chat)
+        in_chat = ServedChat(served, llm.renderer, llm.model_config) if given.chat else None
+        documents = _documents(llm, texts, names, in_chat)
         _read(llm, documents, given.salt)
         config = llm.llm_engine.vllm_config.cache_config
         keys = {name: last_key(tokens, config, given.salt) for name, tokens in documents.items()}
@@ -90,25 +96,17 @@ def add(given: argparse.Namespace) -> None:
             print(f"{name} is shorter than a block; there is nothing to keep of it.")
 
 
-def _engine(given: argparse.Namespace) -> "LLM":
+def _engine(served: argparse.Namespace) -> "LLM":
     """The engine, as ``vllm serve`` would make it of the same options.
 
     If no method is named, it is our own: without one there is no store.
     """
-    options = ["--model", given.model, *given.engine, "--kv-retrieval.store", given.store]
-    check_command_line(["vllm", "serve", *options])
-
-    from vllm import LLM, AsyncEngineArgs, EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm import LLM, EngineArgs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from vllm_kvretrieval.engine.cpu.advice import all_cores
 
-    # That of `vllm serve`, to which our options are added.
-    parser = AsyncEngineArgs.add_cli_args(
-        FlexibleArgumentParser(prog="vllm-kvretrieval store add MODEL TEXT... --store DIR --")
-    )
-    parsed = EngineArgs.from_cli_args(parser.parse_args(options))
+    parsed = EngineArgs.from_cli_args(served)
     if parsed.attention_backend is None and parsed.attention_config.backend is None:
         parsed.attention_backend = AttentionBackendEnum[DEFAULT_METHOD.upper()]
     for name, value in all_cores(parsed.tensor_parallel_size).items():
@@ -117,20 +115,23 @@ def _engine(given: argparse.Namespace) -> "LLM":
 
 
 def _documents(
-    llm: "LLM", texts: Sequence[str], names: Sequence[str], chat: bool
+    llm: "LLM",
+    texts: Sequence[str],
+    names: Sequence[str],
+    in_chat: Callable[[str], list[int]] | None = None,
 ) -> dict[str, list[int]]:
-    """Tokens of the documents, as requests will have them."""
+    """Tokens of the documents, as requests will have them.
+
+    Args:
+        llm: The engine.
+        texts, names: Of the documents.
+        in_chat: Gives the tokens of a chat by its first message; None: texts will begin prompts.
+    """
     tokenizer: Any = llm.get_tokenizer()
-
-    def in_chat(text: str) -> list[int]:
-        messages = [{"role": "user", "content": text}]
-        written = tokenizer.apply_chat_template(messages, tokenize=False)
-        return list(tokenizer.encode(written, add_special_tokens=False))
-
     documents = {}
     most = llm.llm_engine.model_config.max_model_len
     for name, text in zip(names, texts, strict=True):
-        if chat:
+        if in_chat is not None:
             tokens = _common(*(in_chat(text + tail) for tail in TAILS))
         else:
             tokens = list(tokenizer.encode(text))
