@@ -137,7 +137,7 @@ def test_streamingllm_gives_the_budget_to_the_window():
         ({"max_budget": 1024}, r"max_budget=1024 must be budget=2048 or more: .* Raise it"),
         ({"max_budget": 3000}, r"max_budget=3000 must be a positive multiple .* try 3008"),
         ({"max_budget": "4096"}, r"max_budget='4096' must be a whole number"),
-        ({"correction_threshold": 10**400}, r"correction_threshold=1000+ must be a number"),
+        ({"correction_threshold": 10**400}, r"correction_threshold=1000+\.\.\. must be a number"),
         ({"attention": "fast"}, "attention='fast' is unknown.*vllm.*own"),
         ({"schedule": "whole"}, "'whole' cannot be combined with freekv: full attention and retr"),
         ({"correction_threshold": float("nan")}, r"correction_threshold=nan must be a number"),

@@ -259,7 +259,8 @@ def used_by_another(store, name):
     """A process that holds a lock of the store; its number."""
     child = os.fork()
     if not child:
-        Lock(store.folder, name).take()
+        lock = Lock(store.folder, name)
+        lock.take()
         os.kill(os.getpid(), signal.SIGSTOP)
     os.waitpid(child, os.WUNTRACED)
     try:

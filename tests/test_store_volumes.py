@@ -83,7 +83,7 @@ def test_one_command_closes_a_store_to_everybody(store, warned):
     assert modes(store) == {0o755}
     command = str(error.value).rpartition("close it: ")[2].rstrip(".")
     subprocess.run(command, shell=True, check=True)
-    again(store).close()
+    open_store(str(store.folder.path.parent), store.folder.path.name, write=True).close()
     assert not warned()
 
 

@@ -49,8 +49,8 @@ def finer_options(vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
     entry, block_size = config.own.entry_tokens, configured_block_size(vllm_config)
     if block_size % entry and block_size % presets()[method].page_size:
         raise RetrievalConfigError(
-            f"--block-size {block_size} must be a multiple of kv_retrieval.summary_size={entry}: an "
-            f"entry of the index is of {entry // config.page_size} pages of {config.page_size} "
+            f"--block-size {block_size} must be a multiple of kv_retrieval.summary_size={entry}: "
+            f"an entry of the index is of {entry // config.page_size} pages of {config.page_size} "
             f"tokens here; use {CPU_BLOCK}."
         )
     return {} if block_size % entry else finer

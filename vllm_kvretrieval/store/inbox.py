@@ -76,6 +76,7 @@ class Inbox:
         self._settles = 0.0  # by the monotonic clock
         self._looked = 0.0
         self._retry = math.inf
+        self._failed = set[str]()  # names of what is tried again then
 
     def follow(self, make: Callable[[Change], None]) -> None:
         """Make changes that were asked for since the last call; quick if there are none.
@@ -99,11 +100,13 @@ class Inbox:
             self._seen, self._settles = found, now + SETTLED_S
         elif self._looked > self._settles and now < self._retry:
             return
-        self._looked, self._retry = now, math.inf
+        self._looked = now
+        if now >= self._retry:
+            self._failed, self._retry = set(), math.inf
         failed: OSError | RetrievalConfigError | None = None
         with contextlib.closing(self._folder.folder(INBOX)) as inbox:
             for name in inbox.names():
-                if name.startswith("."):
+                if name.startswith(".") or name in self._failed:
                     continue
                 try:
                     if (change := _read(inbox, name)) is None:
@@ -111,7 +114,8 @@ class Inbox:
                     make(change)
                     inbox.unlink(name)
                 except (OSError, RetrievalConfigError) as error:
-                    failed, self._retry = error, now + RETRY_S
+                    failed, self._retry = error, min(self._retry, now + RETRY_S)
+                    self._failed.add(name)
         if failed is not None:
             raise failed
 
