@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_kvretrieval.disk_space import allocate
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.tiers import place
 from vllm_kvretrieval.tiers.place import check_room, directory_for, file_system, reserve
@@ -111,10 +112,10 @@ def test_what_the_system_says(code, file, monkeypatch):
     monkeypatch.setattr(ctypes, "get_errno", lambda: code)
     library = SimpleNamespace(fallocate=lambda *_: -1)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: library)
-    assert not place.allocate(file, 5)
+    assert not allocate(file, 5)
     monkeypatch.setattr(ctypes, "get_errno", lambda: errno.EIO)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        place.allocate(file, 5)
+        allocate(file, 5)
 
 
 def test_a_disk_that_fills_up_meanwhile(file, tmp_path, monkeypatch):

@@ -214,7 +214,7 @@ def calls(monkeypatch):
             assert values[0] == 0x80000 | disk_space.FS_NOCOW_FL, "others stay"
             done.append(("flag", os.fstat(fd).st_size))
 
-    allocate = place.allocate
+    allocate = disk_space.allocate
 
     def note(fd, size):
         done.append(("space", os.fstat(fd).st_size))
