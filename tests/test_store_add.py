@@ -133,8 +133,8 @@ def test_documents_that_begin_a_chat(template):
     served = serve_arguments([checkpoint(SMOL), *most, *own, "--api-key", "secret"])
     config = EngineArgs.from_cli_args(served).create_engine_config()
     llm, renderer = llm_of(100), renderer_from_config(config)
-    in_chat = ServedChat(served, renderer, config.model_config)
-    (tokens,) = add._documents(llm, [text], ["emma"], in_chat).values()
+    llm.renderer, llm.model_config = renderer, config.model_config
+    (tokens,) = add._documents(llm, [text], ["emma"], ServedChat(served)).values()
     online = OnlineRenderer(
         config.model_config,
         renderer,
@@ -156,7 +156,14 @@ def test_chats_that_begin_with_the_date():
     """Nothing would be found tomorrow."""
     model = SimpleNamespace(hf_config=SimpleNamespace(model_type="gpt_oss"))
     with pytest.raises(RetrievalConfigError, match="date at the start of every chat of gpt-oss"):
-        ServedChat(serve_arguments([]), None, model)
+        ServedChat(serve_arguments([])).tokens(None, model, "Emma")
+
+
+def test_a_template_that_is_none(tmp_path, capsys):
+    """It is said before the engine starts."""
+    given = ["store", "add", "none", *map(str, texts(tmp_path, (9,))), "--store", str(tmp_path)]
+    assert main([*given, "--chat", "--", "--chat-template", str(tmp_path / "none.jinja")]) == 1
+    assert "chat template" in capsys.readouterr().err
 
 
 @pytest.mark.model

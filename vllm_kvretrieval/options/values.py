@@ -30,7 +30,7 @@ def check_digits(key: str, value: Any) -> None:
 def shortened(value: Any) -> str:
     """The text of a value for error messages, shortened if it is long."""
     text = repr(value)
-    return text if len(text) < 80 else f"{text[:76]}..."
+    return text if len(text) < 200 else f"{text[:196]}..."
 
 
 def require_int(key: str, value: Any) -> int:

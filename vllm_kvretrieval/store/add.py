@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +81,10 @@ def add(given: argparse.Namespace) -> None:
         if "\r" in text:
             print(f"{name} has carriage returns (CR): clients find it if they send them, too.")
     served = serve_arguments([given.model, *given.engine, "--kv-retrieval.store", given.store])
+    chat = ServedChat(served) if given.chat else None
     llm = _engine(served)
     try:
-        in_chat = ServedChat(served, llm.renderer, llm.model_config) if given.chat else None
-        documents = _documents(llm, texts, names, in_chat)
+        documents = _documents(llm, texts, names, chat)
         _read(llm, documents, given.salt)
         config = llm.llm_engine.vllm_config.cache_config
         keys = {name: last_key(tokens, config, given.salt) for name, tokens in documents.items()}
@@ -118,21 +118,22 @@ def _documents(
     llm: "LLM",
     texts: Sequence[str],
     names: Sequence[str],
-    in_chat: Callable[[str], list[int]] | None = None,
+    chat: ServedChat | None = None,
 ) -> dict[str, list[int]]:
     """Tokens of the documents, as requests will have them.
 
     Args:
         llm: The engine.
         texts, names: Of the documents.
-        in_chat: Gives the tokens of a chat by its first message; None: texts will begin prompts.
+        chat: Writes the chats whose first message texts will begin; None: they begin prompts.
     """
     tokenizer: Any = llm.get_tokenizer()
     documents = {}
     most = llm.llm_engine.model_config.max_model_len
     for name, text in zip(names, texts, strict=True):
-        if in_chat is not None:
-            tokens = _common(*(in_chat(text + tail) for tail in TAILS))
+        if chat is not None:
+            of_engine = llm.renderer, llm.model_config
+            tokens = _common(*(chat.tokens(*of_engine, text + tail) for tail in TAILS))
         else:
             tokens = list(tokenizer.encode(text))
         if len(tokens) >= most:
