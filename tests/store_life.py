@@ -71,9 +71,9 @@ class Life:
         self.home._writer._thread.submit(int).result()
         self.write(block, b"?" * len(written(b"", 0)))
 
-    def change(self, action, key, asked=None):
+    def change(self, action, key):
         """Ask the server for a change, as others do."""
-        put(self.store.folder, Change(action, key, asked or time.time()))
+        put(self.store.folder, Change(action, key))
 
     def settle(self):
         """Wait until the worker has written the blocks that it has been told to write."""

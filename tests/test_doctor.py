@@ -175,6 +175,10 @@ def test_disk(tmp_path, monkeypatch):
     (full,) = home.check_home(str(tmp_path), 1 << 60)
     assert full.severity is Severity.ERROR
     assert "home_bytes" in full.remedy
+    monkeypatch.setattr(home, "keeps_space", lambda directory: False)
+    found, _ = home.check_home(str(tmp_path))
+    assert found.severity is Severity.ADVICE
+    assert "copies on write" in str(found)
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 

@@ -4,10 +4,12 @@ import re
 
 import pytest
 from vllm.config import VllmConfig
+from vllm.utils.argparse_utils import human_readable_int
 
 from vllm_kvretrieval.attention.cpu.support import check_home
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.values import parse_size
 
 MIB = 1 << 20
 
@@ -23,6 +25,16 @@ MIB = 1 << 20
         (4096, 4096),
         ("16KiB", 1 << 14),
         ("100B", 100),
+        ("64Gi", 64 << 30),
+        ("64gi", 64 << 30),
+        ("64GB", 64 * 10**9),
+        ("64gb", 64 * 10**9),
+        ("64G", 64 << 30),
+        ("64g", 64 * 10**9),
+        ("512M", 512 << 20),
+        ("1.5T", 3 << 39),
+        ("1.5t", 15 * 10**11),
+        ("9007199254740993", 9007199254740993),
     ],
 )
 def test_sizes_are_read(given, size):
@@ -31,7 +43,15 @@ def test_sizes_are_read(given, size):
     assert config.home_bytes == config.recall_cache_bytes == size
 
 
-@pytest.mark.parametrize("size", ["64GB", "many", "-1", 0, "", True, None, 1.5, [1], "GiB"])
+@pytest.mark.parametrize("given", ["4096", "64g", "64G", "512M", "2t", "3k", "3K"])
+def test_sizes_mean_what_they_mean_to_vllm(given):
+    """It reads some of them on the command line, before we see them."""
+    assert parse_size("home_bytes", given) == human_readable_int(given)
+
+
+@pytest.mark.parametrize(
+    "size", ["64XB", "64i", "1e9", "many", "-1", 0, "0.5", "", True, None, 1.5, [1], "GiB", "G"]
+)
 def test_sizes_that_are_none(size):
     options = {"home": "disk", "home_bytes": size}
     if size is None:
@@ -53,6 +73,8 @@ def test_sizes_that_are_none(size):
             "kv_retrieval.home_path='/not/there': no file can be made there (No such",
         ),
         ({"home": "disk", "home_path": 3}, "home_path=3 is no directory"),
+        ({"home": "disk", "home_path": ""}, "home_path='' is no directory"),
+        ({"store": ""}, "store='' is no directory"),
     ],
 )
 def test_impossible_homes(options, message):

@@ -249,12 +249,12 @@ def test_a_server_says_so_and_leaves_nothing(tmp_path):
     ],
     ids=lambda value: errno.errorcode.get(value, ""),
 )
-@pytest.mark.parametrize("call", ["_allocate", "_write_zeros"])
+@pytest.mark.parametrize("call", ["allocate", "_write_zeros"])
 def test_what_cannot_be_had_in_a_test(code, remedy, call, monkeypatch, tmp_path):
     def refuse(*_):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(place, "_allocate", lambda *_: False)
+    monkeypatch.setattr(place, "allocate", lambda *_: False)
     monkeypatch.setattr(place, call, refuse)
     said = rf"a file of 0\.0 GiB in .* cannot be made \({os.strerror(code)}\)\. {remedy}"
     with pytest.raises(RetrievalConfigError, match=said):
@@ -267,7 +267,7 @@ def test_a_disk_that_is_full_says_so_when_zeros_have_got_there(monkeypatch, tmp_
     def full(fd):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(place, "_allocate", lambda *_: False)
+    monkeypatch.setattr(place, "allocate", lambda *_: False)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RetrievalConfigError, match="A quota on that disk is used up"):
         disk_home(tmp_path)

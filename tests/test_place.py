@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_kvretrieval.disk_space import allocate
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.tiers import place
 from vllm_kvretrieval.tiers.place import check_room, directory_for, file_system, reserve
@@ -87,7 +88,7 @@ def test_zeros_reach_the_disk_bit_by_bit(file, tmp_path, logged, monkeypatch):
     """Whoever waits for them sees the file grow."""
     sizes: list[int] = []
     monkeypatch.setattr(os, "fdatasync", lambda fd: sizes.append(os.fstat(fd).st_size))
-    monkeypatch.setattr(place, "_allocate", lambda fd, size: False)
+    monkeypatch.setattr(place, "allocate", lambda fd, size: False)
     monkeypatch.setattr(place, "ZEROS", MIB)
     monkeypatch.setattr(place, "SYNCED", 2 * MIB)
     reserve(file, 5 * MIB, str(tmp_path))
@@ -96,7 +97,7 @@ def test_zeros_reach_the_disk_bit_by_bit(file, tmp_path, logged, monkeypatch):
 
 def test_without_a_call_to_reserve_it(file, tmp_path, logged, monkeypatch):
     """Zeros are written, and it is said so."""
-    monkeypatch.setattr(place, "_allocate", lambda fd, size: False)
+    monkeypatch.setattr(place, "allocate", lambda fd, size: False)
     monkeypatch.setattr(place, "ZEROS", MIB)
     monkeypatch.setattr(place, "PROGRESS_S", -1)
     reserve(file, 2 * MIB + 5, str(tmp_path))
@@ -111,10 +112,10 @@ def test_what_the_system_says(code, file, monkeypatch):
     monkeypatch.setattr(ctypes, "get_errno", lambda: code)
     library = SimpleNamespace(fallocate=lambda *_: -1)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: library)
-    assert not place._allocate(file, 5)
+    assert not allocate(file, 5)
     monkeypatch.setattr(ctypes, "get_errno", lambda: errno.EIO)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        place._allocate(file, 5)
+        allocate(file, 5)
 
 
 def test_a_disk_that_fills_up_meanwhile(file, tmp_path, monkeypatch):
@@ -123,7 +124,7 @@ def test_a_disk_that_fills_up_meanwhile(file, tmp_path, monkeypatch):
     def full(fd, size):
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(place, "_allocate", full)
+    monkeypatch.setattr(place, "allocate", full)
     with pytest.raises(RetrievalConfigError, match=r"needs 1\.0 GiB, but .* or name another disk"):
         reserve(file, 1 << 30, str(tmp_path))
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from benchmarks.common import ROOT
+from tools import get_model
 
 PIP = """
 # The Python of an environment, whose pip installs no more than files of torch.
@@ -99,3 +100,22 @@ def test_what_a_machine_lacks(checkout, lacks, said):
     (line,) = done.stdout.splitlines()
     assert said in line
     assert not (checkout / "calls").exists()
+
+
+def test_a_model_can_be_read_by_others(tmp_path, monkeypatch):
+    """Where its weights are written for their own user alone, as safetensors does."""
+
+    def fill(weights, out, say):
+        for name in get_model.COMPLETE:
+            (out / name).write_text("{}")
+        (out / "model.safetensors").chmod(0o600)
+
+    monkeypatch.setattr(get_model, "make_from_weights", fill)
+    get_model.make("qwen", tmp_path)
+    modes = {path.stat().st_mode & 0o777 for path in tmp_path.glob("*/*")}
+    assert modes == {0o666 & ~umask()}
+
+
+def umask():
+    os.umask(mask := os.umask(0))
+    return mask

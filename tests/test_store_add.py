@@ -1,21 +1,28 @@
 """``vllm-kvretrieval store add``: what documents it reads, and that requests find them."""
 
-from argparse import Namespace
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.renderers import renderer_from_config
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.renderers.online_renderer import OnlineRenderer
 
 from benchmarks.texts import excerpt
 from tests import workers
 from tests.engine import DTYPE, Request, checkpoint, drive, engine, shortened
 from vllm_kvretrieval.command import main
+from vllm_kvretrieval.command_line import serve_arguments
 from vllm_kvretrieval.doctor.options import read_options
 from vllm_kvretrieval.engine.cpu.advice import all_cores
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store import add
+from vllm_kvretrieval.store.chats import ServedChat
 
 SMOL = "SmolLM2-135M-Instruct"
 BLOCK, MEMORY = 128, 64 << 20
@@ -35,7 +42,8 @@ def texts(folder, words):
     paths = []
     for number, count in enumerate(words):
         paths.append(folder / f"{number}.txt")
-        paths[-1].write_text(" ".join(whole[1000 * number :][:count]))
+        text = " ".join(whole[1000 * number :][:count])
+        paths[-1].write_bytes(text.replace(". ", ".\r\n" if number == 1 else "\n").encode())
     return paths
 
 
@@ -62,12 +70,14 @@ def test_documents_are_found_by_requests(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "emma is in kv-" in said
     assert "note is shorter than a block" in said
+    assert "other has carriage returns (CR)" in said
+    assert said.count("CR") == 1
     assert main(["store", "ls", directory]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[-2:] for row in rows[2:]] == [["yes", "other"], ["yes", "emma"]]
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    documents = [tokenizer.encode(path.read_text()) for path in files]
+    documents = [tokenizer.encode(path.read_bytes().decode()) for path in files]
     prompts = [[*document, 7, 8, 9] for document in documents]
     retrieval = {"home": "disk", "store": directory, "budget": 512}
     with engine(model, **OPTIONS, additional_config={"kv_retrieval": retrieval}) as llm:
@@ -93,8 +103,9 @@ def test_the_home_is_that_of_a_server(tmp_path, monkeypatch, home):
     for name, value in all_cores().items():
         monkeypatch.setenv(name, value)
     model, store = checkpoint(SMOL), str(tmp_path / "store")
-    add._engine(Namespace(model=model, engine=options, store=store))
-    served = read_options([model, *options, "--kv-retrieval.store", store])
+    arguments = [model, *options, "--kv-retrieval.store", store, "--port", "8123"]
+    add._engine(serve_arguments(arguments))
+    served = read_options(arguments)
     configs = map(RetrievalConfig.from_vllm, (made[0].create_engine_config(), served))
     assert [config and config.home for config in configs] == [home or "device"] * 2
 
@@ -106,24 +117,59 @@ def llm_of(most: int) -> Any:
     return SimpleNamespace(get_tokenizer=lambda: tokenizer, llm_engine=config)
 
 
+TEMPLATE = "{{ greeting }}: {% for m in messages %}{{ m['content'] }}{% endfor %}!"
+
+
 @pytest.mark.model
-def test_documents_that_begin_a_chat():
-    """Their tokens are the first ones of a message that goes on with any question."""
-    llm, text = llm_of(100), "Emma Woodhouse, handsome, clever, and rich"
-    (tokens,) = add._documents(llm, [text], ["emma"], chat=True).values()
-    tokenizer = llm.get_tokenizer()
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_documents_that_begin_a_chat(template):
+    """Their tokens are the first ones of a message that goes on with any question.
+
+    The server writes it, by its own template where it has one.
+    """
+    text, most = "Emma Woodhouse,\r\nhandsome, clever, and rich", ["--max-model-len", "100"]
+    own = ["--chat-template", template] if template else []
+    own += ["--default-chat-template-kwargs", '{"greeting": "Read this"}']
+    served = serve_arguments([checkpoint(SMOL), *most, *own, "--api-key", "secret"])
+    config = EngineArgs.from_cli_args(served).create_engine_config()
+    llm, renderer = llm_of(100), renderer_from_config(config)
+    llm.renderer, llm.model_config = renderer, config.model_config
+    (tokens,) = add._documents(llm, [text], ["emma"], ServedChat(served)).values()
+    online = OnlineRenderer(
+        config.model_config,
+        renderer,
+        request_logger=None,
+        chat_template=load_chat_template(served.chat_template),
+        chat_template_content_format=served.chat_template_content_format,
+        default_chat_template_kwargs=served.default_chat_template_kwargs,
+    )
     for question in ("\n\nWho is she?", " 1816.", "\nIs she rich?"):
-        message = [{"role": "user", "content": text + question}]
-        written = tokenizer.apply_chat_template(message, tokenize=False)
-        asked = tokenizer.encode(written, add_special_tokens=False)
-        assert asked[: len(tokens)] == tokens
-    assert tokenizer.decode(tokens).endswith(text)
+        chat = ChatCompletionRequest(messages=[{"role": "user", "content": text + question}])
+        _, (asked,) = asyncio.run(online.render_chat(chat))
+        assert asked["prompt_token_ids"][: len(tokens)] == tokens
+    written = llm.get_tokenizer().decode(tokens)
+    assert written.endswith(text)
+    assert written.startswith("Read this: Emma" if template else "<|im_start|>system")
+
+
+def test_chats_that_begin_with_the_date():
+    """Nothing would be found tomorrow."""
+    model = SimpleNamespace(hf_config=SimpleNamespace(model_type="gpt_oss"))
+    with pytest.raises(RetrievalConfigError, match="date at the start of every chat of gpt-oss"):
+        ServedChat(serve_arguments([])).tokens(None, model, "Emma")
+
+
+def test_a_template_that_is_none(tmp_path, capsys):
+    """It is said before the engine starts."""
+    given = ["store", "add", "none", *map(str, texts(tmp_path, (9,))), "--store", str(tmp_path)]
+    assert main([*given, "--chat", "--", "--chat-template", str(tmp_path / "none.jinja")]) == 1
+    assert "chat template" in capsys.readouterr().err
 
 
 @pytest.mark.model
 def test_documents_that_are_too_long():
     with pytest.raises(RetrievalConfigError, match=r"emma has \d+ tokens, and a request 10 at"):
-        add._documents(llm_of(10), ["so much to read " * 10], ["emma"], chat=False)
+        add._documents(llm_of(10), ["so much to read " * 10], ["emma"])
 
 
 @pytest.mark.parametrize(

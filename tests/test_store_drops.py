@@ -129,6 +129,20 @@ def test_the_next_input_of_a_session_that_was_running(life, monkeypatch):
     life.end()
 
 
+def test_a_request_that_waits_is_from_before_a_drop(life):
+    """It has arrived before, though it is looked up after; what arrives next is stored."""
+    keys = read(life, prompt(1))
+    life.stepper.add(prompt(1), 2)
+    life.change(DROP, keys[-1])
+    life.stepper.run()
+    life.settle()
+    assert not on_disk(life) & {*keys}
+    assert life.stepper.ask(prompt(1), 2)[1] == 0
+    life.settle()
+    assert on_disk(life) >= {*keys}
+    life.end()
+
+
 def test_drops_are_remembered_as_long_as_requests_need_it(life):
     """Not those before the oldest request that runs."""
     store, documents = life.scheduler._store, [read(life, prompt(n)) for n in (1, 2, 3)]
@@ -144,15 +158,17 @@ def test_drops_are_remembered_as_long_as_requests_need_it(life):
     life.end()
 
 
-@pytest.mark.parametrize("clock", [0, -3600, 3600])
+@pytest.mark.parametrize("clock", [0, -7200, 7200])
 @pytest.mark.parametrize("again", [False, True])
-def test_what_a_running_request_adds_to_what_is_dropped(life, again, clock):
+def test_what_a_running_request_adds_to_what_is_dropped(life, again, clock, monkeypatch):
     """It does not come back when the document is read again; unless all of it is.
 
-    Whatever the clock says: it may have been set back, or that of who asks may be ahead.
+    Whatever the clock says, which is set to another time after the drop.
     """
     name, keys = running(life, prompt(1))
-    life.change(DROP, keys[-1], time.time() + clock)
+    life.change(DROP, keys[-1])
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + clock)
     read(life, prompt(2))
     turn = turn_after(life, name)
     life.settle()

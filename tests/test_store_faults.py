@@ -1,7 +1,6 @@
 """The scheduler's half of a store on a disk that fails, and where there are no threads."""
 
 import errno
-import math
 import os
 import threading
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from benchmarks.serving import store_start
 from benchmarks.stepper import BLOCK
 from tests.store_life import BLOCKS, Life, prompt, stepper
 from vllm_kvretrieval.engine import store_faults
+from vllm_kvretrieval.engine.arrivals import Arrivals
 from vllm_kvretrieval.engine.levels import BlockLevels
 from vllm_kvretrieval.engine.store import StoredBlocks
 from vllm_kvretrieval.engine.store_threads import started
@@ -29,8 +29,7 @@ def small_store(directory, blocks=600):
 
     def opened() -> Any:
         pool = store_start.pool_for(blocks)
-        arrivals = math.inf, -math.inf
-        return StoredBlocks(str(directory), path.name, pool, BlockLevels(), 1, lambda: arrivals)
+        return StoredBlocks(str(directory), path.name, pool, BlockLevels(), 1, Arrivals())
 
     return path, opened
 

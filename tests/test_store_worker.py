@@ -86,6 +86,8 @@ def test_what_is_written_is_read_back(tmp_path):
     commit(home, 2, 4)
     for part in parts:
         part.zero_()
+    assert [*home.take_counts().values()] == [2, 2 * GEOMETRY.block_bytes, 0]
+    home.close()
     later = HomeStore(str(tmp_path / "store"), IDENTITY)
     assert later.blocks == BLOCKS
     later.file(GEOMETRY)
@@ -95,7 +97,6 @@ def test_what_is_written_is_read_back(tmp_path):
     for part, old in zip(parts, before, strict=True):
         assert part[2].equal(old[2])
         assert not part[4].any()
-    assert [*home.take_counts().values()] == [2, 2 * GEOMETRY.block_bytes, 0]
     assert [*later.take_counts().values()] == [0, 0, 1]
     assert not any(later.take_counts().values())
     store = reader(tmp_path, home)
@@ -304,6 +305,7 @@ def test_a_worker_that_ends_its_step_is_waited_for(tmp_path, monkeypatch):
 
 def test_other_sizes_are_refused(tmp_path):
     home, _ = home_store(tmp_path)
+    home.close()
     later: Any = HomeStore(str(tmp_path / "store"), IDENTITY)
     with pytest.raises(RetrievalConfigError, match="another division of memory"):
         later.file(Geometry(BLOCKS, 2, 64, DENSE))

@@ -205,6 +205,14 @@ def is_complete(directory: Path) -> bool:
     return not missing
 
 
+def open_as_others(directory: Path) -> None:
+    """Give all files the rights of config.json: weights are written for their own user alone."""
+    mode = (directory / "config.json").stat().st_mode
+    for file in directory.iterdir():
+        if not file.is_symlink():
+            file.chmod(mode)
+
+
 def make(name: str, models: Path) -> None:
     """Make the model `name` under `models` unless it is there. It appears at once or not at all."""
     directory = models / DIRECTORIES[name]
@@ -228,6 +236,7 @@ def make(name: str, models: Path) -> None:
         out = Path(scratch) / directory.name
         out.mkdir()
         fill(out=out)
+        open_as_others(out)
         out.rename(directory)
     say(f"saved to {directory}")
 

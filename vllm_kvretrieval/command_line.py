@@ -8,6 +8,7 @@ with the right spelling in the message.
 import difflib
 import json
 import re
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,28 @@ def check_command_line(arguments: Sequence[str]) -> None:
             path = path if equals else next(iter(arguments[place + 1 :]), "")
             whole = any(not key and name.startswith("--kv") for name, key, _ in given)
             _check_file(path, bool(equals), whole)
+
+
+def serve_arguments(arguments: Sequence[str]) -> Namespace:
+    """The arguments of ``vllm serve``, as it parses them.
+
+    Args:
+        arguments: Those behind ``vllm serve``.
+
+    Raises:
+        RetrievalConfigError: See :func:`check_command_line`.
+        SystemExit: An argument is unknown or has no value.
+    """
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    check_command_line(["vllm", "serve", *arguments])
+    parser = FlexibleArgumentParser(prog="vllm")
+    ServeSubcommand().subparser_init(parser.add_subparsers())
+    given: Namespace = parser.parse_args(["serve", *arguments])
+    if given.model_tag is not None:
+        given.model = given.model_tag
+    return given
 
 
 def _check_spelling(arguments: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ What a version has is found out by imports, not by its number, so nightly builds
 """
 
 import re
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from enum import Enum
@@ -163,3 +164,12 @@ def one_block(vllm_config: Any, kv_cache_config: "KVCacheConfig") -> "KVCacheCon
         return get_kv_cache_config_from_groups(vllm_config, groups, available_memory=0)
     finally:
         cache_config.num_gpu_blocks_override = given
+
+
+def default_chat_options(served: Namespace) -> dict[str, Any]:
+    """What the arguments of ``vllm serve`` tell a chat template, where a request says nothing."""
+    try:
+        from vllm.entrypoints.common import cli_args
+    except ImportError:  # vLLM 0.32
+        from vllm.entrypoints.launchers import cli_args
+    return dict(cli_args.resolve_default_chat_template_kwargs(served))

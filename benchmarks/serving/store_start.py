@@ -1,7 +1,6 @@
 """What the blocks of a full store cost an engine's start, without a model or a worker."""
 
 import hashlib
-import math
 import os
 import random
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 from vllm.v1.core.block_pool import BlockPool
 
 from benchmarks.stepper import Stepper
+from vllm_kvretrieval.engine.arrivals import Arrivals
 from vllm_kvretrieval.engine.levels import BlockLevels
 from vllm_kvretrieval.engine.store import StoredBlocks
 from vllm_kvretrieval.store.contexts import NO_PARENT
@@ -65,9 +65,7 @@ def restore(directory: Path, pool: BlockPool) -> dict[str, float]:
         pool: See :func:`pool_for`; not used before.
     """
     begin, cpu = time.perf_counter(), time.process_time()
-    store = StoredBlocks(
-        str(directory), name_of(IDENTITY), pool, BlockLevels(), 1, lambda: (math.inf, -math.inf)
-    )
+    store = StoredBlocks(str(directory), name_of(IDENTITY), pool, BlockLevels(), 1, Arrivals())
     times = {"s": time.perf_counter() - begin, "cpu_s": time.process_time() - cpu}
     assert store.take_counts() == {"store_tokens_restored": (len(pool.blocks) - 1) * BLOCK}
     store.close()

@@ -70,14 +70,14 @@ def require_plot(without: str = "leave the plot out by --no-plot") -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """The text of a file, with its ends of lines as they are: clients send the same bytes.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: The file is no text.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
 

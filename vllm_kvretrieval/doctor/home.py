@@ -15,6 +15,7 @@ from vllm_kvretrieval.tiers.place import (
     directory_for,
     file_system,
     free_space,
+    keeps_space,
 )
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -38,7 +39,7 @@ def check_home(path: str | None = None, size: int | None = None) -> Iterator[Fin
         directory = directory_for(path)
         kind, free = file_system(directory), free_space(directory)
         with explained(f"no file of {(size or SAMPLE) / GIB:.2f} GiB can be made in {directory}"):
-            reserves = can_reserve(directory, size or SAMPLE)
+            reserves, keeps = can_reserve(directory, size or SAMPLE), keeps_space(directory)
             written, units = _speed(directory)
     except RetrievalConfigError as e:
         found, _, remedy = str(e).rstrip(".").partition(". ")
@@ -51,11 +52,18 @@ def check_home(path: str | None = None, size: int | None = None) -> Iterator[Fin
             f"{text}; it lies in memory, where a file takes the room that it is to save",
             "name a directory on a disk with kv_retrieval.home_path",
         )
+    elif not keeps:
+        yield advice(
+            "home",
+            f"{text}; it copies on write, so space that is reserved is lost when others fill the "
+            "disk, and requests end",
+            "take ext4 or xfs, or reserve space for the directory (zfs set refreservation)",
+        )
     elif not reserves:
         yield advice(
             "home",
             f"{text}; the file system cannot reserve space, so a start writes zeros",
-            "take ext4, xfs or btrfs for a faster start",
+            "take ext4 or xfs for a faster start",
         )
     else:
         yield Finding("home", text)

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from vllm_kvretrieval.command_line import check_command_line
+from vllm_kvretrieval.command_line import serve_arguments
 from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.doctor.caches import check_refused
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice, error
@@ -34,16 +34,9 @@ def read_options(arguments: Sequence[str]) -> Any:
         SystemExit: An argument is unknown or has no value.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.usage.usage_lib import UsageContext
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    check_command_line(["vllm", "serve", *arguments])
-    parser = FlexibleArgumentParser(prog="vllm")
-    ServeSubcommand().subparser_init(parser.add_subparsers())
-    given = parser.parse_args(["serve", *arguments])
-    if given.model_tag is not None:
-        given.model = given.model_tag
+    given = serve_arguments(arguments)
     check_model(given.model)
     with quiet(), errors_of(REGISTRY) as raised:
         try:

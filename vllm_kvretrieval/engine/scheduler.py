@@ -5,7 +5,6 @@ workers have room for, tells the workers which blocks a KV connector loads, and 
 workers count.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
+from vllm_kvretrieval.engine.arrivals import Arrivals
 from vllm_kvretrieval.engine.chunks import ChunkScheduler, tokens_to_read
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.exactness import Exactness, ExactnessRules
@@ -37,7 +37,7 @@ class Context:
             session may bring others.
         exactness: What follows from the options of the request.
         taint: The end of the exact part of the context.
-        arrived: When the request did, or that input of a session for which the context was begun.
+        arrived: The request's number in the order of arrivals.
         ends: Tokens that are read, and not decoded; see :attr:`Note.tokens`.
         noted: For each group of layers, how many of the first blocks need no more notes.
         calm: A position. A step of one token before it changes neither ``taint`` nor ``noted``.
@@ -47,7 +47,7 @@ class Context:
     params: Any
     exactness: Exactness
     taint: Taint
-    arrived: float
+    arrived: int
     ends: int
     noted: list[int]
     calm: int = 0
@@ -74,6 +74,7 @@ class RetrievalScheduler(ChunkScheduler):
         self._rules = ExactnessRules(self.retrieval)
         self._managers = self.kv_cache_manager.coordinator.single_type_managers
         self._contexts: dict[str, Context] = {}
+        self._arrivals = Arrivals()
         # If so, the last block of a prompt has a hash before it is full.
         self._has_partial = any(m.block_size > self.hash_block_size for m in self._managers)
         # The step being scheduled, and how many of the running requests have provisional notes.
@@ -136,11 +137,13 @@ class RetrievalScheduler(ChunkScheduler):
         )
         return self._store
 
-    def _arrivals(self) -> tuple[float, float]:
-        """When the first request arrived that has not ended, and the last one that has begun."""
-        begun = [context.arrived for context in self._contexts.values()]
-        known = [request.arrival_time for request in self.requests.values()]
-        return min([*begun, *known], default=math.inf), max(begun, default=-math.inf)
+    def add_request(self, request: Request) -> None:
+        """See ``Scheduler.add_request``; what others asked the store for before is done first."""
+        if self._store is not None:
+            self._store.tend()
+        if request.request_id not in self.requests:  # no further input of a session
+            self._arrivals.note(request.request_id)
+        super().add_request(request)
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """The blocks of the prefix cache that a request shares; see vLLM's scheduler."""
@@ -178,12 +181,13 @@ class RetrievalScheduler(ChunkScheduler):
         if self._loads is not None:
             self._loads.note_hit(request, tokens)
         noted = [tokens // group.block_size for group in self._managers]
+        arrived = self._arrivals.of(request.request_id)
         self._contexts[request.request_id] = Context(
             request,
             request.sampling_params,
             exactness,
             taint,
-            request.arrival_time,
+            arrived,
             tokens_to_read(request),
             noted,
         )
@@ -211,6 +215,7 @@ class RetrievalScheduler(ChunkScheduler):
             finished = self.requests.get(request_id)  # or one that came after it, of the same name
             if finished is None or finished.is_finished():
                 self._contexts.pop(request_id, None)
+                self._arrivals.forget(request_id)
         if self._store is not None:
             self._store.end_step(scheduler_output)
         super()._update_after_schedule(scheduler_output)

@@ -7,7 +7,7 @@ Before a request shares one for the first time, its contents are read and compar
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from vllm_kvretrieval.engine.allotments import allotted_blocks
+from vllm_kvretrieval.engine.arrivals import Arrivals
 from vllm_kvretrieval.engine.garbage import without_collection
 from vllm_kvretrieval.engine.levels import BlockLevels
 from vllm_kvretrieval.engine.store_expiry import Expiry
@@ -59,8 +60,7 @@ class StoredBlocks:
         pool: vLLM's block pool, not yet used by any request.
         levels: Gets the levels of the blocks that are restored.
         longest: Blocks of the longest request.
-        arrivals: When the first request arrived that has not ended, and the last one that has been
-            looked up in the prefix cache, in seconds since 1970.
+        arrivals: The order in which requests arrive.
         days: Age at which blocks are forgotten; None: they never are.
 
     Raises:
@@ -74,7 +74,7 @@ class StoredBlocks:
         pool: Any,
         levels: BlockLevels,
         longest: int,
-        arrivals: Callable[[], tuple[float, float]],
+        arrivals: Arrivals,
         days: float | None = None,
     ) -> None:
         self._pool, self._levels = pool, levels
@@ -102,7 +102,7 @@ class StoredBlocks:
         self._kept = set[bytes]()  # keys of contexts with names and pins, when last read
         self._unpinned = set[bytes]()  # keys that pinned contexts lack
         self._look_at = math.inf  # when to look for them again, by the monotonic clock
-        self._dropped: dict[bytes, float] = {}  # keys, and the latest arrival before
+        self._dropped: dict[bytes, int] = {}  # keys, and the last arrival before
         self._checkers = started(CHECKERS, "store-check")
         self._checks: dict[int, Future[bool]] = {}
         self._waiting: set[str] = set()
@@ -172,7 +172,7 @@ class StoredBlocks:
         self._pool.touch([*self._pinned.values()])
         self._pool.free_blocks(before.values())
 
-    def _tend(self) -> None:
+    def tend(self) -> None:
         """Do what others have asked for, and forget what has become too old."""
         if old := self._expiry.look(self._stored, self._pinned):
             self._counts["store_blocks_expired"] += len(old)
@@ -195,11 +195,9 @@ class StoredBlocks:
         if change.action == DROP:
             gone = forgotten(change.key, self._stored, self._read_kept())
             dropped = {self._stored[block].key for block in gone}
-            oldest, latest = self._arrivals()
-            # Another machine's clock may be ahead.
-            asked = max(min(change.asked, time.time()), latest)
-            self._dropped = {key: at for key, at in self._dropped.items() if at >= oldest}
-            self._dropped |= dict.fromkeys(dropped | {change.key}, asked)
+            first, last = self._arrivals.first, self._arrivals.last
+            self._dropped = {key: at for key, at in self._dropped.items() if at >= first}
+            self._dropped |= dict.fromkeys(dropped | {change.key}, last)
             self._drop(gone)
         try:
             note(self._store.folder, change, dropped)
@@ -234,7 +232,7 @@ class StoredBlocks:
         If not, they are being checked, and the request has to ask again.
         """
         self._waiting.discard(request.request_id)
-        self._tend()
+        self.tend()
         self._take_checks()
         if not self._unchecked:
             return True
@@ -302,15 +300,15 @@ class StoredBlocks:
         self._leftovers.add(new)
         self._step.erase += self._leftovers.take(self._stored)
 
-    def offer(self, request: Request, first: int, blocks: Sequence[Any], arrived: float) -> None:
+    def offer(self, request: Request, first: int, blocks: Sequence[Any], arrived: int) -> None:
         """Store blocks when the next step has run, but for those of a context that was dropped.
 
         Args:
             request: Whose context they are of; it has computed them, or does so in this step.
             first: How many blocks of the context are before them.
             blocks: vLLM's; full ones.
-            arrived: When the request did for which the context was begun. What was dropped later
-                is not stored for it, nor what goes on behind that.
+            arrived: Its number in the order of arrivals. What was dropped later is not stored for
+                it, nor what goes on behind that.
         """
         if request.lora_request is not None or request.mm_features:
             return  # hashes have them by names that clients choose
@@ -319,7 +317,7 @@ class StoredBlocks:
             if block.block_hash is None:
                 continue
             key, parent = keys[number], keys[number - 1] if number else NO_PARENT
-            dropped = max(self._dropped.get(known, -math.inf) for known in (key, parent))
+            dropped = max(self._dropped.get(known, 0) for known in (key, parent))
             if arrived <= dropped:
                 self._dropped[key] = dropped
                 self._pool.evict_blocks({block.block_id})

@@ -11,7 +11,7 @@ from vllm_kvretrieval.options.files import read_files
 from vllm_kvretrieval.options.refusals import check_combinations
 from vllm_kvretrieval.options.source import options_of, selected_method, window_tokens
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS, Options, checked
-from vllm_kvretrieval.options.values import check_digits, reject_unknown, require_name
+from vllm_kvretrieval.options.values import check_digits, reject_unknown, require_name, shortened
 from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
 from vllm_kvretrieval.retrieval.family import NOTHING, family_with
@@ -95,7 +95,9 @@ class RetrievalConfig(Options):
         made = {self.method: self.own}
         for name, options in self._also().items():
             if name in made:
-                raise RetrievalConfigError(f"also={self.also!r} names {name} twice; leave one out.")
+                raise RetrievalConfigError(
+                    f"also={shortened(self.also)} names {name} twice; leave one out."
+                )
             base = options.get("preset", name if name in presets() else self.method)
             own = {} if base != self.method else self._of_method()
             own = {key: own[key] for key in own if NEEDS.get(key, NONE).isdisjoint(options)}
@@ -139,7 +141,8 @@ class RetrievalConfig(Options):
         for name, options in given.items():
             if not isinstance(options, Mapping) or not isinstance(name, str) or not name:
                 raise RetrievalConfigError(
-                    f"also={self.also!r} must be a list of methods, or a mapping of names to "
+                    f"also={shortened(self.also)} must be a list of methods, or a mapping of "
+                    "names to "
                     'options, such as {"fine": {"summary_size": 16}}.'
                 )
         return given
@@ -307,13 +310,13 @@ class RetrievalConfig(Options):
         check_digits("kv_retrieval", options)
         if not isinstance(options, Mapping):
             raise RetrievalConfigError(
-                f"kv_retrieval must be a mapping of options, got {options!r}. "
+                f"kv_retrieval must be a mapping of options, got {shortened(options)}. "
                 "Example: --kv-retrieval.budget 1024"
             )
         if "method" in options:
             raise RetrievalConfigError(
-                f"kv_retrieval.method={options['method']!r}: the method is chosen by the backend's "
-                f"name; use --attention-backend {options['method']} instead."
+                f"kv_retrieval.method={shortened(options['method'])}: the method is chosen by the "
+                f"backend's name; use --attention-backend {options['method']} instead."
             )
         reject_unknown(options, OPTIONS, "kv_retrieval")
         for key, value in options.items():

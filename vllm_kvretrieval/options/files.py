@@ -46,4 +46,6 @@ def _read(key: Any, value: Any) -> Any:
     path = named.get(FILE)
     if key not in LOADERS or not isinstance(path, str) or has_file(value) or path in shares.RULES:
         return value
+    if not path:
+        raise RetrievalConfigError(f"{key}='' names no file; name one, or leave the option out.")
     return {**named, HOLDS: LOADERS[key](path)}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import Kind
+from vllm_kvretrieval.options.values import Kind, shortened
 from vllm_kvretrieval.retrieval.family import FAMILIES, SCORED, Family
 from vllm_kvretrieval.retrieval.files import as_written
 
@@ -83,5 +83,5 @@ def refuse_without_effect(
         if family not in known.families and not neutral:
             why = known.why or family.trait
             raise RetrievalConfigError(
-                f"{key}={as_written(value)!r} {known.verdict} {name}, {why}; leave it out."
+                f"{key}={shortened(as_written(value))} {known.verdict} {name}, {why}; leave it out."
             )

@@ -9,6 +9,7 @@ from vllm_kvretrieval.limits import check_directory
 from vllm_kvretrieval.options.choices import DEFAULT_CHUNK, DEFAULT_QUERIES, MOST_QUERIES
 from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import OPTIONS
+from vllm_kvretrieval.options.values import shortened
 from vllm_kvretrieval.retrieval.codec import RAW
 from vllm_kvretrieval.retrieval.family import family_with
 from vllm_kvretrieval.retrieval.files import as_written
@@ -34,12 +35,12 @@ def check_combinations(config: "RetrievalConfig", given: Mapping[str, Any]) -> N
         needs = OPTIONS[key].needs
         if needs and needs not in given:
             raise RetrievalConfigError(
-                f"{key}={as_written(value)!r} has no effect without {needs}; leave it out."
+                f"{key}={shortened(as_written(value))} has no effect without {needs}; leave it out."
             )
         if OPTIONS[key].slow_home and config.home == "device":
             raise RetrievalConfigError(
-                f"{key}={value!r} has no effect with home=device; leave it out, or use a home that "
-                "is larger: disk, on a GPU host."
+                f"{key}={shortened(value)} has no effect with home=device; leave it out, or use a "
+                "home that is larger: disk, on a GPU host."
             )
     _check_budgets(config)
     _check_prefill(config)
@@ -197,15 +198,16 @@ def _check_store(config: "RetrievalConfig") -> None:
         return
     if config.home not in ("disk", "device"):
         raise RetrievalConfigError(
-            f"store={config.store!r} is another one for each home, and home={config.home} may be "
-            "either; use home=disk or home=device, or leave it out."
+            f"store={shortened(config.store)} is another one for each home, and "
+            f"home={config.home} may be either; use home=disk or home=device, or leave it out."
         )
     if config.home_path is not None:
         raise RetrievalConfigError(
-            f"home_path={config.home_path!r} has no effect with store={config.store!r}, where the "
+            f"home_path={shortened(config.home_path)} has no effect with "
+            f"store={shortened(config.store)}, where the "
             "file of the home is; leave it out."
         )
     if not Path(config.store).absolute().parent.is_dir():
         raise RetrievalConfigError(
-            f"store={config.store!r} cannot be made: there is no directory above it."
+            f"store={shortened(config.store)} cannot be made: there is no directory above it."
         )

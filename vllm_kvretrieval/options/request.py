@@ -9,7 +9,13 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.request_table import REQUEST
 from vllm_kvretrieval.options.table import CONFIG_KEY
-from vllm_kvretrieval.options.values import check_digits, meant, reject_misspelt, reject_unknown
+from vllm_kvretrieval.options.values import (
+    check_digits,
+    meant,
+    reject_misspelt,
+    reject_unknown,
+    shortened,
+)
 from vllm_kvretrieval.retrieval.budget import PageBudget
 from vllm_kvretrieval.retrieval.family import WHOLE, family_with
 from vllm_kvretrieval.retrieval.method import Method, check_mass
@@ -70,7 +76,8 @@ class RequestOptions:
         method = config.methods.get(name) if isinstance(name, str) else None
         if method is None:
             raise RetrievalConfigError(
-                f"method={name!r} cannot be served by this engine, which runs {config.method}; use "
+                f"method={shortened(name)} cannot be served by this engine, which runs "
+                f"{config.method}; use "
                 f"one of {', '.join(config.methods)}, or start the server with "
                 f"--kv-retrieval.also.{meant(name, config.methods)}"
             )
@@ -234,7 +241,8 @@ def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
     check_digits(CONFIG_KEY, nested)
     if not isinstance(nested, Mapping):
         raise RetrievalConfigError(
-            f"{CONFIG_KEY}={nested!r} must be a mapping of options; over HTTP use flat keys "
+            f"{CONFIG_KEY}={shortened(nested)} must be a mapping of options; over HTTP use flat "
+            "keys "
             f'such as "{CONFIG_KEY}_budget".'
         )
     prefix = CONFIG_KEY + "_"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.files import read_files
 from vllm_kvretrieval.options.table import CONFIG_KEY
-from vllm_kvretrieval.options.values import parse_size, reject_misspelt
+from vllm_kvretrieval.options.values import parse_size, reject_misspelt, shortened
 from vllm_kvretrieval.retrieval.presets import preset_names, presets
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def window_tokens(
     Raises:
         RetrievalConfigError: No page fits, or the method's window takes no memory of its own.
     """
-    given = f"{CONFIG_KEY}.window={size!r}"
+    given = f"{CONFIG_KEY}.window={shortened(size)}"
     if not presets()[method].raw_window:
         raise RetrievalConfigError(
             f"{given} must be a number of tokens: with {method} the window takes no memory of its "

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -32,7 +33,7 @@ def check_digits(key: str, value: Any) -> None:
 def shortened(value: Any) -> str:
     """The text of a value for error messages, shortened if it is long."""
     text = repr(value)
-    return text if len(text) < 80 else f"{text[:76]}..."
+    return text if len(text) < 200 else f"{text[:196]}..."
 
 
 def meant(name: Any, known: Iterable[str]) -> str:
@@ -44,9 +45,11 @@ def meant(name: Any, known: Iterable[str]) -> str:
 def require_int(key: str, value: Any) -> int:
     """Check a number of tokens or layers."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RetrievalConfigError(f"{key}={value!r} must be a whole number of tokens, e.g. 1024.")
+        raise RetrievalConfigError(
+            f"{key}={shortened(value)} must be a whole number of tokens, e.g. 1024."
+        )
     if abs(value) > MOST_TOKENS:
-        raise RetrievalConfigError(f"{key}={value!r} must be {MOST_TOKENS} at most.")
+        raise RetrievalConfigError(f"{key}={shortened(value)} must be {MOST_TOKENS} at most.")
     return value
 
 
@@ -54,7 +57,9 @@ def require_number(key: str, value: Any) -> float:
     """Check a number between -1 and 1, such as a similarity."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not -1 <= value <= 1:  # NaN compares false
-        raise RetrievalConfigError(f"{key}={value!r} must be a number between -1 and 1, e.g. 0.8.")
+        raise RetrievalConfigError(
+            f"{key}={shortened(value)} must be a number between -1 and 1, e.g. 0.8."
+        )
     return float(value)
 
 
@@ -86,16 +91,17 @@ def require_days(key: str, value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= MOST_DAYS:  # NaN compares false
         raise RetrievalConfigError(
-            f"{key}={value!r} must be a number of days above 0, up to {MOST_DAYS}, e.g. 30."
+            f"{key}={shortened(value)} must be a number of days above 0, up to {MOST_DAYS}, e.g. "
+            "30."
         )
     return float(value)
 
 
 def require_path(key: str, value: Any) -> str:
     """Check the path of a directory, which need not exist."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value:
         raise RetrievalConfigError(
-            f"{key}={value!r} is no directory; name one on the disk to be used."
+            f"{key}={shortened(value)} is no directory; name one on the disk to be used."
         )
     return value
 
@@ -103,7 +109,7 @@ def require_path(key: str, value: Any) -> str:
 def require_bool(key: str, value: Any) -> bool:
     """Check a switch."""
     if value not in (True, False):  # over HTTP, JSON's true may arrive as 1
-        raise RetrievalConfigError(f"{key}={value!r} must be true or false.")
+        raise RetrievalConfigError(f"{key}={shortened(value)} must be true or false.")
     return bool(value)
 
 
@@ -111,23 +117,30 @@ def require_name(key: str, value: Any, known: Collection[str]) -> str:
     """Check that a value is one of some names."""
     if not isinstance(value, str) or value not in known:
         raise RetrievalConfigError(
-            f"{key}={value!r} is unknown; use one of {', '.join(known)}.{meant(value, known)}"
+            f"{key}={shortened(value)} is unknown; use one of {', '.join(known)}."
+            f"{meant(value, known)}"
         )
     return value
 
 
 def parse_size(key: str, value: Any) -> int:
-    """Bytes of a size such as ``64GiB`` or ``512MiB``, or of a plain number."""
+    """Bytes of a size such as ``64GiB``, ``64Gi``, ``64G`` or ``64GB``, or of a plain number.
+
+    A letter alone means what it means to vLLM: powers of 1024 in upper case, of 1000 in lower case.
+    With ``i`` behind it it is a power of 1024, with ``B`` of 1000, in either case.
+    """
     text = str(value).strip() if type(value) in (int, str) else ""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]i)?B)?", text, re.IGNORECASE)
-    number, prefix = match.groups() if match is not None else ("0", None)
-    size = float(number) * 1024 ** " kmgt".index((prefix or " ")[0].lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?(B?)", text, re.IGNORECASE)
+    number, letter, binary, byte = match.groups("") if match is not None else ("0", "", "", "")
+    decimal = not binary and (byte or letter.islower())
+    factor = (1000 if decimal else 1024) ** " kmgt".index(letter.lower() or " ")
+    size = int(Decimal(number) * factor)
     if not 0 < size <= MOST:
         raise RetrievalConfigError(
-            f"{key}={value!r} must be a size such as 64GiB or 512MiB, or a number of bytes, up to "
-            f"{MOST}."
+            f"{key}={shortened(value)} must be a size such as 64GiB, 64G or 512M, or a number of "
+            f"bytes, up to {MOST}."
         )
-    return int(size)
+    return size
 
 
 def reject_unknown(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
@@ -158,7 +171,7 @@ def reject_misspelt(given: Mapping[Any, Any], name: str, where: str, right: str)
     """
     for key in given:
         if key != name and resembles(key, name):
-            raise RetrievalConfigError(f"{where}: {key!r} is not read; write {right}.")
+            raise RetrievalConfigError(f"{where}: {shortened(key)} is not read; write {right}.")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvretrieval.attention.cpu.support import choose_attention
 from vllm_kvretrieval.attention.support import has_foreign_connector
-from vllm_kvretrieval.compat import configured_block_size
+from vllm_kvretrieval.compat import CPU_BLOCK, configured_block_size
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.source import options_of
@@ -34,16 +34,26 @@ def finer_options(vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
     Args:
         vllm_config: The configuration of the engine.
         method: The engine's own method.
+
+    Raises:
+        RetrievalConfigError: Neither these pages nor the preset's fit in blocks of the user's size.
     """
     options = options_of(vllm_config)
     if not isinstance(options, Mapping):
         return {}
     finer = finer_for_model(vllm_config.model_config, method, options)
-    if not finer or vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+    one_size = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    if not finer or one_size or has_foreign_connector(vllm_config):
         return {}
-    entry = RetrievalConfig.from_options(method, {**options, **finer}).own.entry_tokens
-    block_size = configured_block_size(vllm_config)
-    return {} if has_foreign_connector(vllm_config) or block_size % entry else finer
+    config = RetrievalConfig.from_options(method, {**options, **finer})
+    entry, block_size = config.own.entry_tokens, configured_block_size(vllm_config)
+    if block_size % entry and block_size % presets()[method].page_size:
+        raise RetrievalConfigError(
+            f"--block-size {block_size} must be a multiple of kv_retrieval.summary_size={entry}: "
+            f"an entry of the index is of {entry // config.page_size} pages of {config.page_size} "
+            f"tokens here; use {CPU_BLOCK}."
+        )
+    return {} if block_size % entry else finer
 
 
 def finer_for_model(

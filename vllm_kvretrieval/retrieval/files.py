@@ -43,6 +43,11 @@ def contents(given: Any, refuse: Callable[[Exception], RetrievalConfigError]) ->
         raise refuse(error) from None
 
 
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, in the words of the system, which has no need of its name."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def path_of(given: Any) -> Path:
     """The path of a file, given as :func:`contents` takes it."""
     return Path(given[FILE] if has_file(given) else given)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import require_int
+from vllm_kvretrieval.options.values import require_int, shortened
 
 ALL = "all"
 """Value of ``observation``: every query of a prompt counts."""
@@ -174,8 +174,8 @@ def observation_of(value: Any, default: int | None) -> int | None:
         return None
     if isinstance(value, str) or require_int("observation", value) < 1:
         raise RetrievalConfigError(
-            f"observation={value!r} must be {ALL}, or how many of a prompt's last queries count, "
-            "such as 32."
+            f"observation={shortened(value)} must be {ALL}, or how many of a prompt's last "
+            "queries count, such as 32."
         )
     return int(value)
 

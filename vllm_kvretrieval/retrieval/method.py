@@ -13,7 +13,7 @@ from vllm_kvretrieval.options.choices import (
 )
 from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS, checked
-from vllm_kvretrieval.options.values import reject_unknown, require_name
+from vllm_kvretrieval.options.values import reject_unknown, require_name, shortened
 from vllm_kvretrieval.retrieval.family import (
     DROPPING,
     SCORED,
@@ -175,7 +175,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
         given.get("summary_size", own_entries or page_size), page_size, index
     )
     if why := index.check(entry_tokens):
-        raise RetrievalConfigError(f"index={given.get('index', base.index)!r}: {why}.")
+        raise RetrievalConfigError(f"index={shortened(given.get('index', base.index))}: {why}.")
     pooling = Pooling[checked("pooling", given.get("pooling", base.pooling)).upper()]
     rerank = checked("rerank", given.get("rerank", base.rerank if "index" not in given else 0))
     if rerank and (not 2 <= rerank <= MOST_RERANKED or index.reads_keys):
@@ -200,7 +200,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
         threshold = checked("correction_threshold", value)
     elif "correction_threshold" in given:
         raise RetrievalConfigError(
-            f"correction_threshold={given['correction_threshold']!r} has no effect with "
+            f"correction_threshold={shortened(given['correction_threshold'])} has no effect with "
             f"schedule={schedule_name!r}; leave it out, or use schedule=speculative."
         )
     made = Method(

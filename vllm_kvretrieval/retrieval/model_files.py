@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.files import contents, path_of
+from vllm_kvretrieval.options.values import shortened
+from vllm_kvretrieval.retrieval.files import contents, path_of, reason
 
 SHAPE = (
     "model_type",
@@ -68,8 +69,8 @@ class Kind:
         if not isinstance(error, OSError | UnicodeDecodeError):
             return self.refuse(path, f"is not valid JSON ({error})")
         return RetrievalConfigError(
-            f"{self.option}={str(path)!r} cannot be read ({error}); name a file that "
-            f"{self.command} wrote, or {self.otherwise}."
+            f"{self.option}={shortened(str(path))} cannot be read ({reason(error)}); name a file "
+            f"that {self.command} wrote, or {self.otherwise}."
         )
 
     def read(self, given: Any) -> dict[str, Any]:
@@ -94,7 +95,7 @@ class Kind:
     def refuse(self, path: Path, why: str) -> RetrievalConfigError:
         """The error for a file of another kind."""
         return RetrievalConfigError(
-            f"{self.option}={str(path)!r} {why}; write it anew by {self.command}."
+            f"{self.option}={shortened(str(path))} {why}; write it anew by {self.command}."
         )
 
     def check_model(self, file: ModelFile, model: str, config: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.values import shortened
-from vllm_kvretrieval.retrieval.files import FILE, contents, has_file
+from vllm_kvretrieval.retrieval.files import FILE, contents, has_file, reason
 
 PYRAMID_BETA = 20
 """The default of the paper's experiments."""
@@ -161,7 +161,7 @@ def load(given: Any) -> Any:
     return contents(
         given,
         lambda error: RetrievalConfigError(
-            f"budget_shares={name} cannot be read as a file of JSON ({error}); use one of "
+            f"budget_shares={name} cannot be read as a file of JSON ({reason(error)}); use one of "
             f"{EXAMPLES}."
         ),
     )

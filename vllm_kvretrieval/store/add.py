@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from vllm_kvretrieval.calibration.inputs import read_text
-from vllm_kvretrieval.command_line import check_command_line
+from vllm_kvretrieval.command_line import serve_arguments
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import CONFIG_KEY, DEFAULT_METHOD
 from vllm_kvretrieval.retrieval.model_files import check_model
 from vllm_kvretrieval.store.changes import each_store, give_names, locked
+from vllm_kvretrieval.store.chats import ServedChat
 from vllm_kvretrieval.store.contexts import contexts, id_of, reachable
 from vllm_kvretrieval.store.meaning import check_name
 from vllm_kvretrieval.store.ranks import Ranks
@@ -71,9 +72,15 @@ def add(given: argparse.Namespace) -> None:
     for name in names:
         check_name(name)
     texts = [read_text(path) for path in given.texts]
-    llm = _engine(given)
+    for name, text in zip(names, texts, strict=True):
+        if "\r" in text:
+            print(f"{name} has carriage returns (CR): clients find it if they send them, too.")
+    check_model(given.model)
+    served = serve_arguments([given.model, *given.engine, "--kv-retrieval.store", given.store])
+    chat = ServedChat(served) if given.chat else None
+    llm = _engine(served)
     try:
-        documents = _documents(llm, texts, names, given.chat)
+        documents = _documents(llm, texts, names, chat)
         _read(llm, documents, given.salt)
         config = llm.llm_engine.vllm_config.cache_config
         keys = {name: last_key(tokens, config, given.salt) for name, tokens in documents.items()}
@@ -85,26 +92,17 @@ def add(given: argparse.Namespace) -> None:
             print(f"{name} is shorter than a block; there is nothing to keep of it.")
 
 
-def _engine(given: argparse.Namespace) -> "LLM":
+def _engine(served: argparse.Namespace) -> "LLM":
     """The engine, as ``vllm serve`` would make it of the same options.
 
     If no method is named, it is our own: without one there is no store.
     """
-    check_model(given.model)
-    options = ["--model", given.model, *given.engine, "--kv-retrieval.store", given.store]
-    check_command_line(["vllm", "serve", *options])
-
-    from vllm import LLM, AsyncEngineArgs, EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm import LLM, EngineArgs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from vllm_kvretrieval.engine.cpu.advice import all_cores
 
-    # That of `vllm serve`, to which our options are added.
-    parser = AsyncEngineArgs.add_cli_args(
-        FlexibleArgumentParser(prog="vllm-kvretrieval store add MODEL TEXT... --store DIR --")
-    )
-    parsed = EngineArgs.from_cli_args(parser.parse_args(options))
+    parsed = EngineArgs.from_cli_args(served)
     if parsed.attention_backend is None and parsed.attention_config.backend is None:
         parsed.attention_backend = AttentionBackendEnum[DEFAULT_METHOD.upper()]
     for name, value in all_cores(parsed.tensor_parallel_size).items():
@@ -113,21 +111,25 @@ def _engine(given: argparse.Namespace) -> "LLM":
 
 
 def _documents(
-    llm: "LLM", texts: Sequence[str], names: Sequence[str], chat: bool
+    llm: "LLM",
+    texts: Sequence[str],
+    names: Sequence[str],
+    chat: ServedChat | None = None,
 ) -> dict[str, list[int]]:
-    """Tokens of the documents, as requests will have them."""
+    """Tokens of the documents, as requests will have them.
+
+    Args:
+        llm: The engine.
+        texts, names: Of the documents.
+        chat: Writes the chats whose first message texts will begin; None: they begin prompts.
+    """
     tokenizer: Any = llm.get_tokenizer()
-
-    def in_chat(text: str) -> list[int]:
-        messages = [{"role": "user", "content": text}]
-        written = tokenizer.apply_chat_template(messages, tokenize=False)
-        return list(tokenizer.encode(written, add_special_tokens=False))
-
     documents = {}
     most = llm.llm_engine.model_config.max_model_len
     for name, text in zip(names, texts, strict=True):
-        if chat:
-            tokens = _common(*(in_chat(text + tail) for tail in TAILS))
+        if chat is not None:
+            of_engine = llm.renderer, llm.model_config
+            tokens = _common(*(chat.tokens(*of_engine, text + tail) for tail in TAILS))
         else:
             tokens = list(tokenizer.encode(text))
         if len(tokens) >= most:

@@ -1,6 +1,5 @@
 """What users may do to a context: pin it, unpin it, drop it, whether or not a server runs."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -130,7 +129,7 @@ def change(directory: str, context: str, action: str) -> tuple[list[Made], list[
     made, failed = list[Made](), list[str]()
     for store, key in wanted:
         try:
-            made.append(_make(directory, store.store, context, Change(action, key, time.time())))
+            made.append(_make(directory, store.store, context, Change(action, key)))
         except (RetrievalConfigError, OSError) as error:
             failed.append(f"store: {store.store}: {action} has failed ({str(error).rstrip('.')}).")
     if failed:

@@ -6,15 +6,20 @@ import fcntl
 import os
 import shutil
 import stat
+import struct
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.store.privacy import keep_private
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 POLL_S = 0.05
 OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
+WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+"""The system's ``struct flock``: type, whence, start, length (0: all), and no process."""
 PIECE = 4096
 """Bytes of a piece of a file, as the system reads and writes them from and to a disk."""
 
@@ -22,23 +27,24 @@ PIECE = 4096
 class Folder:
     """A directory that is held open; what it contains is opened relative to it.
 
-    Directories and files have to belong to the user and be closed to others, since prompts can be
-    recovered from keys and values. Symbolic links inside of it are never followed.
+    Directories and files have to belong to the user and be closed to others, see
+    :func:`keep_private`. Symbolic links inside of it are never followed.
 
     Args:
         fd: Descriptor of the directory; closed by :meth:`close`.
         path: Its path, for messages.
         closed: Bits of the mode that have to be clear.
+        top: The directory of all stores; None: it is this one.
 
     Raises:
         RetrievalConfigError: It is open to others, or belongs to another user.
     """
 
-    def __init__(self, fd: int, path: Path, closed: int = 0o077) -> None:
-        self.fd, self.path = fd, path
+    def __init__(self, fd: int, path: Path, closed: int = 0o077, top: Path | None = None) -> None:
+        self.fd, self.path, self._top = fd, path, top or path
         try:
-            _check_private(os.fstat(fd), path, closed)
-        except RetrievalConfigError:
+            keep_private(fd, path, self._top, closed)
+        except BaseException:
             os.close(fd)
             raise
 
@@ -67,7 +73,7 @@ class Folder:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | OPEN, dir_fd=self.fd)
         if make:
             os.fchmod(fd, PRIVATE_FOLDER)
-        return Folder(fd, self.path / name)
+        return Folder(fd, self.path / name, top=self._top)
 
     def make(self, name: str) -> int:
         """Make a file that must not exist yet; its descriptor, for reading and writing."""
@@ -91,12 +97,14 @@ class Folder:
             RetrievalConfigError: It is no file of the user's alone, or has another size.
             OSError: It cannot be opened.
         """
-        fd = os.open(name, (os.O_RDWR if write else os.O_RDONLY) | OPEN, dir_fd=self.fd)
+        # A pipe that nobody writes to is opened at once, too.
+        mode = (os.O_RDWR if write else os.O_RDONLY) | os.O_NONBLOCK
+        fd = os.open(name, mode | OPEN, dir_fd=self.fd)
         try:
             found = os.fstat(fd)
-            _check_private(found, self.path / name)
             if not stat.S_ISREG(found.st_mode):
                 raise RetrievalConfigError(f"store: {self.path / name} is no regular file.")
+            keep_private(fd, self.path / name, self._top)
             if size is not None and found.st_size != size:
                 raise RetrievalConfigError(
                     f"store: {self.path / name} has {found.st_size} bytes in place of {size}: it "
@@ -161,10 +169,12 @@ class Folder:
 class Lock:
     """A lock that the system drops when the process ends, however it ends.
 
+    It holds against others of this process, too. A process that is forked meanwhile, and starts no
+    other program, has it as long as it runs.
+
     Args:
         folder: Where its file is; made where it is missing.
-        name: Of the file. The process opens it for nothing else: closing any descriptor of it would
-            drop the lock.
+        name: Of the file.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
@@ -174,13 +184,14 @@ class Lock:
             with contextlib.suppress(FileExistsError):
                 os.close(folder.make(name))
             self._fd = folder.open(name, write=True)
+        self._close = weakref.finalize(self, os.close, self._fd)
 
     def take(self, patience: float = 0.0, progress: Callable[[], object] = lambda: None) -> bool:
-        """Take the lock and note the process in its file; False where another process has it.
+        """Take the lock and note the process in its file; False where somebody else has it.
 
         Args:
-            patience: Seconds to wait for the other process.
-            progress: What changes as long as the other process gets on; the wait begins anew then.
+            patience: Seconds to wait for the other one.
+            progress: What changes as long as the other one gets on; the wait begins anew then.
         """
         end, before = time.monotonic() + patience, progress()
         while not self._try():
@@ -195,7 +206,7 @@ class Lock:
 
     def _try(self) -> bool:
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, WHOLE_FILE)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 return False
@@ -208,8 +219,8 @@ class Lock:
         return os.pread(self._fd, 20, 0).decode(errors="replace") or "unknown"
 
     def close(self) -> None:
-        """Drop the lock."""
-        os.close(self._fd)
+        """Drop the lock, as is done when nobody refers to this any more."""
+        self._close()
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -254,16 +265,3 @@ def read_pieces(fd: int, size: int) -> bytearray:
             piece = read_at(fd, min(PIECE, size - begin), begin)
             data[begin : begin + PIECE] = piece
     return data
-
-
-def _check_private(found: os.stat_result, path: Path, closed: int = 0o077) -> None:
-    if found.st_uid != os.geteuid():
-        raise RetrievalConfigError(
-            f"store: {path} belongs to user {found.st_uid}, and the server runs as "
-            f"{os.geteuid()}; name a directory of the server's user."
-        )
-    if found.st_mode & closed:
-        raise RetrievalConfigError(
-            f"store: {path} is open to other users (mode {stat.S_IMODE(found.st_mode):o}), and "
-            f"prompts can be recovered from a KV cache; close it: chmod go= {path}."
-        )

@@ -5,23 +5,33 @@ every request, so no request finds what has been dropped before it came.
 """
 
 import contextlib
+import errno
 import json
+import logging
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.values import shortened
 from vllm_kvretrieval.store.files import Folder
+
+logger = logging.getLogger("vllm.kvretrieval.store")
 
 INBOX = "inbox"
 DROP, PIN, UNPIN = "drop", "pin", "unpin"
 ACTIONS = DROP, PIN, UNPIN
-SETTLED_NS = 1_000_000_000
+NAME = re.compile(r"(\d{20})-[0-9a-f]+\.json")
+SETTLED_S = 1.0
+"""How long times of files may stay the same although the directory has changed."""
 RETRY_S = 30.0
 """Seconds before a change that has failed is tried again."""
+NO_FILE = errno.ELOOP, errno.ENXIO, errno.EACCES
+"""Errors of what cannot be opened: a link, a socket, a file that its own user may not read."""
 
 
 class Change(NamedTuple):
@@ -30,12 +40,10 @@ class Change(NamedTuple):
     Attributes:
         action: One of ``ACTIONS``.
         key: The key of the context's last block.
-        asked: When it was asked for, in seconds since 1970.
     """
 
     action: str
     key: bytes
-    asked: float
 
 
 def put(folder: Folder, change: Change) -> None:
@@ -48,9 +56,11 @@ def put(folder: Folder, change: Change) -> None:
     with contextlib.suppress(FileExistsError):
         folder.folder(INBOX, make=True).close()
     with contextlib.closing(folder.folder(INBOX)) as inbox:
-        text = json.dumps(change._asdict() | {"key": change.key.hex()})
-        # Rising names, since changes are made in the order of names.
-        inbox.replace(f"{time.time_ns():020}-{secrets.token_hex(4)}.json", text.encode())
+        text = json.dumps({"action": change.action, "key": change.key.hex()})
+        # Changes are made in the order of names, and those before this one are made or still there.
+        known = [int(found[1]) for name in inbox.names() if (found := NAME.fullmatch(name))]
+        number = max(known, default=0) + 1
+        inbox.replace(f"{number:020}-{secrets.token_hex(4)}.json", text.encode())
 
 
 class Inbox:
@@ -63,13 +73,17 @@ class Inbox:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._seen = 0
+        self._settles = 0.0  # by the monotonic clock
+        self._looked = 0.0
         self._retry = math.inf
+        self._failed = set[str]()  # names of what is tried again then
 
     def follow(self, make: Callable[[Change], None]) -> None:
         """Make changes that were asked for since the last call; quick if there are none.
 
         Each is removed when it has been made, so none is lost if the server ends before. One that
-        fails keeps no other from being made, and is tried again later.
+        fails keeps no other from being made, and is tried again later. What is no change is
+        removed, or set aside if it is a directory, and the log says so.
 
         Args:
             make: Makes a change; may raise the errors below.
@@ -81,31 +95,50 @@ class Inbox:
             found = os.stat(INBOX, dir_fd=self._folder.fd, follow_symlinks=False).st_mtime_ns
         except OSError:
             return
-        if found == self._seen and time.monotonic() < self._retry:
+        now = time.monotonic()
+        if found != self._seen:
+            self._seen, self._settles = found, now + SETTLED_S
+        elif self._looked > self._settles and now < self._retry:
             return
-        # Times of files are coarse: what comes at the same time must not be missed.
-        self._seen = found if time.time_ns() - found > SETTLED_NS else 0
-        self._retry = math.inf
+        self._looked = now
+        if now >= self._retry:
+            self._failed, self._retry = set(), math.inf
         failed: OSError | RetrievalConfigError | None = None
         with contextlib.closing(self._folder.folder(INBOX)) as inbox:
             for name in inbox.names():
-                if name.startswith("."):
+                if name.startswith(".") or name in self._failed:
                     continue
                 try:
-                    if (change := _read(inbox, name)) is not None:
-                        make(change)
+                    if (change := _read(inbox, name)) is None:
+                        continue
+                    make(change)
                     inbox.unlink(name)
                 except (OSError, RetrievalConfigError) as error:
-                    failed, self._retry = error, time.monotonic() + RETRY_S
+                    failed, self._retry = error, min(self._retry, now + RETRY_S)
+                    self._failed.add(name)
         if failed is not None:
             raise failed
 
 
 def _read(inbox: Folder, name: str) -> Change | None:
-    """A change; None: the file holds none."""
+    """A change; None: it was none, and is out of the way."""
     try:
         asked = json.loads(inbox.read(name))
-        change = Change(asked["action"], bytes.fromhex(asked["key"]), float(asked["asked"]))
-    except (ValueError, TypeError, KeyError):
-        return None
-    return change if change.action in ACTIONS and math.isfinite(change.asked) else None
+        change = Change(asked["action"], bytes.fromhex(asked["key"]))
+        if change.action in ACTIONS:
+            return change
+        why = f"unknown action {shortened(change.action)}"
+    except (RetrievalConfigError, ValueError, TypeError, KeyError) as error:
+        why = str(error).rstrip(".")
+    except OSError as error:
+        if error.errno not in NO_FILE:
+            raise
+        why = os.strerror(error.errno)
+    try:
+        inbox.unlink(name)
+        gone = "removed"
+    except OSError:  # of a directory
+        inbox.rename(name, new := f".refused-{secrets.token_hex(4)}")
+        gone = f"now {new}"
+    logger.error("store: %s is no change, and is %s (%s).", inbox.path / name, gone, why)
+    return None

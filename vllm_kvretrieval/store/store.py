@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_kvretrieval.disk_space import allocate
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.erasing import zero
 from vllm_kvretrieval.store.files import (
@@ -26,6 +27,8 @@ FORMAT = 1
 """Of the directory; other formats are refused."""
 MOST_USES = 1 << 62
 """No store lets go of so many blocks."""
+SECTOR = 512
+"""Bytes of the unit in which the system counts the space of a file."""
 PREFIX = "kv-"
 IDENTITY, PAGES, SIDE, RECORDS, USED, PINS, NAMES, FORGOTTEN = (
     "identity.json",
@@ -96,7 +99,7 @@ class Geometry:
 
 
 class StoreInUseError(RetrievalConfigError):
-    """Another process uses a store."""
+    """Another process, or another engine of this one, uses a store."""
 
 
 class Store:
@@ -108,7 +111,11 @@ class Store:
 
     Args:
         folder: Its directory; closed with the store.
-        write: Whether to write to it.
+        write: Whether to write to it. Then the space of its files is reserved again, which copies
+            from a backup may lack.
+
+    Attributes:
+        lacking: Bytes of its files that the disk has no space for.
 
     Raises:
         RetrievalConfigError: It is damaged, of another format, or open to others.
@@ -126,6 +133,7 @@ class Store:
             self.id = bytes.fromhex(described["id"])
             for name, size in self.geometry.files.items():
                 self._fds[name] = folder.open(name, size, write)
+            self.lacking = self._reserve() if write else 0
         except BaseException:
             self.close()
             raise
@@ -133,6 +141,20 @@ class Store:
         self.used = np.frombuffer(used, dtype=np.uint64)
         """uint64 [blocks]; of the blocks that were let go of later the larger numbers."""
         self.used[self.used >= MOST_USES] = 0  # what is damaged
+
+    def _reserve(self) -> int:
+        """Reserve what the files have not got of their space; the bytes that cannot be had."""
+        sizes = {self._fds[name]: size for name, size in self.geometry.files.items() if size}
+        holes = sum(max(size - os.fstat(fd).st_blocks * SECTOR, 0) for fd, size in sizes.items())
+        disk = os.fstatvfs(self._fds[RECORDS])
+        if (more := holes - disk.f_bavail * disk.f_frsize) > 0:
+            return more  # to try it would fill the disk up
+        try:
+            for fd, size in sizes.items():
+                allocate(fd, size)
+        except OSError:  # a quota, for instance
+            return holes
+        return 0
 
     def close(self) -> None:
         """Close the files."""
@@ -308,6 +330,8 @@ def take_locks(
         if not taken[-1].take(patience, progress):
             owner = taken[-1].owner
             release(taken)
+            if owner == str(os.getpid()):
+                owner += " (another engine of this process, or a process of another container)"
             raise StoreInUseError(
                 f"store: {folder.path} is in use by process {owner}; stop it first, or name "
                 "another directory."

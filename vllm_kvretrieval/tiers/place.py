@@ -1,7 +1,6 @@
 """The place of a slow home's file: its directory, the file system, and the room there."""
 
 import contextlib
-import ctypes
 import errno
 import io
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 
+from vllm_kvretrieval.disk_space import allocate, write_in_place
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import available_memory, explained
 
@@ -21,6 +21,8 @@ DEFAULT_DIRECTORY = "/var/tmp"
 """The Filesystem Hierarchy Standard's place for large temporary files; /tmp is often in memory."""
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+COPYING_FILE_SYSTEMS = ("btrfs", "zfs", "bcachefs")
+"""They write to a new place each time, unless :func:`write_in_place` keeps them from it."""
 ZEROS = 16 << 20
 SYNCED = 256 << 20
 """Zeros that are written before the disk has to have them; others see the file grow meanwhile."""
@@ -129,7 +131,7 @@ def make_file(directory: str, size: int) -> io.FileIO:
 
 
 def reserve(fd: int, size: int, directory: str) -> None:
-    """Give a new file its size and its space on the disk.
+    """Give a new file, which is empty, its size and its space on the disk.
 
     If the file system has no call for that, zeros are written, with a line in the log now and then.
 
@@ -145,13 +147,31 @@ def reserve(fd: int, size: int, directory: str) -> None:
         RetrievalConfigError: The disk is full, or the system refuses it for another reason.
     """
     with explained(_refused(directory, size)):
+        if not write_in_place(fd) and file_system(directory) in COPYING_FILE_SYSTEMS:
+            logger.warning(
+                "home=disk: the file system of %s writes to a new place each time, so space that "
+                "is reserved there does not stay: others who fill the disk end requests.",
+                directory,
+            )
         try:
-            if not _allocate(fd, size):
+            if not allocate(fd, size):
                 _write_zeros(fd, size, directory)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             raise _too_small(directory, size, 1, free_space(directory)) from error
+
+
+def keeps_space(directory: str) -> bool:
+    """Whether files in the directory keep the space that is reserved when they are written again.
+
+    Raises:
+        OSError: No file can be made there.
+    """
+    if file_system(directory) not in COPYING_FILE_SYSTEMS:
+        return True
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        return write_in_place(file.fileno())
 
 
 def can_reserve(directory: str, size: int) -> bool:
@@ -161,21 +181,7 @@ def can_reserve(directory: str, size: int) -> bool:
         OSError: There is not so much space, or a quota or limit is in the way.
     """
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-        return _allocate(file.fileno(), size)
-
-
-def _allocate(fd: int, size: int) -> bool:
-    """Reserve the space at once; False where the file system cannot."""
-    # posix_fallocate() would write to every block in silence instead.
-    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    while fallocate(fd, 0, 0, size) != 0:
-        code = ctypes.get_errno()
-        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
-            return False
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code))
-    return True
+        return allocate(file.fileno(), size)
 
 
 def _write_zeros(fd: int, size: int, directory: str) -> None:

@@ -41,6 +41,7 @@ from vllm_kvretrieval.tiers.sizes import Tiers
 
 logger = init_logger("vllm.kvretrieval.store")
 
+GIB = 1 << 30
 WAIT_S = 60.0
 """How long a new worker waits for one of an earlier server that has yet to end its last step."""
 STOPS_S = 5.0
@@ -103,6 +104,13 @@ class HomeStore:
         with closing(root.folder(self.name)) as folder:
             self._lock = take_worker_lock(folder)
         self._store = Store(root.folder(self.name), write=True)
+        if self._store.lacking:
+            raise RetrievalConfigError(
+                f"kv_retrieval.store: the files of {self._store.folder.path} lack a part of their "
+                "space, as after a backup that leaves zeros out, and the disk has "
+                f"{self._store.lacking / GIB:.2f} GiB too little for it. Free as much, or remove "
+                f"the store ({self._removal})."
+            )
         with self._erase_fault.noted():  # what a server has left that was killed
             recorded = self._store.records()
             left = [n for n in range(self._store.geometry.blocks) if n not in recorded]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.values import shortened
 from vllm_kvretrieval.retrieval.files import has_file, path_of
 from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile
 
@@ -67,8 +68,8 @@ def check_filters(key: str, value: Any) -> Any:
         return tuple(value)
     if not isinstance(value, str) and not has_file(value):
         raise RetrievalConfigError(
-            f"{key}={value!r} must be a list of layers, such as [2, 8, 18], or the path of a file "
-            f"that {CALIBRATE} wrote."
+            f"{key}={shortened(value)} must be a list of layers, such as [2, 8, 18], or the path "
+            f"of a file that {CALIBRATE} wrote."
         )
     read_filters(value)
     return value

@@ -6,7 +6,7 @@ from inspect import isabstract
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import MOST
+from vllm_kvretrieval.options.values import MOST, shortened
 from vllm_kvretrieval.retrieval.index.base import (
     Field,
     Index,
@@ -90,7 +90,8 @@ def make_index(value: Any) -> Index | None:
     kind = indexes().get(name) if isinstance(name, str) else None
     if kind is None or not isinstance(parameters, dict):
         raise RetrievalConfigError(
-            f"index={value!r} is unknown; use one of {', '.join(indexes())}, or one with its "
+            f"index={shortened(value)} is unknown; use one of {', '.join(indexes())}, or one with "
+            "its "
             'parameters such as {"mean_std": {"spread": 0.5}}.'
         )
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
@@ -98,6 +99,7 @@ def make_index(value: Any) -> Index | None:
         number = isinstance(given, int | float) and not isinstance(given, bool)
         if parameter not in known or not number or not abs(given) <= MOST:
             raise RetrievalConfigError(
-                f"index={value!r}: {name} has {', '.join(known) or 'no parameters'}, all numbers."
+                f"index={shortened(value)}: {name} has {', '.join(known) or 'no parameters'}, all "
+                "numbers."
             )
     return kind(**parameters)
