@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
 
 
@@ -10,6 +11,7 @@ class CudaRetrieval(RetrievalPlatform):
 
     worker = "vllm_kvretrieval.engine.cuda.worker.RetrievalGPUWorker"
     support = "vllm_kvretrieval.attention.cuda.support"
+    record_alignment = RECORD_ALIGNMENT
 
     @classmethod
     def retrieval_backend(cls, backend: Any, selector: Any, num_heads: int | None) -> str:
