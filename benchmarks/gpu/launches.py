@@ -127,7 +127,7 @@ def _decode(
         head_size**-0.5,
         query,
         torch.empty(kv_heads, GROUP),
-        DecodeWorkspace.empty(**rows, splits=8, device="cpu"),
+        DecodeWorkspace.empty(**rows, splits=4, device="cpu"),
         sinks=torch.empty(kv_heads * GROUP, dtype=dtype) if sinks else None,
         softcap=softcap,
     )
