@@ -17,7 +17,13 @@ from tests.device_checks import bits, same_entries
 from tests.side_work import Interleaved
 from vllm_kvretrieval.kernels import device_reference, slots_reference
 from vllm_kvretrieval.kernels import triton as kernels
-from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import (
+    RECORD_ALIGNMENT,
+    Column,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+)
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -91,6 +97,7 @@ class Chain:
             store = IndexStore.empty(
                 own.index, pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=PAGE,
                 entry_tokens=own.entry_tokens, dtype=DTYPE, cache=home, layout="rows",
+                alignment=RECORD_ALIGNMENT,
             )  # fmt: skip
             kernels.index_pages(torch.arange(pages, dtype=torch.int32), store)
             selection = Selection.empty(

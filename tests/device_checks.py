@@ -12,7 +12,13 @@ import torch
 from vllm_kvretrieval.kernels import device_reference as reference
 from vllm_kvretrieval.kernels import reference as ops_reference
 from vllm_kvretrieval.kernels import triton as kernels
-from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import (
+    RECORD_ALIGNMENT,
+    Column,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+)
 from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
 from vllm_kvretrieval.retrieval.index import pack, unpack
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
@@ -44,6 +50,7 @@ class Layer:
             store = IndexStore.empty(
                 index, pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=page,
                 dtype=dtype, entry_tokens=entry, cache=self.cache, layout="rows",
+                alignment=RECORD_ALIGNMENT,
             )  # fmt: skip
             store.records = torch.full_like(store.records, 255, device=device)
             self.choosers.append(Chooser(store, self.selection, pooling, head_size**-0.5))
@@ -190,10 +197,9 @@ def same_entries(ours, theirs, lengths, tables):
         count = ops_reference.entry_count(length, ours)
         pages = tables[row, : -(-length // ours.page_size)].long()
         entries = (pages[:, None] * ours.parts + torch.arange(ours.parts)).flatten()[:count]
-        a, b = (
-            unpack(layout, s.records[entries.to(s.records.device)].cpu().flatten(0, 1), s.dtype)
-            for s in (ours, theirs)
-        )
+        records = (s.records[entries.to(s.records.device)].cpu() for s in (ours, theirs))
+        kept = ours.dtype, ours.alignment
+        a, b = (unpack(layout, of_store.flatten(0, 1), *kept) for of_store in records)
         for name in a:
             if ours.index.grows:
                 assert torch.equal(a[name], b[name])
@@ -276,7 +282,7 @@ def low_rank_records(device, *, head_size, entry, rank=0, kv_heads=1):
     index, pages, dtype = LowRank(rank), 4, torch.bfloat16
     store = IndexStore.empty(
         index, pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=entry, dtype=dtype,
-        layout="rows",
+        layout="rows", alignment=RECORD_ALIGNMENT,
     )  # fmt: skip
     strong = torch.randn(pages, kv_heads, entry, 6) * torch.tensor([4.0, 2, 1.5, 1, 1, 0.7])
     keys = strong @ torch.randn(pages, kv_heads, 6, head_size) * 0.3
@@ -293,9 +299,9 @@ def low_rank_records(device, *, head_size, entry, rank=0, kv_heads=1):
     exact = torch.einsum("gd,ntd->gnt", query, given).logsumexp(-1)
     for records in (
         store.records.cpu().flatten(0, 1),
-        pack(layout, index.build(given), dtype),
+        pack(layout, index.build(given), dtype, store.alignment),
     ):
-        record = unpack(layout, records, dtype)
+        record = unpack(layout, records, dtype, store.alignment)
         scored = index.score(query, record, 1.0)
         errors.append((float((scored - exact).square().mean()), scored))
     assert errors[0][0] < 1.3 * errors[1][0] + 1e-3, [error for error, _ in errors]

@@ -35,12 +35,14 @@ class Builder(AttentionMetadataBuilder):
 
 
 class Impl(AttentionImpl):
-    alibi_slopes = logits_soft_cap = sinks = kv_sharing_target_layer_name = None
+    alibi_slopes = kv_sharing_target_layer_name = None
 
     def __init__(
-        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, *_, **__
-    ):
+        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
+        kv_cache_dtype, logits_soft_cap=None, *_, sinks=None, **__,
+    ):  # fmt: skip
         self.scale, self.kv_heads, self.window = scale, num_kv_heads, sliding_window
+        self.logits_soft_cap, self.sinks = logits_soft_cap, sinks
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         write_rows(key, value, slot_mapping, kv_cache)
@@ -59,12 +61,18 @@ class Impl(AttentionImpl):
             k, v = context.chunk(2, dim=-1)
             q = q.unflatten(1, (self.kv_heads, -1)).permute(1, 2, 0, 3)
             scores = q @ k[:, None].transpose(2, 3) * self.scale
+            if self.logits_soft_cap:
+                scores = self.logits_soft_cap * (scores / self.logits_soft_cap).tanh()
             every = torch.ones(scores.shape[2:], dtype=torch.bool)
             before = length - scores.shape[2]
             masked = every.triu(before + 1)
             if self.window is not None:
                 masked |= every.tril(before - self.window)
-            weights = scores.masked_fill(masked, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(masked, float("-inf"))
+            total = scores.logsumexp(-1)
+            if self.sinks is not None:
+                total = total.logaddexp(self.sinks.float().view(*total.shape[:2], 1))
+            weights = (scores - total[..., None]).exp()
             attended = (weights @ v[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
             output[starts[row] : starts[row + 1]] = attended.to(output.dtype)
         return output
@@ -80,6 +88,10 @@ class Dense(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
         return [MultipleOf(16)]
+
+    @classmethod
+    def supports_sink(cls):
+        return True
 
     @staticmethod
     def get_impl_cls():

@@ -6,8 +6,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
@@ -30,6 +34,13 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "initializer_range": 0.1,
 }
+LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 48,
+    "head_dim": 64,
+}
+"""Where the second layer attends to a sliding window."""
 IMAGE = 500
 """The token in whose place an image comes."""
 ROTATED_IN_TORCH = {"custom_ops": ["-rotary_embedding"]}
@@ -87,15 +98,42 @@ def convolutions(path: Path | None = None, before: int = 1, repeated: int = 1) -
 def windows(path: Path) -> Any:
     """Gemma 3: the second layer attends to a sliding window."""
     config = Gemma3TextConfig(
-        num_hidden_layers=3,
-        layer_types=["full_attention", "sliding_attention", "full_attention"],
-        sliding_window=48,
-        head_dim=64,
         query_pre_attn_scalar=4,  # for sharp attention
         tie_word_embeddings=False,
+        **LAYERS,
         **SHAPE,
     )
     return Gemma3ForCausalLM(config)
+
+
+def capped(path: Path) -> Any:
+    """Gemma 2: scores are far larger than their cap."""
+    config = Gemma2Config(
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=None,
+        query_pre_attn_scalar=4,
+        attn_implementation="eager",
+        **LAYERS,
+        **SHAPE,
+    )
+    model = Gemma2ForCausalLM(config)
+    model.model.embed_tokens.weight.data *= 0.3  # else the last token is repeated, whatever it sees
+    return model
+
+
+def sinks(path: Path) -> Any:
+    """gpt-oss: learned sinks take much of the attention."""
+    config = GptOssConfig(
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attn_implementation="eager",
+        **LAYERS,
+        **SHAPE,
+    )
+    model = GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, 3.0, 3.0)
+    return sharpened(model, "q_proj.weight")
 
 
 def vision(path: Path) -> Any:

@@ -63,13 +63,15 @@ class Checked:
         layout = store.index.fields(store.head_size, store.entry_tokens)
         keys = cache[entries, ..., : store.head_size].float().flatten(0, 1)
         ours = store.records[entries].flatten(0, 1)
-        theirs = pack(layout, store.index.build(keys), store.dtype)
+        theirs = pack(layout, store.index.build(keys), store.dtype, store.alignment)
         query, scale = keys[:4, 0], store.head_size**-0.5
         exact = (torch.einsum("gd,ntd->gnt", query, keys) * scale).logsumexp(-1)
         self.errors.append(
             [
                 float((store.index.score(query, record, scale) - exact).square().mean())
-                for record in (unpack(layout, r, store.dtype) for r in (ours, theirs))
+                for record in (
+                    unpack(layout, r, store.dtype, store.alignment) for r in (ours, theirs)
+                )
             ]
         )
 

@@ -17,12 +17,18 @@ from vllm_kvretrieval.attention.cuda import support
 (PINNED,) = re.findall(r"^triton==(.+)$", (ROOT / "requirements/cuda-0.32.txt").read_text(), re.M)
 OFFLINE = "3.6.0"
 """On machines that tools/gpu/bundle.py makes a bundle for."""
+NEXT = "3.8.0"
+"""With the next vLLM, whose torch for CUDA is pinned to it."""
 COMMON = re.compile(r"d64\b|d96\b|d128\b|^(?!.*\bd\d)")
 """Names of launches of the head sizes that most models have, and of those that have none."""
 MOST_SPILLED = 64
 """Bytes per thread; next to nothing where it comes up."""
 SPILLING = re.compile(r"sparse_decode d16\b")
-SAMPLE = ("write_kv d64",)
+MULTIPLYING = re.compile(r"scores|sparse_decode")
+"""Launches that read what they multiply, which is nearly all of the bytes of a step."""
+LEAST_WIDE, MOST_NARROW = 0.7, 0.25
+"""Shares of what a thread reads by 16 bytes at a time, and by less than four."""
+SAMPLE = ("write_kv d64", "scores bounding d128")
 
 
 def read(path):
@@ -46,20 +52,35 @@ def test_every_head_size_that_is_served():
     assert launches.HEAD_SIZES == support.HEAD_SIZES
 
 
-@pytest.mark.parametrize("version", [OFFLINE, PINNED, compiled.VERSION])
+def check_recorded(path):
+    """The launches of a record run, two at a time where they can, and move what they read well."""
+    record = read(path)
+    for name, result in record["results"].items():
+        for arch in record["architectures"]:
+            used, shared = result[f"sm_{arch}"], compiled.SHARED[arch]
+            found = dict(zip(compiled.COLUMNS, used, strict=True))
+            told = f"{name} on sm_{arch}: {compiled.described(used)}"
+            one = shared < 128 or not COMMON.search(name)
+            two = name.startswith("select") or not one
+            assert compiled.programs(arch, used) >= (2 if two else 1), told
+            assert found["spilled_bytes"] <= MOST_SPILLED or SPILLING.match(name), told
+            if not MULTIPLYING.match(name):
+                continue
+            assert found["tensor_ops"], told
+            # Whose directions have a scale of a byte each.
+            most = MOST_NARROW if "low_rank" in name else 0.01
+            assert found["narrow_bytes"] <= most * found["read_bytes"], told
+            if "low_rank" not in name and COMMON.search(name):
+                assert found["wide_bytes"] >= LEAST_WIDE * found["read_bytes"], told
+
+
+@pytest.mark.parametrize("version", [OFFLINE, PINNED, NEXT, compiled.VERSION])
 def test_recorded_kernels_run(version):
-    """On every GPU that is served; where the memory of a multiprocessor is large, two at a time."""
+    """On every GPU that is served."""
     record = read(compiled.record_of(version))
     assert record["versions"]["triton"] == version
     assert version != PINNED or record["architectures"] == list(compiled.SHARED)
-    for name, result in record["results"].items():
-        for arch in record["architectures"]:
-            shared, used = compiled.SHARED[arch], result[f"sm_{arch}"]
-            # Of selection there are no more programs than a GPU has multiprocessors.
-            one = shared < 128 or name.startswith("select") or not COMMON.search(name)
-            told = f"{name} on sm_{arch}: {compiled.described(used)}"
-            assert compiled.programs(arch, used) >= (1 if one else 2), told
-            assert used[1] <= MOST_SPILLED or SPILLING.match(name), told
+    check_recorded(compiled.record_of(version))
 
 
 def test_changed_kernels_are_no_worse(tmp_path):
@@ -70,6 +91,7 @@ def test_changed_kernels_are_no_worse(tmp_path):
     write_json(path, record)
     program = run(path, "--arch", "80", "--arch", "90", cache=tmp_path / "cache")
     assert program.returncode == 0, program.stdout + program.stderr
+    check_recorded(path)
     found = read(path)["results"]
     for name, before in sample.items():
         if found[name]["digest"] == before["digest"]:

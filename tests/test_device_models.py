@@ -1,4 +1,5 @@
-"""Kinds of models in a GPU's engine, emulated: state spaces, convolutions, sliding windows, images.
+"""Kinds of models in a GPU's engine, emulated: state spaces, convolutions, sliding windows, caps of
+scores, learned sinks, images.
 
 Small ones with random weights; see ``tests/device_engine.py`` and ``device_models.py``. vLLM's
 runner describes the steps of the first two in another way. Graphs are of two and four rows, so
@@ -30,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # Whose kernels for the CPU do not keep states from within a chunk.
     "states": {"enable_prefix_caching": False},
     "windows": {"dtype": "bfloat16"},  # vLLM refuses float16 for Gemma
+    "capped": {"dtype": "bfloat16"},
     "convolutions": {"compilation_config": COMPILATION | ROTATED_IN_TORCH},
     "vision": {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}},
 }
@@ -74,6 +76,8 @@ class Kind(Served):
     params=[
         "states",
         pytest.param("windows", marks=pytest.mark.slow),
+        pytest.param("capped", marks=pytest.mark.slow),
+        pytest.param("sinks", marks=pytest.mark.slow),
         pytest.param("convolutions", marks=pytest.mark.slow),
         pytest.param("vision", marks=pytest.mark.slow),
     ],

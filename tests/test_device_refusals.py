@@ -5,7 +5,6 @@ Engines are configured as ``vllm serve`` does it, and asked about by what the CU
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,29 +238,12 @@ def test_models_that_describe_their_steps_themselves(configure, monkeypatch):  #
     [
         ({"head_size": 40}, "head size 40 on a GPU, but multiples of 16 up to 256"),
         ({"dtype": torch.float32}, r"dtype torch\.float32 on a GPU; use --dtype bfloat16"),
-        ({"has_sink": True}, "learned attention sinks on a GPU"),
     ],
     ids=str,
 )
 def test_layers(change, what):
     layer = AttentionSelectorConfig(64, torch.bfloat16, "auto", 32)
-    support.check_layer(layer)
+    for served in (layer, layer._replace(has_sink=True)):
+        support.check_layer(served)
     with pytest.raises(RetrievalConfigError, match=f"KV retrieval does not support {what}"):
         support.check_layer(layer._replace(**change))
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"logits_soft_cap": 30.0}, "logits soft-capping on a GPU"),
-        ({"sinks": torch.zeros(2)}, "learned attention sinks on a GPU"),
-        ({"alibi_slopes": torch.zeros(2)}, "ALiBi"),
-    ],
-    ids=["soft cap", "sinks", "alibi"],
-)
-def test_attention_variants(change, what):
-    names = ("alibi_slopes", "logits_soft_cap", "sinks", "kv_sharing_target_layer_name")
-    plain = dict.fromkeys(names)
-    support.check_impl(SimpleNamespace(**plain))
-    with pytest.raises(RetrievalConfigError, match=f"does not support {what}, which this model"):
-        support.check_impl(SimpleNamespace(**plain | change))

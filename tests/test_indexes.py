@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
+from vllm_kvretrieval.kernels.triton.index import check_store
+from vllm_kvretrieval.kernels.types import IndexStore
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.index import Field, indexes, make_index, pack, unpack
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
@@ -66,7 +70,9 @@ def test_there_are_these():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_fields_are_packed_without_gaps(dtype):
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_fields_are_packed(dtype, alignment):
+    """Without gaps, or each from a multiple of the alignment on."""
     torch.manual_seed(2)
     fields = (
         Field("first", torch.uint8, (3,)),
@@ -80,11 +86,14 @@ def test_fields_are_packed_without_gaps(dtype):
         "number": torch.randn(7, 1),
         "last": torch.randint(-128, 128, (7, 5)).to(torch.int8),
     }
-    packed = pack(fields, record, dtype)
+    packed = pack(fields, record, dtype, alignment)
     assert packed.dtype == torch.uint8
-    assert packed.shape == (7, 3 + 16 * dtype.itemsize + 4 + 5)
+    size = 3 + 16 * dtype.itemsize + 4 + 5 if alignment == 1 else 16 + 16 * dtype.itemsize + 16 + 16
+    assert packed.shape == (7, size)
     assert torch.equal(packed[:, :3], record["first"])
-    back = unpack(fields, packed, dtype)
+    own = packed[:, alignment if alignment > 3 else 3 :][:, : 16 * dtype.itemsize]
+    assert torch.equal(own, record["own"].flatten(1).view(torch.uint8))
+    back = unpack(fields, packed, dtype, alignment)
     assert back.keys() == record.keys()
     for name, field in record.items():
         assert back[name].dtype == field.dtype
@@ -113,6 +122,27 @@ def test_bytes_of_a_record(keys, index, size):
     if size:
         packed = pack(made.fields(SIZE, TOKENS), made.build(keys), torch.bfloat16)
         assert packed.shape == (ENTRIES, size)
+
+
+@pytest.mark.parametrize(("name", "size"), [("bounding", 2 * 128 + 16), ("low_rank", 960)])
+def test_bytes_on_a_gpu(name, size):
+    """Sizes are planned by what kernels take, whose loads have 16 bytes."""
+    index, cache = index_of(name), torch.empty(4, 2, 32, 2 * 128, dtype=torch.bfloat16)
+
+    def store_of(alignment):
+        return IndexStore.empty(
+            index, pages=4, kv_heads=2, head_size=128, page_size=32, dtype=cache.dtype,
+            cache=cache, layout="rows", alignment=alignment,
+        )  # fmt: skip
+
+    store = store_of(RECORD_ALIGNMENT)
+    check_store(store)
+    assert store.records.shape[2] == size
+    options = RetrievalConfig(index=name, page_size=32)
+    planned = options.index_bytes(cache.nbytes, 128, cache.dtype, RECORD_ALIGNMENT)
+    assert planned == store.records.numel()
+    with pytest.raises(ValueError, match="the index's records must be"):
+        check_store(store_of(1))
 
 
 @pytest.mark.parametrize("name", NAMES)

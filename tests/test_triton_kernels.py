@@ -46,6 +46,25 @@ def test_sparse_decode(interpreted, group, head_size, splits, dtype):
     )
 
 
+@pytest.mark.parametrize(
+    ("sinks", "softcap", "magnitude"), [(True, 0.0, 1.0), (False, 2.0, 1.0), (True, 50.0, 8.0)]
+)
+@pytest.mark.parametrize("splits", [1, 8])
+def test_sinks_and_soft_caps(interpreted, sinks, softcap, magnitude, splits):
+    """Beside caps that hardly matter, that bend scores, and that most scores reach."""
+    interpreted(
+        triton_checks.decode,
+        lengths=RAGGED,
+        kv_heads=3,
+        group=4,
+        head_size=64,
+        splits=splits,
+        magnitude=magnitude,
+        sinks=sinks,
+        softcap=softcap,
+    )
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_sparse_decode_of_random_shapes(interpreted, seed):
     draw = random.Random(seed)
@@ -59,6 +78,8 @@ def test_sparse_decode_of_random_shapes(interpreted, seed):
         splits=draw.choice([1, 2, 4, 16]),
         page=draw.choice([8, 16, 32, 64, 128]),
         dtype=draw.choice(triton_checks.DTYPES),
+        sinks=draw.random() < 0.5,
+        softcap=draw.choice([0.0, 30.0]),
     )
 
 
@@ -108,6 +129,7 @@ def decode_arguments(*, dtype=torch.bfloat16, group=2, head_size=64, page=32):
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, "lengths must be"),
         ({"out": torch.zeros(1, 4, 64)}, "out must be"),
         ({"workspace": decode_arguments(group=3)["workspace"]}, "workspace"),
+        ({"sinks": torch.zeros(2)}, r"sinks must be \[4\]"),
     ],
 )
 def test_wrong_tensors_are_refused(changed, message):
@@ -125,8 +147,12 @@ def test_units_that_do_not_fit_are_refused():
 
 
 def test_splits_fill_the_gpu():
-    """About two programs per multiprocessor, a power of two of parts, and never none."""
-    assert [kernels.count_splits(rows, 132) for rows in (8, 64, 264, 1000)] == [32, 4, 1, 1]
+    """About two programs per multiprocessor, a power of two of parts, and never none. Parts of
+    short lists have four tiles at least, which are of 64 tokens here."""
+    of_rows = [kernels.count_splits(rows, 132, 8192, 128) for rows in (8, 64, 264, 1000)]
+    assert of_rows == [32, 4, 1, 1]
+    of_tokens = [kernels.count_splits(8, 132, tokens, 128) for tokens in (64, 511, 512, 2048)]
+    assert of_tokens == [1, 2, 2, 8]
 
 
 def test_no_vllm_in_the_kernels():

@@ -43,6 +43,8 @@ def decode(
     dtype=torch.bfloat16,
     magnitude=1.0,
     launches=1,
+    sinks=False,
+    softcap=0.0,
 ):
     """Output and log-sum-exp of ragged lists, of which entries past the length are poison."""
     torch.manual_seed(head_size + group + splits + sum(lengths))
@@ -72,14 +74,19 @@ def decode(
     )
     workspace.out.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
+    # Without a value, and next to nothing to much of the softmax, as a head's scores are.
+    scores = 4 * torch.randn(kv_heads * group, device=device).to(dtype)
+    options = {"sinks": scores if sinks else None, "softcap": softcap}
     results = []
     for op in (reference.sparse_decode, *[kernels.sparse_decode] * launches):
         out = torch.full_like(query, float("nan"))
         lse = torch.full((rows, group), float("nan"), device=device)
-        op(*arguments, out, lse, workspace)
+        op(*arguments, out, lse, workspace, **options)
         results.append((out[:requests], lse))
     for actual in results[1:]:
         close(results[0], actual, dtype)
+        for first, again in zip(results[1], actual, strict=True):
+            assert torch.equal(first, again), "parts are merged in one order, whoever is last"
     assert not workspace.arrivals.any(), "the arrivals are counted from zero at the next launch"
 
 

@@ -3,8 +3,10 @@
     python -m benchmarks.gpu.compiled
 
 Calls the ops with launches that are compiled instead of made, so what is compiled is what a GPU of
-that architecture would run. Records registers and spilled bytes per thread, and shared memory per
-program; exits with status 1 where a kernel spills more than it did, or could not be launched.
+that architecture would run. Records registers and spilled bytes per thread, shared memory per
+program, bytes of a thread's loads and of the wide and narrow ones among them, and the number of
+instructions of tensor cores. Exits with status 1 where a kernel spills more than it did, or could
+not be launched.
 
 The record of a version of Triton says for each launch what it was compiled from, so only changed
 launches are compiled again. For another version than the environment's, such as the one that vLLM's
@@ -22,6 +24,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -49,7 +52,22 @@ SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 """KiB of shared memory of a multiprocessor, by architecture; each program takes one more."""
 REGISTERS = 65536
 """Registers of a multiprocessor."""
-COLUMNS = ("registers", "spilled_bytes", "shared_bytes", "warps")
+COLUMNS = (
+    "registers",
+    "spilled_bytes",
+    "shared_bytes",
+    "warps",
+    "read_bytes",
+    "wide_bytes",
+    "narrow_bytes",
+    "tensor_ops",
+)
+
+WIDE, NARROW = 16, 4
+"""Bytes of the widest load of a thread, and of the least one that can go to shared memory."""
+LOAD = re.compile(r"\bld\.global(?:\.(?!v\d)[a-zA-Z][\w:]*?)*?(?:\.v(\d))?\.[bfsu](\d+)\s")
+COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[^,]*, [^,]*, (\w+)")
+TENSOR_OP = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 
 Results = dict[str, dict[str, Any]]
 """Per launch, by its name: the digest, and per architecture numbers as in ``COLUMNS``."""
@@ -157,7 +175,11 @@ def compile_for(arch: int, digests: dict[str, str]) -> dict[str, list[int]]:
 
 
 def resources(kernel: Any) -> list[int]:
-    """Numbers in the order of ``COLUMNS``: registers and local memory are a thread's."""
+    """Numbers in the order of ``COLUMNS``.
+
+    Registers, local memory and what is read of global memory are a thread's; loads count once, in
+    loops, too.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         Path(cubin.name).write_bytes(kernel.asm["cubin"])
         disassembler = triton.knobs.nvidia.cuobjdump.path
@@ -165,7 +187,19 @@ def resources(kernel: Any) -> list[int]:
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     fields = dict(field.split(":", 1) for field in usage.split() if ":" in field)
     spilled = int(fields["STACK"]) + int(fields["LOCAL"])
-    return [int(fields["REG"]), spilled, kernel.metadata.shared, kernel.metadata.num_warps]
+    used = [int(fields["REG"]), spilled, kernel.metadata.shared, kernel.metadata.num_warps]
+    widths, ptx = read_widths(kernel.asm["ptx"]), kernel.asm["ptx"]
+    wide = sum(width for width in widths if width >= WIDE)
+    narrow = sum(width for width in widths if width < NARROW)
+    return [*used, sum(widths), wide, narrow, len(TENSOR_OP.findall(ptx))]
+
+
+def read_widths(ptx: str) -> list[int]:
+    """Bytes of each load from global memory, those that go to shared memory included."""
+    widths = [int(number, 0) for number in COPY.findall(ptx)]
+    for vector, bits in LOAD.findall(ptx):
+        widths.append(int(vector or 1) * int(bits) // 8)
+    return widths
 
 
 def missing(held: Results, wanted: Results, arch: int) -> dict[str, str]:
@@ -179,7 +213,7 @@ def missing(held: Results, wanted: Results, arch: int) -> dict[str, str]:
 
 def programs(arch: int, used: list[int]) -> int:
     """Number of programs that a multiprocessor holds at once."""
-    registers, _, shared, warps = used
+    registers, _, shared, warps = used[:4]
     return min(REGISTERS // (registers * 32 * warps), SHARED[arch] * 1024 // (shared + 1024))
 
 
@@ -199,7 +233,7 @@ def regressions(held: Results, results: Results, archs: list[int]) -> Iterator[s
 
 def described(used: list[int]) -> str:
     """Resources in words."""
-    return ", ".join(f"{name} {number}" for name, number in zip(COLUMNS, used, strict=True))
+    return ", ".join(f"{name} {number}" for name, number in zip(COLUMNS, used, strict=False))
 
 
 def write(output: Path, archs: list[int], results: Results) -> None:

@@ -31,6 +31,7 @@ from benchmarks.gpu.common import Report, gpu_header, graph_seconds, multiproces
 from benchmarks.gpu.layer_parts import DTYPE, Op, Pool, Shape
 from benchmarks.gpu.layer_step import LayerStep
 from vllm_kvretrieval.engine.cuda.side import SideStream, SideWork
+from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.mapped import map_host
 from vllm_kvretrieval.limits import available_memory
 
@@ -56,7 +57,9 @@ def layers_for(batch: int, context: int, shape: Shape) -> int:
     """Number of layers whose contexts together are well beyond the L2 cache."""
     page_bytes = shape.kv_heads * shape.unit_bytes
     config = shape.config
-    index = config.index_bytes(context * page_bytes // config.page_size, shape.head_size, DTYPE)
+    index = config.index_bytes(
+        context * page_bytes // config.page_size, shape.head_size, DTYPE, RECORD_ALIGNMENT
+    )
     moved = batch * (index + min(context, shape.budget) * page_bytes // config.page_size)
     return min(max(2, ROTATED_BYTES // moved), MOST_LAYERS)
 

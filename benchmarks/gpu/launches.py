@@ -8,7 +8,12 @@ from functools import partial
 import torch
 
 from vllm_kvretrieval.kernels import triton as kernels
-from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import (
+    RECORD_ALIGNMENT,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+)
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.index import build_entries, grows
 from vllm_kvretrieval.kernels.triton.scores import score_entries
@@ -63,6 +68,9 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
             if step.builds and head_size == COMMON:
                 yield f"index_pages {name}", step.build_pages
             yield f"scores {name}", step.score
+    yield "sparse_decode sinks d64", partial(_decode, 64, sinks=True)  # gpt-oss
+    for head_size in (128, 256):  # Gemma 2
+        yield f"sparse_decode softcap d{head_size}", partial(_decode, head_size, softcap=50.0)
     for capacity in CAPACITIES:
         yield f"resolve C{capacity}", partial(_resolve, capacity, False)
         yield f"resolve_ahead C{capacity}", partial(_resolve, capacity, True)
@@ -101,7 +109,14 @@ def _slots(
     return torch.empty(kv_heads, PAGE, 2 * head_size, dtype=dtype)
 
 
-def _decode(head_size: int, dtype: torch.dtype, kv_heads: int = KV_HEADS) -> None:
+def _decode(
+    head_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_heads: int = KV_HEADS,
+    *,
+    sinks: bool = False,
+    softcap: float = 0.0,
+) -> None:
     query = torch.empty(1, kv_heads * GROUP, head_size, dtype=dtype)
     rows = {"rows": kv_heads, "group": GROUP, "head_size": head_size}
     kernels.sparse_decode(
@@ -113,6 +128,8 @@ def _decode(head_size: int, dtype: torch.dtype, kv_heads: int = KV_HEADS) -> Non
         query,
         torch.empty(kv_heads, GROUP),
         DecodeWorkspace.empty(**rows, splits=4, device="cpu"),
+        sinks=torch.empty(kv_heads * GROUP, dtype=dtype) if sinks else None,
+        softcap=softcap,
     )
 
 
@@ -177,7 +194,13 @@ class Step:
         cache = torch.empty(1, kv_heads, PAGE, 2 * head_size, dtype=torch.bfloat16)
         shape = {"kv_heads": kv_heads, "head_size": head_size, "dtype": torch.bfloat16}
         store = IndexStore.empty(
-            index, pages=1, page_size=PAGE, cache=cache, layout="rows", **shape
+            index,
+            pages=1,
+            page_size=PAGE,
+            cache=cache,
+            layout="rows",
+            alignment=RECORD_ALIGNMENT,
+            **shape,
         )
         selection = Selection.empty(seats=1, group=GROUP, most_selected=width, **shape)
         self.chooser = Chooser(store, selection, pooling, 1.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvretrieval.kernels import triton as kernels
-from vllm_kvretrieval.kernels.device import DeviceRows
+from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT, DeviceRows
 from vllm_kvretrieval.kernels.slots import Residency
 from vllm_kvretrieval.kernels.types import Chooser, IndexStore
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -63,6 +63,7 @@ class Pool:
                 dtype=DTYPE,
                 cache=self.cache,
                 layout="rows",
+                alignment=RECORD_ALIGNMENT,
             )
             kernels.index_pages(torch.arange(len(self.cache), dtype=torch.int32), self.store)
 

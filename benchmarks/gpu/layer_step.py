@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.layer_parts import DTYPE, Layer, Op, Pool, Shape
-from vllm_kvretrieval.attention.cuda.workspace import PROGRAMS_PER_UNIT, SPLITS_PER_UNIT
+from vllm_kvretrieval.attention.cuda.workspace import count_programs
 from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.kernels import device_reference, slots_reference
 from vllm_kvretrieval.kernels import triton as kernels
@@ -65,17 +65,14 @@ class LayerStep:
             self.requests = DeviceRequests.empty(batch, self.device)
             self._fill_requests()
             pairs = batch * shape.kv_heads
-            programs, splits = (
-                1 << max(0, (per_unit * units // pairs).bit_length() - 1)
-                for per_unit in (PROGRAMS_PER_UNIT, SPLITS_PER_UNIT)
-            )
+            splits = kernels.count_splits(pairs, units, shape.budget, shape.head_size)
             self.plan = DevicePlan.empty(
                 rows=batch,
                 kv_heads=shape.kv_heads,
                 group=shape.group,
                 entries=self.pages * pool.store.parts,
                 width=self.budget.total,
-                programs=programs,
+                programs=count_programs(pairs, units),
                 device=self.device,
                 positions=side is not None,
             )

@@ -54,7 +54,7 @@ def ours(batch: int, length: int, splits: int | None = None, **tuning: Any) -> f
     """Seconds of `sparse_decode`; raises where it is wrong."""
     rows = batch * KV_HEADS
     width = length // PAGE
-    splits = splits or kernels.count_splits(rows, multiprocessors())
+    splits = splits or kernels.count_splits(rows, multiprocessors(), length, HEAD_SIZE)
     lengths = torch.full((rows,), length, dtype=torch.int32, device="cuda")
     lse = torch.empty(rows, GROUP, device="cuda")
     workspace = DecodeWorkspace.empty(

@@ -98,6 +98,7 @@ def refusal(error: Exception) -> str:
 
 def _sizes(vllm_config: Any, config: RetrievalConfig, users: int) -> Iterator[Finding]:
     """What a model whose layers are all alike takes of memory and home."""
+    from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
@@ -130,7 +131,13 @@ def _sizes(vllm_config: Any, config: RetrievalConfig, users: int) -> Iterator[Fi
     def retrieving(given: Iterable[str]) -> list[str]:
         return [name for name in given if names[name] in found]
 
-    kv, index = bytes_per_block(vllm_config, dict.fromkeys(names, spec), config, retrieving)
+    kv, index = bytes_per_block(
+        vllm_config,
+        dict.fromkeys(names, spec),
+        config,
+        retrieving,
+        current_platform.record_alignment,
+    )
     each = " per worker" if parallel.world_size > 1 else ""
     yield Finding(
         "sizes",

@@ -38,7 +38,11 @@ def check_retrieving(
 
 
 def bytes_per_block(
-    vllm_config: Any, specs: dict[str, Any], config: RetrievalConfig, retrieving: Retrieving
+    vllm_config: Any,
+    specs: dict[str, Any],
+    config: RetrievalConfig,
+    retrieving: Retrieving,
+    alignment: int = 1,
 ) -> tuple[int, int]:
     """Bytes of one of vLLM's blocks in its KV cache, and in the page indexes beside it.
 
@@ -47,6 +51,7 @@ def bytes_per_block(
         specs: vLLM's KV cache specs of this worker's layers; not empty.
         config: Options of the engine.
         retrieving: Says which layers retrieve.
+        alignment: Of the fields of page indexes' records, in bytes.
     """
     blocks, index = [], 0
     for group in kv_cache_groups(vllm_config, specs):
@@ -60,14 +65,18 @@ def bytes_per_block(
         # Without the hybrid manager, layers of all kinds are in one group.
         plain = [name for name in sizes if type(specs[name]) is FullAttentionSpec]
         index += sum(
-            config.index_bytes(sizes[name], specs[name].head_size, specs[name].dtype)
+            config.index_bytes(sizes[name], specs[name].head_size, specs[name].dtype, alignment)
             for name in retrieving(plain)
         )
     return max(blocks), index
 
 
 def cache_with_slow_home(
-    vllm_config: Any, specs: Mapping[str, Any], config: RetrievalConfig, retrieving: Retrieving
+    vllm_config: Any,
+    specs: Mapping[str, Any],
+    config: RetrievalConfig,
+    retrieving: Retrieving,
+    alignment: int = 1,
 ) -> Cache | None:
     """The KV cache that a slow home would hold, of a worker whose layers are all alike.
 
@@ -76,6 +85,7 @@ def cache_with_slow_home(
         specs: vLLM's KV cache specs of this worker's layers; not empty.
         config: Options of the engine.
         retrieving: Says which layers retrieve.
+        alignment: Of the fields of page indexes' records, in bytes.
 
     Returns:
         The cache; None if layers differ, or none retrieves, and the home is ``auto``.
@@ -103,6 +113,7 @@ def cache_with_slow_home(
         max_num_seqs=requests_at_once(vllm_config),
         max_model_len=vllm_config.model_config.max_model_len,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        alignment=alignment,
     )
 
 

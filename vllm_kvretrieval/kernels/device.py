@@ -39,6 +39,9 @@ class Column(IntEnum):
 
 COLUMNS = 8
 """The number of columns of the table, a power of two."""
+RECORD_ALIGNMENT = 16
+"""Bytes of which the fields of an index's records begin at multiples, and records as a whole: a
+GPU's widest loads."""
 
 
 @dataclass
@@ -190,7 +193,8 @@ class DeviceOps(Protocol):
             slot_mapping: int64 [T]; ``page_id * page_size + offset``, negative for padding. Tokens
                 of one page are adjacent, in their order.
             cache: [pages, kv_heads, page_size, 2 * head_size], written.
-            stores: The indexes of ``cache``; their ``records`` are written.
+            stores: The indexes of ``cache``, with records aligned to ``RECORD_ALIGNMENT`` bytes;
+                their ``records`` are written.
 
         Raises:
             ValueError: The dtype, shape or strides of a tensor differ from the signature, or there

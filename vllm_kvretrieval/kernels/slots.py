@@ -265,6 +265,9 @@ class SlotOps(Protocol):
         out: torch.Tensor,
         lse: torch.Tensor,
         workspace: DecodeWorkspace,
+        *,
+        sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> None:
         """Attention of one query token per request to the slots that each KV head lists.
 
@@ -276,13 +279,16 @@ class SlotOps(Protocol):
             query: [>= B, kv_heads * group, head_size]; requests may be strided.
             slots: [slots, page, 2 * head_size], same dtype.
             slot_lists: int32 [R, width]; entries beyond a row's length are not read.
-            lengths: int32 [R]; tokens, at most ``width * page``. 0: the output is 0 and the
-                log-sum-exp is -inf. Negative: both stay as they are.
+            lengths: int32 [R]; tokens, at most ``width * page``. 0: the output is 0, and the
+                log-sum-exp is the sink's, or -inf. Negative: both stay as they are.
             scale: Softmax scale.
             out: [>= B, kv_heads * group, head_size], query's dtype, written; requests may be
                 strided.
             lse: float32 [R, group], written: the natural logarithm of the sum of the exponentials
                 of the scaled scores. It serves to merge parts of a context.
             workspace: A workspace of at least R rows; written.
+            sinks: [kv_heads * group]; for each query head the score of something without a value,
+                which takes its share of every softmax. None: there is none.
+            softcap: Scaled scores ``s`` become ``softcap * tanh(s / softcap)``; 0: they do not.
         """
         ...

@@ -159,6 +159,9 @@ def sparse_decode(
     out: torch.Tensor,
     lse: torch.Tensor,
     workspace: DecodeWorkspace,
+    *,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.sparse_decode`. Computes in float64."""
     group = lse.shape[1]
@@ -171,5 +174,10 @@ def sparse_decode(
         listed = slots[slot_lists[row, : -(-length // slots.shape[1])].long()]
         keys, values = listed.flatten(0, 1)[:length].double().chunk(2, dim=-1)
         scores = query[request, members].double() @ keys.T * scale
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
+        if sinks is not None:  # a score without a value
+            scores = torch.cat([scores, sinks[members, None].double()], 1)
+            values = torch.cat([values, values.new_zeros(1, values.shape[1])])
         lse[row] = scores.logsumexp(dim=-1)
         out[request, members] = (scores.softmax(dim=-1) @ values).to(out.dtype)

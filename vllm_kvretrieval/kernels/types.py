@@ -29,6 +29,7 @@ class IndexStore:
         layout: The layout of keys in the cache: the name of vLLM's attention ``isa``.
         means: Whether each record ends with the mean of the entry's values, or those of its pages
             (:func:`vllm_kvretrieval.retrieval.index.base.pack_means`).
+        alignment: Bytes of which the fields of records begin at multiples.
         handle: The view of an implementation of all this, made on first use.
     """
 
@@ -41,6 +42,7 @@ class IndexStore:
     cache: torch.Tensor | None = None
     layout: str = "vec"
     means: bool = False
+    alignment: int = 1
     handle: Any = field(default=None, repr=False)
 
     @classmethod
@@ -57,14 +59,16 @@ class IndexStore:
         cache: torch.Tensor | None = None,
         layout: str = "vec",
         means: bool = False,
+        alignment: int = 1,
     ) -> "IndexStore":
         """Records for ``pages`` pages; their contents are undefined."""
         tokens = entry_tokens or page_size
-        width = 0 if index is None else index.record_bytes(head_size, tokens, dtype)
+        width = 0 if index is None else index.record_bytes(head_size, tokens, dtype, alignment)
         width += max(1, tokens // page_size) * mean_bytes(head_size) if means else 0
         entries = pages * page_size // tokens
         records = torch.empty(entries, kv_heads, width, dtype=torch.uint8)
-        return cls(index, tokens, records, page_size, head_size, dtype, cache, layout, means)
+        shape = index, tokens, records, page_size, head_size, dtype
+        return cls(*shape, cache, layout, means, alignment)
 
     @property
     def parts(self) -> int:

@@ -206,11 +206,16 @@ class RetrievalConfig(Options):
             for (index, tokens), means in used.items()
         )
 
-    def index_bytes(self, kv_bytes: int, head_size: int, dtype: "torch.dtype") -> int:
-        """Bytes of all page indexes for ``kv_bytes`` bytes of keys and values."""
+    def index_bytes(
+        self, kv_bytes: int, head_size: int, dtype: "torch.dtype", alignment: int = 1
+    ) -> int:
+        """Bytes of all page indexes for ``kv_bytes`` bytes of keys and values.
+
+        Their records have fields that begin at multiples of ``alignment`` bytes.
+        """
         tokens = kv_bytes // (2 * head_size * dtype.itemsize)  # per KV head
         return sum(
-            tokens // kind.entry_tokens * kind.record_bytes(head_size, dtype)
+            tokens // kind.entry_tokens * kind.record_bytes(head_size, dtype, alignment)
             for kind in self.stores
         )
 

@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
 
 
@@ -11,6 +12,7 @@ class CudaRetrieval(RetrievalPlatform):
 
     worker = "vllm_kvretrieval.engine.cuda.worker.RetrievalGPUWorker"
     support = "vllm_kvretrieval.attention.cuda.support"
+    record_alignment = RECORD_ALIGNMENT
 
     @classmethod
     def check_preset(cls, method: str, options: Any) -> None:

@@ -40,10 +40,12 @@ class RetrievalPlatform(Platform):
         worker: Path of the worker's class.
         support: The module with the refusals of this platform, of engines and of layers; imported
             when first needed.
+        record_alignment: Of the fields of page indexes' records there, in bytes.
     """
 
     worker: ClassVar[str]
     support: ClassVar[str]
+    record_alignment: ClassVar[int] = 1
 
     @classmethod
     def retrieval_backend(cls, backend: Any, selector: Any, num_heads: int | None) -> str:

@@ -23,6 +23,7 @@ class Cache:
             units, or, if methods select single tokens, tokens of KV heads, all with the same
             number; None: for each KV head as many as the largest budget has.
         step_tokens: Most tokens that a step computes.
+        alignment: Of the fields of page indexes' records, in bytes.
     """
 
     retrieval_layers: int
@@ -36,6 +37,7 @@ class Cache:
     max_model_len: int
     step_tokens: int
     attended: tuple[int, ...] | None = None
+    alignment: int = 1
 
     @property
     def blocks_per_request(self) -> int:
@@ -53,7 +55,7 @@ class Cache:
     def index_bytes(self, blocks: int, config: RetrievalConfig) -> int:
         """Bytes of page index beside so many blocks."""
         kv_bytes = blocks * self.retrieval_layers * self.block_bytes
-        return config.index_bytes(kv_bytes, self.head_size, self.dtype)
+        return config.index_bytes(kv_bytes, self.head_size, self.dtype, self.alignment)
 
     def bytes_in_home(self, config: RetrievalConfig) -> int:
         """Bytes in home of a block of a retrieval layer."""

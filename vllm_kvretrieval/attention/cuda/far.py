@@ -125,6 +125,7 @@ class FarLayer:
         lse: torch.Tensor,
         scale: float,
         output: torch.Tensor,
+        **rules: Any,
     ) -> None:
         """Attention of the rows that attend to a selection, whole contexts of few pages included.
 
@@ -136,6 +137,7 @@ class FarLayer:
             plan: With positions; written.
             partial, lse: Written; see ``SlotOps.sparse_decode``.
             scale: Softmax scale.
+            rules: Of the model; see ``SlotOps.sparse_decode``.
         """
         tier, ops, page_size = self._tier, self._tier.ops, self.slots.shape[1]
         ops.write_tail(key, value, rows, self._residency, self.slots)
@@ -144,7 +146,7 @@ class FarLayer:
         ops.resolve(plan, rows, self._residency, self._missed, lists, page_size)
         self._recall(self._missed, MISSED_PROGRAMS)
         tier.side.submit(lambda: self._recall_ahead(choosers[0], rows, requests))
-        ops.sparse_decode(query, self.slots, lists, lengths, scale, output, lse, partial)
+        ops.sparse_decode(query, self.slots, lists, lengths, scale, output, lse, partial, **rules)
 
     def _recall_ahead(self, chooser: Chooser, rows: DeviceRows, requests: DeviceRequests) -> None:
         self._tier.ops.resolve_ahead(

@@ -8,8 +8,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 
 from vllm_kvretrieval.attention.cuda.far import FarLayer
 from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadata
-from vllm_kvretrieval.attention.cuda.support import check_impl
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
+from vllm_kvretrieval.attention.support import check_impl
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.types import Chooser, IndexStore
 
@@ -174,6 +174,7 @@ class RetrievalAttentionImpl(AttentionImpl):
                 lse,
                 self.scale,
                 output,
+                **self._rules,
             )
             return
         self.ops.plan_decode(query, rows, self.requests, self.choosers, plan)
@@ -187,4 +188,10 @@ class RetrievalAttentionImpl(AttentionImpl):
             output,
             lse,
             partial,
+            **self._rules,
         )
+
+    @property
+    def _rules(self) -> dict[str, Any]:
+        """The model's own rules of attention; see ``SlotOps.sparse_decode``."""
+        return {"sinks": self.half.sinks, "softcap": self.half.logits_soft_cap or 0.0}

@@ -235,19 +235,4 @@ def check_connector(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
 def check_layer(selector: Any) -> None:
     """Refuse a layer that retrieval cannot run (vLLM's ``AttentionSelectorConfig``)."""
     support.check_layer(selector)
-    if selector.has_sink:
-        raise RetrievalConfigError(
-            f"KV retrieval does not support learned attention sinks on a GPU. {WITHOUT}"
-        )
     check_shape(selector.dtype, selector.head_size, "KV retrieval")
-
-
-def check_impl(impl: Any) -> None:
-    """Refuse what a layer turns out to need (vLLM's implementation of its attention)."""
-    support.check_impl(impl)
-    support.refuse_of_model(
-        {
-            "logits soft-capping on a GPU": bool(impl.logits_soft_cap),
-            "learned attention sinks on a GPU": impl.sinks is not None,
-        }
-    )

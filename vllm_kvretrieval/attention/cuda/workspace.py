@@ -4,10 +4,20 @@ import torch
 
 from vllm_kvretrieval.kernels.device import DevicePlan
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
+from vllm_kvretrieval.kernels.triton.decode import SPLITS_PER_UNIT, count_splits
 
 PROGRAMS_PER_UNIT = 4
 """Programs of a score kernel per multiprocessor. Each takes several tiles of long contexts."""
-SPLITS_PER_UNIT = 2
+
+
+def count_programs(pairs: int, units: int) -> int:
+    """Programs that score the entries of one context and KV head: a power of two.
+
+    Args:
+        pairs: Contexts times KV heads.
+        units: Multiprocessors.
+    """
+    return 1 << max(0, (PROGRAMS_PER_UNIT * units // pairs).bit_length() - 1)
 
 
 class Workspace:
@@ -22,6 +32,7 @@ class Workspace:
         kv_heads, group, head_size: Of the layers.
         entries: Most entries of a context's page index.
         width: Most pages that a KV head attends to.
+        page_size: Tokens per page.
         units: Multiprocessors of the device.
         positions: Whether plans hold pages by their positions; see :class:`DevicePlan`.
         device: Where; ``meta``: nowhere, only to know the size.
@@ -36,11 +47,13 @@ class Workspace:
         head_size: int,
         entries: int,
         width: int,
+        page_size: int,
         units: int,
         positions: bool,
         device: torch.device | str,
     ) -> None:
         self.kv_heads, self.group, self.units = kv_heads, group, units
+        self._longest = width * page_size, head_size
         self._positions = positions
         pairs = rows * kv_heads
         programs = max(pairs, PROGRAMS_PER_UNIT * units)
@@ -81,10 +94,8 @@ class Workspace:
         return self._steps[rows]
 
     def _slice(self, pairs: int) -> tuple[DevicePlan, DecodeWorkspace, torch.Tensor]:
-        programs, splits = (
-            1 << max(0, (per_unit * self.units // pairs).bit_length() - 1)
-            for per_unit in (PROGRAMS_PER_UNIT, SPLITS_PER_UNIT)
-        )
+        programs = count_programs(pairs, self.units)
+        splits = count_splits(pairs, self.units, *self._longest)
         plan = DevicePlan(
             self._scores[:pairs],
             self._stats[: pairs * programs].unflatten(0, (pairs, programs)),

@@ -23,6 +23,7 @@ from vllm_kvretrieval.engine.memory import (
 )
 from vllm_kvretrieval.engine.places import move_kv_cache
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.limits import available_memory
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.tiers.cache import Cache
@@ -62,7 +63,7 @@ def plan_tiers(
         return None
     if not retrieving(specs) and vllm_config.parallel_config.pipeline_parallel_size > 1:
         return None  # a stage of dense layers
-    cache = cache_with_slow_home(vllm_config, specs, config, retrieving)
+    cache = cache_with_slow_home(vllm_config, specs, config, retrieving, RECORD_ALIGNMENT)
     if cache is None or (config.home == "auto" and cache.fits_in(device, config)):
         return None
     try:

@@ -16,6 +16,7 @@ from vllm_kvretrieval.engine.cuda.host import make_tier
 from vllm_kvretrieval.engine.cuda.requests import RunningRequests
 from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
+from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
@@ -160,6 +161,7 @@ class RetrievalLayers:
                     entry_tokens=tokens,
                     cache=cache,
                     layout=ROWS,
+                    alignment=RECORD_ALIGNMENT,
                     **shape,
                 )
                 for index, tokens in [*((k.index, k.entry_tokens) for k in config.stores), *without]
@@ -197,6 +199,7 @@ def make_workspace(
         head_size=head_size,
         entries=-(-max_model_len // config.page_size) * (config.page_size // finest),
         width=config.budget_limit // config.page_size,
+        page_size=config.page_size,
         units=num_compute_units(device.index or 0),
         positions=positions,
         device=device,

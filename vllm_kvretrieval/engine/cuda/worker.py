@@ -22,6 +22,7 @@ from vllm_kvretrieval.engine.memory import (
 from vllm_kvretrieval.engine.report import log_method
 from vllm_kvretrieval.engine.reports import attach
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
 
@@ -66,7 +67,7 @@ class RetrievalGPUWorker(Worker):
             return self.tiers.blocks * sum(spec.page_size_bytes for spec in specs.values())
         if given:
             return available
-        block, index = bytes_per_block(self.vllm_config, specs, config, ours)
+        block, index = bytes_per_block(self.vllm_config, specs, config, ours, RECORD_ALIGNMENT)
         return room * block // (block + index)
 
     def expect_tiers(self, room: int) -> None:

@@ -22,7 +22,7 @@ def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStor
                     "minimum": torch.minimum(old["minimum"], new["minimum"]),
                     "maximum": torch.maximum(old["maximum"], new["maximum"]),
                 }
-                new = pack(_layout(store), merged, store.dtype)
+                new = pack(_layout(store), merged, store.dtype, store.alignment)
             store.records[entry] = new
         elif offset == size - 1 and store.records.shape[-1]:
             number = torch.tensor([entry])
@@ -54,7 +54,8 @@ def build(
     """
     assert store.index is not None
     record = store.index.build(keys.transpose(1, 2).flatten(0, 1))
-    packed = pack(_layout(store), record, store.dtype) if record else keys.new_empty(0)
+    layout = _layout(store), record, store.dtype, store.alignment
+    packed = pack(*layout) if record else keys.new_empty(0)
     if values is not None:
         by_head = values.transpose(1, 2).flatten(0, 1)
         means = pack_means(by_head.unflatten(1, (store.spans, -1)))
@@ -94,7 +95,7 @@ def _layout(store: IndexStore) -> tuple[Field, ...]:
 
 def fields_of(records: torch.Tensor, store: IndexStore) -> dict[str, torch.Tensor]:
     """The fields of packed records, by name."""
-    return unpack(_layout(store), records, store.dtype)
+    return unpack(_layout(store), records, store.dtype, store.alignment)
 
 
 def tokens_of(units: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,12 @@ MEMBERS = 16
 """Query heads of a tile: the fewest rows that the tensor cores multiply."""
 TILE_ELEMENTS = 8192
 """Elements of keys, and as many of values, that a program takes at a time."""
+SPLITS_PER_UNIT = 2
+"""Programs per multiprocessor, where there are few lists."""
+LEAST_TILES = 4
+"""Tiles of a part of the longest lists: parts of fewer cost more to merge than they save."""
+_AT_ONCE = tl.constexpr(4)
+"""Parts that are merged at a time: reads of all of them are on their way together."""
 
 
 @triton.jit
@@ -27,7 +33,9 @@ def _sparse_decode_kernel(
     partial_out,
     partial_lse,
     arrivals,
-    scale_log2,  # softmax scale for exponentials to base 2
+    sinks,
+    scale,  # of scores for exponentials to base 2; with a cap, of twice a score over the cap
+    cap,  # for exponentials to base 2
     query_stride,
     list_stride,
     out_stride,
@@ -39,6 +47,8 @@ def _sparse_decode_kernel(
     DIMS: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -76,7 +86,9 @@ def _sparse_decode_kernel(
             mask=valid[None, :] & in_head[:, None],
             other=0.0,
         )
-        scores = tl.dot(q, k, out_dtype=tl.float32) * scale_log2
+        scores = tl.dot(q, k, out_dtype=tl.float32) * scale
+        if CAPPED:  # the hyperbolic tangent, by its exponential
+            scores = cap - 2 * cap / (1 + tl.exp2(scores))
         scores = tl.where(valid[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         decay = tl.exp2(best - new_best)
@@ -90,49 +102,69 @@ def _sparse_decode_kernel(
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, out_dtype=tl.float32)
         best = new_best
 
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    result_lse = best + tl.log2(total)
     if SPLITS > 1:
         partial = (row * SPLITS + split).to(tl.int64) * GROUP + members
         partial_offsets = partial[:, None] * HEAD_SIZE + dims[None, :]
-        tl.store(partial_lse + partial, result_lse, mask=in_group)
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(partial_lse + partial, best + tl.log2(total), mask=in_group)
         tl.store(partial_out + partial_offsets, result, mask=head_mask)
         tl.debug_barrier()
         if tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
             return
         tl.store(arrivals + row, 0)
-        best = tl.full([MEMBERS], float("-inf"), tl.float32)
-        total = tl.zeros([MEMBERS], tl.float32)
+        other = tl.arange(0, SPLITS)
+        partial = (row * SPLITS + other).to(tl.int64)[:, None] * GROUP + members[None, :]
+        part_lse = tl.load(
+            partial_lse + partial, mask=in_group[None, :], other=0.0, cache_modifier=".cg"
+        )
+        best = tl.max(part_lse, 0)
+        reference = tl.where(best == float("-inf"), 0.0, best)
+        total = tl.sum(tl.exp2(part_lse - reference[None, :]), 0)
         acc = tl.zeros([MEMBERS, DIMS], tl.float32)
-        for other in tl.range(SPLITS):
-            partial = (row * SPLITS + other).to(tl.int64) * GROUP + members
+        AT_ONCE: tl.constexpr = min(SPLITS, _AT_ONCE)
+        for first_part in tl.static_range(0, SPLITS, AT_ONCE):
+            other = first_part + tl.arange(0, AT_ONCE)
+            partial = (row * SPLITS + other).to(tl.int64)[:, None] * GROUP + members[None, :]
             part_lse = tl.load(
-                partial_lse + partial, mask=in_group, other=0.0, cache_modifier=".cg"
+                partial_lse + partial, mask=in_group[None, :], other=0.0, cache_modifier=".cg"
             )
             part = tl.load(
-                partial_out + partial[:, None] * HEAD_SIZE + dims[None, :],
-                mask=head_mask,
+                partial_out + partial[:, :, None] * HEAD_SIZE + dims[None, None, :],
+                mask=head_mask[None, :, :],
                 other=0.0,
                 cache_modifier=".cg",
             )
-            new_best = tl.maximum(best, part_lse)
-            reference = tl.where(new_best == float("-inf"), 0.0, new_best)
-            decay = tl.exp2(best - reference)
-            weight = tl.exp2(part_lse - reference)
-            total = total * decay + weight
-            acc = acc * decay[:, None] + part * weight[:, None]
-            best = new_best
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]
-        result_lse = best + tl.log2(total)
+            acc += tl.sum(part * tl.exp2(part_lse - reference[None, :])[:, :, None], 0)
+    if SINKS:  # a score without a value
+        sink = tl.load(sinks + first_head + members, mask=in_group, other=0.0).to(tl.float32)
+        sink *= LOG2_E
+        new_best = tl.maximum(best, sink)
+        decay = tl.exp2(best - new_best)
+        total = total * decay + tl.exp2(sink - new_best)
+        acc = acc * decay[:, None]
+        best = new_best
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    result_lse = best + tl.log2(total)
     tl.store(
         out + request * out_stride + head_offsets, result.to(out.dtype.element_ty), mask=head_mask
     )
     tl.store(lse + row.to(tl.int64) * GROUP + members, result_lse / LOG2_E, mask=in_group)
 
 
-def count_splits(rows: int, multiprocessors: int) -> int:
-    """Parts to attend to each list in, so that every multiprocessor gets about two programs."""
-    return 1 << max(0, (2 * multiprocessors // rows).bit_length() - 1)
+def count_splits(rows: int, multiprocessors: int, tokens: int, head_size: int) -> int:
+    """Parts to attend to each list in: a power of two.
+
+    Every multiprocessor gets about two programs, if that leaves each ``LEAST_TILES`` tiles.
+
+    Args:
+        rows: Lists.
+        multiprocessors: Of the device.
+        tokens: The most that a list has.
+        head_size: Of the keys.
+    """
+    tiles = -(-tokens * triton.next_power_of_2(head_size) // TILE_ELEMENTS)
+    wanted = min(SPLITS_PER_UNIT * multiprocessors // rows, tiles // LEAST_TILES)
+    return 1 << max(0, wanted.bit_length() - 1)
 
 
 def sparse_decode(
@@ -145,6 +177,8 @@ def sparse_decode(
     lse: torch.Tensor,
     workspace: DecodeWorkspace,
     *,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
     tile_elements: int = TILE_ELEMENTS,
     stages: int = 5,
     warps: int = 4,
@@ -175,6 +209,11 @@ def sparse_decode(
             f"the workspace {list(workspace.out.shape)} is not for {rows} rows of {group} heads of "
             f"size {head_size}"
         )
+    if sinks is not None and (sinks.shape != query.shape[1:2] or not sinks.is_contiguous()):
+        raise ValueError(
+            f"sinks must be [{query.shape[1]}], contiguous, got {list(sinks.shape)} with strides "
+            f"{sinks.stride()}"
+        )
     if rows == 0:
         return
     dims = triton.next_power_of_2(head_size)
@@ -188,7 +227,9 @@ def sparse_decode(
         workspace.out,
         workspace.lse,
         workspace.arrivals,
-        scale * LOG2_E.value,
+        lse if sinks is None else sinks,
+        scale * LOG2_E.value * (2 / softcap if softcap else 1),
+        softcap * LOG2_E.value,
         query.stride(0),
         slot_lists.stride(0),
         out.stride(0),
@@ -200,6 +241,8 @@ def sparse_decode(
         DIMS=dims,
         TILE=tile_elements // dims,
         SPLITS=workspace.splits,
+        SINKS=sinks is not None,
+        CAPPED=softcap > 0,
         STAGES=stages,
         num_warps=warps,
         enable_fp_fusion=True,

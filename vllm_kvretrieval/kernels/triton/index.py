@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.checks import check_list, check_units
 from vllm_kvretrieval.kernels.triton.low_rank import build_low_rank
 from vllm_kvretrieval.kernels.types import IndexStore
@@ -132,8 +133,8 @@ def check_store(store: IndexStore, cache: torch.Tensor | None = None) -> None:
         raise ValueError("the index is not over the cache that is written")
     check_units("the index's cache", store.cache, store.dtype)
     pages, kv_heads, page, width = store.cache.shape
-    size = store.index.record_bytes(width // 2, store.entry_tokens, store.dtype)
-    shape = pages * store.parts, kv_heads, size
+    sizes = width // 2, store.entry_tokens, store.dtype, RECORD_ALIGNMENT
+    shape = pages * store.parts, kv_heads, store.index.record_bytes(*sizes)
     check_list("the index's records", store.records, shape, torch.uint8)
     if page != store.page_size or store.layout != "rows":
         raise ValueError(f"the index is for pages of {store.page_size} tokens, laid out as rows")

@@ -8,6 +8,7 @@ power iteration from the token of which most is left: later ones make up for ear
 import triton
 import triton.language as tl
 
+from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.retrieval.index import low_rank
 
 _ITERATIONS = tl.constexpr(4)
@@ -19,6 +20,11 @@ _STEPS = tl.constexpr(low_rank.STEPS)
 _OCTAVES = tl.constexpr(low_rank.OCTAVES)
 _LOWEST = tl.constexpr(12)
 """The first octave of a direction's scale begins with two to the power of minus so much."""
+_ALIGNED = tl.constexpr(RECORD_ALIGNMENT)
+_SCALES = tl.constexpr(RECORD_ALIGNMENT)
+"""Where in a record the scales of directions are, of which there are no more than such bytes."""
+_MEAN = tl.constexpr(2 * RECORD_ALIGNMENT)
+"""Where the mean is, before the directions, which the coefficients follow."""
 
 
 @triton.jit
@@ -72,6 +78,12 @@ def direction_bytes(channels, r, RANK: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def _coefficients(RANK: tl.constexpr, HEAD_SIZE: tl.constexpr):
+    """Where in a record the coefficients are, after the directions."""
+    return _MEAN + HEAD_SIZE + tl.cdiv(RANK * HEAD_SIZE // 2, _ALIGNED) * _ALIGNED
+
+
+@triton.jit
 def build_low_rank(
     low,
     high,
@@ -95,15 +107,14 @@ def build_low_rank(
     mean_scale = _largest(centre_low, centre_high) / _BYTE
     spread = _largest(low - centre_low[None, :], high - centre_high[None, :])
     mean_scale = tl.maximum(tl.maximum(mean_scale, spread / _LEAST_STEPS), _LEAST)
-    bits = mean_scale.to(tl.bfloat16).to(tl.int16, bitcast=True)
-    mean_scale = mean_scale.to(tl.bfloat16).to(tl.float32)
-    tl.store(record, (bits & 255).to(tl.uint8))
-    tl.store(record + 1, ((bits >> 8) & 255).to(tl.uint8))
-    low -= _add_mean(centre_low, record + 2 + RANK, mean_scale, dims, mask)[None, :]
-    high -= _add_mean(centre_high, record + 2 + RANK + HALF, mean_scale, dims, mask)[None, :]
+    mean_scale = mean_scale.to(tl.bfloat16)
+    tl.store(record.to(tl.pointer_type(tl.bfloat16), bitcast=True), mean_scale)
+    mean_scale = mean_scale.to(tl.float32)
+    low -= _add_mean(centre_low, record + _MEAN, mean_scale, dims, mask)[None, :]
+    high -= _add_mean(centre_high, record + _MEAN + HALF, mean_scale, dims, mask)[None, :]
 
-    directions = record + 2 + RANK + HEAD_SIZE
-    coefficients = directions + RANK * HALF
+    directions = record + _MEAN + HEAD_SIZE
+    coefficients = record + _coefficients(RANK, HEAD_SIZE)
     token = tl.arange(0, ENTRY)
     byte = tl.arange(0, ENTRY // 2)
     for r in tl.range(RANK):
@@ -130,7 +141,7 @@ def build_low_rank(
         low -= (along * scale)[:, None] * to_low[None, :]
         high -= (along * scale)[:, None] * to_high[None, :]
 
-        tl.store(record + 2 + r, step.to(tl.uint8))
+        tl.store(record + _SCALES + r, step.to(tl.uint8))
         packed = (to_low.to(tl.int32) + 8) | ((to_high.to(tl.int32) + 8) << 4)
         to = directions + direction_bytes(dims, r, RANK, HALF)
         tl.store(to, packed.to(tl.uint8), mask=mask)
@@ -178,32 +189,31 @@ def score_low_rank(
     HALF: tl.constexpr = HEAD_SIZE // 2
     dims = tl.arange(0, DIMS)
     mask = (dims < HALF)[:, None] & valid[None, :]
-    first = tl.load(records, mask=valid, other=0).to(tl.int32)
-    bits = first | (tl.load(records + 1, mask=valid, other=0).to(tl.int32) << 8)
-    mean_scale = (bits << 16).to(tl.float32, bitcast=True) * scale
-    at = records[None, :] + 2 + RANK + dims[:, None]
+    at = records.to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    mean_scale = tl.load(at, mask=valid, other=0.0).to(tl.float32) * scale
+    at = records[None, :] + _MEAN + dims[:, None]
     kind = query_low.dtype
     mean = tl.load(at, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.float32).to(kind)
     centre = tl.dot(query_low, mean, out_dtype=tl.float32)
     mean = tl.load(at + HALF, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.float32).to(kind)
     centre += tl.dot(query_high, mean, out_dtype=tl.float32)
 
-    directions = records[None, :] + 2 + RANK + HEAD_SIZE
+    directions = records[None, :] + _MEAN + HEAD_SIZE
     token = tl.arange(0, ENTRY)
-    coefficients = records[:, None] + 2 + RANK + HEAD_SIZE + RANK * HALF
-    coefficients += (token // 16 * 16 + token % 8 * 2)[None, :]
+    # A word has coefficients of two directions, and of two tokens.
+    words = records + _coefficients(RANK, HEAD_SIZE)
+    words = words.to(tl.pointer_type(tl.uint16), bitcast=True)[:, None]
+    words += (token // 16 * 8 + token % 8)[None, :]
     shift = (token // 8 % 2 * 4)[None, :]
     rest = tl.zeros([MEMBERS, TILE, ENTRY], tl.float32)
     for r in tl.range(RANK, num_stages=1):
         to = directions + direction_bytes(dims, r, RANK, HALF)[:, None]
         packed = tl.load(to, mask=mask, other=0).to(tl.int32)
-        along = tl.dot(query_low, _nibble(packed, 0, kind), out_dtype=tl.float32)
-        along += tl.dot(query_high, _nibble(packed, 4, kind), out_dtype=tl.float32)
-        along *= scale_of(tl.load(records + 2 + r, mask=valid, other=0))[None, :]
-        to = coefficients + r // 2 * ENTRY + r % 2
-        packed = tl.load(to, mask=valid[:, None], other=0).to(tl.int32)
-        of_token = ((packed >> shift) & 15).to(tl.float32) - 8
-        rest += along[:, :, None] * of_token[None, :, :]
+        along = tl.dot(query_low, _signed(packed, 0).to(kind), out_dtype=tl.float32)
+        along += tl.dot(query_high, _signed(packed, 4).to(kind), out_dtype=tl.float32)
+        along *= scale_of(tl.load(records + _SCALES + r, mask=valid, other=0))[None, :]
+        word = tl.load(words + r // 2 * (ENTRY // 2), mask=valid[:, None], other=0).to(tl.int32)
+        rest += along[:, :, None] * _signed(word, shift + r % 2 * 8)[None, :, :]
     rest *= mean_scale[None, :, None]
     top = tl.max(rest, 2)
     mass = top + tl.log2(tl.sum(tl.exp2(rest - top[:, :, None]), 2))
@@ -211,5 +221,6 @@ def score_low_rank(
 
 
 @triton.jit
-def _nibble(packed, shift: tl.constexpr, kind: tl.constexpr):
-    return (((packed >> shift) & 15).to(tl.float32) - 8).to(kind)
+def _signed(packed, shift):
+    """The whole numbers, from -8 to 7, that four bits of others stand for."""
+    return ((packed >> shift) & 15).to(tl.float32) - 8

@@ -41,7 +41,7 @@ _SELECT = tl.constexpr(int(Column.SELECT))
 def _score_keys(
     query,
     keys,
-    valid,
+    read,
     scale,
     HEAD_SIZE: tl.constexpr,
     ENTRY: tl.constexpr,
@@ -49,13 +49,10 @@ def _score_keys(
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Score entries by their keys; [TILE] pointers to the first ones. See `score_low_rank`."""
+    """Score entries by their keys, [TILE * ENTRY] pointers. See `score_low_rank`."""
     dims = tl.arange(0, DIMS)
-    tokens = tl.arange(0, ENTRY) * (2 * HEAD_SIZE)
-    at = tl.reshape(keys[:, None] + tokens[None, :], [TILE * ENTRY])
-    read = tl.reshape(tl.broadcast_to(valid[:, None], [TILE, ENTRY]), [TILE * ENTRY])
     mask = (dims < HEAD_SIZE)[:, None] & read[None, :]
-    k = tl.load(at[None, :] + dims[:, None], mask=mask, other=0.0)
+    k = tl.load(keys[None, :] + dims[:, None], mask=mask, other=0.0)
     scored = tl.dot(query, k, out_dtype=tl.float32) * scale
     scored = tl.reshape(scored, [MEMBERS, TILE, ENTRY])
     top = tl.max(scored, 2)
@@ -131,24 +128,28 @@ def _score_kernel(
         elif KIND == MIN_MAX:
             second = tl.maximum(wide, 0.0).to(first.dtype)
             first = tl.minimum(wide, 0.0).to(first.dtype)
+    pages = block_table + row.to(tl.int64) * table_stride
     best = tl.full([MEMBERS], float("-inf"), tl.float32)
     total = tl.zeros([MEMBERS], tl.float32)
     for tile in tl.range(program, tl.cdiv(entries, TILE), programs, num_stages=STAGES):
         entry = tile * TILE + tl.arange(0, TILE)
         valid = entry < entries
-        page = block_table + row.to(tl.int64) * table_stride + entry // PARTS
-        page = tl.load(page, mask=valid, other=0).to(tl.int64)
-        part = entry % PARTS
-        record = ((page * PARTS + part) * kv_heads + head) * RECORD
+        if KIND == EXACT:
+            token = tile * (TILE * ENTRY) + tl.arange(0, TILE * ENTRY)
+            read = token < entries * ENTRY
+            page = tl.load(pages + token // PAGE, mask=read, other=0).to(tl.int64)
+            keys = ((page * kv_heads + head) * PAGE + token % PAGE) * (2 * HEAD_SIZE)
+        else:
+            page = tl.load(pages + entry // PARTS, mask=valid, other=0).to(tl.int64)
+            record = ((page * PARTS + entry % PARTS) * kv_heads + head) * RECORD
         if KIND == LOW_RANK:
             scored = score_low_rank(
                 first, second, records + record, valid, scale_log2,
                 RANK, HEAD_SIZE, ENTRY, MEMBERS, TILE, DIMS // 2,
             )  # fmt: skip
         elif KIND == EXACT:
-            keys = records + ((page * kv_heads + head) * PAGE + part * ENTRY) * (2 * HEAD_SIZE)
             scored = _score_keys(
-                first, keys, valid, scale_log2, HEAD_SIZE, ENTRY, MEMBERS, TILE, DIMS
+                first, records + keys, read, scale_log2, HEAD_SIZE, ENTRY, MEMBERS, TILE, DIMS
             )
         else:
             at = (records + record)[None, :] + dims[:, None]

@@ -24,6 +24,8 @@ MOST_PAGES = 65536
 """Of a context: a program holds the best of every tile of them."""
 TILE_PAGES = 4096
 """Pages that a program ranks at a time."""
+PAGES_PER_WARP = 512
+"""So that a multiprocessor has registers for two programs, or more, that rank ``TILE_PAGES``."""
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _SINK = tl.constexpr(int(Column.SINK))
@@ -237,7 +239,7 @@ def plan_decode(
             TILES=most // tile,
             WIDTH=width,
             STATS=triton.next_power_of_2(programs),
-            num_warps=min(max(tile // 256, 4), 32),
+            num_warps=min(max(tile // PAGES_PER_WARP, 4), 32),
             enable_fp_fusion=True,
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 MEAN_STEPS, LEAST_SCALE = 127, 1e-8
 
@@ -42,9 +43,9 @@ class IndexKind:
     entry_tokens: int
     means: int = 0
 
-    def record_bytes(self, head_size: int, dtype: torch.dtype) -> int:
+    def record_bytes(self, head_size: int, dtype: torch.dtype, alignment: int = 1) -> int:
         """Bytes of the record of an entry of one KV head."""
-        own = self.index.record_bytes(head_size, self.entry_tokens, dtype)
+        own = self.index.record_bytes(head_size, self.entry_tokens, dtype, alignment)
         return own + self.means * mean_bytes(head_size)
 
 
@@ -140,9 +141,11 @@ class Index(ABC):
         """
         raise NotImplementedError(f"an index of {self.name} scores whole entries")
 
-    def record_bytes(self, head_size: int, entry_tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of the record of an entry of one KV head."""
-        return sum(field.bytes(dtype) for field in self.fields(head_size, entry_tokens))
+    def record_bytes(
+        self, head_size: int, entry_tokens: int, dtype: torch.dtype, alignment: int = 1
+    ) -> int:
+        """Bytes of the record of an entry of one KV head; see :func:`pack` for ``alignment``."""
+        return _places(self.fields(head_size, entry_tokens), dtype, alignment)[-1]
 
 
 def mean_bytes(head_size: int) -> int:
@@ -178,22 +181,40 @@ def unpack_means(records: torch.Tensor, means: int, head_size: int) -> torch.Ten
     return ends[..., 2:].view(torch.int8).float() * scale.where(scale.isfinite(), scale * 0)
 
 
+def _places(fields: tuple[Field, ...], dtype: torch.dtype, alignment: int) -> list[int]:
+    """The bytes of a record where its fields begin, and the one where it ends."""
+    starts = [0]
+    for field in fields:
+        end = starts[-1] + field.bytes(dtype)
+        starts.append(-(-end // alignment) * alignment)
+    return starts
+
+
 def pack(
-    fields: tuple[Field, ...], record: dict[str, torch.Tensor], dtype: torch.dtype
+    fields: tuple[Field, ...],
+    record: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    alignment: int = 1,
 ) -> torch.Tensor:
-    """Pack fields, [n, *shape] each, into records, uint8 [n, record_bytes]."""
-    stored = (record[field.name].to(field.dtype or dtype).contiguous() for field in fields)
-    return torch.cat([tensor.flatten(1).view(torch.uint8) for tensor in stored], dim=1)
+    """Pack fields, [n, *shape] each, into records, uint8 [n, record_bytes].
+
+    Fields begin, and records end, at multiples of ``alignment`` bytes, with zeros in between.
+    """
+    stored = [
+        record[field.name].to(field.dtype or dtype).contiguous().flatten(1).view(torch.uint8)
+        for field in fields
+    ]
+    padded = [F.pad(part, (0, -part.shape[1] % alignment)) for part in stored]
+    return torch.cat(padded, dim=1)
 
 
 def unpack(
-    fields: tuple[Field, ...], records: torch.Tensor, dtype: torch.dtype
+    fields: tuple[Field, ...], records: torch.Tensor, dtype: torch.dtype, alignment: int = 1
 ) -> dict[str, torch.Tensor]:
     """Reverse :func:`pack`."""
-    record, start = {}, 0
-    for field in fields:
+    record = {}
+    for field, start in zip(fields, _places(fields, dtype, alignment), strict=False):
         part = records[:, start : start + field.bytes(dtype)]
         part = part.clone(memory_format=torch.contiguous_format)  # aligned, a single one too
         record[field.name] = part.view(field.dtype or dtype).view(len(records), *field.shape)
-        start += field.bytes(dtype)
     return record
