@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, write_text
-from benchmarks.tables import indexes, metrics, options, places, plots, prompts, quality, steps
+from benchmarks.tables import gpu, indexes, metrics, options, places, plots, prompts, quality, steps
 from benchmarks.tables.markdown import Options, Results, read_results, source
 
 KINDS: Mapping[str, Callable[[Results, Options], str]] = {
@@ -32,6 +32,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "disk": places.disk,
     "first": steps.first,
     "key_ranks": quality.key_ranks,
+    "launches": gpu.launches,
     "layers": prompts.layers,
     "levels": indexes.levels,
     "linear": indexes.linear,
@@ -41,6 +42,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "options": options.engine,
     "parts": steps.parts,
     "planning": indexes.planning,
+    "predicted": gpu.predicted,
     "prompts": prompts.kernels,
     "quality": quality.quality,
     "queries": quality.query_similarity,
