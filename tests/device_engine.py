@@ -87,6 +87,11 @@ def drive(requests):
     return drive(_engine, requests)
 
 
+def in_worker(function):
+    """What a function of a module returns that the worker has called with itself."""
+    return _engine.collective_rpc(function)[0]
+
+
 def describe():
     """The parts of the engine."""
     runner = _runner()
@@ -172,6 +177,13 @@ def assert_resumed(*args):
     from tests.engine import assert_resumed
 
     assert_resumed(_engine, *args)
+
+
+def plant(name):
+    """Plant a fault of ``tests/device_faults.py`` in the engine's ops; None: there is none."""
+    from tests import device_faults
+
+    device_faults.plant(name)
 
 
 def metrics():

@@ -30,6 +30,7 @@ from benchmarks.build import newer_commits
 from benchmarks.common import RESULTS, ROOT, write_text
 from benchmarks.tables import (
     figures,
+    gpu,
     indexes,
     metrics,
     options,
@@ -48,6 +49,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "disk": places.disk,
     "first": steps.first,
     "key_ranks": quality.key_ranks,
+    "launches": gpu.launches,
     "layers": prompts.layers,
     "levels": indexes.levels,
     "linear": indexes.linear,
@@ -57,6 +59,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "options": options.engine,
     "parts": steps.parts,
     "planning": indexes.planning,
+    "predicted": gpu.predicted,
     "price": places.price,
     "prompts": prompts.kernels,
     "quality": quality.quality,

@@ -1,0 +1,354 @@
+"""Predicted decode steps on an H100: counted launches and bytes, and what these are taken to cost.
+
+    python -m benchmarks.gpu.predict
+
+Llama-3.1-8B's shapes in bf16, all steps replays of CUDA graphs. Launches, grids and constants of
+kernels are those that the engine's classes make today (`benchmarks.gpu.counted`), bytes are those
+that each op must move. What a launch costs beside its bytes is a guess, until a GPU has been
+measured: expect +-25 %. The results have the names of those of `benchmarks.gpu.engine_decode`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, read_json, result_header, write_json
+from benchmarks.gpu.compiled import programs, record_of
+from benchmarks.gpu.counted import DENSE_HALF, DTYPE, Attention, Launch, decode_step, presets
+from benchmarks.gpu.launches import COMMON, CONTEXTS
+from benchmarks.gpu.layer_step import AHEAD, MISSED
+from benchmarks.models import read_config
+from vllm_kvretrieval.kernels.triton.index import EXACT, LOW_RANK
+from vllm_kvretrieval.options.engine import RetrievalConfig
+
+MODULE = "benchmarks.gpu.predict"
+MODEL = Path(__file__).parent / "llama-3.1-8b"
+OUTPUT = RESULTS / "gpu_predicted.json"
+LENGTHS, BATCHES = (2048, 16384, 32768, 131072), (1, 8)
+METHOD = "freekv"
+LONGEST = LENGTHS[-1]
+
+UNITS, ARCH, TRITON = 132, 90, "3.7"
+"""Multiprocessors and architecture of an H100 SXM; the Triton that vLLM's CUDA wheel is pinned to,
+whose record tells registers."""
+MEMORY_GIB, RESERVED = 80, 0.92
+"""Of the GPU; the share that vLLM takes by default (``--gpu-memory-utilization``)."""
+HBM = 2.7e12
+"""Bytes of device memory per second that a good kernel moves: 0.9 of the 3.0 TB/s at which torch
+has copied on such a GPU, by its own count of bytes read and written."""
+BUS = 50e9
+"""Bytes from pinned host memory per second: PCIe 5.0 x16 has 63e9. A guess."""
+GAP = 1.3
+"""us from a kernel in a graph to the next, which depends on it. A guess."""
+IDLE = 2.0
+"""us of a kernel whose programs find nothing to do. A guess."""
+SMALL = 6, 1.6
+"""Small kernels of a model's layer (norms, rotation, activation), and us of each. Guesses."""
+CROWD = 0.02
+"""What these take more for each request. A guess."""
+AROUND = 150.0
+"""us of a step beside the layers: logits, sampling, metadata. A guess."""
+DENSE_SHARE, DENSE_LEAST, COMBINE = 0.92, 5.0, 2.6
+"""FlashAttention 3: its share of HBM, its least us, and us of the launch that merges. Guesses."""
+EMPTY = 6.0
+"""us of these two launches over rows that are empty. A guess."""
+STOCK_WRITE = 2.0
+"""us of vLLM's write to the cache. A guess."""
+SCORE_SHARE = {LOW_RANK: 0.3, EXACT: 0.8}
+"""Share of HBM by index, of others 0.9: fields of low_rank are read byte by byte (record of
+compiled kernels), keys in short tiles. Guesses."""
+SELECT = 10.0, 15.0
+"""us of ranking few pages, and more for 4,096 by 16 warps. Guesses."""
+ATTEND, ATTEND_SHARE, MERGE = 4.0, 0.85, 0.45
+"""us of sparse attention beside its bytes, its share of HBM, us per part that is merged: a read of
+the L2 cache that the next one waits for. Guesses."""
+FIXED = {
+    "_write_kernel": 2.5,
+    "_build_kernel": 2.5,
+    "_write_tail_kernel": 2.0,
+    "_resolve_kernel": 12.0,
+}
+"""us of launches that move little. Guesses."""
+SCORE, RECALL = 3.0, 3.0
+"""us of scores and of recall beside their bytes. Guesses."""
+
+
+def us(nbytes: float, speed: float = HBM) -> float:
+    """Microseconds that bytes take."""
+    return nbytes / speed * 1e6
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A layer's step.
+
+    Attributes:
+        config: Options of the engine.
+        batch, context: Requests, and tokens of each.
+        shape: Of the layer.
+    """
+
+    config: RetrievalConfig
+    batch: int
+    context: int
+    shape: Attention
+
+    @property
+    def token_bytes(self) -> int:
+        """Of keys and values of a token in all KV heads."""
+        return self.shape.kv_heads * 2 * self.shape.head_size * DTYPE.itemsize
+
+    @property
+    def pages(self) -> int:
+        """Of a context."""
+        return -(-self.context // self.config.page_size)
+
+    @property
+    def budget(self) -> int:
+        """Pages that a KV head attends to, at most."""
+        return self.config.page_budget().total
+
+    @property
+    def selects(self) -> bool:
+        """Whether rows attend to a part of their contexts."""
+        return self.pages > self.budget and not self.config.own.schedule.whole
+
+    @property
+    def listed(self) -> int:
+        """Tokens that all KV heads of all rows attend to by lists."""
+        rows = self.batch if self.selects or self.config.home == "host" else 0
+        return rows * self.shape.kv_heads * min(self.context, self.budget * self.config.page_size)
+
+    @property
+    def entries(self) -> int:
+        """Entries that are scored, of all rows and KV heads."""
+        own = self.config.own
+        if not self.selects or own.index is None:
+            return 0
+        return self.batch * self.shape.kv_heads * (self.context // own.entry_tokens)
+
+
+def record_bytes(sizes: Sizes) -> int:
+    """Bytes by which an entry is scored: its record, or its keys."""
+    own, size = sizes.config.own, sizes.shape.head_size
+    assert own.index is not None
+    if own.index.reads_keys:
+        return own.entry_tokens * size * DTYPE.itemsize
+    return int(own.index.record_bytes(size, own.entry_tokens, DTYPE))
+
+
+def must_move(launch: Launch, sizes: Sizes) -> float:
+    """Bytes that a launch must read and write, each once; those of recall cross the bus.
+
+    Not counted: queries, tables, and what is fixed per program.
+    """
+    group, shape, values = sizes.shape.group, sizes.shape, launch.values
+    match launch.kernel:
+        case "_write_kernel":
+            written = 2 * sizes.batch * sizes.token_bytes * values["WRITES"]
+            return written + 2 * sizes.batch * sizes.token_bytes * values["GROWS"]
+        case "_write_tail_kernel":
+            return 2 * sizes.batch * sizes.token_bytes
+        case "_score_kernel":
+            return sizes.entries * (record_bytes(sizes) + 4 * group)
+        case "_select_kernel" if values["NUMBER"] == 0:
+            return sizes.entries * 4 * group
+        case "_sparse_decode_kernel":
+            parts = 2 * math.prod(launch.grid) * group * 4 * (shape.head_size + 1)
+            keys = sizes.listed * 2 * shape.head_size * DTYPE.itemsize
+            return keys + (parts if values["SPLITS"] > 1 else 0)
+        case "_resolve_kernel":
+            slots = math.prod(launch.grid) * values["capacity"]
+            return 16 * slots + 16 * sizes.listed / sizes.config.page_size
+        case "_recall_kernel":
+            share = AHEAD if launch.side else MISSED
+            return share * sizes.listed * 2 * shape.head_size * DTYPE.itemsize
+    return 0
+
+
+def _score(launch: Launch, sizes: Sizes) -> float:
+    share = SCORE_SHARE.get(launch.values["KIND"], 0.9)
+    return SCORE + us(sizes.entries * record_bytes(sizes)) / share
+
+
+def _select(launch: Launch, sizes: Sizes) -> float:
+    values = launch.values
+    pages, warps = values["PAGES"] * values["TILES"], values["num_warps"]
+    kept = next(known for known in CONTEXTS if known >= pages)
+    record = read_json(record_of(TRITON))
+    assert record is not None
+    used = record["results"][f"select {kept} pages d{COMMON}"][f"sm_{ARCH}"]
+    at_once = UNITS * programs(ARCH, [*used[:3], warps])
+    few, many = SELECT
+    wave = few + many * pages / 4096 * (16 / warps) ** 0.5
+    return wave * -(-math.prod(launch.grid) // at_once)
+
+
+def _attend(launch: Launch, sizes: Sizes) -> float:
+    tiles = -(-sizes.budget * sizes.config.page_size // launch.values["TILE"])
+    keys = sizes.listed * 2 * sizes.shape.head_size * DTYPE.itemsize
+    parts = min(launch.values["SPLITS"], tiles)
+    return ATTEND + us(keys) / ATTEND_SHARE + MERGE * parts
+
+
+def dense_us(sizes: Sizes) -> float:
+    """FlashAttention over whole contexts, its second launch included."""
+    nbytes = sizes.batch * sizes.context * sizes.token_bytes
+    return max(us(nbytes) / DENSE_SHARE, DENSE_LEAST) + COMBINE
+
+
+def launch_us(launch: Launch, sizes: Sizes) -> float:
+    """A launch of a retrieval layer, without the gap before it."""
+    if launch.kernel == DENSE_HALF:
+        whole = not sizes.selects and sizes.config.home == "device"
+        return dense_us(sizes) if whole else EMPTY
+    if launch.kernel in FIXED:
+        return FIXED[launch.kernel]
+    if launch.kernel == "_recall_kernel":
+        return RECALL + us(must_move(launch, sizes), BUS)
+    works = sizes.selects if launch.kernel != "_sparse_decode_kernel" else sizes.listed
+    if not works or launch.values.get("NUMBER"):
+        return IDLE
+    ops: dict[str, Callable[[Launch, Sizes], float]] = {
+        "_score_kernel": _score,
+        "_select_kernel": _select,
+        "_sparse_decode_kernel": _attend,
+    }
+    return ops[launch.kernel](launch, sizes)
+
+
+def launches_of(launch: Launch) -> int:
+    """How many launches stand behind one that is noted."""
+    return 2 if launch.kernel == DENSE_HALF else 1
+
+
+def layer_us(sizes: Sizes) -> tuple[float, float]:
+    """A retrieval layer: on the path, and beside the model."""
+    launches = decode_step(
+        sizes.config, batch=sizes.batch, context=sizes.context, units=UNITS, shape=sizes.shape
+    )
+    path, beside = (
+        sum(launch_us(e, sizes) + GAP * launches_of(e) for e in launches if e.side == side)
+        for side in (False, True)
+    )
+    return path, beside
+
+
+@dataclass(frozen=True)
+class Model:
+    """What counts of a model.
+
+    Attributes:
+        layers: Of attention.
+        shape: Of each.
+        weights: Bytes that a step reads.
+    """
+
+    layers: int
+    shape: Attention
+    weights: int
+
+    @classmethod
+    def read(cls, path: Path) -> Model:
+        """Of a Llama's configuration."""
+        known = read_config(path)
+        heads, kv_heads, size = known.num_attention_heads, known.num_key_value_heads, known.head_dim
+        layer = 2 * size * (heads + kv_heads) + 3 * known.intermediate_size
+        elements = known.hidden_size * (known.num_hidden_layers * layer + known.vocab_size)
+        shape = Attention(kv_heads, heads // kv_heads, size)
+        return cls(known.num_hidden_layers, shape, elements * DTYPE.itemsize)
+
+    def step_us(self, config: RetrievalConfig | None, batch: int, context: int) -> float:
+        """A decode step; of stock vLLM without options.
+
+        What is beside the model costs nothing as long as all of it takes less than the step.
+        """
+        number, each = SMALL
+        small = self.layers * number * (each + GAP) * (1 + CROWD * batch)
+        around = us(self.weights) + small + AROUND
+        sizes = Sizes(config or RetrievalConfig(method=METHOD), batch, context, self.shape)
+        dense = STOCK_WRITE + GAP + dense_us(sizes) + 2 * GAP
+        if config is None:
+            return around + self.layers * dense
+        path, beside = layer_us(sizes)
+        retrieving = self.layers - config.dense_layers
+        return max(around + retrieving * path + config.dense_layers * dense, retrieving * beside)
+
+    def cache_gib(self, batch: int, context: int) -> float:
+        """The KV cache of requests."""
+        sizes = Sizes(RetrievalConfig(method=METHOD), batch, context, self.shape)
+        return self.layers * batch * context * sizes.token_bytes / 2**30
+
+
+def predicted() -> dict[str, Any]:
+    """Steps by engine, context and batch; and each preset's launches and step at the longest."""
+    model = Model.read(MODEL)
+    served = {(name, home): config for name, home, config in presets()}
+    engines = {"stock": None} | {home: served[METHOD, home] for home in ("device", "host")}
+    room = RESERVED * MEMORY_GIB - model.weights / 2**30
+    results: dict[str, Any] = {}
+    for context in LENGTHS:
+        for batch in BATCHES:
+            cache = model.cache_gib(batch, context)
+            for engine, config in engines.items():
+                step = model.step_us(config, batch, context)
+                results[f"{engine}, decode {context}, batch {batch}"] = {
+                    "ms": round(step / 1e3, 2),
+                    "cache_gib": round(cache, 2),
+                    "fits": engine == "host" or cache < room,
+                }
+    return {"results": results, "presets": of_presets(model, served)}
+
+
+def of_presets(
+    model: Model, served: Mapping[tuple[str, str], RetrievalConfig]
+) -> dict[str, dict[str, Any]]:
+    """Per preset and home: launches of a layer on the path and beside it, and the bytes that they
+    must move for one request of the longest context."""
+    found: dict[str, dict[str, Any]] = {}
+    for (name, home), config in served.items():
+        sizes = Sizes(config, 1, LONGEST, model.shape)
+        launches = decode_step(config, batch=1, context=LONGEST, units=UNITS, shape=model.shape)
+        found.setdefault(name, {})[home] = {
+            "path": _listed(launches, sizes, side=False),
+            "beside": _listed(launches, sizes, side=True),
+            "ms": round(model.step_us(config, 1, LONGEST) / 1e3, 2),
+        }
+    return found
+
+
+def _listed(launches: Sequence[Launch], sizes: Sizes, *, side: bool) -> dict[str, list[int]]:
+    """How often each kernel is launched, and bytes."""
+    counts: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    for launch in launches:
+        if launch.side == side:
+            counts[launch.kernel] += launches_of(launch)
+            moved[launch.kernel] += round(must_move(launch, sizes))
+    return {name: [count, moved[name]] for name, count in counts.items()}
+
+
+def main() -> None:
+    """Predict everything; print the table."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="result file (JSON)")
+    output = parser.parse_args().output
+    data = predicted()
+    write_json(output, result_header(MODULE) | data)
+    from benchmarks.tables.gpu import predicted as table
+
+    print(table({output.name: data}, {}), f"results: {output}", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Predicted steps on a GPU, and the launches that they are made of: benchmarks/gpu/predict.py."""
+
+import pytest
+
+from benchmarks.common import read_json
+from benchmarks.gpu import counted, predict
+from vllm_kvretrieval.kernels import triton as kernels
+
+AGAIN = "run python -m benchmarks.gpu.predict and python -m benchmarks.tables, and say why"
+
+
+def test_the_committed_table_is_of_todays_launches():
+    """Launches and bytes per preset and home, on the path and beside it, and the times by them."""
+    stored, now = read_json(predict.OUTPUT), predict.predicted()
+    assert now["presets"] == stored["presets"], AGAIN
+    assert now["results"] == stored["results"], AGAIN
+
+
+def test_a_launch_more_is_seen(monkeypatch):
+    stored, write = read_json(predict.OUTPUT), kernels.write_kv
+
+    def twice(*args):
+        write(*args)
+        write(*args)
+
+    monkeypatch.setattr(kernels, "write_kv", twice)
+    launched = predict.predicted()["presets"]["freekv"]["device"]["path"]["_write_kernel"][0]
+    assert launched == stored["presets"]["freekv"]["device"]["path"]["_write_kernel"][0] + 1
+
+
+def test_what_is_beside_the_model_is_counted_apart():
+    config = counted.served("freekv", "host")
+    launches = counted.decode_step(config, batch=1, context=131072, units=132)
+    beside = [launch.kernel for launch in launches if launch.side]
+    assert beside == ["_resolve_kernel", "_recall_kernel"]
+    assert [launch.kernel for launch in launches if not launch.side].count("_recall_kernel") == 1
+
+
+def test_what_gpus_refuse_is_not_predicted():
+    served = {(name, home) for name, home, _ in counted.presets()}
+    assert ("freekv", "host") in served
+    assert not served & {("oracle", "host"), ("fier", "device"), ("ttkv", "host")}
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_predictions_are_plausible(batch):
+    """No step is shorter than its bytes, and longer contexts take longer."""
+    model = predict.Model.read(predict.MODEL)
+    assert model.weights == pytest.approx(15.0e9, rel=0.01)
+    for config in (None, counted.served("freekv", "device"), counted.served("freekv", "host")):
+        times = [model.step_us(config, batch, context) for context in predict.LENGTHS]
+        assert times == sorted(times)
+        assert times[0] > predict.us(model.weights)
