@@ -23,6 +23,7 @@ from tests.engine import checkpoint
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.options.values import parse_size
 
 BOOLEANS = [("freekv", "allow_exact", value) for value in (True, False)]
 LISTS = [
@@ -201,6 +202,17 @@ NESTED = {
     "JSON": lambda key, value: {"kv-retrieval": dumps({key: value})},
     "vLLM's own option": lambda key, value: {"additional-config": {"kv_retrieval": {key: value}}},
 }
+
+
+@pytest.mark.parametrize("size", ["64Gi", "64G", "64g", "64GB", "512M", "1.5T"])
+def test_sizes_mean_the_same_everywhere(vllm, config, size):
+    """vLLM reads some of them before we do, where a name has a dot."""
+    file = config(NESTED["nested"]("home_bytes", size))
+    for arguments in (["--config", file], *(way("home_bytes", size) for way in WAYS.values())):
+        read = vllm("serve", *arguments)["kv_retrieval"]["home_bytes"]
+        assert parse_size("home_bytes", read) == parse_size("home_bytes", size)
+
+
 DOTTED = ("kv-retrieval", "kv_retrieval", "additional-config.kv_retrieval")
 
 
