@@ -67,10 +67,9 @@ def check_recorded(path):
             if not MULTIPLYING.match(name):
                 continue
             assert found["tensor_ops"], told
-            # Whose directions have a scale of a byte each.
-            most = MOST_NARROW if "low_rank" in name else 0.01
-            assert found["narrow_bytes"] <= most * found["read_bytes"], told
-            if "low_rank" not in name and COMMON.search(name):
+            if COMMON.search(name) and "low_rank" in name:  # with bytes for scales of directions
+                assert found["narrow_bytes"] <= MOST_NARROW * found["read_bytes"], told
+            elif COMMON.search(name):
                 assert found["wide_bytes"] >= LEAST_WIDE * found["read_bytes"], told
 
 
