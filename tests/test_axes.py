@@ -120,6 +120,8 @@ def test_parameters():
     ("preset", "options", "message"),
     [
         ("freekv", {"index": "best"}, "index='best' is unknown; use one of min_max, mean,"),
+        ("freekv", {"index": "min-max"}, r"\}\}\. Did you mean 'min_max'\?$"),
+        ("freekv", {"pooling": "max-softmax"}, r"max_softmax\. Did you mean 'max_softmax'\?$"),
         ("freekv", {"index": ["mean"]}, r"index=\['mean'\] is unknown; use one of"),
         ("freekv", {"index": {"mean": {}, "exact": {}}}, "index=.* is unknown; use one of"),
         ("freekv", {"index": {"mean": 3}}, "index=.*'mean': 3.* is unknown"),

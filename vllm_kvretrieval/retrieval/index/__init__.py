@@ -6,7 +6,7 @@ from inspect import isabstract
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import MOST, shortened
+from vllm_kvretrieval.options.values import MOST, meant, shortened
 from vllm_kvretrieval.retrieval.index.base import (
     Field,
     Index,
@@ -91,8 +91,7 @@ def make_index(value: Any) -> Index | None:
     if kind is None or not isinstance(parameters, dict):
         raise RetrievalConfigError(
             f"index={shortened(value)} is unknown; use one of {', '.join(indexes())}, or one with "
-            "its "
-            'parameters such as {"mean_std": {"spread": 0.5}}.'
+            'its parameters such as {"mean_std": {"spread": 0.5}}.' + meant(name, indexes())
         )
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for parameter, given in parameters.items():
