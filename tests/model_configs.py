@@ -36,21 +36,13 @@ QWEN_3_5 = LLAMA | {
     "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
 }
-GEMMA_3 = {
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "model_type": "gemma3",
+PALIGEMMA = {
+    "architectures": ["PaliGemmaForConditionalGeneration"],
+    "model_type": "paligemma",
     "dtype": "bfloat16",
-    "mm_tokens_per_image": 4,
-    "boi_token_index": 1,
-    "eoi_token_index": 2,
     "image_token_index": 3,
-    "text_config": LLAMA
-    | {
-        "model_type": "gemma3_text",
-        "head_dim": 64,
-        "sliding_window": 64,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "projection_dim": 128,
+    "text_config": LLAMA | {"model_type": "gemma", "head_dim": 64},
     "vision_config": {
         "model_type": "siglip_vision_model",
         "hidden_size": 64,
@@ -59,6 +51,7 @@ GEMMA_3 = {
         "num_attention_heads": 2,
         "image_size": 28,
         "patch_size": 14,
+        "projection_dim": 128,
     },
 }
 """With pictures, all tokens of which attend to each other."""

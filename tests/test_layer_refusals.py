@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.engine import checkpoint
-from tests.model_configs import GEMMA_3, LLAMA, QWEN
+from tests.model_configs import LLAMA, PALIGEMMA, QWEN
 from tests.test_refusals import configure  # noqa: F401
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -49,12 +49,13 @@ def test_small_pages_that_sliding_windows_would_have_too(configure):  # noqa: F8
         ask(LLAMA | windows, 16, kv_transfer_config=connector)
 
 
-def test_pictures_that_attend_to_themselves(configure):  # noqa: F811
+def test_pictures_that_attend_to_themselves(configure, monkeypatch):  # noqa: F811
     """Refused before the start; served without pictures, as the message says."""
+    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda run: run())
     message = "does not support bidirectional multimodal prefixes.* with --language-model-only"
     with pytest.raises(ValueError, match=message):
-        configure(GEMMA_3)
-    assert not configure(GEMMA_3, language_model_only=True).model_config.is_mm_prefix_lm
+        configure(PALIGEMMA)
+    assert not configure(PALIGEMMA, language_model_only=True).model_config.is_mm_prefix_lm
 
 
 @pytest.mark.parametrize(
