@@ -113,7 +113,7 @@ class Step:
 
 
 class Watch:
-    """Notes what steps leave. It stands in for the ops of whatever prepares them."""
+    """Notes what steps leave, in place of the ops that prepare their rows."""
 
     def __init__(self, runner: Any) -> None:
         kept = runner.retrieval_layers
@@ -143,6 +143,8 @@ class Watch:
         After the last step ``records``: entries of the index, and ``units`` in the slots listed.
         """
         self._complete()
+        if self.impl.units.is_cuda:
+            torch.cuda.synchronize()  # whatever stream copies
         names = "lists", "attention", "records", "units"
         seen = {f"{prefix}{name}": 0 for name in names for prefix in ("", "wrong ")}
 
@@ -151,7 +153,7 @@ class Watch:
             seen[name] += len(verdicts)
             seen[f"wrong {name}"] += int((~verdicts).sum())
 
-        latest: dict[int, tuple[Step, int, Context]] = {}
+        latest: dict[int, tuple[Step, int, Context]] = {}  # by seat
         for step in self.steps:
             for row in (step.rows.choosers >= 0).nonzero()[:, 0].tolist():
                 seat = int(step.rows.seats[row])

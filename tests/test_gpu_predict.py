@@ -9,15 +9,23 @@ from vllm_kvretrieval.kernels import triton as kernels
 AGAIN = "run python -m benchmarks.gpu.predict and python -m benchmarks.tables, and say why"
 
 
+def of(home):
+    """Options of an engine with freekv."""
+    config = counted.served("freekv", home)
+    assert config is not None
+    return config
+
+
 def test_the_committed_table_is_of_todays_launches():
     """Launches and bytes per preset and home, on the path and beside it, and the times by them."""
     stored, now = read_json(predict.OUTPUT), predict.predicted()
+    assert stored is not None
     assert now["presets"] == stored["presets"], AGAIN
     assert now["results"] == stored["results"], AGAIN
 
 
 def test_a_launch_more_is_seen(monkeypatch):
-    stored, write = read_json(predict.OUTPUT), kernels.write_kv
+    stored, write = predict.predicted(), kernels.write_kv
 
     def twice(*args):
         write(*args)
@@ -29,8 +37,7 @@ def test_a_launch_more_is_seen(monkeypatch):
 
 
 def test_what_is_beside_the_model_is_counted_apart():
-    config = counted.served("freekv", "host")
-    launches = counted.decode_step(config, batch=1, context=131072, units=132)
+    launches = counted.decode_step(of("host"), batch=1, context=131072, units=132)
     beside = [launch.kernel for launch in launches if launch.side]
     assert beside == ["_resolve_kernel", "_recall_kernel"]
     assert [launch.kernel for launch in launches if not launch.side].count("_recall_kernel") == 1
@@ -47,7 +54,7 @@ def test_predictions_are_plausible(batch):
     """No step is shorter than its bytes, and longer contexts take longer."""
     model = predict.Model.read(predict.MODEL)
     assert model.weights == pytest.approx(15.0e9, rel=0.01)
-    for config in (None, counted.served("freekv", "device"), counted.served("freekv", "host")):
+    for config in (None, of("device"), of("host")):
         times = [model.step_us(config, batch, context) for context in predict.LENGTHS]
         assert times == sorted(times)
         assert times[0] > predict.us(model.weights)
