@@ -15,7 +15,7 @@ from vllm_kvretrieval.retrieval.presets import OWN
 
 BLOCK = "<!-- table: {} -->\n{}<!-- end of table -->\n"
 STEPS = "steps decode-fill-fier.json"
-FIGURE = "As fast as <!-- figure: {} -->{}."
+FIGURE = "As fast as <!--f1-->{1}.\n\n<!-- figures:\nf1: {0}\n-->\n"
 FULL = f"{STEPS} @ 32,768; 1 @ fier"
 STEPS_PLOT = ROOT / "docs/plots/steps/decode-fill.svg"
 
@@ -219,6 +219,18 @@ def test_a_figure_follows_its_cell():
 def test_a_figure_that_no_table_has(asked, figure, message):
     with pytest.raises(figures.FigureError, match=message):
         tables.rendered(FIGURE.format(asked, figure))
+
+
+def test_a_figure_is_bound_once():
+    page = FIGURE.format(FULL, "21.6")
+    for wrong in (
+        page.replace("f1: ", "f2: "),
+        page.replace("-->\n", f"f1: {FULL}\n-->\n"),
+        page.replace("-->\n", f"f2: {FULL}\n-->\n"),
+        page.replace("As fast", "<!--x-->As <!--f1-->1 and fast"),
+    ):
+        with pytest.raises(figures.FigureError, match=r"not bound once .*: f[12]"):
+            tables.rendered(wrong)
 
 
 @pytest.mark.parametrize("before", ["", "  ", "- "])

@@ -1,8 +1,12 @@
 """Figures in sentences, each a cell of a table of result files.
 
-A page binds the number behind a comment to a cell::
+A page binds the number behind a short comment to a cell, which the end of the page says::
 
-    takes <!-- figure: first first-token.json @ 32,768 @ full, s -->138 s
+    takes <!--f1-->138 s
+    ...
+    <!-- figures:
+    f1: first first-token.json @ 32,768 @ full, s
+    -->
 
 In front of the first ``@`` stand the words of a table, as behind ``table:``. The next part is the
 beginning of its row, cells by ``;``. The last one is the beginning of a heading; where several
@@ -14,15 +18,16 @@ quotient, in percent if `` %`` follows.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from benchmarks.tables.markdown import CELL
 
-MARK = re.compile(
-    r"(?P<mark><!-- figure: (?P<words>[^\n]*?) -->)(?P<figure>\d[\d,]*(?:\.\d+)?)(?P<unit> ?%)?"
-)
+BEGINNING = re.compile(r"<!--f\d+-->")
+MARK = re.compile(r"<!--(?P<name>f\d+)-->(?P<figure>\d[\d,]*(?:\.\d+)?)(?P<unit> ?%)?")
+BOUND = re.compile(r"<!-- figures:\n(?P<lines>(?:f\d+: [^\n]+\n)*)-->")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-BEGINS_LINE = re.compile(r"^\s*(?:[-*] +)?<!-- figure: ", re.MULTILINE)
+BEGINS_LINE = re.compile(r"^\s*(?:[-*] +)?<!--f\d+-->", re.MULTILINE)
 
 
 class FigureError(ValueError):
@@ -38,24 +43,36 @@ def rendered(text: str, table: Callable[[str], str]) -> str:
 
     Raises:
         FigureError: a comment without a number behind it, one at the beginning of a line (which
-            Markdown takes for HTML up to its end), or one that names no cell, or several.
+            Markdown takes for HTML up to its end), or one that names no cell, or several; a name
+            that is bound twice, to nothing, or for no figure.
     """
-    if text.count("<!-- figure: ") != len(MARK.findall(text)):
-        raise FigureError("a comment <!-- figure: ... --> has no number right behind it")
+    if len(BEGINNING.findall(text)) != len(MARK.findall(text)):
+        raise FigureError("a comment <!--f1--> has no number right behind it")
     if place := BEGINS_LINE.search(text):
         line = text.count("\n", 0, place.start()) + 1
         raise FigureError(f"line {line} begins with a figure's comment: put a word before it")
-    return MARK.sub(lambda mark: _figure(mark, table), text)
+    bound = _bound(text)
+    return MARK.sub(lambda mark: _figure(mark, bound[mark["name"]], table), text)
 
 
-def _figure(mark: re.Match[str], table: Callable[[str], str]) -> str:
-    words, unit = mark["words"], mark["unit"] or ""
+def _bound(text: str) -> dict[str, str]:
+    """What the end of a page says of its figures, by their names."""
+    lines = [line for block in BOUND.finditer(text) for line in block["lines"].splitlines()]
+    pairs = [line.split(": ", 1) for line in lines]
+    names, used = [name for name, _ in pairs], [mark["name"] for mark in MARK.finditer(text)]
+    if wrong := (Counter(names) - Counter({*used})) + (Counter(used) - Counter(names)):
+        raise FigureError(f"not bound once to a cell, for one figure: {', '.join(sorted(wrong))}")
+    return dict(pairs)
+
+
+def _figure(mark: re.Match[str], words: str, table: Callable[[str], str]) -> str:
+    unit = mark["unit"] or ""
     values = [_value(reference, table) for reference in words.split(" / ")]
     if len(values) > 2:
         raise FigureError(f"figure {words!r}: a quotient has two cells")
     value = values[0] if len(values) == 1 else values[0] / values[1] * (100 if unit else 1)
     decimals = len(mark["figure"].partition(".")[2])
-    return f"{mark['mark']}{value:,.{decimals}f}{unit}"
+    return f"<!--{mark['name']}-->{value:,.{decimals}f}{unit}"
 
 
 def _value(reference: str, table: Callable[[str], str]) -> float:
