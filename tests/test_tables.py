@@ -160,6 +160,29 @@ def test_a_row_of_methods_names_its_build(tmp_path):
     assert f"| fier | {own}, another |" in tables.rendered(BLOCK.format(words, ""), tmp_path)
 
 
+def test_measured_steps_stand_beside_predicted_ones(tmp_path):
+    """Of engines that a GPU has run: see `benchmarks.gpu.engine_decode`."""
+    shutil.copy(RESULTS / "gpu_predicted.json", tmp_path)
+    store = json.loads((tmp_path / "gpu_predicted.json").read_text())
+    store["results"] = {
+        "stock": [],
+        "stock, memory": {"used": 1},
+        "stock, decode 2048, batch 1": {"fits": True, "ms": 6.25},
+        "device, decode 2048, batch 1": {"fits": True, "ms": 7.75},
+        "device, decode 131072, batch 8": {"fits": False, "needs_gib": 128.0},
+        "device, decode 32768, batch 1": None,
+    }
+    (tmp_path / "gpu_day.json").write_text(json.dumps(store))
+    page = BLOCK.format("predicted gpu_predicted.json gpu_day.json", "")
+    header, _, *rows = tables.rendered(page, tmp_path).splitlines()[1:]
+    assert header.endswith("| measured: stock vLLM, ms | measured: `home=device`, ms |")
+    ends = {row[:20].split("|")[1:3][0].strip(): row.split("|")[-3:-1] for row in rows[:8:2]}
+    assert [cell.strip() for cell in ends["2,048"]] == ["6.2", "7.8"]
+    assert [cell.strip() for cell in ends["32,768"]] == ["", ""]
+    (last,) = [row for row in rows if row.startswith("| 131,072 | 8 ")]
+    assert last.endswith("|  | does not fit |")
+
+
 def test_a_stall_of_the_machine_is_no_slow_prefill(tmp_path):
     page = BLOCK.format("sparse prefill.json", "")
     store = json.loads((RESULTS / "prefill.json").read_text())

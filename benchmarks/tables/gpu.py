@@ -1,4 +1,4 @@
-"""Tables of `benchmarks.gpu.predict`: decode steps on a GPU, and their launches."""
+"""Tables of decode steps on a GPU, predicted and measured, and of their launches."""
 
 from __future__ import annotations
 
@@ -7,23 +7,50 @@ from typing import Any
 
 from benchmarks.tables.markdown import Options, Results, markdown, ratio
 
+ENGINES = {"stock": "stock vLLM", "device": "`home=device`", "host": "`home=host`"}
+"""Engines, by their names in result files, and for people."""
+
 
 def predicted(results: Results, options: Options) -> str:
-    """Predicted milliseconds per decode step: a row per context and batch."""
-    (store,) = results.values()
-    steps: dict[tuple[str, str], dict[str, Any]] = {}
-    for name, step in store["results"].items():
-        engine, context, batch = name.split(", ")
-        key = context.removeprefix("decode "), batch.removeprefix("batch ")
-        steps.setdefault(key, {})[engine] = step
+    """Predicted milliseconds per decode step: a row per context and batch.
+
+    Files behind the first one are of `benchmarks.gpu.engine_decode`: they add a column for each
+    engine that was measured.
+    """
+    first, *others = (_by_size(store) for store in results.values())
+    measured = [(steps, engine) for steps in others for engine in ENGINES if _has(steps, engine)]
     rows = []
-    for (context, batch), by_engine in steps.items():
-        stock, device, host = (by_engine[engine] for engine in ("stock", "device", "host"))
+    for (context, batch), by_engine in first.items():
+        stock, device = by_engine["stock"], by_engine["device"]
         faster = ratio(stock["ms"] / device["ms"]) if device["fits"] else ""
-        times = [_time(step) for step in (stock, device, host)]
-        rows.append([f"{int(context):,}", batch, f"{stock['cache_gib']:.1f}", *times, faster])
-    header = ["tokens", "batch", "KV cache, GiB", "stock vLLM, ms", "`home=device`, ms"]
-    return markdown([*header, "`home=host`, ms", "device to stock, speed"], rows)
+        times = [_time(by_engine[engine]) for engine in ENGINES]
+        row = [f"{int(context):,}", batch, f"{stock['cache_gib']:.1f}", *times, faster]
+        found = [steps.get((context, batch), {}).get(engine) for steps, engine in measured]
+        rows.append([*row, *("" if step is None else _time(step) for step in found)])
+    header = ["tokens", "batch", "KV cache, GiB", *(f"{name}, ms" for name in ENGINES.values())]
+    header += [
+        "device to stock, speed",
+        *(f"measured: {ENGINES[name]}, ms" for _, name in measured),
+    ]
+    return markdown(header, rows)
+
+
+Steps = dict[tuple[str, str], dict[str, Any]]
+"""Decode steps by context and batch, and by engine."""
+
+
+def _by_size(store: Mapping[str, Any]) -> Steps:
+    steps: Steps = {}
+    for name, step in store["results"].items():
+        engine, *rest = name.split(", ")
+        if step is not None and len(rest) == 2:
+            context, batch = rest[0].removeprefix("decode "), rest[1].removeprefix("batch ")
+            steps.setdefault((context, batch), {})[engine] = step
+    return steps
+
+
+def _has(steps: Steps, engine: str) -> bool:
+    return any(engine in by_engine for by_engine in steps.values())
 
 
 def launches(results: Results, options: Options) -> str:
@@ -40,6 +67,8 @@ def launches(results: Results, options: Options) -> str:
 
 
 def _time(step: Mapping[str, Any]) -> str:
+    if "ms" not in step:
+        return "does not fit"
     return f"{step['ms']:.1f}" if step["fits"] else f"({step['ms']:.1f})"
 
 
