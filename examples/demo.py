@@ -211,7 +211,7 @@ class Column:
         attended: Tokens that a step attends to.
         share: Of the KV cache that it reads.
         times: Milliseconds per token, a figure of each round.
-        first_s: Seconds until the first token of the new text; None if it was read before.
+        first_s: Seconds until the first token of the first answer; None if another had been given.
     """
 
     name: str
@@ -258,7 +258,7 @@ def report(columns: Sequence[Column]) -> str:
         ("time per token", *(f"{each.token_ms:.1f} ms" for each in columns)),
         ("of the rounds", *(f"{min(each.times):.1f} to {max(each.times):.1f}" for each in columns)),
         (
-            "first token of the new text",
+            "first token, first answer",
             *("" if each.first_s is None else f"{each.first_s:.1f} s" for each in columns),
         ),
     ]
