@@ -11,21 +11,30 @@ import torch
 from benchmarks.common import ROOT, read_json
 from benchmarks.gpu import (
     common,
+    counted,
     decode_layer,
     engine_decode,
     goals,
     layer_parts,
     layer_step,
+    predict,
     smoke,
     sparse_decode,
 )
-from tests import interpreter
+from tests import byte_counts, interpreter
 from tests.side_work import AtOnce, Delayed
 from vllm_kvretrieval.attention.cuda import far
 from vllm_kvretrieval.engine.cuda import tiers
 
 SHAPE = layer_parts.Shape(kv_heads=2, group=2, head_size=16, budget=256)
 COPY, BUS = 1e9, 1e8
+MOVERS = (
+    "_write_kernel", "_write_tail_kernel", "_score_kernel", "_select_kernel",
+    "_sparse_decode_kernel",
+)  # fmt: skip
+"""Kernels whose bytes do not depend on what is missing."""
+BESIDE = 2048
+"""Bytes of queries, tables and lists that a KV head may move beside what it must."""
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +111,31 @@ def disturbed():
 
 def test_a_wrong_step_is_not_measured(interpreted):
     assert interpreted(disturbed) < decode_layer.AGREEMENT
+
+
+@pytest.mark.parametrize(
+    ("method", "side"),
+    [("freekv", None), ("freekv", AtOnce()), ("quest", None), ("arkvale", None), ("oracle", None)],
+)
+def test_launches_move_the_bytes_that_are_predicted(interpreted, method, side):
+    """Kernels move what `benchmarks.gpu.predict` says that they must, and little more."""
+    home = "device" if side is None else "host"
+    config = counted.served(method, home, byte_counts.BUDGET)
+    assert config is not None
+    shape, context = counted.Attention(*byte_counts.SHAPE), byte_counts.CONTEXT
+    sizes = predict.Sizes(config, 1, context, shape)
+    expected = {
+        launch.kernel: predict.must_move(launch, sizes)
+        for launch in counted.decode_step(
+            config, batch=1, context=context, units=byte_counts.UNITS, shape=shape
+        )
+        if not launch.values.get("NUMBER")  # of the preset itself
+    }
+    moved = interpreted(byte_counts.decode_step, method, side)
+    compared = [(kernel, nbytes) for kernel, nbytes in moved if kernel in MOVERS]
+    assert len(compared) > 3
+    for kernel, nbytes in compared:
+        assert expected[kernel] <= nbytes <= expected[kernel] + BESIDE * shape.kv_heads, kernel
 
 
 class SmallHome:
