@@ -25,8 +25,8 @@ from tests.test_device_engine import RETRIEVAL as ENGINE
 
 pytestmark = pytest.mark.engine
 
-LAST = {"vision": 1, "sinks": 3}
-"""The number of the last layer, where there are not three."""
+RETRIEVING = {"vision": 1, "sinks": 1}
+"""The number of the layer that retrieves, where it is not the third."""
 STATES = {"states": "MambaHybridModelState", "convolutions": "MambaHybridModelState"}
 COMPILATION = GRAPHS | {"cudagraph_capture_sizes": [2, 4]}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -91,11 +91,11 @@ def served(request, tmp_path_factory):
 
 
 def test_layers_with_full_attention_retrieve(served):
-    """Only the last layer retrieves, since the first one is dense."""
+    """One layer retrieves: others are dense, or attend to a window."""
     described = served.describe()
     assert described["state"] == STATES.get(served.kind, "DefaultModelState")
     (name,) = described["retrieving"]
-    assert f".layers.{LAST.get(served.kind, 2)}." in name
+    assert f".layers.{RETRIEVING.get(served.kind, 2)}." in name
     assert set(described["blocks"]) == {PAGE}
     assert described["graphs"] == [2, 4]
 

@@ -25,7 +25,9 @@ MOST_PAGES = 65536
 TILE_PAGES = 4096
 """Pages that a program ranks at a time."""
 PAGES_PER_WARP = 512
-"""So that a multiprocessor has registers for two programs, or more, that rank ``TILE_PAGES``."""
+"""As many as a program has registers for that shares its multiprocessor with another one."""
+REGISTERS = 65536
+"""Registers of a multiprocessor."""
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _SINK = tl.constexpr(int(Column.SINK))
@@ -203,6 +205,7 @@ def plan_decode(
         pages = min(rows.block_table.shape[1], plan.scores.shape[2] // parts)
         most = max(triton.next_power_of_2(pages), 16)
         tile = min(most, max(tile_pages, 4 * width))
+        warps = min(max(tile // PAGES_PER_WARP, 4), 32)
         _select_kernel[(pairs,)](
             query,
             plan.scores,
@@ -239,7 +242,8 @@ def plan_decode(
             TILES=most // tile,
             WIDTH=width,
             STATS=triton.next_power_of_2(programs),
-            num_warps=min(max(tile // PAGES_PER_WARP, 4), 32),
+            num_warps=warps,
+            maxnreg=min(REGISTERS // (2 * 32 * warps), 255),  # for two programs or more
             enable_fp_fusion=True,
         )
 
