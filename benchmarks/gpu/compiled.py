@@ -10,7 +10,7 @@ not be launched.
 
 The record of a version of Triton says for each launch what it was compiled from, so only changed
 launches are compiled again. For another version than the environment's, such as the one that vLLM's
-CUDA wheel is pinned to (requirements/cuda.txt):
+CUDA wheel is pinned to (requirements/cuda-*.txt):
 
     pip install --no-deps --target build/triton triton==3.7.1
     PYTHONPATH=build/triton python -m benchmarks.gpu.compiled
