@@ -205,11 +205,13 @@ def test_smoke_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(smoke, "TESTS", ["test_hardware.py"])
     monkeypatch.setattr(smoke, "Home", SmallHome)
     monkeypatch.setattr(smoke, "CONTEXT", 500)
+    monkeypatch.setattr(predict, "op_us", lambda *case: {"step": 1.5})
     found, failed = run(monkeypatch, smoke, "", tmp_path / "result.json")
     assert failed
     assert list(found["errors"]) == ["tests"]
     assert "test_hardware.py::test_wrong: AssertionError: sums" in found["errors"]["tests"]
     assert found["results"]["host, context 500, batch 8"]["ops"]["step"]["us"] == 16
+    assert found["results"]["host, context 500, batch 8, predicted"] == {"step": 1.5}
     assert "left out" not in capsys.readouterr().out
     (tmp_path / "test_repaired.py").write_text(HARDWARE.replace("3, ", "2, "))
     monkeypatch.setattr(smoke, "TESTS", ["test_repaired.py"])

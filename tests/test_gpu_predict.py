@@ -43,6 +43,16 @@ def test_what_is_beside_the_model_is_counted_apart():
     assert [launch.kernel for launch in launches if not launch.side].count("_recall_kernel") == 1
 
 
+def test_every_op_of_a_layer_is_predicted():
+    """By the names under which a layer is measured."""
+    near, far = (predict.op_us(home, 8, 131072) for home in ("device", "host"))
+    assert set(near) == {"write_kv", "plan_decode", "sparse_decode"}
+    assert set(far) == {
+        *near, "write_tail", "resolve", "recall", "resolve_ahead", "recall_ahead"
+    }  # fmt: skip
+    assert all(time > 0 for time in far.values())
+
+
 def test_what_gpus_refuse_is_not_predicted():
     served = {(name, home) for name, home, _ in counted.presets()}
     assert ("freekv", "host") in served

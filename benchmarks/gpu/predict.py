@@ -24,6 +24,7 @@ from benchmarks.gpu.counted import DENSE_HALF, DTYPE, Attention, Launch, decode_
 from benchmarks.gpu.launches import COMMON, CONTEXTS
 from benchmarks.gpu.layer_step import AHEAD, MISSED
 from benchmarks.models import read_config
+from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.index import EXACT, LOW_RANK
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
@@ -60,9 +61,9 @@ EMPTY = 6.0
 """us of these two launches over rows that are empty. A guess."""
 STOCK_WRITE = 2.0
 """us of vLLM's write to the cache. A guess."""
-SCORE_SHARE = {LOW_RANK: 0.3, EXACT: 0.8}
-"""Share of HBM by index, of others 0.9: fields of low_rank are read byte by byte (record of
-compiled kernels), keys in short tiles. Guesses."""
+SCORE_SHARE = {LOW_RANK: 0.8, EXACT: 0.8}
+"""Share of HBM by index, of others 0.9: a record of low_rank has several short fields, and keys
+come in short tiles. Guesses."""
 SELECT = 10.0, 15.0
 """us of ranking few pages, and more for 4,096 by 16 warps. Guesses."""
 ATTEND, ATTEND_SHARE, MERGE = 4.0, 0.85, 0.45
@@ -140,7 +141,7 @@ def record_bytes(sizes: Sizes) -> int:
     assert own.index is not None
     if own.index.reads_keys:
         return own.entry_tokens * size * DTYPE.itemsize
-    return int(own.index.record_bytes(size, own.entry_tokens, DTYPE))
+    return int(own.index.record_bytes(size, own.entry_tokens, DTYPE, RECORD_ALIGNMENT))
 
 
 def must_move(launch: Launch, sizes: Sizes) -> float:
@@ -238,6 +239,38 @@ def layer_us(sizes: Sizes) -> tuple[float, float]:
         for side in (False, True)
     )
     return path, beside
+
+
+OPS = {
+    ("_write_kernel", False): "write_kv",
+    ("_build_kernel", False): "write_kv",
+    ("_write_tail_kernel", False): "write_tail",
+    ("_score_kernel", False): "plan_decode",
+    ("_select_kernel", False): "plan_decode",
+    ("_resolve_kernel", False): "resolve",
+    ("_resolve_kernel", True): "resolve_ahead",
+    ("_recall_kernel", False): "recall",
+    ("_recall_kernel", True): "recall_ahead",
+    ("_sparse_decode_kernel", False): "sparse_decode",
+}
+"""The op of `benchmarks.gpu.decode_layer` that a launch belongs to, on the path or beside it."""
+
+
+def op_us(home: str, batch: int, context: int) -> dict[str, float]:
+    """Microseconds of each op of a retrieval layer's step, by the names of `decode_layer`.
+
+    Args:
+        home: Where the KV cache is.
+        batch, context: Requests, and tokens of each.
+    """
+    served = {(name, at): config for name, at, config in presets()}
+    sizes = Sizes(served[METHOD, home], batch, context, Attention())
+    launches = decode_step(sizes.config, batch=batch, context=context, units=UNITS)
+    found: dict[str, float] = {}
+    for launch in launches:
+        if (op := OPS.get((launch.kernel, launch.side))) is not None:
+            found[op] = found.get(op, 0) + launch_us(launch, sizes)
+    return found
 
 
 @dataclass(frozen=True)

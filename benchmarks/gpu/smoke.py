@@ -1,11 +1,12 @@
-"""What no CPU can show of a GPU, in one process: tests of the hardware, then ops of a layer.
+"""What no CPU can show of a GPU, in one process: tests of hardware, then ops beside predictions.
 
     python -m benchmarks.gpu.smoke
 
 First come versions, and mapped host memory with the speed of the bus. Then the tests run that an
 interpreter cannot replace (`TESTS`): FreeKV's whole step of a layer in a CUDA graph, replayed
 against its specification, and FlashAttention over rows that are empty. Last come the ops of a
-layer's step at 128K, as `benchmarks.gpu.decode_layer` measures them, largest worth first.
+layer's step at 128K, as `benchmarks.gpu.decode_layer` measures them and `benchmarks.gpu.predict`
+predicts them, largest worth first.
 
 A part that fails does not keep the others from running. Parts that would begin after ``--seconds``
 are left out, and named.
@@ -74,6 +75,13 @@ def tests() -> dict[str, dict[str, Any]]:
     return outcomes.found
 
 
+def predicted(home: str, batch: int) -> dict[str, float]:
+    """Microseconds that each op should take; needs vLLM."""
+    from benchmarks.gpu import predict
+
+    return predict.op_us(home, batch, CONTEXT)
+
+
 class Smoke:
     """The parts, and the time that is left for them.
 
@@ -111,8 +119,11 @@ class Smoke:
         for batch, (name, home) in itertools.product(BATCHES, homes.items()):
             case = case_name(name, CONTEXT, batch)
             found = self.part(case, partial(home.case, batch, CONTEXT))
-            for op, timed in (found or {"ops": {}})["ops"].items():
-                rows.append([name, batch, op, timed["us"], timed["floor_us"]])
+            if not found:
+                continue
+            expected = self.part(f"{case}, predicted", partial(predicted, name, batch)) or {}
+            for op, timed in found["ops"].items():
+                rows.append([name, batch, op, timed["us"], expected.get(op), timed["floor_us"]])
         return rows
 
 
@@ -129,7 +140,8 @@ def main() -> None:
     smoke.part("tests", tests)
     torch.cuda.empty_cache()
     rows = smoke.ops(homes)
-    report.table(f"One layer at {CONTEXT} tokens", ["home", "batch", "op", "us", "floor us"], rows)
+    columns = ["home", "batch", "op", "us", "predicted us", "floor us"]
+    report.table(f"One layer at {CONTEXT} tokens", columns, rows)
     if smoke.left_out:
         print(f"left out for lack of time: {', '.join(smoke.left_out)}")
     report.finish()
