@@ -10,7 +10,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.add import _note
 from vllm_kvretrieval.store.changes import change, note_reset
 from vllm_kvretrieval.store.contexts import (
-    MOST_IDS,
+    MOST_KEYS,
     NO_PARENT,
     Forgotten,
     id_of,
@@ -196,7 +196,11 @@ def test_what_is_forgotten_is_never_another_context(make):
             with pytest.raises(RetrievalConfigError, match="is forgotten"):
                 alter(store, context, action)
     assert alter(store, ident("axx"), DROP) == {name_of(store)}
-    assert alter(store, ident("axx"), DROP) == alter(store, key("axx").hex(), DROP) == set()
+    with pytest.raises(RetrievalConfigError, match="is forgotten"):
+        alter(store, ident("axx"), UNPIN)
+    for again in (ident("axx"), key("axx").hex()):
+        assert alter(store, again, DROP) == {name_of(store)}
+    assert texts(store) == []
     fill(store, "axxy")
     short = f"id:{ident('axx')[:4]}"
     with pytest.raises(RetrievalConfigError, match="contexts"):
@@ -210,7 +214,7 @@ def test_a_name_that_is_given_anew(make):
     directory = str(store.folder.path.parent)
     _note(directory, {"book": key("abc")}, pin=False)
     alter(store, "book", DROP)
-    assert read_forgotten(store.folder) == Forgotten(frozenset({"book"}), (ident("abc"),))
+    assert read_forgotten(store.folder) == Forgotten(frozenset({"book"}), (key("abc"),))
     _note(directory, {"book": key("z")}, pin=False)
     assert read_forgotten(store.folder).names == frozenset()
     assert alter(store, "book", DROP) == {name_of(store)}
@@ -231,9 +235,9 @@ def test_a_reset_forgets_all_names(make):
 
 def test_ids_are_not_remembered_for_ever(make):
     store = make()
-    ids = [f"{number:012x}" for number in range(MOST_IDS + 9)]
-    write_forgotten(store.folder, Forgotten(frozenset({"book"}), (*ids,)))
-    assert read_forgotten(store.folder) == Forgotten(frozenset({"book"}), (*ids[9:],))
+    known = [number.to_bytes(32, "big") for number in range(MOST_KEYS + 9)]
+    write_forgotten(store.folder, Forgotten(frozenset({"book"}), (*known,)))
+    assert read_forgotten(store.folder) == Forgotten(frozenset({"book"}), (*known[9:],))
 
 
 def test_a_context_in_several_stores(make, capsys):

@@ -11,7 +11,6 @@ from vllm_kvretrieval.store.contexts import (
     Forgotten,
     forgotten,
     held,
-    id_of,
     pinned_blocks,
     reachable,
     read_forgotten,
@@ -108,7 +107,7 @@ def change(directory: str, context: str, action: str) -> tuple[list[Made], list[
         action: One of ``vllm_kvretrieval.store.inbox.ACTIONS``.
 
     Returns:
-        What has been changed where; nothing: the context that is to be dropped has been dropped
+        What has been changed where; nothing: the name of what is to be dropped has been dropped
         before. And why other entries of the directory could not be looked at.
 
     Raises:
@@ -120,9 +119,9 @@ def change(directory: str, context: str, action: str) -> tuple[list[Made], list[
     try:
         keys = meant(context, stores)
         wanted = [(store, key) for store in stores for key in _wanted(store, keys, context, action)]
-        if keys and not wanted:
+        if not wanted and any(keys & store.keys for store in stores):
             raise unknown(context, "no context that is whole")
-        if not keys and action != DROP:
+        if not wanted and action != DROP:
             raise UnknownContextError(f"store: {context!r} is forgotten; it has to be read anew.")
     except UnknownContextError as error:
         raise UnknownContextError(" ".join([str(error), *refused])) from None
@@ -140,7 +139,10 @@ def change(directory: str, context: str, action: str) -> tuple[list[Made], list[
 
 def _wanted(store: Known, keys: Set[bytes], context: str, action: str) -> Set[bytes]:
     """Of the keys that a user means, those of a store."""
-    if action != PIN:
+    if action == DROP:
+        # A server may be about to store again what has been dropped.
+        return keys & store.keys.union(store.forgotten.keys)
+    if action == UNPIN:
         return keys & store.keys
     # Elsewhere an older version may have the same name.
     own = {store.names[context]} if context in store.names else keys
@@ -236,15 +238,15 @@ def _forget_names(
     Args:
         folder: The store's directory.
         of: Whether the names of a context go, by the key of its last block.
-        dropped: The key of the context that a user has dropped, whose id is remembered, too.
+        dropped: The key of the context that a user has dropped, which is remembered, too.
     """
     names, known = read_names(folder), read_forgotten(folder)
     gone = {name for name, key in names.items() if of(key)}
-    ids = known.ids
+    keys = known.keys
     if dropped is not None:
-        ids = (*(id for id in ids if id != id_of(dropped)), id_of(dropped))
+        keys = (*(key for key in keys if key != dropped), dropped)
     # First, since a name that is gone must not be unknown.
-    write_forgotten(folder, Forgotten(known.names | gone, ids))
+    write_forgotten(folder, Forgotten(known.names | gone, keys))
     write_names(folder, {name: key for name, key in names.items() if name not in gone})
 
 

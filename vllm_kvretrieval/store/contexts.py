@@ -15,8 +15,8 @@ ID_DIGITS = 12
 REMEDIES = {PINS: ", and pin anew", NAMES: ", and name anew", FORGOTTEN: ""}
 PINNED_SHARE = 0.5
 """Share of the blocks that may be pinned at most: requests need the others."""
-MOST_IDS = 1000
-"""Ids of contexts that were dropped and are remembered."""
+MOST_KEYS = 1000
+"""Keys of contexts that were dropped and are remembered."""
 Said = TypeVar("Said")
 
 
@@ -46,11 +46,11 @@ class Forgotten(NamedTuple):
 
     Attributes:
         names: Their names, for ever.
-        ids: Their ids, latest last, but no more than ``MOST_IDS``.
+        keys: Keys of their last blocks, latest last, but no more than ``MOST_KEYS``.
     """
 
     names: frozenset[str] = frozenset()
-    ids: tuple[str, ...] = ()
+    keys: tuple[bytes, ...] = ()
 
 
 def id_of(key: bytes) -> str:
@@ -199,14 +199,15 @@ def read_forgotten(folder: Folder) -> Forgotten:
     """
 
     def parse(said: Any) -> Forgotten:
-        return Forgotten(frozenset(map(str, said["names"])), (*map(str, said["ids"]),))
+        return Forgotten(frozenset(map(str, said["names"])), (*map(bytes.fromhex, said["keys"]),))
 
     return _read(folder, FORGOTTEN, parse, Forgotten())
 
 
 def write_forgotten(folder: Folder, forgotten: Forgotten) -> None:
-    """Replace what dropped contexts were called; the oldest of too many ids are left out."""
-    said = {"names": sorted(forgotten.names), "ids": forgotten.ids[-MOST_IDS:]}
+    """Replace what dropped contexts were called; the oldest of too many keys are left out."""
+    keys = [key.hex() for key in forgotten.keys[-MOST_KEYS:]]
+    said = {"names": sorted(forgotten.names), "keys": keys}
     folder.replace(FORGOTTEN, json.dumps(said).encode())
 
 

@@ -19,8 +19,6 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 DIGITS = re.compile(r"[0-9A-Fa-f]{8,}")
 ID = re.compile(rf"id:([0-9A-Fa-f]+)|({DIGITS.pattern})")
 """With the prefix fewer digits are enough."""
-KEY_DIGITS = 64
-"""Of a whole key."""
 
 
 class UnknownContextError(RetrievalConfigError):
@@ -76,7 +74,7 @@ def meant(context: str, stores: Sequence[Known]) -> set[bytes]:
         stores: All that are there.
 
     Returns:
-        By a name as many as stores have given it to; none: the context has been dropped.
+        By a name as many as stores have given it to; none: this name has been dropped.
 
     Raises:
         UnknownContextError: There is none, or there are several.
@@ -86,11 +84,10 @@ def meant(context: str, stores: Sequence[Known]) -> set[bytes]:
     if any(context in store.forgotten.names for store in stores):
         return set()
     digits = _digits(context)
-    found = {key for store in stores for key in store.keys if digits and _is(key.hex(), digits)}
-    dropped = {id for store in stores for id in store.forgotten.ids if digits and _is(id, digits)}
-    count = len(found) + len(dropped.difference(map(id_of, found)))
-    if count != 1:
-        raise unknown(context, f"{count} contexts" if count else "no context")
+    known = (key for store in stores for key in store.keys.union(store.forgotten.keys))
+    found = {key for key in known if digits and key.hex().startswith(digits)}
+    if len(found) != 1:
+        raise unknown(context, f"{len(found)} contexts" if found else "no context")
     return found
 
 
@@ -143,8 +140,3 @@ def _digits(context: str) -> str | None:
     """The digits of an id; None: it is none."""
     found = ID.fullmatch(context)
     return (found[1] or found[2]).lower() if found else None
-
-
-def _is(id: str, digits: str) -> bool:
-    """Whether an id, or a whole key, is one that begins with these digits, as far as it goes."""
-    return id.startswith(digits) or (len(digits) <= KEY_DIGITS and digits.startswith(id))
