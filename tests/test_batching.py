@@ -200,8 +200,9 @@ def test_prefix_caching(llm):
 def test_exact_answers_do_not_depend_on_what_was_decoded_before(llm, method):
     """A chat whose first answer is approximate: it ends block 5."""
     llm.reset_prefix_cache()
-    prompt = chat(llm, novel(llm, 740, 80), [{"budget": 128, "method": method}], 30)
-    (ordinary,) = drive(llm, [Request(prompt, 1, {}, cache=True)])
+    own = {"budget": 128, "method": method}
+    prompt = chat(llm, novel(llm, 740, 80), [own], 30)
+    (ordinary,) = drive(llm, [Request(prompt, 1, own, cache=True)])
     assert ordinary.cached == 6 * BLOCK
     answer, expected = with_and_without_cache(llm, prompt, {"exact": True})
     assert answer.cached == 5 * BLOCK

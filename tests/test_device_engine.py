@@ -224,7 +224,7 @@ def test_exact_answers_do_not_depend_on_what_was_decoded_before(served):
     served.reset_prefix_cache()
     first = Request(prompt(120, 9), 42, {}, cache=True)
     chat = first.prompt + served.drive([first])[0].tokens + prompt(10, 11)
-    ordinary = Request(chat, 1, by("quest"), cache=True)
+    ordinary = Request(chat, 1, {}, cache=True)
     exact = [Request(chat, 4, {"exact": True}, cache=cache) for cache in (True, False)]
     assert served.drive([ordinary])[0].cached == 5 * BLOCK
     answer, expected = (served.drive([request])[0] for request in exact)

@@ -117,7 +117,7 @@ def test_what_was_decoded_before_is_no_prefix(llm):
     What is left to compute of them is longer than the windows that are observed.
     """
     llm.reset_prefix_cache()
-    prompt = chat(llm, novel(llm, 384, 80), [{}, by("h2o"), by("freekv")], 60)
+    prompt = chat(llm, novel(llm, 384, 80), [by("freekv")] * 3, 60)
     cached = 3 * BLOCK
     for method in ("snapkv", "raas", "tova", "cheap"):
         answer, expected = with_and_without_cache(llm, prompt, by(method))

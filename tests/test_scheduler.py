@@ -437,12 +437,12 @@ def test_nothing_is_shared_that_is_less_exact_than_asked_for(sparse, ahead):
         running[stepper.add(chat, draw.choice([1, 70, 130]), own)] = chat, own
         for _ in range(draw.choice([1, 60])):
             stepper.step()
-        for name in running.keys() - stepper.scheduler.requests.keys():
+        for name in sorted(running.keys() - stepper.scheduler.requests.keys()):
             chat, own = running.pop(name)
             past.append(((chat + stepper.outputs[name])[:1200], own))
         past = past[-4:]
     stepper.run()
-    assert truth.borrowed > (2000 if sparse else 500)
+    assert truth.borrowed > (1000 if sparse else 200)
     assert truth.approximate > 1000
 
 

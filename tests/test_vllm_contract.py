@@ -27,6 +27,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, StreamingUpdate
 
 from benchmarks.stepper import Stepper
+from vllm_kvretrieval.engine.chunks import ChunkScheduler
 from vllm_kvretrieval.engine.scheduler import RetrievalAsyncScheduler, RetrievalScheduler
 
 COORDINATORS = (
@@ -98,8 +99,8 @@ def test_weights_are_seen_before_they_are_packed():
 
 
 def test_overrides_stand_before_vllms():
-    order = [RetrievalAsyncScheduler, RetrievalScheduler, AsyncScheduler, Scheduler]
-    assert RetrievalAsyncScheduler.__mro__[:4] == tuple(order)
+    ours = RetrievalAsyncScheduler, RetrievalScheduler, ChunkScheduler
+    assert RetrievalAsyncScheduler.__mro__[:5] == (*ours, AsyncScheduler, Scheduler)
 
 
 def test_fields():
