@@ -17,7 +17,7 @@ from tests.test_device_engine import STOCK, prompt
 pytestmark = pytest.mark.engine
 
 PAGE, BUDGET = 16, 1024
-CASE = Case([prompt(235, 1), prompt(200, 2), prompt(20, 3)], [2], 4, {"budget": 160})
+CASE = Case([prompt(330, 1), prompt(260, 2), prompt(33, 3)], [2], 4, {"budget": 192})
 OPTIONS = {"page_size": PAGE, "sink": PAGE, "window": 2 * PAGE, "budget": BUDGET}
 ENGINE = STOCK | {
     "attention_backend": "freekv",

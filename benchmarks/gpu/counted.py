@@ -138,15 +138,6 @@ def decode_step(
     return noted.launches
 
 
-def prepare(config: RetrievalConfig, *, batch: int, context: int) -> list[Launch]:
-    """The launches of a step that are none of a layer's."""
-    noted = _Noted()
-    with _nowhere(noted, 1):
-        rows = _rows(batch, -(-context // config.page_size))
-        kernels.prepare_rows(rows, DeviceRequests.empty(batch, NOWHERE), config.page_size)
-    return noted.launches
-
-
 @contextmanager
 def _nowhere(noted: _Noted, units: int) -> Iterator[None]:
     """Launches are noted, and a GPU has so many multiprocessors."""
