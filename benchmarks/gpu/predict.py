@@ -67,8 +67,10 @@ come in short tiles. Guesses."""
 SELECT = 10.0, 15.0
 """us of ranking few pages, and more for 4,096 by 16 warps. Guesses."""
 ATTEND, ATTEND_SHARE, MERGE = 4.0, 0.85, 0.45
-"""us of sparse attention beside its bytes, its share of HBM, us per part that is merged: a read of
-the L2 cache that the next one waits for. Guesses."""
+"""us of sparse attention beside its bytes, its share of HBM, us per `MERGED` parts that are merged:
+reads of the L2 cache that the next ones wait for. Guesses."""
+MERGED = 4
+"""Parts that the kernel merges at a time."""
 FIXED = {
     "_write_kernel": 2.5,
     "_build_kernel": 2.5,
@@ -195,7 +197,7 @@ def _attend(launch: Launch, sizes: Sizes) -> float:
     tiles = -(-sizes.budget * sizes.config.page_size // launch.values["TILE"])
     keys = sizes.listed * 2 * sizes.shape.head_size * DTYPE.itemsize
     parts = min(launch.values["SPLITS"], tiles)
-    return ATTEND + us(keys) / ATTEND_SHARE + MERGE * parts
+    return ATTEND + us(keys) / ATTEND_SHARE + MERGE * -(-parts // MERGED)
 
 
 def dense_us(sizes: Sizes) -> float:
