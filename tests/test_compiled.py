@@ -26,7 +26,7 @@ MOST_SPILLED = 64
 SPILLING = re.compile(r"sparse_decode d16\b")
 MULTIPLYING = re.compile(r"scores|sparse_decode")
 """Launches that read what they multiply, which is nearly all of the bytes of a step."""
-LEAST_WIDE, MOST_NARROW = 0.7, 0.25
+LEAST_WIDE, MOST_NARROW = 0.4, 0.25
 """Shares of what a thread reads by 16 bytes at a time, and by less than four."""
 SAMPLE = ("write_kv d64", "scores bounding d128")
 
