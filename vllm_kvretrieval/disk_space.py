@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+from collections.abc import Collection
 
 FS_IOC_GETFLAGS, FS_IOC_SETFLAGS = 0x80086601, 0x40086602
 FS_NOCOW_FL = 0x00800000
@@ -40,11 +41,29 @@ def allocate(fd: int, size: int) -> bool:
         OSError: There is not so much space, or a quota or limit is in the way.
     """
     # posix_fallocate() would write to every block in silence instead.
-    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    while fallocate(fd, 0, 0, size) != 0:
+    return fallocate(fd, 0, 0, size, (errno.EOPNOTSUPP, errno.ENOSYS))
+
+
+def fallocate(fd: int, mode: int, offset: int, size: int, absent: Collection[int]) -> bool:
+    """Linux' call of this name.
+
+    Args:
+        fd: Descriptor of the file, open for writing.
+        mode: Flags, such as ``FALLOC_FL_ZERO_RANGE``.
+        offset, size: The part of the file, in bytes.
+        absent: Errors of file systems that cannot do it.
+
+    Returns:
+        Whether the file system can.
+
+    Raises:
+        OSError: Any other error.
+    """
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while call(fd, mode, offset, size) != 0:
         code = ctypes.get_errno()
-        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+        if code in absent:
             return False
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))

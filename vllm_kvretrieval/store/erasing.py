@@ -1,9 +1,8 @@
 """Zeros in the place of what a file has, whose space stays reserved."""
 
-import ctypes
 import errno
-import os
 
+from vllm_kvretrieval.disk_space import fallocate
 from vllm_kvretrieval.store.files import write_at
 
 ZERO_RANGE = 0x10
@@ -39,12 +38,4 @@ def zero(fd: int, offset: int, size: int, slowly: bool = True) -> bool:
 
 def _zero_at_once(fd: int, offset: int, size: int) -> bool:
     """Do it by a call that writes nothing; False where the file system cannot."""
-    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    while fallocate(fd, ZERO_RANGE, offset, size) != 0:
-        code = ctypes.get_errno()
-        if code in REFUSED:
-            return False
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code))
-    return True
+    return fallocate(fd, ZERO_RANGE, offset, size, REFUSED)
