@@ -105,8 +105,8 @@ class NoMerge(Sound):
     homes = ("device", "host")
     layer = ("attention",)
 
-    def sparse_decode(self, query, slots, lists, lengths, scale, out, lse, workspace):
-        kernels.sparse_decode(query, slots, lists, lengths, scale, out, lse, workspace)
+    def sparse_decode(self, query, slots, lists, lengths, scale, out, lse, workspace, **rules):
+        kernels.sparse_decode(query, slots, lists, lengths, scale, out, lse, workspace, **rules)
         if workspace.splits == 1:
             return
         pairs, attended = len(lse), lengths >= 0
@@ -121,8 +121,8 @@ class NotWritten(Sound):
 
     layer = ()
 
-    def sparse_decode(self, query, slots, lists, lengths, scale, out, lse, workspace):
-        kernels.sparse_decode(query, slots, lists, lengths, scale, out, lse, workspace)
+    def sparse_decode(self, query, slots, lists, lengths, scale, out, lse, workspace, **rules):
+        kernels.sparse_decode(query, slots, lists, lengths, scale, out, lse, workspace, **rules)
         rows = _sparse(lengths, query.shape[1] // lse.shape[1])
         out[: len(rows)][rows] = 0
 

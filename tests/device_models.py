@@ -109,9 +109,9 @@ def windows(path: Path) -> Any:
 def capped(path: Path) -> Any:
     """Gemma 2: many scores are larger than their cap."""
     config = Gemma2Config(
-        attn_logit_softcapping=10.0,
+        attn_logit_softcapping=20.0,
         final_logit_softcapping=None,
-        query_pre_attn_scalar=4,
+        query_pre_attn_scalar=1,
         attn_implementation="eager",
         **LAYERS,
         **SHAPE,

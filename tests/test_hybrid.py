@@ -78,8 +78,8 @@ def test_every_request_finds_what_it_shares(llm):
     block = llm.llm_engine.vllm_config.cache_config.block_size
     shared = novel(llm, 7 * block + 9, 70)
     first, second, third = (
-        drive(llm, [Request(shared + novel(llm, 30, seed), 2 * block, {}, cache=True)])[0]
-        for seed in (71, 72, 73)
+        drive(llm, [Request(shared + novel(llm, 30, seed), tokens, {}, cache=True)])[0]
+        for seed, tokens in ((71, block), (72, 1), (73, 1))
     )
     assert (first.cached, second.cached, third.cached) == (0, 7 * block, 7 * block)
     said = shared + novel(llm, 30, 71) + first.tokens

@@ -58,7 +58,11 @@ def long(options=None):
     return [Request(prompt(900 + 100 * i, 50 + i), 40, options, arrives=3 * i) for i in range(3)]
 
 
-@pytest.fixture(scope="module", params=[convolutions, chunks], ids=lambda model: model.__name__)
+@pytest.fixture(
+    scope="module",
+    params=[convolutions, pytest.param(chunks, marks=pytest.mark.slow)],
+    ids=lambda model: model.__name__,
+)
 def model(request, tmp_path_factory):
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("model")

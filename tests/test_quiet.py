@@ -49,7 +49,11 @@ def test_objects_that_live_to_the_end():
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("hidden", [True, False], ids=["without it", "with it"])
+@pytest.mark.parametrize(
+    "hidden",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["without it", "with it"],
+)
 def test_triton(hidden):
     """Neither vLLM nor torch has anything to say of it on a CPU; at the end it has, itself."""
     ended = run(f"""

@@ -36,7 +36,7 @@ def summary(selected, *options, **env):
     return line
 
 
-@pytest.mark.parametrize("workers", ["0", "1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", ["0", *(pytest.param(n, marks=pytest.mark.slow) for n in "12")])
 def test_what_was_not_asked_for_is_not_tested(workers):
     assert summary("threshold_limits and portable", "-n", workers) == (
         "kernels tested: portable; not on this machine: none; "

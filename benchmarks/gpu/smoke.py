@@ -62,7 +62,9 @@ def tests() -> dict[str, dict[str, Any]]:
     import pytest
 
     outcomes = Outcomes()
-    options = ["-v", "--tb=short", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    # Without pytest's handler of faults: it would take this process's own away.
+    options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    options += ["--rootdir", str(ROOT)]
     pytest.main([*options, *(str(ROOT / path) for path in TESTS)], plugins=[outcomes])
     failed = [
         f"{name}: {noted['error']}"
