@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOVEL = ROOT / "benchmarks" / "data" / "emma.txt.xz"
 LOG = ROOT / "build" / "demo-server.log"
 
-PARAGRAPHS = 70
+PARAGRAPHS = 60
 """Of the novel: as much as the context of the demo's model holds, for the gain grows with it."""
 FACT = "The robot Zebulon was built in the city of Reykjavik by Professor Tanaka in 1987."
 QUESTION = "Who built the robot Zebulon, and where?"
