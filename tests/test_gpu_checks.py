@@ -107,6 +107,7 @@ def engines(model):
         yield of
 
 
+@pytest.mark.slow  # test_device_engine.py and test_device_home.py compare such answers, too
 @pytest.mark.parametrize("home", HOMES)
 def test_whole_contexts(engines, stock, home):
     engine_checks.whole_contexts(engines(home)[0], CASE, stock)
