@@ -55,6 +55,18 @@ def test_dual_chunk_attention(configure):
     configure(LLAMA, max_model_len=1024)
 
 
+def test_windows_that_vllm_puts_elsewhere(configure):
+    """VLLM does not look at the list: findings/vllm-gpt-oss-has-windows-by-parity.sh."""
+    kinds = ["sliding_attention", "full_attention"]
+    model = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+    model |= {"head_dim": 64, "sliding_window": 128, "num_local_experts": 2}
+    configure(model | {"layer_types": kinds})
+    with pytest.raises(
+        ValueError, match=r"freekv cannot serve .* \(layer_types\) in another order"
+    ):
+        configure(model | {"layer_types": kinds[::-1]})
+
+
 @pytest.mark.parametrize("backend", ["freekv", "streamingllm"])
 def test_a_plain_model_is_accepted(configure, backend):
     config = configure(LLAMA, attention_backend=backend)

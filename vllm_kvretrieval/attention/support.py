@@ -75,6 +75,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"shorter ones remove {DUAL_CHUNK} from its config.json, and sparse_attention_config."
             "json from beside it, and set --max-model-len to its original_max_position_embeddings."
         )
+    check_windows(model, method)
     if vllm_config.speculative_config is not None:
         raise RetrievalConfigError(
             f"{method} does not support speculative decoding yet; leave --speculative-config out."
@@ -113,6 +114,22 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{cache.num_gpu_blocks_override} both fix the size of the home; leave one out."
         )
     check_connector(vllm_config, config)
+
+
+def check_windows(model: Any, method: str) -> None:
+    """Refuse a gpt-oss whose windows are not in the layers where vLLM puts them."""
+    config = model.hf_text_config
+    kinds = getattr(config, "layer_types", None)
+    if config.model_type != "gpt_oss" or kinds is None:
+        return
+    made = [("sliding_attention", "full_attention")[number % 2] for number in range(len(kinds))]
+    if kinds != made:
+        raise RetrievalConfigError(
+            f"{method} cannot serve {model.model}: its config.json lists layers with sliding "
+            "windows and with full attention (layer_types) in another order than window first, in "
+            "turn, and vLLM gives gpt-oss this order, whatever is listed; its answers are wrong "
+            "without retrieval, too. Serve it by another engine, such as transformers."
+        )
 
 
 def check_sharing(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
