@@ -36,9 +36,9 @@ KINDS = ["full_attention", "full_attention", "sliding_attention"]
 
 def of_worker(worker):
     layers = worker.vllm_config.compilation_config.static_forward_context
-    windows = {int(name.split(".")[2]): layer.impl.sliding_window for name, layer in layers.items()}
-    # vLLM's CPU kernel is told the last key on both sides of a token; -1: no window
-    return [windows[number] not in (None, (-1, -1), -1) for number in sorted(windows)]
+    attention = [(name, layer.impl) for name, layer in layers.items() if hasattr(layer, "impl")]
+    windows = {int(name.split(".")[2]): impl.sliding_window for name, impl in attention}
+    return [windows[number] != -1 for number in sorted(windows)]  # -1: none, on a CPU
 
 
 if __name__ == "__main__":
