@@ -45,6 +45,8 @@ RETRIEVAL = ENGINE | {
 ROUNDING = {"float16": 0.2, "bfloat16": 0.3}
 """The tolerance of log-probs against float32, which states amplify. Retrieval changes more than
 that."""
+EVEN = ("capped",)
+"""Models whose attention is so even that retrieval changes some log-probs by less than that."""
 SPARSE = Request(prompt(150, 15), 10, {})
 OTHER = Request(prompt(170, 23), 8, by("streamingllm"))
 EXACT = Request(prompt(140, 15), 4, {"exact": True})
@@ -108,7 +110,8 @@ def test_a_prompts_last_token_alone_is_prefill(served):
     assert served.replays() - before == 2, "the tail, and the step that decodes; one row, padded"
     whole = served.expected(asked, answer.tokens)
     assert answer.logprobs[0] == pytest.approx(whole[0], abs=served.rounding)
-    assert abs(answer.logprobs[1] - whole[1]) > served.rounding, "the next step decodes"
+    if served.kind not in EVEN:
+        assert abs(answer.logprobs[1] - whole[1]) > served.rounding, "the next step decodes"
 
 
 def test_in_company_and_alone(served):
