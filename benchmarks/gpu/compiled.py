@@ -259,8 +259,11 @@ def main() -> None:
     if known is None or known["versions"]["triton"] != VERSION:
         known = {"architectures": list(SHARED), "results": {}}
     before: Results = known["results"]
-    archs: list[int] = options.arch or known["architectures"]
     results: Results = {name: {"digest": one.digest} for name, one in launches().items()}
+    archs: list[int] = known["architectures"]
+    if options.arch:  # and those that the record has of these launches
+        others = [arch for arch in archs if not missing(before, results, arch)]
+        archs = sorted({*others, *options.arch})
     todo = {arch: missing({} if options.all else before, results, arch) for arch in archs}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=spawn) as pool:
