@@ -114,34 +114,6 @@ smoke() {
   measure 90 30 smoke smoke --seconds 70
 }
 
-kernels() { # NAME SECONDS LEAST_SECONDS TESTS...; they compile most of the time
-  local processes=()
-  if has xdist; then processes=(-n 8); fi
-  check "$1" "$2" "$3" 60 "${processes[@]}" "${@:4}"
-}
-
-prepare() {
-  mkdir -p "$SITE" "$OUT"
-  if [[ -d $BUNDLE && ! -d $SITE/vllm ]]; then
-    step unpack 60 1 "$PYTHON" tools/gpu/bundle.py unpack "$BUNDLE" "$SITE"
-  fi
-  step install 40 1 "$PYTHON" -m pip install -q --disable-pip-version-check --no-index --no-deps \
-    --no-build-isolation --upgrade --target "$SITE" .
-}
-
-first() {
-  hardware
-  dense_half
-  toy
-  toy_host
-  measure 100 40 decode_layer decode_layer --context 131072 --batch 8 --batch 1
-}
-
-speed() {
-  measure 180 120 engine_decode engine_decode --engine stock --engine device --context 2048 \
-    --context 131072 --batch 1 --uncompiled
-}
-
 kernels() {
   check_kernels slots 90 20 tests/gpu/test_slots.py
   check_kernels device 90 20 tests/gpu/test_device.py
