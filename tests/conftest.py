@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import interpreter
-from tests import isas as isas_of_run
-from tests.isas import ISAS, absent, missing, tested
+from tests.support import interpreter
+from tests.support import isas as isas_of_run
+from tests.support.isas import ISAS, absent, missing, tested
 
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 MOST_WORKERS = 4
@@ -76,8 +76,8 @@ def interpreted():
 
 @pytest.fixture(scope="module")
 def emulated():
-    """Calls functions of tests/runners.py in its process, where vLLM's V2 model runner runs."""
-    from tests import runners
+    """Calls functions of support/runners.py in its process, where vLLM's V2 model runner runs."""
+    from tests.support import runners
 
     with runners.start() as pool:
         yield lambda function, *args: pool.submit(function, *args).result()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests import device_checks
+from tests.support import device_checks
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank

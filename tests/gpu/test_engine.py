@@ -3,8 +3,8 @@
 A model of random weights with the attention of Llama-3.1-8B, and little beside it; weights are
 large enough for attention to be sharp, which vLLM's dummy weights are not. FREEKV is held against
 stock vLLM where it attends to whole contexts, and against the specification where it does not: see
-tests/engine_checks.py, and tests/test_gpu_checks.py for the faults that these checks find. A step
-of an engine with graphs that waits for the GPU is an error.
+support/engine_checks.py, and device/test_gpu_checks.py for the faults that these checks find. A
+step of an engine with graphs that waits for the GPU is an error.
 
     pytest tests/gpu/test_engine.py -k "eager or graphs"
     pytest tests/gpu/test_engine.py -k host
@@ -19,9 +19,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests import engine_checks
-from tests.engine import Answer, Request, drive, engine, preemptions
-from tests.engine_checks import LIKELIEST, Case, agree, alone
+from tests.support import engine_checks
+from tests.support.engine import Answer, Request, drive, engine, preemptions
+from tests.support.engine_checks import LIKELIEST, Case, agree, alone
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU and a CUDA build of torch", allow_module_level=True)
@@ -84,7 +84,7 @@ asked = CASE.asked
 
 
 class InProcess:
-    """An engine whose scheduler runs in this process; see :class:`tests.engine_checks.Engine`."""
+    """An engine whose scheduler runs in this process; see :class:`engine_checks.Engine`."""
 
     def __init__(self, llm):
         self.llm = llm

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from tests.device_chain import CONTEXT, DTYPE, PAGE, SEATS, Chain
+from tests.support.device_chain import CONTEXT, DTYPE, PAGE, SEATS, Chain
 from vllm_kvretrieval.engine.cuda.side import SideStream
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace

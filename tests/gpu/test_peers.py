@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import peers
-from tests import triton_checks
+from tests.support import triton_checks
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
 

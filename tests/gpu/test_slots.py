@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests import slot_checks, triton_checks
+from tests.support import slot_checks, triton_checks
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU and a CUDA build of torch", allow_module_level=True)

@@ -1,0 +1,249 @@
+"""What retrieval cannot serve on a GPU is refused at start-up, with what to do instead.
+
+Engines are configured as ``vllm serve`` does it, and asked about by what the CUDA platform asks.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from tests.options.test_refusals import TRANSFER, configure, pattern  # noqa: F401
+from tests.support.model_configs import LLAMA
+from vllm_kvretrieval.attention.cpu import support as cpu_support
+from vllm_kvretrieval.attention.cuda import support
+from vllm_kvretrieval.engine.cuda.runner import MODEL_STATES, RetrievalModelRunner
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
+from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.platforms.cpu import CpuRetrieval
+
+HEADS = LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+YET = "is not served on a GPU yet, where"
+INSTEAD = (
+    "not. Use a method that selects pages by an index of min_max, mean, mean_std, low_rank, "
+    "bounding, representative, exact, such as freekv, quest or kvretrieval."
+)
+
+
+@pytest.fixture(autouse=True)
+def runner(monkeypatch):
+    """The platform checks as that of CUDA does; by default vLLM has its V2 model runner there."""
+    runner = {"use_v2_model_runner": True}
+
+    def check_engine(vllm_config, config):
+        with monkeypatch.context() as ours:
+            ours.setattr(VllmConfig, "use_v2_model_runner", runner["use_v2_model_runner"])
+            support.check_engine(vllm_config, config)
+
+    monkeypatch.setattr(cpu_support, "check_engine", check_engine)
+    monkeypatch.delattr(CpuRetrieval, "finer_options")
+    return runner
+
+
+def retrieval(**options: Any) -> dict[str, Any]:
+    return {"additional_config": {"kv_retrieval": options}}
+
+
+def bench(**extra: Any) -> dict[str, Any]:
+    transfer = {"kv_connector_extra_config": extra, "kv_role": "kv_both"}
+    return {"kv_transfer_config": KVTransferConfig(kv_connector="DecodeBenchConnector", **transfer)}
+
+
+@pytest.mark.parametrize(
+    "method", ["freekv", "quest", "kvretrieval", "arkvale", "infllm", "streamingllm", "oracle"]
+)
+def test_methods_that_are_served(configure, method):  # noqa: F811
+    config = configure(LLAMA | {"num_hidden_layers": 3}, attention_backend=method)
+    assert config.attention_config.backend.name == method.upper()
+
+
+def test_other_methods_beside_them(configure):  # noqa: F811
+    configure(LLAMA, **retrieval(also=["arkvale", "kvretrieval", "streamingllm"]))
+    with pytest.raises(ValueError, match=pattern(f"reranked {YET} candidates * are {INSTEAD}")):
+        configure(LLAMA, **retrieval(also={"reranked": {"rerank": 2}}))
+
+
+METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dropping": ("snapkv", {}, "methods that drop tokens are"),
+    "single tokens": ("fier", {}, "single tokens are (unit token)"),
+    "shared layers": ("omnikv", {"filters": [0]}, "layers that share a selection are"),
+    "shares": ("freekv", {"budget_shares": "pyramid"}, "uneven shares (budget_shares) are"),
+    "heads": ("razor", {"heads": [[1, 0, 0, 0]] * 3}, "heads that attend to everything are"),
+    "rerank": ("freekv", {"rerank": 2}, "candidates scored again by their keys (rerank) are"),
+    "outliers": ("shadowkv", {}, "pages that are outliers (outliers) are"),
+    "max_softmax": (
+        "freekv",
+        {"pooling": "max_softmax"},
+        "the highest softmax of a group (pooling max_softmax) is",
+    ),
+    "landmark": ("freekv", {"index": "landmark"}, "index landmark is"),
+}
+
+
+@pytest.mark.parametrize(("method", "options", "what"), METHODS.values(), ids=METHODS.keys())
+def test_methods(configure, method, options, what):  # noqa: F811
+    model = HEADS | {"num_hidden_layers": 3}
+    with pytest.raises(ValueError, match=pattern(f"{method} {YET} {what} {INSTEAD}")):
+        configure(model, attention_backend=method, **retrieval(**options))
+
+
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "dtype": (
+        LLAMA,
+        {"dtype": "float32"},
+        "freekv does not support dtype torch.float32 on a GPU; use --dtype bfloat16 or float16.",
+    ),
+    "head size": (
+        LLAMA | {"head_dim": 40},
+        {},
+        "freekv does not support head size 40 on a GPU, but multiples of 16 up to 256.",
+    ),
+    "group": (
+        LLAMA | {"num_attention_heads": 32, "head_dim": 32},
+        {},
+        "freekv does not support 32 query heads per KV head, as * has, but up to 16. Serve it "
+        "without --attention-backend.",
+    ),
+    "microbatches": (
+        LLAMA,
+        {"ubatch_size": 2},
+        "freekv does not support microbatches; leave --enable-dbo and --ubatch-size out.",
+    ),
+    "offloading": (
+        LLAMA,
+        {"kv_offloading_size": 1},
+        "freekv does not support vLLM's offloading on a GPU yet: * Leave --kv-offloading-size out.",
+    ),
+    "connector": (
+        LLAMA,
+        {"kv_transfer_config": TRANSFER},
+        "freekv does not support the KV connector ExampleConnector on a GPU yet: nobody would "
+        "index the blocks that it loads. Leave --kv-transfer-config out.",
+    ),
+    "filled late": (
+        LLAMA,
+        bench(),
+        "freekv indexes what DecodeBenchConnector has filled once, at the start: add "
+        '"kv_connector_extra_config": {"startup_fill": true}.',
+    ),
+    "disk": (
+        LLAMA,
+        retrieval(home="disk"),
+        "kv_retrieval.home='disk' is not served on a GPU yet; use home=host, which keeps the KV "
+        "cache in host memory.",
+    ),
+    "a disk's directory": (
+        LLAMA,
+        retrieval(home="host", home_path="/tmp"),
+        "kv_retrieval.home_path='/tmp' is for home=disk, which is not served on a GPU; leave it "
+        "out.",
+    ),
+    "more than slots": (
+        LLAMA,
+        retrieval(home="auto", budget=(MOST_SLOTS + 1) * 32),
+        f"kv_retrieval.home=auto serves budgets of up to {MOST_SLOTS} pages, and "
+        f"{(MOST_SLOTS + 1) * 32} tokens have {MOST_SLOTS + 1} of page_size=32; lower budget",
+    ),
+    "large pages": (
+        LLAMA,
+        retrieval(page_size=256, budget=2048),
+        "kv_retrieval.page_size=256 is not served on a GPU yet; use 128 or less.",
+    ),
+    "sparse prefill": (
+        LLAMA | {"num_hidden_layers": 3},
+        retrieval(filters=[0], prefill_budget=1024) | {"attention_backend": "omnikv"},
+        "kv_retrieval.prefill_budget=1024 is not served on a GPU yet: prefill exactly, with "
+        "prefill_budget left out.",
+    ),
+    "speculation": (
+        LLAMA,
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        "freekv does not support speculative decoding yet; leave --speculative-config out.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "options", "message"), ENGINES.values(), ids=ENGINES.keys())
+def test_engines(configure, model, options, message):  # noqa: F811
+    with pytest.raises(ValueError, match=pattern(message)):
+        configure(model, **options)
+
+
+def test_sleep():
+    """Which vLLM's CPU platform does not know."""
+    support.check_home(RetrievalConfig(), sleeps=True)
+    with pytest.raises(RetrievalConfigError, match=r"home=host cannot .* --enable-sleep-mode"):
+        support.check_home(RetrievalConfig(home="host"), sleeps=True)
+
+
+def test_a_benchmark_that_fills_the_cache_at_the_start(configure):  # noqa: F811
+    config = configure(LLAMA, **bench(startup_fill=True))
+    assert config.kv_transfer_config.kv_connector == "DecodeBenchConnector"
+
+
+def test_contexts_longer_than_kernels_take(configure):  # noqa: F811
+    longest = MOST_PAGES * 16
+    model = LLAMA | {"max_position_embeddings": longest + 1}
+    configure(model, max_model_len=longest, **retrieval(page_size=16))
+    with pytest.raises(ValueError, match=pattern(f"use {longest}, or larger pages.")):
+        configure(model, max_model_len=longest + 1, **retrieval(page_size=16))
+    configure(model, max_model_len=longest + 1)
+
+
+def test_the_v1_model_runner(configure, runner):  # noqa: F811
+    runner["use_v2_model_runner"] = False
+    with pytest.raises(ValueError, match="vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER"):
+        configure(LLAMA)
+
+
+def test_models_that_describe_their_steps_themselves(configure, monkeypatch):  # noqa: F811
+    """Whatever class vLLM's runner has for it: one of those that are served, or refused by name."""
+    sources = (path.read_text() for path in Path(vllm.__path__[0]).rglob("*.py"))
+    found = {
+        name for text in sources for name in re.findall(r"^class (\w+ModelState)\(", text, re.M)
+    }
+    served = {state.__name__ for state in MODEL_STATES}
+    assert found - {"ExecuteModelState", "ModelState"} > served, "the runner's own are left out"
+    runner = RetrievalModelRunner.__new__(RetrievalModelRunner)
+    runner.vllm_config = configure(LLAMA)
+    for name in sorted(found):
+        state = next((s for s in MODEL_STATES if s.__name__ == name), None)
+        state = state or type(name, (DefaultModelState,), {})
+
+        def load_model(self, state=state):
+            self.model_state = state.__new__(state)
+
+        monkeypatch.setattr(GPUModelRunner, "load_model", load_model)
+        if name in served:
+            runner.load_model()
+            continue
+        refused = pattern(
+            f"freekv does not support * on a GPU: its steps are described by {name}, "
+        )
+        with pytest.raises(RetrievalConfigError, match=refused):
+            runner.load_model()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"head_size": 40}, "head size 40 on a GPU, but multiples of 16 up to 256"),
+        ({"dtype": torch.float32}, r"dtype torch\.float32 on a GPU; use --dtype bfloat16"),
+    ],
+    ids=str,
+)
+def test_layers(change, what):
+    layer = AttentionSelectorConfig(64, torch.bfloat16, "auto", 32)
+    for served in (layer, layer._replace(has_sink=True)):
+        support.check_layer(served)
+    with pytest.raises(RetrievalConfigError, match=f"KV retrieval does not support {what}"):
+        support.check_layer(layer._replace(**change))

@@ -1,0 +1,100 @@
+"""Indexes of other packages, which the compiled ops call."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.covering import covering
+from tests.support.isas import visited
+from tests.support.kernel_checks import (
+    DTYPES,
+    PADDING,
+    PAGE,
+    TWINS,
+    OutsideMean,
+    assert_same_plan,
+    assert_same_records,
+    chunks_of,
+    clone_rows,
+    copy_of,
+    keys_in,
+    make_chooser,
+    make_rows,
+    put_keys,
+    specified,
+    take_in,
+)
+from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.retrieval.index import make_index
+from vllm_kvretrieval.retrieval.pooling import Pooling
+
+pytestmark = pytest.mark.threads
+
+
+@covering(
+    name__rerank=[("mean", 0), ("mean", 3), ("exact", 0)],
+    pooling=Pooling,
+    parts=[1, 4],
+    dtype=DTYPES,
+    far=[False, True],
+)
+def test_an_index_of_another_package(name, rerank, pooling, parts, dtype, far):
+    """It has no kernels, and gives the same results as an equal index that has kernels."""
+    torch.manual_seed(7)
+    options = {"pooling": pooling, "parts": parts, "rerank": rerank}
+    native = make_chooser(40, 2, 2, 3, 64, dtype, index=make_index(name), **options)
+    query = torch.randn(2, 6, 64).to(dtype)
+    rows = make_rows([37 * PAGE - 3, 22 * PAGE], native, (1, 2, 5), fresh=1)
+    keys = keys_in(native.store)
+    if far:
+        for row, pages in enumerate(rows.block_table):
+            wanted = query[row].view(2, 3, 64).sum(1, dtype=torch.float32)
+            keys[pages[0]] = (wanted * 60)[..., None].to(dtype)
+    take_in(native.store, torch.arange(40))
+    outside = make_chooser(40, 2, 2, 3, 64, dtype, index=TWINS[name], **options)
+    keys_in(outside.store).copy_(keys)
+    take_in(outside.store, torch.arange(40))
+    outside.selection = copy_of(native).selection
+    specified, begun = copy_of(outside), clone_rows(rows)
+    assert_same_plan(outside, specified, query, rows)
+    for _ in visited():
+        ours, chooser = clone_rows(begun), copy_of(native)
+        cpu.plan_decode(query, ours, chooser)
+        assert torch.equal(rows.lists, ours.lists)
+        assert torch.equal(outside.selection.chosen, chooser.selection.chosen)
+
+
+def test_records_of_an_index_of_another_package():
+    """Records are made as keys are written and from pages of any length, and equal the
+    specification."""
+    torch.manual_seed(8)
+    expected = make_chooser(20, 1, 2, 1, 64, torch.bfloat16, parts=2, index=OutsideMean()).store
+    written, loaded = (
+        replace(expected, records=expected.records.clone(), handle=None) for _ in range(2)
+    )
+    native = make_chooser(20, 1, 2, 1, 64, torch.bfloat16, parts=2, index=make_index("mean")).store
+    native.cache.copy_(expected.cache)
+    take_in(native, torch.arange(20))
+    for key, slots in chunks_of(20, 2, 64, torch.bfloat16, rounds=6):
+        for store in (expected, native):
+            put_keys(store, key[: len(slots)], slots)
+        padded = torch.cat([slots, PADDING])
+        specified(reference.update_index, key, padded, expected)
+        cpu.update_index(key, padded, written)
+        cpu.update_index(key, padded, native)
+        assert torch.equal(written.records, expected.records)
+        assert_same_records(
+            replace(native, index=make_index("mean")),
+            replace(native, records=written.records[..., 3:].contiguous()),
+        )
+    lengths = torch.randint(1, PAGE + 1, (20,)).int()
+    before = loaded.records.clone()
+    pages = torch.randperm(20).int()
+    cpu.index_pages(pages, lengths, loaded)
+    specified(reference.index_pages, pages, lengths, replace(expected, records=before))
+    assert torch.equal(loaded.records, before)
+    nothing = torch.empty(0).int()
+    cpu.index_pages(nothing, nothing, loaded)
+    cpu.update_index(key, PADDING, loaded)
+    assert torch.equal(loaded.records, before)

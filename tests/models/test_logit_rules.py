@@ -1,0 +1,182 @@
+"""Models that cap logits (Gemma 2) or have learned attention sinks (gpt-oss), in an engine.
+
+Small ones with random weights, against transformers, with layers of sliding windows between those
+that retrieve.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
+
+from tests.support.bare_engine import BareEngine
+from tests.support.device_models import SHAPE
+from tests.support.engine import Request, assert_same, drive, engine, likely, prompt
+from vllm_kvretrieval.engine.cpu.refusals import check_logits
+from vllm_kvretrieval.engine.cpu.worker import Group
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels import cpu, reference
+
+pytestmark = pytest.mark.engine
+
+BUDGET = 256
+CAP = 2.0
+"""A cap of logits that are far larger."""
+TOLERANCE = 2e-3
+LAYERS = {"num_hidden_layers": 4, "head_dim": 64, "sliding_window": 128}
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 300,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "num_gpu_blocks_override": 48,
+}
+
+
+def capped():
+    config = Gemma2Config(
+        attn_logit_softcapping=CAP,
+        final_logit_softcapping=None,
+        query_pre_attn_scalar=16,
+        attn_implementation="eager",
+        **LAYERS,
+        **SHAPE,
+    )
+    model = Gemma2ForCausalLM(config)
+    model.model.embed_tokens.weight.data *= 0.3  # else the last token is repeated, whatever it sees
+    return model
+
+
+def sinks():
+    config = GptOssConfig(
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attn_implementation="eager",
+        **LAYERS,
+        **SHAPE,
+    )
+    model = GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, 3.0, 3.0)
+    return model
+
+
+@pytest.fixture(scope="module", params=[capped, sinks], ids=lambda model: model.__name__)
+def model(request, tmp_path_factory):
+    """It, and where it is saved."""
+    torch.manual_seed(0)
+    made = request.param().eval()
+    path = tmp_path_factory.mktemp("model")
+    made.save_pretrained(path)
+    return made, str(path)
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    retrieval = {"budget": BUDGET, "attention": "own"}
+    with engine(
+        model[1],
+        attention_backend="kvretrieval",
+        additional_config={"kv_retrieval": retrieval},
+        **OPTIONS,
+    ) as llm:
+        yield llm
+
+
+def test_whole_contexts(llm, model):
+    """Prompts in chunks, contexts within the budget, and exact steps, together."""
+    (layers,) = llm.collective_rpc(lambda worker: [*worker.retrieval_layers])
+    assert [int(name.split(".")[2]) for name in layers] == [1, 3]
+    requests = [
+        Request(prompt(700), 8, {"exact": True}),
+        Request(prompt(120), 12, {}),
+        Request(prompt(500), 4, {"exact": True}, arrives=2),
+    ]
+    for request, answer in zip(requests, drive(llm, requests), strict=True):
+        assert_same(answer, likely(model[0], request.prompt, answer), TOLERANCE)
+
+
+def test_selected_pages(llm, model):
+    """Attention of decode steps uses the cap and the sinks of the model."""
+
+    def watch(worker):
+        worker.compared = 0
+
+        def attend(query, lists, cache, output, layout, scale, **rule):
+            cpu.attend(query, lists, cache, output, layout, scale, **rule)
+            expected = torch.empty_like(output)
+            own = impl_of[cache.data_ptr()]
+            own_rule = {"softcap": own[0], "sinks": own[1], "remainder": rule["remainder"]}
+            reference.attend(query, lists, cache, expected, layout, scale, **own_rule)
+            torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+            worker.compared += 1
+
+        impl_of = {}
+        layers = worker.vllm_config.compilation_config.static_forward_context
+        for name, impl in worker.retrieval_layers.items():
+            weight = impl.sinks
+            impl_of[layers[name].kv_cache.data_ptr()] = (
+                CAP if weight is None else 0.0,
+                None if weight is None else weight.float(),
+            )
+            impl.kernels = SimpleNamespace(**vars(cpu))
+            impl.kernels.attend = attend
+
+    llm.collective_rpc(watch)
+    request = Request(prompt(700), 8, {})
+    answer = drive(llm, [request])[0]
+    (compared,) = llm.collective_rpc(lambda worker: worker.compared)
+    assert compared == 2 * 7, "each decode step, in both layers"
+    expected = likely(model[0], request.prompt, answer)
+    assert answer.logprobs[0] == pytest.approx(expected.logprobs[0], abs=TOLERANCE)
+    assert answer.logprobs[1:] != pytest.approx(expected.logprobs[1:], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("rule", "what"),
+    [({"logits_soft_cap": CAP}, "soft-capping of logits"), ({"sinks": torch.zeros(4)}, "sinks")],
+    ids=["capped", "sinks"],
+)
+@pytest.mark.parametrize("also", ["snapkv", "h2o"])
+def test_methods_that_rate_by_attention_are_refused(rule, what, also):
+    """Their ratings would not be the model's attention."""
+    bare = BareEngine("freekv", {"also": [also]})
+    groups = [Group(bare.builder, None, [*bare.layers], [*bare.layers])]
+    assert check_logits(bare.worker, groups, bare.layers) == (False, False)
+    for name, value in rule.items():
+        setattr(bare.layers["model.layers.2"].impl, name, value)
+    with pytest.raises(RetrievalConfigError, match=f"{also} rates tokens by attention .*{what}"):
+        check_logits(bare.worker, groups, bare.layers)
+
+
+def test_a_mass_is_refused_where_logits_are_capped():
+    """Indexes estimate shares of the attention by logits that are not capped."""
+    bare = BareEngine("twilight", {})
+    groups = [Group(bare.builder, None, [*bare.layers], [*bare.layers])]
+    assert check_logits(bare.worker, groups, bare.layers) == (False, False)
+    bare.layers["model.layers.2"].impl.sinks = torch.zeros(4)
+    assert check_logits(bare.worker, groups, bare.layers) == (False, True)
+    bare.layers["model.layers.2"].impl.logits_soft_cap = CAP
+    with pytest.raises(RetrievalConfigError, match=r"twilight selects up to a mass .*mass=1"):
+        check_logits(bare.worker, groups, bare.layers)
+
+
+def test_the_mass_of_a_request_has_no_effect_where_logits_are_capped(model):
+    """Its answer is that of a request without a mass."""
+    with engine(
+        model[1],
+        attention_backend="twilight",
+        additional_config={"kv_retrieval": {"budget": BUDGET, "sink": 32, "window": 64, "mass": 1}},
+        **OPTIONS,
+    ) as llm:
+        ids = prompt(700)
+        whole, part = drive(llm, [Request(ids, 8, {}), Request(ids, 8, {"mass": 0.05})])
+        (by_mass,) = llm.collective_rpc(lambda worker: worker.requests.by_mass)
+    assert by_mass == (model[0].config.model_type == "gpt_oss")
+    if by_mass:
+        assert part.logprobs[1:] != pytest.approx(whole.logprobs[1:], abs=TOLERANCE)
+    else:
+        assert_same(part, whole, TOLERANCE)

@@ -1,0 +1,405 @@
+"""`vllm serve` over HTTP, with clients that come and go; and once as a user starts it, compiled."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from benchmarks.common import ROOT
+from tests.support.engine import (
+    ROUNDING,
+    Request,
+    alone,
+    assert_same,
+    checkpoint,
+    engine,
+    shortened,
+)
+from tests.support.monitoring import board, expressions, names_in, rules
+from tests.support.server import BUDGET, KEY, MODEL, PROMPT, ask, serving
+from vllm_kvretrieval.command import main
+from vllm_kvretrieval.doctor.server import PREFIX, Client, samples
+from vllm_kvretrieval.engine.metrics import FREE, metric_name
+
+pytestmark = [pytest.mark.engine, pytest.mark.model]
+
+
+OPTIONS = (
+    "--enforce-eager",
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--reasoning-parser", "granite"),
+    *("--structured-outputs-config.enable_in_reasoning", "true"),
+)
+"""They read the text of answers. Granite's goes by words, so it is for any tokenizer."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    with serving(log, *OPTIONS, forked=True) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "forked",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["forked", "as a user starts it"],
+)
+def test_a_compiled_model(tmp_path, forked):
+    """It answers as an eager one, also when the next start loads it.
+
+    Compiled operations round to 16 bits less often, so this is in 32. For all layers of a model,
+    the compiler takes four minutes.
+    """
+    model = shortened(tmp_path / "model", MODEL, 2)
+    retrieval = {"kv_retrieval": {"budget": BUDGET}}
+    options = {"attention_backend": "freekv", "additional_config": retrieval}
+    exactly = {"dtype": "float32", "enforce_eager": True, "max_model_len": 4096}
+    with engine(model, **exactly, **options) as llm:
+        request = Request(llm.get_tokenizer().encode(PROMPT), 24, {})
+        expected = alone(llm, request)
+    for start in ("first", "next"):
+        log, in_32_bits = tmp_path / f"{start}.txt", ("--dtype", "float32")
+        with serving(log, *in_32_bits, model=model, forked=forked) as server:
+            assert "DYNAMO_TRACE_ONCE" in server.text()
+            assert ("load AOT compilation" in server.text()) == (start == "next")
+            assert f"freekv: decode attends to at most {BUDGET} tokens per KV head" in server.text()
+            reply = ask(server.url, request.prompt, request.tokens)
+            assert server.usage(reply.id)["sparse_steps"] == request.tokens - 1
+        assert_same(reply.answer, expected, ROUNDING)
+
+
+def test_streamed_completion(server):
+    stream = server.client.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    chunks = list(stream)
+    pieces = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert len(pieces) >= 12
+    assert KEY in "".join(pieces)
+    context = chunks[-1].usage.prompt_tokens + 11
+    assert context > 3 * BUDGET
+    noted = server.usage(chunks[0].id)
+    assert noted["context"] == context
+    assert noted["decode_steps"] == noted["sparse_steps"] == 11
+    assert noted["pages_attended"] == BUDGET / 32
+    assert noted["kv_read_share"] == pytest.approx(BUDGET / context, rel=0.05)
+
+
+def test_chat(server):
+    reply = server.client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=24,
+        temperature=0,
+    )
+    assert reply.choices[0].message.content
+    assert server.usage(reply.id)["sparse_steps"] == 0, "a context within the budget"
+
+
+def test_request_options(server):
+    exact = server.complete(PROMPT, kv_retrieval_exact=True)
+    assert KEY in exact.choices[0].text
+    assert server.usage(exact.id)["sparse_steps"] == 0
+    little = server.complete(PROMPT, kv_retrieval_budget=128, kv_retrieval_correction_threshold=1)
+    noted = server.usage(little.id)
+    assert noted["pages_attended"] == 128 / 32
+    assert noted["corrected_share"] == 1
+    blind = server.complete(PROMPT, kv_retrieval_method="streamingllm")
+    assert KEY not in blind.choices[0].text
+    assert server.usage(blind.id)["corrected_share"] == 0
+
+
+@pytest.mark.parametrize(
+    ("xargs", "message"),
+    [
+        ({"kv_retrieval_budget": 1024}, "kv_retrieval.budget=1024 exceeds the server's limit"),
+        ({"kv_retrieval_budget": 100}, "kv_retrieval.budget=100 must be a positive multiple"),
+        ({"kv_retrieval_budget": "much"}, "kv_retrieval.budget='much' must be a whole number"),
+        ({"kv_retrieval_bugdet": 256}, "kv_retrieval of a request has no option 'bugdet'"),
+        ({"kv_retrieval_method": "quest"}, "kv_retrieval.method='quest' cannot be served"),
+        ({"kv_retrieval_method": ["freekv"]}, "kv_retrieval.method=['freekv'] cannot be served"),
+    ],
+    ids=str,
+)
+def test_a_bad_option_gets_a_400(server, xargs, message):
+    with pytest.raises(openai.BadRequestError) as error:
+        server.complete("Hello", **xargs)
+    assert message in error.value.message
+
+
+CHAT = [{"role": "user", "content": "Hello"}]
+BODIES = {
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 4},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 4},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 4},
+}
+"""What the routes of vLLM's server that generate text take."""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_bad_option_is_refused_before_the_answer_begins(server, path, stream):
+    """With the right one it is served; the log has one line, that of the request."""
+    before = len(server.text())
+    body = {"model": MODEL, "stream": stream, **BODIES[path]}
+    for budget, status in ((100, 400), (128, 200)):
+        xargs = {"vllm_xargs": {"kv_retrieval_budget": budget}}
+        told, text = Client(server.url).ask(path, body | xargs)
+        assert told == status, text
+        assert ("kv_retrieval.budget=100 must be" in text) == (status == 400)
+    said = server.text()[before:]
+    assert said.count(f'"POST {path} HTTP/1.1" 400') == said.count(" 400 ") == 1
+    assert "ERROR" not in said
+
+
+def test_a_bad_option_hurts_nobody_else(server):
+    with ThreadPoolExecutor() as pool:
+        good = pool.submit(server.complete, PROMPT, 60)
+        time.sleep(0.5)
+        with pytest.raises(openai.BadRequestError):
+            server.complete(PROMPT, kv_retrieval_budget=1024)
+        assert KEY in good.result().choices[0].text
+    assert KEY in server.complete(PROMPT).choices[0].text
+
+
+def test_a_lost_client_frees_its_slot(server):
+    stream = server.client.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=1000,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    first = next(iter(stream))
+    stream.close()
+    noted = server.usage(first.id)
+    assert 0 < noted["decode_steps"] < 500
+
+
+def metrics(server):
+    """What Prometheus gets from the server: values by name and labels."""
+    return samples(Client(server.url).ask("/metrics")[1])
+
+
+def sums(server):
+    """The counters of retrieval, once the worker knows that earlier requests are done."""
+    server.nudge()
+    found = metrics(server)
+    ours = [name for name in found if name.startswith(PREFIX) and name.endswith("_total")]
+    return {name[len(PREFIX) : -len("_total")]: sum(found[name].values()) for name in ours}
+
+
+def test_metrics_without_a_connector(server):
+    """What was counted for a request is what its line in the log says."""
+    before = sums(server)
+    noted = server.usage(server.complete(PROMPT, 12).id)
+    change = {name: value - before[name] for name, value in sums(server).items()}
+    heads = 3 * 29  # of layers that retrieve
+    assert change["heads_decoded"] == heads * noted["sparse_steps"] == heads * 11
+    assert change["units_attended"] == heads * 11 * BUDGET / 32
+    assert change["tokens_read"] == heads * 11 * BUDGET
+    share = change["units_attended"] / change["units_in_context"]
+    assert share == pytest.approx(noted["kv_read_share"], abs=1e-4)
+    corrected = change["heads_corrected"] / change["heads_decoded"]
+    assert corrected == pytest.approx(noted["corrected_share"], abs=1e-4)
+    assert 0 < change["planning_seconds"] < 10
+    assert change["bytes_recalled"] == change["units_missed"] == 0
+
+
+def test_board_and_rules_ask_for_what_the_server_has(server):
+    found = metrics(server)
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    for part in (board(), rules()):
+        asked = {name for text in expressions(part) for name in names_in(text)}
+        assert asked - recorded - {metric_name(FREE)} <= found.keys()
+    (tokens,) = found["vllm:generation_tokens_total"]
+    assert {name for name, _ in tokens} >= {"model_name", "engine"}, "by which the rules group"
+    ((labels, value),) = found[f"{PREFIX}info"].items()
+    assert value == 1
+    used = {"method": "freekv", "budget": str(BUDGET), "max_budget": str(BUDGET)}
+    assert dict(labels).items() >= used.items()
+    assert "None" not in dict(labels).values(), "what nobody has named, is in use, too"
+
+
+def test_the_doctor_reads_the_options(server, capsys):
+    """And shares of what was counted, which nobody has to divide."""
+    noted = server.usage(server.complete(PROMPT, 12).id)
+    assert noted["sparse_steps"]
+    assert main(["doctor", server.url]) == 0
+    said = capsys.readouterr().out
+    assert f"engine 0: allow_exact=True, also=streamingllm, attention=vllm, budget={BUDGET}" in said
+    assert f"max_budget={BUDGET}" in said
+    assert "None" not in said
+    assert re.search(r"decode steps read \d+% of the KV cache", said)
+    assert re.search(r"\d+% of KV heads selected anew", said)
+    assert "e+0" not in said
+
+
+def test_the_doctor_compares_replicas(server, capsys):
+    """Here the same server twice, and one that does not answer."""
+    assert main(["doctor", server.url, server.url + "/v1"]) == 0
+    assert (
+        "2 servers have the same model, options, block size and versions" in capsys.readouterr().out
+    )
+    assert main(["doctor", "--json", server.url, "http://127.0.0.1:9"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {one["server"] for one in found if one["severity"] == "error"} == {"http://127.0.0.1:9"}
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"key": {"type": "string", "pattern": "^[0-9]{5}$"}},
+    "required": ["key"],
+    "additionalProperties": False,
+}
+LITTLE = {"kv_retrieval_budget": 128}
+"""Options of a request, in pages of 32: four of each context."""
+
+
+def asked(server, tokens, **options):
+    """The answer in a chat about the pass key."""
+    extra = {"vllm_xargs": LITTLE} | options.pop("extra_body", {})
+    reply = server.client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": PROMPT}],
+        max_tokens=tokens,
+        temperature=0,
+        extra_body=extra,
+        **options,
+    )
+    return reply.choices[0].message
+
+
+def structured(server):
+    """Structured output."""
+    form = {"type": "json_schema", "json_schema": {"name": "key", "schema": SCHEMA}}
+    message = asked(server, 30, response_format=form)
+    assert re.fullmatch(r"[0-9]{5}", json.loads(message.content)["key"])
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "unlock",
+        "description": "Open the door.",
+        "parameters": SCHEMA,
+        "strict": True,
+    },
+}
+
+
+def called(message):
+    """The key with which a message calls the tool."""
+    (call,) = message.tool_calls
+    assert call.function.name == "unlock"
+    return json.loads(call.function.arguments)["key"]
+
+
+def named_tools(server):
+    """A tool that has to be called."""
+    choice = {"type": "function", "function": {"name": "unlock"}}
+    message = asked(server, 60, tools=[TOOL], tool_choice=choice)
+    assert re.fullmatch(r"[0-9]{5}", called(message))
+
+
+def parsed_tools(server):
+    """A tool that the text of the answer calls."""
+    call = r'<tool_call>\{"name": "unlock", "arguments": \{"key": "[0-9]{5}"\}\}</tool_call>'
+    forced = {"structured_outputs": {"regex": call}}
+    message = asked(server, 60, tools=[TOOL], tool_choice="auto", extra_body=forced)
+    assert re.fullmatch(r"[0-9]{5}", called(message))
+    assert not message.content
+
+
+def reasoning(server):
+    """Reasoning apart from the answer."""
+    text = r"Here is my thought process: [a-z]{4,9}\. Here is my response: [0-9]{5}"
+    message = asked(server, 40, extra_body={"structured_outputs": {"regex": text}})
+    assert re.fullmatch(r"[a-z]{4,9}\.", message.reasoning.strip())
+    assert re.fullmatch(r"[0-9]{5}", message.content.strip())
+
+
+def responses(server):
+    """OpenAI's Responses API."""
+    reply = server.client.responses.create(
+        model=MODEL,
+        input=PROMPT,
+        max_output_tokens=12,
+        temperature=0,
+        extra_body={"vllm_xargs": LITTLE},
+    )
+    assert reply.output_text
+
+
+def messages(server):
+    """Anthropic's Messages API."""
+    body = {
+        "model": MODEL,
+        "max_tokens": 12,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "vllm_xargs": LITTLE,
+    }
+    status, text = Client(server.url).ask("/v1/messages", body)
+    assert status == 200
+    assert json.loads(text)["content"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    "feature", [structured, named_tools, parsed_tools, reasoning, responses, messages]
+)
+def test_features_of_vllm(server, feature):
+    """Long contexts are retrieved from, with the options of the request."""
+    before = sums(server)
+    feature(server)
+    change = {name: value - before[name] for name, value in sums(server).items()}
+    assert change["heads_decoded"] >= 3 * 29 * 5
+    assert change["units_attended"] == change["heads_decoded"] * 128 / 32
+
+
+def test_chat_over_a_document(server, tmp_path):
+    """``examples/chat.py``: the second question finds the document in the prefix cache."""
+    (tmp_path / "text.txt").write_text(PROMPT.partition("\nWhat is")[0])
+    hits = "vllm:prefix_cache_hits_total"
+    before = sum(metrics(server)[hits].values())
+    options = ("--url", f"{server.url}/v1", "--budget", str(BUDGET), "--max-tokens", "24")
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "chat.py", tmp_path / "text.txt", *options],
+        input="What is the pass key?\nWhich colour is the sky?\n\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert KEY in done.stdout
+    assert len(re.findall(r"\[first token after [\d.]+ s\]", done.stdout)) == 2
+    assert sum(metrics(server)[hits].values()) - before > 3 * BUDGET
+
+
+def test_many_clients(server):
+    """More than run at once; everybody gets the answer."""
+    options: list[dict[str, object]] = [{}, {"kv_retrieval_exact": True}, {}, {}]
+    with ThreadPoolExecutor(max_workers=12) as pool:
+        waiting = [pool.submit(server.complete, PROMPT, 8 + i, **options[i % 4]) for i in range(12)]
+    assert all(KEY in answer.result().choices[0].text for answer in waiting)
+
+
+def test_vllm_schedules_synchronously_on_a_cpu():
+    """So ``--async-scheduling`` is accepted here and does nothing; once it does, test it."""
+    config = EngineArgs(
+        model=checkpoint(MODEL), attention_backend="freekv", async_scheduling=True
+    ).create_engine_config()
+    assert config.scheduler_config.async_scheduling is False

@@ -1,0 +1,88 @@
+"""`vllm serve` with a store: killed, started again, and asked what it was asked before."""
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+
+from tests.support.engine import DTYPE, shortened
+from tests.support.server import MODEL, PROMPT, Server, ask, serving, tokens_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.model]
+
+LAYERS = 4
+SLOTS = "10MiB" if DTYPE == "auto" else "20MiB"  # of float32
+
+
+def options(directory):
+    store = ("--kv-retrieval.home", "disk", "--kv-retrieval.store", str(directory))
+    more = ("--enforce-eager", "--enable-prompt-tokens-details")
+    return *store, "--kv-retrieval.recall_cache_bytes", SLOTS, *more
+
+
+def told(server, salt=None):
+    """Tokens, their log-probs, and how many tokens of the prompt the server had computed before."""
+    salted = {"cache_salt": salt} if salt else {}
+    return ask(server.url, tokens_of(server, PROMPT), 12, **salted).answer
+
+
+def call(server, path, asked=None):
+    """What an endpoint answers; asks by POST if there is something to ask for."""
+    data = None if asked is None else json.dumps(asked).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}{path}", data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_kill_and_start(tmp_path, monkeypatch):
+    """All processes at once, by SIGKILL. A tenant finds what it computed, others find nothing.
+
+    Endpoints are there if they are asked for. What is dropped by them is found no more.
+    """
+    model = shortened(tmp_path / "model", MODEL, LAYERS)
+    store = options(tmp_path / "store")
+    server = Server(tmp_path / "first.txt", *store, model=model, forked=True)
+    try:
+        server.wait_until_ready()
+        new = told(server, "a tenant")
+        assert new.cached == 0
+        assert call(server, "/v1/kv_store")[0] == 404
+        again = told(server, "a tenant")
+        assert (found := again.cached) > 500
+    finally:
+        server.kill()
+    monkeypatch.setenv("VLLM_PLUGINS", "kvretrieval")
+    with serving(tmp_path / "second.txt", *store, model=model) as server:
+        status, answer = call(server, "/v1/kv_store?contexts=5")
+        assert status == 200
+        ((context,),) = (store["contexts"] for store in answer["stores"])
+        assert context["tokens"] >= found
+        assert "tokens of earlier runs are in the prefix cache" in server.text()
+        assert told(server) == new
+        assert told(server, "another") == new
+        assert told(server, "a tenant") == again
+        server.nudge()
+        assert server.total("kv_retrieval_store_blocks_found_total") == found // 128
+        assert server.total("prefix_cache_hits_total") == found
+        assert server.total("kv_retrieval_store_tokens_hit_total") == found
+        assert server.total("kv_retrieval_store_tokens_restored_total") == context["tokens"]
+        for action, meant, expected in (
+            ("erase", context["id"], 400),
+            ("drop", "", 400),
+            ("drop", "../../etc/passwd", 404),
+            ("drop", context["id"][:7], 404),
+            ("drop", context["id"], 200),
+            ("drop", context["id"], 200),
+        ):
+            status, _ = call(server, f"/v1/kv_store/{action}", {"context": meant})
+            assert status == expected
+        assert told(server, "a tenant") == new
+        status, answer = call(server, "/v1/kv_store/drop", {"context": context["id"]})
+        assert status == 200
+        assert [one["asked"] for one in answer["stores"]] == [True], "it has been read again"
+        assert told(server) == again

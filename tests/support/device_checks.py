@@ -1,0 +1,308 @@
+"""Checks of the ops of a decode step on a device against their specification.
+
+The interpreter runs them on "cpu" (triton/test_device_kernels.py), a GPU on "cuda" (tests/gpu). The
+specification always computes on the CPU.
+"""
+
+import random
+from dataclasses import fields
+
+import torch
+
+from vllm_kvretrieval.kernels import device_reference as reference
+from vllm_kvretrieval.kernels import reference as ops_reference
+from vllm_kvretrieval.kernels import triton as kernels
+from vllm_kvretrieval.kernels.device import (
+    RECORD_ALIGNMENT,
+    Column,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+)
+from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.retrieval.index import pack, unpack
+from vllm_kvretrieval.retrieval.index.low_rank import LowRank
+
+TABLE = 40  # pages of a row's block table
+
+
+def bits(threshold):
+    return torch.tensor(threshold, dtype=torch.float32).view(torch.int32)
+
+
+class Layer:
+    """One implementation, with all state of a layer."""
+
+    def __init__(
+        self, ops, device, methods, shape, *, pages, seats, rows, positions, table=TABLE, **options
+    ):
+        self.ops, self.device, self.options = ops, device, options
+        kv_heads, group, head_size, page, dtype = shape
+        # What has not been written is poison: no numbers.
+        nothing = {"fill_value": float("nan"), "dtype": dtype, "device": device}
+        self.cache = torch.full((pages, kv_heads, page, 2 * head_size), **nothing)
+        self.selection = Selection(
+            torch.full((seats, kv_heads * group, head_size), 3.0, dtype=dtype, device=device),
+            torch.zeros(seats, kv_heads, 9, dtype=torch.int32, device=device),
+        )
+        self.choosers = []
+        for index, entry, pooling in methods:
+            store = IndexStore.empty(
+                index, pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=page,
+                dtype=dtype, entry_tokens=entry, cache=self.cache, layout="rows",
+                alignment=RECORD_ALIGNMENT,
+            )  # fmt: skip
+            store.records = torch.full_like(store.records, 255, device=device)
+            self.choosers.append(Chooser(store, self.selection, pooling, head_size**-0.5))
+        self.requests = DeviceRequests.empty(seats, device)
+        entries = table * max(chooser.store.parts for chooser in self.choosers)
+        self.plan = DevicePlan.empty(
+            rows=rows, kv_heads=kv_heads, group=group, entries=entries, width=16, programs=3,
+            device=device, positions=positions,
+        )  # fmt: skip
+        self.plan.scores.fill_(float("nan"))
+        self.plan.stats.fill_(float("nan"))
+
+    @property
+    def stores(self):
+        return [chooser.store for chooser in self.choosers if chooser.store.index is not None]
+
+    def write(self, key, value, slot_mapping):
+        moved = (tensor.to(self.device) for tensor in (key, value, slot_mapping))
+        self.ops.write_kv(*moved, self.cache, self.stores)
+
+    def step(self, rows, query, far):
+        moved = DeviceRows(*(getattr(rows, f.name).to(self.device) for f in fields(rows)))
+        page = self.choosers[0].store.page_size
+        self.ops.prepare_rows(moved, self.requests, page, far=far)
+        arguments = query.to(self.device), moved, self.requests, self.choosers, self.plan
+        self.ops.plan_decode(*arguments, **self.options)
+        return moved
+
+
+def decode_steps(
+    device,
+    *,
+    methods,
+    kv_heads=2,
+    group=3,
+    head_size=64,
+    page=8,
+    dtype=torch.bfloat16,
+    steps=4,
+    far=False,
+    positions=False,
+    seed=0,
+    exact_records=True,
+    threshold=0.6,
+):
+    """Prompts in chunks, and steps of requests of all kinds: the same rows, lists, records, state.
+
+    Records that need not be the specification's are copied from the kernels to it.
+    """  # fmt: skip
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    rows, seats = 7, 9
+    shape = (kv_heads, group, head_size, page, dtype)
+    size = {"pages": rows * TABLE, "seats": seats, "rows": rows, "positions": positions}
+    layers = [
+        Layer(reference, "cpu", methods, shape, **size),
+        Layer(kernels, device, methods, shape, **size),
+    ]
+    tables = torch.randperm(rows * TABLE).view(rows, TABLE).int()
+    lengths = torch.randint(page * 8, page * 12, (rows,))
+    lengths[1] = page * 3  # within its budget
+    lengths[5] = page * 5 - 2  # soon to be beyond it
+    order = torch.randperm(seats).int()
+    of_seat, spare = order[:rows], order[rows]
+    of_seat[6] = -1  # padding
+    table = torch.zeros(seats, 8, dtype=torch.int32)
+    for seat in range(seats):
+        table[seat, : Column.SELECT + 1] = torch.tensor([1, 2, draw.randint(3, 6)])
+        table[seat, Column.CHOOSER] = draw.randrange(len(methods))
+        table[seat, Column.THRESHOLD] = bits(threshold)
+    for row in range(len(methods)):  # each has one
+        table[int(of_seat[row]), Column.CHOOSER] = row
+    for number, (index, *_) in enumerate(methods):
+        if index is None:
+            table[table[:, Column.CHOOSER] == number, Column.SELECT] = 0
+    table[of_seat[4].long(), Column.EXACT] = 1
+    table[of_seat[5].long(), : Column.CHOOSER + 1] = torch.tensor([1, 2, 2, 0])
+    for layer in layers:
+        layer.requests.table.copy_(table)
+
+    def slots(row, positions):
+        return tables[row, positions // page].long() * page + positions % page
+
+    def write(per_row):
+        """Tokens of rows, from a position to another; then some padding."""
+        mapping = torch.cat([slots(r, torch.arange(a, b)) for r, a, b in per_row])
+        mapping = torch.cat([mapping, torch.tensor([-1, -1])])
+        fused = torch.randn(len(mapping), 2 * kv_heads + 1, head_size).to(dtype)
+        of_row = torch.cat([torch.full((b - a,), r) for r, a, b in per_row])
+        fused[: len(of_row)][of_row == 3] = 0.5  # all pages of its context are alike
+        key, value = fused[:, 1:].chunk(2, dim=1)
+        for layer in layers:
+            layer.write(key, value, mapping)
+
+    def write_prompts(chosen):
+        """Write prompts in two chunks. The first one ends within a page, or is the whole prompt."""
+        first = {row: min(2 * page + 5, int(lengths[row])) for row in chosen}
+        write([(row, 0, end) for row, end in first.items()])
+        second = [(row, end, int(lengths[row])) for row, end in first.items()]
+        write([(row, start, end) for row, start, end in second if start < end])
+
+    write_prompts(range(rows))
+    query = torch.randn(rows, kv_heads * group, head_size).to(dtype)
+    for step in range(steps):
+        if step == 2:  # another request, in the place and the pages of one that has finished
+            tables[0] = tables[0].flip(0)
+            of_seat[0] = spare
+            write_prompts([0])
+        lengths += 1
+        write([(row, int(lengths[row]) - 1, int(lengths[row])) for row in range(rows)])
+        same_records(layers, lengths, tables, exact_records)
+        noise = torch.randn(query.shape[0], 1, 1).abs() * torch.randn(query.shape)
+        query = (query.float() * 0.8 + 0.6 * noise).to(dtype)
+        prefilling = torch.zeros(rows, dtype=torch.int32)
+        prefilling[5] = step == 0  # a prompt's last token
+        in_rows = DeviceRows(
+            of_seat, prefilling, torch.arange(rows + 1, dtype=torch.int32), lengths.int(),
+            torch.stack([slots(r, lengths[r] - 1) for r in range(rows)]), tables,
+            *torch.full((3, rows), 99, dtype=torch.int32),
+        )  # fmt: skip
+        in_rows.slot_mapping[6] = -1
+        expected, actual = (layer.step(in_rows, query, far) for layer in layers)
+        for name in ("choosers", "fresh", "dense_lens"):
+            assert torch.equal(getattr(expected, name), getattr(actual, name).cpu()), name
+        same_plans(layers, expected, step)
+    assert layers[0].requests.corrected.sum() > 0
+    assert (layers[0].plan.lengths > 0).any()
+
+
+def same_records(layers, lengths, tables, exact):
+    """The caches agree, and the records of entries that count."""
+    caches = (layer.cache.cpu().view(torch.int16) for layer in layers)
+    assert torch.equal(*caches)
+    for ours, theirs in zip(layers[0].stores, layers[1].stores, strict=True):
+        if exact:
+            same_entries(ours, theirs, lengths, tables)
+        ours.records.copy_(theirs.records.cpu())
+
+
+def same_entries(ours, theirs, lengths, tables):
+    """The records of entries that count agree: to the bit, where they are built token by token."""
+    layout = ours.index.fields(ours.head_size, ours.entry_tokens)
+    for row, length in enumerate(lengths.tolist() if layout else ()):
+        count = ops_reference.entry_count(length, ours)
+        pages = tables[row, : -(-length // ours.page_size)].long()
+        entries = (pages[:, None] * ours.parts + torch.arange(ours.parts)).flatten()[:count]
+        records = (s.records[entries.to(s.records.device)].cpu() for s in (ours, theirs))
+        kept = ours.dtype, ours.alignment
+        a, b = (unpack(layout, of_store.flatten(0, 1), *kept) for of_store in records)
+        for name in a:
+            if ours.index.grows:
+                assert torch.equal(a[name], b[name])
+            torch.testing.assert_close(b[name], a[name], rtol=2**-7, atol=1e-6)
+
+
+def dense_lens(device, *, far):
+    """Lengths of a step whose rows all attend to selected pages."""
+    count, requests = 3, DeviceRequests.empty(3, device)
+    requests.table[:, : Column.SELECT + 1] = 1
+    with torch.device(device):
+        rows = DeviceRows(
+            torch.arange(count).int(), torch.zeros(count).int(), torch.arange(count + 1).int(),
+            torch.full((count,), 99).int(), torch.zeros(count).long(),
+            torch.zeros(count, 7).int(), *torch.zeros(3, count).int(),
+        )  # fmt: skip
+    kernels.prepare_rows(rows, requests, 16, far=far)
+    assert (rows.choosers == 0).all()
+    return rows.dense_lens.tolist()
+
+
+def long_contexts(
+    device, *, lengths, tile_pages, index, pooling, page=8, entry=8, head_size=32, group=2
+):
+    """Selections from contexts that are ranked in tiles; of the last one all pages are alike."""
+    torch.manual_seed(sum(lengths))
+    rows, longest, dtype = len(lengths), -(-max(lengths) // page), torch.bfloat16
+    shape, size = (1, group, head_size, page, dtype), {"pages": rows * longest, "table": longest}
+    size |= {"seats": rows, "rows": rows, "positions": True}
+    methods = [(index, entry, pooling)]
+    layers = [
+        Layer(reference, "cpu", methods, shape, **size),
+        Layer(kernels, device, methods, shape, **size, tile_pages=tile_pages),
+    ]
+    cache = torch.randn(layers[0].cache.shape)
+    cache[-longest:] = 0.5
+    table = torch.zeros(rows, 8, dtype=torch.int32)
+    table[:, : Column.SELECT + 1] = torch.tensor([1, 2, 6])
+    table[:, Column.THRESHOLD] = bits(1.0)
+    for layer in layers:
+        layer.cache.copy_(cache)
+        layer.requests.table.copy_(table)
+    pages = torch.arange(rows * longest, dtype=torch.int32)
+    kernels.index_pages(pages.to(device), layers[1].stores[0])
+    layers[0].stores[0].records.copy_(layers[1].stores[0].records.cpu())
+    ones = torch.ones(rows, dtype=torch.int64)
+    in_rows = DeviceRows(
+        torch.randperm(rows).int(), torch.zeros(rows, dtype=torch.int32),
+        torch.arange(rows + 1, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), ones,
+        pages.view(rows, longest), *torch.empty(3, rows, dtype=torch.int32),
+    )  # fmt: skip
+    query = torch.randn(rows, group, head_size).to(dtype)
+    expected, _ = (layer.step(in_rows, query, False) for layer in layers)
+    assert (expected.choosers == 0).all()
+    same_plans(layers, expected, 0)
+
+
+def same_plans(layers, rows, step):
+    """Lists, lengths, what is remembered and counted."""
+    ours, theirs = layers
+    assert torch.equal(ours.plan.lengths, theirs.plan.lengths.cpu()), step
+    page = ours.choosers[0].store.page_size
+    for pair, length in enumerate(ours.plan.lengths.tolist()):
+        listed = -(-length // page) if length > 0 else 0
+        a, b = (layer.plan.lists[pair, :listed].cpu() for layer in layers)
+        assert torch.equal(a, b), (step, pair, a, b)
+    assert torch.equal(ours.requests.table, theirs.requests.table.cpu())
+    assert torch.equal(ours.requests.corrected, theirs.requests.corrected.cpu())
+    assert torch.equal(ours.selection.query, theirs.selection.query.cpu())
+    for row, chooser in enumerate(rows.choosers.tolist()):
+        if chooser >= 0:
+            seat = int(rows.seats[row])
+            chosen = [layer.selection.chosen[seat].cpu() for layer in layers]
+            assert torch.equal(*chosen), (step, row)
+
+
+def low_rank_records(device, *, head_size, entry, rank=0, kv_heads=1):
+    """Records approximate keys nearly as well as the specification's do."""
+    torch.manual_seed(head_size + entry)
+    index, pages, dtype = LowRank(rank), 4, torch.bfloat16
+    store = IndexStore.empty(
+        index, pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=entry, dtype=dtype,
+        layout="rows", alignment=RECORD_ALIGNMENT,
+    )  # fmt: skip
+    strong = torch.randn(pages, kv_heads, entry, 6) * torch.tensor([4.0, 2, 1.5, 1, 1, 0.7])
+    keys = strong @ torch.randn(pages, kv_heads, 6, head_size) * 0.3
+    keys += 0.3 * torch.randn_like(keys) + 2 * torch.randn(pages, kv_heads, 1, head_size)
+    keys[0, 0] = 1.5  # no direction is left of it
+    cache = torch.cat([keys, torch.randn_like(keys)], -1).to(dtype)
+    store.cache = cache.to(device)
+    store.records = torch.zeros_like(store.records, device=device)
+    kernels.index_pages(torch.arange(pages, dtype=torch.int32, device=device), store)
+    layout = index.fields(head_size, entry)
+    given = cache[..., :head_size].float().flatten(0, 1)
+    errors = []
+    query = torch.randn(5, head_size)
+    exact = torch.einsum("gd,ntd->gnt", query, given).logsumexp(-1)
+    for records in (
+        store.records.cpu().flatten(0, 1),
+        pack(layout, index.build(given), dtype, store.alignment),
+    ):
+        record = unpack(layout, records, dtype, store.alignment)
+        scored = index.score(query, record, 1.0)
+        errors.append((float((scored - exact).square().mean()), scored))
+    assert errors[0][0] < 1.3 * errors[1][0] + 1e-3, [error for error, _ in errors]
+    return errors[0][0], errors[1][0]

@@ -1,0 +1,218 @@
+"""An engine as on a GPU, on the CPU: vLLM's V2 model runner, kernels in Triton's interpreter.
+
+It lives in a process of its own, where Triton interprets and vLLM finds a platform of ours in place
+of its own. From the request to the token everything is vLLM's and the package's; what stands in is
+vLLM's own for the CPU (streams, events, pinned memory), and attention to whole contexts.
+"""
+
+import os
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from tests.support import device_launches, device_server, interpreter, workers
+
+
+def start() -> ProcessPoolExecutor:
+    """The process; functions of this module can be submitted to it."""
+    return interpreter.started(mp_context=device_server.Context())
+
+
+def pretend_triton():
+    """Before a process imports vLLM: let it find Triton with a backend for the CPU."""
+    os.environ |= {
+        "TORCHDYNAMO_DISABLE": "1",  # its compiler takes the stub below for a GPU
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # kernels are Python; the rest is small
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "DEBUG"),
+    }
+    from triton.backends import Backend, backends
+
+    class Driver:
+        """vLLM asks whether Triton has one for the CPU."""
+
+        @staticmethod
+        def is_active():
+            return True
+
+    backends["cpu"] = Backend(compiler=None, driver=Driver)
+
+
+def prepare():
+    """Before a process imports vLLM, in its environment's interpreter of Triton."""
+    pretend_triton()
+    from vllm_kvretrieval import plugin
+
+    plugin.PLATFORMS["cpu"] = "tests.support.device_platform.DevicePlatform"
+    plugin.BACKENDS["cpu"] = "tests.support.device_worker"
+    from vllm.v1.worker.cpu import shm
+
+    shm._EventPlaceholder.query = lambda self: True
+    device_launches.watch()
+
+
+_engine: Any = None
+
+
+def open_engine(model, options):
+    """Start the engine of this process."""
+    global _engine
+    from vllm import LLM
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    # vLLM's kernel asks for methods of a loop's variable, an int in the interpreter.
+    topk_topp_sampler.HAS_TRITON = False
+    workers.freeze()  # vLLM collects garbage around everything that it captures, too
+    defaults = {
+        "kv_cache_memory_bytes": 1 << 24,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": True,
+    }
+    if {"tensor_parallel_size", "pipeline_parallel_size"} & options.keys():
+        from tests.support.device_executor import DeviceExecutor
+
+        defaults["distributed_executor_backend"] = DeviceExecutor
+    _engine = LLM(model=model, **defaults | options)
+
+
+def close_engine():
+    """Stop its workers."""
+    _engine.llm_engine.engine_core.shutdown()
+
+
+def drive(requests):
+    """See ``tests.support.engine.drive``."""
+    from tests.support.engine import drive
+
+    return drive(_engine, requests)
+
+
+def in_worker(function):
+    """What a function of a module returns that the worker has called with itself."""
+    return _engine.collective_rpc(function)[0]
+
+
+def describe():
+    """The parts of the engine."""
+    runner = _runner()
+    groups = [group for groups in runner.attn_groups for group in groups]
+    builders = [group.get_metadata_builder() for group in groups]
+    ours = [builder for builder in builders if hasattr(builder, "page_size")]
+    return {
+        "runner": type(runner).__name__,
+        "scheduler": type(_engine.llm_engine.engine_core.engine_core.scheduler).__name__,
+        "state": type(runner.model_state).__name__,
+        "builders": [type(builder).__name__ for builder in builders],
+        "retrieving": sorted(runner.retrieval_layers.impls),
+        "block": runner.cache_config.block_size,
+        "blocks": [builder.page_size for builder in ours],
+        "graphs": runner.cudagraph_manager.captured_token_counts(),
+    }
+
+
+def describe_workers():
+    """The state of each worker of the engine, and its counts."""
+    return _engine.collective_rpc(_describe_worker)
+
+
+def _describe_worker(worker):
+    runner = worker.model_runner
+    impls, tiers = runner.retrieval_layers.impls, worker.tiers
+    caches = [layer.kv_cache for layer in runner.compilation_config.static_forward_context.values()]
+    return {
+        "retrieving": sorted(impls),
+        "kv_heads": {impl.num_kv_heads for impl in impls.values()},
+        "blocks": {len(cache) // (worker.cache_config.block_size // 16) for cache in caches},
+        "pages": {store.pages for store in runner.retrieval_layers.stores},
+        "planned": None if tiers is None else tiers.blocks,
+        "slots": 0 if tiers is None else tiers.capacity,
+        "replays": sum(graph.count for graph in runner.cudagraph_manager.graphs.values()),
+    }
+
+
+def replay(wanted):
+    """Whether steps that have a graph are replays of it, from now on."""
+    _runner().cudagraph_manager.replays = wanted
+
+
+def replays_by_rows():
+    """How many steps have been replays, by the rows of their graphs."""
+    counts: Counter[int] = Counter()
+    for descriptor, graph in _runner().cudagraph_manager.graphs.items():
+        counts[descriptor.num_reqs] += graph.count  # of some rows there is one for adapters, too
+    return dict(counts)
+
+
+def _runner():
+    core = _engine.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner
+
+
+def corrected_by(request):
+    """KV heads that selected anew for a request, by seat."""
+    corrected = _runner().running.corrected
+    before = corrected.clone()
+    drive([request])
+    return (corrected - before).tolist()
+
+
+def reset_prefix_cache():
+    assert _engine.reset_prefix_cache()
+
+
+def drive_preempting(requests):
+    """The answers, and which requests were preempted, by number."""
+    import pytest
+
+    from tests.support.engine import preemptions
+
+    with pytest.MonkeyPatch.context() as patch:
+        preempted = preemptions(_engine, patch)
+        answers = drive(requests)
+    return answers, [request_id.split("-")[0] for request_id in preempted]
+
+
+def assert_resumed(*args):
+    """See ``tests.support.engine.assert_resumed``."""
+    from tests.support.engine import assert_resumed
+
+    assert_resumed(_engine, *args)
+
+
+def plant(name):
+    """Plant a fault of ``support/device_faults.py`` in the engine's ops; None: there is none."""
+    from tests.support import device_faults
+
+    device_faults.plant(name)
+
+
+def metrics():
+    """See ``tests.support.home_requests.metrics``; for an engine that keeps statistics."""
+    from tests.support.home_requests import metrics
+
+    return metrics(_engine)
+
+
+def selections():
+    """See ``tests.support.device_specification.selections``."""
+    from tests.support.device_specification import selections
+
+    return selections()
+
+
+def launched_late():
+    """See ``tests.support.device_launches.late``."""
+    return device_launches.late()
+
+
+def limits():
+    """Most requests that the scheduler runs at once, and how many vLLM's runner has numbers for."""
+    scheduler = _engine.llm_engine.engine_core.engine_core.scheduler
+    states = _runner().req_states
+    return scheduler.max_num_running_reqs, len(states.free_indices) + len(states.req_id_to_index)
+
+
+def idle():
+    """Whether nothing is beside the model between steps."""
+    tier = _runner().retrieval_layers.tier
+    return tier is None or tier.side.idle

@@ -1,0 +1,200 @@
+"""Faults to plant in the ops of an engine of tests/support/device_engine.py, in its process.
+
+Each is what a broken kernel, or a forgotten call of one, would do in every layer and step.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_kvretrieval.kernels import triton as kernels
+from vllm_kvretrieval.kernels.device import Column
+
+MOST_ROWS = 4
+"""Of a step that decodes."""
+
+
+class Sound:
+    """The ops as they are.
+
+    Attributes:
+        homes: Where there may be such a fault.
+        layer: What is wrong about a layer, by the names of ``tests/support/layer_watch.py``.
+        answers: Whether the answers of a short test are wrong.
+    """
+
+    homes: ClassVar[Sequence[str]] = ("device",)
+    layer: ClassVar[Sequence[str]] = ()
+    answers = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(kernels, name)
+
+
+class NothingSelected(Sound):
+    """Lists have sink and window alone."""
+
+    layer = ("lists",)
+
+    def plan_decode(self, query, rows, requests, choosers, plan):
+        with _column(requests, Column.SELECT, 0):
+            kernels.plan_decode(query, rows, requests, choosers, plan)
+
+
+class LastStepsList(Sound):
+    """Heads attend to what the last step has selected, also where they are to select anew."""
+
+    layer = ("lists",)
+
+    def plan_decode(self, query, rows, requests, choosers, plan):
+        with _column(requests, Column.THRESHOLD, _bits(-1.0)):
+            kernels.plan_decode(query, rows, requests, choosers, plan)
+
+
+class ThisStepsList(Sound):
+    """Heads select anew where they are to attend to what the last step has selected."""
+
+    layer = ("lists",)
+
+    def plan_decode(self, query, rows, requests, choosers, plan):
+        with _column(requests, Column.THRESHOLD, _bits(1.0)):
+            kernels.plan_decode(query, rows, requests, choosers, plan)
+
+
+class AnotherSeatsList(Sound):
+    """A request's heads attend to what a request beside it has selected."""
+
+    homes = ("device", "host")
+    layer = ("lists",)
+
+    def plan_decode(self, query, rows, requests, choosers, plan):
+        kernels.plan_decode(query, rows, requests, choosers, plan)
+        pairs = len(rows) * choosers[0].store.kv_heads
+        lists = plan.lists[:pairs].unflatten(0, (len(rows), -1))
+        lists.copy_(lists.roll(1, 0))
+
+
+class NoIndex(Sound):
+    """Records stay what they were at the start."""
+
+    layer = ("lists", "records")
+
+    def write_kv(self, key, value, slot_mapping, cache, stores):
+        kernels.write_kv(key, value, slot_mapping, cache, ())
+        for store in stores:
+            store.records.zero_()
+
+
+class StaleIndex(Sound):
+    """Prompts are taken into the index, and decoded tokens are not."""
+
+    layer = ("records",)
+    answers = False  # what is decoded here is in the window
+
+    def write_kv(self, key, value, slot_mapping, cache, stores):
+        decodes = len(slot_mapping) <= MOST_ROWS
+        kernels.write_kv(key, value, slot_mapping, cache, () if decodes else stores)
+
+
+class NoMerge(Sound):
+    """Of a list that is attended to in parts, the first part is the result."""
+
+    homes = ("device", "host")
+    layer = ("attention",)
+
+    def sparse_decode(self, query, slots, lists, lengths, scale, out, lse, workspace, **rules):
+        kernels.sparse_decode(query, slots, lists, lengths, scale, out, lse, workspace, **rules)
+        if workspace.splits == 1:
+            return
+        pairs, attended = len(lse), lengths >= 0
+        lse[attended] = workspace.lse[:pairs, 0][attended] * math.log(2)
+        parts = workspace.out[:pairs, 0].reshape(-1, *out.shape[1:])
+        rows = _sparse(lengths, query.shape[1] // lse.shape[1])
+        out[: len(rows)][rows] = parts[rows].to(out.dtype)
+
+
+class NotWritten(Sound):
+    """Where attention is to be written there is what the dense half has left."""
+
+    layer = ()
+
+    def sparse_decode(self, query, slots, lists, lengths, scale, out, lse, workspace, **rules):
+        kernels.sparse_decode(query, slots, lists, lengths, scale, out, lse, workspace, **rules)
+        rows = _sparse(lengths, query.shape[1] // lse.shape[1])
+        out[: len(rows)][rows] = 0
+
+
+class WrongSlot(Sound):
+    """A unit is recalled into the slot of the one before it."""
+
+    homes = ("host",)
+    layer = ("attention", "units")
+
+    def recall_units(self, home, slots, sources, targets, count, **options):
+        listed = int(count)
+        wrong = targets.clone()
+        wrong[:listed] = targets[:listed].roll(1)
+        kernels.recall_units(home, slots, sources, wrong, count, **options)
+
+
+class NoRecall(Sound):
+    """Slots are given to pages, which do not come."""
+
+    homes = ("host",)
+    layer = ("attention", "units")
+
+    def recall_units(self, home, slots, sources, targets, count, **options):
+        pass
+
+
+class NoTail(Sound):
+    """New tokens come to their pages at home, and not to the slots of these."""
+
+    homes = ("host",)
+    layer = ("attention", "units")
+
+    def write_tail(self, key, value, rows, residency, slots):
+        pass
+
+
+FAULTS: dict[str, type[Sound]] = {
+    "nothing selected": NothingSelected,
+    "last step's list": LastStepsList,
+    "this step's list": ThisStepsList,
+    "another seat's list": AnotherSeatsList,
+    "index never updated": NoIndex,
+    "index not updated by decoding": StaleIndex,
+    "dropped merge": NoMerge,
+    "attention not written": NotWritten,
+    "recall into a wrong slot": WrongSlot,
+    "no recall": NoRecall,
+    "tail not written": NoTail,
+}
+
+
+def plant(name):
+    """Let an engine of this process use these ops, from now on."""
+    from tests.support.device_worker import DeviceRunner
+
+    DeviceRunner.side.ops._ops = Sound() if name is None else FAULTS[name]()
+
+
+@contextmanager
+def _column(requests: Any, column: Column, value: Any) -> Iterator[None]:
+    """Another option of all requests for a while."""
+    held = requests.table[:, column].clone()
+    requests.table[:, column] = value
+    yield
+    requests.table[:, column] = held
+
+
+def _bits(threshold: float) -> torch.Tensor:
+    return torch.tensor(threshold).view(torch.int32)
+
+
+def _sparse(lengths: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """bool [rows]; which rows attend to a selection."""
+    return lengths.view(-1, kv_heads)[:, 0] >= 0

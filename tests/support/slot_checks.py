@@ -1,0 +1,262 @@
+"""Checks of what finds slots for pages, as triton_checks.py has them of the other kernels."""
+
+import random
+
+import torch
+
+from vllm_kvretrieval.kernels import slots_reference as reference
+from vllm_kvretrieval.kernels import triton as kernels
+from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.slots import Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.types import Selection
+
+PAGE = 16
+SINK, WINDOW = 1, 2
+
+
+class Side:
+    """One implementation whose slots hold the numbers of units in place of units."""
+
+    def __init__(self, ops, device, *, seats, kv_heads, capacity, rows, width):
+        self.ops = ops
+        step = torch.zeros(1, dtype=torch.int32, device=device)
+        traffic = torch.zeros(seats, len(Traffic), dtype=torch.int64, device=device)
+        self.residency = Residency.empty(
+            kv_heads=kv_heads, slots=capacity, step=step, traffic=traffic
+        )
+        # Slots and pages of one token, so that a unit's number is all there is to copy.
+        self.slots = torch.full((seats * kv_heads * capacity,), -1, device=device)
+        self.lists = torch.full((rows * kv_heads, width), -7, dtype=torch.int32, device=device)
+        self.recalls = Recalls.empty(rows * kv_heads * width, device)
+
+    def recall(self):
+        """Copy what is listed, and return it."""
+        count = int(self.recalls.count)
+        targets, sources = self.recalls.targets[:count], self.recalls.sources[:count]
+        assert len(targets.unique()) == count, "no slot twice"
+        self.slots[targets.long()] = sources.long()
+        self.recalls.count.zero_()
+        return set(zip(sources.tolist(), targets.tolist(), strict=True))
+
+    def state(self):
+        return self.residency.held, self.residency.stamp, self.residency.traffic, self.lists
+
+
+class Contexts:
+    """Requests that come and go, grow by a token a step, and select almost what they selected."""
+
+    def __init__(self, device, *, seats, kv_heads, select, rows, seed):
+        self.draw, self.kv_heads, self.select = random.Random(seed), kv_heads, select
+        self.table_pages = 4 * select + 40
+        self.rows = DeviceRows(
+            torch.zeros(rows, dtype=torch.int32),
+            torch.zeros(rows, dtype=torch.int32),
+            torch.arange(rows + 1, dtype=torch.int32),
+            torch.zeros(rows, dtype=torch.int32),
+            torch.zeros(rows, dtype=torch.int64),
+            torch.zeros(rows, self.table_pages, dtype=torch.int32),
+            *torch.zeros(3, rows, dtype=torch.int32),
+        )
+        self.requests = DeviceRequests.empty(seats, "cpu")
+        self.requests.table[:, : Column.SELECT + 1] = torch.tensor([SINK, WINDOW, select])
+        self.selection = Selection.empty(
+            seats=seats, kv_heads=kv_heads, group=1, head_size=16, most_selected=select,
+            dtype=torch.float32,
+        )  # fmt: skip
+        self.device = device
+        self.running = {}
+        self.arrive(range(rows))
+
+    def arrive(self, seats):
+        for seat in seats:
+            pages = self.draw.randint(SINK + WINDOW + 1, 3 * self.select + 10)
+            table = torch.tensor(self.draw.sample(range(9999), self.table_pages))
+            self.running[seat] = [pages * PAGE - self.draw.randint(0, 3), table]
+            self.rows.fresh[seat] = 1
+
+    def chosen(self, seat, head, between):
+        """The pages that a head selects: all but two of the previous ones, if these are still
+        between."""
+        before = self.selection.chosen[seat, head].tolist()[2:]
+        kept = {p for p in before if SINK <= p < SINK + between}
+        kept = set(sorted(kept)[: self.select - 2])
+        others = [p for p in range(SINK, SINK + between) if p not in kept]
+        return sorted(kept | set(self.draw.sample(others, self.select - len(kept))))
+
+    def step(self, plan):
+        """The next token of every request; returns how many pages the lists have."""
+        listed = 0
+        for row, (length, table) in self.running.items():
+            self.rows.seats[row] = row
+            self.rows.choosers[row] = -1 if self.draw.random() < 0.1 else 0
+            self.rows.seq_lens[row] = length
+            self.rows.block_table[row] = table
+            self.running[row][0] += 1
+            pages = -(-length // PAGE)
+            between = pages - SINK - WINDOW
+            for head in range(self.kv_heads):
+                pair = row * self.kv_heads + head
+                if self.rows.choosers[row] < 0:
+                    plan.lengths[pair] = -1
+                    continue
+                pages_of_head = list(range(pages))
+                if between > self.select:
+                    new = self.chosen(row, head, between)
+                    old = self.selection.chosen[row, head].tolist()[: len(new)]
+                    usable = sorted({p for p in old if SINK <= p < SINK + between})
+                    corrected = self.rows.fresh[row] or self.draw.random() < 0.3
+                    middle = new if corrected or len(usable) < len(new) else usable
+                    pages_of_head = [*range(SINK), *middle, *range(SINK + between, pages)]
+                    self.selection.chosen[row, head] = -5
+                    self.selection.chosen[row, head, : len(new)] = torch.tensor(new)
+                plan.lists[pair, : len(pages_of_head)] = torch.tensor(pages_of_head).int()
+                plan.lengths[pair] = (len(pages_of_head) - 1) * PAGE + (length - 1) % PAGE + 1
+                listed += len(pages_of_head)
+        return listed
+
+    def left_alone(self):
+        """A row that was skipped does not follow its previous step when it comes back."""
+        for row in self.running:
+            self.rows.fresh[row] = int(self.rows.choosers[row] < 0)
+
+
+def resolve(device, *, capacity, select, kv_heads=2, rows=3, steps=12, seed=0, least_hits=0.6):
+    """Step for step what the specification does; and slots hold what is said to be in them."""
+    seats, width = rows + 1, SINK + WINDOW + select
+    shape = {"kv_heads": kv_heads, "rows": rows}
+    contexts = Contexts("cpu", seats=seats, select=select, seed=seed, **shape)
+    plan = DevicePlan.empty(
+        rows=rows, kv_heads=kv_heads, group=1, entries=1, width=width, programs=1, device="cpu",
+        positions=True,
+    )  # fmt: skip
+    sides = [
+        Side(reference, "cpu", seats=seats, capacity=capacity, width=width, **shape),
+        Side(kernels, device, seats=seats, capacity=capacity, width=width, **shape),
+    ]
+    missed = ahead = listed = 0
+    for step in range(steps):
+        if step in (steps // 2, steps - 4):
+            contexts.arrive([contexts.draw.randrange(rows)])
+        listed += contexts.step(plan)
+        found = []
+        for side in sides:
+            moved = [to(side, thing) for thing in (plan, contexts.rows, contexts.selection)]
+            there, in_rows, selection = moved
+            side.residency.step += 1
+            side.lists.fill_(-7)
+            side.ops.resolve(there, in_rows, side.residency, side.recalls, side.lists, PAGE)
+            critical = side.recall()
+            attended = side.lists.clone()
+            check_attended(side, contexts, plan, attended)
+            held = side.slots.clone()
+            side.lists.fill_(-7)
+            side.ops.resolve_ahead(
+                selection, in_rows, to(side, contexts.requests), side.residency, side.recalls,
+                side.lists, PAGE,
+            )  # fmt: skip
+            early = side.recall()
+            in_use = attended[attended >= 0].long()
+            assert torch.equal(side.slots[in_use], held[in_use]), "a slot of this step is lost"
+            found.append((critical, early, attended))
+        (critical, early, attended), other = found
+        assert (critical, early) == other[:2], f"step {step}"
+        assert torch.equal(attended, other[2].cpu()), f"step {step}"
+        for expected, actual in zip(sides[0].state(), sides[1].state(), strict=True):
+            assert torch.equal(expected, actual.cpu()), f"step {step}"
+        missed, ahead = missed + len(critical), ahead + len(early)
+        contexts.left_alone()
+    traffic = sides[0].residency.traffic.sum(0).tolist()
+    assert traffic == [listed, missed, ahead, (sides[0].residency.held >= 0).sum()]
+    assert bool(ahead) == (capacity > width), "pages are recalled ahead where there are slots"
+    assert 1 - missed / listed > least_hits, f"{missed} of {listed} units missed"
+
+
+def check_attended(side, contexts, plan, attended):
+    """Every page that a step attends to is in the slot that is named for it."""
+    kv_heads = contexts.kv_heads
+    for pair, length in enumerate(plan.lengths.tolist()):
+        row, head = divmod(pair, kv_heads)
+        pages = -(-length // PAGE) if length >= 0 else 0
+        units = contexts.rows.block_table[row, plan.lists[pair, :pages].long()] * kv_heads + head
+        assert side.slots[attended[pair, :pages].long()].tolist() == units.tolist()
+        assert (attended[pair, pages:] == -7).all(), "nothing else is written"
+        capacity = side.residency.held.shape[2]
+        assert (attended[pair, :pages] // capacity == pair).all(), "slots of one's own"
+
+
+def to(side, thing):
+    """The tensors of a dataclass on the device of one side."""
+    device = side.slots.device
+    moved = {k: v.to(device) if torch.is_tensor(v) else v for k, v in vars(thing).items()}
+    return type(thing)(**moved)
+
+
+def tail(device, *, kv_heads, head_size, capacity, rows=5):
+    """New tokens arrive in the slots that hold their pages, and nowhere else."""
+    torch.manual_seed(head_size + kv_heads)
+    seats, page, dtype = rows + 2, 32, torch.bfloat16
+    step, traffic = torch.zeros(1).int(), torch.zeros(seats, len(Traffic)).long()
+    residency = Residency.empty(kv_heads=kv_heads, slots=capacity, step=step, traffic=traffic)
+    for of_head in residency.held.view(-1, capacity):
+        of_head[:] = torch.randperm(capacity + 2)[:capacity] - 1
+    slots = torch.randn(residency.held.numel(), page, 2 * head_size).to(dtype)
+    fused = torch.randn(rows + 1, kv_heads * 2 + 3, head_size).to(dtype)
+    key, value = fused[:, 3:].chunk(2, dim=1)
+    numbers = torch.zeros(rows, dtype=torch.int32)
+    in_rows = DeviceRows(
+        torch.randperm(seats)[:rows].int(),
+        numbers,
+        torch.arange(rows + 1).int(),
+        torch.randint(1, capacity * page, (rows,)).int(),
+        numbers.long(),
+        numbers[:, None],
+        torch.tensor([0, 1, 0, -1, 0] * rows)[:rows].int(),
+        torch.tensor([0, 0, 1, 0, 0] * rows)[:rows].int(),
+        numbers,
+    )
+    expected, actual = slots.clone(), slots.to(device)
+    reference.write_tail(key, value, in_rows, residency, expected)
+    assert not torch.equal(expected, slots), "something is written"
+    on_device = type("On", (), {"slots": actual})
+    fused = fused.to(device)
+    key, value = fused[:, 3:].chunk(2, dim=1)
+    kernels.write_tail(key, value, to(on_device, in_rows), to(on_device, residency), actual)
+    assert torch.equal(expected, actual.cpu())
+
+
+def stage(device, *, kv_heads, head_size, page, programs):
+    """Contexts arrive in order, pages that are partly filled whole; all else stays."""
+    torch.manual_seed(head_size + page + kv_heads)
+    home = torch.randn(23, kv_heads, page, 2 * head_size, device=device).bfloat16()
+    buffer = torch.randn(17, kv_heads, page, 2 * head_size, device=device).bfloat16()
+    table = torch.stack([torch.randperm(23, device=device)[:12].int() for _ in range(4)])[:, :9]
+    lengths = torch.tensor([5 * page, 0, 1, 8 * page - 3], dtype=torch.int32, device=device)
+    starts = torch.tensor([10, 3, 9, 1], dtype=torch.int32, device=device)
+    expected, actual = buffer.clone(), buffer.clone()
+    reference.stage_context(home, expected, table, lengths, starts)
+    kernels.stage_context(home, actual, table, lengths, starts, programs=programs)
+    assert not torch.equal(expected, buffer)
+    assert torch.equal(expected, actual)
+
+
+def far_units(device):
+    """Units and pages whose first element has a number that 31 bits do not hold."""
+    kv_heads, page, width = 3, PAGE, 32
+    pages = 2**31 // (kv_heads * page * width) + 2
+    home = torch.empty(pages, kv_heads, page, width, dtype=torch.bfloat16, device=device)
+    home[[-2, -1]] = torch.randn_like(home[[-2, -1]])
+    units = pages * kv_heads
+    slots = home.view(units, page, width)
+    last = torch.tensor([units - 1], dtype=torch.int32, device=device)
+    near = torch.zeros_like(last)
+    one = torch.ones_like(last)
+    held = torch.zeros(2, page, width, dtype=torch.bfloat16, device=device)
+    kernels.recall_units(home, held, last, near, one)
+    assert torch.equal(held[0], home[-1, -1])
+    kernels.recall_units(held[None], slots, near, last - 1, one)
+    assert torch.equal(home[-1, -2], held[0])
+    buffer = torch.zeros(1, *home.shape[1:], dtype=torch.bfloat16, device=device)
+    kernels.stage_context(home, buffer, (one * pages - 1)[None], one, near)
+    assert torch.equal(buffer[0], home[-1])
+    kernels.stage_context(buffer, home, near[None], one, one * pages - 2)
+    assert torch.equal(home[-2], home[-1])

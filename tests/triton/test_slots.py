@@ -1,0 +1,45 @@
+"""The kernels that keep slots, interpreted, against their specification."""
+
+import pytest
+
+from tests.support import device_chain, memory_checks, slot_checks
+from tests.support.side_work import Interleaved
+from vllm_kvretrieval.kernels.triton.mapped import map_host
+from vllm_kvretrieval.limits import available_memory
+
+
+@pytest.mark.parametrize(("capacity", "select"), [(18, 6), (20, 7), (64, 12)])
+def test_resolve(interpreted, capacity, select):
+    interpreted(slot_checks.resolve, capacity=capacity, select=select)
+
+
+def test_no_more_slots_than_a_step_needs(interpreted):
+    """Then few units can be recalled ahead, and yet all attended units are there."""
+    interpreted(slot_checks.resolve, capacity=9, select=6, rows=2, least_hits=0.4)
+
+
+@pytest.mark.parametrize(("kv_heads", "head_size", "capacity"), [(2, 64, 7), (1, 96, 16)])
+def test_write_tail(interpreted, kv_heads, head_size, capacity):
+    interpreted(slot_checks.tail, kv_heads=kv_heads, head_size=head_size, capacity=capacity)
+
+
+@pytest.mark.parametrize(("kv_heads", "head_size", "page"), [(3, 96, 16), (2, 128, 32)])
+def test_stage_context(interpreted, kv_heads, head_size, page):
+    interpreted(slot_checks.stage, kv_heads=kv_heads, head_size=head_size, page=page, programs=5)
+
+
+def test_far_units(interpreted):
+    interpreted(memory_checks.without_filling, of=slot_checks.far_units)
+
+
+@pytest.mark.parametrize("side", [None, Interleaved])
+def test_a_whole_step(interpreted, side):
+    """From writing to recall ahead, whose launches come between those that it is beside."""
+    interpreted(device_chain.interpreted, side=side)
+
+
+def test_host_memory_that_is_not_there():
+    """Refused with the numbers before any of it is taken."""
+    assert available_memory() > 2**20
+    with pytest.raises(MemoryError, match=r"1048576.0 GiB .* GiB are available: ask for less"):
+        map_host(2**50)
