@@ -41,7 +41,7 @@ def check_logits(
 
     Args:
         worker: The worker.
-        groups: Its layers.
+        groups: The worker's groups of layers.
         layers: All layers by name.
 
     Returns:
@@ -86,7 +86,7 @@ class KeyNeed(NamedTuple):
     """What our kernels have to read keys in the cache for.
 
     Attributes:
-        name: Of the methods or the option.
+        name: The name of the methods or of the option.
         refused: What it cannot do to a model otherwise.
         remedy: A clause.
     """
