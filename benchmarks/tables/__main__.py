@@ -1,4 +1,4 @@
-"""Write tables and plots of README, docs and the journal from result files, or check that they are as written.
+"""Write tables and plots of README, docs and the journal from result files, or check them.
 
 A page asks for a table by a comment, and this program writes the table below it::
 
