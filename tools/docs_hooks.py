@@ -14,7 +14,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = re.compile(r"(\]\()\.\./([^)#\s]+)")
 FROM_README = re.compile(r"(\]\()docs/([^)\s]*)")
-BESIDE_DOCS = re.compile(r"(\]\()(benchmarks/[^)\s]+)")
+BESIDE_DOCS = re.compile(r"(\]\()((?:benchmarks/|CITATION)[^)\s]+)")
 COPIED = "files"
 """The folder of the site with files from outside of ``docs``."""
 JOURNAL = "benchmarks/journal"
