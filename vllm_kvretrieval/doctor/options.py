@@ -70,7 +70,7 @@ def check_options(arguments: Sequence[str], users: int) -> tuple[list[Finding], 
     The configuration is None where they are refused.
 
     Args:
-        arguments: Those behind ``vllm serve``.
+        arguments: The arguments behind ``vllm serve``.
         users: How many users to say the sizes of.
     """
     try:

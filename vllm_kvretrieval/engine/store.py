@@ -145,7 +145,7 @@ class StoredBlocks:
         """Hold the blocks of the contexts that are pinned, and no others.
 
         Args:
-            records: Of blocks that may be in the prefix cache.
+            records: Records of blocks that may be in the prefix cache.
         """
         self._look_at = time.monotonic() + RETRY_S  # if reading fails
         pins = read_pins(self._store.folder)
@@ -173,7 +173,7 @@ class StoredBlocks:
         self._pool.free_blocks(before.values())
 
     def tend(self) -> None:
-        """Do what others have asked for, and forget what has become too old."""
+        """Pin, unpin and drop as other processes have asked, and expire old blocks."""
         if old := self._expiry.look(self._stored, self._pinned):
             self._counts["store_blocks_expired"] += len(old)
             self._drop(old)
@@ -185,11 +185,11 @@ class StoredBlocks:
             logger.error("store: a change has failed, and will be tried again (%s).", error)
 
     def _follow(self, change: Change) -> None:
-        """Do what somebody has asked for.
+        """Pin, unpin or drop a context as another process has asked.
 
         Raises:
-            OSError, RetrievalConfigError: It is to be tried again; nothing that drops blocks is,
-                since the document may have been read again by then.
+            OSError, RetrievalConfigError: A pin or unpin has failed and is tried again; a drop is
+                not, since the document may have been read again by then.
         """
         dropped = set[bytes]()
         if change.action == DROP:
@@ -304,7 +304,7 @@ class StoredBlocks:
         """Store blocks when the next step has run, but for those of a context that was dropped.
 
         Args:
-            request: Whose context they are of; it has computed them, or does so in this step.
+            request: The request that has computed the blocks, or computes them in this step.
             first: How many blocks of the context are before them.
             blocks: vLLM's; full ones.
             arrived: Its number in the order of arrivals. What was dropped later is not stored for
@@ -340,7 +340,7 @@ class StoredBlocks:
 
         Args:
             request: It has ended, or was aborted.
-            blocks: Their numbers, in the order of the context.
+            blocks: The blocks' numbers, in the order of the context.
         """
         self._waiting.discard(request.request_id)
         if blocks:

@@ -90,7 +90,7 @@ class Ops(Protocol):
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided.
             rows: ``lists``, ``lengths`` and ``corrected`` are written.
-            chooser: Its selection is written at the seats of the rows.
+            chooser: How the layer selects; its selection is written at the rows' seats.
             remainder: Written; None: nothing is added up.
 
         Raises:

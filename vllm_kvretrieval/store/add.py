@@ -120,7 +120,7 @@ def _documents(
 
     Args:
         llm: The engine.
-        texts, names: Of the documents.
+        texts, names: Texts and names of the documents.
         chat: Writes the chats whose first message texts will begin; None: they begin prompts.
     """
     tokenizer: Any = llm.get_tokenizer()
@@ -174,7 +174,7 @@ def last_key(tokens: list[int], config: Any, salt: str | None) -> bytes | None:
     """The key of the last full block of a document, as vLLM hashes it.
 
     Args:
-        tokens: Its tokens.
+        tokens: The document's tokens.
         config: vLLM's ``CacheConfig``.
         salt: The ``cache_salt`` of requests.
 

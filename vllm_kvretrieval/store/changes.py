@@ -68,7 +68,7 @@ def locked(directory: str, name: str, patience: float = 0.0) -> Iterator[Ranks]:
 
     Args:
         directory: The directory of all stores.
-        name: Of the store.
+        name: The store's name.
         patience: Seconds to wait for others.
 
     Raises:
@@ -138,7 +138,7 @@ def change(directory: str, context: str, action: str) -> tuple[list[Made], list[
 
 
 def _wanted(store: Known, keys: Set[bytes], context: str, action: str) -> Set[bytes]:
-    """Of the keys that a user means, those of a store."""
+    """Keys of a store among the keys that a user means."""
     if action == DROP:
         # A server may be about to store again what has been dropped.
         return keys & store.keys.union(store.forgotten.keys)

@@ -45,7 +45,7 @@ class Forgotten(NamedTuple):
     """What contexts were called that have been dropped.
 
     Attributes:
-        names: Their names, for ever.
+        names: The names that dropped contexts had, which are kept for ever.
         keys: Keys of their last blocks, latest last, but no more than ``MOST_KEYS``.
     """
 
@@ -59,7 +59,7 @@ def id_of(key: bytes) -> str:
 
 
 def reachable(records: Mapping[int, Record]) -> dict[int, Record]:
-    """Those records whose context is there from its first block on, the best one of each key.
+    """Records whose context is there from its first block on, the best one of each key.
 
     vLLM finds a block only behind the blocks before it. Of several with one key the most exact
     counts, and the latest of these.
@@ -86,8 +86,8 @@ def contexts(records: Mapping[int, Record], kept: Collection[bytes] = ()) -> lis
     """The contexts of a store, latest first: the longest ones, and those with names or pins.
 
     Args:
-        records: As :func:`reachable` gives them.
-        kept: As :func:`read_kept` gives them.
+        records: See :func:`reachable`.
+        kept: See :func:`read_kept`.
     """
     inner = {record.parent for record in records.values()}.difference(kept)
     until = {NO_PARENT: (0, 0)}  # level and time of what ends with a key
@@ -105,7 +105,7 @@ def paths(contexts: Iterable[Context], records: Mapping[int, Record]) -> list[li
 
     Args:
         contexts: Some of those that :func:`contexts` gives.
-        records: The same records.
+        records: The records that the contexts were made of.
     """
     blocks = {record.key: block for block, record in records.items()}
     return [_path(context.key, blocks, records) for context in contexts]
@@ -142,7 +142,7 @@ def held(
     Args:
         key: The key of its last block.
         pins: Keys of last blocks; its own does not count.
-        records: As :func:`reachable` gives them.
+        records: See :func:`reachable`.
 
     Returns:
         How many of its first blocks are never evicted, and the keys of the pins that hold the last
@@ -235,7 +235,7 @@ def pinned_blocks(pins: Collection[bytes], records: Mapping[int, Record]) -> lis
 
     Args:
         pins: Keys of last blocks.
-        records: As :func:`reachable` gives them.
+        records: See :func:`reachable`.
     """
     blocks = {record.key: block for block, record in records.items()}
     found: dict[int, None] = {}
@@ -246,7 +246,7 @@ def pinned_blocks(pins: Collection[bytes], records: Mapping[int, Record]) -> lis
 
 
 def missing_keys(pins: Collection[bytes], records: Mapping[int, Record]) -> set[bytes]:
-    """Of each pinned context that is not whole, the key of the last block that it lacks.
+    """The key of the last block that each incomplete pinned context lacks.
 
     Args:
         pins: Keys of last blocks.

@@ -18,7 +18,7 @@ def zero(fd: int, offset: int, size: int, slowly: bool = True) -> bool:
     Args:
         fd: Descriptor of the file, open for writing.
         offset: Where the part begins, in bytes.
-        size: Its bytes.
+        size: Bytes of the part.
         slowly: Whether to write zeros where the file system cannot do it at once.
 
     Returns:

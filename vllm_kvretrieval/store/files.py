@@ -32,7 +32,7 @@ class Folder:
 
     Args:
         fd: Descriptor of the directory; closed by :meth:`close`.
-        path: Its path, for messages.
+        path: The directory's path, for messages.
         closed: Bits of the mode that have to be clear.
         top: The directory of all stores; None: it is this one.
 
@@ -53,7 +53,7 @@ class Folder:
         """Open the directory of a path, or make it; others may look at it, but not write to it.
 
         Args:
-            path: Its path; the directory above it has to exist.
+            path: The directory's path; the one above it has to exist.
             make: Whether to make it where it does not exist.
 
         Raises:
@@ -86,7 +86,7 @@ class Folder:
         """Open a file that exists.
 
         Args:
-            name: Its name in this directory.
+            name: The file's name in this directory.
             size: Bytes that it has to have; None: any number.
             write: Whether it is written, too.
 
@@ -174,7 +174,7 @@ class Lock:
 
     Args:
         folder: Where its file is; made where it is missing.
-        name: Of the file.
+        name: The file's name.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:

@@ -28,7 +28,7 @@ class ListedContext:
         written: When its last block was stored, in seconds since 1970.
         pinned: Whether it has a pin.
         pinned_tokens: How many of its first tokens are never evicted, whichever pin holds them.
-        names: Its names.
+        names: The context's names.
         begins_with: Names of the contexts behind which it goes on, the first one first.
     """
 
@@ -47,12 +47,12 @@ class ListedStore:
     """A store.
 
     Attributes:
-        name: Of its directory.
+        name: The name of the store's directory.
         model: The model's class.
         dtype: In which it computes.
-        codec: Of pages in home.
+        codec: The codec of pages in home.
         vllm: The version of vLLM.
-        bytes: Of all files.
+        bytes: Bytes of all files.
         tokens: How many are stored.
         room: How many can be.
         count: How many contexts there are.

@@ -30,9 +30,9 @@ def make_store(
     Args:
         root: The directory of all stores.
         identity: All that the meaning of the bytes depends on; what JSON can hold.
-        geometry: Its sizes.
+        geometry: The store's sizes.
         reserve: Gives a file its size and space: descriptor, bytes, directory for messages.
-        part: Of the worker whose store it is.
+        part: The part of the worker whose store it is.
     """
     name = _unfinished()
     folder = root.folder(name, make=True)

@@ -70,7 +70,7 @@ def meant(context: str, stores: Sequence[Known]) -> set[bytes]:
     for another context.
 
     Args:
-        context: Its name, or first digits of its id.
+        context: The context's name, or the first digits of its id.
         stores: All that are there.
 
     Returns:
@@ -126,9 +126,9 @@ def called(keys: Iterable[bytes], names: dict[str, bytes], most: int = 3) -> str
     """What contexts are called, in words.
 
     Args:
-        keys: Of their last blocks.
+        keys: Keys of the contexts' last blocks.
         names: Keys of last blocks by name.
-        most: As many are told; of the others, how many there are.
+        most: The most contexts that are named; the others are counted.
     """
     own = {key: name for name, key in names.items()}
     words = [own.get(key, id_of(key)) for key in keys]

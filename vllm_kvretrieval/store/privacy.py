@@ -22,8 +22,8 @@ def keep_private(fd: int, path: Path, top: Path, closed: int = 0o077) -> None:
     The log says once for each directory of stores that rights were taken away.
 
     Args:
-        fd: Its descriptor.
-        path: Its path, for messages.
+        fd: The descriptor of the file or directory.
+        path: The path of the file or directory, for messages.
         top: The directory of all stores.
         closed: Bits of the mode that have to be clear.
 

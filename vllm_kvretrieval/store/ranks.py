@@ -23,7 +23,7 @@ class Ranks:
         identity: All that the meaning of the bytes depends on.
         blocks: vLLM's blocks.
         block_bytes: Bytes of a block in all stores.
-        bytes: Of all files.
+        bytes: Bytes of all files.
         used: uint64 [blocks]; of the blocks that were let go of later the larger numbers.
     """
 

@@ -24,7 +24,7 @@ from vllm_kvretrieval.store.files import (
 from vllm_kvretrieval.store.records import RECORD_BYTES, VOID, Record, unpack
 
 FORMAT = 1
-"""Of the directory; other formats are refused."""
+"""The directory's format; other formats are refused."""
 MOST_USES = 1 << 62
 """No store lets go of so many blocks."""
 SECTOR = 512
@@ -89,12 +89,12 @@ class Geometry:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block, in home and outside of it."""
+        """Bytes of a block, in home and outside of it."""
         return self.layers * self.layer_block_bytes + self.side_bytes
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
+        """Bytes of all files together."""
         return sum(self.files.values())
 
 
@@ -110,7 +110,7 @@ class Store:
     read the block again, so the order in which the system writes to the disk does not matter.
 
     Args:
-        folder: Its directory; closed with the store.
+        folder: The store's directory; closed with the store.
         write: Whether to write to it. Then the space of its files is reserved again, which copies
             from a backup may lack.
 
@@ -204,7 +204,7 @@ class Store:
         """Replace by zeros what blocks hold; their records are void.
 
         Args:
-            blocks: Their numbers.
+            blocks: The blocks' numbers.
             slowly: See :func:`zero`.
 
         Raises:
@@ -301,7 +301,7 @@ def name_of(identity: Mapping[str, Any], part: Part = WHOLE) -> str:
 
     Args:
         identity: See :func:`make_store`.
-        part: Of the worker.
+        part: The worker's part.
     """
     name = PREFIX + hashlib.sha256(_canonical(identity)).hexdigest()[:16]
     return name if part == WHOLE else f"{name}.{part.rank}"
@@ -317,7 +317,7 @@ def take_locks(
 
     Args:
         folder: The store's directory.
-        names: Of the locks.
+        names: Names of the locks.
         patience: Seconds to wait for another process.
         progress: See :meth:`Lock.take`.
 

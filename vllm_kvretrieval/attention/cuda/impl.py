@@ -23,7 +23,7 @@ class RetrievalAttentionImpl(AttentionImpl):
 
     Attributes:
         dense: vLLM's backend for whole contexts.
-        half: Its implementation.
+        half: The dense half's implementation.
         choosers: How the layer selects pages, by the number of the method; empty in a dense layer.
         stores: The page indexes that these have, each once.
     """
@@ -94,8 +94,8 @@ class RetrievalAttentionImpl(AttentionImpl):
             ops: Implementation of :class:`DeviceOps` and of ``SlotOps.sparse_decode``.
             choosers: Freshly made, by the number of the method; one at least.
             cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
-            requests: Of the layer's group.
-            workspace: Of layers of this shape.
+            requests: The requests of the layer's group.
+            workspace: The workspace that layers of this shape share.
             far: What serves the layer where its cache is in host memory.
         """
         pages, kv_heads, page_size, row = cache.shape

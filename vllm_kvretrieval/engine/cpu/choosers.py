@@ -29,7 +29,7 @@ class Choosers:
 
         Args:
             name: The layer's name.
-            impl: Its attention.
+            impl: The layer's attention.
             kv_cache: [pages, kv_heads, page_size, 2 * head_size].
             layout: How that lays out keys.
         """
@@ -82,7 +82,7 @@ class Choosers:
 
         Args:
             impl: The layer's attention.
-            kv_cache: As for :meth:`of`.
+            kv_cache: See :meth:`of`.
             choosers: What that returned.
         """
         config = self._worker.retrieval_config

@@ -251,7 +251,7 @@ class PlanningWorker(CPUWorker):
         return number_layers(self.vllm_config, self.get_kv_cache_spec(), self.retrieval_config)
 
     def retrieving(self, names: Iterable[str]) -> list[str]:
-        """Those of the layers that attend to parts of long contexts."""
+        """Layers that attend to parts of long contexts."""
         numbers, dense_layers = self.layer_numbers, self.retrieval_config.dense_layers
         found = {*retrieving_layers(numbers.values(), self.roles, dense_layers)}
         return [name for name in names if numbers.get(name) in found]

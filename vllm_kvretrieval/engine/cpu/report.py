@@ -18,7 +18,7 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
     """Log options and sizes once the worker has its KV cache.
 
     Args:
-        worker: Whose.
+        worker: The worker that starts.
         num_layers: Layers of its model with attention.
     """
     config = worker.retrieval_config

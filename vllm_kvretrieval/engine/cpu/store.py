@@ -54,10 +54,10 @@ class HomeStore:
     Args:
         directory: The directory of all stores.
         identity: All that the meaning of the bytes depends on.
-        part: Of this worker.
+        part: The part of the store that this worker writes.
 
     Attributes:
-        name: Of the store's directory.
+        name: The name of the store's directory.
         blocks: Blocks of the store that there is; None: it has yet to be made.
 
     Raises:
@@ -237,7 +237,7 @@ class HomeStore:
         Args:
             parts: Layers and page indexes, uint8 [blocks, bytes of a block] each.
             lost: Is told of blocks that cannot be read.
-            caches: Of encoded pages in home.
+            caches: The recall caches of pages that are encoded in home.
             pages: Per block.
         """
         assert self._store is not None

@@ -54,7 +54,7 @@ class Group(NamedTuple):
     """Layers with plain full attention that share metadata.
 
     Attributes:
-        builder: Their metadata builder.
+        builder: The metadata builder of the layers.
         staging: Where they lay out contexts of prompts; None: they read them where they are.
         names: Names of the layers that attend to parts of long contexts.
         all_names: Names of all.

@@ -42,8 +42,8 @@ def scratch_bytes(scores: int, rows: int) -> int:
     """Bytes that ``plan_decode`` or ``select_context`` keeps for scores in the calling thread.
 
     Args:
-        scores: Of a row: entries or tokens, times query heads.
-        rows: Of a step.
+        scores: Scores of a row: entries or tokens, times query heads.
+        rows: Rows of a step.
     """
     return 4 * max(scores, min(scores * rows, _cpu.MOST_SCORES))
 

@@ -47,7 +47,7 @@ def build(
     Args:
         keys: float32 [n, entry_tokens, kv_heads, head_size].
         store: Says what records hold.
-        values: As ``keys``; needed if the store has means.
+        values: The values, shaped like ``keys``; needed if the store has means.
 
     Returns:
         uint8 [n, kv_heads, bytes].

@@ -89,7 +89,7 @@ def add_up(
         head: Number of the KV head.
         chooser: How to select.
         attended: int64; positions of the pages that the head attends to.
-        remainder: Of the head, written: [group, head_size] and [group].
+        remainder: The head's remainder, written: [group, head_size] and [group].
     """
     remainder.values.zero_()
     remainder.lse.fill_(-math.inf)
@@ -188,7 +188,7 @@ def find_outliers(
     Args:
         entries: int64 [n]; those of the context that count.
         head: Number of the KV head.
-        store: Its index tells outliers.
+        store: The page index, which tells outliers.
         between: Where the sink ends and the window begins, in pages.
         count: How many pages to find.
 
