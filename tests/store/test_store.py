@@ -33,8 +33,8 @@ from vllm_kvretrieval.store.store import (
     PREFIX,
     RECORDS,
     USED,
-    Part,
     Store,
+    WorkerShare,
     name_of,
     open_store,
 )
@@ -133,7 +133,7 @@ def test_a_void_that_fails_for_one_worker(tmp_path, monkeypatch):
     stores, record = list[Store](), Record(b"k" * 32, NO_PARENT, 0, 0, 1)
     with closing(Folder.at(str(tmp_path), make=True)) as root:
         for rank in range(2):
-            make_store(root, IDENTITY, GEOMETRY, truncate, part := Part(rank, 2))
+            make_store(root, IDENTITY, GEOMETRY, truncate, part := WorkerShare(rank, 2))
             stores.append(open_store(str(tmp_path), name_of(IDENTITY, part), write=True))
             write(stores[-1], 1, bytes(block_bytes(GEOMETRY)))
             stores[-1].commit(1, record)

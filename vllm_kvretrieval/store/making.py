@@ -10,7 +10,15 @@ from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.store import FORMAT, IDENTITY, WHOLE, Geometry, Part, name_of, sum_of
+from vllm_kvretrieval.store.store import (
+    FORMAT,
+    IDENTITY,
+    WHOLE,
+    Geometry,
+    WorkerShare,
+    name_of,
+    sum_of,
+)
 
 UNFINISHED = ".new-"
 
@@ -20,7 +28,7 @@ def make_store(
     identity: Mapping[str, Any],
     geometry: Geometry,
     reserve: Callable[[int, int, str], None],
-    part: Part = WHOLE,
+    part: WorkerShare = WHOLE,
 ) -> None:
     """Make an empty store.
 

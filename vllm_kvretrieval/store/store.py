@@ -46,7 +46,7 @@ stores by a process that makes or removes one. The other one is held by the work
 outlive the scheduler by a step."""
 
 
-class Part(NamedTuple):
+class WorkerShare(NamedTuple):
     """Which worker of an engine a store is of.
 
     Attributes:
@@ -58,7 +58,7 @@ class Part(NamedTuple):
     ranks: int
 
 
-WHOLE = Part(0, 1)
+WHOLE = WorkerShare(0, 1)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Store:
         try:
             described = _described(folder)
             self.identity: Mapping[str, Any] = described["identity"]
-            self.part = Part(*described["part"])
+            self.part = WorkerShare(*described["part"])
             self.geometry = Geometry(**described["geometry"])
             self.id = bytes.fromhex(described["id"])
             for name, size in self.geometry.files.items():
@@ -296,7 +296,7 @@ def open_store(directory: str, name: str, write: bool = False) -> Store:
         root.close()
 
 
-def name_of(identity: Mapping[str, Any], part: Part = WHOLE) -> str:
+def name_of(identity: Mapping[str, Any], part: WorkerShare = WHOLE) -> str:
     """The name of a store's directory; other identities have other names.
 
     Args:
@@ -371,7 +371,7 @@ def _described(folder: Folder) -> dict[str, Any]:
         )
     if said != sum_of(described):
         raise RetrievalConfigError(f"{damaged}. {remedy}")
-    if name_of(described["identity"], Part(*described["part"])) != folder.path.name:
+    if name_of(described["identity"], WorkerShare(*described["part"])) != folder.path.name:
         raise RetrievalConfigError(
             f"store: {folder.path} was given another name than its contents have. {remedy}"
         )

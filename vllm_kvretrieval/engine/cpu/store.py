@@ -28,8 +28,8 @@ from vllm_kvretrieval.store.store import (
     WHOLE,
     WORKER_LOCK,
     Geometry,
-    Part,
     Store,
+    WorkerShare,
     name_of,
     release,
     store_names,
@@ -64,7 +64,9 @@ class HomeStore:
         RetrievalConfigError: Another server uses the store, or it is damaged, or open to others.
     """
 
-    def __init__(self, directory: str, identity: Mapping[str, Any], part: Part = WHOLE) -> None:
+    def __init__(
+        self, directory: str, identity: Mapping[str, Any], part: WorkerShare = WHOLE
+    ) -> None:
         self._directory, self._identity, self._part = directory, identity, part
         self.name = name_of(identity, part)
         self._parts: list[torch.Tensor] = []

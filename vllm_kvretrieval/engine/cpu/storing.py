@@ -17,7 +17,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.storage import Storage
 from vllm_kvretrieval.storage.file import FileStorage
 from vllm_kvretrieval.storage.lost import LostLoads
-from vllm_kvretrieval.store.store import Geometry, Part
+from vllm_kvretrieval.store.store import Geometry, WorkerShare
 
 
 class StoringWorker(PlanningWorker):
@@ -52,7 +52,7 @@ class StoringWorker(PlanningWorker):
         self.stored = HomeStore(
             directory,
             {**identity, "attention_own": self.attention.own},
-            Part(self.rank, len(weights)),
+            WorkerShare(self.rank, len(weights)),
         )
 
     def attach_store(

@@ -231,7 +231,7 @@ class RetrievalCPUWorker(StoringWorker):
             if name not in self.in_home:
                 yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
         for impl in self.retrieval_layers.values():
-            for store in impl.stores:
+            for store in impl.indexes:
                 yield store.records.view(blocks, -1)
 
     def _use_huge_pages(self) -> None:
@@ -395,6 +395,6 @@ class RetrievalCPUWorker(StoringWorker):
             return
         source, target = torch.tensor(copies).unbind(1)
         for impl in self.retrieval_layers.values():
-            for store in impl.stores:
+            for store in impl.indexes:
                 blocks = store.records.view(self.cache_config.num_gpu_blocks, -1)
                 blocks[target] = blocks[source]
