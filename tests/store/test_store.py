@@ -23,20 +23,22 @@ from tests.support.store_model import (
     write,
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.contexts import NO_PARENT
-from vllm_kvretrieval.store.files import Folder, Lock
-from vllm_kvretrieval.store.making import UNFINISHED, make_store, remove_unfinished
-from vllm_kvretrieval.store.ranks import Ranks
-from vllm_kvretrieval.store.records import RECORD_BYTES, Record
-from vllm_kvretrieval.store.store import (
+from vllm_kvretrieval.store.disk.contexts import NO_PARENT
+from vllm_kvretrieval.store.disk.files import Folder, Lock
+from vllm_kvretrieval.store.disk.ranks import Ranks
+from vllm_kvretrieval.store.disk.records import RECORD_BYTES, Record
+from vllm_kvretrieval.store.disk.store import (
     PAGES,
     PREFIX,
     RECORDS,
+    UNFINISHED,
     USED,
     Store,
     WorkerShare,
+    make_store,
     name_of,
     open_store,
+    remove_unfinished,
 )
 
 STEPS = 100_000
@@ -329,7 +331,7 @@ def test_a_directory_that_others_may_write(tmp_path):
 
 HOLD = """
 import sys
-from vllm_kvretrieval.store.files import Folder, Lock
+from vllm_kvretrieval.store.disk.files import Folder, Lock
 lock = Lock(Folder.at(sys.argv[1]), "lock")
 print(lock.take(), flush=True)
 sys.stdin.read()

@@ -14,15 +14,9 @@ import pytest
 
 from tests.support.store_model import GEOMETRY, Model, again, block_bytes, new_store, write
 from vllm_kvretrieval.command import main
-from vllm_kvretrieval.store.contexts import (
-    NO_PARENT,
-    read_names,
-    read_pins,
-    write_names,
-    write_pins,
-)
-from vllm_kvretrieval.store.files import Folder, Lock
-from vllm_kvretrieval.store.inbox import (
+from vllm_kvretrieval.store.disk.contexts import NO_PARENT
+from vllm_kvretrieval.store.disk.files import Folder, Lock
+from vllm_kvretrieval.store.disk.inbox import (
     ACTIONS,
     DROP,
     INBOX,
@@ -33,9 +27,9 @@ from vllm_kvretrieval.store.inbox import (
     Inbox,
     put,
 )
-from vllm_kvretrieval.store.making import UNFINISHED
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import LOCK, PAGES, WORKER_LOCK
+from vllm_kvretrieval.store.disk.names import read_names, read_pins, write_names, write_pins
+from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.store.disk.store import LOCK, PAGES, UNFINISHED, WORKER_LOCK
 
 IDENTITY = {
     "model": "LlamaForCausalLM",

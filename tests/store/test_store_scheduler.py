@@ -19,13 +19,13 @@ from benchmarks.serving import store_start
 from benchmarks.stepper import BLOCK, Stepper
 from tests.support.store_life import BLOCKS, GEOMETRY, OPTIONS, Life, prompt, stepper, written
 from tests.support.store_model import contents
-from vllm_kvretrieval.engine import store_expiry
-from vllm_kvretrieval.engine.store_steps import FIELD
-from vllm_kvretrieval.store.contexts import NO_PARENT
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.inbox import DROP, INBOX, PIN, UNPIN
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import open_store, store_names
+from vllm_kvretrieval.store.disk.contexts import NO_PARENT
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.inbox import DROP, INBOX, PIN, UNPIN
+from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.store.disk.store import open_store, store_names
+from vllm_kvretrieval.store.serving import scheduler
+from vllm_kvretrieval.store.serving.halves import FIELD
 
 ABORTED = RequestStatus.FINISHED_ABORTED
 KILLS = 25
@@ -290,7 +290,7 @@ def test_what_is_put_into_the_inbox_by_strangers(tmp_path):
 def test_old_blocks_are_forgotten(tmp_path, monkeypatch):
     """But for pinned ones; a clock that was set back keeps all, and one set forward keeps none."""
     directory, now = tmp_path / "store", time.time()
-    monkeypatch.setattr(store_expiry, "PERIOD_S", 0)
+    monkeypatch.setattr(scheduler, "PERIOD_S", 0)
     monkeypatch.setattr(time, "time", lambda: now)
     life = Life(directory, stepper(directory, store_days=2))
     life.stepper.ask(prompt(1), 2)

@@ -14,7 +14,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from vllm_kvretrieval.engine.arrivals import Arrivals
 from vllm_kvretrieval.engine.chunks import ChunkScheduler, tokens_to_read
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.exactness import Exactness, ExactnessRules
@@ -22,7 +21,7 @@ from vllm_kvretrieval.engine.levels import NEVER, BlockLevels, Level, Taint
 from vllm_kvretrieval.engine.loads import LoadReports
 from vllm_kvretrieval.engine.reports import put
 from vllm_kvretrieval.engine.running import read_options
-from vllm_kvretrieval.engine.store import StoredBlocks
+from vllm_kvretrieval.store.serving.scheduler import Arrivals, SchedulerStore
 
 logger = init_logger("vllm.kvretrieval.scheduler")
 
@@ -79,7 +78,7 @@ class RetrievalScheduler(ChunkScheduler):
         self._has_partial = any(m.block_size > self.hash_block_size for m in self._managers)
         # The step being scheduled, and how many of the running requests have provisional notes.
         self._looked_at = (0, 0)
-        self._store: StoredBlocks | None = None
+        self._store: SchedulerStore | None = None
         self._output: Any = None  # of the workers, while it is taken up
         if isinstance(self.connector, RetrievalConnector):
             self.connector.limit_by(self._limit)
@@ -121,12 +120,12 @@ class RetrievalScheduler(ChunkScheduler):
         self._output = None
         return stats
 
-    def _restore(self, name: str) -> StoredBlocks:
+    def _restore(self, name: str) -> SchedulerStore:
         """Put the blocks of the store with this name into the prefix cache."""
         assert self.retrieval.store is not None
         pool = self.kv_cache_manager.block_pool
         longest = -(-self.max_model_len // self.hash_block_size)
-        self._store = StoredBlocks(
+        self._store = SchedulerStore(
             self.retrieval.store,
             name,
             pool,

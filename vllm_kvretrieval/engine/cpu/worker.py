@@ -25,7 +25,6 @@ from vllm_kvretrieval.engine.cpu.compiled import load_compiled
 from vllm_kvretrieval.engine.cpu.model import mend_model
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.report import log_start
-from vllm_kvretrieval.engine.cpu.store import geometry_of
 from vllm_kvretrieval.engine.cpu.storing import StoringWorker
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.places import move_kv_cache
@@ -42,6 +41,7 @@ from vllm_kvretrieval.methods.prompts import Heads
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.storage import LayerPlace, Memory, Storage
 from vllm_kvretrieval.storage.places import STORAGES, FileFacts
+from vllm_kvretrieval.store.serving.worker import geometry_of
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
 from vllm_kvretrieval.tiers.huge_pages import use_huge_pages

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.files import Folder, Lock
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import Store, open_store, release, store_names, take_locks
+from vllm_kvretrieval.store.disk.files import Folder, Lock
+from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.store.disk.store import Store, open_store, release, store_names, take_locks
 
 
 class Ranks:

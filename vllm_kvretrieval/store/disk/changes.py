@@ -6,32 +6,32 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.contexts import (
+from vllm_kvretrieval.store.disk.contexts import (
     PINNED_SHARE,
-    Forgotten,
     forgotten,
     held,
     pinned_blocks,
     reachable,
-    read_forgotten,
-    read_kept,
-    read_names,
-    read_pins,
-    write_forgotten,
-    write_names,
-    write_pins,
 )
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.inbox import DROP, PIN, UNPIN, Change, put
-from vllm_kvretrieval.store.meaning import (
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.inbox import DROP, PIN, UNPIN, Change, put
+from vllm_kvretrieval.store.disk.names import (
+    Forgotten,
     Known,
     UnknownContextError,
     called,
     meant,
+    read_forgotten,
+    read_kept,
+    read_names,
+    read_pins,
     unknown,
+    write_forgotten,
+    write_names,
+    write_pins,
 )
-from vllm_kvretrieval.store.ranks import Ranks, names_of_all, open_ranks
-from vllm_kvretrieval.store.store import LOCK, WORKER_LOCK, StoreInUseError, release
+from vllm_kvretrieval.store.disk.ranks import Ranks, names_of_all, open_ranks
+from vllm_kvretrieval.store.disk.store import LOCK, WORKER_LOCK, StoreInUseError, release
 
 Found = TypeVar("Found")
 
