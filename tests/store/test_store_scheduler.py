@@ -224,16 +224,17 @@ def test_what_is_dropped_while_a_request_begins_is_still_there_for_it(tmp_path):
     life = Life(directory, stepper(directory))
     store, steps = life.scheduler._store, list[Any]()
     first = life.scheduler.requests[life.stepper.add(prompt(1), 2)]
-    while not store.ready(first):
-        time.sleep(0.001)
-    second, ready = life.stepper.add(prompt(2), 2), store.ready
+    while store.waits(first, 8 * BLOCK):
+        store.tend()
+    second, tend = life.stepper.add(prompt(2), 2), store.tend
+    looks = iter((first.request_id, second))
 
-    def drop_before(request):
-        if request.request_id == second:
+    def drop_before():
+        if next(looks) == second:
             life.change(DROP, key)
-        return ready(request)
+        tend()
 
-    store.ready, life.stepper.look = drop_before, steps.append
+    store.tend, life.stepper.look = drop_before, steps.append
     life.stepper.step()
     assert life.stepper.shared == {first.request_id: [8 * BLOCK], second: [0]}
     assert len(getattr(steps[0], FIELD).load) == 8

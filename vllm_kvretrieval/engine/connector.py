@@ -143,8 +143,11 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Nothing comes from elsewhere; but a request may have to wait for a check of the store."""
-        waits = self._stored is not None and self._stored.waits(request)
+        """Nothing comes from elsewhere; but a request may have to wait for a check of the store.
+
+        vLLM asks again then, and looks up anew what the request shares.
+        """
+        waits = self._stored is not None and self._stored.waits(request, num_computed_tokens)
         return (None if waits else 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -150,11 +150,8 @@ class RetrievalScheduler(ChunkScheduler):
         exactness = self._read(request)
         if not exactness.reads_cache:
             request.skip_reading_prefix_cache = True
-        # vLLM does not let a request wait that shares nothing.
-        store = None if request.skip_reading_prefix_cache else self._store
-        if store is not None and not store.ready(request):
-            # The connector makes the request wait, and vLLM asks again.
-            return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
+        if self._store is not None:
+            self._store.tend()  # what is forgotten or damaged is not found
         blocks, tokens, *rest, diverged = super()._get_local_prefix_cache_hit(
             request, *args, **kwargs
         )

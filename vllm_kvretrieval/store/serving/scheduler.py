@@ -227,7 +227,6 @@ class SchedulerStore:
         self._dropped: dict[bytes, int] = {}  # keys, and the last arrival before
         self._checkers = started(CHECKERS, "store-check")
         self._checks: dict[int, Future[bool]] = {}
-        self._waiting: set[str] = set()
         self._step = StoreStep()
         self._read_kept()
         with without_collection():
@@ -295,7 +294,10 @@ class SchedulerStore:
         self._pool.free_blocks(before.values())
 
     def tend(self) -> None:
-        """Do what others have asked for, and forget what has become too old."""
+        """Forget what has become too old, or is found damaged, and do what users have asked for.
+
+        Called before each look-up of a prefix, so that no request finds any of it.
+        """
         if old := self._expiry.look(self._stored, self._pinned):
             self._counts["store_blocks_expired"] += len(old)
             self._drop(old)
@@ -305,6 +307,7 @@ class SchedulerStore:
                 self._pin(self._stored)
         except (OSError, RetrievalConfigError) as error:
             logger.error("store: a change has failed, and will be tried again (%s).", error)
+        self._take_checks()
 
     def _follow(self, change: Change) -> None:
         """Do what somebody has asked for.
@@ -348,36 +351,26 @@ class SchedulerStore:
             with self._void_fault.noted():  # the worker tries it, too
                 self._store.void(blocks)
 
-    def ready(self, request: Request) -> bool:
-        """Whether every block that a request could share may be shared.
+    def waits(self, request: Request, tokens: int) -> bool:
+        """Whether a request has to wait, since blocks that it is about to share are being checked.
 
-        If not, they are being checked, and the request has to ask again.
+        Args:
+            request: The request, whose prefix has just been looked up.
+            tokens: How many tokens it would share; whole blocks.
         """
-        self._waiting.discard(request.request_id)
-        self.tend()
-        self._take_checks()
         if not self._unchecked:
-            return True
-        wanted = list[int]()
-        for key in request.block_hashes:
+            return False
+        waits = False
+        for key in request.block_hashes[: tokens // self._pool.hash_block_size]:
             found = self._pool.cached_block_hash_to_block.get_one_block(
                 make_block_hash_with_group_id(key, 0)
             )
-            if found is None:
-                break
-            if found.block_id in self._unchecked:
-                wanted.append(found.block_id)
-        for number in wanted:
-            if number not in self._checks:
-                record = self._unchecked[number]
-                self._checks[number] = self._checkers.submit(self._store.intact, number, record)
-        if wanted:
-            self._waiting.add(request.request_id)
-        return not wanted
-
-    def waits(self, request: Request) -> bool:
-        """Whether a request, when it asked last, had to wait for a check."""
-        return request.request_id in self._waiting
+            number = found.block_id
+            if (record := self._unchecked.get(number)) is not None:
+                waits = True
+                if number not in self._checks:
+                    self._checks[number] = self._checkers.submit(self._store.intact, number, record)
+        return waits
 
     def _take_checks(self) -> None:
         """Take the results of checks that have ended; what is damaged leaves the prefix cache."""
@@ -464,7 +457,6 @@ class SchedulerStore:
             request: It has ended, or was aborted.
             blocks: Their numbers, in the order of the context.
         """
-        self._waiting.discard(request.request_id)
         if blocks:
             with self._order_fault.noted():
                 self._store.note_use([*reversed(blocks)], self._next_use)
