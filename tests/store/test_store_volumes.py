@@ -136,7 +136,7 @@ def test_locks_within_a_process(tmp_path):
 @pytest.mark.model
 def test_two_engines_of_a_process(tmp_path, monkeypatch):
     """The second one is refused, and the first one goes on."""
-    monkeypatch.setattr("vllm_kvretrieval.engine.cpu.store.STOPS_S", 0)
+    monkeypatch.setattr("vllm_kvretrieval.store.serving.worker.STOPS_S", 0)
     life = Life(tmp_path / "store", stepper(tmp_path / "store"))
     life.stepper.ask(prompt(1), 2)
     with pytest.raises(StoreInUseError, match=f"by process {os.getpid()} .another engine of this"):

@@ -104,7 +104,7 @@ def change(directory: str, context: str, action: str) -> tuple[list[Made], list[
         directory: The directory of all stores.
         context: Its name, or first digits of its id; see :func:`meant`. What is lost can be dropped
             and unpinned, too.
-        action: One of ``vllm_kvretrieval.store.inbox.ACTIONS``.
+        action: One of ``vllm_kvretrieval.store.disk.inbox.ACTIONS``.
 
     Returns:
         What has been changed where; nothing: the name of what is to be dropped has been dropped

@@ -80,7 +80,7 @@ class Ranks:
         return all(_intact(store, block, record) for store in self.stores)
 
     def take_locks(self, names: Sequence[str], patience: float = 0.0) -> list[Lock]:
-        """Take locks of all stores; see :func:`vllm_kvretrieval.store.store.take_locks`."""
+        """Take locks of all stores; see :func:`vllm_kvretrieval.store.disk.store.take_locks`."""
         taken = list[Lock]()
         try:
             for store in self.stores:
