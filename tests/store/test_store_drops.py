@@ -196,7 +196,7 @@ def test_a_change_that_fails_keeps_no_other_from_being_made(life):
     inbox = life.store.folder.path / INBOX
     assert len([*inbox.iterdir()]) == 1, "what is dropped is not dropped again"
     pins.unlink()
-    life.scheduler._store._inbox._retry = 0
+    life.scheduler._store._inbox._failed.clear()
     assert life.stepper.ask(prompt(2), 2)[1] == DOCUMENT * BLOCK
     assert read_pins(life.store.folder) == {pinned[-1]}
     assert not [*inbox.iterdir()]
