@@ -109,14 +109,14 @@ def open_ranks(directory: str, name: str, write: bool = False) -> Ranks:
         OSError: One is missing, or cannot be opened.
     """
     with closing(Folder.at(directory)) as root:
-        names = [found for found in store_names(root) if _is_part(found, name)]
+        names = [found for found in store_names(root) if _is_share(found, name)]
     stores = list[Store]()
     with ExitStack() as opened:
         for found in names or [name]:
             stores.append(open_store(directory, found, write))
             opened.callback(stores[-1].close)
-        stores.sort(key=lambda store: store.part)
-        if [store.part.rank for store in stores] != [*range(stores[0].part.ranks)]:
+        stores.sort(key=lambda store: store.share)
+        if [store.share.rank for store in stores] != [*range(stores[0].share.ranks)]:
             raise RetrievalConfigError(
                 f"store: {name} of {directory} lacks the part of a worker; start the server, which "
                 f"makes it, or remove {', '.join(names)} there."
@@ -135,7 +135,7 @@ def name_of_all(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _is_part(found: str, name: str) -> bool:
+def _is_share(found: str, name: str) -> bool:
     """Whether an entry of the directory is a store of an engine, and no copy that somebody made."""
     begin, _, rank = found.partition(".")
     return found == name or (begin == name and rank.isdecimal())

@@ -124,7 +124,7 @@ class Store:
         try:
             described = _described(folder)
             self.identity: Mapping[str, Any] = described["identity"]
-            self.part = WorkerShare(*described["part"])
+            self.share = WorkerShare(*described["part"])
             self.geometry = Geometry(**described["geometry"])
             self.id = bytes.fromhex(described["id"])
             for name, size in self.geometry.files.items():
@@ -292,15 +292,15 @@ def open_store(directory: str, name: str, write: bool = False) -> Store:
         root.close()
 
 
-def name_of(identity: Mapping[str, Any], part: WorkerShare = WHOLE) -> str:
+def name_of(identity: Mapping[str, Any], share: WorkerShare = WHOLE) -> str:
     """The name of a store's directory; other identities have other names.
 
     Args:
         identity: See :func:`make_store`.
-        part: Of the worker.
+        share: The worker's.
     """
     name = PREFIX + hashlib.sha256(_canonical(identity)).hexdigest()[:16]
-    return name if part == WHOLE else f"{name}.{part.rank}"
+    return name if share == WHOLE else f"{name}.{share.rank}"
 
 
 def take_locks(
@@ -388,7 +388,7 @@ def make_store(
     identity: Mapping[str, Any],
     geometry: Geometry,
     reserve: Callable[[int, int, str], None],
-    part: WorkerShare = WHOLE,
+    share: WorkerShare = WHOLE,
 ) -> None:
     """Make an empty store.
 
@@ -400,7 +400,7 @@ def make_store(
         identity: All that the meaning of the bytes depends on; what JSON can hold.
         geometry: Its sizes.
         reserve: Gives a file its size and space: descriptor, bytes, directory for messages.
-        part: Of the worker whose store it is.
+        share: Which worker the store is of.
     """
     name = _unfinished()
     folder = root.folder(name, make=True)
@@ -417,13 +417,13 @@ def make_store(
             "format": FORMAT,
             "id": secrets.token_hex(16),
             "identity": identity,
-            "part": part,
+            "part": share,
             "geometry": asdict(geometry),
         }
         sealed = described | {"sum": sum_of(described)}
         folder.replace(IDENTITY, json.dumps(sealed, indent=1).encode())
         folder.sync()
-        root.rename(name, name_of(identity, part))
+        root.rename(name, name_of(identity, share))
     except BaseException:
         root.remove(name)
         raise

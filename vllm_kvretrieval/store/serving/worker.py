@@ -132,7 +132,7 @@ class WorkerStore:
     Args:
         directory: The directory of all stores.
         identity: All that the meaning of the bytes depends on.
-        part: Of this worker.
+        share: Which of the workers this is.
 
     Attributes:
         name: Of the store's directory.
@@ -143,10 +143,10 @@ class WorkerStore:
     """
 
     def __init__(
-        self, directory: str, identity: Mapping[str, Any], part: WorkerShare = WHOLE
+        self, directory: str, identity: Mapping[str, Any], share: WorkerShare = WHOLE
     ) -> None:
-        self._directory, self._identity, self._part = directory, identity, part
-        self.name = name_of(identity, part)
+        self._directory, self._identity, self._share = directory, identity, share
+        self.name = name_of(identity, share)
         self._parts: list[torch.Tensor] = []
         self._caches: Sequence[RecallCache] = ()
         self._pages = 1
@@ -175,7 +175,7 @@ class WorkerStore:
     def _removal(self) -> str:
         """The command that removes the store of all workers, and no other."""
         path = shlex.quote(f"{self._directory}/{name_of_all(self.name)}")
-        return f"`rm -r {path}{'' if self._part == WHOLE else '.*'}`"
+        return f"`rm -r {path}{'' if self._share == WHOLE else '.*'}`"
 
     def _explained(self) -> Any:
         return explained(f"kv_retrieval.store={self._directory!r} cannot be used")
@@ -280,7 +280,7 @@ class WorkerStore:
                     if self.name not in store_names(root):  # another server may have been faster
                         remove_unfinished(root)  # which takes room
                         check_room(self._directory, geometry.bytes)
-                        make_store(root, self._identity, geometry, reserve, self._part)
+                        make_store(root, self._identity, geometry, reserve, self._share)
                 finally:
                     release(locks)
                 self._open(root)
