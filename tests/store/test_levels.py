@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_kvretrieval.engine.exactness import ExactnessRules
-from vllm_kvretrieval.engine.levels import (
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.retrieval.levels import (
     ANYHOW,
     EXACT,
     NEVER,
@@ -19,8 +21,6 @@ from vllm_kvretrieval.engine.levels import (
     Reading,
     Taint,
 )
-from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.store.disk.files import Folder
 from vllm_kvretrieval.store.serving import levels as stored_levels
 from vllm_kvretrieval.store.serving.levels import FILE, StoredLevels

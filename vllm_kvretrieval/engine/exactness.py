@@ -3,9 +3,9 @@
 import hashlib
 from dataclasses import dataclass, replace
 
-from vllm_kvretrieval.engine.levels import EXACT, NEVER, Level, Reading, Taint
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.retrieval.levels import EXACT, NEVER, Level, Reading, Taint
 from vllm_kvretrieval.retrieval.method import Method
 
 

@@ -17,10 +17,10 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm_kvretrieval.engine.chunks import ChunkScheduler, tokens_to_read
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.exactness import Exactness, ExactnessRules
-from vllm_kvretrieval.engine.levels import NEVER, BlockLevels, Level, Taint
 from vllm_kvretrieval.engine.loads import LoadReports
 from vllm_kvretrieval.engine.reports import put
 from vllm_kvretrieval.engine.running import read_options
+from vllm_kvretrieval.retrieval.levels import NEVER, BlockLevels, Level, Taint
 from vllm_kvretrieval.store.serving.scheduler import Arrivals, SchedulerStore
 
 logger = init_logger("vllm.kvretrieval.scheduler")
