@@ -3,7 +3,9 @@
 import argparse
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from tqdm import tqdm
 
 from vllm_kvretrieval.calibration.inputs import read_text
 from vllm_kvretrieval.command_line import serve_arguments
+from vllm_kvretrieval.compat import default_chat_options
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import CONFIG_KEY, DEFAULT_METHOD
@@ -22,12 +25,6 @@ from vllm_kvretrieval.store.disk.ranks import Ranks
 
 if TYPE_CHECKING:
     from vllm import LLM
-from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-
-from vllm_kvretrieval.compat import default_chat_options
 
 PIECE = 4096
 """Tokens that are read at once: what is interrupted goes on behind them, and progress shows."""
@@ -58,7 +55,7 @@ class ServedChat:
         RetrievalConfigError: The template that they name is none.
     """
 
-    def __init__(self, served: Namespace) -> None:
+    def __init__(self, served: argparse.Namespace) -> None:
         from vllm.renderers.chat_utils import load_chat_template
 
         with _refused():
