@@ -2,19 +2,13 @@
 
 from dataclasses import dataclass
 
-from vllm_kvretrieval.store.changes import each_store
-from vllm_kvretrieval.store.contexts import (
-    contexts,
-    paths,
-    pinned_blocks,
-    reachable,
-    read_names,
-    read_pins,
-)
-from vllm_kvretrieval.store.ranks import Ranks
+from vllm_kvretrieval.store.disk.changes import each_store
+from vllm_kvretrieval.store.disk.contexts import contexts, paths, pinned_blocks, reachable
+from vllm_kvretrieval.store.disk.names import read_names, read_pins
+from vllm_kvretrieval.store.disk.ranks import Ranks
 
 LEVELS = ("exact", "decoded", "prefilled")
-"""Words for ``vllm_kvretrieval.engine.levels.Kind``."""
+"""Words for ``vllm_kvretrieval.retrieval.levels.Kind``."""
 
 
 @dataclass(frozen=True)

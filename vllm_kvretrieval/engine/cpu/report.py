@@ -34,7 +34,7 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         config,
         len(worker.retrieval_layers),
         num_layers,
-        [store for impl in worker.retrieval_layers.values() for store in impl.stores],
+        [store for impl in worker.retrieval_layers.values() for store in impl.indexes],
         cpu.isa(),
         _described_shares(worker),
     )

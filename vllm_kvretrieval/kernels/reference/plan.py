@@ -6,7 +6,7 @@ import torch
 
 from vllm_kvretrieval.kernels.reference.index import fields_of, keys_of_entries
 from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.index.base import unpack_means
 from vllm_kvretrieval.retrieval.index.exact import Exact
@@ -128,7 +128,7 @@ def selected(rows: DecodeRows, r: int, head: int, units: int, selection: Selecti
     return min(int(selection.counts[rows.seats[r], head]), between)
 
 
-def entry_count(seq_len: int, store: IndexStore) -> int:
+def entry_count(seq_len: int, store: IndexRecords) -> int:
     """The number of entries of a context that have records; unfinished ones do if records grow."""
     grows = store.index is not None and store.index.grows
     return -(-seq_len // store.entry_tokens) if grows else seq_len // store.entry_tokens
@@ -181,7 +181,7 @@ def select_units(
 
 
 def find_outliers(
-    entries: torch.Tensor, head: int, store: IndexStore, between: tuple[int, int], count: int
+    entries: torch.Tensor, head: int, store: IndexRecords, between: tuple[int, int], count: int
 ) -> torch.Tensor:
     """The pages between sink and window whose keys are least like the means of their entries.
 

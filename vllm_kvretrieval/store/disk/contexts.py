@@ -1,23 +1,15 @@
 """Contexts: runs of blocks in a store, from the first token of a text to its last full block."""
 
-import json
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Collection, Container, Iterable, Mapping
+from typing import NamedTuple
 
-from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import FORGOTTEN, NAMES, PINS
+from vllm_kvretrieval.store.disk.records import Record
 
 NO_PARENT = bytes(32)
 ID_DIGITS = 12
-REMEDIES = {PINS: ", and pin anew", NAMES: ", and name anew", FORGOTTEN: ""}
 PINNED_SHARE = 0.5
 """Share of the blocks that may be pinned at most: requests need the others."""
-MOST_KEYS = 1000
-"""Keys of contexts that were dropped and are remembered."""
-Said = TypeVar("Said")
 
 
 class Context(NamedTuple):
@@ -39,18 +31,6 @@ class Context(NamedTuple):
     def id(self) -> str:
         """What users name it by."""
         return id_of(self.key)
-
-
-class Forgotten(NamedTuple):
-    """What contexts were called that have been dropped.
-
-    Attributes:
-        names: The names that dropped contexts had, which are kept for ever.
-        keys: Keys of their last blocks, latest last, but no more than ``MOST_KEYS``.
-    """
-
-    names: frozenset[str] = frozenset()
-    keys: tuple[bytes, ...] = ()
 
 
 def id_of(key: bytes) -> str:
@@ -159,75 +139,6 @@ def held(
             by_length.setdefault(length, []).append(pin)
     by_length.pop(0, None)
     return max(by_length.items(), default=(0, []))
-
-
-def read_pins(folder: Folder) -> set[bytes]:
-    """Keys of the contexts that are never evicted.
-
-    Raises:
-        RetrievalConfigError: The file is damaged.
-    """
-    return _read(folder, PINS, lambda keys: {bytes.fromhex(key) for key in keys}, set())
-
-
-def write_pins(folder: Folder, pins: Collection[bytes]) -> None:
-    """Replace the keys of the contexts that are never evicted."""
-    folder.replace(PINS, json.dumps(sorted(key.hex() for key in pins)).encode())
-
-
-def read_names(folder: Folder) -> dict[str, bytes]:
-    """Keys of contexts by the names that users have given them.
-
-    Raises:
-        RetrievalConfigError: The file is damaged.
-    """
-    return _read(
-        folder, NAMES, lambda keys: {name: bytes.fromhex(key) for name, key in keys.items()}, {}
-    )
-
-
-def write_names(folder: Folder, names: Mapping[str, bytes]) -> None:
-    """Replace the names of contexts."""
-    folder.replace(NAMES, json.dumps({name: names[name].hex() for name in names}).encode())
-
-
-def read_forgotten(folder: Folder) -> Forgotten:
-    """What dropped contexts were called.
-
-    Raises:
-        RetrievalConfigError: The file is damaged.
-    """
-
-    def parse(said: Any) -> Forgotten:
-        return Forgotten(frozenset(map(str, said["names"])), (*map(bytes.fromhex, said["keys"]),))
-
-    return _read(folder, FORGOTTEN, parse, Forgotten())
-
-
-def write_forgotten(folder: Folder, forgotten: Forgotten) -> None:
-    """Replace what dropped contexts were called; the oldest of too many keys are left out."""
-    keys = [key.hex() for key in forgotten.keys[-MOST_KEYS:]]
-    said = {"names": sorted(forgotten.names), "keys": keys}
-    folder.replace(FORGOTTEN, json.dumps(said).encode())
-
-
-def read_kept(folder: Folder) -> set[bytes]:
-    """Keys of last blocks of all contexts with names or pins; raises as :func:`read_names`."""
-    return read_pins(folder).union(read_names(folder).values())
-
-
-def _read(folder: Folder, file: str, parse: Callable[[Any], Said], empty: Said) -> Said:
-    """What a small file says; ``empty`` if there is none."""
-    try:
-        text = folder.read(file)
-    except FileNotFoundError:
-        return empty
-    try:
-        return parse(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise RetrievalConfigError(
-            f"store: {folder.path / file} is damaged. Remove it{REMEDIES[file]}."
-        ) from None
 
 
 def pinned_blocks(pins: Collection[bytes], records: Mapping[int, Record]) -> list[int]:
