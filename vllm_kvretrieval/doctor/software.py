@@ -38,7 +38,7 @@ def check_vllm() -> Iterator[Finding]:
     try:
         import vllm  # noqa: F401  (with torch)
 
-        from vllm_kvretrieval.plugin import version_refusal
+        from vllm_kvretrieval.compat import version_refusal
 
         why = version_refusal()
     except (ImportError, OSError) as e:

@@ -1,21 +1,19 @@
 """Refusals of a worker once it knows its layers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
+from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.method import Method
 
-if TYPE_CHECKING:
-    from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
-    from vllm_kvretrieval.engine.cpu.worker import Group
-
 ALIKE = "vLLM's own attention reads lists of one length"
 
 
-def check_layers(worker: "PlanningWorker", retrieving: set[str]) -> None:
+def check_layers(worker: PlanningWorker, retrieving: set[str]) -> None:
     """Refuse methods that need all layers with full attention, where some are left as they are.
 
     Args:
@@ -35,21 +33,20 @@ def check_layers(worker: "PlanningWorker", retrieving: set[str]) -> None:
 
 
 def check_logits(
-    worker: "PlanningWorker", groups: Sequence["Group"], layers: dict[str, Any]
+    worker: PlanningWorker, impls: Sequence[RetrievalAttentionImpl], isas: set[str]
 ) -> tuple[bool, bool]:
     """Refuse what goes by other logits than those of the model, with soft-capping or sinks.
 
     Args:
         worker: The worker.
-        groups: Its layers.
-        layers: All layers by name.
+        impls: Its layers that attend to parts of long contexts.
+        isas: Variants of vLLM's attention that lay out the keys.
 
     Returns:
-        Whether any of the layers caps logits, so that indexes misjudge shares of the attention; and
+        Whether any of them caps logits, so that indexes misjudge shares of the attention; and
         whether any has sinks, which vLLM's kernel cannot give to a KV head alone.
     """
     config = worker.retrieval_config
-    impls = [layers[name].impl for group in groups for name in group.names]
     capped = any(impl.logits_soft_cap for impl in impls)
     sinks = any(impl.sinks is not None for impl in impls)
     model = worker.model_config.model
@@ -72,7 +69,7 @@ def check_logits(
             f"{', '.join(by_mass)} selects up to a mass of the attention, which indexes estimate "
             f"without the soft-capping of logits of {model}. Use kv_retrieval.mass=1."
         )
-    others = {group.builder.isa for group in groups} - cpu.LAYOUTS.keys()
+    others = isas - cpu.LAYOUTS.keys()
     if sinks and others:
         raise RetrievalConfigError(
             f"{config.method} does not support the learned attention sinks of {model}, whose "
@@ -118,7 +115,7 @@ def needing_keys(config: RetrievalConfig) -> Iterator[KeyNeed]:
         yield KeyNeed(reading, "select pages of", remedy)
 
 
-def check_reading(worker: "PlanningWorker", isas: set[str], foreign: bool) -> None:
+def check_reading(worker: PlanningWorker, isas: set[str], foreign: bool) -> None:
     """Refuse what reads keys in the cache where that cannot be done.
 
     Args:
