@@ -6,11 +6,11 @@ from vllm.utils.mem_utils import format_gib
 
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.nixl import uses_nixl
-from vllm_kvretrieval.engine.cpu.advice import startup_advice
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.report import log_method, logger
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.tiers.place import directory_for
+from vllm_kvretrieval.upstream.defaults import startup_advice
 
 
 def log_start(

@@ -21,8 +21,6 @@ from vllm_kvretrieval.attention.cpu.support import ATTENDED
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.choosers import Choosers
-from vllm_kvretrieval.engine.cpu.compiled import load_compiled
-from vllm_kvretrieval.engine.cpu.model import mend_model
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.report import log_start
 from vllm_kvretrieval.engine.cpu.store import geometry_of
@@ -46,6 +44,8 @@ from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
 from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
 from vllm_kvretrieval.tiers.place import directory_for
+from vllm_kvretrieval.upstream.compiled import load_compiled
+from vllm_kvretrieval.upstream.mending import mend_model
 
 logger = init_logger("vllm.kvretrieval.worker")
 
