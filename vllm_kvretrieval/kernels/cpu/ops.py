@@ -5,7 +5,7 @@ import torch
 
 from vllm_kvretrieval import _cpu
 from vllm_kvretrieval.kernels.cpu.binding import (
-    KINDS,
+    INDEXES,
     MOST_TOKENS,
     check,
     chooser_handle,
@@ -25,7 +25,7 @@ from vllm_kvretrieval.kernels.types import (
     Merge,
 )
 from vllm_kvretrieval.retrieval.index import Index, pack, unpack
-from vllm_kvretrieval.retrieval.keeping import RATINGS, STAMPED, Keeping
+from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
 
 
 def isa() -> str:
@@ -67,7 +67,7 @@ def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStor
         *tokens(slot_mapping),
         store_handle(store),
     )
-    if store.index is not None and store.index.name not in KINDS:
+    if store.index is not None and store.index.name not in INDEXES:
         slots = slot_mapping[slot_mapping % store.entry_tokens == store.entry_tokens - 1]
         _build(store, slots[slots >= 0] // store.entry_tokens)
 
@@ -85,7 +85,7 @@ def plan_decode(
         rows_handle(rows),
         chooser_handle(chooser),
     )
-    if index is not None and index.name not in KINDS:
+    if index is not None and index.name not in INDEXES:
         _cpu.check_plan(*arguments)
         scores = _scores(index, query, rows, chooser)
     _cpu.plan_decode(
@@ -159,7 +159,7 @@ def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -
     if pages.shape != lengths.shape or pages.dim() != 1:
         raise ValueError(f"{tuple(lengths.shape)} lengths for {tuple(pages.shape)} pages")
     _cpu.index_pages(pages.data_ptr(), lengths.data_ptr(), len(pages), store_handle(store))
-    if store.index is not None and store.index.name not in KINDS:
+    if store.index is not None and store.index.name not in INDEXES:
         part = torch.arange(store.parts)
         entries = pages[:, None].long() * store.parts + part
         _build(store, entries[part < lengths[:, None] // store.entry_tokens])
@@ -265,6 +265,6 @@ def drop_tokens(weights: torch.Tensor, rows: DecodeRows, kept: KeptTokens, rule:
         recent=rule.recent,
         recent_share=rule.recent_share,
         page=rule.page,
-        rating=RATINGS.index(rule.rating),
+        rating=_cpu.RATINGS[rule.rating],
         stamped=STAMPED,
     )
