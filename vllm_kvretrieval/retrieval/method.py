@@ -23,6 +23,7 @@ from vllm_kvretrieval.retrieval.family import (
 from vllm_kvretrieval.retrieval.head_sets import HeadSet
 from vllm_kvretrieval.retrieval.heads import OPTION as RETRIEVAL_HEADS
 from vllm_kvretrieval.retrieval.index import Index, indexes, make_index
+from vllm_kvretrieval.retrieval.index.rule import Rule, check_rule
 from vllm_kvretrieval.retrieval.keeping import Keeping, observation_of
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.presets import Preset, presets
@@ -111,7 +112,7 @@ class Method:
         """Whether each step's scores are shares of the attention, so that a mass can be reached."""
         by_step = self.selects and not self.speculates
         pooled = self.pooling is Pooling.MEAN_SOFTMAX and not (self.rerank or self.outliers)
-        return self.index is not None and by_step and pooled
+        return self.index is not None and not isinstance(self.index, Rule) and by_step and pooled
 
     @property
     def estimates_rest(self) -> bool:
@@ -170,6 +171,8 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
             f"schedule={schedule_name!r} selects pages by an index, and {name} has none; add one, "
             "such as index=min_max."
         )
+    preset_says = {"rerank": base.rerank, "summary_size": base.summary_size}
+    check_rule(index, page_size, given if "index" in given else preset_says | given)
     own_entries = base.summary_size if index == make_index(base.index) else None
     entry_tokens = _entry_tokens(
         given.get("summary_size", own_entries or page_size), page_size, index

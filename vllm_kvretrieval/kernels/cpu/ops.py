@@ -17,6 +17,7 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     vectors,
 )
 from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
+from vllm_kvretrieval.kernels.rules import choose_pages
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
@@ -25,6 +26,7 @@ from vllm_kvretrieval.kernels.types import (
     Merge,
 )
 from vllm_kvretrieval.retrieval.index import Index, pack, unpack
+from vllm_kvretrieval.retrieval.index.rule import Rule
 from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
 
 
@@ -217,6 +219,10 @@ def _scores(index: Index, query: torch.Tensor, rows: DecodeRows, chooser: Choose
             record = unpack(fields, store.records[entries, head], store.dtype)
             if keys is not None:
                 record["keys"] = keys[:, :, head]
+            if isinstance(index, Rule):  # by any pooling, the pages with these scores are the best
+                chosen = choose_pages(index, grouped[head], record, rows, r, head, chooser)
+                scores[r, head, :, chosen] = 1
+                continue
             score = index.score_tokens if rows.per_token else index.score
             found = score(grouped[head], record, chooser.scale)
             scores[r, head, :, : count * each] = found.flatten(1)
