@@ -296,7 +296,7 @@ SPOILT_RULES = {
         "gives page 0, where .* 1 to 3 ",
     ),
     "of the window": ({"select": lambda *_: torch.tensor([2, 4])}, "select gives page 4, where"),
-    "an error": ({"select": lambda *_: {}["scores"]}, "it raises KeyError"),
+    "an error": ({"select": lambda *given: given[9]}, "it raises IndexError"),
     "tokens": ({"per_token": True}, "per_token is True, and a rule chooses pages"),
 }
 

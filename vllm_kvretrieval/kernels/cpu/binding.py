@@ -11,7 +11,7 @@ from vllm_kvretrieval.retrieval.pooling import POOLINGS, Pooling
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 INT64 = torch.int64
-INDEXES = _cpu.INDEXES
+INDEXES: dict[str, tuple[int, list[str]]] = _cpu.INDEXES
 """Indexes with kernels (KVR_INDEXES in csrc/cpu/index/table.h): their kinds, and the names of their
 parameters. Others serve by their own methods."""
 ROWS = "rows"
@@ -144,10 +144,11 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
         )
     if not store.records.is_contiguous():
         raise ValueError(f"records must be contiguous, their strides are {store.records.stride()}")
-    kind, names = _cpu.NO_INDEX, ()
+    kind, parameters = _cpu.NO_INDEX, list[float]()
     if index is not None:
-        kind, names = INDEXES.get(index.name, (_cpu.OUTSIDE, ()))
-        parameters = index.parameters(size, store.entry_tokens)
+        kind, names = INDEXES.get(index.name, (_cpu.OUTSIDE, []))
+        numbers = index.parameters(size, store.entry_tokens)
+        parameters = [numbers[name] for name in names]
     return _cpu.Index(
         kind=kind,
         dtype=DTYPES[store.dtype],
@@ -156,7 +157,7 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
         head_size=size,
         page_size=store.page_size,
         entry_tokens=store.entry_tokens,
-        parameters=[parameters[name] for name in names],
+        parameters=parameters,
         grows=index is not None and index.grows,
         per_token=index is not None and index.per_token,
         records=store.records.data_ptr(),
