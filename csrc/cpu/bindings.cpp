@@ -142,8 +142,9 @@ NB_MODULE(_cpu, m) {
            nb::kw_only(),
            nb::arg("kind"), nb::arg("dtype"), nb::arg("torch_dtype"), nb::arg("kv_heads"),
            nb::arg("head_size"), nb::arg("page_size"), nb::arg("entry_tokens"),
-           nb::arg("parameters"), nb::arg("grows"), nb::arg("per_token"), nb::arg("records"), nb::arg("entries"), nb::arg("record_bytes"),
-           nb::arg("cache"), nb::arg("layout"), nb::arg("means"));
+           nb::arg("parameters"), nb::arg("grows"), nb::arg("per_token"), nb::arg("records"),
+           nb::arg("entries"), nb::arg("record_bytes"), nb::arg("cache"), nb::arg("layout"),
+           nb::arg("means"));
 
   nb::class_<Chooser>(m, "Chooser")
       .def("__init__",

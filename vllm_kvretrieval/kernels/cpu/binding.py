@@ -158,7 +158,7 @@ def _bind_index(store: IndexStore) -> "_cpu.Index":
         page_size=store.page_size,
         entry_tokens=store.entry_tokens,
         parameters=parameters,
-        grows=index is not None and index.grows,
+        grows=index is not None and index.name in INDEXES and index.grows,
         per_token=index is not None and index.per_token,
         records=store.records.data_ptr(),
         entries=len(store.records),
