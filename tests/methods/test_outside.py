@@ -237,7 +237,7 @@ SPOILT = {
 @pytest.mark.parametrize(("methods", "message"), SPOILT.values(), ids=SPOILT.keys())
 def test_spoilt_ones_are_refused(methods, message):
     index = spoilt(**methods)
-    prefix = r"index good \(tests\.test_outside\.Spoilt\) cannot serve entries of 32 tokens of "
+    prefix = r"index good \(tests\.methods\.test_outside\.Spoilt\) cannot serve entries of 32 tokens of "
     message = prefix + f"head size 64 in torch.float16: .*{message}"
     with pytest.raises(RetrievalConfigError, match=message):
         check_outside([IndexKind(Good(), 32), IndexKind(index, 32)], 64, torch.float16)
