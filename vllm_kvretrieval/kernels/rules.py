@@ -45,7 +45,7 @@ def choose_pages(
         selection.memory[seat, head] = state.memory
     else:
         heads = slice(head * chooser.group, (head + 1) * chooser.group)
-        state.query = selection.query[seat, heads].float()
+        state.query = selection.query[seat, heads].to(torch.float32, copy=True)
         state.pages = selection.chosen[seat, head, :count].long()
         state.memory = selection.memory.setdefault((seat, head), state.memory)
-    return rule.choose(query, record, state)
+    return rule.choose(query.clone(), record, state)

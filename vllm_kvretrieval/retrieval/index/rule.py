@@ -22,11 +22,11 @@ class RuleState:
             them, the window behind them; both are attended to anyway.
         count: How many pages it has to choose; 1 or more.
         scale: Softmax scale of the layer.
-        query: float32 [group, head_size]; the query of the previous step, None: it was no step of
-            the request that chose pages.
-        pages: int64 [n], rising; what was chosen then.
-        memory: Is the rule's own. The next step of the request has it again; it is empty where
-            there is no previous step.
+        query: float32 [group, head_size]; the query of the request's previous step, None: no pages
+            were chosen then.
+        pages: int64 [n], rising; the pages that were chosen at the previous step; None as above.
+        memory: Notes of the rule, which the next step of the request has again. They are empty
+            where there is no previous step.
     """
 
     first: int
@@ -55,11 +55,11 @@ class Rule(Index):
         """Choose pages for the query heads of a KV head.
 
         Args:
-            query: float32 [group, head_size]. A block of a prompt that selects has those of
-                several tokens side by side.
-            record: Of the ``n`` complete pages of the context, in order: ``keys``, float32
-                [n, page_size, head_size], with ``reads_keys``; the fields, [n, *shape] each, in
-                their dtypes.
+            query: float32 [group, head_size]. For a block of a prompt, which selects by several
+                tokens, their queries are side by side.
+            record: The ``n`` complete pages of the context, in order: with ``reads_keys`` their
+                ``keys``, float32 [n, page_size, head_size]; the fields, [n, *shape] each, in their
+                dtypes.
             state: The step.
 
         Returns:
