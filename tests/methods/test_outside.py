@@ -16,6 +16,7 @@ from tests.support.outside import MEDIAN, POINTS, install, installed
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.extend import Field, Index, Rule
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.families.dropping import DroppingMethod
 from vllm_kvretrieval.retrieval.index import OWN, IndexKind
 from vllm_kvretrieval.retrieval.index.check import check_index, check_outside
 from vllm_kvretrieval.retrieval.presets import preset_names
@@ -30,11 +31,11 @@ def test_found(tmp_path):
         index = toy.own.index
         assert index is not None
         assert (index.name, toy.own.name) == ("median", "toy")
-        check_outside(toy.stores, 64, torch.float32)
+        check_outside(toy.index_kinds, 64, torch.float32)
         options = {"also": {"slow": {"index": {"median": {"factor": 2}}}, "toy": {}}}
         slow = RetrievalConfig.from_options("freekv", options).methods["slow"].index
         assert slow != index, "equal ones alone share their records"
-        assert len(RetrievalConfig.from_options("freekv", options).stores) == 3
+        assert len(RetrievalConfig.from_options("freekv", options).index_kinds) == 3
     assert "toy" not in preset_names()
     with pytest.raises(RetrievalConfigError, match="index='median' is unknown"):
         RetrievalConfig.from_options("freekv", {"index": "median"})
@@ -54,13 +55,13 @@ def test_the_package_of_the_documentation(tmp_path):
     assert done.returncode == 0, done.stderr
     with installed(str(tmp_path / site)):
         mine = RetrievalConfig.from_options("mymedian", {})
-        check_outside(mine.stores, 64, torch.bfloat16)
+        check_outside(mine.index_kinds, 64, torch.bfloat16)
         other = RetrievalConfig.from_options("kvretrieval", {"index": "median"})
         assert mine.own.index == other.own.index
         nearest = RetrievalConfig.from_options("mynearest", {})
-        check_outside(nearest.stores, 64, torch.bfloat16)
+        check_outside(nearest.index_kinds, 64, torch.bfloat16)
         pyramid = RetrievalConfig.from_options("pyramid", {}).own
-        assert pyramid.keeping is not None
+        assert isinstance(pyramid, DroppingMethod)
         assert pyramid.keeping.observation == 8
 
 
@@ -237,7 +238,9 @@ SPOILT = {
 @pytest.mark.parametrize(("methods", "message"), SPOILT.values(), ids=SPOILT.keys())
 def test_spoilt_ones_are_refused(methods, message):
     index = spoilt(**methods)
-    prefix = r"index good \(tests\.methods\.test_outside\.Spoilt\) cannot serve entries of 32 tokens of "
+    prefix = (
+        r"index good \(tests\.methods\.test_outside\.Spoilt\) cannot serve entries of 32 tokens of "
+    )
     message = prefix + f"head size 64 in torch.float16: .*{message}"
     with pytest.raises(RetrievalConfigError, match=message):
         check_outside([IndexKind(Good(), 32), IndexKind(index, 32)], 64, torch.float16)

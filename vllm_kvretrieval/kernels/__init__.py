@@ -20,7 +20,7 @@ from vllm_kvretrieval.kernels.tokens import TokenRecall
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
-    IndexStore,
+    IndexRecords,
     KeptTokens,
     Merge,
     Selection,
@@ -31,7 +31,7 @@ __all__ = [
     "ContextSelector",
     "Contexts",
     "DecodeRows",
-    "IndexStore",
+    "IndexRecords",
     "KeptTokens",
     "Merge",
     "Mode",
