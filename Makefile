@@ -21,7 +21,7 @@ export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What a new vLLM is tried with, unless VLLM and NEXT say otherwise: its names, engines of a kind, and
 # the GPU's. With 0.33 vLLM's own log-probs of prompts fail where there are adapters (device_lora).
-NEXT ?= $(foreach name,vllm_names vllm_contract plugin refusals remedies finer doctor scheduler runners \
+NEXT ?= $(foreach name,vllm_names vllm_contract upstream plugin refusals remedies finer doctor scheduler runners \
 	batching kv_connectors store_engine serving_store cuda_platform,$(wildcard tests/*/test_$(name).py)) \
 	$(filter-out %_lora.py,$(wildcard tests/device/test_device_*.py))
 # Files of tests that want all cores: to collect those of all files takes a while.
@@ -52,7 +52,7 @@ help:
 	@echo "make test    all of the set-up, lint and the test suite; make test-all: slow ones, too"
 	@echo "make test-next VLLM=0.33.0   the tests that a new vLLM is tried with, over its Python"
 	@echo "make docs    the pages of documentation, in build/site"
-	@echo "make lint-workflows  check the workflows of a public host"
+	@echo "make lint-workflows  check the workflows and forms of a public host, and CITATION.cff"
 	@echo "make bench   speed against stock vLLM"
 	@echo "make gpu     what needs an NVIDIA GPU (CALLS=day: nine minutes of it)"
 	@echo "make gpu-bundle  what a GPU machine without network needs to be brought (VLLM=0.33: of that vLLM)"
@@ -123,6 +123,9 @@ docs: $(DOCS)/.installed
 lint-workflows: $(WORKFLOWS)/.installed
 	$(WORKFLOWS)/bin/python -m check_jsonschema --builtin-schema vendor.github-workflows \
 	  .github/workflows/*.yml
+	$(WORKFLOWS)/bin/python -m check_jsonschema --builtin-schema vendor.github-issue-forms \
+	  .github/ISSUE_TEMPLATE/*.yml
+	$(WORKFLOWS)/bin/python -m check_jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	$(WORKFLOWS)/bin/zizmor --offline --no-progress --config .github/zizmor.yml .github/workflows
 
 $(DOCS)/.installed: requirements/docs.txt

@@ -56,8 +56,8 @@ class ScoredMethod(Method):
                 f"schedule={schedule!r} selects pages by an index, and {name} has none; add one, "
                 "such as index=min_max."
             )
-        preset_says = {"rerank": preset.rerank, "summary_size": preset.summary_size}
-        check_rule(index, page_size, given if "index" in given else preset_says | {**given})
+        of_preset = {"rerank": preset.rerank, "summary_size": preset.summary_size}
+        check_rule(index, page_size, given if "index" in given else {**of_preset, **given})
         own_entries = preset.summary_size if index == make_index(preset.index) else None
         tokens = _entry_tokens(
             given.get("summary_size", own_entries or page_size), page_size, index
