@@ -51,6 +51,10 @@ PASSED_THROUGH = {
         (Scheduler._get_local_prefix_cache_hit, ["request"]),
         (Scheduler._update_after_schedule, ["scheduler_output"]),
         (
+            Scheduler._reserve_prefill_lookahead,
+            ["request", "num_computed_tokens", "num_new_tokens"],
+        ),
+        (
             Scheduler._try_schedule_encoder_inputs,
             [
                 "request",
