@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.choices import DEFAULT_BLOCK, DEFAULT_CHUNK, DEFAULT_QUERIES
+from vllm_kvretrieval.options.choices import (
+    DEFAULT_PAGE_CHUNK,
+    DEFAULT_QUERIES,
+    DEFAULT_TOKEN_CHUNK,
+)
 from vllm_kvretrieval.options.files import read_files
 from vllm_kvretrieval.options.refusals import check_combinations
 from vllm_kvretrieval.options.source import options_of, selected_method, window_tokens
@@ -69,8 +73,8 @@ class RetrievalConfig(Options):
     def _prefill_defaults(self) -> dict[str, float]:
         """Options of chunks of prompts that the user leaves out."""
         if self.own.shares:
-            return {"prefill_chunk": DEFAULT_CHUNK, "prefill_share": 0.0}
-        chunk = self.prefill_chunk or max(DEFAULT_BLOCK, self.page_size)
+            return {"prefill_chunk": DEFAULT_TOKEN_CHUNK, "prefill_share": 0.0}
+        chunk = self.prefill_chunk or max(DEFAULT_PAGE_CHUNK, self.page_size)
         queries = min(DEFAULT_QUERIES, chunk)
         return {
             "prefill_chunk": chunk,
@@ -281,18 +285,18 @@ class RetrievalConfig(Options):
 
     def prefills_sparsely(self, method: Method) -> bool:
         """Whether parts of the prompts of a method attend to a part of what lies before them."""
-        selects = method.shares if self.own.shares else method.selects_for_blocks
+        selects = method.shares if self.own.shares else method.selects_for_chunks
         return self.prefill_budget is not None and selects
 
-    def pools_blocks_by(self, method: Method) -> Pooling:
-        """How the scores of a block's queries become one, where blocks of prompts select."""
+    def pools_chunks_by(self, method: Method) -> Pooling:
+        """How the scores of a chunk's queries become one, where chunks of prompts select."""
         if self.prefill_pooling is None:
             return method.pooling
         return Pooling[self.prefill_pooling.upper()]
 
     @functools.cached_property
     def prompt_shares(self) -> PromptShares | None:
-        """The shares of KV heads in ``prefill_budget``; None: blocks of prompts do not select."""
+        """The shares of KV heads in ``prefill_budget``; None: chunks of prompts select no pages."""
         if self.prefill_queries is None:
             return None
         return make_prompt_shares(self.prefill_budget_shares)

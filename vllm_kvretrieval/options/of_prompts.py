@@ -86,7 +86,8 @@ CHUNK: Any = option(
     None,
     TOKENS,
     "the number of prompt tokens that share one selection",
-    f"{choices.DEFAULT_BLOCK}, or a page if that is larger; `omnikv`: {choices.DEFAULT_CHUNK}",
+    f"{choices.DEFAULT_PAGE_CHUNK}, or a page if that is larger; "
+    f"`omnikv`: {choices.DEFAULT_TOKEN_CHUNK}",
     **OF_CHUNKS,
     needs="prefill_budget",
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import check_directory
-from vllm_kvretrieval.options.choices import DEFAULT_CHUNK, DEFAULT_QUERIES, MOST_QUERIES
+from vllm_kvretrieval.options.choices import DEFAULT_QUERIES, DEFAULT_TOKEN_CHUNK, MOST_QUERIES
 from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import OPTIONS
 from vllm_kvretrieval.retrieval.codec import RAW
@@ -111,7 +111,7 @@ def _check_prefill(config: "RetrievalConfig") -> None:
         if chunk < WINDOW:
             raise RetrievalConfigError(
                 f"prefill_chunk={chunk} must be {WINDOW} or more: filters select by so many "
-                f"queries of a chunk. Try {DEFAULT_CHUNK}, or leave it out."
+                f"queries of a chunk. Try {DEFAULT_TOKEN_CHUNK}, or leave it out."
             )
         return
     _ = config.prompt_shares  # refuses values that are no shares

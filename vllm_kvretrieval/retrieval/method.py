@@ -102,8 +102,8 @@ class Method:
         return self.schedule.whole
 
     @property
-    def selects_for_blocks(self) -> bool:
-        """Whether blocks of a prompt can select pages by the method's index."""
+    def selects_for_chunks(self) -> bool:
+        """Whether chunks of a prompt can select pages by the method's index."""
         return self.index is not None and not self.per_token
 
     @property

@@ -13,8 +13,7 @@ from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvretrieval import compat
-from vllm_kvretrieval.attention.cpu.durations import Durations
-from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.attention.cpu.impl import Durations, RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging, staging_for
 from vllm_kvretrieval.attention.cpu.support import ATTENDED
@@ -281,11 +280,12 @@ class RetrievalCPUWorker(StoringWorker):
         choosers = self.choosers.of(name, impl, kv_cache, layout)
         storage = self.storage.layer(LayerPlace(name, kv_cache, layout, cpu))
         number = [*self.retrieval_heads].index(name)
-        facts = LayerFacts(number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale)
-        impl.attach(cpu, choosers, layer_methods(facts, choosers), kv_cache, staging, storage)
-        impl.durations = self.durations
-        impl.late, impl.prompt_shares = name in self.late_layers, self.prompt_shares.get(name)
-        impl.block_choosers = self.choosers.for_blocks(impl, kv_cache, choosers)
+        chunks = self.choosers.for_chunks(name, impl, kv_cache.dtype)
+        facts = LayerFacts(
+            number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale, chunks
+        )
+        methods = layer_methods(facts, choosers)
+        impl.attach(cpu, choosers, methods, kv_cache, staging, storage, self.durations)
         self.retrieval_layers[name] = impl
 
     def _connect(self, layers: dict[str, Any], groups: Sequence[Group]) -> None:
@@ -299,7 +299,7 @@ class RetrievalCPUWorker(StoringWorker):
             room=self.room,
             roles=self.roles,
             seats=self.seats,
-            most_chunks=self.most_pieces if config.prefill_budget is not None else 0,
+            most_chunks=self.most_chunks if config.prefill_budget is not None else 0,
             over_workers=self._over_workers,
         )
         connect_layers(

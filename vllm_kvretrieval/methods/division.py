@@ -1,10 +1,12 @@
 """How prompts are divided into chunks, each of which attends to a part of what lies before it."""
 
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+
+from vllm_kvretrieval.methods.base import Chunks
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -30,13 +32,64 @@ class Division(NamedTuple):
     def of(self, prompts: slice) -> "Division":
         """The chunks of adjacent prompts, which are counted from the first of these."""
         first, end = np.searchsorted(self.request, (prompts.start, prompts.stop))
-        part = Division(*(of_each[first:end] for of_each in self))
+        part = self.chunks(slice(first, end))
         return part._replace(request=part.request - prompts.start)
+
+    def chunks(self, some: slice) -> "Division":
+        """Some of the chunks."""
+        return Division(*(of_each[some] for of_each in self))
 
     def skipped(self, prompts: int) -> np.ndarray:
         """int64 [prompts]; pairs of tokens that are left out of each prompt."""
         pairs = (self.ends - self.attended) * self.new
         return np.bincount(self.request, pairs, prompts).astype(np.int64)
+
+
+class Prompts(NamedTuple):
+    """Adjacent prompts of a step, or some of their chunks, that select by one method.
+
+    Attributes:
+        method: The method's number among those of the engine.
+        division: Their chunks.
+        always: int [2, prompts]; pages of sink, and of the window before a chunk.
+        tokens: int [prompts]; see :attr:`Note.tokens`.
+        block_table: int32 [prompts, >= pages]; theirs.
+        start: The first token of the chunks in the step.
+        first: The number of the first chunk among those of the step that select.
+        staged: int64 [n]; the pages that are laid out to be read, in order, -1 for none; None: they
+            are read where they are, or what is selected of them is laid out.
+    """
+
+    method: int
+    division: Division
+    always: np.ndarray
+    tokens: np.ndarray
+    block_table: torch.Tensor
+    start: int
+    first: int
+    staged: torch.Tensor | None = None
+
+    def of(self, prompts: slice, staged: torch.Tensor) -> "Prompts":
+        """Some of the prompts, whose pages are laid out."""
+        before = int(self.division.new[self.division.request < prompts.start].sum())
+        return Prompts(
+            self.method,
+            self.division.of(prompts),
+            self.always[:, prompts],
+            self.tokens[prompts],
+            self.block_table[prompts],
+            self.start + before,
+            self.first,
+            staged,
+        )
+
+    def chunks(self, some: slice) -> "Prompts":
+        """Some of the chunks."""
+        return self._replace(
+            division=self.division.chunks(some),
+            start=self.start + int(self.division.new[: some.start].sum()),
+            first=self.first + some.start,
+        )
 
 
 class Divisor:
@@ -117,6 +170,30 @@ class Divisor:
         share = np.full(len(lens), self.share) if shares is None else shares
         before = self._before(first, least[of], share[of])
         return Division(of, to, to - first, sparse, np.where(sparse, before + to - first, to))
+
+
+class ChunkPlanner(Divisor):
+    """Plans chunks of prompts that select what they attend to.
+
+    Attributes:
+        gathers: Whether chunks list tokens, which are then laid out one after the other. If false,
+            they list pages.
+    """
+
+    gathers: ClassVar[bool]
+
+    def plan(self, prompts: Prompts) -> Chunks:
+        """Say what selects, and how much, for all layers that share metadata."""
+        raise NotImplementedError
+
+    def skipped(self, division: Division, always: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Pairs of tokens that KV heads leave out of each prompt, on average.
+
+        Args:
+            division: Of the prompts.
+            always, tokens: As in :class:`Prompts`.
+        """
+        return division.skipped(len(tokens))
 
 
 def int32(values: np.ndarray) -> torch.Tensor:
