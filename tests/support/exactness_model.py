@@ -13,7 +13,7 @@ from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.engine.levels import Kind
 from vllm_kvretrieval.engine.running import notes
 from vllm_kvretrieval.methods.division import Divisor
-from vllm_kvretrieval.methods.prompts import Heads
+from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 
 
 class Read(NamedTuple):
@@ -50,7 +50,7 @@ class Truth:
         self.scheduler = stepper.scheduler
         self.config = self.scheduler.retrieval
         seats = self.scheduler.max_num_running_reqs + 1
-        heads = Heads([slice(0, 1)])
+        heads = LocalHeads([slice(0, 1)])
         self.table = request_table(self.config, seats, [1], Runner(), heads=heads)
         sparse = self.config.prefill_budget is not None
         self.prefill = Divisor(self.config) if sparse else None

@@ -24,8 +24,8 @@ from vllm_kvretrieval.storage import LayerStorage, Ready, Storage
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.attention.parts import RowOptions
+    from vllm_kvretrieval.methods.kept_prompts import KeptPrompts
     from vllm_kvretrieval.methods.page_chunks import ChunkSelection, PromptReads
-    from vllm_kvretrieval.methods.prompts import KeptPrompts
     from vllm_kvretrieval.options.engine import RetrievalConfig
 
 WHOLE = -1

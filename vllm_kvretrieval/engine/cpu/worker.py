@@ -37,7 +37,7 @@ from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.limits import SCARCE, explained
 from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_layers, layer_methods
-from vllm_kvretrieval.methods.prompts import Heads
+from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.storage import LayerPlace, Memory, Storage
 from vllm_kvretrieval.storage.places import STORAGES, FileFacts
@@ -153,7 +153,7 @@ class RetrievalCPUWorker(StoringWorker):
         if config.memory_fraction is not None:
             config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
         check_layers(self, {name for group in groups for name in group.names})
-        own_heads = Heads([*self.retrieval_heads.values()], self._over_workers(ReduceOp.SUM))
+        own_heads = LocalHeads([*self.retrieval_heads.values()], self._over_workers(ReduceOp.SUM))
         self.requests = RequestTable(
             config,
             self.seats,
