@@ -12,7 +12,7 @@ from tests.support.steps import Runner, request_table
 from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.engine.levels import Kind
 from vllm_kvretrieval.engine.running import notes
-from vllm_kvretrieval.methods.division import Divisor
+from vllm_kvretrieval.methods.division import ChunkPlanner
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 
 
@@ -53,7 +53,7 @@ class Truth:
         heads = LocalHeads([slice(0, 1)])
         self.table = request_table(self.config, seats, [1], Runner(), heads=heads)
         sparse = self.config.prefill_budget is not None
-        self.prefill = Divisor(self.config) if sparse else None
+        self.prefill = ChunkPlanner(self.config) if sparse else None
         pool = self.scheduler.kv_cache_manager.block_pool
         specs = [g.kv_cache_spec for g in self.scheduler.kv_cache_config.kv_cache_groups]
         self.sizes = [spec.block_size for spec in specs]

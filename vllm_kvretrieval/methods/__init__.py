@@ -6,7 +6,6 @@ layer. A new family is a file here and a line in :func:`family_of`.
 """
 
 from vllm_kvretrieval.methods.base import (
-    Chunks,
     DecodePlan,
     EngineFacts,
     GroupFacts,
@@ -20,7 +19,7 @@ from vllm_kvretrieval.methods.base import (
     StepRows,
     WorkSize,
 )
-from vllm_kvretrieval.methods.division import ChunkPlanner, Prompts
+from vllm_kvretrieval.methods.division import ChunkPlanner, Chunks, Prompts
 from vllm_kvretrieval.methods.registry import (
     chunk_planner,
     connect_layers,

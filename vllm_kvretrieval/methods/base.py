@@ -132,22 +132,6 @@ class Step(NamedTuple):
     block_table: torch.Tensor
 
 
-class Chunks(Protocol):
-    """Adjacent chunks of prompts of a step that select what they attend to by one method.
-
-    Attributes:
-        method: Its number among the engine's methods.
-        rows: What is selected for them; each is a row.
-        lists: What they attend to, their own tokens at the end.
-    """
-
-    method: int
-    rows: DecodeRows
-
-    @property
-    def lists(self) -> PromptLists | TokenLists: ...
-
-
 class Sees(IntEnum):
     """Steps that a method has to see beside those of its rows."""
 

@@ -1,15 +1,37 @@
 """How prompts are divided into chunks, each of which attends to a part of what lies before it."""
 
+from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from vllm_kvretrieval.methods.base import Chunks
+from vllm_kvretrieval.kernels import DecodeRows, PromptLists, TokenLists
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.options.engine import RetrievalConfig
+
+
+Lists = TypeVar("Lists", PromptLists, TokenLists)
+
+
+@dataclass
+class Chunks(Generic[Lists]):
+    """Adjacent chunks of a step that select by one method; each is a row.
+
+    Attributes:
+        method: The method's number among those of the engine.
+        queries: int64; places of queries that select among the step's tokens.
+        rows: What is selected for the chunks. The window of a row ends with the chunk itself.
+        lists: The same for attention, their own tokens at the end: pages; or tokens, which are laid
+            out one after the other.
+    """
+
+    method: int
+    queries: torch.Tensor
+    rows: DecodeRows
+    lists: Lists
 
 
 class Division(NamedTuple):
@@ -70,18 +92,9 @@ class Prompts(NamedTuple):
     staged: torch.Tensor | None = None
 
     def of(self, prompts: slice, staged: torch.Tensor) -> "Prompts":
-        """Some of the prompts, whose pages are laid out."""
-        before = int(self.division.new[self.division.request < prompts.start].sum())
-        return Prompts(
-            self.method,
-            self.division.of(prompts),
-            self.always[:, prompts],
-            self.tokens[prompts],
-            self.block_table[prompts],
-            self.start + before,
-            self.first,
-            staged,
-        )
+        """The chunks of some of the prompts, whose pages are laid out."""
+        borders = np.searchsorted(self.division.request, (prompts.start, prompts.stop))
+        return self.chunks(slice(*borders.tolist()))._replace(staged=staged)
 
     def chunks(self, some: slice) -> "Prompts":
         """Some of the chunks."""
@@ -92,15 +105,21 @@ class Prompts(NamedTuple):
         )
 
 
-class Divisor:
-    """Divides prompts into chunks.
+class ChunkPlanner:
+    """Divides prompts into chunks, and plans those that select what they attend to.
 
     Chunks begin at multiples of their length, wherever a step begins, so that the same tokens
     mostly are one in any company. Those that begin within the budget are one chunk, which is exact.
 
     Args:
         config: Options of the engine, with a ``prefill_budget``.
+
+    Attributes:
+        gathers: Whether chunks list tokens, which are then laid out one after the other. If false,
+            they list pages.
     """
+
+    gathers = False
 
     def __init__(self, config: "RetrievalConfig") -> None:
         assert config.prefill_budget is not None
@@ -171,18 +190,7 @@ class Divisor:
         before = self._before(first, least[of], share[of])
         return Division(of, to, to - first, sparse, np.where(sparse, before + to - first, to))
 
-
-class ChunkPlanner(Divisor):
-    """Plans chunks of prompts that select what they attend to.
-
-    Attributes:
-        gathers: Whether chunks list tokens, which are then laid out one after the other. If false,
-            they list pages.
-    """
-
-    gathers: ClassVar[bool]
-
-    def plan(self, prompts: Prompts) -> Chunks:
+    def plan(self, prompts: Prompts) -> Chunks[Any]:
         """Say what selects, and how much, for all layers that share metadata."""
         raise NotImplementedError
 

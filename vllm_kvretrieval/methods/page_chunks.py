@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, Ops, PromptLists, Selection
-from vllm_kvretrieval.methods.division import ChunkPlanner, Division, Prompts, int32
+from vllm_kvretrieval.methods.division import ChunkPlanner, Chunks, Division, Prompts, int32
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.prompt_shares import ONE_IN, nearest
 
@@ -37,28 +37,19 @@ class PromptReads(NamedTuple):
 
 
 @dataclass
-class PageChunks:
-    """Adjacent chunks of a step that select by one method; each is a row of the plan.
+class PageChunks(Chunks[PromptLists]):
+    """Chunks that select pages. One that attends to its whole context is all window.
 
     Attributes:
-        method: The method's number among those of the engine.
-        queries: int64 [R, n or more]; places of the queries that select, or may, among the step's
-            tokens.
+        queries: [R, n or more].
         samples: n; how many queries of a chunk select. Where there are more, those do, per query
             head, that are least like the mean of all.
-        rows: What the chunks select. The window of a row ends with the chunk itself. A chunk that
-            attends to its whole context is all window.
-        lists: The same lists for attention. The chunk's own tokens are at the end.
         shares: int64 [R]; which of its shares a KV head has, a place in ``ONE_IN``.
         places: int32 [>= pages]; where each page is laid out; None: pages are read where they are.
         late: The same chunks in layers behind ``prefill_depth``; None: there are none.
     """
 
-    method: int
-    queries: torch.Tensor
     samples: int
-    rows: DecodeRows
-    lists: PromptLists
     shares: torch.Tensor
     places: torch.Tensor | None
     late: "PageChunks | None" = None
@@ -112,16 +103,11 @@ class PageChunks:
 class PageChunkPlanner(ChunkPlanner):
     """Plans chunks of prompts, which attend to pages that some of their queries select.
 
-    Chunks begin at multiples of their length in the prompt. The scheduler ends steps there, too, so
-    that a chunk does not depend on the other requests.
-
     Args:
         config: Options of the engine, with a ``prefill_budget``.
         kv_heads: KV heads of a layer.
         reads: How all heads of the worker read prompts.
     """
-
-    gathers = False
 
     def __init__(
         self, config: "RetrievalConfig", kv_heads: int, reads: PromptReads | None = None
@@ -152,10 +138,10 @@ class PageChunkPlanner(ChunkPlanner):
         steps = np.arange(1, self.among + 1)
         places = np.maximum(steps * new[:, None] // self.among, 1) - 1
         queries = start + lists.starts[:-1, None] + torch.from_numpy(places)
-        chunks = PageChunks(method, queries, self.samples, rows, lists, shares, laid_out)
+        chunks = PageChunks(method, queries, rows, lists, self.samples, shares, laid_out)
         if not self.all_layers:
             late = self._rows(self.late(division, always, tokens), always, block_table)
-            chunks.late = PageChunks(method, queries, self.samples, *late, shares, laid_out)
+            chunks.late = PageChunks(method, queries, *late, self.samples, shares, laid_out)
         return chunks
 
     def late(self, division: Division, always: np.ndarray, tokens: np.ndarray) -> Division:

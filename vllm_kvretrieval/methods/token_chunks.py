@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.kernels import Contexts, ContextSelector, DecodeRows, TokenLists
-from vllm_kvretrieval.methods.division import ChunkPlanner, Prompts, int32
+from vllm_kvretrieval.methods.division import ChunkPlanner, Chunks, Prompts, int32
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 
 if TYPE_CHECKING:
@@ -18,24 +18,18 @@ WEIGHTS = OBSERVATIONS["uniform"]
 
 
 @dataclass
-class TokenChunks:
-    """Adjacent chunks of a step that are laid out together; each is a row.
+class TokenChunks(Chunks[TokenLists]):
+    """Chunks that filters select tokens for; the window takes in what lies right before them.
+
+    Rows have seats of their own, their numbers in the step. The entries of lists are the rows'.
 
     Attributes:
-        method: The number of the method that selects for them.
-        rows: What filters select for, and what that is; the window is the chunk itself and what
-            lies right before it. They have seats of their own, their numbers in the step.
-        queries: int64 [R * n]; places of their last queries among the step's tokens.
+        queries: [R * n]; the last ones of each.
         weights: float32 [R, n]; of these.
-        lists: What they attend to, their own tokens at the end; its entries are the rows' lists.
         listed: Whose selection the lists hold, of filter layers.
     """
 
-    method: int
-    rows: DecodeRows
-    queries: torch.Tensor
     weights: torch.Tensor
-    lists: TokenLists
     listed: ContextSelector | None = None
 
 
@@ -62,7 +56,7 @@ class TokenChunkPlanner(ChunkPlanner):
         rows, new = self._rows(prompts), prompts.division.new
         lists = TokenLists(rows.lists, rows.lengths, 1, self.kv_heads)
         queries, weights = _last_queries(prompts.start + new.cumsum(), new)
-        return TokenChunks(prompts.method, rows, queries, weights, lists)
+        return TokenChunks(prompts.method, queries, rows, lists, weights)
 
     def _rows(self, prompts: Prompts) -> DecodeRows:
         chunks, seat = prompts.division, prompts.first

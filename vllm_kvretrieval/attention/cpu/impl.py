@@ -10,7 +10,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_kvretrieval.attention.cpu.plans import Full, Prefill, RetrievalMetadata, Split, Whole
+from vllm_kvretrieval.attention.cpu.plans import Prefill, RetrievalMetadata, Whole
 from vllm_kvretrieval.attention.cpu.schedules import Schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.support import check_impl
@@ -153,39 +153,30 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         )  # fmt: skip
         if not isinstance(attn_metadata, RetrievalMetadata):
             return by_vllm()
-        split = attn_metadata.split
+        split, full = attn_metadata.split, attn_metadata.full
+        step = layer, query, key, value, kv_cache
         with self.storage.contexts(attn_metadata.reads):
             if pages := attn_metadata.loaded:
                 # Where keys are in an unknown layout, bounds of a copied page stay too wide.
                 for store in (store for store in self.stores if store.cache is not None):
                     self.kernels.index_pages(pages.ids, pages.lengths, store)
             if self.choosers and split is not None:
-                self._attend_in_parts(layer, query, key, value, kv_cache, split, output)
-            elif attn_metadata.full is not None:
-                self._attend_fully(layer, query, kv_cache, attn_metadata.full, output)
+                for plan in split.decode:
+                    self._attend_to_plan(query, output, plan, self.methods[plan.method])
+                if split.whole is not None:
+                    self._attend_to_all(*step, split.whole, output)
+                for part in split.prefill:
+                    self._attend_to_part(*step, part, output)
+            elif full is not None:
+                if full.rows is not None:
+                    self._attend_to_rows(layer, query, kv_cache, full.rows, output)
+                if full.prompts is not None:
+                    self._attend_to_prompts(layer, query, kv_cache, full.prompts, output)
             else:
                 by_vllm()
             for number, watcher in self.watchers.items():
                 watcher.watch(query, kv_cache, attn_metadata.seen.get(number), split)
         return output
-
-    def _attend_in_parts(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        split: Split,
-        output: torch.Tensor,
-    ) -> None:
-        """Decode rows, then prefill."""
-        for plan in split.decode:
-            self._attend_to_plan(query, output, plan, self.methods[plan.method])
-        if split.whole is not None:
-            self._attend_to_all(layer, query, key, value, kv_cache, split.whole, output)
-        for part in split.prefill:
-            self._attend_to_part(layer, query, key, value, kv_cache, part, output)
 
     @property
     def _sinks(self) -> torch.Tensor | None:
@@ -195,20 +186,6 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     def _layout(self, layer: Any) -> str:
         """How the layer's KV cache holds keys."""
         return ROWS if self.storage.token_major else layer.isa
-
-    def _attend_fully(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        full: Full,
-        output: torch.Tensor,
-    ) -> None:
-        """The whole batch, over whole contexts, by our own kernels."""
-        if full.rows is not None:
-            self._attend_to_rows(layer, query, kv_cache, full.rows, output)
-        if full.prompts is not None:
-            self._attend_to_prompts(layer, query, kv_cache, full.prompts, output)
 
     def _attend_to_all(
         self,

@@ -13,9 +13,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_kvretrieval.attention.cpu.plans import Full, Pages, RetrievalMetadata, Split, Whole
 from vllm_kvretrieval.attention.cpu.schedules import Schedules, without_schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
-from vllm_kvretrieval.attention.cpu.step_planner import PromptPlanner, RowPlanner, see_step
+from vllm_kvretrieval.attention.cpu.step_planner import StepPlanner
 from vllm_kvretrieval.kernels import TokenLists
-from vllm_kvretrieval.methods import GroupFacts, group_methods
+from vllm_kvretrieval.methods import GroupFacts
 from vllm_kvretrieval.storage import Memory, StepContexts, Storage
 
 if TYPE_CHECKING:
@@ -65,13 +65,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         most, heads = requests.capacity * self.num_kv_heads, self.num_kv_heads
         lists = torch.empty(most, requests.room.listed, dtype=torch.int32)
         lengths = torch.empty(most, dtype=torch.int32)
-        self.facts = GroupFacts(requests, page_size, heads, lists, lengths)
-        self.methods = group_methods(self.facts)
+        facts = GroupFacts(requests, page_size, heads, lists, lengths)
         self.schedules = Schedules(self, most)
-        planned = requests, self.facts
-        in_place, by_vllm = storage.in_place, None if own else self.schedules
-        self.rows = RowPlanner(*planned, self.methods, self.schedules, in_place, attends)
-        self.prompts = PromptPlanner(*planned, by_vllm, staging, in_place)
+        self.planner = StepPlanner(
+            requests, facts, self.schedules, staging, storage.in_place, attends, own
+        )
 
     def build(
         self,
@@ -103,7 +101,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             metadata.full = self._full(dense)
         requests.look(common_attn_metadata)
         lens, before = _lengths(dense)
-        metadata.seen = see_step(self.methods, requests, dense, before)
+        metadata.seen = self.planner.see(dense, before)
         if not requests.calm:
             metadata.split = self._split(common_attn_metadata, dense)
         elif self.storage.token_major and not self.own:
@@ -125,7 +123,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         if count:
             rows = self._all_pages(dense.seq_lens[:count], dense.block_table[:count])
         if count < len(dense.seq_lens):
-            prompts = self.prompts.in_cache(dense, slice(count, len(dense.seq_lens)))
+            prompts = self.planner.in_cache(dense, slice(count, len(dense.seq_lens)))
         return Full(rows, prompts)
 
     def _contexts(
@@ -152,16 +150,16 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             block_table=dense.block_table.numpy(),
             whole=whole,
             laid_out=laid_out,
-            most_pages=self.rows.budget_pages,
+            most_pages=self.planner.budget_pages,
         )
 
     def _split(self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata) -> Split | None:
         rows = _leading(common.query_start_loc_cpu)
-        prompts = self.prompts.places(dense, rows)
-        prefill = self.prompts.plan(dense, prompts)
-        decode, others = self.rows.plan(common, dense, rows, prompts[prompts < rows])
+        prompts = self.planner.reading(dense, rows)
+        prefill = self.planner.prompts(dense, prompts)
+        decode, others = self.planner.rows(common, dense, rows, prompts[prompts < rows])
         if not self.storage.in_place:
-            alone = [self.prompts.row(dense, row) for row in others.tolist()]
+            alone = [self.planner.row(dense, row) for row in others.tolist()]
             return Split(prompts, decode, None, alone + prefill)
         in_place = all(part.in_place for part in prefill)
         if not decode and in_place and (self.own or not self.storage.token_major):

@@ -45,7 +45,7 @@ class Prefill:
     start: int
     by: CPUAttentionMetadata | PromptLists
     staged: torch.Tensor | None = None
-    chunks: Chunks | None = None
+    chunks: Chunks[Any] | None = None
 
     @property
     def in_place(self) -> bool:

@@ -1,6 +1,5 @@
 """How the requests of a step attend: rows of a single token, and prompts."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,12 @@ from vllm_kvretrieval.methods import (
     ChunkPlanner,
     DecodePlan,
     GroupFacts,
-    GroupMethod,
     Prompts,
     Sees,
     Step,
     StepRows,
     chunk_planner,
+    group_methods,
     plan_whole,
 )
 from vllm_kvretrieval.methods.division import int32
@@ -32,17 +31,18 @@ if TYPE_CHECKING:
     from vllm_kvretrieval.engine.requests import RequestTable
 
 
-class RowPlanner:
-    """Plans rows for layers that share metadata.
+class StepPlanner:
+    """Plans steps for layers that share metadata.
 
     Args:
         requests: Table of the running requests.
         facts: The layers.
-        methods: The methods, by number.
         schedules: Makes vLLM's schedules.
+        staging: Where contexts are laid out.
         in_place: Whether whole contexts can be read where they are.
         attends: Whether our own kernel attends to lists; see
             :meth:`RetrievalMetadataBuilder.attach`.
+        own: Whether it attends to whole contexts.
 
     Attributes:
         budget_pages: Pages of the largest admissible budget.
@@ -52,19 +52,39 @@ class RowPlanner:
         self,
         requests: "RequestTable",
         facts: GroupFacts,
-        methods: Sequence[GroupMethod],
         schedules: Schedules,
+        staging: PrefillStaging | None,
         in_place: bool,
         attends: bool,
+        own: bool,
     ) -> None:
-        self._facts, self._methods, self._schedules = facts, methods, schedules
-        self._requests, self._page_size = requests, facts.page_size
-        self._in_place, self.attends = in_place, attends
+        self._requests, self._facts, self._schedules = requests, facts, schedules
+        self._page_size, self._kv_heads = facts.page_size, facts.kv_heads
+        self._staging, self._in_place = staging, in_place
+        self.attends, self._own = attends, own
+        # Our own kernel reads every layout, but in place only.
+        self._lays_out = None if own and in_place else staging
+        self._methods, self._chunks = group_methods(facts), chunk_planner(facts)
         self.budget_pages = requests.config.budget_limit // facts.page_size
         # Length of the context at a seat's last sparse decode step.
         self._last_len = requests.per_seat()
 
-    def plan(
+    def see(self, dense: CPUAttentionMetadata, before: np.ndarray) -> dict[int, Any]:
+        """See :attr:`RetrievalMetadata.seen`.
+
+        Args:
+            dense: vLLM's metadata of the batch.
+            before: int [R]; tokens of each context before the step.
+        """
+        least = Sees.ALL if self._requests.calm else Sees.PROMPTS
+        watching = [n for n, method in enumerate(self._methods) if method.sees >= least]
+        if not watching:
+            return {}
+        seats, lens = self._requests.seats(len(before)), dense.seq_lens.numpy()
+        step = Step(seats, lens, before, dense.query_start_loc.numpy(), dense.block_table)
+        return {number: self._methods[number].see(step) for number in watching}
+
+    def rows(
         self,
         common: CommonAttentionMetadata,
         dense: CPUAttentionMetadata,
@@ -134,34 +154,7 @@ class RowPlanner:
             plan.schedule = self._schedules.of_lists(attended)
         return plan
 
-
-class PromptPlanner:
-    """Plans prompts for layers that share metadata.
-
-    Args:
-        requests: Table of the running requests.
-        facts: The layers.
-        schedules: Makes vLLM's schedules; None: our own kernel attends to whole contexts.
-        staging: Where contexts are laid out.
-        in_place: Whether contexts can be read where they are.
-    """
-
-    def __init__(
-        self,
-        requests: "RequestTable",
-        facts: GroupFacts,
-        schedules: Schedules | None,
-        staging: PrefillStaging | None,
-        in_place: bool,
-    ) -> None:
-        self._requests, self._kv_heads, self._schedules = requests, facts.kv_heads, schedules
-        self._staging, self._in_place = staging, in_place
-        # Our own kernel reads every layout, but in place only.
-        self._lays_out = None if schedules is None and in_place else staging
-        self._page_size = facts.page_size
-        self._chunks = chunk_planner(facts)
-
-    def places(self, dense: CPUAttentionMetadata, rows: int) -> np.ndarray:
+    def reading(self, dense: CPUAttentionMetadata, rows: int) -> np.ndarray:
         """The places of the requests to plan, int64 [n], rising.
 
         A chunk of a prompt that retrieves may be a single token: that of a prompt's last token.
@@ -179,8 +172,8 @@ class PromptPlanner:
             np.flatnonzero(reads & self._requests.prefill_budgets(seats).any(0)), longer
         )
 
-    def plan(self, dense: CPUAttentionMetadata, places: np.ndarray) -> list[Prefill]:
-        """Plan the requests with these places, as :meth:`places` gives them."""
+    def prompts(self, dense: CPUAttentionMetadata, places: np.ndarray) -> list[Prefill]:
+        """Plan the requests with these places, as :meth:`reading` gives them."""
         if not len(places):
             return []
         if self._chunks is None:
@@ -304,33 +297,10 @@ class PromptPlanner:
         block_table: torch.Tensor,
     ) -> CPUAttentionMetadata | PromptLists:
         """How sequences of queries attend to the contexts that end with them."""
-        if self._schedules is not None:
+        if not self._own:
             return self._schedules.of_sequences(dense, query_start_loc, seq_lens, block_table)
         seen = seq_lens - query_start_loc.diff() + 1
         return PromptLists(block_table, query_start_loc, seen, self._kv_heads)
-
-
-def see_step(
-    methods: Sequence[GroupMethod],
-    requests: "RequestTable",
-    dense: CPUAttentionMetadata,
-    before: np.ndarray,
-) -> dict[int, Any]:
-    """See :attr:`RetrievalMetadata.seen`.
-
-    Args:
-        methods: The methods, by number.
-        requests: Table of the running requests.
-        dense: vLLM's metadata of the batch.
-        before: int [R]; tokens of each context before the step.
-    """
-    least = Sees.ALL if requests.calm else Sees.PROMPTS
-    watching = [number for number, method in enumerate(methods) if method.sees >= least]
-    if not watching:
-        return {}
-    seats, lens = requests.seats(len(before)), dense.seq_lens.numpy()
-    step = Step(seats, lens, before, dense.query_start_loc.numpy(), dense.block_table)
-    return {number: methods[number].see(step) for number in watching}
 
 
 def _contexts_of(

@@ -25,7 +25,7 @@ from vllm_kvretrieval.engine.memory import (
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.methods import WorkSize, scratch_bytes
-from vllm_kvretrieval.methods.division import Divisor
+from vllm_kvretrieval.methods.division import ChunkPlanner
 from vllm_kvretrieval.methods.heads import fixed_counts
 from vllm_kvretrieval.methods.page_chunks import PromptReads, is_late
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -258,12 +258,12 @@ class PlanningWorker(CPUWorker):
     def most_chunks(self) -> int:
         """Most chunks of prompts in a step."""
         tokens = self.scheduler_config.max_num_batched_tokens
-        return Divisor(self.retrieval_config).most(tokens, requests_at_once(self.vllm_config))
+        return ChunkPlanner(self.retrieval_config).most(tokens, requests_at_once(self.vllm_config))
 
     @property
     def most_chunk_pages(self) -> int:
         """Most pages before one of them that it attends to."""
-        divisor, longest = Divisor(self.retrieval_config), self.model_config.max_model_len
+        divisor, longest = ChunkPlanner(self.retrieval_config), self.model_config.max_model_len
         return divisor.most_attended(longest, self.prompt_reads.highest)
 
     @property
