@@ -52,9 +52,11 @@ class ChunkScheduler(Scheduler):
 
         Nobody overtakes a request that has to wait for a step with more room.
         """
+        if self._chunk is None:
+            return tokens
         waits = request.status != RequestStatus.RUNNING
-        if self._chunk is None or (waits and self._full_step == self.current_step):
-            return tokens if self._chunk is None else 0
+        if waits and self._full_step == self.current_step:
+            return 0
         cut = self._by_mamba if self.need_mamba_block_aligned_split else self._whole_chunks
         whole = cut(request, start, tokens)
         if waits and whole == 0:

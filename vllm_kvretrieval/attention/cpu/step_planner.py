@@ -274,12 +274,8 @@ class StepPlanner:
             starts = dense.query_start_loc[requests.start : requests.stop + 1]
             staged = self._staging.plan(prompts.block_table, dense.seq_lens[requests], starts)
             turns = [prompts.of(part.requests, part.pages) for part in staged]
-        parts = list[Prefill]()
-        for some in turns:
-            chunks = by.plan(some)
-            assert isinstance(chunks.lists, PromptLists)
-            parts.append(Prefill(some.start, chunks.lists, some.staged, chunks))
-        return parts
+        planned = [(some, by.plan(some)) for some in turns]
+        return [Prefill(some.start, chunks.lists, some.staged, chunks) for some, chunks in planned]
 
     def _part(
         self, dense: CPUAttentionMetadata, requests: slice, block_table: torch.Tensor

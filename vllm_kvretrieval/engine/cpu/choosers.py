@@ -86,13 +86,9 @@ class Choosers:
         worker, queries = self._worker, self._worker.retrieval_config.prefill_queries
         if queries is None:
             return None
-        shape = kv_heads, group, head_size = (
-            impl.num_kv_heads,
-            impl.num_queries_per_kv,
-            impl.head_size,
-        )
+        shape = impl.num_kv_heads, impl.num_queries_per_kv, impl.head_size
         if shape not in self._for_chunks:
-            counts = None
+            (kv_heads, group, head_size), counts = shape, None
             if worker.prompt_shares:  # each layer writes its own
                 counts = torch.zeros(worker.most_chunks, kv_heads, dtype=torch.int32)
             self._for_chunks[shape] = Selection.empty(
