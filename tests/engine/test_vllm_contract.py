@@ -71,6 +71,15 @@ PASSED_THROUGH = {
             ["request", "new_token_ids", "is_stale"],
         ),
         # Those that it calls.
+        (
+            Scheduler._mamba_block_aligned_split,
+            [
+                "request",
+                "num_new_tokens",
+                "num_new_local_computed_tokens",
+                "num_external_computed_tokens",
+            ],
+        ),
         *(
             (coordinator.find_longest_cache_hit, ["block_hashes", "max_cache_hit_length"])
             for coordinator in COORDINATORS
