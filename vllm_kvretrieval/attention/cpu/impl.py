@@ -14,9 +14,17 @@ from vllm_kvretrieval.attention.cpu.plans import Prefill, RetrievalMetadata, Who
 from vllm_kvretrieval.attention.cpu.schedules import Schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.support import check_impl
-from vllm_kvretrieval.kernels import Chooser, IndexStore, Ops, PromptLists, Remainder, TokenLists
-from vllm_kvretrieval.kernels.cpu import ROWS
+from vllm_kvretrieval.kernels import (
+    Chooser,
+    IndexStore,
+    Ops,
+    PromptLists,
+    Remainder,
+    TokenLists,
+    cpu,
+)
 from vllm_kvretrieval.methods import DecodePlan, LayerMethod, LayerWatcher
+from vllm_kvretrieval.methods.base import WHOLE
 from vllm_kvretrieval.storage import IN_PLACE, LayerStorage, Part
 
 
@@ -54,8 +62,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
 
     Attributes:
         kernels: Implementation of the ops.
-        choosers: How the layer selects, by the number of the method; empty in a dense layer. Set by
-            the worker once the KV cache is allocated.
+        choosers: How the layer selects, by the number of the method; empty in a dense layer.
         stores: The page indexes that these have, each once.
         methods: How the layer comes to what rows and chunks of prompts attend to, by the number of
             the method; empty in a dense layer.
@@ -65,7 +72,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         durations: How long decode steps take to choose and to bring what is attended to.
     """
 
-    kernels: Ops
+    kernels: Ops = cpu
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -80,8 +87,6 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
 
     def attach(
         self,
-        kernels: Ops,
-        choosers: list[Chooser],
         methods: list[LayerMethod],
         kv_cache: torch.Tensor,
         staging: PrefillStaging | None,
@@ -91,9 +96,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         """Make this a retrieval layer.
 
         Args:
-            kernels: Implementation of the ops.
-            choosers: Freshly made, by the number of the method; one at least.
-            methods: The methods in this layer; see :func:`layer_methods`.
+            methods: The methods in this layer, freshly made; see :func:`layer_methods`.
             kv_cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
             staging: What the metadata builder plans prefill with.
             storage: Where ``kv_cache`` is.
@@ -102,6 +105,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         Raises:
             ValueError: vLLM's pages are not those of a page index.
         """
+        choosers = [method.chooser for method in methods[:WHOLE]]
         pages, kv_heads, page_size, _ = kv_cache.shape
         for store in (chooser.store for chooser in choosers):
             if (pages, kv_heads, page_size) != (store.pages, store.kv_heads, store.page_size):
@@ -110,7 +114,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                     f"match a page index for {store.pages} of {store.kv_heads} and "
                     f"{store.page_size}"
                 )
-        self.kernels, self.choosers, self.methods = kernels, choosers, methods
+        self.choosers, self.methods = choosers, methods
         self.staging, self.storage, self.durations = staging, storage, durations
         for number, method in enumerate(methods):
             if isinstance(method, LayerWatcher):
@@ -185,7 +189,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
 
     def _layout(self, layer: Any) -> str:
         """How the layer's KV cache holds keys."""
-        return ROWS if self.storage.token_major else layer.isa
+        return cpu.ROWS if self.storage.token_major else layer.isa
 
     def _attend_to_all(
         self,

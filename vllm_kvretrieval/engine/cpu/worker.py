@@ -143,7 +143,7 @@ class RetrievalCPUWorker(StoringWorker):
         self._use_huge_pages()
         config = self.retrieval_config
         layers = self.vllm_config.compilation_config.static_forward_context
-        groups = self._groups(layers)
+        groups = self._groups()
         capped, sinks = check_logits(self, groups, layers)
         foreign = has_foreign_connector(self.vllm_config)
         check_reading(self, {group.builder.isa for group in groups}, foreign)
@@ -191,7 +191,7 @@ class RetrievalCPUWorker(StoringWorker):
             get_kv_transfer_group().report(self.seats, lost, self._take_stats, store)
         log_start(self, len(layers))
 
-    def _groups(self, layers: dict[str, Any]) -> list[Group]:
+    def _groups(self) -> list[Group]:
         """The layers with plain full attention, by metadata builder."""
         stagings: dict[Any, PrefillStaging | None] = {}
         groups = []
@@ -206,8 +206,6 @@ class RetrievalCPUWorker(StoringWorker):
                 stagings[shape] = self._staging(builder)
             names = self.retrieving(group.layer_names)
             groups.append(Group(builder, stagings[shape], names, group.layer_names))
-            for name in group.layer_names:
-                layers[name].impl.kernels = cpu
         return groups
 
     def _staging(self, builder: RetrievalMetadataBuilder) -> PrefillStaging | None:
@@ -284,8 +282,7 @@ class RetrievalCPUWorker(StoringWorker):
         facts = LayerFacts(
             number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale, chunks
         )
-        methods = layer_methods(facts, choosers)
-        impl.attach(cpu, choosers, methods, kv_cache, staging, storage, self.durations)
+        impl.attach(layer_methods(facts, choosers), kv_cache, staging, storage, self.durations)
         self.retrieval_layers[name] = impl
 
     def _connect(self, layers: dict[str, Any], groups: Sequence[Group]) -> None:
