@@ -17,23 +17,23 @@ from vllm_kvretrieval.methods.base import (
 from vllm_kvretrieval.methods.division import ChunkPlanner
 from vllm_kvretrieval.methods.page_chunks import PageChunkPlanner
 from vllm_kvretrieval.methods.token_chunks import TokenChunkPlanner
-from vllm_kvretrieval.retrieval import family as families
-from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval import families
+from vllm_kvretrieval.retrieval.families import Method
 
-FILES: Mapping[families.Family, Family] = {
-    families.DROPPING: dropping,
-    families.FILTERS: filters,
-    families.HEADS: heads,
-    families.NOTHING: scored,
-    families.SCORED: scored,
-    families.WHOLE: scored,
+FILES: Mapping[type[Method], Family] = {
+    families.DroppingMethod: dropping,
+    families.FilterMethod: filters,
+    families.FixedMethod: scored,
+    families.HeadMethod: heads,
+    families.ScoredMethod: scored,
+    families.WholeMethod: scored,
 }
 """The file that serves the methods of each family."""
 
 
 def family_of(method: Method) -> Family:
     """The file that serves a method."""
-    return FILES[families.family_with(method.schedule)]
+    return FILES[type(method)]
 
 
 def group_methods(facts: GroupFacts) -> list[GroupMethod]:
@@ -59,7 +59,7 @@ def chunk_planner(facts: GroupFacts) -> ChunkPlanner | None:
     requests = facts.requests
     if requests.config.prefill_budget is None:
         return None
-    if requests.config.prefill_queries is None:
+    if requests.config.own.prompts_select == "tokens":
         return TokenChunkPlanner(requests.config, facts.kv_heads)
     return PageChunkPlanner(requests.config, facts.kv_heads, requests.prompt_reads)
 

@@ -30,7 +30,7 @@ from vllm_kvretrieval.methods.base import (
     WorkSize,
 )
 from vllm_kvretrieval.methods.page_chunks import PageSelector
-from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.storage import Ready
 
 
@@ -123,7 +123,7 @@ group_method = Scored
 
 def layer_method(facts: LayerFacts, number: int, method: Method, chooser: Chooser) -> ScoredLayer:
     """See :meth:`Family.layer_method`."""
-    if facts.chunks is None or not method.selects_for_chunks:
+    if facts.chunks is None or method.prompts_select != "pages":
         return ScoredLayer(chooser)
     pooling = facts.requests.config.pools_chunks_by(method)
     return ScoredLayer(chooser, PageSelector(chooser, facts.chunks, pooling))
