@@ -22,7 +22,7 @@ from benchmarks.common import Stopwatch
 from benchmarks.ops.setup import DTYPES, PAGE, Shape, add_common, keep, medians, one_thread
 from benchmarks.ops.stock_attention import StockAttention
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
-from vllm_kvretrieval.kernels import ContextSelector, IndexStore, cpu
+from vllm_kvretrieval.kernels import ContextSelector, IndexRecords, cpu
 from vllm_kvretrieval.methods.division import Prompts
 from vllm_kvretrieval.methods.token_chunks import TokenChunkPlanner
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -63,7 +63,7 @@ class Case:
             )
             for turn in self.staging.turns(blocks)
         ]
-        store = IndexStore.empty(
+        store = IndexRecords.empty(
             Exact(),
             pages=len(self.cache),
             kv_heads=heads,

@@ -198,8 +198,8 @@ class ChunkPlanner:
         """Pairs of tokens that KV heads leave out of each prompt, on average.
 
         Args:
-            division: Of the prompts.
-            always, tokens: As in :class:`Prompts`.
+            division: How the prompts are divided.
+            always, tokens: See :class:`Prompts`.
         """
         return division.skipped(len(tokens))
 

@@ -173,8 +173,8 @@ class PageChunkPlanner(ChunkPlanner):
         A chunk that begins behind a prefix in the cache selects as a whole one does.
 
         Args:
-            division: Of the prompts.
-            always: As for :meth:`skipped`.
+            division: How the prompts are divided.
+            always: See :meth:`skipped`.
             select: int [C]; pages that a head selects on average.
         """
         begins = (division.ends - division.new) // self.chunk * self.chunk

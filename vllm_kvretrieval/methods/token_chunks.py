@@ -26,7 +26,7 @@ class TokenChunks(Chunks[TokenLists]):
     Attributes:
         queries: [R * n]; the last ones of each.
         weights: float32 [R, n]; of these.
-        listed: Whose selection the lists hold, of filter layers.
+        listed: The filter layer whose selection the lists hold.
     """
 
     weights: torch.Tensor
@@ -38,7 +38,7 @@ class TokenChunkPlanner(ChunkPlanner):
 
     Args:
         config: With a ``prefill_budget``.
-        kv_heads: Of the layers that follow.
+        kv_heads: KV heads of the layers that follow a filter.
     """
 
     gathers = True

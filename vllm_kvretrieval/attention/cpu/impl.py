@@ -16,7 +16,7 @@ from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.support import check_impl
 from vllm_kvretrieval.kernels import (
     Chooser,
-    IndexStore,
+    IndexRecords,
     Ops,
     PromptLists,
     Remainder,
@@ -63,7 +63,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     Attributes:
         kernels: Implementation of the ops.
         choosers: How the layer selects, by the number of the method; empty in a dense layer.
-        stores: The page indexes that these have, each once.
+        indexes: The page indexes that these have, each once.
         methods: How the layer comes to what rows and chunks of prompts attend to, by the number of
             the method; empty in a dense layer.
         watchers: Methods that look at the layer's attention after it, by their numbers.
@@ -78,7 +78,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         super().__init__(*args, **kwargs)
         check_impl(self)
         self.choosers: list[Chooser] = []
-        self.stores: list[IndexStore] = []
+        self.indexes: list[IndexRecords] = []
         self.methods: list[LayerMethod] = []
         self.watchers: dict[int, LayerWatcher] = {}
         self.staging: PrefillStaging | None = None
@@ -120,7 +120,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             if isinstance(method, LayerWatcher):
                 self.watchers[number] = method
         recorded = (c.store for c in choosers if c.store.records.numel())
-        self.stores = list({id(store): store for store in recorded}.values())
+        self.indexes = list({id(store): store for store in recorded}.values())
 
     def do_kv_cache_update(
         self,
@@ -134,7 +134,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             self.kernels.write_rows(key, value, slot_mapping, kv_cache)
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        for store in self.stores:
+        for store in self.indexes:
             self.kernels.update_index(key, slot_mapping, store)
         self.storage.written(slot_mapping)
 
@@ -162,7 +162,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         with self.storage.contexts(attn_metadata.reads):
             if pages := attn_metadata.loaded:
                 # Where keys are in an unknown layout, bounds of a copied page stay too wide.
-                for store in (store for store in self.stores if store.cache is not None):
+                for store in (store for store in self.indexes if store.cache is not None):
                     self.kernels.index_pages(pages.ids, pages.lengths, store)
             if self.choosers and split is not None:
                 for plan in split.decode:
@@ -365,7 +365,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     def _attend_by_vllm(
         self, query: torch.Tensor, part: Part, schedule: Schedule, output: torch.Tensor
     ) -> None:
-        """Where keys lie as AMX has them, which vLLM's kernel has, or as only that one knows.
+        """Attend by vLLM's kernel: to keys laid out for AMX, and in layouts that only vLLM reads.
 
         Every KV head is a sequence of its own then, so there are no sinks of single heads.
         """
