@@ -28,7 +28,7 @@ class SlowHomeExtension(CountsExtension):
     retrieval_layers: dict[str, Any]
     storage: Any
     model_runner: Any
-    tiers: Any
+    planner: Any
     home: Any
     _steps: list[dict[str, float]]
 
@@ -121,7 +121,7 @@ class SlowHomeExtension(CountsExtension):
 
     def planned(self) -> dict[str, int]:
         """The worker's `Tiers`."""
-        return asdict(self.tiers)
+        return asdict(self.planner.tiers)
 
     def allocated(self) -> dict[str, int]:
         """Bytes of fast memory that the KV cache takes, by the names of `Tiers`' parts.
@@ -134,7 +134,7 @@ class SlowHomeExtension(CountsExtension):
         units = sum(impl.choosers[0].store.pages * impl.num_kv_heads for impl in layers)
         slots = [impl.storage.slots for impl in layers]
         # A slot is a unit, or a token of a KV head.
-        each = sum(s.nbytes for s in slots) // sum(self.tiers.slots)
+        each = sum(s.nbytes for s in slots) // sum(self.planner.tiers.slots)
         per_slot, per_unit, mappings = sizes.BOOKS_PER_SLOT, sizes.BOOKS_PER_UNIT, 1
         if self.storage.token_major:
             per_slot, per_unit, mappings = sizes.BOOKS_PER_TOKEN, 0, 2

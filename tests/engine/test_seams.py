@@ -28,7 +28,7 @@ ROOMS = {
 }
 PLAIN = ("full", "kvretrieval")
 """Presets whose names are words of their own, or the package's."""
-WORKER = [f"engine/cpu/{name}.py" for name in ("worker", "choosers", "memory", "refusals")]
+WORKER = [f"engine/cpu/{name}.py" for name in ("worker", "choosers", "planner", "refusals")]
 """These allocate, and so know kinds of storage, but no methods."""
 
 

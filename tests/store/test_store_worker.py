@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.support.store_model import FailingDisk, Lost, contents
 from vllm_kvretrieval.engine.cpu import identity
 from vllm_kvretrieval.engine.cpu import store as store_module
 from vllm_kvretrieval.engine.cpu.identity import identity_of, weights_hash
-from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.cpu.store_writer import PATIENCE
-from vllm_kvretrieval.engine.cpu.storing import StoringWorker
+from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -126,23 +126,29 @@ def test_nothing_is_stored_of_a_step_that_lost_something(tmp_path):
     assert reader(tmp_path, home).records() == {}
 
 
+def storing(home):
+    """The part of a worker that its store follows."""
+    worker: Any = object.__new__(RetrievalCPUWorker)
+    worker.stored = home
+    return worker
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["V1", "V2"])
 def test_losses_count_whenever_the_runner_asks_for_them(tmp_path, monkeypatch, late):
     """vLLM's V1 runner does while it computes, V2 when it samples tokens."""
     home, _ = home_store(tmp_path)
-    worker: Any = StoringWorker.__new__(StoringWorker)
-    worker.stored = home
+    worker = storing(home)
 
     def look(when):
         if when == late:
             home.lost.some = lost.pop()
 
-    monkeypatch.setattr(PlanningWorker, "execute_model", lambda *_: look(False))
-    monkeypatch.setattr(PlanningWorker, "sample_tokens", lambda *_: look(True), raising=False)
+    monkeypatch.setattr(CPUWorker, "execute_model", lambda *_: look(False))
+    monkeypatch.setattr(CPUWorker, "sample_tokens", lambda *_: look(True))
     lost = [False, True]
     for block in (1, 2):
         step = StoreStep(commit=[(block, record(block))])
-        worker.execute_model(SimpleNamespace(**{FIELD: step}))
+        worker._compute(SimpleNamespace(**{FIELD: step}))
         worker.sample_tokens(None)
     settle(home)
     assert reader(tmp_path, home).records().keys() == {2}
@@ -221,9 +227,8 @@ def test_the_end_waits_for_the_disk(tmp_path, monkeypatch):
     home, _ = home_store(tmp_path)
     disk = SlowDisk(monkeypatch)
     home.end_step(StoreStep(commit=[(block, record(block)) for block in range(4)]))
-    worker: Any = StoringWorker.__new__(StoringWorker)
-    worker.stored = home
-    monkeypatch.setattr(PlanningWorker, "shutdown", lambda self: ended.append(True))
+    worker = storing(home)
+    monkeypatch.setattr(CPUWorker, "shutdown", lambda self: ended.append(True))
     ended: list[bool] = []
     end = threading.Thread(target=worker.shutdown)
     end.start()
@@ -394,8 +399,7 @@ def test_what_does_not(name):
 
 def test_weights_stay_those_of_the_store():
     """A server with a store refuses to load others, by each of vLLM's ways."""
-    worker: Any = StoringWorker.__new__(StoringWorker)
-    worker.stored = object()
+    worker = storing(object())
     for change in (worker.reload_weights, worker.reset_weights, lambda: worker.update_weights({})):
         with pytest.raises(RetrievalConfigError, match="Start it anew with the others"):
             change()

@@ -94,11 +94,12 @@ class BareEngine:
             self.page_size = self.config.page_size
             self.block_size = max(BLOCK, self.page_size)
             self.vllm_config.cache_config.block_size = self.block_size
-            self.worker.tiers = self.worker._plan_tiers(fast, self.worker._staging_bytes())
+            planner = self.worker.planner
+            planner.tiers = planner.plan_tiers(fast, planner.staging_bytes())
             if plan_only:
                 return
             self._make_layers()
-            tiers = self.worker.tiers
+            tiers = planner.tiers
             blocks = SimpleNamespace(num_blocks=0 if tiers is None else tiers.blocks)
             self.worker.initialize_from_config(blocks)
             self._spoil()
@@ -201,7 +202,8 @@ class BareEngine:
 
     def _allocate(self) -> None:
         """Memory for the KV cache, by layer, in a home or not."""
-        worker, tiers = self.worker, self.worker.tiers
+        worker, planner = self.worker, self.worker.planner
+        tiers = planner.tiers
         blocks = self.seats * -(-self.max_model_len // self.block_size) + 1
         if tiers is not None:
             blocks = tiers.blocks
@@ -211,7 +213,7 @@ class BareEngine:
         names = [*self.layers]
         in_home: list[str] = []
         if tiers is not None:
-            in_home = names if tiers.streams_dense else worker.retrieving(names)
+            in_home = names if tiers.streams_dense else planner.retrieving(names)
             where = self.config.home_path or "/var/tmp"
             if self.config.encoding is None:
                 worker.home = DiskHome(where, len(in_home), size, MappingGuard)
@@ -226,7 +228,7 @@ class BareEngine:
             else:
                 raw = torch.empty(size, dtype=torch.int8)
             cache = raw.view(self.dtype).view(shape)
-            rows = self.config.rows and name in worker.retrieving(names)
+            rows = self.config.rows and name in planner.retrieving(names)
             if self.config.encoding is None or name not in in_home:  # else nobody has it
                 cache.zero_()
                 halves = cache.view(*shape[:2], 2, -1) if not rows else cache
@@ -273,7 +275,7 @@ class BareEngine:
 
     def step(self) -> bool:
         """Run one step; whether there was anything to do."""
-        while self._waiting and len(self.running) < self.worker.seats:
+        while self._waiting and len(self.running) < self.worker.planner.seats:
             self.running.append(self._waiting.pop(0))
             self._arrived.append(self.running[-1])
         if not self.running:

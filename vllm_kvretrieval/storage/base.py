@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, TokenLists
+from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, RecallCache, TokenLists
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.storage.lost import Lost
 
 
 class Part(NamedTuple):
@@ -223,8 +224,19 @@ class Storage(Protocol):
         """
         ...
 
-    def take_lost(self) -> set[int]:
-        """Ids of vLLM's blocks that cannot be read any more."""
+    @property
+    def lost(self) -> Lost:
+        """Takes note of vLLM's blocks that cannot be read any more."""
+        ...
+
+    @property
+    def encoded_pages(self) -> Sequence[RecallCache]:
+        """Recall caches that encode pages; none if pages are stored as they are written."""
+        ...
+
+    @property
+    def block_pages(self) -> int:
+        """Pages of a block of vLLM's, as numbered by ``encoded_pages``."""
         ...
 
     def check(self) -> str:

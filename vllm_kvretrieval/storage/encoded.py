@@ -1,13 +1,12 @@
 """KV in a file, encoded; pages that requests are filling are raw in memory."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import RecallCache
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.storage.base import LayerPlace, StepContexts
@@ -62,14 +61,9 @@ class Encoded(FilePages):
 
     def __init__(self, facts: FileFacts, streams: bool, codec: Codec, open_pages: int) -> None:
         super().__init__(facts, streams)
-        self._codec = codec
+        self._codec, self.encoded_pages = codec, self.pages
         self._open = FastTier(facts.page_size, open_pages)
         self._leaving: torch.Tensor | None = None  # of this step, once it is planned
-
-    @property
-    def encoded_pages(self) -> Sequence[RecallCache]:
-        """See :attr:`FileStorage.encoded_pages`."""
-        return self.pages
 
     def refuse_two_directions(self, config: RetrievalConfig) -> None:
         """See :meth:`Storage.refuse_two_directions`."""

@@ -145,9 +145,10 @@ class FileStorage:
     """
 
     in_place, at_hand = True, False
+    encoded_pages: Sequence[RecallCache] = ()
 
     def __init__(self, facts: FileFacts) -> None:
-        self.facts = facts
+        self.facts, self.block_pages = facts, facts.pages_per_block
         self.pages: list[RecallCache] = []
         self.tokens: list[TokenRecall] = []
         self.lost = LostBlocks(
@@ -162,11 +163,6 @@ class FileStorage:
     @property
     def _recalls(self) -> Sequence[RecallCache | TokenRecall]:
         return self.pages or self.tokens
-
-    @property
-    def encoded_pages(self) -> Sequence[RecallCache]:
-        """Recall caches that encode the pages of home; none if home holds them raw."""
-        return ()
 
     def dense_layer(self, name: str) -> InPlace:
         """See :meth:`Storage.dense_layer`."""
@@ -206,10 +202,6 @@ class FileStorage:
         for seat in seats:
             for recall in self._recalls:
                 recall.release(seat)
-
-    def take_lost(self) -> set[int]:
-        """See :meth:`Storage.take_lost`."""
-        return self.lost.take()
 
     def check(self) -> str:
         """See :meth:`Storage.check`."""

@@ -28,6 +28,9 @@ class Lost(Protocol):
     def add(self, blocks: set[int]) -> None:
         """Blocks that this step relies on and that are lost."""
 
+    def take(self) -> set[int]:
+        """Ids of the blocks that were lost since the last call."""
+
 
 class LostLoads:
     """vLLM's blocks in memory that a step relies on, and that could not be read into it.

@@ -11,6 +11,7 @@ from vllm_kvretrieval.kernels import Chooser, DecodeRows, TokenLists
 from vllm_kvretrieval.kernels.cpu import ROWS
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.base import LayerPlace, Part, Ready, StepContexts, Usage
+from vllm_kvretrieval.storage.lost import LostLoads
 
 _NOTHING = nullcontext()
 
@@ -81,9 +82,11 @@ class Memory:
     """
 
     in_place = at_hand = True
+    encoded_pages = ()
+    block_pages = 1
 
     def __init__(self, token_major: bool = False) -> None:
-        self.token_major = token_major
+        self.token_major, self.lost = token_major, LostLoads()
 
     def refuse_two_directions(self, config: RetrievalConfig) -> None:
         """See :meth:`Storage.refuse_two_directions`."""
@@ -113,10 +116,6 @@ class Memory:
 
     def leave(self, seats: Iterable[int], requests: Iterable[str]) -> None:
         """Do nothing."""
-
-    def take_lost(self) -> set[int]:
-        """Memory loses nothing."""
-        return set()
 
     def check(self) -> str:
         """There are no books."""

@@ -9,19 +9,19 @@ from vllm_kvretrieval.kernels import Chooser, IndexStore, Selection, cpu
 from vllm_kvretrieval.retrieval.index.check import check_outside
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
+    from vllm_kvretrieval.engine.cpu.planner import Planner
 
 
 class Choosers:
     """Makes what layers select with.
 
     Args:
-        worker: The worker.
+        planner: What the worker serves.
         requests: Table of its running requests.
     """
 
-    def __init__(self, worker: "PlanningWorker", requests: RequestTable) -> None:
-        self._worker, self._requests = worker, requests
+    def __init__(self, planner: "Planner", requests: RequestTable) -> None:
+        self._planner, self._requests = planner, requests
         self._for_blocks: dict[Any, Selection] = {}  # by the shape of layers, which share it
 
     def of(self, name: str, impl: Any, kv_cache: torch.Tensor, layout: str) -> list[Chooser]:
@@ -33,14 +33,14 @@ class Choosers:
             kv_cache: [pages, kv_heads, page_size, 2 * head_size].
             layout: How that lays out keys.
         """
-        config, requests = self._worker.retrieval_config, self._requests
-        heads = self._worker.retrieval_heads[name]
+        config, requests = self._planner.retrieval_config, self._requests
+        heads = self._planner.retrieval_heads[name]
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
         check_outside(config.stores, impl.head_size, kv_cache.dtype)
         selection = Selection.empty(
-            seats=self._worker.seats,
+            seats=self._planner.seats,
             group=impl.num_queries_per_kv,
-            most_selected=self._worker.room.most_chosen(heads),
+            most_selected=self._planner.room.most_chosen(heads),
             dtype=kv_cache.dtype,
             counts=None if requests.selected is None else requests.selected[:, heads],
             **shape,
@@ -85,21 +85,21 @@ class Choosers:
             kv_cache: As for :meth:`of`.
             choosers: What that returned.
         """
-        config = self._worker.retrieval_config
+        config = self._planner.retrieval_config
         if config.prefill_queries is None:
             return {}
         shape = impl.num_kv_heads, impl.num_queries_per_kv, impl.head_size
         if shape not in self._for_blocks:
             kv_heads, group, head_size = shape
             counts = None
-            if self._worker.prompt_shares:  # each layer writes its own
-                counts = torch.zeros(self._worker.most_pieces, kv_heads, dtype=torch.int32)
+            if self._planner.prompt_shares:  # each layer writes its own
+                counts = torch.zeros(self._planner.most_pieces, kv_heads, dtype=torch.int32)
             self._for_blocks[shape] = Selection.empty(
-                seats=self._worker.most_pieces,
+                seats=self._planner.most_pieces,
                 kv_heads=kv_heads,
                 group=group * config.prefill_queries,
                 head_size=head_size,
-                most_selected=self._worker.most_piece_pages,
+                most_selected=self._planner.most_piece_pages,
                 dtype=kv_cache.dtype,
                 counts=counts,
             )

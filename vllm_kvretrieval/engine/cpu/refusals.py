@@ -9,50 +9,46 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.method import Method
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
-    from vllm_kvretrieval.engine.cpu.worker import Group
+    from vllm_kvretrieval.engine.cpu.planner import Planner
 
 ALIKE = "vLLM's own attention reads lists of one length"
 
 
-def check_layers(worker: "PlanningWorker", retrieving: set[str]) -> None:
+def check_layers(planner: "Planner", retrieving: set[str]) -> None:
     """Refuse methods that need all layers with full attention, where some are left as they are.
 
     Args:
-        worker: The worker.
+        planner: What the worker serves.
         retrieving: Names of the layers that attend to parts of long contexts.
     """
-    config = worker.retrieval_config
+    config = planner.retrieval_config
     prompts = any(method.needs_prompts for method in config.methods.values())
-    uneven = worker.room.allotments or worker.fixed_counts
-    if (uneven or prompts) and retrieving != {*worker.retrieval_heads}:
-        shares = worker.room.allotments and not prompts
+    uneven = planner.room.allotments or planner.fixed_counts
+    if (uneven or prompts) and retrieving != {*planner.retrieval_heads}:
+        shares = planner.room.allotments and not prompts
         what = "kv_retrieval.budget_shares:" if shares else f"{config.method} cannot serve"
         raise RetrievalConfigError(
-            f"{what} {worker.model_config.model}, not all of whose layers with full attention "
+            f"{what} {planner.model_config.model}, not all of whose layers with full attention "
             "take pages of their own choice; use a method of pages, without shares."
         )
 
 
-def check_logits(
-    worker: "PlanningWorker", groups: Sequence["Group"], layers: dict[str, Any]
-) -> tuple[bool, bool]:
+def check_logits(planner: "Planner", impls: Sequence[Any], isas: set[str]) -> tuple[bool, bool]:
     """Refuse what goes by other logits than those of the model, with soft-capping or sinks.
 
     Args:
-        worker: The worker.
-        groups: Its layers.
-        layers: All layers by name.
+        planner: What the worker serves.
+        impls: The attention of its retrieval layers.
+        isas: Variants of vLLM's attention that lay out the keys.
 
     Returns:
         Whether any of the layers caps logits, so that indexes misjudge shares of the attention; and
         whether any has sinks, which vLLM's kernel cannot give to a KV head alone.
     """
-    config = worker.retrieval_config
-    impls = [layers[name].impl for group in groups for name in group.names]
+    config = planner.retrieval_config
     capped = any(impl.logits_soft_cap for impl in impls)
     sinks = any(impl.sinks is not None for impl in impls)
-    model = worker.model_config.model
+    model = planner.model_config.model
     rating = [m.name for m in config.methods.values() if m.rates_attention]
     if (capped or sinks) and rating:
         what = "soft-capping of logits" if capped else "learned attention sinks"
@@ -72,7 +68,7 @@ def check_logits(
             f"{', '.join(by_mass)} selects up to a mass of the attention, which indexes estimate "
             f"without the soft-capping of logits of {model}. Use kv_retrieval.mass=1."
         )
-    others = {group.builder.isa for group in groups} - cpu.LAYOUTS.keys()
+    others = isas - cpu.LAYOUTS.keys()
     if sinks and others:
         raise RetrievalConfigError(
             f"{config.method} does not support the learned attention sinks of {model}, whose "
@@ -118,17 +114,17 @@ def needing_keys(config: RetrievalConfig) -> Iterator[KeyNeed]:
         yield KeyNeed(reading, "select pages of", remedy)
 
 
-def check_reading(worker: "PlanningWorker", isas: set[str], foreign: bool) -> None:
+def check_reading(planner: "Planner", isas: set[str], foreign: bool) -> None:
     """Refuse what reads keys in the cache where that cannot be done.
 
     Args:
-        worker: The worker.
+        planner: What the worker serves.
         isas: Variants of vLLM's attention that lay out the keys.
         foreign: Whether a KV connector may load pages.
     """
-    config, why = worker.retrieval_config, ""
-    if foreign and worker.cache_config.block_size != config.page_size:
-        why = f"whose blocks of {worker.cache_config.block_size} tokens are not pages of "
+    config, why = planner.retrieval_config, ""
+    if foreign and planner.cache_config.block_size != config.page_size:
+        why = f"whose blocks of {planner.cache_config.block_size} tokens are not pages of "
         why += str(config.page_size)
     others = ", ".join(isas - cpu.LAYOUTS.keys())
     if others:
@@ -136,10 +132,10 @@ def check_reading(worker: "PlanningWorker", isas: set[str], foreign: bool) -> No
     if foreign and why:
         raise RetrievalConfigError(
             f"{config.method} cannot be combined with a KV connector for "
-            f"{worker.model_config.model}, {why}. Leave --kv-transfer-config and "
+            f"{planner.model_config.model}, {why}. Leave --kv-transfer-config and "
             "--kv-offloading-size out."
         )
     if others and (need := next(needing_keys(config), None)):
         raise RetrievalConfigError(
-            f"{need.name} cannot {need.refused} {worker.model_config.model}, {why}: {need.remedy}."
+            f"{need.name} cannot {need.refused} {planner.model_config.model}, {why}: {need.remedy}."
         )

@@ -69,7 +69,7 @@ class HomeStore:
         self.name = name_of(identity, part)
         self._parts: list[torch.Tensor] = []
         self._caches: Sequence[RecallCache] = ()
-        self._pages = 1
+        self._pages, self._has_home = 1, False
         self._lost: Lost | None = None
         self._pending: dict[int, Record] = {}
         self._found = 0
@@ -222,6 +222,7 @@ class HomeStore:
     def file(self, geometry: Geometry) -> io.FileIO:
         """The home's file; see :meth:`make`."""
         self.make(geometry)
+        self._has_home = True
         assert self._store is not None
         return os.fdopen(self._store.pages_fd, "r+b", buffering=0, closefd=False)
 
@@ -232,7 +233,7 @@ class HomeStore:
         caches: Sequence[RecallCache] = (),
         pages: int = 1,
     ) -> None:
-        """Say what blocks have outside of a slow home.
+        """Say what blocks have outside of a slow home; without one, that is all of them.
 
         Args:
             parts: Layers and page indexes, uint8 [blocks, bytes of a block] each.
@@ -240,8 +241,11 @@ class HomeStore:
             caches: Of encoded pages in home.
             pages: Per block.
         """
+        size = sum(part.shape[1] for part in parts)
+        if not self._has_home:
+            self.make(Geometry(len(parts[0]), 0, 0, size))
         assert self._store is not None
-        assert sum(part.shape[1] for part in parts) == self._store.geometry.side_bytes
+        assert size == self._store.geometry.side_bytes
         self._parts, self._caches = [part for part in parts if part.shape[1]], caches
         self._lost, self._pages = lost, pages
 
