@@ -179,6 +179,7 @@ def test_memory_for_scores_is_set_aside(method, scratch):
     ).create_engine_config()
     vllm_config.cache_config.kv_cache_layout = "LBHNC"  # as the engine core finds out first
     config = RetrievalConfig.from_vllm(vllm_config)
+    assert config is not None
     specs = {f"model.layers.{i}": FULL for i in range(30)}
     own = Planner(config, vllm_config, lambda: specs, 0)
     block, index = bytes_per_block(vllm_config, specs, config, own.retrieving)

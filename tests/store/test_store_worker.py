@@ -14,7 +14,7 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from tests.support.store_model import FailingDisk, Lost, contents
+from tests.support.store_model import FailingDisk, contents
 from vllm_kvretrieval.engine.cpu import identity
 from vllm_kvretrieval.engine.cpu import store as store_module
 from vllm_kvretrieval.engine.cpu.identity import identity_of, weights_hash
@@ -24,6 +24,7 @@ from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.storage.lost import LostLoads
 from vllm_kvretrieval.store.contexts import NO_PARENT
 from vllm_kvretrieval.store.records import Record
 from vllm_kvretrieval.store.store import Geometry, name_of, open_store
@@ -47,7 +48,7 @@ def home_store(tmp_path):
     home: Any = HomeStore(str(tmp_path / "store"), IDENTITY)
     home.file(GEOMETRY)
     parts = [torch.randint(256, (BLOCKS, n), dtype=torch.uint8) for n in (DENSE, INDEX)]
-    home.lost = Lost()
+    home.lost = LostLoads()
     home.attach(parts, home.lost, pages=4)
     return home, parts
 
@@ -91,9 +92,9 @@ def test_what_is_written_is_read_back(tmp_path):
     later = HomeStore(str(tmp_path / "store"), IDENTITY)
     assert later.blocks == BLOCKS
     later.file(GEOMETRY)
-    later.attach(parts, lost := Lost())
+    later.attach(parts, lost := LostLoads())
     later.begin_step(StoreStep(load=[2]))
-    assert not lost.added
+    assert not lost.take()
     for part, old in zip(parts, before, strict=True):
         assert part[2].equal(old[2])
         assert not part[4].any()
@@ -263,7 +264,7 @@ def test_what_cannot_be_loaded_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", fail)
     home.begin_step(StoreStep(load=[1, 2]))
-    assert home.lost.added == {1, 2}
+    assert home.lost.take() == {1, 2}
 
 
 def test_a_second_server_is_refused(tmp_path, monkeypatch):

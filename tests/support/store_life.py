@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from benchmarks.stepper import BLOCK, Stepper
-from tests.support.store_model import Lost, contents
+from tests.support.store_model import contents
 from vllm_kvretrieval.engine.allotments import allotted_blocks
 from vllm_kvretrieval.engine.connector import Seats
 from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.store_steps import FIELD
+from vllm_kvretrieval.storage.lost import LostLoads
 from vllm_kvretrieval.store.files import write_at
 from vllm_kvretrieval.store.inbox import Change, put
 from vllm_kvretrieval.store.store import Geometry, open_store
@@ -48,7 +49,7 @@ class Life:
         self.home: Any = HomeStore(str(directory), {"model": "test", "block_size": BLOCK})
         self.home.file(GEOMETRY)
         self.parts = [torch.zeros(BLOCKS, n, dtype=torch.uint8) for n in PARTS]
-        self.lost = Lost()
+        self.lost = LostLoads()
         self.home.attach(self.parts, self.lost)
         self.store = open_store(str(directory), self.home.name, write=True)
         self.stepper, self.scheduler = stepper, stepper.scheduler
@@ -85,7 +86,7 @@ class Life:
             time.sleep(0.001)  # as vLLM does where requests wait for a connector
         step = getattr(output, FIELD)
         self.home.begin_step(step)
-        assert not self.lost.added
+        assert not self.lost.take()
         shared, new = allotted_blocks(output, BLOCK)
         for block in new:
             self.write(block, self.random.randbytes(len(written(b"", 0))))
