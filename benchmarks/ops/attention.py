@@ -24,7 +24,7 @@ from benchmarks.common import Stopwatch
 from benchmarks.ops.setup import DTYPES, PAGE, Shape, add_common, add_step, keep, medians, read_all
 from benchmarks.ops.stock_attention import StockAttention
 from vllm_kvretrieval.kernels import TokenLists, cpu
-from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
+from vllm_kvretrieval.storage.huge_pages import use_huge_pages
 
 
 class Case:

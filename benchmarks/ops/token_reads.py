@@ -27,7 +27,7 @@ import torch
 from benchmarks.cli import add_output
 from benchmarks.ops.setup import keep
 from vllm_kvretrieval.kernels import Contexts, DecodeRows, cpu
-from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.storage.mapped import DiskHome
 
 LAYERS, HEADS, HEAD_SIZE, PAGE = 28, 3, 64, 32
 CONTEXTS = (8192, 32768)

@@ -15,8 +15,8 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from benchmarks.worker_counts import CountsExtension
-from vllm_kvretrieval.tiers import sizes
-from vllm_kvretrieval.tiers.encoded import EncodedHome
+from vllm_kvretrieval.storage import plan
+from vllm_kvretrieval.storage.encoded import EncodedHome
 
 EXTENSION = "benchmarks.serving.slow_worker.SlowHomeExtension"
 """To be given to an engine as `worker_extension_cls`."""
@@ -127,7 +127,7 @@ class SlowHomeExtension(CountsExtension):
         """Bytes of fast memory that the KV cache takes, by the names of `Tiers`' parts.
 
         Read off the tensors, but for the books of the recall caches, which are C++'s own: these are
-        as many per unit and slot as `tiers.sizes` says; and for pages that are not yet encoded, of
+        as many per unit and slot as `storage.plan` says; and for pages that are not yet encoded, of
         which those count that are in memory now.
         """
         layers = list(self.retrieval_layers.values())
@@ -135,9 +135,9 @@ class SlowHomeExtension(CountsExtension):
         slots = [impl.storage.slots for impl in layers]
         # A slot is a unit, or a token of a KV head.
         each = sum(s.nbytes for s in slots) // sum(self.planner.tiers.slots)
-        per_slot, per_unit, mappings = sizes.BOOKS_PER_SLOT, sizes.BOOKS_PER_UNIT, 1
+        per_slot, per_unit, mappings = plan.BOOKS_PER_SLOT, plan.BOOKS_PER_UNIT, 1
         if self.storage.token_major:
-            per_slot, per_unit, mappings = sizes.BOOKS_PER_TOKEN, 0, 2
+            per_slot, per_unit, mappings = plan.BOOKS_PER_TOKEN, 0, 2
         staging = {id(impl.staging): impl.staging for impl in layers if impl.staging is not None}
         home = self.home.memory
         in_home = range(home.data_ptr(), home.data_ptr() + home.nbytes)

@@ -11,7 +11,7 @@ import torch
 from tests.support.kernel_checks import make_chooser, make_rows
 from vllm_kvretrieval.kernels import Mode, TokenLists, cpu
 from vllm_kvretrieval.retrieval.codec import CODECS
-from vllm_kvretrieval.tiers.encoded import EncodedHome
+from vllm_kvretrieval.storage.encoded import EncodedHome
 
 pytestmark = pytest.mark.threads
 

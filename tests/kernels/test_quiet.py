@@ -11,7 +11,7 @@ USE = """
 import sys, tempfile, types
 from tests.kernels.test_recall_cache import *
 from vllm_kvretrieval.kernels.cpu.binding import chooser_handle, rows_handle, store_handle
-from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.storage.mapped import DiskHome
 
 home = Home()
 (cache, _), _ = caches(home, UNITS)

@@ -32,7 +32,7 @@ from tests.support.recall_life import (
 )
 from vllm_kvretrieval.kernels import TokenLists, cpu, reference
 from vllm_kvretrieval.retrieval.codec import CODECS
-from vllm_kvretrieval.tiers.encoded import EncodedHome
+from vllm_kvretrieval.storage.encoded import EncodedHome
 
 pytestmark = pytest.mark.threads
 

@@ -9,8 +9,7 @@ import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.tiers.cache import Cache
-from vllm_kvretrieval.tiers.sizes import Tiers
+from vllm_kvretrieval.storage.plan import Cache, Tiers
 
 MIB = 1 << 20
 

@@ -29,8 +29,8 @@ from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.methods.filters import Filter
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.tiers.encoded import EncodedHome
-from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.storage.encoded import EncodedHome
+from vllm_kvretrieval.storage.mapped import DiskHome
 
 LAYERS, HEADS, GROUP, HEAD_SIZE = 4, 2, 2, 32
 BLOCK = 128  # tokens, unless a page has more

@@ -245,14 +245,14 @@ class HomeWorker:
 
     def fail_to_write(self):
         """Let the system say, once, that it could not write something to the disk."""
-        file = self.home.file
-        ask = file.take_write_error
+        home = self.home
+        ask = home.take_write_error
 
         def take_write_error():
-            file.take_write_error = ask
+            home.take_write_error = ask
             return errno.ENOSPC
 
-        file.take_write_error = take_write_error
+        home.take_write_error = take_write_error
 
     def lose_home(self):
         """Let nothing of the home be there any more, neither to read nor to map."""

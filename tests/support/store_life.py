@@ -10,11 +10,10 @@ import torch
 
 from benchmarks.stepper import BLOCK, Stepper
 from tests.support.store_model import contents
-from vllm_kvretrieval.engine.allotments import allotted_blocks
 from vllm_kvretrieval.engine.connector import Seats
 from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.store_steps import FIELD
-from vllm_kvretrieval.storage.lost import LostLoads
+from vllm_kvretrieval.storage.lost import LostLoads, allotted_blocks
 from vllm_kvretrieval.store.files import write_at
 from vllm_kvretrieval.store.inbox import Change, put
 from vllm_kvretrieval.store.store import Geometry, open_store

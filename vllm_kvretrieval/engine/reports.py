@@ -28,7 +28,7 @@ from vllm_kvretrieval.engine.metrics import (
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.plugin import version_refusal
-from vllm_kvretrieval.tiers.place import directory_for, free_space
+from vllm_kvretrieval.storage.home_file import directory_for, free_space
 
 logger = init_logger("vllm.kvretrieval.metrics")
 

@@ -15,7 +15,6 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
-from vllm_kvretrieval.engine.allotments import allotted_blocks
 from vllm_kvretrieval.engine.arrivals import Arrivals
 from vllm_kvretrieval.engine.garbage import without_collection
 from vllm_kvretrieval.engine.levels import BlockLevels
@@ -26,6 +25,7 @@ from vllm_kvretrieval.engine.store_levels import StoredLevels
 from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
 from vllm_kvretrieval.engine.store_threads import started
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.storage.lost import allotted_blocks
 from vllm_kvretrieval.store.changes import note, note_reset
 from vllm_kvretrieval.store.contexts import (
     NO_PARENT,

@@ -1,4 +1,4 @@
-"""The interface of a place for KV to attention and the worker."""
+"""The interface of a storage of KV to attention and the worker."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -38,7 +38,7 @@ class Ready(Enum):
     """A layer before has announced it, by :meth:`LayerStorage.announce`."""
 
 
-class LayerPlace(NamedTuple):
+class LayerCache(NamedTuple):
     """A retrieval layer and its KV cache.
 
     Attributes:
@@ -63,7 +63,7 @@ class StepContexts:
         before: int [R]; tokens of each context before the step.
         lens: int [R]; tokens of each context with the step.
         block_table: int32 [R, >= pages]; page ids in context order.
-        whole: int [n]; places of the requests whose whole contexts retrieval layers read where they
+        whole: int [n]; batch indices of the requests whose whole contexts retrieval layers read where they
             are; None: of all requests.
         laid_out: Pages that retrieval layers lay out in the staging buffer.
         most_pages: Pages of the largest budget.
@@ -183,7 +183,7 @@ class Storage(Protocol):
         """
         ...
 
-    def layer(self, place: LayerPlace) -> LayerStorage:
+    def layer(self, cache: LayerCache) -> LayerStorage:
         """Make the storage of a retrieval layer; once for each, in the order of the model."""
         ...
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.kernels import RecallCache, TokenRecall
-from vllm_kvretrieval.storage.base import LayerPlace, StepContexts, Usage
+from vllm_kvretrieval.storage.base import LayerCache, StepContexts, Usage
+from vllm_kvretrieval.storage.home_file import HomeFile
 from vllm_kvretrieval.storage.lost import LostBlocks
+from vllm_kvretrieval.storage.mapped import page_runs
 from vllm_kvretrieval.storage.memory import InPlace, MemoryLayer
-from vllm_kvretrieval.tiers.encoded import EncodedHome
-from vllm_kvretrieval.tiers.home import DiskHome, page_runs
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class FileFacts:
         page_size: Tokens of a page.
     """
 
-    home: DiskHome | EncodedHome
+    home: HomeFile
     directory: str
     names: Sequence[str]
     dense: frozenset[str]
@@ -114,7 +114,7 @@ class FileLayer(MemoryLayer):
 
     Args:
         facts: The home.
-        place: The layer.
+        cache: The layer.
 
     Attributes:
         slots: The slots.
@@ -123,9 +123,9 @@ class FileLayer(MemoryLayer):
 
     slots: torch.Tensor
 
-    def __init__(self, facts: FileFacts, place: LayerPlace) -> None:
-        super().__init__(place)
-        self.reader = HomeReader(facts, place.name)
+    def __init__(self, facts: FileFacts, cache: LayerCache) -> None:
+        super().__init__(cache)
+        self.reader = HomeReader(facts, cache.name)
 
     def contexts(self, reads: Any) -> AbstractContextManager[object]:
         """See :meth:`HomeReader.contexts`."""

@@ -9,7 +9,7 @@ import torch
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, TokenLists, cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.codec import Codec
-from vllm_kvretrieval.storage.base import LayerPlace, Part, Ready
+from vllm_kvretrieval.storage.base import LayerCache, Part, Ready
 from vllm_kvretrieval.storage.file import FileFacts, FileLayer, FileStorage
 
 
@@ -18,20 +18,20 @@ class FilePagesLayer(FileLayer):
 
     Args:
         facts: The home.
-        place: The layer.
+        cache: The layer.
         streams: Whether what is in slots is attended to while the rest is read (TTKV, 4.3).
         codec: What its pages are encoded by; None: they are not.
     """
 
     def __init__(
-        self, facts: FileFacts, place: LayerPlace, streams: bool, codec: Codec | None = None
+        self, facts: FileFacts, cache: LayerCache, streams: bool, codec: Codec | None = None
     ) -> None:
-        super().__init__(facts, place)
+        super().__init__(facts, cache)
         self.streams = streams
-        _, kv_heads, page_size, width = place.kv_cache.shape
+        _, kv_heads, page_size, width = cache.kv_cache.shape
         self.cache = cpu.RecallCache(
-            place.kv_cache.view(-1, 1, 2 * page_size, width // 2),
-            facts.slots[place.name],
+            cache.kv_cache.view(-1, 1, 2 * page_size, width // 2),
+            facts.slots[cache.name],
             kv_heads,
             facts.counts,
             (facts.home.fd, facts.home.begin(self.reader.number)),
@@ -78,9 +78,9 @@ class FilePages(FileStorage):
     def refuse_two_directions(self, config: RetrievalConfig) -> None:
         """vLLM's kernel reads pages in the mapped file."""
 
-    def layer(self, place: LayerPlace) -> FilePagesLayer:
+    def layer(self, cache: LayerCache) -> FilePagesLayer:
         """See :meth:`Storage.layer`."""
-        layer = FilePagesLayer(self.facts, place, self.streams)
+        layer = FilePagesLayer(self.facts, cache, self.streams)
         self.pages.append(layer.cache)
         return layer
 

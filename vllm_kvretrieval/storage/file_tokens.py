@@ -8,10 +8,10 @@ import torch
 
 from vllm_kvretrieval.kernels import DecodeRows, TokenLists, TokenRecall, cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.base import LayerPlace, Part, Ready
+from vllm_kvretrieval.storage.base import LayerCache, Part, Ready
 from vllm_kvretrieval.storage.file import FileFacts, FileLayer, FileStorage
+from vllm_kvretrieval.storage.mapped import DiskHome
 from vllm_kvretrieval.storage.memory import InPlace, refuse_two_directions
-from vllm_kvretrieval.tiers.home import DiskHome
 
 
 class FileTokensLayer(FileLayer):
@@ -22,20 +22,20 @@ class FileTokensLayer(FileLayer):
 
     Args:
         facts: The home.
-        place: The layer.
+        cache: The layer.
     """
 
     slots: torch.Tensor
     """[S, kv_heads, capacity, 2 * head_size]."""
 
-    def __init__(self, facts: FileFacts, place: LayerPlace) -> None:
-        super().__init__(facts, place)
-        _, kv_heads, _, width = place.kv_cache.shape
-        capacity = facts.slots[place.name] // (facts.seats * kv_heads)
-        self.slots = torch.empty(facts.seats, kv_heads, capacity, width, dtype=place.kv_cache.dtype)
+    def __init__(self, facts: FileFacts, cache: LayerCache) -> None:
+        super().__init__(facts, cache)
+        _, kv_heads, _, width = cache.kv_cache.shape
+        capacity = facts.slots[cache.name] // (facts.seats * kv_heads)
+        self.slots = torch.empty(facts.seats, kv_heads, capacity, width, dtype=cache.kv_cache.dtype)
         assert isinstance(facts.home, DiskHome), "rows are not encoded"
-        memory = facts.home.scattered(self.reader.number)[: place.kv_cache.nbytes]
-        self.home = memory.view(place.kv_cache.dtype).view(place.kv_cache.shape)
+        memory = facts.home.scattered(self.reader.number)[: cache.kv_cache.nbytes]
+        self.home = memory.view(cache.kv_cache.dtype).view(cache.kv_cache.shape)
         self.counts = facts.counts
         self.own = cpu.TokenRecall([self.home], [self.slots], facts.counts, shared=False)
         self._shared: tuple[TokenRecall, int] | None = None
@@ -47,7 +47,7 @@ class FileTokensLayer(FileLayer):
 
         Args:
             recall: The recall of all these layers.
-            number: This layer's place among them.
+            number: This layer's index among them.
         """
         self._shared = recall, number
 
@@ -118,9 +118,9 @@ class FileTokens(FileStorage):
         """See :meth:`Storage.refuse_two_directions`."""
         refuse_two_directions(config)
 
-    def layer(self, place: LayerPlace) -> FileTokensLayer:
+    def layer(self, cache: LayerCache) -> FileTokensLayer:
         """See :meth:`Storage.layer`."""
-        layer = FileTokensLayer(self.facts, place)
+        layer = FileTokensLayer(self.facts, cache)
         self.tokens.append(layer.own)
         return layer
 

@@ -6,11 +6,9 @@ from typing import Any, Protocol
 
 from vllm.logger import init_logger
 
-from vllm_kvretrieval.engine.allotments import allotted_blocks
 from vllm_kvretrieval.kernels import RecallCache
 from vllm_kvretrieval.limits import remedy
-from vllm_kvretrieval.tiers.encoded import EncodedHome
-from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.storage.home_file import HomeFile
 
 logger = init_logger("vllm.kvretrieval.home")
 
@@ -68,7 +66,7 @@ class LostBlocks:
 
     def __init__(
         self,
-        home: DiskHome | EncodedHome,
+        home: HomeFile,
         caches: Sequence[RecallCache],
         directory: str,
         blocks: int,
@@ -116,7 +114,7 @@ class LostBlocks:
         pages |= self._home.take_lost(self._home.layer_bytes // (self._blocks * self._pages))
         lost = {page // self._pages for page in pages}
         errors = {cache.take_error() for cache in self._caches}
-        if failed := self._home.file.take_write_error():
+        if failed := self._home.take_write_error():
             errors.add(failed)
             self._doubtful = set(range(self._blocks))
             lost |= self._doubtful
@@ -139,3 +137,28 @@ class LostBlocks:
             ", ..." if lost[TOLD:] else "",
             "; ".join(reasons) or "A part of its file cannot be read any more",
         )
+
+
+def allotted_blocks(step: Any, block_size: int) -> tuple[list[int], list[int]]:
+    """The blocks that requests get in a step, of a KV cache with one group of layers.
+
+    Args:
+        step: vLLM's scheduler output.
+        block_size: Tokens of a block.
+
+    Returns:
+        Numbers of the blocks that were computed before, and of those that are written anew.
+    """
+    cached = step.scheduled_cached_reqs
+    allotted = [(new.block_ids, new.num_computed_tokens) for new in step.scheduled_new_reqs]
+    for name, blocks, tokens in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if blocks is not None:
+            allotted.append((blocks, tokens if name in cached.resumed_req_ids else 0))
+    shared, new = list[int](), list[int]()
+    for (of_request,), tokens in allotted:
+        count = -(-tokens // block_size)
+        shared += of_request[:count]
+        new += of_request[count:]
+    return shared, new

@@ -10,7 +10,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, TokenLists
 from vllm_kvretrieval.kernels.cpu import ROWS
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.base import LayerPlace, Part, Ready, StepContexts, Usage
+from vllm_kvretrieval.storage.base import LayerCache, Part, Ready, StepContexts, Usage
 from vllm_kvretrieval.storage.lost import LostLoads
 
 _NOTHING = nullcontext()
@@ -53,13 +53,13 @@ class MemoryLayer(InPlace):
     """A retrieval layer whose KV cache has addresses, from which it can be read.
 
     Args:
-        place: The layer.
+        cache: The layer.
     """
 
-    def __init__(self, place: LayerPlace) -> None:
-        self.token_major = place.layout == ROWS
-        self._cache, self._kernels = place.kv_cache, place.kernels
-        self._units = self._as_units(place.kv_cache)
+    def __init__(self, cache: LayerCache) -> None:
+        self.token_major = cache.layout == ROWS
+        self._cache, self._kernels = cache.kv_cache, cache.kernels
+        self._units = self._as_units(cache.kv_cache)
 
     def _as_units(self, memory: torch.Tensor) -> torch.Tensor:
         """Memory as [units, page_size, 2 * head_size], which are the KV cache's sizes."""
@@ -93,9 +93,9 @@ class Memory:
         if self.token_major:
             refuse_two_directions(config)
 
-    def layer(self, place: LayerPlace) -> MemoryLayer:
+    def layer(self, cache: LayerCache) -> MemoryLayer:
         """See :meth:`Storage.layer`."""
-        return MemoryLayer(place)
+        return MemoryLayer(cache)
 
     def dense_layer(self, name: str) -> InPlace:
         """See :meth:`Storage.dense_layer`."""

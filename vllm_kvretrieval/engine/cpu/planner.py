@@ -36,10 +36,9 @@ from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
 from vllm_kvretrieval.retrieval.roles import Role, stage_roles
 from vllm_kvretrieval.retrieval.shares import own_heads
+from vllm_kvretrieval.storage.home_file import check_room, directory_for, free_space
+from vllm_kvretrieval.storage.plan import Cache, Tiers
 from vllm_kvretrieval.store.store import Part
-from vllm_kvretrieval.tiers.cache import Cache
-from vllm_kvretrieval.tiers.place import check_room, directory_for, free_space
-from vllm_kvretrieval.tiers.sizes import Tiers
 
 logger = init_logger("vllm.kvretrieval.memory")
 

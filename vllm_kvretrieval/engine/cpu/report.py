@@ -10,7 +10,7 @@ from vllm_kvretrieval.engine.cpu.advice import startup_advice
 from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.engine.report import log_method, logger
 from vllm_kvretrieval.kernels import cpu
-from vllm_kvretrieval.tiers.place import directory_for
+from vllm_kvretrieval.storage.home_file import directory_for
 
 
 def log_start(planner: Planner, impls: Collection[Any], num_layers: int) -> None:

@@ -18,7 +18,9 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import RecallCache
 from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.storage.home_file import check_room, reserve
 from vllm_kvretrieval.storage.lost import Lost
+from vllm_kvretrieval.storage.plan import Cache, Tiers
 from vllm_kvretrieval.store.files import Folder, Lock
 from vllm_kvretrieval.store.making import make_store, remove_unfinished, size_of_unfinished
 from vllm_kvretrieval.store.ranks import name_of_all, names_of_all
@@ -35,9 +37,6 @@ from vllm_kvretrieval.store.store import (
     store_names,
     take_locks,
 )
-from vllm_kvretrieval.tiers.cache import Cache
-from vllm_kvretrieval.tiers.place import check_room, reserve
-from vllm_kvretrieval.tiers.sizes import Tiers
 
 logger = init_logger("vllm.kvretrieval.store")
 

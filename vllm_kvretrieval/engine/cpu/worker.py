@@ -31,7 +31,6 @@ from vllm_kvretrieval.engine.cpu.report import log_start
 from vllm_kvretrieval.engine.cpu.store import HomeStore, geometry_of
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.memory import least_of_workers
-from vllm_kvretrieval.engine.places import move_kv_cache
 from vllm_kvretrieval.engine.reports import attach, has_requests
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.engine.running import notes
@@ -46,12 +45,13 @@ from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_lay
 from vllm_kvretrieval.methods.prompts import Heads
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.codec import Codec
-from vllm_kvretrieval.storage import LayerPlace, Memory, Storage
-from vllm_kvretrieval.storage.places import STORAGES, FileFacts
-from vllm_kvretrieval.tiers.encoded import EncodedHome
-from vllm_kvretrieval.tiers.home import DiskHome
-from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
-from vllm_kvretrieval.tiers.place import directory_for
+from vllm_kvretrieval.storage import LayerCache, Memory, Storage
+from vllm_kvretrieval.storage.allocation import move_kv_cache
+from vllm_kvretrieval.storage.encoded import EncodedHome
+from vllm_kvretrieval.storage.home_file import HomeFile, directory_for
+from vllm_kvretrieval.storage.huge_pages import use_huge_pages
+from vllm_kvretrieval.storage.mapped import DiskHome
+from vllm_kvretrieval.storage.registry import STORAGES, FileFacts
 
 logger = init_logger("vllm.kvretrieval.worker")
 
@@ -95,7 +95,7 @@ class RetrievalCPUWorker(CPUWorker):
         self.planner = Planner(config, self.vllm_config, self.get_kv_cache_spec, self.rank)
         self.requests: RequestTable | None = None
         self.retrieval_layers: dict[str, RetrievalAttentionImpl] = {}
-        self.home: DiskHome | EncodedHome | None = None
+        self.home: HomeFile | None = None
         self.in_home: list[str] = []  # names of the layers in home, in its order
         self.storage: Storage = Memory()
         self.durations = Durations()
@@ -134,7 +134,7 @@ class RetrievalCPUWorker(CPUWorker):
         places = (dense, memory), (self.in_home, self.home.memory)
         move_kv_cache(runner, kv_cache_config, self.retrieval_config.page_size, places)
 
-    def _make_home(self, layer_bytes: int) -> DiskHome | EncodedHome:
+    def _make_home(self, layer_bytes: int) -> HomeFile:
         """The slow home of the layers ``in_home``, whose caches take so many bytes each."""
         tiers, count, stored = self.planner.tiers, len(self.in_home), self.stored
         assert tiers is not None
@@ -313,7 +313,7 @@ class RetrievalCPUWorker(CPUWorker):
             )
         assert self.requests is not None
         choosers = self.choosers.of(name, impl, kv_cache, layout)
-        storage = self.storage.layer(LayerPlace(name, kv_cache, layout, cpu))
+        storage = self.storage.layer(LayerCache(name, kv_cache, layout, cpu))
         number = [*planner.retrieval_heads].index(name)
         facts = LayerFacts(number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale)
         impl.attach(cpu, choosers, layer_methods(facts, choosers), kv_cache, staging, storage)

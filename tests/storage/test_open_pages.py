@@ -9,8 +9,7 @@ import torch
 
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.storage import StepContexts
-from vllm_kvretrieval.storage.encoded import Encoded
-from vllm_kvretrieval.tiers.fast import FastTier
+from vllm_kvretrieval.storage.encoded import Encoded, OpenPages
 
 SIZE = 4
 
@@ -20,7 +19,7 @@ def test_every_page_is_encoded_once_when_it_leaves(keeps):
     """Against the definition, over requests that start behind a prefix, in chunks, and end."""
     random = torch.Generator().manual_seed(keeps)
     integer = lambda low, high: int(torch.randint(low, high, (), generator=random))  # noqa: E731
-    tier = FastTier(SIZE, keeps)
+    tier = OpenPages(SIZE, keeps)
     contexts: dict[str, tuple[int, int, list[int]]] = {}  # shared, tokens, pages
     fresh = iter(range(10**6))
     encoded: set[int] = set()
