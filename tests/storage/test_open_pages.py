@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvretrieval.retrieval.codec import CODECS
-from vllm_kvretrieval.storage import StepContexts
+from vllm_kvretrieval.storage.base import StepContexts, StorageFacts
 from vllm_kvretrieval.storage.encoded import Encoded, OpenPages
 
 SIZE = 4
@@ -60,12 +59,12 @@ def test_every_page_is_encoded_once_when_it_leaves(keeps):
     assert tier.end(["unknown"]) == ([], [])
 
 
-def test_all_layers_encode_what_leaves():
+def test_all_layers_encode_what_leaves(tmp_path):
     """Layers that differ in their query heads have metadata builders of their own."""
-    facts: Any = SimpleNamespace(
-        home=None, directory="", blocks=9, block_size=SIZE, page_size=SIZE, pages_per_block=1
-    )
-    storage = Encoded(facts, False, CODECS["k8v4"], 0)
+    tiers: Any = SimpleNamespace(slots=[1], blocks=9, home=9 << 12, streams_dense=False)
+    config: Any = SimpleNamespace(page_size=SIZE, open_pages=0, home_directory=str(tmp_path))
+    storage = Encoded(config, StorageFacts(["a"], tiers, SIZE))
+    storage.allocate(["a"], 9 << 12)
     for before, page in ((0, 7), (SIZE, 8)):
         storage.begin_step(SimpleNamespace(kv_cache_block_copies=None))
         step = StepContexts(

@@ -26,11 +26,8 @@ from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.engine.cpu import worker as worker_module
 from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
-from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.methods.filters import Filter
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.encoded import EncodedHome
-from vllm_kvretrieval.storage.mapped import DiskHome
 
 LAYERS, HEADS, GROUP, HEAD_SIZE = 4, 2, 2, 32
 BLOCK = 128  # tokens, unless a page has more
@@ -211,25 +208,18 @@ class BareEngine:
         self._free = list(range(1, blocks))  # block 0 is vLLM's own
         size = blocks * self._spec.page_size_bytes
         names = [*self.layers]
-        in_home: list[str] = []
-        if tiers is not None:
-            in_home = names if tiers.streams_dense else planner.retrieving(names)
-            where = self.config.home_path or "/var/tmp"
-            if self.config.encoding is None:
-                worker.home = DiskHome(where, len(in_home), size, MappingGuard)
-            else:
-                worker.home = EncodedHome(where, len(in_home), size, tiers.home // len(in_home))
-            worker.in_home = in_home
+        raw: dict[str, torch.Tensor] = {}
+        if worker.storage.allocates:
+            for part, memory in worker.storage.allocate(names, size):
+                raw.update(zip(part, memory.split(size), strict=True))
         shape = blocks * self.block_size // self.page_size, HEADS, self.page_size, 2 * HEAD_SIZE
         for name in names:
-            if name in in_home:
-                first = in_home.index(name) * size
-                raw = worker.home.memory[first : first + size]
-            else:
-                raw = torch.empty(size, dtype=torch.int8)
-            cache = raw.view(self.dtype).view(shape)
+            memory = raw[name] if name in raw else torch.empty(size, dtype=torch.int8)
+            cache = memory.view(self.dtype).view(shape)
             rows = self.config.rows and name in planner.retrieving(names)
-            if self.config.encoding is None or name not in in_home:  # else nobody has it
+            if (
+                self.config.encoding is None or name not in worker.storage.slow_layers
+            ):  # else nobody has it
                 cache.zero_()
                 halves = cache.view(*shape[:2], 2, -1) if not rows else cache
                 (halves[..., HEAD_SIZE:] if rows else halves[:, :, 1]).fill_(UNWRITTEN)

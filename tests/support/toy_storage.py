@@ -10,7 +10,7 @@ import torch
 
 from vllm_kvretrieval.storage import Memory, Part
 from vllm_kvretrieval.storage.memory import MemoryLayer
-from vllm_kvretrieval.storage.registry import STORAGES
+from vllm_kvretrieval.storage.registry import STORAGES, Kind
 
 
 class MirroredLayer(MemoryLayer):
@@ -58,7 +58,7 @@ class Mirrored(Memory):
                 layer.mirror[units[0]] = layer.mirror[units[1]]
 
 
-STORAGES["memory"] = lambda config, _: Mirrored(config.rows)
+STORAGES["device"] = Kind(lambda config, _: Mirrored(config.rows))
 
 
 class ToyWorker:

@@ -1,5 +1,6 @@
 """The interface of a storage of KV to attention and the worker."""
 
+import io
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, RecallCache, TokenLists
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.lost import Lost
+from vllm_kvretrieval.storage.plan import Tiers
 
 
 class Part(NamedTuple):
@@ -38,20 +40,39 @@ class Ready(Enum):
     """A layer before has announced it, by :meth:`LayerStorage.announce`."""
 
 
+@dataclass(frozen=True)
+class StorageFacts:
+    """What a storage is made for.
+
+    Attributes:
+        retrieving: Names of the retrieval layers, in the order of the model.
+        tiers: The division of memory; None: all KV is in fast memory.
+        block_size: Tokens of a block of vLLM's.
+        stored: Returns the file of a store for so many layers; None: there is no store.
+    """
+
+    retrieving: Sequence[str] = ()
+    tiers: Tiers | None = None
+    block_size: int = 0
+    stored: Callable[[int], io.FileIO] | None = None
+
+
 class LayerCache(NamedTuple):
     """A retrieval layer and its KV cache.
 
     Attributes:
         name: The layer's name in the model.
-        kv_cache: [pages, kv_heads, page_size, 2 * head_size]; what vLLM allocated.
+        kv_cache: [pages, kv_heads, page_size, 2 * head_size]; what vLLM writes to.
         layout: How it lays out keys: the name of vLLM's attention ``isa``, or ``rows``.
         kernels: Implementation of the ops.
+        counts: int64 [S, 3]; units looked up, missed and recalled, by seat.
     """
 
     name: str
     kv_cache: torch.Tensor
     layout: str
     kernels: Ops
+    counts: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -63,8 +84,8 @@ class StepContexts:
         before: int [R]; tokens of each context before the step.
         lens: int [R]; tokens of each context with the step.
         block_table: int32 [R, >= pages]; page ids in context order.
-        whole: int [n]; batch indices of the requests whose whole contexts retrieval layers read where they
-            are; None: of all requests.
+        whole: int [n]; batch indices of the requests whose whole contexts retrieval layers read
+            where they are; None: of all requests.
         laid_out: Pages that retrieval layers lay out in the staging buffer.
         most_pages: Pages of the largest budget.
     """
@@ -152,9 +173,36 @@ class LayerStorage(Protocol):
 class Storage(Protocol):
     """Where the KV of an engine's layers is.
 
-    The worker makes it when the KV cache has been allocated, and tells it about requests and steps.
-    The metadata builder asks it what has to be made ready for a step.
+    The worker makes it before the KV cache, and tells it about requests and steps. The metadata
+    builder asks it what has to be made ready for a step.
     """
+
+    @property
+    def allocates(self) -> bool:
+        """Whether :meth:`allocate` makes the KV cache; else vLLM does."""
+        ...
+
+    @property
+    def slow_layers(self) -> Sequence[str]:
+        """Names of the layers whose KV is not in fast memory, in the order of the model."""
+        ...
+
+    def allocate(
+        self, names: Sequence[str], layer_bytes: int
+    ) -> Sequence[tuple[Sequence[str], torch.Tensor]]:
+        """Make the KV cache.
+
+        Args:
+            names: The layers' names, in the order of the model.
+            layer_bytes: Bytes of each layer.
+
+        Returns:
+            Names of layers, and int8 memory for them, one after another.
+
+        Raises:
+            RetrievalConfigError: The system refuses what is needed.
+        """
+        ...
 
     @property
     def token_major(self) -> bool:

@@ -13,9 +13,8 @@ import torch
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.retrieval.codec import Codec
-from vllm_kvretrieval.storage.base import LayerCache, StepContexts
-from vllm_kvretrieval.storage.file import FileFacts, Reads
+from vllm_kvretrieval.storage.base import LayerCache, StepContexts, StorageFacts
+from vllm_kvretrieval.storage.file import Reads
 from vllm_kvretrieval.storage.file_pages import FilePages, FilePagesLayer
 from vllm_kvretrieval.storage.home_file import HomeFile
 from vllm_kvretrieval.storage.mapped import page_runs
@@ -165,22 +164,21 @@ class EncodedLayer(FilePagesLayer):
 
 
 class Encoded(FilePages):
-    """An engine's encoded KV; see :class:`FileStorage`.
-
-    Args:
-        facts: The home, and the fast memory in front of it.
-        streams: See :class:`FilePagesLayer`.
-        codec: What pages are encoded by.
-        open_pages: Full pages at the end of a context that are not yet encoded.
-    """
+    """An engine's encoded KV; see :class:`FileStorage`."""
 
     in_place = False
 
-    def __init__(self, facts: FileFacts, streams: bool, codec: Codec, open_pages: int) -> None:
-        super().__init__(facts, streams)
-        self._codec, self.encoded_pages = codec, self.pages
-        self._open = OpenPages(facts.page_size, open_pages)
+    def __init__(self, config: RetrievalConfig, facts: StorageFacts) -> None:
+        super().__init__(config, facts)
+        self.encoded_pages = self.pages
+        self._open = OpenPages(config.page_size, config.open_pages)
         self._leaving: torch.Tensor | None = None  # of this step, once it is planned
+
+    def _make_home(
+        self, directory: str, layers: int, layer_bytes: int, stored: io.FileIO | None
+    ) -> EncodedHome:
+        encoded = self.tiers.home // layers
+        return EncodedHome(directory, layers, layer_bytes, encoded, stored)
 
     def refuse_two_directions(self, config: RetrievalConfig) -> None:
         """See :meth:`Storage.refuse_two_directions`."""
@@ -191,7 +189,7 @@ class Encoded(FilePages):
 
     def layer(self, cache: LayerCache) -> EncodedLayer:
         """See :meth:`Storage.layer`."""
-        layer = EncodedLayer(self.facts, cache, self.streams, self._codec)
+        layer = EncodedLayer(self, cache)
         self.pages.append(layer.cache)
         return layer
 
@@ -206,7 +204,7 @@ class Encoded(FilePages):
         runs = None
         if step.laid_out:
             pages = torch.cat([*step.laid_out]).numpy()
-            runs = page_runs(pages[pages >= 0], self.facts.page_bytes)
+            runs = page_runs(pages[pages >= 0], self.page_bytes)
         return EncodedReads(Reads(None, runs), self._leaving)
 
     def begin_step(self, scheduler_output: Any) -> None:

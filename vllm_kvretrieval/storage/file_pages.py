@@ -8,34 +8,29 @@ import torch
 
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, TokenLists, cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.storage.base import LayerCache, Part, Ready
-from vllm_kvretrieval.storage.file import FileFacts, FileLayer, FileStorage
+from vllm_kvretrieval.storage.file import FileLayer, FileStorage
 
 
 class FilePagesLayer(FileLayer):
     """A retrieval layer; see :class:`FileLayer`.
 
     Args:
-        facts: The home.
+        storage: All layers.
         cache: The layer.
-        streams: Whether what is in slots is attended to while the rest is read (TTKV, 4.3).
-        codec: What its pages are encoded by; None: they are not.
     """
 
-    def __init__(
-        self, facts: FileFacts, cache: LayerCache, streams: bool, codec: Codec | None = None
-    ) -> None:
-        super().__init__(facts, cache)
-        self.streams = streams
+    def __init__(self, storage: FileStorage, cache: LayerCache) -> None:
+        super().__init__(storage, cache)
+        self.streams = bool(storage.config.streaming_attention)
         _, kv_heads, page_size, width = cache.kv_cache.shape
         self.cache = cpu.RecallCache(
             cache.kv_cache.view(-1, 1, 2 * page_size, width // 2),
-            facts.slots[cache.name],
+            storage.slots[cache.name],
             kv_heads,
-            facts.counts,
-            (facts.home.fd, facts.home.begin(self.reader.number)),
-            codec,
+            cache.counts,
+            (storage.home.fd, storage.home.begin(self.reader.number)),
+            storage.config.encoding,
         )
         self.slots = self.cache.slots
         self._units = self._as_units(self.slots)
@@ -62,25 +57,16 @@ class FilePagesLayer(FileLayer):
 
 
 class FilePages(FileStorage):
-    """An engine's KV in a file, by pages; see :class:`FileStorage`.
-
-    Args:
-        facts: The home, and the fast memory in front of it.
-        streams: See :class:`FilePagesLayer`.
-    """
+    """An engine's KV in a file, by pages; see :class:`FileStorage`."""
 
     token_major = False
-
-    def __init__(self, facts: FileFacts, streams: bool) -> None:
-        super().__init__(facts)
-        self.streams = streams
 
     def refuse_two_directions(self, config: RetrievalConfig) -> None:
         """vLLM's kernel reads pages in the mapped file."""
 
     def layer(self, cache: LayerCache) -> FilePagesLayer:
         """See :meth:`Storage.layer`."""
-        layer = FilePagesLayer(self.facts, cache, self.streams)
+        layer = FilePagesLayer(self, cache)
         self.pages.append(layer.cache)
         return layer
 

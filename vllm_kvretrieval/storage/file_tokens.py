@@ -9,7 +9,7 @@ import torch
 from vllm_kvretrieval.kernels import DecodeRows, TokenLists, TokenRecall, cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.base import LayerCache, Part, Ready
-from vllm_kvretrieval.storage.file import FileFacts, FileLayer, FileStorage
+from vllm_kvretrieval.storage.file import FileLayer, FileStorage
 from vllm_kvretrieval.storage.mapped import DiskHome
 from vllm_kvretrieval.storage.memory import InPlace, refuse_two_directions
 
@@ -21,25 +21,26 @@ class FileTokensLayer(FileLayer):
     tokens are not read ahead of the step that attends to them.
 
     Args:
-        facts: The home.
+        storage: All layers.
         cache: The layer.
     """
 
     slots: torch.Tensor
     """[S, kv_heads, capacity, 2 * head_size]."""
 
-    def __init__(self, facts: FileFacts, cache: LayerCache) -> None:
-        super().__init__(facts, cache)
+    def __init__(self, storage: FileStorage, cache: LayerCache) -> None:
+        super().__init__(storage, cache)
         _, kv_heads, _, width = cache.kv_cache.shape
-        capacity = facts.slots[cache.name] // (facts.seats * kv_heads)
-        self.slots = torch.empty(facts.seats, kv_heads, capacity, width, dtype=cache.kv_cache.dtype)
-        assert isinstance(facts.home, DiskHome), "rows are not encoded"
-        memory = facts.home.scattered(self.reader.number)[: cache.kv_cache.nbytes]
+        seats = storage.tiers.seats
+        capacity = storage.slots[cache.name] // (seats * kv_heads)
+        self.slots = torch.empty(seats, kv_heads, capacity, width, dtype=cache.kv_cache.dtype)
+        assert isinstance(storage.home, DiskHome), "rows are not encoded"
+        memory = storage.home.scattered(self.reader.number)[: cache.kv_cache.nbytes]
         self.home = memory.view(cache.kv_cache.dtype).view(cache.kv_cache.shape)
-        self.counts = facts.counts
-        self.own = cpu.TokenRecall([self.home], [self.slots], facts.counts, shared=False)
+        self.counts = cache.counts
+        self.own = cpu.TokenRecall([self.home], [self.slots], self.counts, shared=False)
         self._shared: tuple[TokenRecall, int] | None = None
-        self._held = torch.zeros(facts.seats, kv_heads, dtype=torch.int32)
+        self._held = torch.zeros(seats, kv_heads, dtype=torch.int32)
         self._in_home, self._in_slots = self._units, self._as_units(self.slots)
 
     def join(self, recall: TokenRecall, number: int) -> None:
@@ -120,7 +121,7 @@ class FileTokens(FileStorage):
 
     def layer(self, cache: LayerCache) -> FileTokensLayer:
         """See :meth:`Storage.layer`."""
-        layer = FileTokensLayer(self.facts, cache)
+        layer = FileTokensLayer(self, cache)
         self.tokens.append(layer.own)
         return layer
 
@@ -129,7 +130,7 @@ class FileTokens(FileStorage):
         recall = cpu.TokenRecall(
             [follower.home for follower in following],
             [follower.slots for follower in following],
-            self.facts.counts,
+            following[0].counts,
             shared=True,
         )
         self.tokens.append(recall)

@@ -163,9 +163,9 @@ def directory_for(home_path: str | None) -> str:
     kind = file_system(directory)
     if kind in MEMORY_FILE_SYSTEMS:
         raise RetrievalConfigError(
-            f"kv_retrieval.home=disk: {directory} lies in memory ({kind}), where a file takes the room "
-            "that it is to save. Name a directory on a disk with kv_retrieval.home_path; one in "
-            "memory is taken if it is named there."
+            f"kv_retrieval.home=disk: {directory} lies in memory ({kind}), where a file takes the "
+            "room that it is to save. Name a directory on a disk with kv_retrieval.home_path; one "
+            "in memory is taken if it is named there."
         )
     return directory
 

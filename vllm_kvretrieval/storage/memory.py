@@ -82,11 +82,16 @@ class Memory:
     """
 
     in_place = at_hand = True
-    encoded_pages = ()
+    allocates = False
+    slow_layers = encoded_pages = ()
     block_pages = 1
 
     def __init__(self, token_major: bool = False) -> None:
         self.token_major, self.lost = token_major, LostLoads()
+
+    def allocate(self, names: Sequence[str], layer_bytes: int) -> NoReturn:
+        """VLLM allocates."""
+        raise NotImplementedError("vLLM allocates the KV cache in memory")
 
     def refuse_two_directions(self, config: RetrievalConfig) -> None:
         """See :meth:`Storage.refuse_two_directions`."""

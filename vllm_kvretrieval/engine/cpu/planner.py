@@ -18,7 +18,7 @@ from vllm_kvretrieval.attention.cpu.staging import blocks_for
 from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
 from vllm_kvretrieval.attention.parts import PromptReads
 from vllm_kvretrieval.engine.cpu.identity import identity_of
-from vllm_kvretrieval.engine.cpu.store import HomeStore
+from vllm_kvretrieval.engine.cpu.store import HomeStore, geometry_of
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
     bytes_per_block,
@@ -36,8 +36,9 @@ from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
 from vllm_kvretrieval.retrieval.roles import Role, stage_roles
 from vllm_kvretrieval.retrieval.shares import own_heads
-from vllm_kvretrieval.storage.home_file import check_room, directory_for, free_space
+from vllm_kvretrieval.storage.base import StorageFacts
 from vllm_kvretrieval.storage.plan import Cache, Tiers
+from vllm_kvretrieval.storage.registry import slow_kind
 from vllm_kvretrieval.store.store import Part
 
 logger = init_logger("vllm.kvretrieval.memory")
@@ -138,18 +139,16 @@ class Planner:
             return None
 
     def _plan_home(self, config: RetrievalConfig, cache: Cache, fast: int, staging: int) -> Tiers:
-        """Sizes of a home in a file; raises RetrievalConfigError as ``Tiers.plan``, and where the
-        disk has too little room."""
-        # All workers come by here before any makes its file.
-        workers, directory = workers_here(self.vllm_config), directory_for(config.home_directory)
-        disk, blocks = free_space(directory) // workers, self.cache_config.num_gpu_blocks_override
+        """Sizes of a slow home; raises RetrievalConfigError as ``Tiers.plan``, and where it has too
+        little room."""
+        blocks, plan = self.cache_config.num_gpu_blocks_override, slow_kind(config).plan
+        assert plan is not None, "home=device has no sizes"
         if self.stored is not None and self.stored.blocks is not None:
             blocks = self.stored.blocks_for(cache, config, blocks)
             streams = self.stored.has_dense(cache)
             tiers = Tiers.plan(config, cache, fast, staging, blocks, streams_dense=streams)
         else:
-            tiers = Tiers.plan(config, cache, fast, staging, blocks, disk)
-            check_room(directory, tiers.home, workers, tiers.fast)
+            tiers = plan(config, cache, fast, staging, blocks, workers_here(self.vllm_config))
         check_scheduler_knows(self.vllm_config, tiers.seats)
         return tiers
 
@@ -182,6 +181,16 @@ class Planner:
         identity["attention_own"] = self.attention.own
         self.stored = HomeStore(directory, identity, Part(self.rank, len(weights)))
         return self.stored
+
+    def storage_facts(self) -> StorageFacts:
+        """What the worker's storage is made for."""
+        tiers, stored = self.tiers, self.stored
+        names, size = [*self.retrieval_heads], self.cache_config.block_size
+        if tiers is None or stored is None:
+            return StorageFacts(names, tiers, size)
+        return StorageFacts(
+            names, tiers, size, lambda layers: stored.file(geometry_of(tiers, layers))
+        )
 
     @property
     def seats(self) -> int:

@@ -28,7 +28,7 @@ from vllm_kvretrieval.engine.cpu.model import mend_model
 from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.report import log_start
-from vllm_kvretrieval.engine.cpu.store import HomeStore, geometry_of
+from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.memory import least_of_workers
 from vllm_kvretrieval.engine.reports import attach, has_requests
@@ -39,19 +39,14 @@ from vllm_kvretrieval.engine.store_steps import StoreStep
 from vllm_kvretrieval.engine.usage import Counts
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
-from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.limits import SCARCE, explained
 from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_layers, layer_methods
 from vllm_kvretrieval.methods.prompts import Heads
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.storage import LayerCache, Memory, Storage
 from vllm_kvretrieval.storage.allocation import move_kv_cache
-from vllm_kvretrieval.storage.encoded import EncodedHome
-from vllm_kvretrieval.storage.home_file import HomeFile, directory_for
 from vllm_kvretrieval.storage.huge_pages import use_huge_pages
-from vllm_kvretrieval.storage.mapped import DiskHome
-from vllm_kvretrieval.storage.registry import STORAGES, FileFacts
+from vllm_kvretrieval.storage.registry import make_storage
 
 logger = init_logger("vllm.kvretrieval.worker")
 
@@ -95,8 +90,6 @@ class RetrievalCPUWorker(CPUWorker):
         self.planner = Planner(config, self.vllm_config, self.get_kv_cache_spec, self.rank)
         self.requests: RequestTable | None = None
         self.retrieval_layers: dict[str, RetrievalAttentionImpl] = {}
-        self.home: HomeFile | None = None
-        self.in_home: list[str] = []  # names of the layers in home, in its order
         self.storage: Storage = Memory()
         self.durations = Durations()
         self._told = Counts()
@@ -120,34 +113,13 @@ class RetrievalCPUWorker(CPUWorker):
         return self.planner.divide(super().determine_available_memory())
 
     def _allocate_kv_cache(self, kv_cache_config: Any, **options: Any) -> None:
-        """Allocate the KV cache. It replaces the model runner's method if there is a slow home."""
-        planner, runner = self.planner, self.model_runner
-        assert planner.tiers is not None
+        """Let the storage allocate the KV cache; replaces the model runner's method."""
+        runner = self.model_runner
         allocated = compat.one_block(self.vllm_config, kv_cache_config)
         type(runner).initialize_kv_cache(runner, allocated, **options)
         (tensor,) = kv_cache_config.kv_cache_tensors
-        names = tensor.layers
-        self.in_home = names if planner.tiers.streams_dense else planner.retrieving(names)
-        self.home = self._make_home(tensor.layer_stride)
-        dense = [name for name in names if name not in self.in_home]
-        memory = torch.zeros(len(dense) * tensor.layer_stride, dtype=torch.int8)
-        places = (dense, memory), (self.in_home, self.home.memory)
-        move_kv_cache(runner, kv_cache_config, self.retrieval_config.page_size, places)
-
-    def _make_home(self, layer_bytes: int) -> HomeFile:
-        """The slow home of the layers ``in_home``, whose caches take so many bytes each."""
-        tiers, count, stored = self.planner.tiers, len(self.in_home), self.stored
-        assert tiers is not None
-        directory = directory_for(self.retrieval_config.home_directory)
-        file = None if stored is None else stored.file(geometry_of(tiers, count))
-        if self.encoding is None:
-            return DiskHome(directory, count, layer_bytes, MappingGuard, file)
-        return EncodedHome(directory, count, layer_bytes, tiers.home // count, file)
-
-    @property
-    def encoding(self) -> Codec | None:
-        """The codec of an encoded home; None: there is no such home."""
-        return None if self.planner.tiers is None else self.retrieval_config.encoding
+        memories = self.storage.allocate(tensor.layers, tensor.layer_stride)
+        move_kv_cache(runner, kv_cache_config, self.retrieval_config.page_size, memories)
 
     def _zero_blocks(self, block_ids: list[int]) -> None:
         """Fill blocks with zeros, in place of vLLM's V1 runner, which takes pages for blocks."""
@@ -164,14 +136,16 @@ class RetrievalCPUWorker(CPUWorker):
             self._initialize(kv_cache_config)
 
     def _initialize(self, kv_cache_config: Any) -> None:
-        if self.planner.tiers is not None:
-            self.planner.tiers = self.planner.tiers.of(kv_cache_config.num_blocks)
+        config, planner = self.retrieval_config, self.planner
+        if planner.tiers is not None:
+            planner.tiers = planner.tiers.of(kv_cache_config.num_blocks)
+        self.storage = make_storage(config, planner.storage_facts())
+        if self.storage.allocates:
             self.model_runner.initialize_kv_cache = self._allocate_kv_cache
         if not compat.is_v2(self.model_runner):
             self.model_runner._zero_block_ids = self._zero_blocks
         super().initialize_from_config(kv_cache_config)
         self._use_huge_pages()
-        config, planner = self.retrieval_config, self.planner
         layers = self.vllm_config.compilation_config.static_forward_context
         groups = self._groups(layers)
         isas = {group.builder.isa for group in groups}
@@ -199,12 +173,14 @@ class RetrievalCPUWorker(CPUWorker):
         self.requests.prompt_reads = planner.prompt_reads
         self.requests.by_mass = not capped and isas <= cpu.LAYOUTS.keys()
         self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks) if foreign else None
-        self.storage = self._make_storage(self.requests)
         self.choosers = Choosers(planner, self.requests)
         for group in groups:
-            for name in group.names:
-                layout = cpu.ROWS if config.rows else group.builder.isa
-                self._attach(name, layers[name], layout, group.staging)
+            for name in group.all_names:
+                if name in group.names:
+                    layout = cpu.ROWS if config.rows else group.builder.isa
+                    self._attach(name, layers[name], layout, group.staging)
+                else:
+                    layers[name].impl.storage = self.storage.dense_layer(name)
             group.builder.attach(
                 self.requests,
                 config.page_size,
@@ -213,9 +189,6 @@ class RetrievalCPUWorker(CPUWorker):
                 config.rows or sinks or group.builder.isa in ATTENDED,
                 planner.attention.own,
             )
-        for name in self.in_home:
-            if name not in self.retrieval_layers:
-                layers[name].impl.storage = self.storage.dense_layer(name)
         self._connect(layers, groups)
         if self.stored is not None:
             beside, storage = [*self._blocks_beside_home(layers)], self.storage
@@ -253,7 +226,7 @@ class RetrievalCPUWorker(CPUWorker):
             (builder.num_kv_heads, builder.head_dim, builder.dtype),
             builder.isa,
             self.retrieval_config,
-            self.encoding is not None,
+            not self.storage.in_place,
             self.model_config.model,
             self.model_config.max_model_len,
         )
@@ -262,7 +235,7 @@ class RetrievalCPUWorker(CPUWorker):
         """What fast memory has of each block: dense layers and page indexes, uint8 [blocks, n]."""
         blocks = self.cache_config.num_gpu_blocks
         for name in self.planner.layer_numbers:
-            if name not in self.in_home:
+            if name not in self.storage.slow_layers:
                 yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
         for impl in self.retrieval_layers.values():
             for store in impl.stores:
@@ -273,28 +246,9 @@ class RetrievalCPUWorker(CPUWorker):
         layers = self.vllm_config.compilation_config.static_forward_context
         specs = self.get_kv_cache_spec().items()
         full = [name for name, spec in specs if isinstance(spec, FullAttentionSpec)]
-        done = use_huge_pages(layers[n].kv_cache for n in full if n not in self.in_home)
+        slow = self.storage.slow_layers
+        done = use_huge_pages(layers[n].kv_cache for n in full if n not in slow)
         logger.info("%s GiB of the KV cache are in huge pages.", format_gib(done))
-
-    def _make_storage(self, requests: RequestTable) -> Storage:
-        """Where the KV of retrieval layers is."""
-        config, planner = self.retrieval_config, self.planner
-        if self.home is None:
-            return STORAGES["memory"](config, None)
-        assert planner.tiers is not None
-        facts = FileFacts(
-            home=self.home,
-            directory=directory_for(config.home_directory),
-            names=self.in_home,
-            dense=frozenset(self.in_home).difference(planner.retrieving(self.in_home)),
-            slots=dict(zip(planner.retrieval_heads, planner.tiers.slots, strict=True)),
-            seats=requests.capacity,
-            counts=requests.recalls,
-            blocks=self.cache_config.num_gpu_blocks,
-            block_size=self.cache_config.block_size,
-            page_size=config.page_size,
-        )
-        return STORAGES["file"](config, facts)
 
     @property
     def _connected(self) -> bool:
@@ -313,7 +267,7 @@ class RetrievalCPUWorker(CPUWorker):
             )
         assert self.requests is not None
         choosers = self.choosers.of(name, impl, kv_cache, layout)
-        storage = self.storage.layer(LayerCache(name, kv_cache, layout, cpu))
+        storage = self.storage.layer(LayerCache(name, kv_cache, layout, cpu, self.requests.recalls))
         number = [*planner.retrieval_heads].index(name)
         facts = LayerFacts(number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale)
         impl.attach(cpu, choosers, layer_methods(facts, choosers), kv_cache, staging, storage)
