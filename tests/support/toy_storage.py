@@ -32,7 +32,7 @@ class MirroredLayer(MemoryLayer):
         units = self.mirrored(pages)
         self.mirror[units] = self._units[len(self.mirror) - 1 - units]
 
-    def reach(self, rows, lists, ready):
+    def reach(self, rows, lists):
         self.reached += 1
         per_unit = self._cache.shape[2] // lists.run
         unit, within = lists.entries // per_unit, lists.entries % per_unit

@@ -215,6 +215,7 @@ class TokenLists:
         kv_heads: KV heads of the layer.
         per_head: Whether every KV head has a list of its own. Otherwise the KV heads of a row share
             a list of pages, and ``run`` is ``page_size``.
+        handle: See :class:`DecodeRows`; of lists that a recall writes.
     """
 
     entries: torch.Tensor
@@ -222,6 +223,14 @@ class TokenLists:
     run: int
     kv_heads: int
     per_head: bool = True
+    handle: Any = None
+
+    @classmethod
+    def empty(cls, rows: DecodeRows, run: int, kv_heads: int) -> "TokenLists":
+        """Room for lists as long as those of rows."""
+        count, width = len(rows) * kv_heads, rows.lists.shape[1]
+        entries = torch.empty(count, width, dtype=torch.int32)
+        return cls(entries, torch.empty(count, dtype=torch.int32), run, kv_heads)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from vllm_kvretrieval.methods.base import (
     WorkSize,
 )
 from vllm_kvretrieval.retrieval.method import Method
-from vllm_kvretrieval.storage import Ready
+from vllm_kvretrieval.storage import Source
 
 
 class Scored:
@@ -77,13 +77,10 @@ class Scored:
 class ScoredLayer:
     """A layer's rows of one method; see :class:`LayerMethod`."""
 
+    source: Source | None = None
+
     def __init__(self, chooser: Chooser) -> None:
         self.chooser = chooser
-
-    @property
-    def ready(self) -> Ready:
-        """Nothing has been done."""
-        return Ready.NOTHING
 
     def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> Remainder | None:
         """See :meth:`Ops.plan_decode`."""

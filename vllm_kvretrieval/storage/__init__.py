@@ -6,10 +6,12 @@ kind is a file here with a :class:`~vllm_kvretrieval.storage.base.Storage` and i
 """
 
 from vllm_kvretrieval.storage.base import (
+    HeldTokens,
     LayerCache,
     LayerStorage,
     Part,
-    Ready,
+    SharedRecall,
+    Source,
     StepContexts,
     Storage,
 )
@@ -17,11 +19,13 @@ from vllm_kvretrieval.storage.memory import IN_PLACE, Memory
 
 __all__ = [
     "IN_PLACE",
+    "HeldTokens",
     "LayerCache",
     "LayerStorage",
     "Memory",
     "Part",
-    "Ready",
+    "SharedRecall",
+    "Source",
     "StepContexts",
     "Storage",
 ]

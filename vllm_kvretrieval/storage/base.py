@@ -4,7 +4,6 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -30,14 +29,53 @@ class Part(NamedTuple):
     wait: Callable[[], None] | None = None
 
 
-class Ready(Enum):
-    """What has been done for rows before a layer reaches for what they attend to."""
+class Source(Protocol):
+    """What brings the tokens of rows into fast memory."""
 
-    NOTHING = "nothing"
-    HELD = "held"
-    """The tokens of the rows have been brought by :meth:`LayerStorage.hold`."""
-    ANNOUNCED = "announced"
-    """A layer before has announced it, by :meth:`LayerStorage.announce`."""
+    def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
+        """Bring what rows attend to into fast memory.
+
+        Args:
+            rows: The rows.
+            lists: What they attend to, numbered as in the KV cache; over the rows' lists.
+
+        Returns:
+            Parts of one softmax, to be read before anything else of the storage is reached for. A
+            list may be empty in some of them, but not in all.
+        """
+        ...
+
+
+class HeldTokens(Source, Protocol):
+    """Tokens of a layer that are brought once, and stay."""
+
+    def hold(self, seat: int, head: int, pages: torch.Tensor, positions: torch.Tensor) -> None:
+        """Bring the tokens that a KV head keeps for good.
+
+        Args:
+            seat: The request's seat.
+            head: The KV head.
+            pages: int32 [>= pages]; ids of the context's pages.
+            positions: int64 [n]; positions of the tokens in the context, rising.
+        """
+        ...
+
+
+class SharedRecall(Protocol):
+    """Brings tokens for several layers, which attend to the same ones."""
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """What each of these layers reaches by for what has been announced."""
+        ...
+
+    def announce(self, rows: DecodeRows) -> None:
+        """Begin to bring what the layers will attend to.
+
+        Args:
+            rows: Their lists say what it is.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -99,7 +137,7 @@ class StepContexts:
     most_pages: int
 
 
-class LayerStorage(Protocol):
+class LayerStorage(Source, Protocol):
     """Where one layer's KV is."""
 
     @property
@@ -124,19 +162,6 @@ class LayerStorage(Protocol):
         """
         ...
 
-    def reach(self, rows: DecodeRows, lists: TokenLists, ready: Ready) -> Sequence[Part]:
-        """Bring what rows attend to into fast memory.
-
-        Args:
-            rows: Their lists are void afterwards.
-            lists: What they attend to, numbered as in the KV cache; over the rows' lists.
-            ready: What has been done for these rows already.
-
-        Returns:
-            Parts of one softmax. A list may be empty in some of them, but not in all.
-        """
-        ...
-
     def ahead(self, rows: DecodeRows, chooser: Chooser) -> None:
         """Begin to bring what the rows' next step will probably attend to.
 
@@ -146,23 +171,9 @@ class LayerStorage(Protocol):
         """
         ...
 
-    def hold(self, seat: int, head: int, pages: torch.Tensor, positions: torch.Tensor) -> None:
-        """Bring the tokens that a KV head keeps for good, before it reaches for them as ``HELD``.
-
-        Args:
-            seat: The request's seat.
-            head: The KV head.
-            pages: int32 [>= pages]; ids of the context's pages.
-            positions: int64 [n]; positions of the tokens in the context, rising.
-        """
-        ...
-
-    def announce(self, rows: DecodeRows) -> None:
-        """Begin to bring what layers after this one will attend to.
-
-        Args:
-            rows: Their lists say what it is. If it is brought, they get the places.
-        """
+    @property
+    def held(self) -> HeldTokens | None:
+        """Tokens that are brought once; None: there is no need to hold any."""
         ...
 
     def lay_out(self, pages: torch.Tensor, target: torch.Tensor, layout: str) -> None:
@@ -239,16 +250,8 @@ class Storage(Protocol):
         """The storage of a layer that attends to everything."""
         ...
 
-    def share(self, layer: LayerStorage, following: Sequence[LayerStorage]) -> LayerStorage:
-        """Let a dense layer announce what layers after it attend to.
-
-        Args:
-            layer: The dense layer's storage.
-            following: The others' storages.
-
-        Returns:
-            The dense layer's storage from now on.
-        """
+    def share(self, layers: Sequence[LayerStorage]) -> SharedRecall | None:
+        """Let layers that attend to the same tokens have them brought at once; None: no need."""
         ...
 
     def plan(self, step: StepContexts) -> Any:

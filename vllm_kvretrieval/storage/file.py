@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_kvretrieval.kernels import RecallCache, TokenRecall
+from vllm_kvretrieval.kernels import DecodeRows, RecallCache, TokenLists, TokenRecall
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.base import LayerCache, StepContexts, StorageFacts, Usage
@@ -119,6 +119,20 @@ def plan_file(
     return tiers
 
 
+class FoundLists:
+    """Room for the lists of slots in which tokens are found; the next rows use it again."""
+
+    def __init__(self) -> None:
+        self._lists: TokenLists | None = None
+
+    def of(self, rows: DecodeRows, run: int, kv_heads: int) -> TokenLists:
+        """Room for lists of rows, of ``run`` tokens per entry."""
+        lists, size = self._lists, (len(rows) * kv_heads, rows.lists.shape[1])
+        if lists is None or lists.run != run or lists.entries.shape != size:
+            lists = self._lists = TokenLists.empty(rows, run, kv_heads)
+        return lists
+
+
 class FileStorage:
     """An engine's KV in a file.
 
@@ -134,6 +148,7 @@ class FileStorage:
         pages: Recall caches of layers, where pages are recalled.
         tokens: Recalls of layers and filters, where single tokens are.
         lost: Blocks that cannot be read any more.
+        found: Room for the lists of one layer after the other.
     """
 
     in_place, at_hand = True, False
@@ -151,6 +166,7 @@ class FileStorage:
         self.dense = frozenset[str]()
         self.pages: list[RecallCache] = []
         self.tokens: list[TokenRecall] = []
+        self.found = FoundLists()
 
     def allocate(
         self, names: Sequence[str], layer_bytes: int

@@ -1,14 +1,13 @@
 """KV in a file, of which pages are recalled into slots; see :class:`RecallCache`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, TokenLists, cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.base import LayerCache, Part, Ready
+from vllm_kvretrieval.storage.base import LayerCache, Part
 from vllm_kvretrieval.storage.file import FileLayer, FileStorage
 
 
@@ -23,6 +22,7 @@ class FilePagesLayer(FileLayer):
     def __init__(self, storage: FileStorage, cache: LayerCache) -> None:
         super().__init__(storage, cache)
         self.streams = bool(storage.config.streaming_attention)
+        self._found = storage.found
         _, kv_heads, page_size, width = cache.kv_cache.shape
         self.cache = cpu.RecallCache(
             cache.kv_cache.view(-1, 1, 2 * page_size, width // 2),
@@ -39,17 +39,16 @@ class FilePagesLayer(FileLayer):
         """See :meth:`RecallCache.write`."""
         self.cache.write(slot_mapping)
 
-    def reach(self, rows: DecodeRows, lists: TokenLists, ready: Ready) -> Sequence[Part]:
+    def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
         """See :meth:`RecallCache.resolve` and :meth:`RecallCache.stream`."""
-        here = Part(lists, self._units)
+        found = self._found.of(rows, lists.run, lists.kv_heads)
         if not self.streams:
-            self.cache.resolve(rows)
-            return (here,)
-        entries = torch.empty(len(rows) * lists.kv_heads, lists.entries.shape[1], dtype=torch.int32)
-        late = replace(lists, entries=entries, lengths=torch.empty(len(entries), dtype=torch.int32))
-        if not self.cache.stream(rows, late):
-            return (here,)
-        return here, Part(late, self._units, self.cache.wait)
+            self.cache.resolve(rows, found)
+            return (Part(found, self._units),)
+        late = TokenLists.empty(rows, lists.run, lists.kv_heads)
+        if not self.cache.stream(rows, found, late):
+            return (Part(found, self._units),)
+        return Part(found, self._units), Part(late, self._units, self.cache.wait)
 
     def ahead(self, rows: DecodeRows, chooser: Chooser) -> None:
         """See :meth:`RecallCache.prefetch`."""
@@ -70,6 +69,6 @@ class FilePages(FileStorage):
         self.pages.append(layer.cache)
         return layer
 
-    def share(self, layer: Any, following: Sequence[Any]) -> Any:
+    def share(self, layers: Sequence[Any]) -> NoReturn:
         """Layers after a filter attend to single tokens, which are not recalled here."""
         raise NotImplementedError("filters select single tokens")

@@ -10,7 +10,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, TokenLists
 from vllm_kvretrieval.kernels.cpu import ROWS
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.base import LayerCache, Part, Ready, StepContexts, Usage
+from vllm_kvretrieval.storage.base import HeldTokens, LayerCache, Part, StepContexts, Usage
 from vllm_kvretrieval.storage.lost import LostLoads
 
 _NOTHING = nullcontext()
@@ -20,6 +20,7 @@ class InPlace:
     """A layer whose KV needs no attention of ours: there is nothing to bring or to follow."""
 
     token_major = False
+    held: HeldTokens | None = None
 
     def written(self, slot_mapping: torch.Tensor) -> None:
         """Do nothing."""
@@ -28,17 +29,11 @@ class InPlace:
         """Whole contexts are always ready."""
         return _NOTHING
 
-    def reach(self, rows: DecodeRows, lists: TokenLists, ready: Ready) -> Sequence[Part]:
+    def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
         """A dense layer attends to whole contexts, and has no lists."""
         raise NotImplementedError("a dense layer reaches for nothing")
 
     def ahead(self, rows: DecodeRows, chooser: Chooser) -> None:
-        """Do nothing."""
-
-    def hold(self, seat: int, head: int, pages: torch.Tensor, positions: torch.Tensor) -> None:
-        """Do nothing."""
-
-    def announce(self, rows: DecodeRows) -> None:
         """Do nothing."""
 
     def lay_out(self, pages: torch.Tensor, target: torch.Tensor, layout: str) -> None:
@@ -65,7 +60,7 @@ class MemoryLayer(InPlace):
         """Memory as [units, page_size, 2 * head_size], which are the KV cache's sizes."""
         return memory.view(-1, *self._cache.shape[2:])
 
-    def reach(self, rows: DecodeRows, lists: TokenLists, ready: Ready) -> Sequence[Part]:
+    def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
         """All of it is there."""
         return (Part(lists, self._units),)
 
@@ -106,9 +101,8 @@ class Memory:
         """See :meth:`Storage.dense_layer`."""
         return IN_PLACE
 
-    def share(self, layer: Any, following: Sequence[Any]) -> Any:
-        """All is there, and nothing has to be announced."""
-        return layer
+    def share(self, layers: Sequence[Any]) -> None:
+        """All is there."""
 
     def plan(self, step: StepContexts) -> None:
         """Nothing has to be made ready."""

@@ -188,7 +188,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
         began = perf_counter_ns()
         remainder = method.choose(self.kernels, query, plan)
         planned = perf_counter_ns()
-        parts = self.storage.reach(plan.rows, plan.lists, method.ready)
+        parts = (method.source or self.storage).reach(plan.rows, plan.lists)
         self.durations.note(began, planned)
         self.storage.ahead(plan.rows, method.chooser)
         if plan.schedule is not None:
