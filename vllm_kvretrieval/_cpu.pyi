@@ -147,7 +147,7 @@ def stage_tokens(
     element_size: int,
     target_layout: int,
 ) -> None: ...
-def write_rows(
+def write_token_major(
     key: int,
     key_shape: tuple[int, ...],
     key_strides: tuple[int, ...],

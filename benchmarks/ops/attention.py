@@ -62,7 +62,7 @@ class Case:
     def single_tokens(self) -> None:
         """All layers by our kernel, over as many tokens, each of them for itself."""
         for cache in self.caches:
-            cpu.attend(self.query, self.tokens, cache, self.output, cpu.ROWS, 0.125)
+            cpu.attend(self.query, self.tokens, cache, self.output, cpu.TOKEN_MAJOR, 0.125)
 
     def vllms(self) -> None:
         """All layers by vLLM's, scheduled once per step, as an engine does."""

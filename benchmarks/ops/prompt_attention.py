@@ -88,7 +88,7 @@ class Case:
 
     def rows(self) -> None:
         """A decode step by our kernel, which takes the same numbers for rows of tokens."""
-        self._decode(cpu.ROWS)
+        self._decode(cpu.TOKEN_MAJOR)
 
     def _decode(self, layout: str) -> None:
         for cache in self.caches:

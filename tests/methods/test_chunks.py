@@ -113,7 +113,10 @@ def test_a_part_of_a_division_is_that_of_its_prompts():
 
 
 def test_rows_have_their_chunk_as_window():
-    by, staging = ChunkPlanner(config()), PrefillStaging(32, 2, 32, torch.float32, 1024, rows=True)
+    by, staging = (
+        ChunkPlanner(config()),
+        PrefillStaging(32, 2, 32, torch.float32, 1024, token_major=True),
+    )
     division = by.divide(np.array([512, 460]), np.array([512, 110]))
     table = torch.arange(2 * 16, dtype=torch.int32).view(2, 16)
     made = by.plan(division, table, 5, staging, 2, 3)

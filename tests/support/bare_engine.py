@@ -216,7 +216,7 @@ class BareEngine:
         for name in names:
             memory = raw[name] if name in raw else torch.empty(size, dtype=torch.int8)
             cache = memory.view(self.dtype).view(shape)
-            rows = self.config.rows and name in planner.retrieving(names)
+            rows = self.config.token_major and name in planner.retrieving(names)
             if (
                 self.config.encoding is None or name not in worker.storage.slow_layers
             ):  # else nobody has it

@@ -70,7 +70,7 @@ def metadata_builder(
     builder.num_heads = builder.num_kv_heads = heads
     builder.group = 1
     builder.head_dim, builder.dtype, builder.isa = 64, torch.float32, "vec"
-    staging = PrefillStaging(page_size, heads, 64, torch.float32, 2048, rows=rows)
+    staging = PrefillStaging(page_size, heads, 64, torch.float32, 2048, token_major=rows)
     builder.attach(table, page_size, staging, Memory(rows), attends=rows)
     return builder
 

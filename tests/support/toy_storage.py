@@ -58,7 +58,7 @@ class Mirrored(Memory):
                 layer.mirror[units[0]] = layer.mirror[units[1]]
 
 
-STORAGES["device"] = Kind(lambda config, _: Mirrored(config.rows))
+STORAGES["device"] = Kind(lambda config, _: Mirrored(config.token_major))
 
 
 class ToyWorker:

@@ -159,7 +159,7 @@ class Ops(Protocol):
         pages: torch.Tensor,
         target: torch.Tensor,
         layout: str = "vec",
-        rows: bool = False,
+        token_major: bool = False,
     ) -> None:
         """Lay out pages of one layer as larger blocks, for vLLM's prefill kernel.
 
@@ -175,7 +175,7 @@ class Ops(Protocol):
                 block.
             target: [>= n * page_size / block_size, kv_heads, block_size, 2 * head_size], written.
             layout: The layout of ``target``: the name of vLLM's attention ``isa``.
-            rows: Whether ``source`` is token-major. Otherwise it has the layout of ``target``.
+            token_major: Whether ``source`` is. Otherwise it has the layout of ``target``.
 
         Raises:
             ValueError: The layout is not known; or it is ``amx`` and ``source`` is not token-major
@@ -206,7 +206,7 @@ class Ops(Protocol):
         """
         ...
 
-    def write_rows(
+    def write_token_major(
         self,
         key: torch.Tensor,
         value: torch.Tensor,

@@ -183,7 +183,7 @@ class RetrievalConfig(Options):
         )
 
     @property
-    def rows(self) -> bool:
+    def token_major(self) -> bool:
         """Whether the KV cache of retrieval layers is laid out token by token."""
         return any(method.per_token for method in self.methods.values())
 

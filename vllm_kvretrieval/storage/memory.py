@@ -8,7 +8,7 @@ import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, TokenLists
-from vllm_kvretrieval.kernels.cpu import ROWS
+from vllm_kvretrieval.kernels.cpu import TOKEN_MAJOR
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.base import HeldTokens, LayerCache, Part, StepContexts, Usage
 from vllm_kvretrieval.storage.lost import LostLoads
@@ -52,7 +52,7 @@ class MemoryLayer(InPlace):
     """
 
     def __init__(self, cache: LayerCache) -> None:
-        self.token_major = cache.layout == ROWS
+        self.token_major = cache.layout == TOKEN_MAJOR
         self._cache, self._kernels = cache.kv_cache, cache.kernels
         self._units = self._as_units(cache.kv_cache)
 

@@ -216,7 +216,7 @@ class Tiers:
                 the user has set does not fit; says which, by how much, and the remedy.
         """
         # vLLM's kernel does not read rows, nor what is encoded: prefill cannot do without staging.
-        staged = [staging] if config.rows or config.encoding is not None else [staging, 0]
+        staged = [staging] if config.token_major or config.encoding is not None else [staging, 0]
         frugal = [(False, size) for size in staged]
         if cache.dense_layers and config.encoding is None:
             frugal += [(True, size) for size in staged]
@@ -295,8 +295,8 @@ class _Plan:
     @property
     def _slot_bytes(self) -> int:
         """Bytes of a slot, and of the books beside it."""
-        tokens = 1 if self.config.rows else self.config.page_size
-        books = BOOKS_PER_TOKEN if self.config.rows else BOOKS_PER_SLOT
+        tokens = 1 if self.config.token_major else self.config.page_size
+        books = BOOKS_PER_TOKEN if self.config.token_major else BOOKS_PER_SLOT
         return tokens * self.cache.token_bytes + books
 
     def _wanted(self, seats: int) -> int:
@@ -318,8 +318,8 @@ class _Plan:
     def _growing(self, blocks: int) -> dict[str, int]:
         """Bytes of fast memory in proportion to the home."""
         config, cache = self.config, self.cache
-        units = 0 if config.rows else self._units(blocks)
-        mappings = 2 if config.rows else 1
+        units = 0 if config.token_major else self._units(blocks)
+        mappings = 2 if config.token_major else 1
         # Of what could not be read; or of pages.
         states = mappings * (blocks * self._block_bytes // mmap.PAGESIZE)
         if config.encoding is not None:
@@ -346,7 +346,7 @@ class _Plan:
     def _needs(self, seats: int, budgets: Fraction = Fraction(1)) -> list[int]:
         """Slots of each layer for a number of requests with a number of budgets each."""
         cache = self.cache
-        if self.config.rows:
+        if self.config.token_major:
             own = min(int(budgets * self._least_tokens), self._longest)
             return [seats * cache.kv_heads * own] * cache.retrieval_layers
         most = cache.kv_heads * (self.config.budget_limit // self.config.page_size)
@@ -389,7 +389,7 @@ class _Plan:
         if recall is None:
             recall = self.fast - self._beside(seats) - sum(self._growing(blocks).values())
         room = recall // self._slot_bytes
-        if config.rows:
+        if config.token_major:
             # Every request has its own slots, in whole pages, so slots are numbered like tokens.
             lists = seats * cache.kv_heads
             budget = config.budget_limit // config.page_size * config.page_size

@@ -26,11 +26,11 @@ class Kind(NamedTuple):
 
 
 def _in_memory(config: RetrievalConfig, facts: StorageFacts) -> Storage:
-    return Memory(config.rows)
+    return Memory(config.token_major)
 
 
 def _in_file(config: RetrievalConfig, facts: StorageFacts) -> Storage:
-    if config.rows:
+    if config.token_major:
         return FileTokens(config, facts)
     kind = FilePages if config.encoding is None else Encoded
     return kind(config, facts)

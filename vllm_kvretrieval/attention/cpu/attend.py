@@ -15,7 +15,7 @@ from vllm_kvretrieval.attention.cpu.plans import Full, Prefill, Whole
 from vllm_kvretrieval.attention.cpu.schedules import Schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.kernels import Chooser, Ops, PromptLists, Remainder, TokenLists
-from vllm_kvretrieval.kernels.cpu import ROWS
+from vllm_kvretrieval.kernels.cpu import TOKEN_MAJOR
 from vllm_kvretrieval.methods import DecodePlan, LayerMethod
 from vllm_kvretrieval.storage import IN_PLACE, LayerStorage, Part
 
@@ -56,7 +56,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
 
     def _layout(self, layer: Any) -> str:
         """How the layer's KV cache holds keys."""
-        return ROWS if self.storage.token_major else layer.isa
+        return TOKEN_MAJOR if self.storage.token_major else layer.isa
 
     def _attend_fully(
         self,

@@ -78,7 +78,7 @@ class RetrievalAttentionImpl(AttendingLayer):
         slot_mapping: torch.Tensor,
     ) -> None:
         if self.storage.token_major:
-            self.kernels.write_rows(key, value, slot_mapping, kv_cache)
+            self.kernels.write_token_major(key, value, slot_mapping, kv_cache)
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         for store in self.stores:

@@ -90,7 +90,7 @@ def log_start(planner: Planner, impls: Collection[Any], num_layers: int) -> None
             else "none",
             format_gib(tiers.recall_cache),
             sum(tiers.slots) // len(tiers.slots),
-            "tokens of KV heads" if config.rows else "slots",
+            "tokens of KV heads" if config.token_major else "slots",
             tiers.seats,
         )
     elif config.home == "auto":

@@ -177,7 +177,7 @@ class RetrievalCPUWorker(CPUWorker):
         for group in groups:
             for name in group.all_names:
                 if name in group.names:
-                    layout = cpu.ROWS if config.rows else group.builder.isa
+                    layout = cpu.TOKEN_MAJOR if config.token_major else group.builder.isa
                     self._attach(name, layers[name], layout, group.staging)
                 else:
                     layers[name].impl.storage = self.storage.dense_layer(name)
@@ -186,7 +186,7 @@ class RetrievalCPUWorker(CPUWorker):
                 config.page_size,
                 group.staging,
                 self.storage if group.names else Memory(),
-                config.rows or sinks or group.builder.isa in ATTENDED,
+                config.token_major or sinks or group.builder.isa in ATTENDED,
                 planner.attention.own,
             )
         self._connect(layers, groups)
@@ -259,7 +259,7 @@ class RetrievalCPUWorker(CPUWorker):
         """Make the layer a retrieval layer."""
         impl, kv_cache, planner = layer.impl, layer.kv_cache, self.planner
         tokens = kv_cache.numel() // kv_cache.shape[-1]
-        if layout == cpu.ROWS and tokens > torch.iinfo(torch.int32).max:
+        if layout == cpu.TOKEN_MAJOR and tokens > torch.iinfo(torch.int32).max:
             raise RetrievalConfigError(
                 f"{self.retrieval_config.method} selects single tokens, of which a layer's KV "
                 f"cache has {tokens} (times KV heads), more than 31 bits number. Lower "

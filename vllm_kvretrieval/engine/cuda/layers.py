@@ -20,7 +20,7 @@ from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
-ROWS = "rows"
+TOKEN_MAJOR = "token_major"
 """vLLM's name of the cache's layout: each token's key before its value."""
 
 
@@ -160,7 +160,7 @@ class RetrievalLayers:
                     page_size=config.page_size,
                     entry_tokens=tokens,
                     cache=cache,
-                    layout=ROWS,
+                    layout=TOKEN_MAJOR,
                     alignment=RECORD_ALIGNMENT,
                     **shape,
                 )

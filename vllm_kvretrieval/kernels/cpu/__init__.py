@@ -17,9 +17,9 @@ from vllm_kvretrieval.kernels.cpu.attention import (
     attend_prompt,
     stage_pages,
     stage_tokens,
-    write_rows,
+    write_token_major,
 )
-from vllm_kvretrieval.kernels.cpu.binding import CODINGS, KINDS, LAYOUTS, ROWS
+from vllm_kvretrieval.kernels.cpu.binding import CODINGS, KINDS, LAYOUTS, TOKEN_MAJOR
 from vllm_kvretrieval.kernels.cpu.linear import multiply
 from vllm_kvretrieval.kernels.cpu.ops import (
     drop_tokens,
@@ -46,7 +46,7 @@ __all__ = [
     "CODINGS",
     "KINDS",
     "LAYOUTS",
-    "ROWS",
+    "TOKEN_MAJOR",
     "MappingGuard",
     "RecallCache",
     "TokenRecall",
@@ -68,5 +68,5 @@ __all__ = [
     "stage_tokens",
     "update_index",
     "use_isa",
-    "write_rows",
+    "write_token_major",
 ]

@@ -14,7 +14,7 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 INT64 = torch.int64
 KINDS = _cpu.INDEX_KINDS
 """Indexes with kernels (IndexKind in csrc/cpu/kernels.h); others serve by their own methods."""
-ROWS = "rows"
+TOKEN_MAJOR = "token_major"
 """The layout of a cache of rows, each token's key before its value."""
 LAYOUTS = _cpu.LAYOUTS
 """The layouts of keys in a cache (KeyLayout in csrc/cpu/kernels.h); those of vLLM have the names of

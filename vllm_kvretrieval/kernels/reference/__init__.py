@@ -6,7 +6,7 @@ from vllm_kvretrieval.kernels.reference.attend import (
     drop_tokens,
     stage_pages,
     stage_tokens,
-    write_rows,
+    write_token_major,
 )
 from vllm_kvretrieval.kernels.reference.context import (
     context_ratings,
@@ -55,5 +55,5 @@ __all__ = [
     "tokens_of",
     "update_index",
     "values_of_entries",
-    "write_rows",
+    "write_token_major",
 ]
