@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options import of_prompts
+from vllm_kvretrieval.options.choices import HOMES
 from vllm_kvretrieval.options.files import read_files
 from vllm_kvretrieval.options.methods import make_method
 from vllm_kvretrieval.options.refusals import check_combinations
@@ -181,6 +182,11 @@ class RetrievalConfig(Options):
             tokens // kind.entry_tokens * kind.record_bytes(head_size, dtype, alignment)
             for kind in self.stores
         )
+
+    @property
+    def slow_home(self) -> bool:
+        """Whether the home may be slow: then fast memory has a part of the KV cache only."""
+        return HOMES[self.home].slow
 
     @property
     def token_major(self) -> bool:

@@ -120,7 +120,7 @@ class Planner:
     def plan_tiers(self, fast: int, staging: int) -> Tiers | None:
         """Sizes with a slow home, given so many bytes of fast memory; None without one."""
         config = self.retrieval_config
-        if config.home == "device":
+        if not config.slow_home:
             return None
         specs = self.get_kv_cache_spec()
         cache = cache_with_slow_home(self.vllm_config, specs, config, self.retrieving)

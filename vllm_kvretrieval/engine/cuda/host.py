@@ -59,7 +59,7 @@ def plan_tiers(
     Raises:
         RetrievalConfigError: Layers differ, or something does not fit.
     """
-    if config.home == "device":
+    if not config.slow_home:
         return None
     if not retrieving(specs) and vllm_config.parallel_config.pipeline_parallel_size > 1:
         return None  # a stage of dense layers
