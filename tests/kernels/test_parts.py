@@ -7,7 +7,7 @@ import torch
 
 from vllm_kvretrieval.attention.cpu.attend import AttendingLayer
 from vllm_kvretrieval.kernels import TokenLists, cpu
-from vllm_kvretrieval.storage import Part
+from vllm_kvretrieval.storage.base import Part
 
 HEADS, GROUP, SIZE, PAGE = 2, 3, 64, 32
 ROWS = 2

@@ -24,7 +24,7 @@ from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.lost import LostLoads
+from vllm_kvretrieval.storage.lost import Lost
 from vllm_kvretrieval.store.contexts import NO_PARENT
 from vllm_kvretrieval.store.records import Record
 from vllm_kvretrieval.store.store import Geometry, name_of, open_store
@@ -48,7 +48,7 @@ def home_store(tmp_path):
     home: Any = HomeStore(str(tmp_path / "store"), IDENTITY)
     home.file(GEOMETRY)
     parts = [torch.randint(256, (BLOCKS, n), dtype=torch.uint8) for n in (DENSE, INDEX)]
-    home.lost = LostLoads()
+    home.lost = Lost()
     home.attach(parts, home.lost, pages=4)
     return home, parts
 
@@ -92,7 +92,7 @@ def test_what_is_written_is_read_back(tmp_path):
     later = HomeStore(str(tmp_path / "store"), IDENTITY)
     assert later.blocks == BLOCKS
     later.file(GEOMETRY)
-    later.attach(parts, lost := LostLoads())
+    later.attach(parts, lost := Lost())
     later.begin_step(StoreStep(load=[2]))
     assert not lost.take()
     for part, old in zip(parts, before, strict=True):

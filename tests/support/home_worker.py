@@ -177,9 +177,7 @@ class HomeWorker:
     def _in_file(self, impl, like):
         """The part of the file that belongs to a layer, in the shape of vLLM's cache."""
         home, codec = self.storage.home, self.retrieval_config.encoding
-        data = bytearray(
-            os.pread(home.fd, home.layer_bytes, home.begin(impl.storage.reader.number))
-        )
+        data = bytearray(os.pread(home.fd, home.layer_bytes, home.begin(impl.storage.number)))
         if codec is None:
             return torch.frombuffer(data, dtype=like.dtype).view_as(like)
         units = torch.empty_like(like).view(-1, 2 * like.shape[2], like.shape[3] // 2)

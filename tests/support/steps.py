@@ -14,7 +14,7 @@ from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.engine.running import Note
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
-from vllm_kvretrieval.storage import Memory
+from vllm_kvretrieval.storage.memory import Memory
 
 
 class Runner:

@@ -13,7 +13,7 @@ from tests.support.store_model import contents
 from vllm_kvretrieval.engine.connector import Seats
 from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.store_steps import FIELD
-from vllm_kvretrieval.storage.lost import LostLoads, allotted_blocks
+from vllm_kvretrieval.storage.lost import Lost, allotted_blocks
 from vllm_kvretrieval.store.files import write_at
 from vllm_kvretrieval.store.inbox import Change, put
 from vllm_kvretrieval.store.store import Geometry, open_store
@@ -48,7 +48,7 @@ class Life:
         self.home: Any = HomeStore(str(directory), {"model": "test", "block_size": BLOCK})
         self.home.file(GEOMETRY)
         self.parts = [torch.zeros(BLOCKS, n, dtype=torch.uint8) for n in PARTS]
-        self.lost = LostLoads()
+        self.lost = Lost()
         self.home.attach(self.parts, self.lost)
         self.store = open_store(str(directory), self.home.name, write=True)
         self.stepper, self.scheduler = stepper, stepper.scheduler

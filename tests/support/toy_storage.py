@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from vllm_kvretrieval.storage import Memory, Part
-from vllm_kvretrieval.storage.memory import MemoryLayer
+from vllm_kvretrieval.storage.base import Part
+from vllm_kvretrieval.storage.memory import Memory, MemoryLayer
 from vllm_kvretrieval.storage.registry import STORAGES, Kind
 
 

@@ -215,7 +215,6 @@ class TokenLists:
         kv_heads: KV heads of the layer.
         per_head: Whether every KV head has a list of its own. Otherwise the KV heads of a row share
             a list of pages, and ``run`` is ``page_size``.
-        handle: See :class:`DecodeRows`; of lists that a recall writes.
     """
 
     entries: torch.Tensor
@@ -223,7 +222,6 @@ class TokenLists:
     run: int
     kv_heads: int
     per_head: bool = True
-    handle: Any = None
 
     @classmethod
     def empty(cls, rows: DecodeRows, run: int, kv_heads: int) -> "TokenLists":

@@ -11,7 +11,7 @@ import torch
 from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, Ops, Remainder, TokenLists
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.roles import Role
-from vllm_kvretrieval.storage import LayerStorage, Source, Storage
+from vllm_kvretrieval.storage.base import LayerStorage, Source, Storage
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.attention.parts import RowOptions

@@ -25,7 +25,7 @@ from vllm_kvretrieval.methods.prompts import AddUp, KeptPrompts, Watched
 from vllm_kvretrieval.methods.scored import ScoredLayer, connect
 from vllm_kvretrieval.retrieval.families import DroppingMethod, Method
 from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
-from vllm_kvretrieval.storage import HeldTokens
+from vllm_kvretrieval.storage.base import HeldTokens
 
 __all__ = ["connect", "group_method", "layer_method", "scratch_bytes"]
 

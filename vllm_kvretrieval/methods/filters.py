@@ -29,7 +29,7 @@ from vllm_kvretrieval.methods.scored import Scored, ScoredLayer
 from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, Filters, Follows
-from vllm_kvretrieval.storage import SharedRecall
+from vllm_kvretrieval.storage.base import SharedRecall
 
 
 class Selectors(NamedTuple):

@@ -22,7 +22,7 @@ from vllm_kvretrieval.methods.base import (
     WorkSize,
 )
 from vllm_kvretrieval.retrieval.families import Method
-from vllm_kvretrieval.storage import Source
+from vllm_kvretrieval.storage.base import Source
 
 
 class Scored:

@@ -4,28 +4,3 @@ Attention asks a layer's storage for what it is about to read, and knows no more
 kind is a file here with a :class:`~vllm_kvretrieval.storage.base.Storage` and its
 :class:`~vllm_kvretrieval.storage.base.LayerStorage`.
 """
-
-from vllm_kvretrieval.storage.base import (
-    HeldTokens,
-    LayerCache,
-    LayerStorage,
-    Part,
-    SharedRecall,
-    Source,
-    StepContexts,
-    Storage,
-)
-from vllm_kvretrieval.storage.memory import IN_PLACE, Memory
-
-__all__ = [
-    "IN_PLACE",
-    "HeldTokens",
-    "LayerCache",
-    "LayerStorage",
-    "Memory",
-    "Part",
-    "SharedRecall",
-    "Source",
-    "StepContexts",
-    "Storage",
-]

@@ -34,27 +34,9 @@ def move_kv_cache(
     """
     runner.kv_cache_config = kv_cache_config = deepcopy(kv_cache_config)
     layout = runner.cache_config.get_resolved_kv_cache_layout()
-    kv_caches = _views(kv_cache_config, layout, page_size, memories)
-    attn_groups = [group for groups in runner.attn_groups for group in groups]
-    bind_kv_cache_to_layers(
-        map_kv_caches_to_kernel_blocks(kv_caches, attn_groups),
-        runner.compilation_config.static_forward_context,
-        kv_cache_groups=kv_cache_config.kv_cache_groups,
-    )
-    runner.kv_caches = list(kv_caches.values())
-    return kv_caches
-
-
-def _views(
-    kv_cache_config: KVCacheConfig,
-    layout: Any,
-    page_size: int,
-    memories: Iterable[tuple[Sequence[str], torch.Tensor]],
-) -> dict[str, torch.Tensor]:
-    """The layers' caches by name, as vLLM would make them from one memory."""
     (tensor,), (group,) = kv_cache_config.kv_cache_tensors, kv_cache_config.kv_cache_groups
     kv_caches: dict[str, torch.Tensor] = {}
-    for names, raw in memories:
+    for names, raw in memories:  # as vLLM would make them from one memory
         views = create_kv_cache_views(
             raw,
             group.kv_cache_spec,
@@ -64,4 +46,11 @@ def _views(
             page_size,
         )
         kv_caches.update(zip(names, views, strict=True))
+    attn_groups = [group for groups in runner.attn_groups for group in groups]
+    bind_kv_cache_to_layers(
+        map_kv_caches_to_kernel_blocks(kv_caches, attn_groups),
+        runner.compilation_config.static_forward_context,
+        kv_cache_groups=kv_cache_config.kv_cache_groups,
+    )
+    runner.kv_caches = list(kv_caches.values())
     return kv_caches

@@ -40,8 +40,7 @@ class Source(Protocol):
             lists: What they attend to, numbered as in the KV cache; over the rows' lists.
 
         Returns:
-            Parts of one softmax, to be read before anything else of the storage is reached for. A
-            list may be empty in some of them, but not in all.
+            Parts of one softmax. A list may be empty in some of them, but not in all.
         """
         ...
 

@@ -153,7 +153,7 @@ class EncodedLayer(FilePagesLayer):
 
     @contextmanager
     def _closing(self, reads: EncodedReads) -> Iterator[None]:
-        with self.reader.contexts(reads.ahead):
+        with super().contexts(reads.ahead):
             yield
         if len(reads.leaving):
             self.cache.close(reads.leaving)

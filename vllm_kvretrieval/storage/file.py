@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_kvretrieval.kernels import DecodeRows, RecallCache, TokenLists, TokenRecall
+from vllm_kvretrieval.kernels import RecallCache, TokenRecall
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.base import LayerCache, StepContexts, StorageFacts, Usage
@@ -31,50 +31,45 @@ class Reads(NamedTuple):
     retrieving: np.ndarray | None
 
 
-class HomeReader:
-    """One layer's access to whole contexts in home.
+class InHome:
+    """A layer in home, whose whole contexts are read there.
 
-    Args:
-        storage: All layers.
-        name: The layer's name.
+    Attributes:
+        number: The layer's number in home.
     """
 
-    def __init__(self, storage: "FileStorage", name: str) -> None:
-        self.home, self.number = storage.home, storage.slow_layers.index(name)
+    def _lie_in(self, storage: "FileStorage", name: str) -> None:
+        self._file, self.number = storage.home, storage.slow_layers.index(name)
         self._dense = name in storage.dense
         following = storage.slow_layers[self.number + 1 : self.number + 2]
         self._dense_follows = bool(storage.dense.intersection(following))
 
-    def contexts(self, reads: Reads | None) -> AbstractContextManager[object]:
-        """Map what the step reads of the layer; begin to read what it reads of the next one."""
+    def contexts(self, reads: Any) -> AbstractContextManager[object]:
+        """Map the :class:`Reads` of the layer; begin to read those of the next one."""
         runs = None if reads is None else self._of(reads, self._dense)
         return nullcontext() if reads is None or runs is None else self._mapped(reads, runs)
 
     @contextmanager
     def _mapped(self, reads: Reads, runs: np.ndarray) -> Iterator[None]:
-        self.home.stage(self.number, runs, self._of(reads, self._dense_follows))
+        self._file.stage(self.number, runs, self._of(reads, self._dense_follows))
         try:
             yield
         finally:
-            self.home.unmap(self.number)
+            self._file.unmap(self.number)
 
     @staticmethod
     def _of(reads: Reads, dense: bool) -> np.ndarray | None:
         return reads.dense if dense else reads.retrieving
 
 
-class DenseFileLayer(InPlace):
+class DenseFileLayer(InHome, InPlace):
     """A layer that attends to everything, from home."""
 
     def __init__(self, storage: "FileStorage", name: str) -> None:
-        self._reader = HomeReader(storage, name)
-
-    def contexts(self, reads: Reads | None) -> AbstractContextManager[object]:
-        """See :meth:`HomeReader.contexts`."""
-        return self._reader.contexts(reads)
+        self._lie_in(storage, name)
 
 
-class FileLayer(MemoryLayer):
+class FileLayer(InHome, MemoryLayer):
     """A retrieval layer in home, with slots in fast memory.
 
     Args:
@@ -83,18 +78,13 @@ class FileLayer(MemoryLayer):
 
     Attributes:
         slots: The slots.
-        reader: Access to whole contexts.
     """
 
     slots: torch.Tensor
 
     def __init__(self, storage: "FileStorage", cache: LayerCache) -> None:
         super().__init__(cache)
-        self.reader = HomeReader(storage, cache.name)
-
-    def contexts(self, reads: Any) -> AbstractContextManager[object]:
-        """See :meth:`HomeReader.contexts`."""
-        return self.reader.contexts(reads)
+        self._lie_in(storage, cache.name)
 
 
 def plan_file(
@@ -119,20 +109,6 @@ def plan_file(
     return tiers
 
 
-class FoundLists:
-    """Room for the lists of slots in which tokens are found; the next rows use it again."""
-
-    def __init__(self) -> None:
-        self._lists: TokenLists | None = None
-
-    def of(self, rows: DecodeRows, run: int, kv_heads: int) -> TokenLists:
-        """Room for lists of rows, of ``run`` tokens per entry."""
-        lists, size = self._lists, (len(rows) * kv_heads, rows.lists.shape[1])
-        if lists is None or lists.run != run or lists.entries.shape != size:
-            lists = self._lists = TokenLists.empty(rows, run, kv_heads)
-        return lists
-
-
 class FileStorage:
     """An engine's KV in a file.
 
@@ -148,7 +124,6 @@ class FileStorage:
         pages: Recall caches of layers, where pages are recalled.
         tokens: Recalls of layers and filters, where single tokens are.
         lost: Blocks that cannot be read any more.
-        found: Room for the lists of one layer after the other.
     """
 
     in_place, at_hand = True, False
@@ -166,7 +141,6 @@ class FileStorage:
         self.dense = frozenset[str]()
         self.pages: list[RecallCache] = []
         self.tokens: list[TokenRecall] = []
-        self.found = FoundLists()
 
     def allocate(
         self, names: Sequence[str], layer_bytes: int

@@ -22,14 +22,13 @@ class FilePagesLayer(FileLayer):
     def __init__(self, storage: FileStorage, cache: LayerCache) -> None:
         super().__init__(storage, cache)
         self.streams = bool(storage.config.streaming_attention)
-        self._found = storage.found
         _, kv_heads, page_size, width = cache.kv_cache.shape
         self.cache = cpu.RecallCache(
             cache.kv_cache.view(-1, 1, 2 * page_size, width // 2),
             storage.slots[cache.name],
             kv_heads,
             cache.counts,
-            (storage.home.fd, storage.home.begin(self.reader.number)),
+            (storage.home.fd, storage.home.begin(self.number)),
             storage.config.encoding,
         )
         self.slots = self.cache.slots
@@ -41,7 +40,7 @@ class FilePagesLayer(FileLayer):
 
     def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
         """See :meth:`RecallCache.resolve` and :meth:`RecallCache.stream`."""
-        found = self._found.of(rows, lists.run, lists.kv_heads)
+        found = TokenLists.empty(rows, lists.run, lists.kv_heads)
         if not self.streams:
             self.cache.resolve(rows, found)
             return (Part(found, self._units),)

@@ -8,7 +8,7 @@ import torch
 from vllm_kvretrieval.kernels import DecodeRows, TokenLists, TokenRecall, cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.base import LayerCache, Part
-from vllm_kvretrieval.storage.file import FileLayer, FileStorage, FoundLists
+from vllm_kvretrieval.storage.file import FileLayer, FileStorage
 from vllm_kvretrieval.storage.mapped import DiskHome
 from vllm_kvretrieval.storage.memory import refuse_two_directions
 
@@ -34,16 +34,16 @@ class FileTokensLayer(FileLayer):
         capacity = storage.slots[cache.name] // (seats * kv_heads)
         self.slots = torch.empty(seats, kv_heads, capacity, width, dtype=cache.kv_cache.dtype)
         assert isinstance(storage.home, DiskHome), "rows are not encoded"
-        memory = storage.home.scattered(self.reader.number)[: cache.kv_cache.nbytes]
+        memory = storage.home.scattered(self.number)[: cache.kv_cache.nbytes]
         self.home = memory.view(cache.kv_cache.dtype).view(cache.kv_cache.shape)
-        self.counts, self._found = cache.counts, storage.found
+        self.counts = cache.counts
         self.own = cpu.TokenRecall([self.home], [self.slots], self.counts, shared=False)
         self.in_slots = self._as_units(self.slots)
         self.held = Held(self.home, self.slots, self._units, self.in_slots)
 
     def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
         """Recall what is not there."""
-        found = self._found.of(rows, 1, lists.kv_heads)
+        found = TokenLists.empty(rows, 1, lists.kv_heads)
         self.own.recall(rows, found)
         self.own.wait(0)
         return (Part(found, self.in_slots),)
@@ -102,12 +102,11 @@ class SharedTokens:
 
     def __init__(self, layers: Sequence[FileTokensLayer], recall: TokenRecall) -> None:
         self.recall, self._kv_heads = recall, layers[0].slots.shape[1]
-        self._found = FoundLists()
         self.sources = [SharedLayer(self, i, layer.in_slots) for i, layer in enumerate(layers)]
 
     def announce(self, rows: DecodeRows) -> None:
         """See :meth:`SharedRecall.announce`."""
-        self.lists = self._found.of(rows, 1, self._kv_heads)
+        self.lists = TokenLists.empty(rows, 1, self._kv_heads)
         self.recall.recall(rows, self.lists)
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.logger import init_logger
 
@@ -16,22 +16,8 @@ TOLD = 20
 """Numbers of lost blocks that a line of the log has at most."""
 
 
-class Lost(Protocol):
-    """What is told of blocks that a step relies on and that cannot be read."""
-
-    @property
-    def some(self) -> bool:
-        """Whether something was lost in the last step; then what it computed may be wrong."""
-
-    def add(self, blocks: set[int]) -> None:
-        """Blocks that this step relies on and that are lost."""
-
-    def take(self) -> set[int]:
-        """Ids of the blocks that were lost since the last call."""
-
-
-class LostLoads:
-    """vLLM's blocks in memory that a step relies on, and that could not be read into it.
+class Lost:
+    """vLLM's blocks that a step relies on, and that could not be read.
 
     Attributes:
         some: Whether there were any in the last step; then what it computed may be wrong.
@@ -52,7 +38,7 @@ class LostLoads:
         return taken
 
 
-class LostBlocks:
+class LostBlocks(Lost):
     """vLLM's blocks of which a page has been lost, on the way to the disk or on the way back.
 
     Args:
@@ -73,12 +59,12 @@ class LostBlocks:
         block_size: int,
         pages: int,
     ) -> None:
+        super().__init__()
         self._home, self._caches, self._directory = home, caches, directory
         self._blocks, self._block_size, self._pages = blocks, block_size, pages
         self._last: set[int] = set()
         # What has not been written anew since the system failed to write something.
         self._doubtful: set[int] = set()
-        self._found: set[int] = set()  # of these, what requests of this step share
         self._copied: Sequence[tuple[int, int]] = ()
 
     def begin_step(self, step: Any) -> None:
@@ -92,17 +78,8 @@ class LostBlocks:
         if not self._doubtful:
             return
         shared, new = allotted_blocks(step, self._block_size)
-        self._found |= self._doubtful.intersection(shared)
+        self.add(self._doubtful.intersection(shared))
         self._doubtful.difference_update(new)
-
-    def add(self, blocks: set[int]) -> None:
-        """Blocks that this step relies on and that something else has found to be lost."""
-        self._found |= blocks
-
-    @property
-    def some(self) -> bool:
-        """Whether something was lost in the last step; then what it computed may be wrong."""
-        return bool(self._last)
 
     def take(self) -> set[int]:
         """Blocks that were lost in this step or the one before.
@@ -122,7 +99,7 @@ class LostBlocks:
         lost.update(target for source, target in self._copied if source in lost)
         if lost:
             self._log(sorted(lost), errors - {0})
-        taken, self._last = lost | self._last, lost
+        taken, self._last, self.some = lost | self._last, lost, bool(lost)
         return taken
 
     def _log(self, lost: list[int], errors: set[int]) -> None:

@@ -11,7 +11,7 @@ from vllm_kvretrieval.kernels import Chooser, DecodeRows, TokenLists
 from vllm_kvretrieval.kernels.cpu import TOKEN_MAJOR
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.base import HeldTokens, LayerCache, Part, StepContexts, Usage
-from vllm_kvretrieval.storage.lost import LostLoads
+from vllm_kvretrieval.storage.lost import Lost
 
 _NOTHING = nullcontext()
 
@@ -82,7 +82,7 @@ class Memory:
     block_pages = 1
 
     def __init__(self, token_major: bool = False) -> None:
-        self.token_major, self.lost = token_major, LostLoads()
+        self.token_major, self.lost = token_major, Lost()
 
     def allocate(self, names: Sequence[str], layer_bytes: int) -> NoReturn:
         """VLLM allocates."""

@@ -17,7 +17,8 @@ from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.kernels import Chooser, Ops, PromptLists, Remainder, TokenLists
 from vllm_kvretrieval.kernels.cpu import TOKEN_MAJOR
 from vllm_kvretrieval.methods import DecodePlan, LayerMethod
-from vllm_kvretrieval.storage import IN_PLACE, LayerStorage, Part
+from vllm_kvretrieval.storage.base import LayerStorage, Part
+from vllm_kvretrieval.storage.memory import IN_PLACE
 
 
 class AttendingLayer(CPUAttentionBackendImpl):

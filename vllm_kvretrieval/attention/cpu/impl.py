@@ -11,7 +11,7 @@ from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.support import check_impl
 from vllm_kvretrieval.kernels import Chooser, IndexStore, Ops
 from vllm_kvretrieval.methods import LayerMethod, LayerWatcher
-from vllm_kvretrieval.storage import LayerStorage
+from vllm_kvretrieval.storage.base import LayerStorage
 
 
 class RetrievalAttentionImpl(AttendingLayer):

@@ -18,7 +18,8 @@ from vllm_kvretrieval.attention.cpu.schedules import Scheduler, without_schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.kernels import TokenLists
 from vllm_kvretrieval.methods import GroupFacts, group_methods
-from vllm_kvretrieval.storage import Memory, StepContexts, Storage
+from vllm_kvretrieval.storage.base import StepContexts, Storage
+from vllm_kvretrieval.storage.memory import Memory
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.requests import RequestTable

@@ -43,9 +43,10 @@ from vllm_kvretrieval.limits import SCARCE, explained
 from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_layers, layer_methods
 from vllm_kvretrieval.methods.prompts import Heads
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage import LayerCache, Memory, Storage
 from vllm_kvretrieval.storage.allocation import move_kv_cache
+from vllm_kvretrieval.storage.base import LayerCache, Storage
 from vllm_kvretrieval.storage.huge_pages import use_huge_pages
+from vllm_kvretrieval.storage.memory import Memory
 from vllm_kvretrieval.storage.registry import make_storage
 
 logger = init_logger("vllm.kvretrieval.worker")

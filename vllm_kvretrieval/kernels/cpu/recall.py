@@ -248,18 +248,16 @@ class TokenRecall:
 
 
 def _lists_handle(lists: TokenLists) -> "_cpu.UnitLists":
-    if lists.handle is None:
-        check("entries", lists.entries, torch.int32)
-        check("lengths", lists.lengths, torch.int32)
-        size, width = lists.entries.shape
-        lists.handle = _cpu.UnitLists(
-            lists=lists.entries.data_ptr(),
-            size=min(size, len(lists.lengths)),
-            width=width,
-            stride=lists.entries.stride(0),
-            lengths=lists.lengths.data_ptr(),
-        )
-    return lists.handle
+    check("entries", lists.entries, torch.int32)
+    check("lengths", lists.lengths, torch.int32)
+    size, width = lists.entries.shape
+    return _cpu.UnitLists(
+        lists=lists.entries.data_ptr(),
+        size=min(size, len(lists.lengths)),
+        width=width,
+        stride=lists.entries.stride(0),
+        lengths=lists.lengths.data_ptr(),
+    )
 
 
 def _bind_encoded(
