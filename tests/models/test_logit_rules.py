@@ -143,24 +143,24 @@ def test_selected_pages(llm, model):
 def test_methods_that_rate_by_attention_are_refused(rule, what, also):
     """Their ratings would not be the model's attention."""
     bare = BareEngine("freekv", {"also": [also]})
-    impls, isas = [layer.impl for layer in bare.layers.values()], {bare.builder.isa}
-    assert check_logits(bare.worker.planner, impls, isas) == (False, False)
+    logits = bare.worker.planner, [layer.impl for layer in bare.layers.values()], {bare.builder.isa}
+    assert check_logits(*logits) == (False, False)
     for name, value in rule.items():
         setattr(bare.layers["model.layers.2"].impl, name, value)
     with pytest.raises(RetrievalConfigError, match=f"{also} rates tokens by attention .*{what}"):
-        check_logits(bare.worker.planner, impls, isas)
+        check_logits(*logits)
 
 
 def test_a_mass_is_refused_where_logits_are_capped():
     """Indexes estimate shares of the attention by logits that are not capped."""
     bare = BareEngine("twilight", {})
-    impls, isas = [layer.impl for layer in bare.layers.values()], {bare.builder.isa}
-    assert check_logits(bare.worker.planner, impls, isas) == (False, False)
+    logits = bare.worker.planner, [layer.impl for layer in bare.layers.values()], {bare.builder.isa}
+    assert check_logits(*logits) == (False, False)
     bare.layers["model.layers.2"].impl.sinks = torch.zeros(4)
-    assert check_logits(bare.worker.planner, impls, isas) == (False, True)
+    assert check_logits(*logits) == (False, True)
     bare.layers["model.layers.2"].impl.logits_soft_cap = CAP
     with pytest.raises(RetrievalConfigError, match=r"twilight selects up to a mass .*mass=1"):
-        check_logits(bare.worker.planner, impls, isas)
+        check_logits(*logits)
 
 
 def test_the_mass_of_a_request_has_no_effect_where_logits_are_capped(model):

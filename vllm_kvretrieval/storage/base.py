@@ -165,7 +165,7 @@ class LayerStorage(Source, Protocol):
         """Begin to bring what the rows' next step will probably attend to.
 
         Args:
-            rows: Those of :meth:`reach`.
+            rows: The rows of :meth:`reach`.
             chooser: What it selected by.
         """
         ...
@@ -270,7 +270,7 @@ class Storage(Protocol):
 
         Args:
             seats: The seats that they had.
-            requests: Their ids; some may have had no seat.
+            requests: The requests' ids; some may have had no seat.
         """
         ...
 

@@ -97,7 +97,7 @@ class SharedTokens:
 
     Args:
         layers: The layers.
-        recall: Theirs.
+        recall: The recall of all of them.
     """
 
     def __init__(self, layers: Sequence[FileTokensLayer], recall: TokenRecall) -> None:

@@ -100,7 +100,7 @@ class DiskHome(HomeFile):
         """A layer for reading single tokens: the system does not read their neighbours.
 
         Args:
-            layer: Its number.
+            layer: The layer's number.
 
         Returns:
             int8 [layer_bytes]; in a mapping of its own, which the first call makes.

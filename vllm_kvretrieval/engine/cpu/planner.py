@@ -17,8 +17,6 @@ from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.cpu.staging import blocks_for
 from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
 from vllm_kvretrieval.attention.parts import PromptReads
-from vllm_kvretrieval.engine.cpu.identity import identity_of
-from vllm_kvretrieval.engine.cpu.store import HomeStore, geometry_of
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
     bytes_per_block,
@@ -38,7 +36,9 @@ from vllm_kvretrieval.retrieval.shares import own_heads
 from vllm_kvretrieval.storage.base import StorageFacts
 from vllm_kvretrieval.storage.plan import Cache, Tiers
 from vllm_kvretrieval.storage.registry import slow_kind
-from vllm_kvretrieval.store.store import Part
+from vllm_kvretrieval.store.disk.store import WorkerShare
+from vllm_kvretrieval.store.serving.identity import identity_of
+from vllm_kvretrieval.store.serving.worker import WorkerStore, geometry_of
 
 logger = init_logger("vllm.kvretrieval.memory")
 
@@ -70,7 +70,7 @@ class Planner:
         self.parallel_config = vllm_config.parallel_config
         self.scheduler_config = vllm_config.scheduler_config
         self.tiers: Tiers | None = None
-        self.stored: HomeStore | None = None
+        self.stored: WorkerStore | None = None
 
     def divide(self, available: int) -> int:
         """Bytes for the KV cache, less what page index, staging and scratch take of them.
@@ -151,7 +151,7 @@ class Planner:
         check_scheduler_knows(self.vllm_config, tiers.seats)
         return tiers
 
-    def open_store(self, hashes: Sequence[str]) -> HomeStore:
+    def open_store(self, hashes: Sequence[str]) -> WorkerStore:
         """Open the store of the model that has been loaded.
 
         Args:
@@ -178,7 +178,7 @@ class Planner:
         layers = self.retrieving(self.layer_numbers)
         identity = identity_of(self.vllm_config, config, layers, weights)
         identity["attention_own"] = self.attention.own
-        self.stored = HomeStore(directory, identity, Part(self.rank, len(weights)))
+        self.stored = WorkerStore(directory, identity, WorkerShare(self.rank, len(weights)))
         return self.stored
 
     def storage_facts(self) -> StorageFacts:
@@ -305,7 +305,7 @@ class Planner:
         return number_layers(self.vllm_config, self.get_kv_cache_spec(), self.retrieval_config)
 
     def retrieving(self, names: Iterable[str]) -> list[str]:
-        """Those of the layers that attend to parts of long contexts."""
+        """Layers that attend to parts of long contexts."""
         numbers, dense_layers = self.layer_numbers, self.retrieval_config.dense_layers
         found = {*retrieving_layers(numbers.values(), self.roles, dense_layers)}
         return [name for name in names if numbers.get(name) in found]

@@ -1,18 +1,16 @@
 """Refusals of a worker once it knows its layers."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
+from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, PARTIAL_MODELS, SINKS, UNKNOWN_KEYS
 
-if TYPE_CHECKING:
-    from vllm_kvretrieval.engine.cpu.planner import Planner
 
-
-def check_layers(planner: "Planner", retrieving: set[str]) -> None:
+def check_layers(planner: Planner, retrieving: set[str]) -> None:
     """Refuse methods that need all layers with full attention, where some are left as they are.
 
     Args:
@@ -24,16 +22,18 @@ def check_layers(planner: "Planner", retrieving: set[str]) -> None:
         PARTIAL_MODELS.check(planner.retrieval_config.methods.values(), where=f" in {model}")
 
 
-def check_logits(planner: "Planner", impls: Sequence[Any], isas: set[str]) -> tuple[bool, bool]:
+def check_logits(
+    planner: Planner, impls: Sequence[RetrievalAttentionImpl], isas: set[str]
+) -> tuple[bool, bool]:
     """Refuse what goes by other logits than those of the model, with soft-capping or sinks.
 
     Args:
         planner: What the worker serves.
-        impls: The attention of its retrieval layers.
+        impls: The layers that attend to parts of long contexts.
         isas: Variants of vLLM's attention that lay out the keys.
 
     Returns:
-        Whether any of the layers caps logits, so that indexes misjudge shares of the attention; and
+        Whether any of them caps logits, so that indexes misjudge shares of the attention; and
         whether any has sinks, which vLLM's kernel cannot give to a KV head alone.
     """
     config = planner.retrieval_config
@@ -55,7 +55,7 @@ def check_logits(planner: "Planner", impls: Sequence[Any], isas: set[str]) -> tu
     return capped, sinks
 
 
-def check_reading(planner: "Planner", isas: set[str], foreign: bool) -> None:
+def check_reading(planner: Planner, isas: set[str], foreign: bool) -> None:
     """Refuse what reads keys in the cache where that cannot be done.
 
     Args:

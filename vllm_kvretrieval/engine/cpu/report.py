@@ -1,24 +1,26 @@
 """The log of a worker at start-up."""
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Sequence
 
 from vllm.utils.mem_utils import format_gib
 
+from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.nixl import uses_nixl
-from vllm_kvretrieval.engine.cpu.advice import startup_advice
 from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.engine.report import log_method, logger
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.storage.home_file import directory_for
+from vllm_kvretrieval.upstream.defaults import startup_advice
 
 
-def log_start(planner: Planner, impls: Collection[Any], num_layers: int) -> None:
+def log_start(
+    planner: Planner, retrieving: Sequence[RetrievalAttentionImpl], num_layers: int
+) -> None:
     """Log options and sizes once the worker has its KV cache.
 
     Args:
         planner: What the worker serves.
-        impls: The attention of its retrieval layers.
+        retrieving: Layers that attend to parts of long contexts.
         num_layers: Layers of its model with attention.
     """
     config = planner.retrieval_config
@@ -32,9 +34,9 @@ def log_start(planner: Planner, impls: Collection[Any], num_layers: int) -> None
         logger.warning(advice)
     log_method(
         config,
-        len(impls),
+        len(retrieving),
         num_layers,
-        [store for impl in impls for store in impl.stores],
+        [store for impl in retrieving for store in impl.indexes],
         cpu.isa(),
         _described_shares(planner),
     )

@@ -22,20 +22,14 @@ from vllm_kvretrieval.attention.cpu.support import ATTENDED
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.choosers import Choosers
-from vllm_kvretrieval.engine.cpu.compiled import load_compiled
-from vllm_kvretrieval.engine.cpu.identity import hashing_weights
-from vllm_kvretrieval.engine.cpu.model import mend_model
 from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.report import log_start
-from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.memory import least_of_workers
 from vllm_kvretrieval.engine.reports import attach, has_requests
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.engine.running import notes
-from vllm_kvretrieval.engine.store_steps import FIELD as STORE_FIELD
-from vllm_kvretrieval.engine.store_steps import StoreStep
 from vllm_kvretrieval.engine.usage import Counts
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
@@ -48,6 +42,12 @@ from vllm_kvretrieval.storage.base import LayerCache, Storage
 from vllm_kvretrieval.storage.huge_pages import use_huge_pages
 from vllm_kvretrieval.storage.memory import Memory
 from vllm_kvretrieval.storage.registry import make_storage
+from vllm_kvretrieval.store.serving.halves import FIELD as STORE_FIELD
+from vllm_kvretrieval.store.serving.halves import StoreStep
+from vllm_kvretrieval.store.serving.identity import hashing_weights
+from vllm_kvretrieval.store.serving.worker import WorkerStore
+from vllm_kvretrieval.upstream.compiled import load_compiled
+from vllm_kvretrieval.upstream.mending import mend_model
 
 logger = init_logger("vllm.kvretrieval.worker")
 
@@ -56,7 +56,7 @@ class Group(NamedTuple):
     """Layers with plain full attention that share metadata.
 
     Attributes:
-        builder: Their metadata builder.
+        builder: The metadata builder of the layers.
         staging: Where they lay out contexts of prompts; None: they read them where they are.
         names: Names of the layers that attend to parts of long contexts.
         all_names: Names of all.
@@ -80,7 +80,7 @@ class RetrievalCPUWorker(CPUWorker):
         stored: The worker's half of the store; None without one.
     """
 
-    stored: HomeStore | None = None
+    stored: WorkerStore | None = None
     _computed: StoreStep | None = None  # a step whose tokens have yet to be sampled
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -156,7 +156,7 @@ class RetrievalCPUWorker(CPUWorker):
         check_reading(planner, isas, foreign)
         heads = sum(impl.num_kv_heads for impl in impls)
         full = sum(type(s) is FullAttentionSpec for s in self.get_kv_cache_spec().values())
-        dense_share = 1 - sum(len(group.names) for group in groups) / full if full else 0.0
+        dense_share = 1 - len(impls) / full if full else 0.0
         if config.memory_fraction is not None:
             config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
         check_layers(planner, {name for group in groups for name in group.names})
@@ -197,7 +197,7 @@ class RetrievalCPUWorker(CPUWorker):
         if self._connected:
             store, lost = self.stored and self.stored.name, self.storage.lost.take
             get_kv_transfer_group().report(planner.seats, lost, self._take_stats, store)
-        log_start(planner, self.retrieval_layers.values(), len(layers))
+        log_start(planner, [*self.retrieval_layers.values()], len(layers))
 
     def _groups(self, layers: dict[str, Any]) -> list[Group]:
         """The layers with plain full attention, by metadata builder."""
@@ -239,7 +239,7 @@ class RetrievalCPUWorker(CPUWorker):
             if name not in self.storage.slow_layers:
                 yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
         for impl in self.retrieval_layers.values():
-            for store in impl.stores:
+            for store in impl.indexes:
                 yield store.records.view(blocks, -1)
 
     def _use_huge_pages(self) -> None:
@@ -413,7 +413,7 @@ class RetrievalCPUWorker(CPUWorker):
             return
         source, target = torch.tensor(copies).unbind(1)
         for impl in self.retrieval_layers.values():
-            for store in impl.stores:
+            for store in impl.indexes:
                 blocks = store.records.view(self.cache_config.num_gpu_blocks, -1)
                 blocks[target] = blocks[source]
 

@@ -20,7 +20,6 @@ from vllm_kvretrieval.kernels.cpu.attention import (
     write_token_major,
 )
 from vllm_kvretrieval.kernels.cpu.binding import CODINGS, KINDS, LAYOUTS, TOKEN_MAJOR
-from vllm_kvretrieval.kernels.cpu.linear import multiply
 from vllm_kvretrieval.kernels.cpu.ops import (
     drop_tokens,
     index_pages,
@@ -59,7 +58,6 @@ __all__ = [
     "isa",
     "isas",
     "list_context",
-    "multiply",
     "plan_decode",
     "read_keys",
     "scratch_bytes",

@@ -41,22 +41,7 @@ class ScoredMethod(Method):
     )
     of_requests: ClassVar = frozenset("budget correction_threshold mass prefill_share".split())
 
-    name: str
-    page_size: int
-    schedule: str
-    sink_pages: int | None
-    window_pages: int | None
-    budget_shares: Shares
     index: Index
-    summary_size: int
-    entry_pages: int
-    per_token: bool
-    pooling: Pooling
-    rerank: int
-    outliers: float
-    correction_threshold: float
-    mass: float = 1.0
-    remainder: float = 0.0
 
     @classmethod
     def make(

@@ -3,8 +3,8 @@
 from torch import nn
 from vllm.logger import init_logger
 
-from vllm_kvretrieval.engine.cpu.linear import widen_linear_layers
-from vllm_kvretrieval.engine.cpu.rotary import flatten_heads
+from vllm_kvretrieval.upstream.linear import widen_linear_layers
+from vllm_kvretrieval.upstream.rotary import flatten_heads
 
 logger = init_logger("vllm.kvretrieval.model")
 
@@ -13,7 +13,7 @@ def mend_model(model: nn.Module, own: bool) -> None:
     """Mend what vLLM computes wrongly, or slowly.
 
     Args:
-        model: As vLLM has loaded it.
+        model: The model as vLLM has loaded it.
         own: Whether results may differ from vLLM's by rounding (``attention: own``).
     """
     flatten_heads(model)
