@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.spec.tokens import TokenRecall as Reference
 from tests.support.kernel_checks import make_chooser, make_rows
 from vllm_kvretrieval.kernels import TokenLists, cpu
-from vllm_kvretrieval.kernels.tokens_reference import TokenRecall as Reference
 
 pytestmark = pytest.mark.threads
 

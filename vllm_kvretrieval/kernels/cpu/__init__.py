@@ -19,7 +19,7 @@ from vllm_kvretrieval.kernels.cpu.attention import (
     stage_tokens,
     write_token_major,
 )
-from vllm_kvretrieval.kernels.cpu.binding import CODINGS, KINDS, LAYOUTS, TOKEN_MAJOR
+from vllm_kvretrieval.kernels.cpu.binding import CODINGS, INDEXES, LAYOUTS, TOKEN_MAJOR
 from vllm_kvretrieval.kernels.cpu.ops import (
     drop_tokens,
     index_pages,
@@ -43,7 +43,7 @@ from vllm_kvretrieval.kernels.cpu.recall import (
 
 __all__ = [
     "CODINGS",
-    "KINDS",
+    "INDEXES",
     "LAYOUTS",
     "TOKEN_MAJOR",
     "MappingGuard",
