@@ -255,8 +255,8 @@ def test_read_errors(home, ahead):
         cache.write(torch.tensor([-1]))  # waits
         failed = {23, 24, 25}
     else:
-        rows = step(cache, [PAGE * (sum(BUDGET) + 2)], (SINK, WINDOW, SELECT + 2))
-        assert not cache.slots[rows.lists[0, -1]].any()
+        _, found = step(cache, [PAGE * (sum(BUDGET) + 2)], (SINK, WINDOW, SELECT + 2))
+        assert not cache.slots[found.entries[0, -1]].any()
         failed = {6, 7}
     assert set(cache.take_failed_pages()) == failed
     assert cache.take_failed_pages() == []
@@ -327,8 +327,8 @@ def test_encoded_pages_that_cannot_be_written_or_read(open_pages):
     write(cache, open_pages, 10 * PAGE)
     nothing, kept = os.open(os.devnull, os.O_RDONLY), os.dup(open_pages.place[0])
     os.dup2(nothing, open_pages.place[0])
-    rows = step(cache, [PAGE * sum(BUDGET)])
-    assert not cache.slots[rows.lists[0, 0]].any()
+    _, found = step(cache, [PAGE * sum(BUDGET)])
+    assert not cache.slots[found.entries[0, 0]].any()
     assert set(cache.take_failed_pages()) == set(range(sum(BUDGET)))
     target = torch.ones(1, HEADS, 2 * PAGE, 2 * HEAD_SIZE)
     cache.stage(torch.tensor([8, 9]), target)
