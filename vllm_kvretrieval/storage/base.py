@@ -100,7 +100,8 @@ class LayerCache(NamedTuple):
     Attributes:
         name: The layer's name in the model.
         kv_cache: [pages, kv_heads, page_size, 2 * head_size]; what vLLM writes to.
-        layout: How it lays out keys: the name of vLLM's attention ``isa``, or ``rows``.
+        layout: How it lays out keys: the name of vLLM's attention ``isa``, or
+            ``token_major``.
         kernels: Implementation of the ops.
         counts: int64 [S, 3]; units looked up, missed and recalled, by seat.
     """
