@@ -286,8 +286,8 @@ class Ops(Protocol):
                 dimensions.
             output: [>= R, kv_heads * group, head_size], written; rows may be strided. In the
                 cache's dtype, or in float32.
-            layout: ``rows``, or the name of vLLM's layout of keys, with ``run`` of 16 or more. With
-                ``amx`` (see :meth:`stage_pages`) elements have 16 bits.
+            layout: ``token_major``, or the name of vLLM's layout of keys, with ``run`` of 16 or
+                more. With ``amx`` (see :meth:`stage_pages`) elements have 16 bits.
             scale: Softmax scale.
             lse: float32 [R, kv_heads * group], written: the logarithm of the sum of exponentials.
             weights: float32 [R, kv_heads * group, >= tokens of the longest list], written: the
@@ -327,7 +327,7 @@ class Ops(Protocol):
             lists: The lists of the sequences of these queries.
             cache: [pages, kv_heads, page_size, 2 * head_size], contiguous.
             output: [T, kv_heads * group, head_size], written for the queries of ``lists``.
-            layout: ``rows``, or the name of vLLM's layout of keys.
+            layout: ``token_major``, or the name of vLLM's layout of keys.
             scale: Softmax scale.
             lse: float32 [T, kv_heads * group], written: the logarithm of the sum of exponentials.
             window: A query attends to the last ``window`` of the tokens that it sees; 0: to all.

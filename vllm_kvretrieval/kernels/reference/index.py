@@ -116,7 +116,7 @@ def keys_of(page: torch.Tensor, layout: str) -> torch.Tensor:
 
     Args:
         page: [kv_heads, page_size, 2 * head_size].
-        layout: vLLM's attention ``isa``, or ``rows``.
+        layout: vLLM's attention ``isa``, or ``token_major``.
 
     Returns:
         [kv_heads, page_size, head_size].
