@@ -25,8 +25,6 @@ KINDS = {f"storage.{name}" for name in ("encoded", "file", "file_pages", "file_t
 BELOW = {"disk_space", "errors", "kernels", "limits", "options", "retrieval", "storage"}
 """What storage may import."""
 ROOMS = {
-    "attention/cpu/blocks.py",  # sparse prefill
-    "attention/cpu/chunks.py",
     "attention/cpu/staging.py",  # what vLLM's kernel reads
     "attention/cpu/support.py",  # refusals of options
     "attention/cpu/backend.py",

@@ -14,8 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval import compat
-from vllm_kvretrieval.attention.cpu.durations import Durations
-from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.attention.cpu.impl import Durations, RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging, staging_for
 from vllm_kvretrieval.attention.cpu.support import ATTENDED
@@ -35,7 +34,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.limits import SCARCE, explained
 from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_layers, layer_methods
-from vllm_kvretrieval.methods.prompts import Heads
+from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.allocation import move_kv_cache
 from vllm_kvretrieval.storage.base import LayerCache, Storage
@@ -148,7 +147,7 @@ class RetrievalCPUWorker(CPUWorker):
         super().initialize_from_config(kv_cache_config)
         self._use_huge_pages()
         layers = self.vllm_config.compilation_config.static_forward_context
-        groups = self._groups(layers)
+        groups = self._groups()
         isas = {group.builder.isa for group in groups}
         impls = [layers[name].impl for group in groups for name in group.names]
         capped, sinks = check_logits(planner, impls, isas)
@@ -160,7 +159,9 @@ class RetrievalCPUWorker(CPUWorker):
         if config.memory_fraction is not None:
             config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
         check_layers(planner, {name for group in groups for name in group.names})
-        own_heads = Heads([*planner.retrieval_heads.values()], self._over_workers(ReduceOp.SUM))
+        own_heads = LocalHeads(
+            [*planner.retrieval_heads.values()], self._over_workers(ReduceOp.SUM)
+        )
         self.requests = RequestTable(
             config,
             planner.seats,
@@ -199,7 +200,7 @@ class RetrievalCPUWorker(CPUWorker):
             get_kv_transfer_group().report(planner.seats, lost, self._take_stats, store)
         log_start(planner, [*self.retrieval_layers.values()], len(layers))
 
-    def _groups(self, layers: dict[str, Any]) -> list[Group]:
+    def _groups(self) -> list[Group]:
         """The layers with plain full attention, by metadata builder."""
         stagings: dict[Any, PrefillStaging | None] = {}
         groups = []
@@ -214,8 +215,6 @@ class RetrievalCPUWorker(CPUWorker):
                 stagings[shape] = self._staging(builder)
             names = self.planner.retrieving(group.layer_names)
             groups.append(Group(builder, stagings[shape], names, group.layer_names))
-            for name in group.layer_names:
-                layers[name].impl.kernels = cpu
         return groups
 
     def _staging(self, builder: RetrievalMetadataBuilder) -> PrefillStaging | None:
@@ -270,11 +269,11 @@ class RetrievalCPUWorker(CPUWorker):
         choosers = self.choosers.of(name, impl, kv_cache, layout)
         storage = self.storage.layer(LayerCache(name, kv_cache, layout, cpu, self.requests.recalls))
         number = [*planner.retrieval_heads].index(name)
-        facts = LayerFacts(number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale)
-        impl.attach(cpu, choosers, layer_methods(facts, choosers), kv_cache, staging, storage)
-        impl.durations = self.durations
-        impl.late, impl.prompt_shares = name in planner.late_layers, planner.prompt_shares.get(name)
-        impl.block_choosers = self.choosers.for_blocks(impl, kv_cache, choosers)
+        chunks = self.choosers.for_chunks(name, impl, kv_cache.dtype)
+        facts = LayerFacts(
+            number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale, chunks
+        )
+        impl.attach(layer_methods(facts, choosers), kv_cache, staging, storage, self.durations)
         self.retrieval_layers[name] = impl
 
     def _connect(self, layers: dict[str, Any], groups: Sequence[Group]) -> None:
@@ -288,7 +287,7 @@ class RetrievalCPUWorker(CPUWorker):
             room=planner.room,
             roles=planner.roles,
             seats=planner.seats,
-            most_chunks=planner.most_pieces if config.prefill_budget is not None else 0,
+            most_chunks=planner.most_chunks if config.prefill_budget is not None else 0,
             over_workers=self._over_workers,
         )
         connect_layers(
