@@ -198,7 +198,7 @@ class Step:
             pages=1,
             page_size=PAGE,
             cache=cache,
-            layout="rows",
+            layout="token_major",
             alignment=RECORD_ALIGNMENT,
             **shape,
         )

@@ -62,7 +62,7 @@ class Pool:
                 entry_tokens=config.own.entry_tokens,
                 dtype=DTYPE,
                 cache=self.cache,
-                layout="rows",
+                layout="token_major",
                 alignment=RECORD_ALIGNMENT,
             )
             kernels.index_pages(torch.arange(len(self.cache), dtype=torch.int32), self.store)

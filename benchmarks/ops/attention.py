@@ -24,7 +24,7 @@ from benchmarks.common import Stopwatch
 from benchmarks.ops.setup import DTYPES, PAGE, Shape, add_common, add_step, keep, medians, read_all
 from benchmarks.ops.stock_attention import StockAttention
 from vllm_kvretrieval.kernels import TokenLists, cpu
-from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
+from vllm_kvretrieval.storage.huge_pages import use_huge_pages
 
 
 class Case:
@@ -62,7 +62,7 @@ class Case:
     def single_tokens(self) -> None:
         """All layers by our kernel, over as many tokens, each of them for itself."""
         for cache in self.caches:
-            cpu.attend(self.query, self.tokens, cache, self.output, cpu.ROWS, 0.125)
+            cpu.attend(self.query, self.tokens, cache, self.output, cpu.TOKEN_MAJOR, 0.125)
 
     def vllms(self) -> None:
         """All layers by vLLM's, scheduled once per step, as an engine does."""

@@ -44,7 +44,7 @@ class Case:
         isa = _get_attn_isa(dtype, PAGE, size)
         self.shape, self.scale, self.dtype = shape, size**-0.5, dtype
         self.cache = torch.randn(context // PAGE, heads, PAGE, 2 * size).to(dtype)
-        self.staging = PrefillStaging(PAGE, heads, size, dtype, context, isa, rows=True)
+        self.staging = PrefillStaging(PAGE, heads, size, dtype, context, isa, token_major=True)
         self.query = torch.randn(STEP, heads * shape.group, size).to(dtype)
         self.output = torch.empty_like(self.query)
         self.lens = torch.tensor([context], dtype=torch.int32)
@@ -79,7 +79,7 @@ class Case:
     def exact(self) -> None:
         """Run a layer that attends to everything."""
         cpu.stage_pages(
-            self.cache, self.staged.pages, self.staging.buffer, self.staging.isa, rows=True
+            self.cache, self.staged.pages, self.staging.buffer, self.staging.isa, token_major=True
         )
         self._attend(slice(0, STEP), self.lens, self.starts, self.staged.block_table)
 

@@ -27,7 +27,7 @@ from benchmarks.emulation import avx2_only
 from benchmarks.ops.setup import DTYPES, PAGE, Shape, keep, medians, one_thread, read_all
 from benchmarks.ops.stock_attention import StockAttention
 from vllm_kvretrieval.kernels import PromptLists, TokenLists, cpu
-from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
+from vllm_kvretrieval.storage.huge_pages import use_huge_pages
 
 BLOCK = 128
 """Tokens of a block of vLLM's cache."""
@@ -88,7 +88,7 @@ class Case:
 
     def rows(self) -> None:
         """A decode step by our kernel, which takes the same numbers for rows of tokens."""
-        self._decode(cpu.ROWS)
+        self._decode(cpu.TOKEN_MAJOR)
 
     def _decode(self, layout: str) -> None:
         for cache in self.caches:

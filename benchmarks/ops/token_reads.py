@@ -26,8 +26,8 @@ import torch
 
 from benchmarks.cli import add_output
 from benchmarks.ops.setup import keep
-from vllm_kvretrieval.kernels import Contexts, DecodeRows, cpu
-from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.kernels import Contexts, DecodeRows, TokenLists, cpu
+from vllm_kvretrieval.storage.mapped import DiskHome
 
 LAYERS, HEADS, HEAD_SIZE, PAGE = 28, 3, 64, 32
 CONTEXTS = (8192, 32768)
@@ -71,13 +71,15 @@ class Layer:
     def read_tokens(self, positions: torch.Tensor, context: int) -> None:
         """Bring single tokens."""
         units = positions // PAGE * HEADS + torch.arange(HEADS)[:, None]
-        self.tokens.recall(rows_of(units * PAGE + positions % PAGE, context, per_token=True))
+        rows = rows_of(units * PAGE + positions % PAGE, context, per_token=True)
+        self.tokens.recall(rows, TokenLists.empty(rows, 1, HEADS))
         self.tokens.wait(0)
 
     def read_pages(self, positions: torch.Tensor, context: int) -> None:
         """Bring the pages that hold them."""
         pages = (positions // PAGE).unique()
-        self.pages.resolve(rows_of(pages * HEADS + torch.arange(HEADS)[:, None], context, False))
+        rows = rows_of(pages * HEADS + torch.arange(HEADS)[:, None], context, False)
+        self.pages.resolve(rows, TokenLists.empty(rows, PAGE, HEADS))
         self.pages.release(0)
         self.pages.drop_pages(pages.tolist())
 

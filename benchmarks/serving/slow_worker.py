@@ -15,8 +15,8 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from benchmarks.worker_counts import CountsExtension
-from vllm_kvretrieval.tiers import sizes
-from vllm_kvretrieval.tiers.encoded import EncodedHome
+from vllm_kvretrieval.storage import plan
+from vllm_kvretrieval.storage.encoded import EncodedHome
 
 EXTENSION = "benchmarks.serving.slow_worker.SlowHomeExtension"
 """To be given to an engine as `worker_extension_cls`."""
@@ -28,8 +28,7 @@ class SlowHomeExtension(CountsExtension):
     retrieval_layers: dict[str, Any]
     storage: Any
     model_runner: Any
-    tiers: Any
-    home: Any
+    planner: Any
     _steps: list[dict[str, float]]
 
     def prepare_recall(self, read_ahead: bool, layout: bool, keep: bool, streams: bool) -> None:
@@ -88,13 +87,13 @@ class SlowHomeExtension(CountsExtension):
         """
         self._steps = []
         if cold:
-            os.fsync(self.home.fd)
+            os.fsync(self.storage.home.fd)
         run = self.model_runner.execute_model
 
         def noted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             if scheduled.total_num_scheduled_tokens:
                 if cold:
-                    os.posix_fadvise(self.home.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                    os.posix_fadvise(self.storage.home.fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 self._steps.append(self.recall())
             return run(scheduled, *args, **kwargs)
 
@@ -121,29 +120,29 @@ class SlowHomeExtension(CountsExtension):
 
     def planned(self) -> dict[str, int]:
         """The worker's `Tiers`."""
-        return asdict(self.tiers)
+        return asdict(self.planner.tiers)
 
     def allocated(self) -> dict[str, int]:
         """Bytes of fast memory that the KV cache takes, by the names of `Tiers`' parts.
 
         Read off the tensors, but for the books of the recall caches, which are C++'s own: these are
-        as many per unit and slot as `tiers.sizes` says; and for pages that are not yet encoded, of
+        as many per unit and slot as `storage.plan` says; and for pages that are not yet encoded, of
         which those count that are in memory now.
         """
         layers = list(self.retrieval_layers.values())
         units = sum(impl.choosers[0].store.pages * impl.num_kv_heads for impl in layers)
         slots = [impl.storage.slots for impl in layers]
         # A slot is a unit, or a token of a KV head.
-        each = sum(s.nbytes for s in slots) // sum(self.tiers.slots)
-        per_slot, per_unit, mappings = sizes.BOOKS_PER_SLOT, sizes.BOOKS_PER_UNIT, 1
+        each = sum(s.nbytes for s in slots) // sum(self.planner.tiers.slots)
+        per_slot, per_unit, mappings = plan.BOOKS_PER_SLOT, plan.BOOKS_PER_UNIT, 1
         if self.storage.token_major:
-            per_slot, per_unit, mappings = sizes.BOOKS_PER_TOKEN, 0, 2
+            per_slot, per_unit, mappings = plan.BOOKS_PER_TOKEN, 0, 2
         staging = {id(impl.staging): impl.staging for impl in layers if impl.staging is not None}
-        home = self.home.memory
+        home = self.storage.home.memory
         in_home = range(home.data_ptr(), home.data_ptr() + home.nbytes)
         in_memory = [t for t in self.model_runner.kv_caches if t.data_ptr() not in in_home]
         states, waiting = mappings * (home.nbytes // mmap.PAGESIZE), 0
-        if isinstance(self.home, EncodedHome):
+        if isinstance(self.storage.home, EncodedHome):
             states, waiting = units // layers[0].num_kv_heads, _present(in_home)
         return {
             "dense": sum(cache.nbytes for cache in in_memory),
@@ -156,12 +155,12 @@ class SlowHomeExtension(CountsExtension):
 
     def home_memory(self) -> dict[str, int]:
         """Bytes of the home's file, of it in the page cache, and mapped; and of requests' state."""
-        size = self.home.layers * self.home.layer_bytes
-        with mmap.mmap(self.home.fd, size) as mapped:  # which an encoded home does not do
+        size = self.storage.home.layers * self.storage.home.layer_bytes
+        with mmap.mmap(self.storage.home.fd, size) as mapped:  # which an encoded home does not do
             file = torch.frombuffer(mapped, dtype=torch.int8)
             present = _present(range(file.data_ptr(), file.data_ptr() + size))
             del file
-        home = self.home.memory
+        home = self.storage.home.memory
         layers = self.retrieval_layers.values()
         selections = [impl.choosers[0].selection for impl in layers]
         return {

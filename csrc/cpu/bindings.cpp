@@ -87,7 +87,7 @@ NB_MODULE(_cpu, m) {
   m.attr("LAYOUTS") = numbers<KeyLayout>({{"vec", KeyLayout::kTransposed},
                                           {"vec16", KeyLayout::kTransposed},
                                           {"amx", KeyLayout::kAmx},
-                                          {"rows", KeyLayout::kRows}});
+                                          {"token_major", KeyLayout::kRows}});
   m.attr("CODECS") = numbers<Codec>({{"raw", Codec::kRaw},
                                      {"k8v4", Codec::kK8V4},
                                      {"k4v4", Codec::kK4V4},

@@ -70,7 +70,7 @@ void bind_attention(nb::module_& m) {
       nb::arg("head_size"), nb::arg("element_size"), nb::arg("target_layout"),
       nb::call_guard<nb::gil_scoped_release>());
 
-  m.def("write_rows",
+  m.def("write_token_major",
         [](uintptr_t keys, nb::tuple key_shape, nb::tuple key_strides, nb::handle key_dtype,
            uintptr_t values, nb::tuple value_shape, nb::tuple value_strides, nb::handle value_dtype,
            uintptr_t slot_mapping, int64_t num_tokens, uintptr_t cache, int64_t pages, int kv_heads,

@@ -36,6 +36,14 @@ void bind_recall(nb::module_& m) {
            nb::arg("offset"));
 
   // What waits for reads, or is long, lets other threads run Python meanwhile; lists are converted before.
+  nb::class_<kvr::UnitLists>(m, "UnitLists")
+      .def("__init__",
+           [](kvr::UnitLists* self, uintptr_t lists, int64_t size, int64_t width, int64_t stride,
+              uintptr_t lengths) {
+             new (self) kvr::UnitLists{at<int32_t>(lists), stride, at<int32_t>(lengths), size, width};
+           },
+           nb::kw_only(), nb::arg("lists"), nb::arg("size"), nb::arg("width"), nb::arg("stride"),
+           nb::arg("lengths"));
   using Cache = kvr::RecallCache;
   const auto release_gil = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Cache>(m, "RecallCache")
@@ -58,12 +66,7 @@ void bind_recall(nb::module_& m) {
            },
            release_gil)
       .def("resolve", &Cache::resolve, release_gil)
-      .def("stream",
-           [](Cache& self, const kvr::DecodeRows& rows, uintptr_t lists, int64_t size, int64_t width,
-              int64_t stride, uintptr_t lengths) {
-             return self.stream(rows, {at<int32_t>(lists), stride, at<int32_t>(lengths), size, width});
-           },
-           release_gil)
+      .def("stream", &Cache::stream, release_gil)
       .def("wait", &Cache::wait, release_gil)
       .def("prefetch",
            [](Cache& self, const kvr::DecodeRows& rows, const Chooser& chooser) {

@@ -137,11 +137,17 @@ int RecallCache::entries_of(const DecodeRows& rows, int row, int head) const {
   return (tokens + config_.page_size - 1) / config_.page_size;
 }
 
-// Finds a slot for each unit, lists those that are to be read in `misses_`, and pins sink and window.
-void RecallCache::begin(const DecodeRows& rows) {
+// Whether there is room for lists of the rows.
+bool RecallCache::takes(const UnitLists& lists, const DecodeRows& rows) const {
+  return lists.size >= int64_t(rows.rows) * config_.kv_heads && lists.width >= rows.lists_width;
+}
+
+// Finds a slot for each unit, notes those that are to be read in `misses_`, and pins sink and window.
+void RecallCache::begin(const DecodeRows& rows, const UnitLists& found) {
   check_rows(rows, config_.requests, config_.kv_heads, config_.page_size);
   if (rows.per_token) throw std::invalid_argument("a recall cache holds pages, not tokens");
   check_lengths(rows, config_.kv_heads, config_.page_size);
+  if (!takes(found, rows)) throw std::invalid_argument("there is no room for the lists of slots");
   join();
   ++step_;
   for (int r = 0; r < rows.rows; ++r) release(rows.seats[r]);
@@ -151,18 +157,18 @@ void RecallCache::begin(const DecodeRows& rows) {
     const size_t before = missing_.size();
     int64_t attended = 0;
     for (int head = 0; head < config_.kv_heads; ++head) {
-      int32_t* entry =
-          rows.lists + (int64_t(r) * config_.kv_heads + head) * rows.lists_stride;
+      const int64_t list = int64_t(r) * config_.kv_heads + head;
+      const int32_t* units = rows.lists + list * rows.lists_stride;
+      int32_t* slots = found.lists + list * found.lists_stride;
       const int entries = entries_of(rows, r, head);
       attended += entries;
-      for (int32_t* end = entry + entries; entry != end; ++entry) {
-        const int32_t slot = slot_of_[*entry];
-        if (slot == kNone) {
-          missing_.push_back({entry, rows.seats[r]});
-        } else {
+      found.lengths[list] = rows.lengths[list];
+      for (int i = 0; i < entries; ++i) {
+        const int32_t slot = slots[i] = slot_of_[units[i]];
+        if (slot == kNone)
+          missing_.push_back({units[i], &slots[i], rows.seats[r]});
+        else
           touch(slot);
-          *entry = slot;
-        }
       }
     }
     int64_t* counts = config_.counts + int64_t(rows.seats[r]) * kRecallCounts;
@@ -170,8 +176,7 @@ void RecallCache::begin(const DecodeRows& rows) {
     counts[kMissed] += missing_.size() - before;
   }
   misses_.clear();
-  for (const auto& [entry, request] : missing_) {
-    const int32_t unit = *entry;
+  for (const auto& [unit, entry, request] : missing_) {
     int32_t slot = slot_of_[unit];
     if (slot == kNone) {  // else another row has missed it, too
       slot = acquire(unit);
@@ -189,7 +194,7 @@ void RecallCache::begin(const DecodeRows& rows) {
     std::vector<int32_t>& pinned = pinned_by_[rows.seats[r]];
     for (int head = 0; head < config_.kv_heads; ++head) {
       const int32_t* first =
-          rows.lists + (int64_t(r) * config_.kv_heads + head) * rows.lists_stride;
+          found.lists + (int64_t(r) * config_.kv_heads + head) * found.lists_stride;
       const int32_t* end = first + entries_of(rows, r, head);
       pinned.insert(pinned.end(), first, first + rows.sink[r]);
       pinned.insert(pinned.end(), end - rows.window[r], end);
@@ -198,8 +203,8 @@ void RecallCache::begin(const DecodeRows& rows) {
   }
 }
 
-void RecallCache::resolve(const DecodeRows& rows) {
-  begin(rows);
+void RecallCache::resolve(const DecodeRows& rows, const UnitLists& found) {
+  begin(rows, found);
   if (misses_.empty()) return;
   const int64_t start = now_ns();
   const int64_t count = static_cast<int64_t>(misses_.size());
@@ -208,10 +213,10 @@ void RecallCache::resolve(const DecodeRows& rows) {
   waited_ns_ += now_ns() - start;
 }
 
-bool RecallCache::stream(const DecodeRows& rows, const UnitLists& late) {
-  if (late.size < int64_t(rows.rows) * config_.kv_heads || late.width < rows.lists_width)
+bool RecallCache::stream(const DecodeRows& rows, const UnitLists& found, const UnitLists& late) {
+  if (!takes(late, rows))
     throw std::invalid_argument("there is no room for the lists of what is late");
-  begin(rows);
+  begin(rows, found);
   late_.reads.clear();
   for (const Read& miss : misses_) copy_or_add(miss, late_);
   if (late_.reads.empty()) return false;
@@ -219,17 +224,17 @@ bool RecallCache::stream(const DecodeRows& rows, const UnitLists& late) {
   late_slots_.clear();
   for (const Read& read : late_.reads) late_slots_.push_back(read.slot);
   std::sort(late_slots_.begin(), late_slots_.end());
-  split(rows, late);
+  split(int64_t(rows.rows) * config_.kv_heads, found, late);
   return true;
 }
 
-// Moves the slots that are being read from the rows' lists to others.
-void RecallCache::split(const DecodeRows& rows, const UnitLists& late) const {
+// Moves the slots that are being read from the lists of those that are found to others.
+void RecallCache::split(int64_t lists, const UnitLists& found, const UnitLists& late) const {
   const int32_t page_size = config_.page_size;
-  for (int64_t list = 0; list < int64_t(rows.rows) * config_.kv_heads; ++list) {
-    int32_t* here = rows.lists + list * rows.lists_stride;
+  for (int64_t list = 0; list < lists; ++list) {
+    int32_t* here = found.lists + list * found.lists_stride;
     int32_t* there = late.lists + list * late.lists_stride;
-    int32_t& length = rows.lengths[list];
+    int32_t& length = found.lengths[list];
     int32_t rest = length, moved = 0, kept = 0;  // in tokens: the last page may be partly filled
     for (const int32_t* entry = here; rest > 0; ++entry) {
       const int32_t tokens = std::min(rest, page_size);

@@ -52,12 +52,12 @@ class RecallCache {
 
   // Notes that home was written at these tokens: page * page_size + offset, negative for padding.
   void write(const int64_t* slot_mapping, int64_t tokens);
-  // Replaces the units in the rows' page lists by slots that hold them, and pins sink and window.
-  void resolve(const DecodeRows& rows);
-  // Does the same without waiting: begins to read what no slot holds, and moves it from the rows'
-  // lists, which may then be empty, to the others. Returns whether there is any. Call wait() before
-  // what has been moved is read.
-  bool stream(const DecodeRows& rows, const UnitLists& late);
+  // Lists the slots that hold the units of the rows' page lists, and pins sink and window.
+  void resolve(const DecodeRows& rows, const UnitLists& found);
+  // Does the same without waiting: begins to read what no slot holds, and lists it in `late` instead
+  // of `found`, whose lists may then be empty. Returns whether there is any. Call wait() before what
+  // is late is read.
+  bool stream(const DecodeRows& rows, const UnitLists& found, const UnitLists& late);
   // Waits for the reads that stream() has begun.
   void wait() { wait_for(late_); }
   // Starts fetching what the rows selected for their next step, as far as there is room. Call it
@@ -101,7 +101,8 @@ class RecallCache {
     int32_t unit, slot;
   };
   struct Miss {
-    int32_t* entry;  // of a page list
+    int32_t unit;
+    int32_t* slot;  // in a list
     int32_t request;
   };
   // Reads by reader threads.
@@ -123,8 +124,9 @@ class RecallCache {
   void link_newest(int32_t slot);
   void unlink(int32_t slot);
   int entries_of(const DecodeRows& rows, int row, int head) const;
-  void begin(const DecodeRows& rows);
-  void split(const DecodeRows& rows, const UnitLists& late) const;
+  bool takes(const UnitLists& lists, const DecodeRows& rows) const;
+  void begin(const DecodeRows& rows, const UnitLists& found);
+  void split(int64_t lists, const UnitLists& found, const UnitLists& late) const;
   bool read_unit(int32_t unit, char* to) const;
   void read(const std::vector<Read>& reads, size_t begin, size_t end);
   void copy_or_add(const Read& read, Reads& reads);

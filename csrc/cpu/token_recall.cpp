@@ -45,7 +45,8 @@ TokenRecall::TokenRecall(TokenRecallConfig config)
 
 // Of a list: the positions in the context of the tokens that it names, which have to rise. Returns
 // what is wrong with it, or nothing.
-std::string TokenRecall::locate(const DecodeRows& rows, int row, int list, Work& work) const {
+std::string TokenRecall::locate(const DecodeRows& rows, int row, int list, int64_t room,
+                                Work& work) const {
   const int heads = config_.kv_heads, size = config_.page_size, length = rows.seq_lens[row];
   const int unit = rows.unit(size);
   const int entries = (rows.lengths[row * heads + list] + unit - 1) / unit;
@@ -70,7 +71,6 @@ std::string TokenRecall::locate(const DecodeRows& rows, int row, int list, Work&
     }
   }
   const int64_t count = work.positions.size();
-  const int64_t room = std::min<int64_t>(config_.capacity, rows.lists_width);
   if (count > room)
     return at_row(row, "attends to " + std::to_string(count) + " tokens, there is room for " +
                            std::to_string(room));
@@ -79,7 +79,8 @@ std::string TokenRecall::locate(const DecodeRows& rows, int row, int list, Work&
 
 // Gives every token of a list its place: those that are there keep theirs, others take free ones or
 // those of tokens that have not been attended to for longest.
-void TokenRecall::place(const DecodeRows& rows, int row, int list, uint32_t now, Work& work) {
+void TokenRecall::place(const DecodeRows& rows, int row, int list, uint32_t now,
+                        const UnitLists& found, Work& work) {
   const int32_t request = rows.seats[row], newest = rows.seq_lens[row] - 1;
   std::vector<Held>& held = held_[int64_t(request) * config_.lists + list];
   const int count = static_cast<int>(work.positions.size());
@@ -140,7 +141,9 @@ void TokenRecall::place(const DecodeRows& rows, int row, int list, uint32_t now,
   held.assign(merged.begin(), merged.end());
   const int together = heads_per_list();
   for (int head = list; head < list + together; ++head) {
-    int32_t* entry = rows.lists + (int64_t(row) * config_.kv_heads + head) * rows.lists_stride;
+    const int64_t number = int64_t(row) * config_.kv_heads + head;
+    int32_t* entry = found.lists + number * found.lists_stride;
+    found.lengths[number] = rows.lengths[number];
     const int32_t first = (request * config_.kv_heads + head) * config_.capacity;
     for (int i = 0; i < count; ++i) entry[i] = first + work.places[i];
   }
@@ -150,7 +153,7 @@ void TokenRecall::place(const DecodeRows& rows, int row, int list, uint32_t now,
 // The life of a step
 // ---------------------------------------------------------------------------------------------
 
-void TokenRecall::recall(const DecodeRows& rows) {
+void TokenRecall::recall(const DecodeRows& rows, const UnitLists& found) {
   check_rows(rows, config_.requests, config_.kv_heads, config_.page_size);
   check_lengths(rows, config_.kv_heads, config_.page_size);
   join();
@@ -161,6 +164,9 @@ void TokenRecall::recall(const DecodeRows& rows) {
     if (seen_[rows.seats[r]]++)
       throw std::invalid_argument(at_row(r, "another one has its seat"));
   }
+  if (found.size < int64_t(rows.rows) * config_.kv_heads)
+    throw std::invalid_argument("there is no room for the lists of places");
+  const int64_t room = std::min<int64_t>(config_.capacity, found.width);
   const int lists = config_.lists, tasks = rows.rows * lists;
   thread_local std::vector<Work> scratch;  // one for all layers
   if (static_cast<int>(scratch.size()) < tasks) scratch.resize(tasks);
@@ -175,12 +181,12 @@ void TokenRecall::recall(const DecodeRows& rows) {
   {
 #pragma omp for schedule(dynamic, 1) reduction(&& : good)
     for (int i = 0; i < tasks; ++i) {
-      work[i].error = locate(rows, i / lists, i % lists, work[i]);
+      work[i].error = locate(rows, i / lists, i % lists, room, work[i]);
       good = good && work[i].error.empty();
     }
     if (good) {
 #pragma omp for schedule(dynamic, 1)
-      for (int i = 0; i < tasks; ++i) place(rows, i / lists, i % lists, now, work[i]);
+      for (int i = 0; i < tasks; ++i) place(rows, i / lists, i % lists, now, found, work[i]);
     }
   }
   for (int i = 0; i < tasks; ++i)

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "recall_cache.h"
 
 namespace kvr {
 
@@ -41,9 +42,9 @@ class TokenRecall {
   TokenRecall(const TokenRecall&) = delete;
   TokenRecall& operator=(const TokenRecall&) = delete;
 
-  // Replaces the tokens, or pages, in the rows' lists by the places where their tokens will be. With
+  // Lists the places where the tokens will be that the rows' lists name, as tokens or pages. With
   // several layers it starts to read missing tokens, layer after layer.
-  void recall(const DecodeRows& rows);
+  void recall(const DecodeRows& rows, const UnitLists& found);
   // Waits until one of the layers has all of these tokens, and helps to read them. By then home has
   // the rows' new tokens in this layer.
   void wait(int layer);
@@ -81,8 +82,9 @@ class TokenRecall {
   };
 
   int heads_per_list() const { return config_.kv_heads / config_.lists; }
-  std::string locate(const DecodeRows& rows, int row, int list, Work& work) const;
-  void place(const DecodeRows& rows, int row, int list, uint32_t now, Work& work);
+  std::string locate(const DecodeRows& rows, int row, int list, int64_t room, Work& work) const;
+  void place(const DecodeRows& rows, int row, int list, uint32_t now, const UnitLists& found,
+             Work& work);
   void read(const Read& read, int layer) const;
   void read_parts(int layer);
   void start_reading();

@@ -13,7 +13,7 @@ from tests.support.steps import Runner, metadata_builder, note, request_table, s
 from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage import Memory
+from vllm_kvretrieval.storage.memory import Memory
 
 PAGE = 32
 # 1 + 1 + 2 pages

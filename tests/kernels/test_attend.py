@@ -35,13 +35,13 @@ def token_lists(lengths, cache, run):
 @pytest.mark.parametrize(
     ("layout", "kv_heads", "group", "head_size", "page_size", "run", "lengths"),
     [
-        ("rows", 3, 3, 64, 32, 1, (1, 700, 31, 32, 33, 640)),
-        ("rows", 2, 7, 64, 32, 32, (1000, 90, 1024, 1)),
-        ("rows", 1, 4, 256, 32, 1, (300, 129)),
-        ("rows", 2, 1, 96, 32, 16, (77, 513)),
-        ("rows", 1, 11, 80, 128, 1, (257,)),
-        ("rows", 2, 8, 128, 64, 64, (2000, 64)),
-        ("rows", 2, 3, 64, 256, 1, (1000, 257)),
+        ("token_major", 3, 3, 64, 32, 1, (1, 700, 31, 32, 33, 640)),
+        ("token_major", 2, 7, 64, 32, 32, (1000, 90, 1024, 1)),
+        ("token_major", 1, 4, 256, 32, 1, (300, 129)),
+        ("token_major", 2, 1, 96, 32, 16, (77, 513)),
+        ("token_major", 1, 11, 80, 128, 1, (257,)),
+        ("token_major", 2, 8, 128, 64, 64, (2000, 64)),
+        ("token_major", 2, 3, 64, 256, 1, (1000, 257)),
         ("vec", 3, 3, 64, 32, 32, (1, 700, 31, 32, 33, 640)),
         ("vec", 2, 7, 64, 32, 16, (1000, 90, 1024, 1)),
         ("vec16", 1, 4, 256, 16, 16, (300, 129)),
@@ -77,7 +77,7 @@ def test_equals_reference(isa, dtype, layout, kv_heads, group, head_size, page_s
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("layout", "run"), [("rows", 1), ("vec", 32), ("amx", 32)])
+@pytest.mark.parametrize(("layout", "run"), [("token_major", 1), ("vec", 32), ("amx", 32)])
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(3.0, False), (0.0, True), (30.0, True)])
 def test_soft_capping_and_sinks(isa, dtype, layout, run, softcap, with_sinks):
     """Logits far beyond the cap, sinks far above and below them, several parts of one list.
@@ -165,11 +165,11 @@ def test_words_hold_what_rows_do(isa, dtype, head_size):
     units = torch.stack([torch.randperm(40)[:8] * 2 + head for head in range(2)]).int()
     for head in range(2):
         rows[units[head, -1] // 2, head, 13:] = float("nan")
-    cpu.stage_pages(rows, torch.arange(40).int(), words, "amx", rows=True)
+    cpu.stage_pages(rows, torch.arange(40).int(), words, "amx", token_major=True)
     lists = TokenLists(units, torch.tensor([last, last]).int(), 32, 2)
     query = torch.randn(1, 6, head_size).to(dtype)
     expected, actual = torch.empty_like(query), torch.empty_like(query)
-    cpu.attend(query, lists, rows, expected, "rows", 0.2)
+    cpu.attend(query, lists, rows, expected, "token_major", 0.2)
     cpu.attend(query, lists, words, actual, "amx", 0.2)
     assert expected.isfinite().all()
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -200,8 +200,8 @@ def test_far_scores(isa):
         old = keys[token, :64].clone()
         keys[token, :64] = 1e3 * query[0].mean(0)
         output, expected = torch.empty_like(query), torch.empty_like(query)
-        cpu.attend(query, lists, cache, output, "rows", 1.0)
-        specified(reference.attend, query, lists, cache, expected, "rows", 1.0)
+        cpu.attend(query, lists, cache, output, "token_major", 1.0)
+        specified(reference.attend, query, lists, cache, expected, "token_major", 1.0)
         torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
         keys[token, :64] = old
 
@@ -210,19 +210,19 @@ def pages_of(keys, values, layout):
     """A cache of one KV head, of [pages, 32, head_size] each."""
     pages, _, head_size = keys.shape
     rows = torch.cat([keys, values], -1)[:, None].contiguous()
-    if layout == "rows":
+    if layout == "token_major":
         return rows
     cache = torch.empty(pages, 1, 32, 2 * head_size, dtype=keys.dtype)
     if layout == "vec":
         cache.view(pages, -1)[:, : 32 * head_size] = keys.transpose(1, 2).flatten(1)
         cache.view(pages, -1)[:, 32 * head_size :] = values.flatten(1)
     else:
-        cpu.stage_pages(rows, torch.arange(pages).int(), cache, layout, rows=True)
+        cpu.stage_pages(rows, torch.arange(pages).int(), cache, layout, token_major=True)
     return cache
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["rows", "vec", "amx"])
+@pytest.mark.parametrize("layout", ["token_major", "vec", "amx"])
 @pytest.mark.parametrize("last", [13, 32])
 def test_rising_scores_over_pages(isa, layout, dtype, last):
     """Each page outweighs those before by far; what lies behind the last token is no number."""
@@ -257,13 +257,13 @@ def test_rows_are_written_and_staged(dtype):
     key, value = fused[:, :kv_heads], fused[:, kv_heads : 2 * kv_heads]
     slots = torch.randperm(9 * page_size)[:135]
     slots[[4, 130]] = -1
-    cpu.write_rows(key, value, slots, written)
-    reference.write_rows(key, value, slots, expected)
+    cpu.write_token_major(key, value, slots, written)
+    reference.write_token_major(key, value, slots, expected)
     assert torch.equal(written, expected)
     pages = torch.tensor([3, 8, 0, 1, 7, 3, 2, 2]).int()
     staged, specified_too = (torch.zeros(3, kv_heads, 128, 2 * head_size).to(dtype) for _ in "ab")
-    cpu.stage_pages(written, pages, staged, rows=True)
-    reference.stage_pages(written, pages, specified_too, rows=True)
+    cpu.stage_pages(written, pages, staged, token_major=True)
+    reference.stage_pages(written, pages, specified_too, token_major=True)
     assert torch.equal(staged, specified_too)
     assert staged[:2].any()
 
@@ -272,7 +272,7 @@ def test_what_does_not_fit_is_refused():
     cache = cache_of(4, 2, 32, 64, torch.float32)
     query, output = torch.randn(1, 6, 64), torch.zeros(1, 6, 64)
 
-    def attend(entries, lengths, run=1, q=query, to=output, layout="rows", **options):
+    def attend(entries, lengths, run=1, q=query, to=output, layout="token_major", **options):
         lists = TokenLists(torch.tensor(entries).int(), torch.tensor(lengths).int(), run, 2)
         cpu.attend(q, lists, cache, to, layout, 1.0, **options)
 
@@ -299,7 +299,7 @@ def test_what_does_not_fit_is_refused():
         attend([[1, 2], [0, 9]], [2, 1], lse=torch.empty(2, 6))
     key = torch.randn(2, 2, 64)
     with pytest.raises(ValueError, match=r"slot_mapping\[1\] is 128, the cache has 128 tokens"):
-        cpu.write_rows(key, key, torch.tensor([0, 128]), cache)
+        cpu.write_token_major(key, key, torch.tensor([0, 128]), cache)
     with pytest.raises(ValueError, match="cache must be contiguous"):
-        cpu.write_rows(query, query, torch.tensor([0]), cache.transpose(1, 2))
+        cpu.write_token_major(query, query, torch.tensor([0]), cache.transpose(1, 2))
     assert output.eq(0).all()

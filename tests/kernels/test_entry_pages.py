@@ -46,7 +46,7 @@ def test_plan_equals_reference(dtype, sharp, pooling, kv_heads, group, head_size
     assert_same_plan(chooser, copy_of(chooser), query, rows)
 
 
-@pytest.mark.parametrize("layout", ["vec", "rows", "amx"])
+@pytest.mark.parametrize("layout", ["vec", "token_major", "amx"])
 @pytest.mark.parametrize("means", [False, True])
 def test_entries_of_two_pages(means, layout):
     """Their records, as tokens are written and as pages are loaded, and the scores of each page."""

@@ -120,7 +120,7 @@ def weights_of(rows, count):
 @covering(queries=[1, 5], dtype=DTYPES, kv_heads__group__head_size__page_size=GROUPS)
 def test_selection_equals_reference(dtype, kv_heads, group, head_size, page_size, queries):
     torch.manual_seed(head_size + queries)
-    layouts = ["vec", "rows"] + ["amx"] * (dtype is torch.bfloat16)
+    layouts = ["vec", "token_major"] + ["amx"] * (dtype is torch.bfloat16)
     for layout in layouts:
         selector = make_selector(kv_heads, group, head_size, page_size, dtype, layout)
         rows = make_rows([152, 600, 151, 577], selector)
@@ -154,7 +154,7 @@ def assert_workers_agree(ops, dtype, queries):
     """Workers that each know their heads, and the highest of the others, select as one with all
     heads."""
     torch.manual_seed(queries)
-    every = make_selector(4, 3, 64, 32, dtype, "rows")
+    every = make_selector(4, 3, 64, 32, dtype, "token_major")
     rows = make_rows([152, 600, 151, 577], every)
     rows.select[3] = 0
     query, weights = make_queries(rows, every, queries, dtype), weights_of(len(rows), queries)
@@ -180,7 +180,7 @@ def assert_workers_agree(ops, dtype, queries):
 
 def test_heads_count_alike(isa):
     """A token is taken for one head's attention alone, however little the others give it."""
-    selector = make_selector(2, 2, 64, 32, torch.float32, "rows")
+    selector = make_selector(2, 2, 64, 32, torch.float32, "token_major")
     rows = make_rows([640], selector, select=1)
     keys = selector.store.cache[..., :64]
     keys.zero_()
@@ -198,7 +198,7 @@ def test_heads_count_alike(isa):
 @pytest.mark.parametrize("queries", [1, 3])
 def test_heads_whose_attention_is_no_number_leave_the_others(isa, queries, infinite):
     """Whichever it is."""
-    selector = make_selector(4, 1, 64, 32, torch.float32, "rows")
+    selector = make_selector(4, 1, 64, 32, torch.float32, "token_major")
     rows = make_rows([640], selector, select=3)
     clean = selector.store.cache
     clean.zero_()
@@ -235,7 +235,7 @@ def test_far_scores_keep_their_order(isa):
 def test_what_lies_behind_a_context_is_not_read(isa):
     """The rest of the last page may hold anything."""
     torch.manual_seed(1)
-    selector = make_selector(2, 2, 64, 32, torch.float32, "rows")
+    selector = make_selector(2, 2, 64, 32, torch.float32, "token_major")
     rows = make_rows([300], selector)
     cache = selector.store.cache
     cache[rows.block_table[0, 9].long(), :, 300 % 32 :] = torch.nan
@@ -245,7 +245,7 @@ def test_what_lies_behind_a_context_is_not_read(isa):
 
 
 def test_no_numbers_select_something(isa):
-    selector = make_selector(2, 2, 64, 32, torch.float32, "rows")
+    selector = make_selector(2, 2, 64, 32, torch.float32, "token_major")
     rows = make_rows([300], selector)
     query = torch.full((1, 4, 64), torch.nan)
     cpu.select_context(query, torch.ones(1, 1), rows, selector)
@@ -256,7 +256,7 @@ def test_no_numbers_select_something(isa):
 def test_a_key_that_is_no_number_silences_its_head(isa, token):
     """The head's attention is to no numbers then; the other head selects."""
     torch.manual_seed(token)
-    selector = make_selector(2, 1, 64, 32, torch.float32, "rows")
+    selector = make_selector(2, 1, 64, 32, torch.float32, "token_major")
     rows = make_rows([300], selector)
     page = rows.block_table[0, token // 32].long()
     selector.store.cache[page, 1, token % 32, 5] = torch.nan

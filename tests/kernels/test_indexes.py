@@ -132,7 +132,7 @@ def test_bytes_on_a_gpu(name, size):
     def store_of(alignment):
         return IndexRecords.empty(
             index, pages=4, kv_heads=2, head_size=128, page_size=32, dtype=cache.dtype,
-            cache=cache, layout="rows", alignment=alignment,
+            cache=cache, layout="token_major", alignment=alignment,
         )  # fmt: skip
 
     store = store_of(RECORD_ALIGNMENT)

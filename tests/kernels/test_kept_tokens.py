@@ -47,7 +47,8 @@ def rows_of(lens, seats, window=1, width=64):
 
 
 @pytest.mark.parametrize(
-    ("layout", "run"), [("rows", 1), ("rows", 32), ("vec", 32), ("vec", 16), ("amx", 32)]
+    ("layout", "run"),
+    [("token_major", 1), ("token_major", 32), ("vec", 32), ("vec", 16), ("amx", 32)],
 )
 def test_weights(isa, layout, run):
     """They add up to 1, of lists of any length; what lies behind them stays as it is."""
@@ -77,12 +78,16 @@ def test_weights_that_do_not_fit():
     query = torch.randn(1, HEADS * GROUP, 64)
     out = torch.empty_like(query)
     with pytest.raises(ValueError, match=r"lengths\[1\] is 9, weights hold 8"):
-        cpu.attend(query, lists, cache, out, "rows", 0.3, weights=torch.empty(1, HEADS * GROUP, 8))
+        cpu.attend(
+            query, lists, cache, out, "token_major", 0.3, weights=torch.empty(1, HEADS * GROUP, 8)
+        )
     with pytest.raises(ValueError, match="weights must be"):
-        cpu.attend(query, lists, cache, out, "rows", 0.3, weights=torch.empty(2, HEADS * GROUP, 9))
+        cpu.attend(
+            query, lists, cache, out, "token_major", 0.3, weights=torch.empty(2, HEADS * GROUP, 9)
+        )
     wrong = torch.empty(1, HEADS * GROUP, 9, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"weights must be torch.float32"):
-        cpu.attend(query, lists, cache, out, "rows", 0.3, weights=wrong)
+        cpu.attend(query, lists, cache, out, "token_major", 0.3, weights=wrong)
 
 
 # ------------------------------------------------------------------------------- what has been kept

@@ -11,7 +11,7 @@ import torch
 from tests.support.kernel_checks import make_chooser, make_rows
 from vllm_kvretrieval.kernels import Mode, TokenLists, cpu
 from vllm_kvretrieval.retrieval.codec import CODECS
-from vllm_kvretrieval.tiers.encoded import EncodedHome
+from vllm_kvretrieval.storage.encoded import EncodedHome
 
 pytestmark = pytest.mark.threads
 
@@ -78,8 +78,8 @@ def test_a_recall_cache(cache, runs_beside, name):
     def once():
         cache.drop_pages([*range(PAGES)])
         rows = all_of_a_context()
-        late = TokenLists(rows.lists.clone(), rows.lengths.clone(), PAGE, 1)
-        assert cache.stream(rows, late)
+        found, late = (TokenLists.empty(rows, PAGE, 1) for _ in range(2))
+        assert cache.stream(rows, found, late)
         return runs_beside(getattr(cache, name), *([] if name == "check" else [[0]]))
 
     assert any(once() for _ in range(TRIES))
@@ -99,7 +99,7 @@ def test_recall_of_tokens(runs_beside, name):
     rows.lists = torch.nn.functional.pad(rows.lists, (0, PAGES * PAGE))
 
     def once():
-        recall.recall(rows)
+        recall.recall(rows, TokenLists.empty(rows, 1, 1))
         return runs_beside(getattr(recall, name), *([] if name == "check" else [0]))
 
     assert any(once() for _ in range(TRIES))

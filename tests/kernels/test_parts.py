@@ -7,7 +7,7 @@ import torch
 
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.kernels import TokenLists, cpu
-from vllm_kvretrieval.storage import Part
+from vllm_kvretrieval.storage.base import Part
 
 HEADS, GROUP, SIZE, PAGE = 2, 3, 64, 32
 ROWS = 2
@@ -41,8 +41,10 @@ def test_parts_are_one_softmax(dtype, borders, sinks):
     ]
     whole = TokenLists(tokens, torch.full((len(tokens),), 900).int(), 1, HEADS)
     expected, merged = torch.empty(query.shape), torch.empty_like(query)
-    layer(sinks)._attend_to_reached(query, [Part(whole, cache)], expected, "rows")
-    layer(sinks)._attend_to_reached(query, [read_late(p, cache) for p in lists], merged, "rows")
+    layer(sinks)._attend_to_reached(query, [Part(whole, cache)], expected, "token_major")
+    layer(sinks)._attend_to_reached(
+        query, [read_late(p, cache) for p in lists], merged, "token_major"
+    )
     # Once, at the end, is the result rounded; with bfloat16 products weights are, too.
     products = dtype == torch.bfloat16 and cpu.isa() == "avx512_bf16"
     rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2

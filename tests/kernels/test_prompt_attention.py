@@ -78,7 +78,7 @@ def blank_unseen(lists, cache, layout):
             last, kept = (tokens - 1) // page_size, (tokens - 1) % page_size + 1
             entry = int(lists.entries[row, last])
             unit = units[entry if lists.per_head else entry * lists.kv_heads + head]
-            if layout == "rows":
+            if layout == "token_major":
                 unit[kept:] = torch.nan
             elif layout == "vec":
                 flat = unit.flatten()
@@ -98,7 +98,7 @@ OPTIONS: list[dict[str, Any]] = [
 CASES = [
     (dtype, layout, *shape)
     for dtype in TOLERANCE
-    for layout in ("vec", "rows", "amx")
+    for layout in ("vec", "token_major", "amx")
     for shape in SHAPES
     if layout != "amx" or dtype != torch.float32
 ]

@@ -11,7 +11,7 @@ USE = """
 import sys, tempfile, types
 from tests.kernels.test_recall_cache import *
 from vllm_kvretrieval.kernels.cpu.binding import chooser_handle, rows_handle, store_handle
-from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.storage.mapped import DiskHome
 
 home = Home()
 (cache, _), _ = caches(home, UNITS)
@@ -20,7 +20,7 @@ rows = make_rows([PAGE * 10], chooser, BUDGET)
 rows.block_table[0] = torch.arange(10)
 query = torch.zeros(1, HEADS, HEAD_SIZE)
 cpu.plan_decode(query, rows, chooser)
-cache.resolve(rows)
+cache.resolve(rows, TokenLists.empty(rows, PAGE, HEADS))
 file = DiskHome(tempfile.gettempdir(), 1, 1 << 20, cpu.MappingGuard)
 file.memory.fill_(1)
 objects = [rows_handle(rows), chooser_handle(chooser), store_handle(chooser.store), cache._cache]

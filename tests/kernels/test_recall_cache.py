@@ -33,7 +33,7 @@ from tests.support.recall_life import (
 )
 from vllm_kvretrieval.kernels import TokenLists, cpu
 from vllm_kvretrieval.retrieval.codec import CODECS
-from vllm_kvretrieval.tiers.encoded import EncodedHome
+from vllm_kvretrieval.storage.encoded import EncodedHome
 
 pytestmark = pytest.mark.threads
 
@@ -101,27 +101,25 @@ def test_random_life(slots, codec, counts):
                 continue
             seen["append"] += 1
             rows = engine.rows(entries, chooser)
-            units = rows.lists
             tables = []
             for cache in both:
                 for e in entries:
                     cache.write(written[e])
             streams = engine.integer(0, 2)
             for cache in both:
-                own = replace(rows, lists=units.clone(), lengths=rows.lengths.clone(), handle=None)
-                late = TokenLists(
-                    torch.full_like(units, -1), torch.zeros_like(own.lengths), PAGE, HEADS
-                )
+                found, late = (TokenLists.empty(rows, PAGE, HEADS) for _ in range(2))
+                late.lengths.zero_()
                 if not streams:
-                    cache.resolve(own)
-                elif cache.stream(own, late):
+                    cache.resolve(rows, found)
+                elif cache.stream(rows, found, late):
                     seen["stream"] += 1
                 else:
                     late.lengths.zero_()
-                cache.prefetch(own, chooser)
+                cache.prefetch(rows, chooser)
                 cache.wait()
-                lists = listed(own.lengths, own.lists), listed(late.lengths, late.entries)
-                for here, there, asked in zip(*lists, listed(rows.lengths, units), strict=True):
+                lists = listed(found.lengths, found.entries), listed(late.lengths, late.entries)
+                asked_for = listed(rows.lengths, rows.lists)
+                for here, there, asked in zip(*lists, asked_for, strict=True):
                     compare(cache, specified, here, there, asked)
                 tables.append(lists)
                 assert cache.check() == ""
@@ -165,8 +163,8 @@ def step(cache, lens, budget=BUDGET):
         for head in range(HEADS):
             rows.lists[r * HEADS + head, :count] = rows.block_table[r, :count] * HEADS + head
             rows.lengths[r * HEADS + head] = length
-    cache.resolve(rows)
-    return rows
+    cache.resolve(rows, found := TokenLists.empty(rows, PAGE, HEADS))
+    return rows, found
 
 
 def test_too_few_slots(home):
@@ -181,7 +179,7 @@ def test_too_few_slots(home):
 
 def test_a_pinned_page_is_not_given_up(home):
     for cache in caches(home, UNITS)[0]:
-        rows = step(cache, [PAGE * sum(BUDGET)])
+        rows, _ = step(cache, [PAGE * sum(BUDGET)])
         tail = int(rows.block_table[0, sum(BUDGET) - 1])
         with pytest.raises(RuntimeError, match=f"page {tail} is given up while"):
             cache.write(torch.tensor([tail * PAGE]))
@@ -194,7 +192,7 @@ def test_a_pinned_page_is_not_given_up(home):
 def test_rows_that_do_not_fit_are_refused(home):
     """Before a slot is taken or pinned."""
     (cache, _), (counts, _) = caches(home, UNITS)
-    rows = step(cache, [PAGE * 10])
+    rows, found = step(cache, [PAGE * 10])
     chooser = make_chooser(PAGES, REQUESTS, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
     before, pinned, counted = cache.resident(), cache.pinned, counts.clone()
     as_rows = lambda **values: replace(  # noqa: E731
@@ -209,14 +207,22 @@ def test_rows_that_do_not_fit_are_refused(home):
         (replace(rows, handle=None, lists=rows.lists[:1]), "has 1 rows, .* need 2"),
         (replace(rows, handle=None, lengths=rows.lengths[:1]), "1 lengths for 1 requests of 2 KV"),
     ):
-        for call in (cache.resolve, lambda rows: cache.prefetch(rows, chooser)):
+        for call in (
+            lambda rows: cache.resolve(rows, found),
+            lambda rows: cache.prefetch(rows, chooser),
+        ):
             with pytest.raises(ValueError, match=message):
                 call(wrong)
     # Less than sink and window, ...
     for wrong in (-1, PAGE * 2, PAGE * 10 + 1, 2**31 - 1, -(2**31)):
         own = replace(rows, handle=None, lengths=torch.tensor([PAGE * 10, wrong]).int())
         with pytest.raises(ValueError, match=f"row 0: a list of {wrong} tokens, of which there is"):
-            cache.resolve(own)
+            cache.resolve(own, found)
+    few_lists = TokenLists(found.entries[:1], found.lengths, PAGE, HEADS)
+    with pytest.raises(ValueError, match="no room for the lists of slots"):
+        cache.resolve(rows, few_lists)
+    with pytest.raises(ValueError, match="no room for the lists of what is late"):
+        cache.stream(rows, found, few_lists)
     with pytest.raises(ValueError, match="select is 4, 1 more than the 3 that"):
         cache.prefetch(as_rows(select=SELECT + 1), chooser)
     few = make_chooser(PAGES, 1, HEADS, 1, HEAD_SIZE, torch.float32, SELECT)
@@ -249,8 +255,8 @@ def test_read_errors(home, ahead):
         cache.write(torch.tensor([-1]))  # waits
         failed = {23, 24, 25}
     else:
-        rows = step(cache, [PAGE * (sum(BUDGET) + 2)], (SINK, WINDOW, SELECT + 2))
-        assert not cache.slots[rows.lists[0, -1]].any()
+        _, found = step(cache, [PAGE * (sum(BUDGET) + 2)], (SINK, WINDOW, SELECT + 2))
+        assert not cache.slots[found.entries[0, -1]].any()
         failed = {6, 7}
     assert set(cache.take_failed_pages()) == failed
     assert cache.take_failed_pages() == []
@@ -321,8 +327,8 @@ def test_encoded_pages_that_cannot_be_written_or_read(open_pages):
     write(cache, open_pages, 10 * PAGE)
     nothing, kept = os.open(os.devnull, os.O_RDONLY), os.dup(open_pages.place[0])
     os.dup2(nothing, open_pages.place[0])
-    rows = step(cache, [PAGE * sum(BUDGET)])
-    assert not cache.slots[rows.lists[0, 0]].any()
+    _, found = step(cache, [PAGE * sum(BUDGET)])
+    assert not cache.slots[found.entries[0, 0]].any()
     assert set(cache.take_failed_pages()) == set(range(sum(BUDGET)))
     target = torch.ones(1, HEADS, 2 * PAGE, 2 * HEAD_SIZE)
     cache.stage(torch.tensor([8, 9]), target)

@@ -143,7 +143,7 @@ def test_threads_change_nothing(page):
 
 
 @pytest.mark.parametrize("page", [32, 256])
-@pytest.mark.parametrize("layout", ["vec", "rows", "amx"])
+@pytest.mark.parametrize("layout", ["vec", "token_major", "amx"])
 def test_means_are_of_the_values_of_complete_entries(layout, page):
     """As tokens are written, and as pages are loaded."""
     torch.manual_seed(0)

@@ -78,13 +78,13 @@ def test_rows_become_what_vllm_writes(dtype, page_size, size):
     pages = torch.randperm(tokens // page_size).int()
     rows = torch.zeros(len(pages), HEADS, page_size, 2 * size, dtype=dtype)
     slots = (pages.long()[:, None] * page_size + torch.arange(page_size)).flatten()
-    cpu.write_rows(key, value, slots, rows)
+    cpu.write_token_major(key, value, slots, rows)
     in_blocks = torch.zeros(3, HEADS, BLOCK_SIZE, 2 * size, dtype=dtype)
     halves = in_blocks.view(3, HEADS, -1, size).chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(tokens), isa)
     for kernels in (cpu, reference):
         staged = torch.empty_like(in_blocks)
-        kernels.stage_pages(rows, pages, staged, isa, rows=True)
+        kernels.stage_pages(rows, pages, staged, isa, token_major=True)
         assert torch.equal(staged, in_blocks)
 
 
@@ -97,8 +97,8 @@ def test_rows_for_amx_equal_reference(page_size, size):
     pages = torch.randperm(60)[: 3 * BLOCK_SIZE // page_size].int()
     expected = torch.zeros(4, HEADS, BLOCK_SIZE, 2 * size).bfloat16()
     actual = expected.clone()
-    reference.stage_pages(source, pages, expected, "amx", rows=True)
-    cpu.stage_pages(source, pages, actual, "amx", rows=True)
+    reference.stage_pages(source, pages, expected, "amx", token_major=True)
+    cpu.stage_pages(source, pages, actual, "amx", token_major=True)
     assert torch.equal(expected, actual)
     assert actual[:3].any()
 
@@ -141,7 +141,7 @@ def test_tokens_in_order_are_pages():
     entries = (units[..., None] * PAGE + torch.arange(PAGE)).flatten(1).int()
     lengths = torch.full((HEADS,), 2 * BLOCK_SIZE, dtype=torch.int32)
     by_pages, by_tokens = torch.zeros(2, 2, HEADS, BLOCK_SIZE, 2 * SIZE)
-    cpu.stage_pages(source, pages, by_pages, rows=True)
+    cpu.stage_pages(source, pages, by_pages, token_major=True)
     cpu.stage_tokens(source, TokenLists(entries, lengths, 1, HEADS), by_tokens)
     assert torch.equal(by_pages, by_tokens)
 
@@ -168,7 +168,7 @@ def test_tokens_that_are_not_staged():
         (lists(run=32), {}, "with run=32 are not the single tokens"),
         (lists(kv_heads=1), {}, "for 1 KV heads"),
         (lists(entries=entries.long()), {}, "entries must be torch.int32"),
-        (lists(), {"layout": "rows"}, "cannot be staged in the layout 'rows'"),
+        (lists(), {"layout": "token_major"}, "cannot be staged in the layout 'token_major'"),
         (lists(), {"layout": "amx"}, "no layout for keys in torch.float32"),
     ]:
         with pytest.raises(ValueError, match=why):
@@ -185,9 +185,9 @@ def test_layouts_that_are_not_staged():
     source = torch.randn(4, HEADS, 32, 2 * SIZE)
     pages, target = torch.arange(4).int(), torch.empty(1, HEADS, BLOCK_SIZE, 2 * SIZE)
     for layout, rows, why in [
-        ("amx", False, "cannot be staged in the layout 'amx', rows=False"),
+        ("amx", False, "cannot be staged in the layout 'amx', token_major=False"),
         ("neon", True, "cannot be staged in the layout 'neon'"),
-        ("rows", True, "cannot be staged in the layout 'rows'"),
+        ("token_major", True, "cannot be staged in the layout 'token_major'"),
         ("amx", True, "no layout for keys in torch.float32"),
     ]:
         with pytest.raises(ValueError, match=why):
@@ -265,7 +265,7 @@ def test_rows_are_staged_always_in_turns_that_fit():
     lens = torch.tensor([100, 500, 30, 641, 300, 10, 7], dtype=torch.int32)  # blocks 1 4 1 6 3 1 1
     starts = torch.tensor([0, *lens.cumsum(0)], dtype=torch.int32)
     table = torch.arange(7 * 24, dtype=torch.int32).view(7, 24)
-    staging = PrefillStaging(PAGE, HEADS, SIZE, torch.float32, 6 * BLOCK_SIZE, rows=True)
+    staging = PrefillStaging(PAGE, HEADS, SIZE, torch.float32, 6 * BLOCK_SIZE, token_major=True)
     turns = staging.plan(table, lens, starts)
     assert [turn.requests for turn in turns] == [slice(0, 3), slice(3, 4), slice(4, 7)]
     assert [len(turn.pages) for turn in turns] == [24, 24, 20]

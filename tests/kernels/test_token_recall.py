@@ -1,13 +1,11 @@
 """The compiled recall of tokens against its specification, over thousands of random steps."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.spec.tokens import TokenRecall as Reference
 from tests.support.kernel_checks import make_chooser, make_rows
-from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.kernels import TokenLists, cpu
 
 pytestmark = pytest.mark.threads
 
@@ -115,14 +113,15 @@ def test_random_life(shared, capacity):
         rows = rows_of(
             [state[s][0] for s in stepping], lens, stepping, fresh, random, shared, by_page
         )
-        named = rows.lists.clone()
+        named = rows.lists
         lists = []
         for recall in both:
-            own = replace(rows, lists=named.clone(), handle=None)
-            recall.recall(own)
+            found = TokenLists.empty(rows, 1, HEADS)
+            found.entries.fill_(-1)
+            recall.recall(rows, found)
             for layer in range(len(home.layers)):
                 recall.wait(layer)
-            lists.append(own.lists)
+            lists.append(found.entries)
         assert both[0].check() == ""
         assert lists[0].equal(lists[1])
         assert counts[0].equal(counts[1])
@@ -149,7 +148,7 @@ def step(recall, lens=(300,), **changed):
     rows = rows_of(tables, list(lens), seats, [1] * len(lens), random, shared=False)
     for key, value in changed.items():
         setattr(rows, key, torch.as_tensor(value).to(getattr(rows, key).dtype))
-    recall.recall(rows)
+    recall.recall(rows, TokenLists.empty(rows, 1, HEADS))
     recall.wait(0)
     return rows
 

@@ -310,8 +310,8 @@ def test_a_budget_of_tokens():
     made = config("fier", budget=1024, also={"freekv": {}}, max_budget=2048)
     assert made.page_budget() == (1, 1, 30)
     assert made.most_selected[made.method] == 2048 - 64
-    assert config("freekv", also={"by tokens": {"index": "one_bit", "unit": "token"}}).rows
-    assert not config("freekv").rows
+    assert config("freekv", also={"by tokens": {"index": "one_bit", "unit": "token"}}).token_major
+    assert not config("freekv").token_major
     fine = config("fier", also={"fine": {"summary_size": 8}, "pages": {"unit": "page"}})
     assert [m.per_token for m in fine.methods.values()] == [True, True, False, False]
     assert len(fine.index_kinds) == 2, "pages have the index of tokens"
@@ -341,7 +341,7 @@ def test_tokens_of_a_slow_home_are_shared_evenly():
     also = {"uneven": {"budget_shares": "pyramid"}}
     with pytest.raises(RetrievalConfigError, match=message):
         config("fier", home="disk", also=also)
-    assert config("fier", also=also).rows
+    assert config("fier", also=also).token_major
     assert config("freekv", home="disk", also=also).home == "disk"
 
 

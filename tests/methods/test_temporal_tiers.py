@@ -28,7 +28,7 @@ def test_temporal_tiers(model, block):
     options = {"kv_retrieval": sizes | {"recall_cache_bytes": least * slot}}
     ttkv = OPTIONS | {"attention_backend": "ttkv", "disable_log_stats": False}
     with engine(model, additional_config=options, **ttkv) as llm:
-        (tiers,) = llm.collective_rpc(lambda worker: vars(worker.tiers))
+        (tiers,) = llm.collective_rpc(lambda worker: vars(worker.planner.tiers))
         unit = 2 * (64 + block) + block * 64 * 3 // 2
         assert tiers["home"] == LAYERS * BLOCKS * KV_HEADS * unit
         settle(llm)

@@ -144,7 +144,7 @@ def test_selected_pages(llm, model):
 def test_methods_that_rate_by_attention_are_refused(rule, what, also):
     """Their ratings would not be the model's attention."""
     bare = BareEngine("freekv", {"also": [also]})
-    logits = bare.worker, [layer.impl for layer in bare.layers.values()], {bare.builder.isa}
+    logits = bare.worker.planner, [layer.impl for layer in bare.layers.values()], {bare.builder.isa}
     assert check_logits(*logits) == (False, False)
     for name, value in rule.items():
         setattr(bare.layers["model.layers.2"].impl, name, value)
@@ -155,7 +155,7 @@ def test_methods_that_rate_by_attention_are_refused(rule, what, also):
 def test_a_mass_is_refused_where_logits_are_capped():
     """Indexes estimate shares of the attention by logits that are not capped."""
     bare = BareEngine("twilight", {})
-    logits = bare.worker, [layer.impl for layer in bare.layers.values()], {bare.builder.isa}
+    logits = bare.worker.planner, [layer.impl for layer in bare.layers.values()], {bare.builder.isa}
     assert check_logits(*logits) == (False, False)
     bare.layers["model.layers.2"].impl.sinks = torch.zeros(4)
     assert check_logits(*logits) == (False, True)

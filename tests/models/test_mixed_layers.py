@@ -88,7 +88,7 @@ def served(request, tmp_path_factory):
 def test_the_layers_that_retrieve(served):
     llm, expected = served
     (numbers,) = llm.collective_rpc(
-        lambda worker: [worker.layer_numbers[name] for name in worker.retrieval_layers]
+        lambda worker: [worker.planner.layer_numbers[name] for name in worker.retrieval_layers]
     )
     assert numbers == expected
 

@@ -49,7 +49,7 @@ def stage_pages(
     pages: torch.Tensor,
     target: torch.Tensor,
     layout: str = "vec",
-    rows: bool = False,
+    token_major: bool = False,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.stage_pages`."""
     _, kv_heads, page_size, width = source.shape
@@ -57,7 +57,7 @@ def stage_pages(
     blocks = target[: len(pages) * page_size // block_size]
     parts = block_size // page_size
     chosen = source[pages.long()].view(len(blocks), parts, kv_heads, page_size, width)
-    if rows:
+    if token_major:
         keys, values = chosen[..., :size].transpose(3, 4), chosen[..., size:]
     else:
         keys, values = chosen.flatten(3).chunk(2, dim=3)
@@ -86,14 +86,14 @@ def stage_tokens(
         listed = torch.nn.functional.pad(tokens[entries], padding)
         pages = listed.unflatten(1, (blocks, block_size)).transpose(0, 1).contiguous()
         order = torch.arange(blocks, dtype=torch.int32)
-        stage_pages(pages, order, target[first : first + blocks], layout, rows=True)
+        stage_pages(pages, order, target[first : first + blocks], layout, token_major=True)
         first += blocks
 
 
-def write_rows(
+def write_token_major(
     key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
 ) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.write_rows`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.write_token_major`."""
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             page, offset = divmod(slot, cache.shape[2])

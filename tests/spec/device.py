@@ -37,7 +37,7 @@ def write_kv(
     indexes: Sequence[IndexRecords],
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.write_kv`."""
-    reference.write_rows(key, value, slot_mapping, cache)
+    reference.write_token_major(key, value, slot_mapping, cache)
     for store in indexes:
         reference.update_index(key, slot_mapping, store)
 

@@ -6,7 +6,7 @@ from tests.spec.attend import (
     drop_tokens,
     stage_pages,
     stage_tokens,
-    write_rows,
+    write_token_major,
 )
 from tests.spec.context import (
     context_ratings,
@@ -53,5 +53,5 @@ __all__ = [
     "tokens_of",
     "update_index",
     "values_of_entries",
-    "write_rows",
+    "write_token_major",
 ]

@@ -139,17 +139,17 @@ class RecallCache:
             return self.home[unit]
         return self._closed[unit]
 
-    def resolve(self, rows: DecodeRows) -> None:
+    def resolve(self, rows: DecodeRows, found: TokenLists) -> None:
         """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.resolve`."""
-        self._bring(rows)
+        self._bring(rows, found)
 
-    def stream(self, rows: DecodeRows, late: TokenLists) -> bool:
+    def stream(self, rows: DecodeRows, found: TokenLists, late: TokenLists) -> bool:
         """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.stream`."""
-        read = self._bring(rows)
+        read = self._bring(rows, found)
         read = {unit for unit in read if unit // self.kv_heads not in self._open}
         slots = torch.tensor([self._slot_of[unit] for unit in read], dtype=torch.int32)
         for number, (listed, length) in enumerate(
-            zip(rows.lists, rows.lengths.tolist(), strict=False)
+            zip(found.entries, found.lengths.tolist(), strict=True)
         ):
             tokens = torch.arange(length)
             moved = torch.isin(listed[tokens // self.page_size], slots)
@@ -157,14 +157,15 @@ class RecallCache:
             for target, entries in (listed, here), (late.entries[number], there):
                 pages = entries.unique_consecutive()
                 target[: len(pages)] = pages
-            rows.lengths[number], late.lengths[number] = len(here), len(there)
+            found.lengths[number], late.lengths[number] = len(here), len(there)
         return bool(read)
 
     def wait(self) -> None:
         """Do nothing: units are read at once."""
 
-    def _bring(self, rows: DecodeRows) -> set[int]:
+    def _bring(self, rows: DecodeRows, found: TokenLists) -> set[int]:
         """Bring all attended units into slots; those that none held are returned."""
+        found.lengths[:] = rows.lengths
         self._step += 1
         for request in rows.seats.tolist():
             self.release(request)
@@ -190,7 +191,7 @@ class RecallCache:
             sink, window = int(rows.sink[r]), int(rows.window[r])
             pinned = self._pinned_by.setdefault(request, [])
             for head, units in enumerate(per_head):
-                entry = rows.lists[r * self.kv_heads + head]
+                entry = found.entries[r * self.kv_heads + head]
                 entry[: len(units)] = torch.tensor([self._slot_of[unit] for unit in units])
                 if rows.mode[r] != Mode.WHOLE:
                     pinned += units[:sink] + units[len(units) - window :]

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvretrieval.kernels.rows import DecodeRows
+from vllm_kvretrieval.kernels.rows import DecodeRows, TokenLists
 
 
 class TokenRecall:
@@ -39,15 +39,16 @@ class TokenRecall:
         """See :meth:`vllm_kvretrieval.kernels.tokens.TokenRecall.used`."""
         return sum(map(len, self._held.values())) * self.together * len(self.homes)
 
-    def recall(self, rows: DecodeRows) -> None:
+    def recall(self, rows: DecodeRows, found: TokenLists) -> None:
         """See :meth:`vllm_kvretrieval.kernels.tokens.TokenRecall.recall`."""
         self._step += 1
         self._wanted = []
+        found.lengths[:] = rows.lengths
         for r, seat in enumerate(rows.seats.tolist()):
             for head in range(0, self.kv_heads, self.together):
-                self._recall(rows, r, seat, head)
+                self._recall(rows, found, r, seat, head)
 
-    def _recall(self, rows: DecodeRows, r: int, seat: int, head: int) -> None:
+    def _recall(self, rows: DecodeRows, found: TokenLists, r: int, seat: int, head: int) -> None:
         attended = self._attended(rows, r, head)
         held = {} if rows.fresh[r] else self._held.get((seat, head), {})
         hits = {t: (token, *held[t][1:]) for t, token in attended.items() if t in held}
@@ -69,7 +70,7 @@ class TokenRecall:
         places = torch.tensor([now[t][1] for t in attended], dtype=torch.int32)
         for h in range(head, head + self.together):
             first = (seat * self.kv_heads + h) * self.capacity
-            rows.lists[r * self.kv_heads + h, : len(places)] = first + places
+            found.entries[r * self.kv_heads + h, : len(places)] = first + places
 
     def _attended(self, rows: DecodeRows, r: int, head: int) -> dict[int, int]:
         """Positions of tokens in the context, rising, and their numbers in home."""

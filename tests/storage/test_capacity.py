@@ -244,7 +244,7 @@ def test_slots_for_what_entropy_gives_a_layer(tmp_path):
     options["budget_shares"] = {"entropy": {"least": 0, "most": 3.5}}
     options["recall_cache_bytes"] = least_slots("entropykv", options, {}, torch.float32)
     engine = BareEngine("entropykv", options)
-    capacity = engine.worker.tiers.slots[0] // (engine.worker.seats * HEADS)
+    capacity = engine.worker.planner.tiers.slots[0] // (engine.worker.planner.seats * HEADS)
     assert capacity == 3.5 * 64
     settle, most = engine.worker.requests.kept.settle, []
 

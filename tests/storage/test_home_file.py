@@ -1,137 +1,135 @@
-"""The file of a slow home."""
+"""Where the file of a slow home lies: what is refused, and how its space is reserved."""
 
-import mmap
+import ctypes
+import errno
 import os
-import signal
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
-import psutil  # type: ignore[import-untyped]
 import pytest
-import torch
 
-from tests.support import programs
+from vllm_kvretrieval.disk_space import allocate
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels.cpu import MappingGuard
-from vllm_kvretrieval.tiers import home as home_module
-from vllm_kvretrieval.tiers.home import DiskHome, page_runs
-
-pytestmark = pytest.mark.threads
+from vllm_kvretrieval.storage import home_file
+from vllm_kvretrieval.storage.home_file import check_room, directory_for, file_system, reserve
 
 MIB = 1 << 20
+IN_MEMORY = "/dev/shm"
 
 
-def test_what_is_written_is_in_the_file(tmp_path):
-    home = DiskHome(str(tmp_path), 3, MIB, MappingGuard)
-    assert home.memory.numel() == 3 * MIB
-    assert not home.memory.any()
-    home.memory.copy_(torch.arange(3 * MIB) % 100)
-    assert os.pread(home.fd, 3 * MIB, 0) == home.memory.numpy().tobytes()
-    assert list(tmp_path.iterdir()) == [], "the file has no name"
+@pytest.fixture
+def file(tmp_path):
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        yield file.fileno()
 
 
-def test_resident_memory_is_let_go_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(home_module, "TRIM_BYTES", 16 * MIB)
-    home = DiskHome(str(tmp_path), 2, 32 * MIB, MappingGuard)
+@pytest.fixture
+def logged(monkeypatch):
+    lines: list[str] = []
 
-    def resident():
-        maps = psutil.Process().memory_maps(grouped=False)
-        return sum(part.rss for part in maps if str(tmp_path) in part.path) / MIB
+    def note(text, *values):
+        lines.append(text % values)
 
-    for part in home.memory.split(MIB):
-        part.fill_(7)
-        home.note_written(MIB)
-        assert resident() < 18
-    assert home.memory.eq(7).all()
-    assert resident() > 60
-    home.unmap(0)
-    assert 31 < resident() < 33
-    home.unmap(1)
-    assert resident() == 0
-    home.stage(0, page_runs(np.arange(4, 12), MIB), None)
-    assert resident() == 8
+    monkeypatch.setattr(home_file, "logger", SimpleNamespace(info=note, warning_once=note))
+    return lines
 
 
-def test_runs_of_pages():
-    runs = page_runs(np.array([7, 3, 4, 5, 9, 8, 4], dtype=np.int32), 1000)
-    assert runs.tolist() == [[3000, 3000], [7000, 3000]]
+def test_memory_is_no_disk(monkeypatch):
+    """/tmp lies in memory on many systems, and there a file takes what it is to save."""
+    assert file_system(IN_MEMORY) == "tmpfs"
+    monkeypatch.setattr(home_file, "DEFAULT_DIRECTORY", IN_MEMORY)
+    message = r"home=disk: /dev/shm lies in memory \(tmpfs\).* with kv_retrieval\.home_path"
+    with pytest.raises(RetrievalConfigError, match=message):
+        directory_for(None)
+    assert directory_for(IN_MEMORY) == IN_MEMORY, "if that is what the user wants"
 
 
-def test_what_cannot_be_read_is_zero_and_reported(tmp_path):
-    """Touched by whomever: the kernel's SIGBUS does not end the process."""
-    layer, page = 256 * mmap.PAGESIZE, 2 * mmap.PAGESIZE
-    home = DiskHome(str(tmp_path), 2, layer, MappingGuard)
-    home.memory.fill_(1)
-    os.ftruncate(home.fd, layer + 8 * page)
-    home.stage(1, page_runs(np.array([3, 100]), page), None)
-    assert home.take_lost(page) == set()
-    lost = home.memory[layer + 8 * page :]
-    assert not lost[3 * page : 3 * page + 10].any()
-    lost[50 * page : 52 * page].fill_(5)
-    assert lost[50 * page : 52 * page].eq(5).all()
-    assert home.take_lost(page) == {11, 58, 59}
-    assert home.take_lost(page) == set()
-    os.ftruncate(home.fd, 2 * layer)
-    assert home.memory.sum() == layer + 8 * page, "the file is mapped again"
-    assert home.take_lost(page) == set()
-    small = page // 4  # smaller than the system's
-    os.ftruncate(home.fd, layer)
-    assert home.memory[-1] == 0
-    assert home.take_lost(small) == {510, 511}
+def test_the_default_is_for_large_temporary_files(monkeypatch, tmp_path, logged):
+    assert directory_for(None) == "/var/tmp"
+    assert logged == []
+    monkeypatch.setattr(home_file, "DEFAULT_DIRECTORY", str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert directory_for(None) == str(tmp_path)
+    assert "missing, or this user may not write to it" in logged[0]
 
 
-def test_single_tokens_are_read_by_a_mapping_of_their_own(tmp_path):
-    """The same bytes; what is lost there is zero and reported, too, and back when the file is."""
-    layer, page = 16 * mmap.PAGESIZE, 2 * mmap.PAGESIZE
-    home = DiskHome(str(tmp_path), 2, layer, MappingGuard)
-    first, second = home.scattered(0), home.scattered(1)
-    home.memory[layer + 5] = 7
-    assert (len(first), len(second), second[5]) == (layer, layer, 7)
-    home.note_written(1 << 40)
-    assert second[5] == 7
-    os.ftruncate(home.fd, layer)
-    assert second[3 * page] == 0
-    assert home.take_lost(page) == {3}
-    os.ftruncate(home.fd, 2 * layer)
-    home.memory[layer + 3 * page] = 8
-    assert second[3 * page] == 8
-    assert home.take_lost(page) == set()
+def test_a_default_that_belongs_to_somebody_else(monkeypatch, tmp_path, logged):
+    """As a volume of root's that a container mounts there."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/var/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert directory_for(None) == str(tmp_path)
+    (line,) = logged
+    assert line.startswith("home=disk: /var/tmp is missing, or this user may not write to it, so")
+    assert f"the file lies in {tmp_path}. Name a directory with kv_retrieval.home_path." in line
+    assert directory_for("/elsewhere") == "/elsewhere"
+    assert len(logged) == 1, "nothing is said of a directory that the user names"
 
 
-def test_other_bus_errors_end_the_process():
-    program = """
-import mmap, tempfile
-from vllm_kvretrieval.kernels.cpu import MappingGuard
-from vllm_kvretrieval.tiers.home import DiskHome
-home = DiskHome(tempfile.gettempdir(), 1, 1 << 20, MappingGuard)
-file = tempfile.TemporaryFile()
-file.truncate(8192)
-other = mmap.mmap(file.fileno(), 8192)
-file.truncate(0)
-print(other[0])
-"""
-    ended = programs.run(program)
-    assert ended.returncode == -signal.SIGBUS
+def test_an_unknown_file_system_is_not_refused(monkeypatch):
+    monkeypatch.setattr(
+        home_file,
+        "Path",
+        lambda name: SimpleNamespace(
+            stat=lambda: Path("/").stat(), exists=lambda: False, read_text=None
+        ),
+    )
+    assert file_system("/") == ""
 
 
-def test_too_small_a_disk(tmp_path):
-    with pytest.raises(RetrievalConfigError, match=r"the home needs 2048.0 GiB, but .* free"):
-        DiskHome(str(tmp_path), 2, 1 << 40, MappingGuard)
+def test_space_is_reserved(file, tmp_path, logged):
+    reserve(file, 3 * MIB, str(tmp_path))
+    stat = os.fstat(file)
+    assert (stat.st_size, stat.st_blocks * 512) == (3 * MIB, 3 * MIB)
+    assert logged == []
 
 
-def test_nothing_is_left_of_a_killed_process(tmp_path):
-    """Nor does its space stay taken."""
-    program = f"""
-import os, signal
-from vllm_kvretrieval.kernels.cpu import MappingGuard
-from vllm_kvretrieval.tiers.home import DiskHome
-home = DiskHome({str(tmp_path)!r}, 2, 100 << 20, MappingGuard)
-home.memory.fill_(1)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    free = lambda: os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize  # noqa: E731
-    before = free()
-    killed = programs.run(program)
-    assert killed.returncode == -signal.SIGKILL
-    assert list(tmp_path.iterdir()) == []
-    assert before - free() < 100 * MIB
-    assert DiskHome(str(tmp_path), 2, MIB, MappingGuard).memory.numel() == 2 * MIB
+def test_zeros_reach_the_disk_bit_by_bit(file, tmp_path, logged, monkeypatch):
+    """Whoever waits for them sees the file grow."""
+    sizes: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: sizes.append(os.fstat(fd).st_size))
+    monkeypatch.setattr(home_file, "allocate", lambda fd, size: False)
+    monkeypatch.setattr(home_file, "ZEROS", MIB)
+    monkeypatch.setattr(home_file, "SYNCED", 2 * MIB)
+    reserve(file, 5 * MIB, str(tmp_path))
+    assert sizes == [2 * MIB, 4 * MIB]
+
+
+def test_without_a_call_to_reserve_it(file, tmp_path, logged, monkeypatch):
+    """Zeros are written, and it is said so."""
+    monkeypatch.setattr(home_file, "allocate", lambda fd, size: False)
+    monkeypatch.setattr(home_file, "ZEROS", MIB)
+    monkeypatch.setattr(home_file, "PROGRESS_S", -1)
+    reserve(file, 2 * MIB + 5, str(tmp_path))
+    assert os.fstat(file).st_size == 2 * MIB + 5
+    assert os.fstat(file).st_blocks * 512 >= 2 * MIB
+    assert "cannot reserve space" in logged[0]
+    assert len(logged) == 4
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_what_the_system_says(code, file, monkeypatch):
+    monkeypatch.setattr(ctypes, "get_errno", lambda: code)
+    library = SimpleNamespace(fallocate=lambda *_: -1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: library)
+    assert not allocate(file, 5)
+    monkeypatch.setattr(ctypes, "get_errno", lambda: errno.EIO)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        allocate(file, 5)
+
+
+def test_a_disk_that_fills_up_meanwhile(file, tmp_path, monkeypatch):
+    """Another worker's file may have come in between."""
+
+    def full(fd, size):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(home_file, "allocate", full)
+    with pytest.raises(RetrievalConfigError, match=r"needs 1\.0 GiB, but .* or name another disk"):
+        reserve(file, 1 << 30, str(tmp_path))
+
+
+def test_room_for_all(tmp_path):
+    check_room(str(tmp_path), MIB, 2)
+    with pytest.raises(RetrievalConfigError, match=r"needs 1024\.0 GiB for each of 64 workers"):
+        check_room(str(tmp_path), 1 << 40, 64)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_kvretrieval.tiers.huge_pages import HUGE_PAGE, use_huge_pages
+from vllm_kvretrieval.storage.huge_pages import HUGE_PAGE, use_huge_pages
 
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -23,9 +23,9 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.limits import available_memory, explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.tiers import place
-from vllm_kvretrieval.tiers.file import HomeFile
-from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.storage import home_file
+from vllm_kvretrieval.storage.home_file import HomeFile
+from vllm_kvretrieval.storage.mapped import DiskHome
 
 MIB, GIB = 1 << 20, 1 << 30
 NOBODY = 65534
@@ -103,7 +103,7 @@ def test_a_directory_that_is_gone(tmp_path):
     with pytest.raises(RetrievalConfigError, match=r"No such file or directory\)\. .* make it, or"):
         disk_home(tmp_path / "gone")
     with pytest.raises(RetrievalConfigError, match=r"No such file or directory\)\. .* make it, or"):
-        place.check_room(str(tmp_path / "gone"), 1)
+        home_file.check_room(str(tmp_path / "gone"), 1)
     (tmp_path / "file").touch()
     with pytest.raises(RetrievalConfigError, match=r"Not a directory\)\. .* make it, or"):
         disk_home(tmp_path / "file")
@@ -113,10 +113,10 @@ def test_a_system_without_temporary_directories(monkeypatch, tmp_path):
     def none():
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
-    monkeypatch.setattr(place, "DEFAULT_DIRECTORY", str(tmp_path / "missing"))
+    monkeypatch.setattr(home_file, "DEFAULT_DIRECTORY", str(tmp_path / "missing"))
     monkeypatch.setattr(tempfile, "gettempdir", none)
     with pytest.raises(RetrievalConfigError, match=r"No usable .*\)\. .* name another directory"):
-        place.directory_for(None)
+        home_file.directory_for(None)
 
 
 # ------------------------------------------------------------------------ what the system refuses
@@ -127,8 +127,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.cpu import MappingGuard
-from vllm_kvretrieval.tiers.encoded import EncodedHome
-from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.storage.encoded import EncodedHome
+from vllm_kvretrieval.storage.mapped import DiskHome
 
 where, SIZE = sys.argv[1], 256 << 20
 
@@ -254,8 +254,8 @@ def test_what_cannot_be_had_in_a_test(code, remedy, call, monkeypatch, tmp_path)
     def refuse(*_):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(place, "allocate", lambda *_: False)
-    monkeypatch.setattr(place, call, refuse)
+    monkeypatch.setattr(home_file, "allocate", lambda *_: False)
+    monkeypatch.setattr(home_file, call, refuse)
     said = rf"a file of 0\.0 GiB in .* cannot be made \({os.strerror(code)}\)\. {remedy}"
     with pytest.raises(RetrievalConfigError, match=said):
         disk_home(tmp_path)
@@ -267,7 +267,7 @@ def test_a_disk_that_is_full_says_so_when_zeros_have_got_there(monkeypatch, tmp_
     def full(fd):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(place, "allocate", lambda *_: False)
+    monkeypatch.setattr(home_file, "allocate", lambda *_: False)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RetrievalConfigError, match="A quota on that disk is used up"):
         disk_home(tmp_path)
@@ -294,20 +294,20 @@ def test_memory_that_the_system_refuses():
 def test_a_home_in_memory_has_to_fit_there(monkeypatch):
     """The check includes memory that the worker is yet to take. Nothing is reserved there, so a
     lack of memory would end the process."""
-    monkeypatch.setattr(place, "available_memory", lambda: 3 * GIB)
-    place.check_room("/dev/shm", GIB, workers=2, memory=GIB // 2)
+    monkeypatch.setattr(home_file, "available_memory", lambda: 3 * GIB)
+    home_file.check_room("/dev/shm", GIB, workers=2, memory=GIB // 2)
     with pytest.raises(
         RetrievalConfigError,
         match=r"/dev/shm \(it lies in memory, tmpfs\) has 2\.8 GiB free\. Lower home_bytes",
     ):
-        place.check_room("/dev/shm", 3 * GIB - 1, memory=GIB // 5)
+        home_file.check_room("/dev/shm", 3 * GIB - 1, memory=GIB // 5)
     with pytest.raises(RetrievalConfigError, match=r"has 3\.0 GiB free"):
         disk_home("/dev/shm", 4 * GIB)
 
 
 def test_a_home_on_a_disk_does_not(monkeypatch, tmp_path):
-    monkeypatch.setattr(place, "available_memory", lambda: 0)
-    place.check_room(str(tmp_path), MIB, memory=GIB)
+    monkeypatch.setattr(home_file, "available_memory", lambda: 0)
+    home_file.check_room(str(tmp_path), MIB, memory=GIB)
 
 
 @ROOT_ONLY
@@ -372,13 +372,13 @@ def test_what_never_gets_to_the_disk_is_told(mounted):
     subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", image], check=True)
     directory = mounted("inner", "-o", "loop", str(image))
     home = disk_home(directory, 32 * MIB)
-    assert home.file.take_write_error() == 0
+    assert home.take_write_error() == 0
     home.memory.random_()
     content = home.memory.clone()
-    assert home.file.take_write_error() == 0, "the system has it all, in memory"
+    assert home.take_write_error() == 0, "the system has it all, in memory"
     os.sync()
-    assert home.file.take_write_error() in (errno.ENOSPC, errno.EIO)
-    assert home.file.take_write_error() == 0, "it is told once"
+    assert home.take_write_error() in (errno.ENOSPC, errno.EIO)
+    assert home.take_write_error() == 0, "it is told once"
     home.unmap(0)
     os.posix_fadvise(home.fd, 0, 0, os.POSIX_FADV_DONTNEED)
     assert not home.memory.equal(content), "it is lost, and reading does not say so"
@@ -386,7 +386,7 @@ def test_what_never_gets_to_the_disk_is_told(mounted):
 
 
 def test_files_that_cannot_tell(tmp_path):
-    file = HomeFile(str(tmp_path), MIB)
+    file = HomeFile(str(tmp_path), 1, MIB)
     assert file.take_write_error() == 0
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), file.fd)

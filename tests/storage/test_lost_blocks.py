@@ -17,9 +17,8 @@ class Home:
     def __init__(self):
         self.failed = 0
         self.pages: set[int] = set()
-        self.file = SimpleNamespace(take_write_error=self.take)
 
-    def take(self):
+    def take_write_error(self):
         failed, self.failed = self.failed, 0
         return failed
 

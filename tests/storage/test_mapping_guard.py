@@ -1,4 +1,4 @@
-"""The guard of a mapped file; what a home makes of it is in test_home_file.py."""
+"""The guard of a mapped file; what a home makes of it is in test_mapped_home.py."""
 
 import mmap
 import os
@@ -49,7 +49,7 @@ def test_what_cannot_be_mapped_again_is_told_until_it_is():
 LOST_EVERYWHERE = """
 import mmap, os, tempfile, torch
 from pathlib import Path
-from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.storage.mapped import DiskHome
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 
 PAGE = mmap.PAGESIZE

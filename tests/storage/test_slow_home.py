@@ -241,7 +241,7 @@ def test_dense_layers_on_disk(model, expected):
     options = OPTIONS | {"kv_cache_memory_bytes": fast}
     retrieval = {"kv_retrieval": BUDGET | {"home": "disk"}}
     with engine(model, additional_config=retrieval, **options) as llm:
-        tiers = llm.collective_rpc(lambda worker: vars(worker.tiers))[0]
+        tiers = llm.collective_rpc(lambda worker: vars(worker.planner.tiers))[0]
         assert tiers["streams_dense"]
         assert tiers["staging"] == 4 << 20
         assert tiers["dense"] == 0
@@ -265,7 +265,7 @@ def test_more_than_memory_would_hold(model):
     del options["max_num_seqs"]
     with engine(model, **options) as llm:
         core: Any = llm.llm_engine.engine_core.engine_core
-        (tiers,) = llm.collective_rpc(lambda worker: vars(worker.tiers))
+        (tiers,) = llm.collective_rpc(lambda worker: vars(worker.planner.tiers))
         assert core.vllm_config.scheduler_config.max_num_seqs == 256
         assert core.scheduler.max_num_running_reqs == tiers["seats"] == 3
         assert core.scheduler.kv_cache_manager.max_model_len < (tiers["blocks"] - 1) * 128

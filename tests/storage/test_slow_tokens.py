@@ -115,7 +115,9 @@ def complaints(llm):
 
 
 def test_same_answers_as_in_memory(llm, method, expected):
-    slots = llm.collective_rpc(lambda worker: (worker.tiers.slots, [*worker.retrieval_layers]))[0]
+    slots = llm.collective_rpc(
+        lambda worker: (worker.planner.tiers.slots, [*worker.retrieval_layers])
+    )[0]
     names = [f"model.layers.{i}.self_attn.attn" for i in FOLLOW[method]]
     assert slots == (len(names) * (LEAST,), names)
     results = run_scenarios(llm, method)
@@ -176,7 +178,7 @@ def test_filters_that_do_not_fit_in_memory(model, method, expected):
     fast = len(FOLLOW[method]) * LEAST * (TOKEN_BYTES + 16) + (7 << 20)
     options = options_of(method, home="disk") | {"kv_cache_memory_bytes": fast}
     with engine(model, **options) as llm:
-        tiers = llm.collective_rpc(lambda worker: vars(worker.tiers))[0]
+        tiers = llm.collective_rpc(lambda worker: vars(worker.planner.tiers))[0]
         assert tiers["streams_dense"]
         assert tiers["staging"] == 4 << 20
         answers = [vars(answer) for answer in drive(llm, scenarios(method)["crowd"])]

@@ -9,8 +9,7 @@ import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.tiers.cache import Cache
-from vllm_kvretrieval.tiers.sizes import Tiers
+from vllm_kvretrieval.storage.plan import Cache, Tiers
 
 MIB = 1 << 20
 
@@ -248,7 +247,7 @@ def test_every_method_starts_at_vllms_defaults(cache, method):
         assert got.home <= DISK * 3 // 4
         assert got.staging == staging
         assert not got.streams_dense
-        each = 1 if config.rows else config.page_size
+        each = 1 if config.token_major else config.page_size
         need = got.seats * cache.kv_heads * config.budget_limit // each
         home = got.blocks * 128 // each * cache.kv_heads  # no more can be wanted
         assert min(got.slots) >= min(need, home)

@@ -2,7 +2,6 @@
 
 import os
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +12,13 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.storage.test_tier_sizes import BUDGET, CACHE, LEAST, ONE, SLOT, STAGING, tiers
 from tests.support.engine import checkpoint
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.engine.connector import connector_config
+from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.engine.cpu.refusals import check_reading
-from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.engine.memory import bytes_per_block
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -30,41 +28,37 @@ pytestmark = pytest.mark.threads
 MIB = 1 << 20
 
 
-def worker(specs, workers=1, engines=1, **options):
-    """The part of a worker that plans the tiers."""
-    worker: Any = object.__new__(RetrievalCPUWorker)
-    worker.retrieval_config = RetrievalConfig.from_options("freekv", {"budget": BUDGET} | options)
-    worker.get_kv_cache_spec = lambda: {f"model.layers.{i}": s for i, s in enumerate(specs)}
-    worker.scheduler_config = SimpleNamespace(
+def planner(specs, workers=1, engines=1, **options):
+    """What plans the tiers of a worker."""
+    scheduler_config = SimpleNamespace(
         max_num_seqs=CACHE.max_num_seqs,
         max_num_active_seqs=None,
         max_num_batched_tokens=CACHE.step_tokens,
     )
-    worker.model_config = SimpleNamespace(
+    model_config = SimpleNamespace(
         max_model_len=CACHE.max_model_len,
         model="somebody/model",
         hf_text_config=SimpleNamespace(),
         get_total_num_hidden_layers=lambda: 0,
+        get_total_num_kv_heads=lambda: 4 * workers,
         is_hybrid=True,  # only the worker's layers show which of them attend
     )
-    worker.cache_config = SimpleNamespace(num_gpu_blocks_override=None, kv_offloading_size=None)
-    worker.parallel_config = SimpleNamespace(
-        local_world_size=workers, tensor_parallel_size=workers, pipeline_parallel_size=1
-    )
-    worker.model_config.get_total_num_kv_heads = lambda: 4 * workers
-    worker.rank = workers - 1
-    worker.vllm_config = SimpleNamespace(
-        scheduler_config=worker.scheduler_config,
-        model_config=worker.model_config,
-        parallel_config=worker.parallel_config,
-        cache_config=worker.cache_config,
+    vllm_config = SimpleNamespace(
+        scheduler_config=scheduler_config,
+        model_config=model_config,
+        parallel_config=SimpleNamespace(
+            local_world_size=workers, tensor_parallel_size=workers, pipeline_parallel_size=1
+        ),
+        cache_config=SimpleNamespace(num_gpu_blocks_override=None, kv_offloading_size=None),
         kv_transfer_config=connector_config(engines),
     )
-    return worker
+    config = RetrievalConfig.from_options("freekv", {"budget": BUDGET} | options)
+    named = {f"model.layers.{i}": spec for i, spec in enumerate(specs)}
+    return Planner(config, vllm_config, lambda: named, workers - 1)
 
 
 def plan(specs, fast=500 * MIB, workers=1, engines=1, **options):
-    return worker(specs, workers, engines, **options)._plan_tiers(fast, STAGING)
+    return planner(specs, workers, engines, **options).plan_tiers(fast, STAGING)
 
 
 FULL = FullAttentionSpec(block_size=128, num_kv_heads=4, head_size=64, dtype=torch.float32)
@@ -107,15 +101,15 @@ def test_the_home_leaves_room_on_the_disk(tmp_path, monkeypatch):
 
 def test_the_scheduler_has_to_know():
     """Fewer requests than it would run cannot be served where another connector takes its place."""
-    own = worker([FULL] * 10, home="disk", recall_cache_bytes=LEAST * SLOT - 1)
-    assert own._plan_tiers(500 * MIB, STAGING).seats == 1
+    own = planner([FULL] * 10, home="disk", recall_cache_bytes=LEAST * SLOT - 1)
+    assert own.plan_tiers(500 * MIB, STAGING).seats == 1
     own.vllm_config.kv_transfer_config = KVTransferConfig(
         kv_connector="DecodeBenchConnector", kv_role="kv_both"
     )
     with pytest.raises(RetrievalConfigError, match="Set --max-num-seqs to 1 at most"):
-        own._plan_tiers(500 * MIB, STAGING)
+        own.plan_tiers(500 * MIB, STAGING)
     own.scheduler_config.max_num_active_seqs = 1
-    assert own._plan_tiers(500 * MIB, STAGING).seats == 1
+    assert own.plan_tiers(500 * MIB, STAGING).seats == 1
 
 
 def test_auto_takes_the_disk_only_where_it_must():
@@ -139,7 +133,7 @@ def test_the_files_of_all_workers_have_to_fit(tmp_path, monkeypatch):
 
 def of_memory(specs, **engine):
     """What page indexes take of memory, in shares of the KV cache."""
-    own = worker(specs)
+    own = planner(specs)
     own.vllm_config = EngineArgs(
         model=checkpoint("SmolLM2-135M-Instruct"), attention_backend="freekv", **engine
     ).create_engine_config()
@@ -178,40 +172,38 @@ KEYS = 8192 * 64 * (2 + 4)
         ("streamingllm", 0),
     ],
 )
-def test_memory_for_scores_is_set_aside(monkeypatch, method, scratch):
+def test_memory_for_scores_is_set_aside(method, scratch):
     """The memory is for 9 query heads, contexts of up to 8192 tokens, and 64 requests."""
-    own = worker([FULL] * 30)
-    own.vllm_config = EngineArgs(
+    vllm_config = EngineArgs(
         model=checkpoint("SmolLM2-135M-Instruct"), attention_backend=method, max_num_seqs=64
     ).create_engine_config()
-    for part in ("model", "cache", "parallel", "scheduler"):
-        setattr(own, f"{part}_config", getattr(own.vllm_config, f"{part}_config"))
-    own.cache_config.kv_cache_layout = "LBHNC"  # as the engine core finds out first
-    own.retrieval_config = RetrievalConfig.from_vllm(own.vllm_config)
-    monkeypatch.setattr(CPUWorker, "determine_available_memory", lambda _: 1 << 30)
-    specs, config = own.get_kv_cache_spec(), own.retrieval_config
-    block, index = bytes_per_block(own.vllm_config, specs, config, own.retrieving)
-    left = (1 << 30) - own._staging_bytes() - scratch
-    assert own.determine_available_memory() == left * block // (block + index)
+    vllm_config.cache_config.kv_cache_layout = "LBHNC"  # as the engine core finds out first
+    config = RetrievalConfig.from_vllm(vllm_config)
+    assert config is not None
+    specs = {f"model.layers.{i}": FULL for i in range(30)}
+    own = Planner(config, vllm_config, lambda: specs, 0)
+    block, index = bytes_per_block(vllm_config, specs, config, own.retrieving)
+    left = (1 << 30) - own.staging_bytes() - scratch
+    assert own.divide(1 << 30) == left * block // (block + index)
 
 
 @pytest.mark.parametrize(("page_size", "longest"), [(16, 1000), (32, 1024), (256, 1000)])
 def test_memory_for_staging_is_that_of_its_buffer(page_size, longest):
     """The buffer has whole blocks, of 128 tokens or of a page."""
-    own = worker([FULL], page_size=page_size, budget=2048, attention="vllm")
+    own = planner([FULL], page_size=page_size, budget=2048, attention="vllm")
     model = own.model_config
     model.max_model_len, model.dtype = longest, torch.bfloat16
     model.get_num_kv_heads, model.get_head_size = lambda _: 4, lambda: 64
     staging = PrefillStaging(page_size, 4, 64, torch.bfloat16, longest)
-    assert own._staging_bytes() == staging.buffer.nbytes > 0
+    assert own.staging_bytes() == staging.buffer.nbytes > 0
 
 
 def test_memory_that_does_not_suffice_is_found_out_at_once():
-    own = worker([FULL] * 10)
-    own._check_memory(MIB, MIB, MIB)
+    own = planner([FULL] * 10)
+    own.check_memory(MIB, MIB, MIB)
     message = "freekv needs a page index of 4096.0 GiB and 1.0 GiB for prefill and scores"
     with pytest.raises(RetrievalConfigError, match=message):
-        own._check_memory(1 << 30, 1 << 42, 1 << 30)
+        own.check_memory(1 << 30, 1 << 42, 1 << 30)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +223,7 @@ def test_workers_know_what_their_layers_attend_to(others):
     """
     first, last = [*others, 2, 1, 1, 1], [*others, 0, 1, 1, 1]
     shares = [first, *[1] * 7, last]
-    own = worker([FULL] * 10, 1 + bool(others), home="disk", budget_shares=shares)
+    own = planner([FULL] * 10, 1 + bool(others), home="disk", budget_shares=shares)
     most = own.retrieval_config.most_selected["freekv"]
     assert (BUDGET // 32, most) == (20, 17)
     assert own._attended(4) == (4 * 20 + most, *[4 * 20] * 8)
@@ -241,14 +233,14 @@ def test_workers_know_what_their_layers_attend_to(others):
 
 
 def test_lists_of_lengths_of_their_own_need_our_attention():
-    own = worker([FULL] * 10, budget_shares=[1] * 9)
+    own = planner([FULL] * 10, budget_shares=[1] * 9)
     check_reading(own, {"vec", "vec16", "amx"}, foreign=False)
     with pytest.raises(
         RetrievalConfigError,
-        match=r"\(neon\).*one length, and freekv divides the budget.*without budget_shares",
+        match=r"\(neon\) .*one length, and freekv .*without budget_shares",
     ):
         check_reading(own, {"neon"}, foreign=False)
-    check_reading(worker([FULL] * 10), {"neon"}, foreign=False)
+    check_reading(planner([FULL] * 10), {"neon"}, foreign=False)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +252,7 @@ def test_lists_of_lengths_of_their_own_need_our_attention():
 )
 def test_what_a_connector_loads_can_be_indexed(block, isa, why):
     """If not, it is refused: hybrid models choose their own blocks."""
-    own = worker([FULL] * 10)
+    own = planner([FULL] * 10)
     own.cache_config.block_size = block
     with pytest.raises(RetrievalConfigError, match=f"KV connector for somebody/model, {why}"):
         check_reading(own, {"vec", isa}, foreign=True)

@@ -16,12 +16,12 @@ from tests.support.store_model import again, new_store
 from vllm_kvretrieval import disk_space
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.storage import home_file
 from vllm_kvretrieval.store.disk import files
 from vllm_kvretrieval.store.disk import store as store_module
 from vllm_kvretrieval.store.disk.files import Folder, Lock
 from vllm_kvretrieval.store.disk.store import StoreInUseError, open_store
 from vllm_kvretrieval.store.serving.worker import WorkerStore
-from vllm_kvretrieval.tiers import place
 
 MIB = 1 << 20
 IDENTITY = {"model": "test", "dtype": "bfloat16", "codec": "raw", "vllm": "0", "block_size": 32}
@@ -221,13 +221,13 @@ def calls(monkeypatch):
         return allocate(fd, size)
 
     monkeypatch.setattr(fcntl, "ioctl", ioctl)
-    monkeypatch.setattr(place, "allocate", note)
+    monkeypatch.setattr(home_file, "allocate", note)
     return done
 
 
 def test_files_are_written_in_place(tmp_path, calls):
     """Of a home, and of a store: said of the empty file, before its space is reserved."""
-    place.make_file(str(tmp_path), MIB).close()
+    home_file.make_file(str(tmp_path), MIB).close()
     assert calls == [("flag", 0), ("space", 0)]
     made(tmp_path)
     assert calls == [("flag", 0), ("space", 0)] * 5
@@ -237,9 +237,9 @@ def test_files_are_written_in_place(tmp_path, calls):
 def test_a_file_system_that_copies_all_the_same(tmp_path, monkeypatch, kind):
     """The log says so where it matters."""
     lines = list[str]()
-    monkeypatch.setattr(place, "file_system", lambda directory: kind)
-    monkeypatch.setattr(place.logger, "warning", lambda text, *_: lines.append(text))
-    monkeypatch.setattr(place, "write_in_place", lambda fd: False)
-    place.make_file(str(tmp_path), MIB).close()
+    monkeypatch.setattr(home_file, "file_system", lambda directory: kind)
+    monkeypatch.setattr(home_file.logger, "warning", lambda text, *_: lines.append(text))
+    monkeypatch.setattr(home_file, "write_in_place", lambda fd: False)
+    home_file.make_file(str(tmp_path), MIB).close()
     assert len(lines) == (kind == "btrfs")
-    assert place.keeps_space(str(tmp_path)) == (kind == "ext4")
+    assert home_file.keeps_space(str(tmp_path)) == (kind == "ext4")

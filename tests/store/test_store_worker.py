@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.worker.cpu_worker import CPUWorker
 
-from tests.support.store_model import FailingDisk, Lost, contents
-from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
-from vllm_kvretrieval.engine.cpu.storing import StoringWorker
+from tests.support.store_model import FailingDisk, contents
+from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.storage.lost import Lost
 from vllm_kvretrieval.store.disk.contexts import NO_PARENT
 from vllm_kvretrieval.store.disk.records import Record
 from vllm_kvretrieval.store.disk.store import Geometry, name_of, open_store
@@ -92,7 +93,7 @@ def test_what_is_written_is_read_back(tmp_path):
     later.file(GEOMETRY)
     later.attach(parts, lost := Lost())
     later.begin_step(StoreStep(load=[2]))
-    assert not lost.added
+    assert not lost.take()
     for part, old in zip(parts, before, strict=True):
         assert part[2].equal(old[2])
         assert not part[4].any()
@@ -125,23 +126,29 @@ def test_nothing_is_stored_of_a_step_that_lost_something(tmp_path):
     assert reader(tmp_path, home).records() == {}
 
 
+def storing(home):
+    """The part of a worker that its store follows."""
+    worker: Any = object.__new__(RetrievalCPUWorker)
+    worker.stored = home
+    return worker
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["V1", "V2"])
 def test_losses_count_whenever_the_runner_asks_for_them(tmp_path, monkeypatch, late):
     """vLLM's V1 runner does while it computes, V2 when it samples tokens."""
     home, _ = home_store(tmp_path)
-    worker: Any = StoringWorker.__new__(StoringWorker)
-    worker.stored = home
+    worker = storing(home)
 
     def look(when):
         if when == late:
             home.lost.some = lost.pop()
 
-    monkeypatch.setattr(PlanningWorker, "execute_model", lambda *_: look(False))
-    monkeypatch.setattr(PlanningWorker, "sample_tokens", lambda *_: look(True), raising=False)
+    monkeypatch.setattr(CPUWorker, "execute_model", lambda *_: look(False))
+    monkeypatch.setattr(CPUWorker, "sample_tokens", lambda *_: look(True))
     lost = [False, True]
     for block in (1, 2):
         step = StoreStep(commit=[(block, record(block))])
-        worker.execute_model(SimpleNamespace(**{FIELD: step}))
+        worker._compute(SimpleNamespace(**{FIELD: step}))
         worker.sample_tokens(None)
     settle(home)
     assert reader(tmp_path, home).records().keys() == {2}
@@ -220,9 +227,8 @@ def test_the_end_waits_for_the_disk(tmp_path, monkeypatch):
     home, _ = home_store(tmp_path)
     disk = SlowDisk(monkeypatch)
     home.end_step(StoreStep(commit=[(block, record(block)) for block in range(4)]))
-    worker: Any = StoringWorker.__new__(StoringWorker)
-    worker.stored = home
-    monkeypatch.setattr(PlanningWorker, "shutdown", lambda self: ended.append(True))
+    worker = storing(home)
+    monkeypatch.setattr(CPUWorker, "shutdown", lambda self: ended.append(True))
     ended: list[bool] = []
     end = threading.Thread(target=worker.shutdown)
     end.start()
@@ -257,7 +263,7 @@ def test_what_cannot_be_loaded_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", fail)
     home.begin_step(StoreStep(load=[1, 2]))
-    assert home.lost.added == {1, 2}
+    assert home.lost.take() == {1, 2}
 
 
 def test_a_second_server_is_refused(tmp_path, monkeypatch):
@@ -393,8 +399,7 @@ def test_what_does_not(name):
 
 def test_weights_stay_those_of_the_store():
     """A server with a store refuses to load others, by each of vLLM's ways."""
-    worker: Any = StoringWorker.__new__(StoringWorker)
-    worker.stored = object()
+    worker = storing(object())
     for change in (worker.reload_weights, worker.reset_weights, lambda: worker.update_weights({})):
         with pytest.raises(RetrievalConfigError, match="Start it anew with the others"):
             change()

@@ -26,11 +26,8 @@ from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.engine.cpu import worker as worker_module
 from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
-from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.methods.filters import Filter
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.tiers.encoded import EncodedHome
-from vllm_kvretrieval.tiers.home import DiskHome
 
 LAYERS, HEADS, GROUP, HEAD_SIZE = 4, 2, 2, 32
 BLOCK = 128  # tokens, unless a page has more
@@ -94,11 +91,12 @@ class BareEngine:
             self.page_size = self.config.page_size
             self.block_size = max(BLOCK, self.page_size)
             self.vllm_config.cache_config.block_size = self.block_size
-            self.worker.tiers = self.worker._plan_tiers(fast, self.worker._staging_bytes())
+            planner = self.worker.planner
+            planner.tiers = planner.plan_tiers(fast, planner.staging_bytes())
             if plan_only:
                 return
             self._make_layers()
-            tiers = self.worker.tiers
+            tiers = planner.tiers
             blocks = SimpleNamespace(num_blocks=0 if tiers is None else tiers.blocks)
             self.worker.initialize_from_config(blocks)
             self._spoil()
@@ -201,7 +199,8 @@ class BareEngine:
 
     def _allocate(self) -> None:
         """Memory for the KV cache, by layer, in a home or not."""
-        worker, tiers = self.worker, self.worker.tiers
+        worker, planner = self.worker, self.worker.planner
+        tiers = planner.tiers
         blocks = self.seats * -(-self.max_model_len // self.block_size) + 1
         if tiers is not None:
             blocks = tiers.blocks
@@ -209,25 +208,18 @@ class BareEngine:
         self._free = list(range(1, blocks))  # block 0 is vLLM's own
         size = blocks * self._spec.page_size_bytes
         names = [*self.layers]
-        in_home: list[str] = []
-        if tiers is not None:
-            in_home = names if tiers.streams_dense else worker.retrieving(names)
-            where = self.config.home_path or "/var/tmp"
-            if self.config.encoding is None:
-                worker.home = DiskHome(where, len(in_home), size, MappingGuard)
-            else:
-                worker.home = EncodedHome(where, len(in_home), size, tiers.home // len(in_home))
-            worker.in_home = in_home
+        raw: dict[str, torch.Tensor] = {}
+        if worker.storage.allocates:
+            for part, memory in worker.storage.allocate(names, size):
+                raw.update(zip(part, memory.split(size), strict=True))
         shape = blocks * self.block_size // self.page_size, HEADS, self.page_size, 2 * HEAD_SIZE
         for name in names:
-            if name in in_home:
-                first = in_home.index(name) * size
-                raw = worker.home.memory[first : first + size]
-            else:
-                raw = torch.empty(size, dtype=torch.int8)
-            cache = raw.view(self.dtype).view(shape)
-            rows = self.config.rows and name in worker.retrieving(names)
-            if self.config.encoding is None or name not in in_home:  # else nobody has it
+            memory = raw[name] if name in raw else torch.empty(size, dtype=torch.int8)
+            cache = memory.view(self.dtype).view(shape)
+            rows = self.config.token_major and name in planner.retrieving(names)
+            if (
+                self.config.encoding is None or name not in worker.storage.slow_layers
+            ):  # else nobody has it
                 cache.zero_()
                 halves = cache.view(*shape[:2], 2, -1) if not rows else cache
                 (halves[..., HEAD_SIZE:] if rows else halves[:, :, 1]).fill_(UNWRITTEN)
@@ -273,7 +265,7 @@ class BareEngine:
 
     def step(self) -> bool:
         """Run one step; whether there was anything to do."""
-        while self._waiting and len(self.running) < self.worker.seats:
+        while self._waiting and len(self.running) < self.worker.planner.seats:
             self.running.append(self._waiting.pop(0))
             self._arrived.append(self.running[-1])
         if not self.running:

@@ -97,7 +97,7 @@ class Chain:
         with torch.device(device):
             store = IndexRecords.empty(
                 own.index, pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=PAGE,
-                entry_tokens=own.entry_tokens, dtype=DTYPE, cache=home, layout="rows",
+                entry_tokens=own.entry_tokens, dtype=DTYPE, cache=home, layout="token_major",
                 alignment=RECORD_ALIGNMENT,
             )  # fmt: skip
             kernels.index_pages(torch.arange(pages, dtype=torch.int32), store)

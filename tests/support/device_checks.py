@@ -49,7 +49,7 @@ class Layer:
         for index, entry, pooling in methods:
             store = IndexRecords.empty(
                 index, pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=page,
-                dtype=dtype, entry_tokens=entry, cache=self.cache, layout="rows",
+                dtype=dtype, entry_tokens=entry, cache=self.cache, layout="token_major",
                 alignment=RECORD_ALIGNMENT,
             )  # fmt: skip
             store.records = torch.full_like(store.records, 255, device=device)
@@ -282,7 +282,7 @@ def low_rank_records(device, *, head_size, entry, rank=0, kv_heads=1):
     index, pages, dtype = LowRank(rank), 4, torch.bfloat16
     store = IndexRecords.empty(
         index, pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=entry, dtype=dtype,
-        layout="rows", alignment=RECORD_ALIGNMENT,
+        layout="token_major", alignment=RECORD_ALIGNMENT,
     )  # fmt: skip
     strong = torch.randn(pages, kv_heads, entry, 6) * torch.tensor([4.0, 2, 1.5, 1, 1, 0.7])
     keys = strong @ torch.randn(pages, kv_heads, 6, head_size) * 0.3

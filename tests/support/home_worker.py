@@ -35,7 +35,6 @@ class HomeWorker:
     """Mixed into the worker by vLLM (``worker_extension_cls``)."""
 
     retrieval_layers: dict[str, Any]
-    home: Any
     retrieval_config: Any
     requests: Any
     storage: Any
@@ -152,7 +151,7 @@ class HomeWorker:
                 (mark, torch.ones_like(key), torch.ones_like(value)),
             ):
                 if impl.storage.token_major:
-                    reference.write_rows(k, v, slots, cache)
+                    reference.write_token_major(k, v, slots, cache)
                     continue
                 pages, heads, size, width = cache.shape
                 keys, values = cache.view(pages, heads, 2 * size, width // 2).chunk(2, dim=2)
@@ -178,10 +177,8 @@ class HomeWorker:
 
     def _in_file(self, impl, like):
         """The part of the file that belongs to a layer, in the shape of vLLM's cache."""
-        home, codec = self.home, self.retrieval_config.encoding
-        data = bytearray(
-            os.pread(home.fd, home.layer_bytes, home.begin(impl.storage.reader.number))
-        )
+        home, codec = self.storage.home, self.retrieval_config.encoding
+        data = bytearray(os.pread(home.fd, home.layer_bytes, home.begin(impl.storage.number)))
         if codec is None:
             return torch.frombuffer(data, dtype=like.dtype).view_as(like)
         units = torch.empty_like(like).view(-1, 2 * like.shape[2], like.shape[3] // 2)
@@ -224,41 +221,41 @@ class HomeWorker:
 
     def open_bytes(self):
         """Bytes of memory that the open pages of an encoded home take."""
-        start, resident, inside = self.home.memory.data_ptr(), 0, False
+        start, resident, inside = self.storage.home.memory.data_ptr(), 0, False
         for line in Path("/proc/self/smaps").read_text().splitlines():
             if area := re.match(r"([0-9a-f]+)-[0-9a-f]+ ", line):
-                inside = start <= int(area[1], 16) < start + self.home.memory.nbytes
+                inside = start <= int(area[1], 16) < start + self.storage.home.memory.nbytes
             elif inside and line.startswith("Rss:"):
                 resident += 1024 * int(line.split()[1])
         return resident
 
     def break_reads(self):
         """Let every read of the home's file fail from now on."""
-        self._fd = os.dup(self.home.fd)
+        self._fd = os.dup(self.storage.home.fd)
         nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, self.home.fd)
+        os.dup2(nothing, self.storage.home.fd)
         os.close(nothing)
 
     def mend_reads(self):
         """And work again."""
-        os.dup2(self._fd, self.home.fd)
+        os.dup2(self._fd, self.storage.home.fd)
         os.close(self._fd)
 
     def fail_to_write(self):
         """Let the system say, once, that it could not write something to the disk."""
-        file = self.home.file
-        ask = file.take_write_error
+        home = self.storage.home
+        ask = home.take_write_error
 
         def take_write_error():
-            file.take_write_error = ask
+            home.take_write_error = ask
             return errno.ENOSPC
 
-        file.take_write_error = take_write_error
+        home.take_write_error = take_write_error
 
     def lose_home(self):
         """Let nothing of the home be there any more, neither to read nor to map."""
-        os.ftruncate(self.home.fd, 0)
+        os.ftruncate(self.storage.home.fd, 0)
 
     def renew_home(self):
         """And be there again, empty."""
-        os.posix_fallocate(self.home.fd, 0, self.home.memory.numel())
+        os.posix_fallocate(self.storage.home.fd, 0, self.storage.home.memory.numel())

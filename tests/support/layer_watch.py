@@ -53,7 +53,7 @@ class Context:
         store = self.chooser.store
         if not store.records.shape[2]:
             return store.records[:0].cpu()
-        keys = torch.stack([keys_of(page, "rows").transpose(0, 1) for page in self.cache])
+        keys = torch.stack([keys_of(page, "token_major").transpose(0, 1) for page in self.cache])
         keys = keys.flatten(0, 1).float()
         keys[self.length :] = keys[self.length - 1]  # which its entry has already
         return build(keys.unflatten(0, (-1, store.entry_tokens)), store)
@@ -68,7 +68,7 @@ class Context:
         impl, store, seat = self.impl, self.chooser.store, slice(self.seat, self.seat + 1)
         own = IndexRecords(
             store.index, store.entry_tokens, self.records(), store.page_size, store.head_size,
-            store.dtype, self.cache, "rows",
+            store.dtype, self.cache, "token_major",
         )  # fmt: skip
         selection = Selection(held.query[seat], held.chosen[seat])
         chooser = Chooser(own, selection, self.chooser.pooling, self.chooser.scale)

@@ -5,7 +5,7 @@ import tempfile
 import torch
 
 from tests.support.recall_life import HEAD_SIZE, PAGE, UNITS
-from vllm_kvretrieval.tiers.encoded import EncodedHome
+from vllm_kvretrieval.storage.encoded import EncodedHome
 
 
 class OpenPages:

@@ -14,7 +14,7 @@ from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.engine.running import Note
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
-from vllm_kvretrieval.storage import Memory
+from vllm_kvretrieval.storage.memory import Memory
 
 
 class Runner:
@@ -70,7 +70,7 @@ def metadata_builder(
     builder.num_heads = builder.num_kv_heads = heads
     builder.group = 1
     builder.head_dim, builder.dtype, builder.isa = 64, torch.float32, "vec"
-    staging = PrefillStaging(page_size, heads, 64, torch.float32, 2048, rows=rows)
+    staging = PrefillStaging(page_size, heads, 64, torch.float32, 2048, token_major=rows)
     builder.attach(table, page_size, staging, Memory(rows), attends=rows)
     return builder
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from benchmarks.stepper import BLOCK, Stepper
-from tests.support.store_model import Lost, contents
-from vllm_kvretrieval.engine.allotments import allotted_blocks
+from tests.support.store_model import contents
 from vllm_kvretrieval.engine.connector import Seats
+from vllm_kvretrieval.storage.lost import Lost, allotted_blocks
 from vllm_kvretrieval.store.disk.files import write_at
 from vllm_kvretrieval.store.disk.inbox import Change, put
 from vllm_kvretrieval.store.disk.store import Geometry, open_store
@@ -85,7 +85,7 @@ class Life:
             time.sleep(0.001)  # as vLLM does where requests wait for a connector
         step = getattr(output, FIELD)
         self.home.begin_step(step)
-        assert not self.lost.added
+        assert not self.lost.take()
         shared, new = allotted_blocks(output, BLOCK)
         for block in new:
             self.write(block, self.random.randbytes(len(written(b"", 0))))

@@ -104,21 +104,6 @@ class Model:
             assert offered == self.live
 
 
-class Lost:
-    """Blocks that a home has lost.
-
-    Attributes:
-        some: Whether there were any in the last step.
-        added: What the store has found.
-    """
-
-    def __init__(self) -> None:
-        self.some, self.added = False, set[int]()
-
-    def add(self, blocks: set[int]) -> None:
-        self.added |= blocks
-
-
 class FailingDisk:
     """Takes the place of ``os.pwrite``: fails, writes less, or ends the process.
 

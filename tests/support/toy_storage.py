@@ -1,4 +1,4 @@
-"""A place for KV from outside of the package, and a worker extension that serves through it.
+"""A storage of KV from outside of the package, and a worker extension that serves through it.
 
 Every retrieval layer has a mirror of its KV cache, whose units lie in the opposite order, and whose
 pages are not numbers until they are written. Lists are attended to in the mirror alone.
@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import torch
 
-from vllm_kvretrieval.storage import Memory, Part
-from vllm_kvretrieval.storage.memory import MemoryLayer
-from vllm_kvretrieval.storage.places import STORAGES
+from vllm_kvretrieval.storage.base import Part
+from vllm_kvretrieval.storage.memory import Memory, MemoryLayer
+from vllm_kvretrieval.storage.registry import STORAGES, Kind
 
 
 class MirroredLayer(MemoryLayer):
     """A layer with a mirror."""
 
-    def __init__(self, place):
-        super().__init__(place)
+    def __init__(self, cache):
+        super().__init__(cache)
         self.mirror = torch.full_like(self._units, torch.nan)
         self.reached = 0
 
@@ -29,10 +29,10 @@ class MirroredLayer(MemoryLayer):
 
     def written(self, slot_mapping):
         pages = (slot_mapping[slot_mapping >= 0] // self._cache.shape[2]).unique()
-        places = self.mirrored(pages)
-        self.mirror[places] = self._units[len(self.mirror) - 1 - places]
+        units = self.mirrored(pages)
+        self.mirror[units] = self._units[len(self.mirror) - 1 - units]
 
-    def reach(self, rows, lists, ready):
+    def reach(self, rows, lists):
         self.reached += 1
         per_unit = self._cache.shape[2] // lists.run
         unit, within = lists.entries // per_unit, lists.entries % per_unit
@@ -47,18 +47,18 @@ class Mirrored(Memory):
         super().__init__(token_major)
         self.layers = []
 
-    def layer(self, place):
-        self.layers.append(MirroredLayer(place))
+    def layer(self, cache):
+        self.layers.append(MirroredLayer(cache))
         return self.layers[-1]
 
     def begin_step(self, scheduler_output):
         for source, target in scheduler_output.kv_cache_block_copies or ():
             for layer in self.layers:
-                places = [layer.mirrored(torch.tensor([block])) for block in (target, source)]
-                layer.mirror[places[0]] = layer.mirror[places[1]]
+                units = [layer.mirrored(torch.tensor([block])) for block in (target, source)]
+                layer.mirror[units[0]] = layer.mirror[units[1]]
 
 
-STORAGES["memory"] = lambda config, _: Mirrored(config.rows)
+STORAGES["device"] = Kind(lambda config, _: Mirrored(config.token_major))
 
 
 class ToyWorker:

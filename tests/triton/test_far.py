@@ -66,7 +66,7 @@ class Layers:
         self.choosers = []
         for cache in self.caches:
             store = IndexRecords.empty(
-                MinMax(), pages=PAGES, page_size=PAGE, cache=cache, layout="rows", **shape
+                MinMax(), pages=PAGES, page_size=PAGE, cache=cache, layout="token_major", **shape
             )
             store.records.zero_()
             selection = Selection.empty(seats=SEATS, group=GROUP, most_selected=SELECT, **shape)

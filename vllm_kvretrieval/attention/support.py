@@ -247,7 +247,7 @@ def check_connector(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             "how the keys and values that it loads were computed. Leave one out."
         )
     transfer = vllm_config.kv_transfer_config
-    if config.rows and transfer is not None and transfer.kv_connector not in OF_ONE_INSTANCE:
+    if config.token_major and transfer is not None and transfer.kv_connector not in OF_ONE_INSTANCE:
         said = transfer.get_from_extra_config(LAYOUT_KEY, None)
         if said != "rows":
             raise RetrievalConfigError(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from vllm_kvretrieval.doctor.findings import Finding, advice, error
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import explained
-from vllm_kvretrieval.tiers.place import (
+from vllm_kvretrieval.storage.home_file import (
     MEMORY_FILE_SYSTEMS,
     can_reserve,
     directory_for,

@@ -12,6 +12,7 @@ from vllm_kvretrieval.doctor.caches import check_refused
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice, error
 from vllm_kvretrieval.doctor.logs import errors_of, quiet
 from vllm_kvretrieval.limits import explained
+from vllm_kvretrieval.options.choices import HOMES
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.model_files import check_model
 from vllm_kvretrieval.store.disk.files import Folder
@@ -147,7 +148,7 @@ def _sizes(vllm_config: Any, config: RetrievalConfig, users: int) -> Iterator[Fi
     )
     share = len(found) / layers
     yield _many_users(vllm_config, config, users, kv / block_size, index / block_size, share)
-    if config.home == "device" and (memory := cache.kv_cache_memory_bytes) is not None:
+    if not config.slow_home and (memory := cache.kv_cache_memory_bytes) is not None:
         tokens = memory // kv * block_size
         yield Finding(
             "cache",
@@ -217,10 +218,10 @@ def home_of(vllm_config: Any) -> tuple[str | None, int | None] | None:
     if config is None:
         return None
     if config.store is None:
-        slow = config.home in ("disk", "auto")
-        return (config.home_path, config.home_bytes) if slow else None
+        may_be = config.home == "auto" or HOMES[config.home].on_disk
+        return (config.home_path, config.home_bytes) if may_be else None
     size = config.home_bytes
-    if config.home == "device":  # of which the store is a copy
+    if not config.slow_home:  # of which the store is a copy
         size = vllm_config.cache_config.kv_cache_memory_bytes
     with explained(f"kv_retrieval.store={config.store!r} cannot be used"):
         directory = Path(config.store).absolute()

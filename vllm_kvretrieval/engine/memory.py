@@ -12,7 +12,7 @@ from vllm_kvretrieval.compat import kv_cache_groups
 from vllm_kvretrieval.engine.connector import ENGINES
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.tiers.cache import Cache
+from vllm_kvretrieval.storage.plan import Cache
 
 Retrieving = Callable[[Iterable[str]], list[str]]
 """Selects, by their names, the layers that attend to parts of long contexts."""

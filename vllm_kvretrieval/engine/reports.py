@@ -26,8 +26,9 @@ from vllm_kvretrieval.engine.metrics import (
     metric_name,
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.choices import HOMES
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.tiers.place import directory_for, free_space
+from vllm_kvretrieval.storage.home_file import directory_for, free_space
 
 logger = init_logger("vllm.kvretrieval.metrics")
 
@@ -149,7 +150,7 @@ class RetrievalStatLogger(AggregateStatLoggerBase):
         if not self._by_connector:
             kinds = {Counter: Counter, Gauge: Gauge}
             self._metrics = RetrievalMetrics(self._config, kinds, names, labels)
-        if self._config.home == "disk" or self._config.store is not None:
+        if HOMES[self._config.home].on_disk or self._config.store is not None:
             about = f"KV retrieval: {OF_FRONT_END[FREE]}."
             disk = Gauge(metric_name(FREE), about, names, multiprocess_mode="mostrecent")
             self._free = [disk.labels(*values) for values in labels.values()]

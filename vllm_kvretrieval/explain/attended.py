@@ -244,7 +244,7 @@ def make_chooser(
         dtype=layer.keys.dtype,
         entry_tokens=method.entry_tokens,
         cache=padded.unflatten(1, (pages, size)).transpose(0, 1).contiguous(),
-        layout="rows",
+        layout="token_major",
     )
     if store.records.shape[-1]:
         whole = torch.arange(tokens // store.entry_tokens)

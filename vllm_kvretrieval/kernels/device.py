@@ -6,7 +6,7 @@ addresses, and no op waits for the host. The ops select the same pages as :meth:
 <vllm_kvretrieval.kernels.ops.Ops.plan_decode>`.
 
 The KV cache of a layer is ``[pages, kv_heads, page_size, 2 * head_size]``. The key of each token is
-followed by its value: vLLM's layout ``LBHNC``, which the reference calls ``rows``.
+followed by its value: vLLM's layout ``LBHNC``, which the reference calls ``token_major``.
 """
 
 from collections.abc import Sequence

@@ -159,7 +159,7 @@ class Ops(Protocol):
         pages: torch.Tensor,
         target: torch.Tensor,
         layout: str = "vec",
-        rows: bool = False,
+        token_major: bool = False,
     ) -> None:
         """Lay out pages of one layer as larger blocks, for vLLM's prefill kernel.
 
@@ -175,7 +175,7 @@ class Ops(Protocol):
                 block.
             target: [>= n * page_size / block_size, kv_heads, block_size, 2 * head_size], written.
             layout: The layout of ``target``: the name of vLLM's attention ``isa``.
-            rows: Whether ``source`` is token-major. Otherwise it has the layout of ``target``.
+            token_major: Whether ``source`` is. Otherwise it has the layout of ``target``.
 
         Raises:
             ValueError: The layout is not known; or it is ``amx`` and ``source`` is not token-major
@@ -206,7 +206,7 @@ class Ops(Protocol):
         """
         ...
 
-    def write_rows(
+    def write_token_major(
         self,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -286,8 +286,8 @@ class Ops(Protocol):
                 dimensions.
             output: [>= R, kv_heads * group, head_size], written; rows may be strided. In the
                 cache's dtype, or in float32.
-            layout: ``rows``, or the name of vLLM's layout of keys, with ``run`` of 16 or more. With
-                ``amx`` (see :meth:`stage_pages`) elements have 16 bits.
+            layout: ``token_major``, or the name of vLLM's layout of keys, with ``run`` of 16 or
+                more. With ``amx`` (see :meth:`stage_pages`) elements have 16 bits.
             scale: Softmax scale.
             lse: float32 [R, kv_heads * group], written: the logarithm of the sum of exponentials.
             weights: float32 [R, kv_heads * group, >= tokens of the longest list], written: the
@@ -327,7 +327,7 @@ class Ops(Protocol):
             lists: The lists of the sequences of these queries.
             cache: [pages, kv_heads, page_size, 2 * head_size], contiguous.
             output: [T, kv_heads * group, head_size], written for the queries of ``lists``.
-            layout: ``rows``, or the name of vLLM's layout of keys.
+            layout: ``token_major``, or the name of vLLM's layout of keys.
             scale: Softmax scale.
             lse: float32 [T, kv_heads * group], written: the logarithm of the sum of exponentials.
             window: A query attends to the last ``window`` of the tokens that it sees; 0: to all.

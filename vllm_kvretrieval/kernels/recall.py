@@ -51,15 +51,16 @@ class RecallCache(Protocol):
         """
         ...
 
-    def resolve(self, rows: DecodeRows) -> None:
+    def resolve(self, rows: DecodeRows, found: TokenLists) -> None:
         """Begin a step: bring all attended units into slots, and pin sink and window.
 
         Bytes moved: one unit per miss.
 
         Args:
             rows: ``lists`` holds units, as ``plan_decode`` has written them, and ``lengths`` their
-                numbers; no entry is negative. The units are replaced by their slots. A slot whose
-                unit cannot be read holds zeros.
+                numbers; no entry is negative.
+            found: ``entries`` (slots in place of the units) and ``lengths`` are written; there is
+                room for all units of the rows. A slot whose unit cannot be read holds zeros.
 
         Raises:
             ValueError: A row does not fit, as in ``plan_decode``; or a list is shorter than sink
@@ -68,17 +69,16 @@ class RecallCache(Protocol):
         """
         ...
 
-    def stream(self, rows: DecodeRows, late: TokenLists) -> bool:
+    def stream(self, rows: DecodeRows, found: TokenLists, late: TokenLists) -> bool:
         """Do as :meth:`resolve`, but wait for no read of home.
 
-        Units that have to be read from there move from the rows' lists, which may then be empty, to
-        others, in the same order, and reader threads begin to read them. Call :meth:`wait` before
-        their slots are read.
+        Slots of units that have to be read from there are in lists of their own, in the same order,
+        and reader threads begin to read them. Call :meth:`wait` before these slots are read.
 
         Args:
-            rows: See :meth:`resolve`; ``lengths`` is written, too.
-            late: ``entries`` and ``lengths`` are written, if there are such units; there is room
-                for all units of the rows.
+            rows: See :meth:`resolve`.
+            found: See :meth:`resolve`; what is late is not in it, so lists may be empty.
+            late: As ``found``; written if there are such units.
 
         Returns:
             Whether there are such units.

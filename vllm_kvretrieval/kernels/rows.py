@@ -223,6 +223,13 @@ class TokenLists:
     kv_heads: int
     per_head: bool = True
 
+    @classmethod
+    def empty(cls, rows: DecodeRows, run: int, kv_heads: int) -> "TokenLists":
+        """Room for lists as long as those of rows."""
+        count, width = len(rows) * kv_heads, rows.lists.shape[1]
+        entries = torch.empty(count, width, dtype=torch.int32)
+        return cls(entries, torch.empty(count, dtype=torch.int32), run, kv_heads)
+
 
 @dataclass
 class PromptLists:

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from vllm_kvretrieval.kernels.rows import DecodeRows
+from vllm_kvretrieval.kernels.rows import DecodeRows, TokenLists
 
 
 class TokenRecall(Protocol):
@@ -27,7 +27,7 @@ class TokenRecall(Protocol):
         """The number of places of all layers and heads that hold a token."""
         ...
 
-    def recall(self, rows: DecodeRows) -> None:
+    def recall(self, rows: DecodeRows, found: TokenLists) -> None:
         """Begin a step: find out which of the attended tokens are in places, and read the others.
 
         With several layers, they are read in the order of layers while the step goes on. All tokens
@@ -36,14 +36,16 @@ class TokenRecall(Protocol):
 
         Args:
             rows: ``lists`` and ``lengths``, as ``plan_decode`` or ``list_context`` has written
-                them, name tokens, or pages unless ``per_token``, in the order of the context.
-                ``lists`` is replaced by the places of these tokens: ``(seat * kv_heads + kv_head) *
-                capacity + place``. If all heads have one list, the list of the first head is read.
+                them, name tokens, or pages unless ``per_token``, in the order of the context. If
+                all heads have one list, the list of the first head is read.
+            found: ``lengths`` and ``entries`` are written, for all heads: the places of these
+                tokens, ``(seat * kv_heads + kv_head) * capacity + place``.
 
         Raises:
             ValueError: A row does not fit, as in ``plan_decode``; or attends to its whole context,
-                to more tokens than there are places, or to tokens that are not in its context; or
-                two rows have the same seat. Nothing has changed then.
+                to more tokens than there are places, or than ``found`` has room for, or to tokens
+                that are not in its context; or two rows have the same seat. Nothing has changed
+                then.
         """
         ...
 

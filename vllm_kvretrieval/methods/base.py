@@ -21,7 +21,7 @@ from vllm_kvretrieval.kernels import (
 from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.roles import Role
-from vllm_kvretrieval.storage import LayerStorage, Ready, Storage
+from vllm_kvretrieval.storage.base import LayerStorage, Source, Storage
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.attention.parts import RowOptions
@@ -192,8 +192,8 @@ class LayerMethod(Protocol):
     chooser: Chooser
 
     @property
-    def ready(self) -> Ready:
-        """The work that has been done for the rows before the layer reaches for their tokens."""
+    def source(self) -> Source | None:
+        """What brings the tokens of the rows, where that is not the layer's storage."""
         ...
 
     def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> Remainder | None:

@@ -25,7 +25,7 @@ from vllm_kvretrieval.methods.kept_prompts import AddUp, KeptPrompts, Watched
 from vllm_kvretrieval.methods.scored import ScoredLayer, connect
 from vllm_kvretrieval.retrieval.families import DroppingMethod, Method
 from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
-from vllm_kvretrieval.storage import Ready
+from vllm_kvretrieval.storage.base import HeldTokens
 
 __all__ = ["connect", "group_method", "layer_method", "scratch_bytes"]
 
@@ -106,6 +106,8 @@ class DroppingLayer(ScoredLayer):
         chooser: The layer's; its selection holds what is kept.
     """
 
+    source: HeldTokens | None = None
+
     def __init__(
         self, facts: LayerFacts, number: int, method: DroppingMethod, chooser: Chooser
     ) -> None:
@@ -115,6 +117,8 @@ class DroppingLayer(ScoredLayer):
         self._facts, self._number, self._prompts = facts, number, prompts
         self._kernels = facts.kernels
         self._rule, self._drops = prompts.rules[number], method.drops
+        if not self._drops:  # tokens that are kept for good are brought when they are chosen
+            self.source = facts.storage.held
         self._slides = method.slides
         self._dropping = self._rule
         if self._slides:  # the ratings alone say what goes
@@ -128,11 +132,6 @@ class DroppingLayer(ScoredLayer):
             prompts.selected[:, self._heads],
             prompts.budgets[:, self._heads],
         )
-
-    @property
-    def ready(self) -> Ready:
-        """Tokens that are kept for good have been brought when they were chosen."""
-        return Ready.NOTHING if self._drops else Ready.HELD
 
     @property
     def _row(self) -> slice:
@@ -177,8 +176,8 @@ class DroppingLayer(ScoredLayer):
                 budget = int(self._kept.budgets[seat, head])
                 rated = self._rule.ratings(of_mass, positions, budget, self._slides)
                 self._kept.ratings[seat, head, : len(positions)] = rated
-            else:
-                self._facts.storage.hold(seat, head, pages, positions)
+            elif self.source is not None:
+                self.source.hold(seat, head, pages, positions)
 
     def weights(self, query: torch.Tensor) -> torch.Tensor | None:
         """Room for the most tokens that are kept, and the new one."""

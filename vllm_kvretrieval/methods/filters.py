@@ -36,7 +36,7 @@ from vllm_kvretrieval.methods.token_chunks import TokenChunkPlanner, TokenChunks
 from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, Filters, Follows
-from vllm_kvretrieval.storage import LayerStorage, Ready
+from vllm_kvretrieval.storage.base import SharedRecall
 
 
 class Selectors(NamedTuple):
@@ -109,11 +109,6 @@ class FilteredLayer(ScoredLayer):
 
     selectors: Selectors | None = None
 
-    @property
-    def ready(self) -> Ready:
-        """The filter has announced it."""
-        return Ready.ANNOUNCED
-
     def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> None:
         """Take what the filter has selected."""
         assert self.selectors is not None, "the layer follows a filter"
@@ -141,10 +136,10 @@ class Filter:
         merge: Where heads of other workers count, too; see :meth:`Ops.select_context`.
 
     Attributes:
-        storage: Where what it selects is announced.
+        shared: What is told what it selects; None: nobody has to be.
     """
 
-    storage: LayerStorage
+    shared: SharedRecall | None = None
 
     def __init__(
         self,
@@ -184,7 +179,8 @@ class Filter:
         selector = self.selectors.rows
         self._kernels.select_context(queries, plan.own.weights, plan.rows, selector, self._merge)
         plan.own.list(self._kernels, plan, selector)
-        self.storage.announce(plan.rows)
+        if self.shared is not None:
+            self.shared.announce(plan.rows)
 
 
 group_method = Filtered
@@ -202,16 +198,17 @@ def connect(facts: EngineFacts, number: int, method: Method, layers: Mapping[int
         for layer, role in facts.roles.items()
         if isinstance(role, Filters)
     }
-    following: dict[int, list[LayerStorage]] = {}
+    following: dict[int, list[Any]] = {}
     for layer, role in facts.roles.items():
         if isinstance(role, Follows):
-            follower = layers[layer].impl
-            follower.methods[number].selectors = selectors[role.filter]
-            following.setdefault(role.filter, []).append(follower.storage)
-    for layer, storages in following.items():
-        impl = layers[layer].impl
-        impl.storage = facts.storage.share(impl.storage, storages)
-        impl.watchers[number].storage = impl.storage
+            layers[layer].impl.methods[number].selectors = selectors[role.filter]
+            following.setdefault(role.filter, []).append(layers[layer].impl)
+    for layer, impls in following.items():
+        shared = facts.storage.share([impl.storage for impl in impls])
+        if shared is not None:
+            layers[layer].impl.watchers[number].shared = shared
+            for impl, source in zip(impls, shared.sources, strict=True):
+                impl.methods[number].source = source
 
 
 def _make_filter(facts: EngineFacts, number: int, layer: Layer) -> Selectors:

@@ -32,7 +32,7 @@ from vllm_kvretrieval.methods.base import (
 )
 from vllm_kvretrieval.methods.page_chunks import PageSelector
 from vllm_kvretrieval.retrieval.families import Method
-from vllm_kvretrieval.storage import Ready
+from vllm_kvretrieval.storage.base import Source
 
 
 class Scored:
@@ -92,13 +92,10 @@ class ScoredLayer:
         chunks: How it selects for chunks of prompts; None: it does not.
     """
 
+    source: Source | None = None
+
     def __init__(self, chooser: Chooser, chunks: PageSelector | None = None) -> None:
         self.chooser, self.chunks = chooser, chunks
-
-    @property
-    def ready(self) -> Ready:
-        """Nothing has been done."""
-        return Ready.NOTHING
 
     def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> Remainder | None:
         """See :meth:`Ops.plan_decode`."""

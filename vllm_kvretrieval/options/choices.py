@@ -1,16 +1,36 @@
 """The values among which options choose, their bounds, and some of their defaults."""
 
+from typing import NamedTuple
+
 PAGE_SIZES = (16, 32, 64, 128, 256)
 REUSES = {
     "all": "as far as their options allow",
     "exact": "only those that full attention has computed",
 }
+
+
+class Home(NamedTuple):
+    """What the option ``home`` names.
+
+    Attributes:
+        meaning: What it is, for users.
+        slow: Whether not all KV has to be in fast memory.
+        on_disk: Whether it takes space on a disk.
+    """
+
+    meaning: str
+    slow: bool = True
+    on_disk: bool = False
+
+
 HOMES = {
-    "auto": "`device` if `max_num_seqs` requests of `max_model_len` fit there, else `disk` on a "
-    "CPU, `host` on a GPU",
-    "device": "vLLM's own memory",
-    "host": "host memory; on a GPU",
-    "disk": "a file; fast memory then holds recalled pages only; on a CPU",
+    "auto": Home(
+        "`device` if `max_num_seqs` requests of `max_model_len` fit there, else `disk` on a CPU, "
+        "`host` on a GPU"
+    ),
+    "device": Home("vLLM's own memory", slow=False),
+    "host": Home("host memory; on a GPU"),
+    "disk": Home("a file; fast memory then holds recalled pages only; on a CPU", on_disk=True),
 }
 ATTENTION = {"vllm": "bit by bit as vLLM alone", "own": "exact to rounding"}
 UNITS = {"page": "whole pages", "token": "single tokens, by `one_bit` or `exact`"}

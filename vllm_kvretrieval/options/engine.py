@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options import of_prompts
+from vllm_kvretrieval.options.choices import HOMES
 from vllm_kvretrieval.options.files import read_files
 from vllm_kvretrieval.options.methods import make_method
 from vllm_kvretrieval.options.refusals import check_combinations
@@ -183,7 +184,12 @@ class RetrievalConfig(Options):
         )
 
     @property
-    def rows(self) -> bool:
+    def slow_home(self) -> bool:
+        """Whether the home may be slow: then fast memory has a part of the KV cache only."""
+        return HOMES[self.home].slow
+
+    @property
+    def token_major(self) -> bool:
         """Whether the KV cache of retrieval layers is laid out token by token."""
         return any(method.per_token for method in self.methods.values())
 

@@ -146,7 +146,7 @@ def check(config: "RetrievalConfig") -> None:
             f"prefill_budget={budget} cannot be used with {config.method}, which selects no pages "
             "by an index: its prefill is exact. Leave it out."
         )
-    if by_token and config.home != "device":
+    if by_token and config.slow_home:
         raise RetrievalConfigError(
             f"prefill_budget={budget} needs home=device with {config.method}: chunks of prompts "
             f"read single tokens, which home={config.home!r} does not serve. Leave one out."

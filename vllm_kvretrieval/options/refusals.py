@@ -35,7 +35,7 @@ def check_combinations(config: "RetrievalConfig", given: Mapping[str, Any]) -> N
             raise RetrievalConfigError(
                 f"{key}={shortened(as_written(value))} has no effect without {needs}; leave it out."
             )
-        if OPTIONS[key].slow_home and config.home == "device":
+        if OPTIONS[key].slow_home and not config.slow_home:
             raise RetrievalConfigError(
                 f"{key}={shortened(value)} has no effect with home=device; leave it out, or use a "
                 "home that is larger: disk, on a GPU host."
@@ -78,12 +78,12 @@ def _check_budgets(config: "RetrievalConfig") -> None:
 def _check_settings(config: "RetrievalConfig") -> None:
     """Refuse methods that need what home, codec or another setting lacks."""
     methods = config.methods.values()
-    if config.home != "device":
+    if config.slow_home:
         raw = config.encoding is None
         read = [m for m in methods if not m.whole or (m is config.own and raw)]
         needs.SLOW_HOME.check(read, f"home={config.home!r}")
     if config.codec != RAW:
-        if config.home == "device":
+        if not config.slow_home:
             raise RetrievalConfigError(
                 f"codec={config.codec!r} is for pages in a file, and with home=device the KV cache "
                 "is read where it lies; use home=disk (whose home_path may be in memory, such as "

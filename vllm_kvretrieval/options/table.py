@@ -247,7 +247,7 @@ class Options:
     )
     home: str = option(
         None,
-        one_of(choices.HOMES),
+        one_described(choices.HOMES),
         "where the whole KV cache of the retrieval layers lives",
         "the method's, `device` for most",
         more="#a-cache-larger-than-memory",

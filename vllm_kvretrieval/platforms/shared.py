@@ -132,7 +132,7 @@ class RetrievalPlatform(Platform):
         vllm_config.parallel_config.worker_cls = cls.worker
         _set_scheduler(vllm_config, method)
         _retain_windows(vllm_config)
-        reports = config.home != "device" or config.store is not None
+        reports = config.slow_home or config.store is not None
         if reports and not has_foreign_connector(vllm_config):
             from vllm_kvretrieval.engine.connector import connector_config
 

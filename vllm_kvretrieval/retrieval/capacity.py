@@ -48,7 +48,7 @@ class Capacity:
         self.chosen = np.zeros(self.heads, dtype=np.int64)
         self.attended = np.zeros(self.heads, dtype=np.int64)
         self.filtered = 0
-        per_page = config.page_size if config.rows else 1  # of what is attended to
+        per_page = config.page_size if config.token_major else 1  # of what is attended to
         for name, method in config.methods.items():
             if not method.budget_shares.uniform:
                 self.allotments[name] = allot(
@@ -63,7 +63,7 @@ class Capacity:
                     np.maximum(self.chosen, most, out=self.chosen)
                 attended = (always + most) * (per_page // self._per_page(method))
                 np.maximum(self.attended, attended, out=self.attended)
-        np.minimum(self.attended, longest if config.rows else self._pages, out=self.attended)
+        np.minimum(self.attended, longest if config.token_major else self._pages, out=self.attended)
 
     @property
     def listed(self) -> int:

@@ -1,27 +1,6 @@
-"""Where the KV of a model's layers is: one file per place, all behind one protocol.
+"""Where the KV of a model's layers is: one file per kind of storage, all behind one protocol.
 
-Attention asks a layer's storage for what it is about to read, and knows no more of it. A new place
-is a file here with a :class:`~vllm_kvretrieval.storage.base.Storage` and its
+Attention asks a layer's storage for what it is about to read, and knows no more of it. A new
+kind is a file here with a :class:`~vllm_kvretrieval.storage.base.Storage` and its
 :class:`~vllm_kvretrieval.storage.base.LayerStorage`.
 """
-
-from vllm_kvretrieval.storage.base import (
-    LayerPlace,
-    LayerStorage,
-    Part,
-    Ready,
-    StepContexts,
-    Storage,
-)
-from vllm_kvretrieval.storage.memory import IN_PLACE, Memory
-
-__all__ = [
-    "IN_PLACE",
-    "LayerPlace",
-    "LayerStorage",
-    "Memory",
-    "Part",
-    "Ready",
-    "StepContexts",
-    "Storage",
-]

@@ -1,16 +1,18 @@
-"""The interface of a place for KV to attention and the worker."""
+"""The interface of a storage of KV to attention and the worker."""
 
+import io
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, TokenLists
+from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, RecallCache, TokenLists
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.storage.lost import Lost
+from vllm_kvretrieval.storage.plan import Tiers
 
 
 class Part(NamedTuple):
@@ -27,30 +29,88 @@ class Part(NamedTuple):
     wait: Callable[[], None] | None = None
 
 
-class Ready(Enum):
-    """What has been done for rows before a layer reaches for what they attend to."""
+class Source(Protocol):
+    """What brings the tokens of rows into fast memory."""
 
-    NOTHING = "nothing"
-    HELD = "held"
-    """The tokens of the rows have been brought by :meth:`LayerStorage.hold`."""
-    ANNOUNCED = "announced"
-    """A layer before has announced it, by :meth:`LayerStorage.announce`."""
+    def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
+        """Bring what rows attend to into fast memory.
+
+        Args:
+            rows: The rows.
+            lists: What they attend to, numbered as in the KV cache; over the rows' lists.
+
+        Returns:
+            Parts of one softmax. A list may be empty in some of them, but not in all.
+        """
+        ...
 
 
-class LayerPlace(NamedTuple):
+class HeldTokens(Source, Protocol):
+    """Tokens of a layer that are brought once, and stay."""
+
+    def hold(self, seat: int, head: int, pages: torch.Tensor, positions: torch.Tensor) -> None:
+        """Bring the tokens that a KV head keeps for good.
+
+        Args:
+            seat: The request's seat.
+            head: The KV head.
+            pages: int32 [>= pages]; ids of the context's pages.
+            positions: int64 [n]; positions of the tokens in the context, rising.
+        """
+        ...
+
+
+class SharedRecall(Protocol):
+    """Brings tokens for several layers, which attend to the same ones."""
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """What each of these layers reaches by for what has been announced."""
+        ...
+
+    def announce(self, rows: DecodeRows) -> None:
+        """Begin to bring what the layers will attend to.
+
+        Args:
+            rows: Their lists say what it is.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class StorageFacts:
+    """What a storage is made for.
+
+    Attributes:
+        retrieving: Names of the retrieval layers, in the order of the model.
+        tiers: The division of memory; None: all KV is in fast memory.
+        block_size: Tokens of a block of vLLM's.
+        stored: Returns the file of a store for so many layers; None: there is no store.
+    """
+
+    retrieving: Sequence[str] = ()
+    tiers: Tiers | None = None
+    block_size: int = 0
+    stored: Callable[[int], io.FileIO] | None = None
+
+
+class LayerCache(NamedTuple):
     """A retrieval layer and its KV cache.
 
     Attributes:
         name: The layer's name in the model.
-        kv_cache: [pages, kv_heads, page_size, 2 * head_size]; what vLLM allocated.
-        layout: How it lays out keys: the name of vLLM's attention ``isa``, or ``rows``.
+        kv_cache: [pages, kv_heads, page_size, 2 * head_size]; what vLLM writes to.
+        layout: How it lays out keys: the name of vLLM's attention ``isa``, or
+            ``token_major``.
         kernels: Implementation of the ops.
+        counts: int64 [S, 3]; units looked up, missed and recalled, by seat.
     """
 
     name: str
     kv_cache: torch.Tensor
     layout: str
     kernels: Ops
+    counts: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -62,8 +122,8 @@ class StepContexts:
         before: int [R]; tokens of each context before the step.
         lens: int [R]; tokens of each context with the step.
         block_table: int32 [R, >= pages]; page ids in context order.
-        whole: int [n]; places of the requests whose whole contexts retrieval layers read where they
-            are; None: of all requests.
+        whole: int [n]; batch indices of the requests whose whole contexts retrieval layers read
+            where they are; None: of all requests.
         laid_out: Pages that retrieval layers lay out in the staging buffer.
         most_pages: Pages of the largest budget.
     """
@@ -77,7 +137,7 @@ class StepContexts:
     most_pages: int
 
 
-class LayerStorage(Protocol):
+class LayerStorage(Source, Protocol):
     """Where one layer's KV is."""
 
     @property
@@ -102,19 +162,6 @@ class LayerStorage(Protocol):
         """
         ...
 
-    def reach(self, rows: DecodeRows, lists: TokenLists, ready: Ready) -> Sequence[Part]:
-        """Bring what rows attend to into fast memory.
-
-        Args:
-            rows: The rows of the step; their lists are void afterwards.
-            lists: What they attend to, numbered as in the KV cache; over the rows' lists.
-            ready: What has been done for these rows already.
-
-        Returns:
-            Parts of one softmax. A list may be empty in some of them, but not in all.
-        """
-        ...
-
     def ahead(self, rows: DecodeRows, chooser: Chooser) -> None:
         """Begin to bring what the rows' next step will probably attend to.
 
@@ -124,23 +171,9 @@ class LayerStorage(Protocol):
         """
         ...
 
-    def hold(self, seat: int, head: int, pages: torch.Tensor, positions: torch.Tensor) -> None:
-        """Bring the tokens that a KV head keeps for good, before it reaches for them as ``HELD``.
-
-        Args:
-            seat: The request's seat.
-            head: The KV head.
-            pages: int32 [>= pages]; ids of the context's pages.
-            positions: int64 [n]; positions of the tokens in the context, rising.
-        """
-        ...
-
-    def announce(self, rows: DecodeRows) -> None:
-        """Begin to bring what layers after this one will attend to.
-
-        Args:
-            rows: The rows whose lists say what it is. If it is brought, they get the places.
-        """
+    @property
+    def held(self) -> HeldTokens | None:
+        """Tokens that are brought once; None: there is no need to hold any."""
         ...
 
     def lay_out(self, pages: torch.Tensor, target: torch.Tensor, layout: str) -> None:
@@ -151,9 +184,36 @@ class LayerStorage(Protocol):
 class Storage(Protocol):
     """Where the KV of an engine's layers is.
 
-    The worker makes it when the KV cache has been allocated, and tells it about requests and steps.
-    The metadata builder asks it what has to be made ready for a step.
+    The worker makes it before the KV cache, and tells it about requests and steps. The metadata
+    builder asks it what has to be made ready for a step.
     """
+
+    @property
+    def allocates(self) -> bool:
+        """Whether :meth:`allocate` makes the KV cache; else vLLM does."""
+        ...
+
+    @property
+    def slow_layers(self) -> Sequence[str]:
+        """Names of the layers whose KV is not in fast memory, in the order of the model."""
+        ...
+
+    def allocate(
+        self, names: Sequence[str], layer_bytes: int
+    ) -> Sequence[tuple[Sequence[str], torch.Tensor]]:
+        """Make the KV cache.
+
+        Args:
+            names: The layers' names, in the order of the model.
+            layer_bytes: Bytes of each layer.
+
+        Returns:
+            Names of layers, and int8 memory for them, one after another.
+
+        Raises:
+            RetrievalConfigError: The system refuses what is needed.
+        """
+        ...
 
     @property
     def token_major(self) -> bool:
@@ -182,7 +242,7 @@ class Storage(Protocol):
         """
         ...
 
-    def layer(self, place: LayerPlace) -> LayerStorage:
+    def layer(self, cache: LayerCache) -> LayerStorage:
         """Make the storage of a retrieval layer; once for each, in the order of the model."""
         ...
 
@@ -190,16 +250,8 @@ class Storage(Protocol):
         """The storage of a layer that attends to everything."""
         ...
 
-    def share(self, layer: LayerStorage, following: Sequence[LayerStorage]) -> LayerStorage:
-        """Let a dense layer announce what layers after it attend to.
-
-        Args:
-            layer: The dense layer's storage.
-            following: The others' storages.
-
-        Returns:
-            The dense layer's storage from now on.
-        """
+    def share(self, layers: Sequence[LayerStorage]) -> SharedRecall | None:
+        """Let layers that attend to the same tokens have them brought at once; None: no need."""
         ...
 
     def plan(self, step: StepContexts) -> Any:
@@ -223,8 +275,19 @@ class Storage(Protocol):
         """
         ...
 
-    def take_lost(self) -> set[int]:
-        """Ids of vLLM's blocks that cannot be read any more."""
+    @property
+    def lost(self) -> Lost:
+        """Takes note of vLLM's blocks that cannot be read any more."""
+        ...
+
+    @property
+    def encoded_pages(self) -> Sequence[RecallCache]:
+        """Recall caches that encode pages; none if pages are stored as they are written."""
+        ...
+
+    @property
+    def block_pages(self) -> int:
+        """Pages of a block of vLLM's, as numbered by ``encoded_pages``."""
         ...
 
     def check(self) -> str:

@@ -1,20 +1,135 @@
 """KV in a file, encoded; pages that requests are filling are raw in memory."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import io
+import mmap
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import RecallCache
+from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.retrieval.codec import Codec
-from vllm_kvretrieval.storage.base import LayerPlace, StepContexts
-from vllm_kvretrieval.storage.file import FileFacts, Reads
+from vllm_kvretrieval.storage.base import LayerCache, StepContexts, StorageFacts
+from vllm_kvretrieval.storage.file import Reads
 from vllm_kvretrieval.storage.file_pages import FilePages, FilePagesLayer
-from vllm_kvretrieval.tiers.fast import FastTier
-from vllm_kvretrieval.tiers.home import page_runs
+from vllm_kvretrieval.storage.home_file import HomeFile
+from vllm_kvretrieval.storage.mapped import page_runs
+
+MAP_NORESERVE = 0x4000  # not named by Python 3.11
+
+
+class EncodedHome(HomeFile):
+    """KV cache of some layers: full pages encoded in a file, the others raw in ``memory``.
+
+    To vLLM ``memory`` is the cache, and it writes there. ``memory`` has addresses for the whole
+    cache, but takes memory only for pages that have been written and not yet released. A page is
+    released when it is full and the recall cache has encoded it. Reading it there would give zeros,
+    so attention reads slots, or the staging buffer.
+
+    The file is read and written by calls only, through the operating system's page cache. Recall
+    caches report pages that cannot be read or written.
+
+    Args:
+        directory, layers, layer_bytes, stored: See :class:`HomeFile`.
+        raw_bytes: Bytes of each layer in vLLM's cache.
+
+    Raises:
+        RetrievalConfigError: See :class:`HomeFile`; or the system refuses the addresses.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        layers: int,
+        raw_bytes: int,
+        layer_bytes: int,
+        stored: io.FileIO | None = None,
+    ) -> None:
+        super().__init__(directory, layers, layer_bytes, stored)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        refused = "kv_retrieval.codec: no addresses are left for the KV cache as it would be raw"
+        with self.needed(), explained(refused):
+            self._map = mmap.mmap(-1, layers * raw_bytes, flags=flags)
+        with suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_NOHUGEPAGE)
+        self.memory = torch.frombuffer(self._map, dtype=torch.int8)
+
+
+@dataclass
+class _Written:
+    """The open pages that a request has written, in the order of its context."""
+
+    first: int  # position in the context of the first page
+    pages: list[int] = field(default_factory=list)
+    tokens: int = 0  # in the context
+
+
+class OpenPages:
+    """Follows running requests and says which pages are to be encoded, and when.
+
+    A page is open for the request that writes it. Other requests that share the page read it as it
+    is: raw while it is among that request's latest pages, decoded afterwards.
+
+    Args:
+        page_size: Tokens per page.
+        keeps: Full pages at the end of a context that stay open, beside the one being filled.
+    """
+
+    def __init__(self, page_size: int, keeps: int) -> None:
+        self._page_size, self._keeps = page_size, keeps
+        self._of: dict[str, _Written] = {}
+
+    def advance(
+        self, requests: Iterable[str], before: np.ndarray, after: np.ndarray, pages: np.ndarray
+    ) -> list[int]:
+        """Follow a step.
+
+        Args:
+            requests: The requests in the batch, by id.
+            before: int [R]; tokens of each context before the step.
+            after: int [R]; tokens of each context after the step.
+            pages: int [R, >= pages of a context]; ids in context order.
+
+        Returns:
+            Pages to be encoded at the end of the step.
+        """
+        closing = []
+        size = self._page_size
+        rows = zip(requests, before.tolist(), after.tolist(), pages, strict=False)
+        for request, start, end, table in rows:
+            if (own := self._of.get(request)) is None:
+                own = self._of[request] = _Written(start // size)
+            have = own.first + len(own.pages)
+            own.pages += table[have : -(-end // size)].tolist()
+            own.tokens = end
+            leaving = max(0, end // size - self._keeps - own.first)
+            closing += own.pages[:leaving]
+            del own.pages[:leaving]
+            own.first += leaving
+        return closing
+
+    def end(self, requests: Iterable[str]) -> tuple[list[int], list[int]]:
+        """Forget requests that no longer run.
+
+        Args:
+            requests: Their ids; unknown ones are ignored.
+
+        Returns:
+            Pages to be encoded now, and partly filled pages, which will never be read.
+        """
+        full, unfinished = list[int](), list[int]()
+        for request in requests:
+            own = self._of.pop(request, None)
+            if own is None:
+                continue
+            count = own.tokens // self._page_size - own.first
+            full += own.pages[:count]
+            unfinished += own.pages[count:]
+        return full, unfinished
 
 
 class EncodedReads(NamedTuple):
@@ -38,7 +153,7 @@ class EncodedLayer(FilePagesLayer):
 
     @contextmanager
     def _closing(self, reads: EncodedReads) -> Iterator[None]:
-        with self.reader.contexts(reads.ahead):
+        with super().contexts(reads.ahead):
             yield
         if len(reads.leaving):
             self.cache.close(reads.leaving)
@@ -49,27 +164,21 @@ class EncodedLayer(FilePagesLayer):
 
 
 class Encoded(FilePages):
-    """An engine's encoded KV; see :class:`FileStorage`.
-
-    Args:
-        facts: The home, and the fast memory in front of it.
-        streams: See :class:`FilePagesLayer`.
-        codec: What pages are encoded by.
-        open_pages: Full pages at the end of a context that are not yet encoded.
-    """
+    """An engine's encoded KV; see :class:`FileStorage`."""
 
     in_place = False
 
-    def __init__(self, facts: FileFacts, streams: bool, codec: Codec, open_pages: int) -> None:
-        super().__init__(facts, streams)
-        self._codec = codec
-        self._open = FastTier(facts.page_size, open_pages)
+    def __init__(self, config: RetrievalConfig, facts: StorageFacts) -> None:
+        super().__init__(config, facts)
+        self.encoded_pages = self.pages
+        self._open = OpenPages(config.page_size, config.open_pages)
         self._leaving: torch.Tensor | None = None  # of this step, once it is planned
 
-    @property
-    def encoded_pages(self) -> Sequence[RecallCache]:
-        """See :attr:`FileStorage.encoded_pages`."""
-        return self.pages
+    def _make_home(
+        self, directory: str, layers: int, layer_bytes: int, stored: io.FileIO | None
+    ) -> EncodedHome:
+        encoded = self.tiers.home // layers
+        return EncodedHome(directory, layers, layer_bytes, encoded, stored)
 
     def refuse_two_directions(self, config: RetrievalConfig) -> None:
         """See :meth:`Storage.refuse_two_directions`."""
@@ -78,9 +187,9 @@ class Encoded(FilePages):
             "their input in both directions, as this one; use raw."
         )
 
-    def layer(self, place: LayerPlace) -> EncodedLayer:
+    def layer(self, cache: LayerCache) -> EncodedLayer:
         """See :meth:`Storage.layer`."""
-        layer = EncodedLayer(self.facts, place, self.streams, self._codec)
+        layer = EncodedLayer(self, cache)
         self.pages.append(layer.cache)
         return layer
 
@@ -95,7 +204,7 @@ class Encoded(FilePages):
         runs = None
         if step.laid_out:
             pages = torch.cat([*step.laid_out]).numpy()
-            runs = page_runs(pages[pages >= 0], self.facts.page_bytes)
+            runs = page_runs(pages[pages >= 0], self.page_bytes)
         return EncodedReads(Reads(None, runs), self._leaving)
 
     def begin_step(self, scheduler_output: Any) -> None:

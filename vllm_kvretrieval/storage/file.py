@@ -1,57 +1,22 @@
 """KV in a file: what all kinds of it have in common."""
 
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_kvretrieval.kernels import RecallCache, TokenRecall
-from vllm_kvretrieval.storage.base import LayerPlace, StepContexts, Usage
+from vllm_kvretrieval.kernels.cpu import MappingGuard
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.storage.base import LayerCache, StepContexts, StorageFacts, Usage
+from vllm_kvretrieval.storage.home_file import HomeFile, check_room, directory_for, free_space
 from vllm_kvretrieval.storage.lost import LostBlocks
+from vllm_kvretrieval.storage.mapped import DiskHome, page_runs
 from vllm_kvretrieval.storage.memory import InPlace, MemoryLayer
-from vllm_kvretrieval.tiers.encoded import EncodedHome
-from vllm_kvretrieval.tiers.home import DiskHome, page_runs
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """A home and the fast memory in front of it.
-
-    Attributes:
-        home: Where the KV is.
-        directory: The directory of the home's file, for messages.
-        names: Names of the layers in home, in its order.
-        dense: Names of those that attend to everything.
-        slots: Slots of each retrieval layer, by name.
-        seats: Most requests that run at once.
-        counts: int64 [S, 3]; units looked up, missed and recalled.
-        blocks: vLLM's blocks.
-        block_size: Tokens of each.
-        page_size: Tokens of a page.
-    """
-
-    home: DiskHome | EncodedHome
-    directory: str
-    names: Sequence[str]
-    dense: frozenset[str]
-    slots: dict[str, int]
-    seats: int
-    counts: torch.Tensor
-    blocks: int
-    block_size: int
-    page_size: int
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes in home of a layer's page."""
-        return self.home.layer_bytes // (self.blocks * self.pages_per_block)
-
-    @property
-    def pages_per_block(self) -> int:
-        return self.block_size // self.page_size
+from vllm_kvretrieval.storage.plan import Cache, Tiers
 
 
 class Reads(NamedTuple):
@@ -66,150 +31,185 @@ class Reads(NamedTuple):
     retrieving: np.ndarray | None
 
 
-class HomeReader:
-    """One layer's access to whole contexts in home.
+class InHome:
+    """A layer in home, whose whole contexts are read there.
 
-    Args:
-        facts: The home.
-        name: The layer's name.
+    Attributes:
+        number: The layer's number in home.
     """
 
-    def __init__(self, facts: FileFacts, name: str) -> None:
-        self.home, self.number = facts.home, facts.names.index(name)
-        self._dense = name in facts.dense
-        following = facts.names[self.number + 1 : self.number + 2]
-        self._dense_follows = bool(facts.dense.intersection(following))
+    def _lie_in(self, storage: "FileStorage", name: str) -> None:
+        self._file, self.number = storage.home, storage.slow_layers.index(name)
+        self._dense = name in storage.dense
+        following = storage.slow_layers[self.number + 1 : self.number + 2]
+        self._dense_follows = bool(storage.dense.intersection(following))
 
-    def contexts(self, reads: Reads | None) -> AbstractContextManager[object]:
-        """Map what the step reads of the layer; begin to read what it reads of the next one."""
+    def contexts(self, reads: Any) -> AbstractContextManager[object]:
+        """Map the :class:`Reads` of the layer; begin to read those of the next one."""
         runs = None if reads is None else self._of(reads, self._dense)
         return nullcontext() if reads is None or runs is None else self._mapped(reads, runs)
 
     @contextmanager
     def _mapped(self, reads: Reads, runs: np.ndarray) -> Iterator[None]:
-        self.home.stage(self.number, runs, self._of(reads, self._dense_follows))
+        self._file.stage(self.number, runs, self._of(reads, self._dense_follows))
         try:
             yield
         finally:
-            self.home.unmap(self.number)
+            self._file.unmap(self.number)
 
     @staticmethod
     def _of(reads: Reads, dense: bool) -> np.ndarray | None:
         return reads.dense if dense else reads.retrieving
 
 
-class DenseFileLayer(InPlace):
+class DenseFileLayer(InHome, InPlace):
     """A layer that attends to everything, from home."""
 
-    def __init__(self, facts: FileFacts, name: str) -> None:
-        self._reader = HomeReader(facts, name)
-
-    def contexts(self, reads: Reads | None) -> AbstractContextManager[object]:
-        """See :meth:`HomeReader.contexts`."""
-        return self._reader.contexts(reads)
+    def __init__(self, storage: "FileStorage", name: str) -> None:
+        self._lie_in(storage, name)
 
 
-class FileLayer(MemoryLayer):
+class FileLayer(InHome, MemoryLayer):
     """A retrieval layer in home, with slots in fast memory.
 
     Args:
-        facts: The home.
-        place: The layer.
+        storage: All layers.
+        cache: The layer.
 
     Attributes:
         slots: The slots.
-        reader: Access to whole contexts.
     """
 
     slots: torch.Tensor
 
-    def __init__(self, facts: FileFacts, place: LayerPlace) -> None:
-        super().__init__(place)
-        self.reader = HomeReader(facts, place.name)
+    def __init__(self, storage: "FileStorage", cache: LayerCache) -> None:
+        super().__init__(cache)
+        self._lie_in(storage, cache.name)
 
-    def contexts(self, reads: Any) -> AbstractContextManager[object]:
-        """See :meth:`HomeReader.contexts`."""
-        return self.reader.contexts(reads)
+
+def plan_file(
+    config: RetrievalConfig, cache: Cache, fast: int, staging: int, blocks: int | None, workers: int
+) -> Tiers:
+    """The division of memory with a home in a file.
+
+    Args:
+        config: Options of the engine.
+        cache: The KV cache of the worker.
+        fast: Bytes of fast memory for everything together.
+        staging: Bytes of the staging buffer.
+        blocks: Number of blocks, if the user has fixed it.
+        workers: Number of workers that share the disk, all of which ask before any makes its file.
+
+    Raises:
+        RetrievalConfigError: See :meth:`Tiers.plan`; or the disk has too little room.
+    """
+    directory = directory_for(config.home_directory)
+    tiers = Tiers.plan(config, cache, fast, staging, blocks, free_space(directory) // workers)
+    check_room(directory, tiers.home, workers, tiers.fast)
+    return tiers
 
 
 class FileStorage:
     """An engine's KV in a file.
 
     Args:
-        facts: The home, and the fast memory in front of it.
+        config: Options of the engine.
+        facts: The layers, and the division of memory.
 
     Attributes:
+        home: The file, once it is allocated.
+        slow_layers: Names of the layers in it.
+        dense: Names of those that attend to everything.
+        slots: Slots of each retrieval layer in fast memory, by name.
         pages: Recall caches of layers, where pages are recalled.
         tokens: Recalls of layers and filters, where single tokens are.
         lost: Blocks that cannot be read any more.
     """
 
     in_place, at_hand = True, False
+    allocates = True
+    encoded_pages: Sequence[RecallCache] = ()
+    home: HomeFile
+    lost: LostBlocks
 
-    def __init__(self, facts: FileFacts) -> None:
-        self.facts = facts
+    def __init__(self, config: RetrievalConfig, facts: StorageFacts) -> None:
+        assert facts.tiers is not None
+        self.config, self.tiers, self._stored = config, facts.tiers, facts.stored
+        self.slots = dict(zip(facts.retrieving, facts.tiers.slots, strict=True))
+        self.block_size, self.block_pages = facts.block_size, facts.block_size // config.page_size
+        self.slow_layers: Sequence[str] = ()
+        self.dense = frozenset[str]()
         self.pages: list[RecallCache] = []
         self.tokens: list[TokenRecall] = []
+
+    def allocate(
+        self, names: Sequence[str], layer_bytes: int
+    ) -> Sequence[tuple[Sequence[str], torch.Tensor]]:
+        """See :meth:`Storage.allocate`."""
+        at_home = names if self.tiers.streams_dense else [n for n in names if n in self.slots]
+        self.slow_layers, self.dense = at_home, frozenset(at_home).difference(self.slots)
+        beside = [name for name in names if name not in at_home]
+        directory = directory_for(self.config.home_directory)
+        stored = None if self._stored is None else self._stored(len(at_home))
+        self.home = self._make_home(directory, len(at_home), layer_bytes, stored)
         self.lost = LostBlocks(
-            facts.home,
-            self.pages,
-            facts.directory,
-            facts.blocks,
-            facts.block_size,
-            facts.pages_per_block,
+            self.home, self.pages, directory, self.tiers.blocks, self.block_size, self.block_pages
         )
+        memory = torch.zeros(len(beside) * layer_bytes, dtype=torch.int8)
+        return (beside, memory), (at_home, self.home.memory)
+
+    def _make_home(
+        self, directory: str, layers: int, layer_bytes: int, stored: io.FileIO | None
+    ) -> HomeFile:
+        return DiskHome(directory, layers, layer_bytes, MappingGuard, stored)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes in home of a layer's page."""
+        return self.home.layer_bytes // (self.tiers.blocks * self.block_pages)
 
     @property
     def _recalls(self) -> Sequence[RecallCache | TokenRecall]:
         return self.pages or self.tokens
 
-    @property
-    def encoded_pages(self) -> Sequence[RecallCache]:
-        """Recall caches that encode the pages of home; none if home holds them raw."""
-        return ()
-
     def dense_layer(self, name: str) -> InPlace:
         """See :meth:`Storage.dense_layer`."""
-        return DenseFileLayer(self.facts, name) if name in self.facts.names else InPlace()
+        return DenseFileLayer(self, name) if name in self.slow_layers else InPlace()
 
     def plan(self, step: StepContexts) -> Any:
         """The parts of home that the layers read in place, if a context exceeds all budgets."""
         retrieving = self._runs(step, step.whole)
         if step.whole is None:
             return Reads(retrieving, retrieving)
-        return Reads(self._runs(step, None) if self.facts.dense else None, retrieving)
+        return Reads(self._runs(step, None) if self.dense else None, retrieving)
 
     def _runs(self, step: StepContexts, requests: np.ndarray | None) -> np.ndarray | None:
         chosen = slice(None) if requests is None else requests
-        pages = -(-step.lens[chosen] // self.facts.page_size)
+        pages = -(-step.lens[chosen] // self.config.page_size)
         if not (pages > step.most_pages).any():
             return None
         table = step.block_table[chosen]
         used = table[np.arange(table.shape[1]) < pages[:, None]]
-        return page_runs(used, self.facts.page_bytes)
+        return page_runs(used, self.page_bytes)
 
     def begin_step(self, scheduler_output: Any) -> None:
         """See :meth:`Storage.begin_step`."""
         self.lost.begin_step(scheduler_output)
-        per_block = range(self.facts.pages_per_block)
+        per_block = range(self.block_pages)
         for cache in self.pages:
             for _, target in scheduler_output.kv_cache_block_copies or ():
                 cache.drop_pages([target * len(per_block) + page for page in per_block])
 
     def end_step(self, tokens: int) -> None:
         """See :meth:`Storage.end_step`."""
-        home, capacity = self.facts.home, self.facts.blocks * self.facts.block_size
-        home.note_written(tokens * home.memory.numel() // capacity)
+        capacity = self.tiers.blocks * self.block_size
+        self.home.note_written(tokens * self.home.memory.numel() // capacity)
 
     def leave(self, seats: Iterable[int], requests: Iterable[str]) -> None:
         """See :meth:`Storage.leave`."""
         for seat in seats:
             for recall in self._recalls:
                 recall.release(seat)
-
-    def take_lost(self) -> set[int]:
-        """See :meth:`Storage.take_lost`."""
-        return self.lost.take()
 
     def check(self) -> str:
         """See :meth:`Storage.check`."""
@@ -218,6 +218,6 @@ class FileStorage:
     @property
     def usage(self) -> Usage:
         """See :attr:`Storage.usage`."""
-        recalls, slots = self._recalls, sum(self.facts.slots.values())
+        recalls, slots = self._recalls, sum(self.tiers.slots)
         read = recalls[0].bytes_per_read if recalls else 0
         return Usage(slots, sum(recall.used for recall in recalls), read)

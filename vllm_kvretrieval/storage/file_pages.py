@@ -1,41 +1,35 @@
 """KV in a file, of which pages are recalled into slots; see :class:`RecallCache`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, TokenLists, cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.retrieval.codec import Codec
-from vllm_kvretrieval.storage.base import LayerPlace, Part, Ready
-from vllm_kvretrieval.storage.file import FileFacts, FileLayer, FileStorage
+from vllm_kvretrieval.storage.base import LayerCache, Part
+from vllm_kvretrieval.storage.file import FileLayer, FileStorage
 
 
 class FilePagesLayer(FileLayer):
     """A retrieval layer; see :class:`FileLayer`.
 
     Args:
-        facts: The home.
-        place: The layer.
-        streams: Whether what is in slots is attended to while the rest is read (TTKV, 4.3).
-        codec: What its pages are encoded by; None: they are not.
+        storage: All layers.
+        cache: The layer.
     """
 
-    def __init__(
-        self, facts: FileFacts, place: LayerPlace, streams: bool, codec: Codec | None = None
-    ) -> None:
-        super().__init__(facts, place)
-        self.streams = streams
-        _, kv_heads, page_size, width = place.kv_cache.shape
+    def __init__(self, storage: FileStorage, cache: LayerCache) -> None:
+        super().__init__(storage, cache)
+        self.streams = bool(storage.config.streaming_attention)
+        _, kv_heads, page_size, width = cache.kv_cache.shape
         self.cache = cpu.RecallCache(
-            place.kv_cache.view(-1, 1, 2 * page_size, width // 2),
-            facts.slots[place.name],
+            cache.kv_cache.view(-1, 1, 2 * page_size, width // 2),
+            storage.slots[cache.name],
             kv_heads,
-            facts.counts,
-            (facts.home.fd, facts.home.begin(self.reader.number)),
-            codec,
+            cache.counts,
+            (storage.home.fd, storage.home.begin(self.number)),
+            storage.config.encoding,
         )
         self.slots = self.cache.slots
         self._units = self._as_units(self.slots)
@@ -44,17 +38,16 @@ class FilePagesLayer(FileLayer):
         """See :meth:`RecallCache.write`."""
         self.cache.write(slot_mapping)
 
-    def reach(self, rows: DecodeRows, lists: TokenLists, ready: Ready) -> Sequence[Part]:
+    def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
         """See :meth:`RecallCache.resolve` and :meth:`RecallCache.stream`."""
-        here = Part(lists, self._units)
+        found = TokenLists.empty(rows, lists.run, lists.kv_heads)
         if not self.streams:
-            self.cache.resolve(rows)
-            return (here,)
-        entries = torch.empty(len(rows) * lists.kv_heads, lists.entries.shape[1], dtype=torch.int32)
-        late = replace(lists, entries=entries, lengths=torch.empty(len(entries), dtype=torch.int32))
-        if not self.cache.stream(rows, late):
-            return (here,)
-        return here, Part(late, self._units, self.cache.wait)
+            self.cache.resolve(rows, found)
+            return (Part(found, self._units),)
+        late = TokenLists.empty(rows, lists.run, lists.kv_heads)
+        if not self.cache.stream(rows, found, late):
+            return (Part(found, self._units),)
+        return Part(found, self._units), Part(late, self._units, self.cache.wait)
 
     def ahead(self, rows: DecodeRows, chooser: Chooser) -> None:
         """See :meth:`RecallCache.prefetch`."""
@@ -62,28 +55,19 @@ class FilePagesLayer(FileLayer):
 
 
 class FilePages(FileStorage):
-    """An engine's KV in a file, by pages; see :class:`FileStorage`.
-
-    Args:
-        facts: The home, and the fast memory in front of it.
-        streams: See :class:`FilePagesLayer`.
-    """
+    """An engine's KV in a file, by pages; see :class:`FileStorage`."""
 
     token_major = False
-
-    def __init__(self, facts: FileFacts, streams: bool) -> None:
-        super().__init__(facts)
-        self.streams = streams
 
     def refuse_two_directions(self, config: RetrievalConfig) -> None:
         """vLLM's kernel reads pages in the mapped file."""
 
-    def layer(self, place: LayerPlace) -> FilePagesLayer:
+    def layer(self, cache: LayerCache) -> FilePagesLayer:
         """See :meth:`Storage.layer`."""
-        layer = FilePagesLayer(self.facts, place, self.streams)
+        layer = FilePagesLayer(self, cache)
         self.pages.append(layer.cache)
         return layer
 
-    def share(self, layer: Any, following: Sequence[Any]) -> Any:
+    def share(self, layers: Sequence[Any]) -> NoReturn:
         """Layers after a filter attend to single tokens, which are not recalled here."""
         raise NotImplementedError("filters select single tokens")

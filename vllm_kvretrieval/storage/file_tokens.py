@@ -1,17 +1,16 @@
 """KV in a file, of which single tokens are recalled into slots; see :class:`TokenRecall`."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_kvretrieval.kernels import DecodeRows, TokenLists, TokenRecall, cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.base import LayerPlace, Part, Ready
-from vllm_kvretrieval.storage.file import FileFacts, FileLayer, FileStorage
-from vllm_kvretrieval.storage.memory import InPlace, refuse_two_directions
-from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.storage.base import LayerCache, Part
+from vllm_kvretrieval.storage.file import FileLayer, FileStorage
+from vllm_kvretrieval.storage.mapped import DiskHome
+from vllm_kvretrieval.storage.memory import refuse_two_directions
 
 
 class FileTokensLayer(FileLayer):
@@ -21,62 +20,66 @@ class FileTokensLayer(FileLayer):
     tokens are not read ahead of the step that attends to them.
 
     Args:
-        facts: The home.
-        place: The layer.
+        storage: All layers.
+        cache: The layer.
     """
 
     slots: torch.Tensor
     """[S, kv_heads, capacity, 2 * head_size]."""
 
-    def __init__(self, facts: FileFacts, place: LayerPlace) -> None:
-        super().__init__(facts, place)
-        _, kv_heads, _, width = place.kv_cache.shape
-        capacity = facts.slots[place.name] // (facts.seats * kv_heads)
-        self.slots = torch.empty(facts.seats, kv_heads, capacity, width, dtype=place.kv_cache.dtype)
-        assert isinstance(facts.home, DiskHome), "rows are not encoded"
-        memory = facts.home.scattered(self.reader.number)[: place.kv_cache.nbytes]
-        self.home = memory.view(place.kv_cache.dtype).view(place.kv_cache.shape)
-        self.counts = facts.counts
-        self.own = cpu.TokenRecall([self.home], [self.slots], facts.counts, shared=False)
-        self._shared: tuple[TokenRecall, int] | None = None
-        self._held = torch.zeros(facts.seats, kv_heads, dtype=torch.int32)
-        self._in_home, self._in_slots = self._units, self._as_units(self.slots)
+    def __init__(self, storage: FileStorage, cache: LayerCache) -> None:
+        super().__init__(storage, cache)
+        _, kv_heads, _, width = cache.kv_cache.shape
+        seats = storage.tiers.seats
+        capacity = storage.slots[cache.name] // (seats * kv_heads)
+        self.slots = torch.empty(seats, kv_heads, capacity, width, dtype=cache.kv_cache.dtype)
+        assert isinstance(storage.home, DiskHome), "rows are not encoded"
+        memory = storage.home.scattered(self.number)[: cache.kv_cache.nbytes]
+        self.home = memory.view(cache.kv_cache.dtype).view(cache.kv_cache.shape)
+        self.counts = cache.counts
+        self.own = cpu.TokenRecall([self.home], [self.slots], self.counts, shared=False)
+        self.in_slots = self._as_units(self.slots)
+        self.held = Held(self.home, self.slots, self._units, self.in_slots)
 
-    def join(self, recall: TokenRecall, number: int) -> None:
-        """Join the layers that attend to the same tokens, which another layer announces.
+    def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
+        """Recall what is not there."""
+        found = TokenLists.empty(rows, 1, lists.kv_heads)
+        self.own.recall(rows, found)
+        self.own.wait(0)
+        return (Part(found, self.in_slots),)
 
-        Args:
-            recall: The recall of all these layers.
-            number: This layer's place among them.
-        """
-        self._shared = recall, number
 
-    def reach(self, rows: DecodeRows, lists: TokenLists, ready: Ready) -> Sequence[Part]:
-        """Recall what is not there; of what is held, read the rest in home."""
-        if ready is Ready.HELD:
-            return self._reach_held(rows, lists)
-        if ready is Ready.ANNOUNCED:
-            assert self._shared is not None, "another layer announces"
-            recall, number = self._shared
-            recall.wait(number)
-        else:
-            self.own.recall(rows)
-            self.own.wait(0)
-        places = TokenLists(rows.lists, rows.lengths, 1, lists.kv_heads)
-        return (Part(places, self._in_slots),)
+class Held:
+    """Tokens of a layer that are held in slots; see :class:`HeldTokens`.
+
+    Args:
+        home: [pages, kv_heads, page_size, 2 * head_size]; the layer's KV cache.
+        slots: See :class:`FileTokensLayer`.
+        in_home, in_slots: [units, page_size, 2 * head_size]; memory of both.
+    """
+
+    def __init__(
+        self,
+        home: torch.Tensor,
+        slots: torch.Tensor,
+        in_home: torch.Tensor,
+        in_slots: torch.Tensor,
+    ) -> None:
+        self._home, self._slots, self._in_home, self._in_slots = home, slots, in_home, in_slots
+        self._count = torch.zeros(*slots.shape[:2], dtype=torch.int32)
 
     def hold(self, seat: int, head: int, pages: torch.Tensor, positions: torch.Tensor) -> None:
-        """See :meth:`LayerStorage.hold`."""
-        size = self.home.shape[2]
-        held = self.home[pages[positions // size].long(), head, positions % size]
-        self.slots[seat, head, : len(positions)] = held
-        self._held[seat, head] = len(positions)
+        """See :meth:`HeldTokens.hold`."""
+        size = self._home.shape[2]
+        held = self._home[pages[positions // size].long(), head, positions % size]
+        self._slots[seat, head, : len(positions)] = held
+        self._count[seat, head] = len(positions)
 
-    def _reach_held(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
+    def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
         """Held tokens lie in slots in the order of the lists, and later tokens in home."""
-        _, kv_heads, capacity, _ = self.slots.shape
+        _, kv_heads, capacity, _ = self._slots.shape
         seats = rows.seats.long()
-        held = self._held[seats].flatten()
+        held = self._count[seats].flatten()
         first = (seats[:, None] * kv_heads + torch.arange(kv_heads)).flatten() * capacity
         entries = first[:, None] + torch.arange(int(held.max()))
         behind = lists.lengths - held
@@ -89,24 +92,41 @@ class FileTokensLayer(FileLayer):
         )
 
 
-class Announcing(InPlace):
-    """A dense layer that announces what layers after it attend to.
+class SharedTokens:
+    """The recall of layers that attend to the same tokens; see :class:`SharedRecall`.
 
     Args:
-        layer: The layer's storage without announcements.
-        recall: The recall of the layers after it.
+        layers: The layers.
+        recall: The recall of all of them.
     """
 
-    def __init__(self, layer: InPlace, recall: TokenRecall) -> None:
-        self._layer, self._recall = layer, recall
-
-    def contexts(self, reads: Any) -> AbstractContextManager[object]:
-        """See :meth:`LayerStorage.contexts`."""
-        return self._layer.contexts(reads)
+    def __init__(self, layers: Sequence[FileTokensLayer], recall: TokenRecall) -> None:
+        self.recall, self._kv_heads = recall, layers[0].slots.shape[1]
+        self.sources = [SharedLayer(self, i, layer.in_slots) for i, layer in enumerate(layers)]
 
     def announce(self, rows: DecodeRows) -> None:
-        """See :meth:`LayerStorage.announce`."""
-        self._recall.recall(rows)
+        """See :meth:`SharedRecall.announce`."""
+        self.lists = TokenLists.empty(rows, 1, self._kv_heads)
+        self.recall.recall(rows, self.lists)
+
+
+class SharedLayer(NamedTuple):
+    """What a layer reaches by for what has been announced; see :class:`Source`.
+
+    Attributes:
+        shared: What announces it.
+        number: The layer's index there.
+        in_slots: [units, page_size, 2 * head_size]; the layer's slots.
+    """
+
+    shared: SharedTokens
+    number: int
+    in_slots: torch.Tensor
+
+    def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
+        """See :meth:`Source.reach`."""
+        self.shared.recall.wait(self.number)
+        return (Part(self.shared.lists, self.in_slots),)
 
 
 class FileTokens(FileStorage):
@@ -118,21 +138,15 @@ class FileTokens(FileStorage):
         """See :meth:`Storage.refuse_two_directions`."""
         refuse_two_directions(config)
 
-    def layer(self, place: LayerPlace) -> FileTokensLayer:
+    def layer(self, cache: LayerCache) -> FileTokensLayer:
         """See :meth:`Storage.layer`."""
-        layer = FileTokensLayer(self.facts, place)
+        layer = FileTokensLayer(self, cache)
         self.tokens.append(layer.own)
         return layer
 
-    def share(self, layer: Any, following: Sequence[Any]) -> Announcing:
+    def share(self, layers: Sequence[Any]) -> SharedTokens:
         """See :meth:`Storage.share`."""
-        recall = cpu.TokenRecall(
-            [follower.home for follower in following],
-            [follower.slots for follower in following],
-            self.facts.counts,
-            shared=True,
-        )
+        homes, slots = [layer.home for layer in layers], [layer.slots for layer in layers]
+        recall = cpu.TokenRecall(homes, slots, layers[0].counts, shared=True)
         self.tokens.append(recall)
-        for number, follower in enumerate(following):
-            follower.join(recall, number)
-        return Announcing(layer, recall)
+        return SharedTokens(layers, recall)

@@ -2,15 +2,13 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_kvretrieval.engine.allotments import allotted_blocks
 from vllm_kvretrieval.kernels import RecallCache
 from vllm_kvretrieval.limits import remedy
-from vllm_kvretrieval.tiers.encoded import EncodedHome
-from vllm_kvretrieval.tiers.home import DiskHome
+from vllm_kvretrieval.storage.home_file import HomeFile
 
 logger = init_logger("vllm.kvretrieval.home")
 
@@ -18,19 +16,8 @@ TOLD = 20
 """Numbers of lost blocks that a line of the log has at most."""
 
 
-class Lost(Protocol):
-    """What is told of blocks that a step relies on and that cannot be read."""
-
-    @property
-    def some(self) -> bool:
-        """Whether something was lost in the last step; then what it computed may be wrong."""
-
-    def add(self, blocks: set[int]) -> None:
-        """Blocks that this step relies on and that are lost."""
-
-
-class LostLoads:
-    """vLLM's blocks in memory that a step relies on, and that could not be read into it.
+class Lost:
+    """vLLM's blocks that a step relies on, and that could not be read.
 
     Attributes:
         some: Whether there were any in the last step; then what it computed may be wrong.
@@ -51,7 +38,7 @@ class LostLoads:
         return taken
 
 
-class LostBlocks:
+class LostBlocks(Lost):
     """vLLM's blocks of which a page has been lost, on the way to the disk or on the way back.
 
     Args:
@@ -65,19 +52,19 @@ class LostBlocks:
 
     def __init__(
         self,
-        home: DiskHome | EncodedHome,
+        home: HomeFile,
         caches: Sequence[RecallCache],
         directory: str,
         blocks: int,
         block_size: int,
         pages: int,
     ) -> None:
+        super().__init__()
         self._home, self._caches, self._directory = home, caches, directory
         self._blocks, self._block_size, self._pages = blocks, block_size, pages
         self._last: set[int] = set()
         # What has not been written anew since the system failed to write something.
         self._doubtful: set[int] = set()
-        self._found: set[int] = set()  # of these, what requests of this step share
         self._copied: Sequence[tuple[int, int]] = ()
 
     def begin_step(self, step: Any) -> None:
@@ -91,17 +78,8 @@ class LostBlocks:
         if not self._doubtful:
             return
         shared, new = allotted_blocks(step, self._block_size)
-        self._found |= self._doubtful.intersection(shared)
+        self.add(self._doubtful.intersection(shared))
         self._doubtful.difference_update(new)
-
-    def add(self, blocks: set[int]) -> None:
-        """Blocks that this step relies on and that something else has found to be lost."""
-        self._found |= blocks
-
-    @property
-    def some(self) -> bool:
-        """Whether something was lost in the last step; then what it computed may be wrong."""
-        return bool(self._last)
 
     def take(self) -> set[int]:
         """Blocks that were lost in this step or the one before.
@@ -113,7 +91,7 @@ class LostBlocks:
         pages |= self._home.take_lost(self._home.layer_bytes // (self._blocks * self._pages))
         lost = {page // self._pages for page in pages}
         errors = {cache.take_error() for cache in self._caches}
-        if failed := self._home.file.take_write_error():
+        if failed := self._home.take_write_error():
             errors.add(failed)
             self._doubtful = set(range(self._blocks))
             lost |= self._doubtful
@@ -121,7 +99,7 @@ class LostBlocks:
         lost.update(target for source, target in self._copied if source in lost)
         if lost:
             self._log(sorted(lost), errors - {0})
-        taken, self._last = lost | self._last, lost
+        taken, self._last, self.some = lost | self._last, lost, bool(lost)
         return taken
 
     def _log(self, lost: list[int], errors: set[int]) -> None:
@@ -136,3 +114,28 @@ class LostBlocks:
             ", ..." if lost[TOLD:] else "",
             "; ".join(reasons) or "A part of its file cannot be read any more",
         )
+
+
+def allotted_blocks(step: Any, block_size: int) -> tuple[list[int], list[int]]:
+    """The blocks that requests get in a step, of a KV cache with one group of layers.
+
+    Args:
+        step: vLLM's scheduler output.
+        block_size: Tokens of a block.
+
+    Returns:
+        Numbers of the blocks that were computed before, and of those that are written anew.
+    """
+    cached = step.scheduled_cached_reqs
+    allotted = [(new.block_ids, new.num_computed_tokens) for new in step.scheduled_new_reqs]
+    for name, blocks, tokens in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if blocks is not None:
+            allotted.append((blocks, tokens if name in cached.resumed_req_ids else 0))
+    shared, new = list[int](), list[int]()
+    for (of_request,), tokens in allotted:
+        count = -(-tokens // block_size)
+        shared += of_request[:count]
+        new += of_request[count:]
+    return shared, new

@@ -8,9 +8,10 @@ import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, TokenLists
-from vllm_kvretrieval.kernels.cpu import ROWS
+from vllm_kvretrieval.kernels.cpu import TOKEN_MAJOR
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.base import LayerPlace, Part, Ready, StepContexts, Usage
+from vllm_kvretrieval.storage.base import HeldTokens, LayerCache, Part, StepContexts, Usage
+from vllm_kvretrieval.storage.lost import Lost
 
 _NOTHING = nullcontext()
 
@@ -19,6 +20,7 @@ class InPlace:
     """A layer whose KV needs no attention of ours: there is nothing to bring or to follow."""
 
     token_major = False
+    held: HeldTokens | None = None
 
     def written(self, slot_mapping: torch.Tensor) -> None:
         """Do nothing."""
@@ -27,17 +29,11 @@ class InPlace:
         """Whole contexts are always ready."""
         return _NOTHING
 
-    def reach(self, rows: DecodeRows, lists: TokenLists, ready: Ready) -> Sequence[Part]:
+    def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
         """A dense layer attends to whole contexts, and has no lists."""
         raise NotImplementedError("a dense layer reaches for nothing")
 
     def ahead(self, rows: DecodeRows, chooser: Chooser) -> None:
-        """Do nothing."""
-
-    def hold(self, seat: int, head: int, pages: torch.Tensor, positions: torch.Tensor) -> None:
-        """Do nothing."""
-
-    def announce(self, rows: DecodeRows) -> None:
         """Do nothing."""
 
     def lay_out(self, pages: torch.Tensor, target: torch.Tensor, layout: str) -> None:
@@ -52,19 +48,19 @@ class MemoryLayer(InPlace):
     """A retrieval layer whose KV cache has addresses, from which it can be read.
 
     Args:
-        place: The layer.
+        cache: The layer.
     """
 
-    def __init__(self, place: LayerPlace) -> None:
-        self.token_major = place.layout == ROWS
-        self._cache, self._kernels = place.kv_cache, place.kernels
-        self._units = self._as_units(place.kv_cache)
+    def __init__(self, cache: LayerCache) -> None:
+        self.token_major = cache.layout == TOKEN_MAJOR
+        self._cache, self._kernels = cache.kv_cache, cache.kernels
+        self._units = self._as_units(cache.kv_cache)
 
     def _as_units(self, memory: torch.Tensor) -> torch.Tensor:
         """Memory as [units, page_size, 2 * head_size], which are the KV cache's sizes."""
         return memory.view(-1, *self._cache.shape[2:])
 
-    def reach(self, rows: DecodeRows, lists: TokenLists, ready: Ready) -> Sequence[Part]:
+    def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
         """All of it is there."""
         return (Part(lists, self._units),)
 
@@ -81,26 +77,32 @@ class Memory:
     """
 
     in_place = at_hand = True
+    allocates = False
+    slow_layers = encoded_pages = ()
+    block_pages = 1
 
     def __init__(self, token_major: bool = False) -> None:
-        self.token_major = token_major
+        self.token_major, self.lost = token_major, Lost()
+
+    def allocate(self, names: Sequence[str], layer_bytes: int) -> NoReturn:
+        """VLLM allocates."""
+        raise NotImplementedError("vLLM allocates the KV cache in memory")
 
     def refuse_two_directions(self, config: RetrievalConfig) -> None:
         """See :meth:`Storage.refuse_two_directions`."""
         if self.token_major:
             refuse_two_directions(config)
 
-    def layer(self, place: LayerPlace) -> MemoryLayer:
+    def layer(self, cache: LayerCache) -> MemoryLayer:
         """See :meth:`Storage.layer`."""
-        return MemoryLayer(place)
+        return MemoryLayer(cache)
 
     def dense_layer(self, name: str) -> InPlace:
         """See :meth:`Storage.dense_layer`."""
         return IN_PLACE
 
-    def share(self, layer: Any, following: Sequence[Any]) -> Any:
-        """All is there, and nothing has to be announced."""
-        return layer
+    def share(self, layers: Sequence[Any]) -> None:
+        """All is there."""
 
     def plan(self, step: StepContexts) -> None:
         """Nothing has to be made ready."""
@@ -113,10 +115,6 @@ class Memory:
 
     def leave(self, seats: Iterable[int], requests: Iterable[str]) -> None:
         """Do nothing."""
-
-    def take_lost(self) -> set[int]:
-        """Memory loses nothing."""
-        return set()
 
     def check(self) -> str:
         """There are no books."""

@@ -25,7 +25,8 @@ from vllm_kvretrieval.kernels import (
 )
 from vllm_kvretrieval.methods import DecodePlan, LayerMethod, LayerWatcher
 from vllm_kvretrieval.methods.base import WHOLE
-from vllm_kvretrieval.storage import IN_PLACE, LayerStorage, Part
+from vllm_kvretrieval.storage.base import LayerStorage, Part
+from vllm_kvretrieval.storage.memory import IN_PLACE
 
 
 class Durations:
@@ -131,7 +132,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         if self.storage.token_major:
-            self.kernels.write_rows(key, value, slot_mapping, kv_cache)
+            self.kernels.write_token_major(key, value, slot_mapping, kv_cache)
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         for store in self.indexes:
@@ -189,7 +190,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
 
     def _layout(self, layer: Any) -> str:
         """How the layer's KV cache holds keys."""
-        return cpu.ROWS if self.storage.token_major else layer.isa
+        return cpu.TOKEN_MAJOR if self.storage.token_major else layer.isa
 
     def _attend_to_all(
         self,
@@ -297,7 +298,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         began = perf_counter_ns()
         remainder = method.choose(self.kernels, query, plan)
         planned = perf_counter_ns()
-        parts = self.storage.reach(plan.rows, plan.lists, method.ready)
+        parts = (method.source or self.storage).reach(plan.rows, plan.lists)
         self.durations.note(began, planned)
         self.storage.ahead(plan.rows, method.chooser)
         if plan.schedule is not None:

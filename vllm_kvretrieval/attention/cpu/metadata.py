@@ -16,7 +16,8 @@ from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.cpu.step_planner import StepPlanner
 from vllm_kvretrieval.kernels import TokenLists
 from vllm_kvretrieval.methods import GroupFacts
-from vllm_kvretrieval.storage import Memory, StepContexts, Storage
+from vllm_kvretrieval.storage.base import StepContexts, Storage
+from vllm_kvretrieval.storage.memory import Memory
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.requests import RequestTable

@@ -18,8 +18,8 @@ Its kernel takes 7 to 12 % longer over blocks of 32 tokens.
 ISAS = ("vec", "vec16")
 """Variants of vLLM's kernel, by its own names, whose pages the copy lays out as blocks."""
 
-ISAS_OF_ROWS = (*ISAS, "amx")
-"""Variants for which the copy can lay out pages of rows."""
+ISAS_OF_TOKEN_MAJOR = (*ISAS, "amx")
+"""Variants for which the copy can lay out token-major pages."""
 
 WORTHWHILE_QUERIES = 128
 """Copying the context pays for itself from about this many queries on."""
@@ -53,7 +53,7 @@ class PrefillStaging:
         kv_heads, head_size, dtype: Sizes of the KV cache.
         max_tokens: Tokens of the longest context.
         isa: Variant of vLLM's kernel that reads it.
-        rows: Whether the KV cache has rows, which that kernel does not read.
+        token_major: Whether the KV cache is token-major, which that kernel does not read.
         encoded: Whether its pages are encoded, which it does not read either.
     """
 
@@ -65,13 +65,13 @@ class PrefillStaging:
         dtype: torch.dtype,
         max_tokens: int,
         isa: str = "vec",
-        rows: bool = False,
+        token_major: bool = False,
         encoded: bool = False,
     ) -> None:
         blocks, self.block_size = blocks_for(max_tokens, page_size)
         self.pages_per_block = self.block_size // page_size
         self.page_size, self.isa = page_size, isa
-        self.rows, self.encoded = rows, encoded
+        self.token_major, self.encoded = token_major, encoded
         self.buffer = torch.empty(blocks, kv_heads, self.block_size, 2 * head_size, dtype=dtype)
 
     @property
@@ -97,7 +97,7 @@ class PrefillStaging:
         lens = seq_lens.numpy().astype(np.int64)
         blocks = -(-lens // self.block_size)
         table = block_table.numpy()
-        if self.rows or self.encoded:
+        if self.token_major or self.encoded:
             return [self._lay_out(table, lens, blocks, turn) for turn in self.turns(blocks)]
         queries = np.diff(query_start_loc.numpy())
         if blocks.sum() > len(self.buffer) or lens @ queries < WORTHWHILE_QUERIES * lens.sum():
@@ -163,14 +163,14 @@ def staging_for(
     Raises:
         RetrievalConfigError: The layout that vLLM chose cannot be encoded.
     """
-    page_size, rows = config.page_size, config.rows
-    if isa not in (ISAS_OF_ROWS if rows else ISAS):
+    page_size, token_major = config.page_size, config.token_major
+    if isa not in (ISAS_OF_TOKEN_MAJOR if token_major else ISAS):
         if encoded:
             raise RetrievalConfigError(
                 f"kv_retrieval.codec={config.codec} cannot encode pages of {model}, whose keys "
                 f"vLLM lays out for {isa}; use codec=raw."
             )
         return None
-    if page_size >= BLOCK_SIZE and not (rows or encoded):
+    if page_size >= BLOCK_SIZE and not (token_major or encoded):
         return None
-    return PrefillStaging(page_size, *shape, max_tokens, isa, rows, encoded)
+    return PrefillStaging(page_size, *shape, max_tokens, isa, token_major, encoded)

@@ -193,7 +193,7 @@ def check_home(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             "kv_retrieval.home='host' is for GPUs; on the CPU platform host memory is what device "
             "names. Use home=device, or home=disk for a cache larger than memory."
         )
-    if config.home == "device" or not support.has_foreign_connector(vllm_config):
+    if not config.slow_home or not support.has_foreign_connector(vllm_config):
         return
     option, what = "--kv-transfer-config", "another KV connector"
     if vllm_config.cache_config.kv_offloading_size is not None:

@@ -157,13 +157,13 @@ def check_home(config: RetrievalConfig, *, sleeps: bool) -> None:
             f"kv_retrieval.home_path={config.home_path!r} is for home=disk, which is not served on "
             "a GPU; leave it out."
         )
-    if config.home != "device" and sleeps:
+    if config.slow_home and sleeps:
         raise RetrievalConfigError(
             f"kv_retrieval.home={config.home} cannot be combined with --enable-sleep-mode, which "
             "does not know of host memory; leave one out."
         )
     pages = config.budget_limit // config.page_size
-    if config.home != "device" and pages > MOST_SLOTS:
+    if config.slow_home and pages > MOST_SLOTS:
         raise RetrievalConfigError(
             f"kv_retrieval.home={config.home} serves budgets of up to {MOST_SLOTS} pages, and "
             f"{config.budget_limit} tokens have {pages} of page_size={config.page_size}; lower "

@@ -11,19 +11,19 @@ from vllm_kvretrieval.methods.page_chunks import ChunkSelection
 from vllm_kvretrieval.retrieval.index.check import check_outside
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
+    from vllm_kvretrieval.engine.cpu.planner import Planner
 
 
 class Choosers:
     """Makes what layers select with.
 
     Args:
-        worker: The worker.
+        planner: What the worker serves.
         requests: Table of its running requests.
     """
 
-    def __init__(self, worker: "PlanningWorker", requests: RequestTable) -> None:
-        self._worker, self._requests = worker, requests
+    def __init__(self, planner: "Planner", requests: RequestTable) -> None:
+        self._planner, self._requests = planner, requests
         self._for_chunks: dict[Any, Selection] = {}  # by the shape of layers, which share it
 
     def of(self, name: str, impl: Any, kv_cache: torch.Tensor, layout: str) -> list[Chooser]:
@@ -35,15 +35,15 @@ class Choosers:
             kv_cache: [pages, kv_heads, page_size, 2 * head_size].
             layout: How that lays out keys.
         """
-        config, requests = self._worker.retrieval_config, self._requests
-        heads = self._worker.retrieval_heads[name]
+        config, requests = self._planner.retrieval_config, self._requests
+        heads = self._planner.retrieval_heads[name]
         check_outside(config.index_kinds, impl.head_size, kv_cache.dtype)
         selection = Selection.empty(
-            seats=self._worker.seats,
+            seats=self._planner.seats,
             kv_heads=impl.num_kv_heads,
             group=impl.num_queries_per_kv,
             head_size=impl.head_size,
-            most_selected=self._worker.room.most_chosen(heads),
+            most_selected=self._planner.room.most_chosen(heads),
             dtype=kv_cache.dtype,
             counts=None if requests.selected is None else requests.selected[:, heads],
         )
@@ -57,22 +57,22 @@ class Choosers:
             name, impl: As for :meth:`of`.
             dtype: Of the KV cache.
         """
-        worker, queries = self._worker, self._worker.retrieval_config.prefill_queries
+        planner, queries = self._planner, self._planner.retrieval_config.prefill_queries
         if queries is None:
             return None
         shape = impl.num_kv_heads, impl.num_queries_per_kv, impl.head_size
         if shape not in self._for_chunks:
             (kv_heads, group, head_size), counts = shape, None
-            if worker.prompt_shares:  # each layer writes its own
-                counts = torch.zeros(worker.most_chunks, kv_heads, dtype=torch.int32)
+            if planner.prompt_shares:  # each layer writes its own
+                counts = torch.zeros(planner.most_chunks, kv_heads, dtype=torch.int32)
             self._for_chunks[shape] = Selection.empty(
-                seats=worker.most_chunks,
+                seats=planner.most_chunks,
                 kv_heads=kv_heads,
                 group=group * queries,
                 head_size=head_size,
-                most_selected=worker.most_chunk_pages,
+                most_selected=planner.most_chunk_pages,
                 dtype=dtype,
                 counts=counts,
             )
-        late, shares = name in worker.late_layers, worker.prompt_shares.get(name)
+        late, shares = name in planner.late_layers, planner.prompt_shares.get(name)
         return ChunkSelection(self._for_chunks[shape], late, shares)

@@ -3,32 +3,32 @@
 from collections.abc import Sequence
 
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
-from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
+from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, PARTIAL_MODELS, SINKS, UNKNOWN_KEYS
 
 
-def check_layers(worker: PlanningWorker, retrieving: set[str]) -> None:
+def check_layers(planner: Planner, retrieving: set[str]) -> None:
     """Refuse methods that need all layers with full attention, where some are left as they are.
 
     Args:
-        worker: The worker.
+        planner: What the worker serves.
         retrieving: Names of the layers that attend to parts of long contexts.
     """
-    model = worker.model_config.model
-    if retrieving != {*worker.retrieval_heads}:
-        PARTIAL_MODELS.check(worker.retrieval_config.methods.values(), where=f" in {model}")
+    model = planner.model_config.model
+    if retrieving != {*planner.retrieval_heads}:
+        PARTIAL_MODELS.check(planner.retrieval_config.methods.values(), where=f" in {model}")
 
 
 def check_logits(
-    worker: PlanningWorker, impls: Sequence[RetrievalAttentionImpl], isas: set[str]
+    planner: Planner, impls: Sequence[RetrievalAttentionImpl], isas: set[str]
 ) -> tuple[bool, bool]:
     """Refuse what goes by other logits than those of the model, with soft-capping or sinks.
 
     Args:
-        worker: The worker.
+        planner: What the worker serves.
         impls: The worker's layers that attend to parts of long contexts.
         isas: Variants of vLLM's attention that lay out the keys.
 
@@ -36,10 +36,10 @@ def check_logits(
         Whether any of them caps logits, so that indexes misjudge shares of the attention; and
         whether any has sinks, which vLLM's kernel cannot give to a KV head alone.
     """
-    config = worker.retrieval_config
+    config = planner.retrieval_config
     capped = any(impl.logits_soft_cap for impl in impls)
     sinks = any(impl.sinks is not None for impl in impls)
-    model = worker.model_config.model
+    model = planner.model_config.model
     methods = config.methods.values()
     if capped:
         CAPPED_LOGITS.check(methods, where=f" of {model}")
@@ -55,17 +55,17 @@ def check_logits(
     return capped, sinks
 
 
-def check_reading(worker: PlanningWorker, isas: set[str], foreign: bool) -> None:
+def check_reading(planner: Planner, isas: set[str], foreign: bool) -> None:
     """Refuse what reads keys in the cache where that cannot be done.
 
     Args:
-        worker: The worker.
+        planner: What the worker serves.
         isas: Variants of vLLM's attention that lay out the keys.
         foreign: Whether a KV connector may load pages.
     """
-    config, why = worker.retrieval_config, ""
-    if foreign and worker.cache_config.block_size != config.page_size:
-        why = f"whose blocks of {worker.cache_config.block_size} tokens are not pages of "
+    config, why = planner.retrieval_config, ""
+    if foreign and planner.cache_config.block_size != config.page_size:
+        why = f"whose blocks of {planner.cache_config.block_size} tokens are not pages of "
         why += str(config.page_size)
     others = ", ".join(isas - cpu.LAYOUTS.keys())
     if others:
@@ -73,11 +73,11 @@ def check_reading(worker: PlanningWorker, isas: set[str], foreign: bool) -> None
     if foreign and why:
         raise RetrievalConfigError(
             f"{config.method} cannot be combined with a KV connector for "
-            f"{worker.model_config.model}, {why}. Leave --kv-transfer-config and "
+            f"{planner.model_config.model}, {why}. Leave --kv-transfer-config and "
             "--kv-offloading-size out."
         )
     if others:
-        check_keys(config, f" in {worker.model_config.model} ({others})")
+        check_keys(config, f" in {planner.model_config.model} ({others})")
 
 
 def check_keys(config: RetrievalConfig, where: str) -> None:

@@ -6,31 +6,31 @@ from vllm.utils.mem_utils import format_gib
 
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.nixl import uses_nixl
-from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
+from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.engine.report import log_method, logger
 from vllm_kvretrieval.kernels import cpu
-from vllm_kvretrieval.tiers.place import directory_for
+from vllm_kvretrieval.storage.home_file import directory_for
 from vllm_kvretrieval.upstream.defaults import startup_advice
 
 
 def log_start(
-    worker: PlanningWorker, retrieving: Sequence[RetrievalAttentionImpl], num_layers: int
+    planner: Planner, retrieving: Sequence[RetrievalAttentionImpl], num_layers: int
 ) -> None:
     """Log options and sizes once the worker has its KV cache.
 
     Args:
-        worker: The worker, whose sizes are planned.
-        retrieving: Layers of its model that attend to parts of long contexts.
+        planner: What the worker serves.
+        retrieving: Layers that attend to parts of long contexts.
         num_layers: Layers of its model with attention.
     """
-    config = worker.retrieval_config
+    config = planner.retrieval_config
     advice = startup_advice(
-        worker.model_config.dtype,
-        worker.parallel_config.local_world_size,
-        widened=worker.attention.own,
-        nixl=uses_nixl(worker.vllm_config.kv_transfer_config),
+        planner.model_config.dtype,
+        planner.parallel_config.local_world_size,
+        widened=planner.attention.own,
+        nixl=uses_nixl(planner.vllm_config.kv_transfer_config),
     )
-    if advice is not None and worker.rank == 0:
+    if advice is not None and planner.rank == 0:
         logger.warning(advice)
     log_method(
         config,
@@ -38,12 +38,12 @@ def log_start(
         num_layers,
         [store for impl in retrieving for store in impl.indexes],
         cpu.isa(),
-        _described_shares(worker),
+        _described_shares(planner),
     )
     logger.info(
         "Whole contexts are attended to by %s: %s.",
-        "our own kernels, exact to rounding" if worker.attention.own else "vLLM's kernel",
-        worker.attention.why,
+        "our own kernels, exact to rounding" if planner.attention.own else "vLLM's kernel",
+        planner.attention.why,
     )
     if config.prefill_budget is not None:
         parts = config.page_budget(config.prefill_budget)
@@ -58,21 +58,21 @@ def log_start(
             if config.prefill_share
             else "",
         )
-        if worker.prompt_shares:
+        if planner.prompt_shares:
             logger.info(
                 "Their KV heads select %.2f to %.2f times as much (prefill_budget_shares).",
-                worker.prompt_reads.shares.min(),
-                worker.prompt_reads.highest,
+                planner.prompt_reads.shares.min(),
+                planner.prompt_reads.highest,
             )
-        if late := len(worker.late_layers):
+        if late := len(planner.late_layers):
             logger.info(
                 "In the last %d of these layers they select nothing, but for the last chunk of a "
                 "prompt (prefill_depth=%g).",
                 late,
                 config.prefill_depth,
             )
-    if worker.tiers is not None:
-        tiers = worker.tiers
+    if planner.tiers is not None:
+        tiers = planner.tiers
         logger.info(
             "home=disk in %s: %s GiB (%s) for %d tokens. Of fast memory, page index and books "
             "take %s GiB, dense layers %s, staging for prefill %s, and the recall cache's %s "
@@ -80,7 +80,7 @@ def log_start(
             directory_for(config.home_directory),
             format_gib(tiers.home),
             config.codec,
-            (tiers.blocks - 1) * worker.cache_config.block_size,
+            (tiers.blocks - 1) * planner.cache_config.block_size,
             format_gib(tiers.index + tiers.books),
             "none (they are read from home at every step)"
             if tiers.streams_dense
@@ -88,11 +88,11 @@ def log_start(
             f"{format_gib(tiers.staging)} GiB"
             if tiers.staging
             else "none (there is no room for it)"
-            if worker.stages
+            if planner.stages
             else "none",
             format_gib(tiers.recall_cache),
             sum(tiers.slots) // len(tiers.slots),
-            "tokens of KV heads" if config.rows else "slots",
+            "tokens of KV heads" if config.token_major else "slots",
             tiers.seats,
         )
     elif config.home == "auto":
@@ -104,12 +104,12 @@ def log_start(
         )
 
 
-def _described_shares(worker: PlanningWorker) -> str:
+def _described_shares(planner: Planner) -> str:
     """How far KV heads differ in what they select, by the engine's own method."""
-    method = worker.retrieval_config.method
-    if (fixed := worker.fixed_counts.get(method)) is not None:
+    method = planner.retrieval_config.method
+    if (fixed := planner.fixed_counts.get(method)) is not None:
         return f", {int(fixed.count_nonzero())} of {len(fixed)} KV heads to everything"
-    allotment = worker.room.allotments.get(method)
+    allotment = planner.room.allotments.get(method)
     if allotment is None:
         return ""
     own = allotment.shares[allotment.own]

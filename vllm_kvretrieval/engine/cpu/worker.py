@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvretrieval import compat
 from vllm_kvretrieval.attention.cpu.impl import Durations, RetrievalAttentionImpl
@@ -20,29 +21,30 @@ from vllm_kvretrieval.attention.cpu.support import ATTENDED
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.choosers import Choosers
+from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.report import log_start
-from vllm_kvretrieval.engine.cpu.storing import StoringWorker
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
-from vllm_kvretrieval.engine.places import move_kv_cache
+from vllm_kvretrieval.engine.memory import least_of_workers
 from vllm_kvretrieval.engine.reports import attach, has_requests
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.engine.running import notes
 from vllm_kvretrieval.engine.usage import Counts
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
-from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.limits import SCARCE, explained
 from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_layers, layer_methods
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads
-from vllm_kvretrieval.retrieval.codec import Codec
-from vllm_kvretrieval.storage import LayerPlace, Memory, Storage
-from vllm_kvretrieval.storage.places import STORAGES, FileFacts
-from vllm_kvretrieval.store.serving.worker import geometry_of
-from vllm_kvretrieval.tiers.encoded import EncodedHome
-from vllm_kvretrieval.tiers.home import DiskHome
-from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
-from vllm_kvretrieval.tiers.place import directory_for
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.storage.allocation import move_kv_cache
+from vllm_kvretrieval.storage.base import LayerCache, Storage
+from vllm_kvretrieval.storage.huge_pages import use_huge_pages
+from vllm_kvretrieval.storage.memory import Memory
+from vllm_kvretrieval.storage.registry import make_storage
+from vllm_kvretrieval.store.serving.halves import FIELD as STORE_FIELD
+from vllm_kvretrieval.store.serving.halves import StoreStep
+from vllm_kvretrieval.store.serving.identity import hashing_weights
+from vllm_kvretrieval.store.serving.worker import WorkerStore
 from vllm_kvretrieval.upstream.compiled import load_compiled
 from vllm_kvretrieval.upstream.mending import mend_model
 
@@ -65,59 +67,59 @@ class Group(NamedTuple):
     all_names: list[str]
 
 
-class RetrievalCPUWorker(StoringWorker):
+class RetrievalCPUWorker(CPUWorker):
     """vLLM's CPU worker; owns what retrieval keeps beside the KV cache.
 
     After vLLM has allocated the KV cache, every retrieval layer gets its page indexes and
     per-request state, and every metadata builder the table of running requests. With a slow
     home, the KV cache of these layers lies there, and each has a recall cache in fast memory.
+
+    Attributes:
+        planner: The worker's layers and heads, and the division of its memory.
+        stored: The worker's half of the store; None without one.
     """
+
+    stored: WorkerStore | None = None
+    _computed: StoreStep | None = None  # a step whose tokens have yet to be sampled
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        config = RetrievalConfig.from_vllm(self.vllm_config)
+        assert config is not None, "this worker is chosen for retrieval backends only"
+        self.retrieval_config = config
+        self.planner = Planner(config, self.vllm_config, self.get_kv_cache_spec, self.rank)
         self.requests: RequestTable | None = None
         self.retrieval_layers: dict[str, RetrievalAttentionImpl] = {}
-        self.home: DiskHome | EncodedHome | None = None
-        self.in_home: list[str] = []  # names of the layers in home, in its order
         self.storage: Storage = Memory()
         self.durations = Durations()
         self._told = Counts()
 
     def load_model(self, **options: Any) -> None:
-        """See ``CPUWorker.load_model``; with ``attention=vllm`` all is computed as vLLM does."""
-        super().load_model(**options)
-        mend_model(model := self.model_runner.get_model(), self.attention.own)
+        """See ``CPUWorker.load_model``; with ``attention=vllm`` all is computed as vLLM does.
+
+        With a store, the weights are hashed meanwhile.
+        """
+        if self.retrieval_config.store is None:
+            super().load_model(**options)
+        else:
+            with hashing_weights() as hashes:
+                super().load_model(**options)
+            self.stored = self.planner.open_store(hashes)
+        mend_model(model := self.model_runner.get_model(), self.planner.attention.own)
         load_compiled(model)
 
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache; see :meth:`Planner.divide`."""
+        return self.planner.divide(super().determine_available_memory())
+
     def _allocate_kv_cache(self, kv_cache_config: Any, **options: Any) -> None:
-        """Allocate the KV cache. It replaces the model runner's method if there is a slow home."""
-        assert self.tiers is not None
-        runner, config = self.model_runner, self.retrieval_config
+        """Let the storage allocate the KV cache; replaces the model runner's method."""
+        runner = self.model_runner
         allocated = compat.one_block(self.vllm_config, kv_cache_config)
         type(runner).initialize_kv_cache(runner, allocated, **options)
         (tensor,) = kv_cache_config.kv_cache_tensors
-        names = tensor.layers
-        self.in_home = names if self.tiers.streams_dense else self.retrieving(names)
-        self.home = self._make_home(tensor.layer_stride)
-        dense = [name for name in names if name not in self.in_home]
-        memory = torch.zeros(len(dense) * tensor.layer_stride, dtype=torch.int8)
-        places = (dense, memory), (self.in_home, self.home.memory)
-        move_kv_cache(runner, kv_cache_config, config.page_size, places)
-
-    def _make_home(self, layer_bytes: int) -> DiskHome | EncodedHome:
-        """The slow home of the layers ``in_home``, whose caches take so many bytes each."""
-        assert self.tiers is not None
-        count, stored = len(self.in_home), self.stored
-        directory = directory_for(self.retrieval_config.home_directory)
-        file = None if stored is None else stored.file(geometry_of(self.tiers, count))
-        if self.encoding is None:
-            return DiskHome(directory, count, layer_bytes, MappingGuard, file)
-        return EncodedHome(directory, count, layer_bytes, self.tiers.home // count, file)
-
-    @property
-    def encoding(self) -> Codec | None:
-        """The codec of an encoded home; None: there is no such home."""
-        return None if self.tiers is None else self.retrieval_config.encoding
+        memories = self.storage.allocate(tensor.layers, tensor.layer_stride)
+        move_kv_cache(runner, kv_cache_config, self.retrieval_config.page_size, memories)
 
     def _zero_blocks(self, block_ids: list[int]) -> None:
         """Fill blocks with zeros, in place of vLLM's V1 runner, which takes pages for blocks."""
@@ -134,64 +136,69 @@ class RetrievalCPUWorker(StoringWorker):
             self._initialize(kv_cache_config)
 
     def _initialize(self, kv_cache_config: Any) -> None:
-        if self.tiers is not None:
-            self.tiers = self.tiers.of(kv_cache_config.num_blocks)
+        config, planner = self.retrieval_config, self.planner
+        if planner.tiers is not None:
+            planner.tiers = planner.tiers.of(kv_cache_config.num_blocks)
+        self.storage = make_storage(config, planner.storage_facts())
+        if self.storage.allocates:
             self.model_runner.initialize_kv_cache = self._allocate_kv_cache
         if not compat.is_v2(self.model_runner):
             self.model_runner._zero_block_ids = self._zero_blocks
         super().initialize_from_config(kv_cache_config)
         self._use_huge_pages()
-        config = self.retrieval_config
         layers = self.vllm_config.compilation_config.static_forward_context
         groups = self._groups()
         isas = {group.builder.isa for group in groups}
         impls = [layers[name].impl for group in groups for name in group.names]
-        capped, sinks = check_logits(self, impls, isas)
+        capped, sinks = check_logits(planner, impls, isas)
         foreign = has_foreign_connector(self.vllm_config)
-        check_reading(self, isas, foreign)
+        check_reading(planner, isas, foreign)
         heads = sum(impl.num_kv_heads for impl in impls)
         full = sum(type(s) is FullAttentionSpec for s in self.get_kv_cache_spec().values())
         dense_share = 1 - len(impls) / full if full else 0.0
         if config.memory_fraction is not None:
             config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
-        check_layers(self, {name for group in groups for name in group.names})
-        own_heads = LocalHeads([*self.retrieval_heads.values()], self._over_workers(ReduceOp.SUM))
+        check_layers(planner, {name for group in groups for name in group.names})
+        own_heads = LocalHeads(
+            [*planner.retrieval_heads.values()], self._over_workers(ReduceOp.SUM)
+        )
         self.requests = RequestTable(
             config,
-            self.seats,
+            planner.seats,
             heads,
-            self.room,
+            planner.room,
             compat.rows(self.model_runner),
             dense_share,
             own_heads,
-            self.fixed_counts,
+            planner.fixed_counts,
         )
-        self.requests.prompt_reads = self.prompt_reads
+        self.requests.prompt_reads = planner.prompt_reads
         self.requests.by_mass = not capped and isas <= cpu.LAYOUTS.keys()
         self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks) if foreign else None
-        self.storage = self._make_storage(self.requests)
-        self.choosers = Choosers(self, self.requests)
+        self.choosers = Choosers(planner, self.requests)
         for group in groups:
-            for name in group.names:
-                layout = cpu.ROWS if config.rows else group.builder.isa
-                self._attach(name, layers[name], layout, group.staging)
+            for name in group.all_names:
+                if name in group.names:
+                    layout = cpu.TOKEN_MAJOR if config.token_major else group.builder.isa
+                    self._attach(name, layers[name], layout, group.staging)
+                else:
+                    layers[name].impl.storage = self.storage.dense_layer(name)
             group.builder.attach(
                 self.requests,
                 config.page_size,
                 group.staging,
                 self.storage if group.names else Memory(),
-                config.rows or sinks or group.builder.isa in ATTENDED,
-                self.attention.own,
+                config.token_major or sinks or group.builder.isa in ATTENDED,
+                planner.attention.own,
             )
-        for name in self.in_home:
-            if name not in self.retrieval_layers:
-                layers[name].impl.storage = self.storage.dense_layer(name)
         self._connect(layers, groups)
-        lost = self.attach_store([*self._blocks_beside_home(layers)], self.storage)
+        if self.stored is not None:
+            beside, storage = [*self._blocks_beside_home(layers)], self.storage
+            self.stored.attach(beside, storage.lost, storage.encoded_pages, storage.block_pages)
         if self._connected:
-            store = self.stored and self.stored.name
-            get_kv_transfer_group().report(self.seats, lost, self._take_stats, store)
-        log_start(self, [*self.retrieval_layers.values()], len(layers))
+            store, lost = self.stored and self.stored.name, self.storage.lost.take
+            get_kv_transfer_group().report(planner.seats, lost, self._take_stats, store)
+        log_start(planner, [*self.retrieval_layers.values()], len(layers))
 
     def _groups(self) -> list[Group]:
         """The layers with plain full attention, by metadata builder."""
@@ -206,19 +213,20 @@ class RetrievalCPUWorker(StoringWorker):
             shape = (builder.num_kv_heads, builder.head_dim, builder.dtype)
             if shape not in stagings:
                 stagings[shape] = self._staging(builder)
-            names = self.retrieving(group.layer_names)
+            names = self.planner.retrieving(group.layer_names)
             groups.append(Group(builder, stagings[shape], names, group.layer_names))
         return groups
 
     def _staging(self, builder: RetrievalMetadataBuilder) -> PrefillStaging | None:
         """The group's staging buffer; None where prompts are read in place."""
-        if not self.stages or (self.tiers is not None and not self.tiers.staging):
+        tiers = self.planner.tiers
+        if not self.planner.stages or (tiers is not None and not tiers.staging):
             return None
         return staging_for(
             (builder.num_kv_heads, builder.head_dim, builder.dtype),
             builder.isa,
             self.retrieval_config,
-            self.encoding is not None,
+            not self.storage.in_place,
             self.model_config.model,
             self.model_config.max_model_len,
         )
@@ -226,8 +234,8 @@ class RetrievalCPUWorker(StoringWorker):
     def _blocks_beside_home(self, layers: dict[str, Any]) -> Iterator[torch.Tensor]:
         """What fast memory has of each block: dense layers and page indexes, uint8 [blocks, n]."""
         blocks = self.cache_config.num_gpu_blocks
-        for name in self.layer_numbers:
-            if name not in self.in_home:
+        for name in self.planner.layer_numbers:
+            if name not in self.storage.slow_layers:
                 yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
         for impl in self.retrieval_layers.values():
             for store in impl.indexes:
@@ -238,28 +246,9 @@ class RetrievalCPUWorker(StoringWorker):
         layers = self.vllm_config.compilation_config.static_forward_context
         specs = self.get_kv_cache_spec().items()
         full = [name for name, spec in specs if isinstance(spec, FullAttentionSpec)]
-        done = use_huge_pages(layers[n].kv_cache for n in full if n not in self.in_home)
+        slow = self.storage.slow_layers
+        done = use_huge_pages(layers[n].kv_cache for n in full if n not in slow)
         logger.info("%s GiB of the KV cache are in huge pages.", format_gib(done))
-
-    def _make_storage(self, requests: RequestTable) -> Storage:
-        """Where the KV of retrieval layers is."""
-        config = self.retrieval_config
-        if self.home is None:
-            return STORAGES["memory"](config, None)
-        assert self.tiers is not None
-        facts = FileFacts(
-            home=self.home,
-            directory=directory_for(config.home_directory),
-            names=self.in_home,
-            dense=frozenset(self.in_home).difference(self.retrieving(self.in_home)),
-            slots=dict(zip(self.retrieval_heads, self.tiers.slots, strict=True)),
-            seats=requests.capacity,
-            counts=requests.recalls,
-            blocks=self.cache_config.num_gpu_blocks,
-            block_size=self.cache_config.block_size,
-            page_size=config.page_size,
-        )
-        return STORAGES["file"](config, facts)
 
     @property
     def _connected(self) -> bool:
@@ -268,9 +257,9 @@ class RetrievalCPUWorker(StoringWorker):
 
     def _attach(self, name: str, layer: Any, layout: str, staging: PrefillStaging | None) -> None:
         """Make the layer a retrieval layer."""
-        impl, kv_cache = layer.impl, layer.kv_cache
+        impl, kv_cache, planner = layer.impl, layer.kv_cache, self.planner
         tokens = kv_cache.numel() // kv_cache.shape[-1]
-        if layout == cpu.ROWS and tokens > torch.iinfo(torch.int32).max:
+        if layout == cpu.TOKEN_MAJOR and tokens > torch.iinfo(torch.int32).max:
             raise RetrievalConfigError(
                 f"{self.retrieval_config.method} selects single tokens, of which a layer's KV "
                 f"cache has {tokens} (times KV heads), more than 31 bits number. Lower "
@@ -278,8 +267,8 @@ class RetrievalCPUWorker(StoringWorker):
             )
         assert self.requests is not None
         choosers = self.choosers.of(name, impl, kv_cache, layout)
-        storage = self.storage.layer(LayerPlace(name, kv_cache, layout, cpu))
-        number = [*self.retrieval_heads].index(name)
+        storage = self.storage.layer(LayerCache(name, kv_cache, layout, cpu, self.requests.recalls))
+        number = [*planner.retrieval_heads].index(name)
         chunks = self.choosers.for_chunks(name, impl, kv_cache.dtype)
         facts = LayerFacts(
             number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale, chunks
@@ -289,24 +278,26 @@ class RetrievalCPUWorker(StoringWorker):
 
     def _connect(self, layers: dict[str, Any], groups: Sequence[Group]) -> None:
         """Let layers know of each other."""
-        config = self.retrieval_config
+        config, planner = self.retrieval_config, self.planner
         isa = {name: group.builder.isa for group in groups for name in group.all_names}
         facts = EngineFacts(
             config=config,
             kernels=cpu,
             storage=self.storage,
-            room=self.room,
-            roles=self.roles,
-            seats=self.seats,
-            most_chunks=self.most_chunks if config.prefill_budget is not None else 0,
+            room=planner.room,
+            roles=planner.roles,
+            seats=planner.seats,
+            most_chunks=planner.most_chunks if config.prefill_budget is not None else 0,
             over_workers=self._over_workers,
         )
         connect_layers(
             facts,
             {
-                self.layer_numbers[name]: Layer(layers[name].impl, layers[name].kv_cache, isa[name])
+                planner.layer_numbers[name]: Layer(
+                    layers[name].impl, layers[name].kv_cache, isa[name]
+                )
                 for name in isa
-                if name in self.layer_numbers
+                if name in planner.layer_numbers
             },
         )
 
@@ -323,7 +314,12 @@ class RetrievalCPUWorker(StoringWorker):
         return lambda numbers: torch.distributed.all_reduce(numbers, by, workers.cpu_group)
 
     def compile_or_warm_up_model(self) -> Any:
-        """See ``CPUWorker.compile_or_warm_up_model``, whose requests are not counted."""
+        """See ``CPUWorker.compile_or_warm_up_model``, whose requests are not counted.
+
+        It writes to nothing that a store keeps.
+        """
+        seats = least_of_workers(self.planner.seats)
+        compat.bound_warm_up(self.model_runner, seats, writes=self.stored is None)
         times = super().compile_or_warm_up_model()
         if self.requests is not None:
             self.requests.take_counts()
@@ -345,14 +341,36 @@ class RetrievalCPUWorker(StoringWorker):
         self._copy_index(scheduler_output.kv_cache_block_copies)
         if self.requests.loaded is not None:
             self.requests.loaded.begin_step(getattr(scheduler_output, FIELD, ()))
-        output = super().execute_model(scheduler_output)
+        output = self._compute(scheduler_output)
         self.requests.end_step()
         self.storage.end_step(scheduler_output.total_num_scheduled_tokens)
         return output
 
+    def _compute(self, scheduler_output: Any) -> Any:
+        """A step of vLLM's worker; before and after it, the store follows the step."""
+        if self.stored is not None:
+            self._computed = getattr(scheduler_output, STORE_FIELD, None)
+            if self._computed is not None:
+                self.stored.begin_step(self._computed)
+        output = super().execute_model(scheduler_output)
+        if output is not None:
+            self._end_stored()
+        return output
+
+    def _end_stored(self) -> None:
+        """Store what the last step has completed."""
+        step, self._computed = self._computed, None
+        if step is not None:
+            assert self.stored is not None
+            self.stored.end_step(step)
+
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """See ``Worker.sample_tokens``; adds what was counted, if no connector of ours takes it."""
+        """See ``Worker.sample_tokens``; adds what was counted, if no connector of ours takes it.
+
+        By then vLLM has asked what the step has lost, so the store may take what it completed.
+        """
         output = super().sample_tokens(grammar_output)
+        self._end_stored()
         if not self._connected and has_requests(output):
             return attach(output, self._over_tensor_parallel(self._take_stats()))
         return output
@@ -397,3 +415,32 @@ class RetrievalCPUWorker(StoringWorker):
             for store in impl.indexes:
                 blocks = store.records.view(self.cache_config.num_gpu_blocks, -1)
                 blocks[target] = blocks[source]
+
+    def shutdown(self) -> None:
+        """See ``Worker.shutdown``; before, the store gets what it has yet to get."""
+        if self.stored is not None:
+            self.stored.close()
+        super().shutdown()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """See ``Worker.reload_weights``; refused with a store."""
+        self._check_weights_stay()
+        super().reload_weights(*args, **kwargs)
+
+    def reset_weights(self) -> None:
+        """See ``Worker.reset_weights``; refused with a store."""
+        self._check_weights_stay()
+        super().reset_weights()
+
+    def update_weights(self, update_info: Any) -> None:
+        """See ``Worker.update_weights``; refused with a store."""
+        self._check_weights_stay()
+        super().update_weights(update_info)
+
+    def _check_weights_stay(self) -> None:
+        if self.stored is not None:
+            raise RetrievalConfigError(
+                "kv_retrieval.store holds keys and values of the weights that the server has "
+                "started with, which therefore cannot change. Start it anew with the others, or "
+                "without a store."
+            )

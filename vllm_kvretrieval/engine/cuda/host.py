@@ -21,12 +21,12 @@ from vllm_kvretrieval.engine.memory import (
     check_scheduler_knows,
     workers_here,
 )
-from vllm_kvretrieval.engine.places import move_kv_cache
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.limits import available_memory
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.tiers.cache import Cache
+from vllm_kvretrieval.storage.allocation import move_kv_cache
+from vllm_kvretrieval.storage.plan import Cache
 
 logger = init_logger("vllm.kvretrieval.host")
 
@@ -59,7 +59,7 @@ def plan_tiers(
     Raises:
         RetrievalConfigError: Layers differ, or something does not fit.
     """
-    if config.home == "device":
+    if not config.slow_home:
         return None
     if not retrieving(specs) and vllm_config.parallel_config.pipeline_parallel_size > 1:
         return None  # a stage of dense layers

@@ -22,7 +22,7 @@ from vllm_kvretrieval.methods import device_methods
 from vllm_kvretrieval.methods.choosers import layer_choosers
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
-ROWS = "rows"
+TOKEN_MAJOR = "token_major"
 """vLLM's name of the cache's layout: each token's key before its value."""
 
 
@@ -156,7 +156,7 @@ class RetrievalLayers:
         with self.device:  # tensors are made there
             selection = make_selection(self.config, self.requests.capacity, impl.group, shape)
             return layer_choosers(
-                self.config, selection, cache, ROWS, impl.scale, alignment=RECORD_ALIGNMENT
+                self.config, selection, cache, TOKEN_MAJOR, impl.scale, alignment=RECORD_ALIGNMENT
             )
 
 

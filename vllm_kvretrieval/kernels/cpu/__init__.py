@@ -17,9 +17,9 @@ from vllm_kvretrieval.kernels.cpu.attention import (
     attend_prompt,
     stage_pages,
     stage_tokens,
-    write_rows,
+    write_token_major,
 )
-from vllm_kvretrieval.kernels.cpu.binding import CODINGS, INDEXES, LAYOUTS, ROWS
+from vllm_kvretrieval.kernels.cpu.binding import CODINGS, INDEXES, LAYOUTS, TOKEN_MAJOR
 from vllm_kvretrieval.kernels.cpu.ops import (
     drop_tokens,
     index_pages,
@@ -45,7 +45,7 @@ __all__ = [
     "CODINGS",
     "INDEXES",
     "LAYOUTS",
-    "ROWS",
+    "TOKEN_MAJOR",
     "MappingGuard",
     "RecallCache",
     "TokenRecall",
@@ -66,5 +66,5 @@ __all__ = [
     "stage_tokens",
     "update_index",
     "use_isa",
-    "write_rows",
+    "write_token_major",
 ]

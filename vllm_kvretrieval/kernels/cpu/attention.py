@@ -9,7 +9,7 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     DTYPES,
     LAYOUTS,
     MOST_TOKENS,
-    ROWS,
+    TOKEN_MAJOR,
     check,
     is_page,
     remainder_addresses,
@@ -24,13 +24,13 @@ def stage_pages(
     pages: torch.Tensor,
     target: torch.Tensor,
     layout: str = "vec",
-    rows: bool = False,
+    token_major: bool = False,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.stage_pages`."""
     source_pages, kv_heads, page_size, width = source.shape
     blocks, _, block_size, _ = target.shape
     check("pages", pages, torch.int32)
-    _check_staging(source, target, layout, rows)
+    _check_staging(source, target, layout, token_major)
     if target.shape[1::2] != (kv_heads, width) or block_size % page_size or width % 32:
         raise ValueError(
             f"{tuple(source.shape)} cannot be laid out as {tuple(target.shape)}: heads have to be "
@@ -48,7 +48,7 @@ def stage_pages(
         page_size=page_size,
         head_size=width // 2,
         element_size=source.element_size(),
-        source_layout=LAYOUTS[ROWS if rows else layout],
+        source_layout=LAYOUTS[TOKEN_MAJOR if token_major else layout],
         target_layout=LAYOUTS[layout],
     )
 
@@ -58,7 +58,7 @@ def stage_tokens(
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.stage_tokens`."""
     blocks, kv_heads, block_size, width = target.shape
-    _check_staging(source, target, layout, rows=True)
+    _check_staging(source, target, layout, token_major=True)
     check("entries", lists.entries, torch.int32)
     check("lengths", lists.lengths, torch.int32)
     units = len(lists.lengths)
@@ -92,23 +92,27 @@ def stage_tokens(
     )
 
 
-def _check_staging(source: torch.Tensor, target: torch.Tensor, layout: str, rows: bool) -> None:
+def _check_staging(
+    source: torch.Tensor, target: torch.Tensor, layout: str, token_major: bool
+) -> None:
     if not (source.is_contiguous() and target.is_contiguous()) or source.dtype != target.dtype:
         raise ValueError("source and target must be contiguous and of one dtype")
-    if layout not in LAYOUTS or layout == ROWS or (layout == "amx" and not rows):
-        raise ValueError(f"pages cannot be staged in the layout {layout!r}, rows={rows}")
+    if layout not in LAYOUTS or layout == TOKEN_MAJOR or (layout == "amx" and not token_major):
+        raise ValueError(
+            f"pages cannot be staged in the layout {layout!r}, token_major={token_major}"
+        )
     if layout == "amx" and source.element_size() != 2:
         raise ValueError(f"AMX has no layout for keys in {source.dtype}")
 
 
-def write_rows(
+def write_token_major(
     key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
 ) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.write_rows`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.write_token_major`."""
     pages, kv_heads, page_size, width = cache.shape
     if not cache.is_contiguous():
         raise ValueError(f"cache must be contiguous, its strides are {cache.stride()}")
-    _cpu.write_rows(
+    _cpu.write_token_major(
         *vectors(key),
         *vectors(value),
         *tokens(slot_mapping),
@@ -148,7 +152,7 @@ def attend(
             f"not belong to {lists.kv_heads} KV heads"
         )
     _check_cache(cache, layout)
-    least = 1 if layout == ROWS else 16
+    least = 1 if layout == TOKEN_MAJOR else 16
     if lists.run < least or lists.run & (lists.run - 1) or page_size % lists.run:
         raise ValueError(
             f"run={lists.run} is no power of two from {least} on in pages of {page_size}"

@@ -14,7 +14,7 @@ INT64 = torch.int64
 INDEXES: dict[str, tuple[int, list[str]]] = _cpu.INDEXES
 """Indexes with kernels (KVR_INDEXES in csrc/cpu/index/table.h): their kinds, and the names of their
 parameters. Others serve by their own methods."""
-ROWS = "rows"
+TOKEN_MAJOR = "token_major"
 """The layout of a cache of rows, each token's key before its value."""
 LAYOUTS = _cpu.LAYOUTS
 """The layouts of keys in a cache (KeyLayout in csrc/cpu/kernels.h); those of vLLM have the names of

@@ -164,23 +164,13 @@ class RecallCache:
             )
         self._cache.stage(pages.data_ptr(), len(pages), target.data_ptr(), parts)
 
-    def resolve(self, rows: DecodeRows) -> None:
+    def resolve(self, rows: DecodeRows, found: TokenLists) -> None:
         """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.resolve`."""
-        self._cache.resolve(rows_handle(rows))
+        self._cache.resolve(rows_handle(rows), _lists_handle(found))
 
-    def stream(self, rows: DecodeRows, late: TokenLists) -> bool:
+    def stream(self, rows: DecodeRows, found: TokenLists, late: TokenLists) -> bool:
         """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.stream`."""
-        check("late entries", late.entries, torch.int32)
-        check("late lengths", late.lengths, torch.int32)
-        size, width = late.entries.shape
-        return self._cache.stream(
-            rows_handle(rows),
-            late.entries.data_ptr(),
-            min(size, len(late.lengths)),
-            width,
-            late.entries.stride(0),
-            late.lengths.data_ptr(),
-        )
+        return self._cache.stream(rows_handle(rows), _lists_handle(found), _lists_handle(late))
 
     def prefetch(self, rows: DecodeRows, chooser: Chooser) -> None:
         """See :meth:`vllm_kvretrieval.kernels.recall.RecallCache.prefetch`."""
@@ -252,9 +242,22 @@ class TokenRecall:
         """See :class:`RecallCache`."""
         return self._recall.read_ahead_ns / 1e9, self._recall.waited_ns / 1e9
 
-    def recall(self, rows: DecodeRows) -> None:
+    def recall(self, rows: DecodeRows, found: TokenLists) -> None:
         """See :meth:`vllm_kvretrieval.kernels.tokens.TokenRecall.recall`."""
-        self._recall.recall(rows_handle(rows))
+        self._recall.recall(rows_handle(rows), _lists_handle(found))
+
+
+def _lists_handle(lists: TokenLists) -> "_cpu.UnitLists":
+    check("entries", lists.entries, torch.int32)
+    check("lengths", lists.lengths, torch.int32)
+    size, width = lists.entries.shape
+    return _cpu.UnitLists(
+        lists=lists.entries.data_ptr(),
+        size=min(size, len(lists.lengths)),
+        width=width,
+        stride=lists.entries.stride(0),
+        lengths=lists.lengths.data_ptr(),
+    )
 
 
 def _bind_encoded(

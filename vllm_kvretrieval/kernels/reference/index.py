@@ -102,7 +102,7 @@ def tokens_of(units: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Ten
     """The keys and values, [n, page_size, head_size] each, of units, [n, page_size, 2 *
     head_size]."""
     size = units.shape[2] // 2
-    if layout == "rows":
+    if layout == "token_major":
         return units[..., :size], units[..., size:]
     values = units.flatten(1).chunk(2, dim=1)[1]
     if layout == "amx":  # [blocks of 16 channels, pairs of tokens, 16 channels, tokens of a pair]
@@ -116,7 +116,7 @@ def keys_of(page: torch.Tensor, layout: str) -> torch.Tensor:
 
     Args:
         page: [kv_heads, page_size, 2 * head_size].
-        layout: vLLM's attention ``isa``, or ``rows``.
+        layout: vLLM's attention ``isa``, or ``token_major``.
 
     Returns:
         [kv_heads, page_size, head_size].
@@ -128,6 +128,6 @@ def keys_of(page: torch.Tensor, layout: str) -> torch.Tensor:
         per_word = 4 // page.element_size()
         words = keys.view(heads, tokens // 16, size // per_word, 16, per_word)
         return words.transpose(2, 3).reshape(heads, tokens, size)
-    if layout == "rows":
+    if layout == "token_major":
         return page[..., :size]
     return keys.view(heads, size, tokens).transpose(1, 2)

@@ -136,7 +136,7 @@ def check_store(store: IndexRecords, cache: torch.Tensor | None = None) -> None:
     sizes = width // 2, store.entry_tokens, store.dtype, RECORD_ALIGNMENT
     shape = pages * store.parts, kv_heads, store.index.record_bytes(*sizes)
     check_list("the index's records", store.records, shape, torch.uint8)
-    if page != store.page_size or store.layout != "rows":
+    if page != store.page_size or store.layout != "token_major":
         raise ValueError(f"the index is for pages of {store.page_size} tokens, laid out as rows")
 
 

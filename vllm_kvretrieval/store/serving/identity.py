@@ -61,7 +61,7 @@ def identity_of(
         "keys": _get_attn_isa(model.dtype, config.page_size, model.get_head_size()),
         "block_size": configured_block_size(vllm_config),
         "page_size": config.page_size,
-        "rows": config.rows,
+        "rows": config.token_major,  # by the name that stores have
         "home": config.home,
         "codec": config.codec,
         "index": [repr(kind) for kind in config.index_kinds],

@@ -17,7 +17,9 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import RecallCache
 from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.storage.home_file import check_room, reserve
 from vllm_kvretrieval.storage.lost import Lost
+from vllm_kvretrieval.storage.plan import Cache, Tiers
 from vllm_kvretrieval.store.disk.files import Folder, Lock
 from vllm_kvretrieval.store.disk.ranks import name_of_all, names_of_all
 from vllm_kvretrieval.store.disk.records import Record
@@ -37,9 +39,6 @@ from vllm_kvretrieval.store.disk.store import (
     take_locks,
 )
 from vllm_kvretrieval.store.serving.halves import Fault, StoreStep, started
-from vllm_kvretrieval.tiers.cache import Cache
-from vllm_kvretrieval.tiers.place import check_room, reserve
-from vllm_kvretrieval.tiers.sizes import Tiers
 
 logger = init_logger("vllm.kvretrieval.store")
 
@@ -149,7 +148,7 @@ class WorkerStore:
         self.name = name_of(identity, share)
         self._parts: list[torch.Tensor] = []
         self._caches: Sequence[RecallCache] = ()
-        self._pages = 1
+        self._pages, self._has_home = 1, False
         self._lost: Lost | None = None
         self._pending: dict[int, Record] = {}
         self._found = 0
@@ -302,6 +301,7 @@ class WorkerStore:
     def file(self, geometry: Geometry) -> io.FileIO:
         """The home's file; see :meth:`make`."""
         self.make(geometry)
+        self._has_home = True
         assert self._store is not None
         return os.fdopen(self._store.pages_fd, "r+b", buffering=0, closefd=False)
 
@@ -312,7 +312,7 @@ class WorkerStore:
         caches: Sequence[RecallCache] = (),
         pages: int = 1,
     ) -> None:
-        """Say what blocks have outside of a slow home.
+        """Say what blocks have outside of a slow home; without one, that is all of them.
 
         Args:
             parts: Layers and page indexes, uint8 [blocks, bytes of a block] each.
@@ -320,8 +320,11 @@ class WorkerStore:
             caches: The recall caches of pages that are encoded in home.
             pages: Per block.
         """
+        size = sum(part.shape[1] for part in parts)
+        if not self._has_home:
+            self.make(Geometry(len(parts[0]), 0, 0, size))
         assert self._store is not None
-        assert sum(part.shape[1] for part in parts) == self._store.geometry.side_bytes
+        assert size == self._store.geometry.side_bytes
         self._parts, self._caches = [part for part in parts if part.shape[1]], caches
         self._lost, self._pages = lost, pages
 

@@ -1,15 +1,16 @@
-"""How much memory a worker of vLLM's CPU platform has for what."""
+"""What a worker of vLLM's CPU platform serves, and how it divides its memory."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 from vllm.utils.mem_utils import format_gib
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvretrieval.attention.cpu.staging import blocks_for
 from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
@@ -32,47 +33,62 @@ from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
 from vllm_kvretrieval.retrieval.roles import Role, stage_roles
 from vllm_kvretrieval.retrieval.shares import own_heads
-from vllm_kvretrieval.store.serving.worker import WorkerStore
-from vllm_kvretrieval.tiers.cache import Cache
-from vllm_kvretrieval.tiers.place import check_room, directory_for, free_space
-from vllm_kvretrieval.tiers.sizes import Tiers
+from vllm_kvretrieval.storage.base import StorageFacts
+from vllm_kvretrieval.storage.plan import Cache, Tiers
+from vllm_kvretrieval.storage.registry import slow_kind
+from vllm_kvretrieval.store.disk.store import WorkerShare
+from vllm_kvretrieval.store.serving.identity import identity_of
+from vllm_kvretrieval.store.serving.worker import WorkerStore, geometry_of
 
 logger = init_logger("vllm.kvretrieval.memory")
 
 
-class PlanningWorker(CPUWorker):
-    """vLLM's CPU worker; divides its memory among KV cache, page index, staging, recall caches.
+class Planner:
+    """The layers and heads of a worker, and the sizes of what it keeps for them.
+
+    Args:
+        config: Options of the engine.
+        vllm_config: vLLM's configuration.
+        get_specs: Returns vLLM's KV cache specs of the worker's layers.
+        rank: The worker's number.
 
     Attributes:
-        retrieval_config: Options of the engine.
         tiers: Sizes with a slow home; None without one, or as long as nothing is planned.
         stored: The store that holds the slow home; None without one.
     """
 
-    stored: WorkerStore | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        config = RetrievalConfig.from_vllm(self.vllm_config)
-        assert config is not None, "this worker is chosen for retrieval backends only"
-        self.retrieval_config = config
+    def __init__(
+        self,
+        config: RetrievalConfig,
+        vllm_config: Any,
+        get_specs: Callable[[], dict[str, Any]],
+        rank: int,
+    ) -> None:
+        self.retrieval_config, self.vllm_config = config, vllm_config
+        self.get_kv_cache_spec, self.rank = get_specs, rank
+        self.model_config, self.cache_config = vllm_config.model_config, vllm_config.cache_config
+        self.parallel_config = vllm_config.parallel_config
+        self.scheduler_config = vllm_config.scheduler_config
         self.tiers: Tiers | None = None
+        self.stored: WorkerStore | None = None
 
-    def determine_available_memory(self) -> int:
+    def divide(self, available: int) -> int:
         """Bytes for the KV cache, less what page index, staging and scratch take of them.
 
         Without a slow home, a KV cache size that the user fixed is left as it is, and the others
         come on top. With one, all of them share that size, and these are the bytes of all blocks
         that home holds, wherever their layers lie and however they are encoded.
 
+        Args:
+            available: Bytes that vLLM finds for the KV cache.
+
         Raises:
             RetrievalConfigError: Nothing would be retrieved, or memory does not suffice.
         """
-        available = super().determine_available_memory()
         specs = self.get_kv_cache_spec()
         check_retrieving(self.vllm_config, specs, self.retrieval_config, self.retrieving)
-        staging, scratch = self._staging_bytes(), self._scratch_bytes()
-        self.tiers = self._plan_tiers(available - scratch, staging)
+        staging, scratch = self.staging_bytes(), self._scratch_bytes()
+        self.tiers = self.plan_tiers(available - scratch, staging)
         if self.tiers is not None:
             return self.tiers.blocks * sum(spec.page_size_bytes for spec in specs.values())
         if not specs:
@@ -83,13 +99,13 @@ class PlanningWorker(CPUWorker):
         if self.cache_config.kv_cache_memory_bytes is None:
             available = (available - staging - scratch) * block // (block + index)
         else:
-            self._check_memory(available, available * index // block, staging + scratch)
+            self.check_memory(available, available * index // block, staging + scratch)
         if self.stored is None:
             return available
         wanted = self.cache_config.num_gpu_blocks_override
         return self.stored.memory_for(available, block, wanted)
 
-    def _check_memory(self, cache: int, index: int, working: int) -> None:
+    def check_memory(self, cache: int, index: int, working: int) -> None:
         """Find out at once, not under load, that memory does not suffice."""
         node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
         if cache + index + working > node.available_memory:
@@ -101,10 +117,10 @@ class PlanningWorker(CPUWorker):
                 "--max-model-len, or use kv_retrieval.home=disk."
             )
 
-    def _plan_tiers(self, fast: int, staging: int) -> Tiers | None:
+    def plan_tiers(self, fast: int, staging: int) -> Tiers | None:
         """Sizes with a slow home, given so many bytes of fast memory; None without one."""
         config = self.retrieval_config
-        if config.home == "device":
+        if not config.slow_home:
             return None
         specs = self.get_kv_cache_spec()
         cache = cache_with_slow_home(self.vllm_config, specs, config, self.retrieving)
@@ -122,20 +138,58 @@ class PlanningWorker(CPUWorker):
             return None
 
     def _plan_home(self, config: RetrievalConfig, cache: Cache, fast: int, staging: int) -> Tiers:
-        """Sizes of a home in a file; raises RetrievalConfigError as ``Tiers.plan``, and where the
-        disk has too little room."""
-        # All workers come by here before any makes its file.
-        workers, directory = workers_here(self.vllm_config), directory_for(config.home_directory)
-        disk, blocks = free_space(directory) // workers, self.cache_config.num_gpu_blocks_override
+        """Sizes of a slow home; raises RetrievalConfigError as ``Tiers.plan``, and where it has too
+        little room."""
+        blocks, plan = self.cache_config.num_gpu_blocks_override, slow_kind(config).plan
+        assert plan is not None, "home=device has no sizes"
         if self.stored is not None and self.stored.blocks is not None:
             blocks = self.stored.blocks_for(cache, config, blocks)
             streams = self.stored.has_dense(cache)
             tiers = Tiers.plan(config, cache, fast, staging, blocks, streams_dense=streams)
         else:
-            tiers = Tiers.plan(config, cache, fast, staging, blocks, disk)
-            check_room(directory, tiers.home, workers, tiers.fast)
+            tiers = plan(config, cache, fast, staging, blocks, workers_here(self.vllm_config))
         check_scheduler_knows(self.vllm_config, tiers.seats)
         return tiers
+
+    def open_store(self, hashes: Sequence[str]) -> WorkerStore:
+        """Open the store of the model that has been loaded.
+
+        Args:
+            hashes: Those of the weights of the models that were loaded.
+
+        Raises:
+            RetrievalConfigError: The store cannot keep what this model computes.
+        """
+        config, directory = self.retrieval_config, self.retrieval_config.store
+        assert directory is not None
+        if any(type(spec) is not FullAttentionSpec for spec in self.get_kv_cache_spec().values()):
+            raise RetrievalConfigError(
+                f"kv_retrieval.store={directory!r} keeps blocks of full attention, and this model "
+                "has layers of other kinds; leave the store out."
+            )
+        if len(hashes) != 1:
+            load_format = self.vllm_config.load_config.load_format
+            raise RetrievalConfigError(
+                f"kv_retrieval.store cannot tell which weights load_format={load_format} has "
+                "loaded; use load_format=auto, or leave the store out."
+            )
+        weights = [""] * self.parallel_config.tensor_parallel_size
+        torch.distributed.all_gather_object(weights, hashes[0], get_tp_group().cpu_group)
+        layers = self.retrieving(self.layer_numbers)
+        identity = identity_of(self.vllm_config, config, layers, weights)
+        identity["attention_own"] = self.attention.own
+        self.stored = WorkerStore(directory, identity, WorkerShare(self.rank, len(weights)))
+        return self.stored
+
+    def storage_facts(self) -> StorageFacts:
+        """What the worker's storage is made for."""
+        tiers, stored = self.tiers, self.stored
+        names, size = [*self.retrieval_heads], self.cache_config.block_size
+        if tiers is None or stored is None:
+            return StorageFacts(names, tiers, size)
+        return StorageFacts(
+            names, tiers, size, lambda layers: stored.file(geometry_of(tiers, layers))
+        )
 
     @property
     def seats(self) -> int:
@@ -304,7 +358,7 @@ class PlanningWorker(CPUWorker):
         )
         return scratch_bytes(config.methods.values(), size)
 
-    def _staging_bytes(self) -> int:
+    def staging_bytes(self) -> int:
         """One layer's keys and values of the longest context, in blocks; see PrefillStaging."""
         if not self.stages:
             return 0

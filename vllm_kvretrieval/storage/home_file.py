@@ -1,13 +1,17 @@
-"""The place of a slow home's file: its directory, the file system, and the room there."""
+"""The file of a slow home: its directory, its space there, and the errors of the disk."""
 
 import contextlib
+import ctypes
 import errno
 import io
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import torch
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 
@@ -27,6 +31,111 @@ ZEROS = 16 << 20
 SYNCED = 256 << 20
 """Zeros that are written before the disk has to have them; others see the file grow meanwhile."""
 PROGRESS_S = 10.0
+WAIT_BEFORE = 1
+"""``SYNC_FILE_RANGE_WAIT_BEFORE``, which Python does not name."""
+NO_ANSWER = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EBADF, errno.EPERM)
+"""Errors of a system or a file without this call; all other errors are failures of the disk."""
+
+
+class HomeFile:
+    """KV cache of some layers in a file, one layer after the other.
+
+    Unless it is the file of a store, it never has a name that outlives the call that makes it, so
+    nothing is left behind when the process ends. Its space is reserved when it is made, so a full
+    disk is found at start-up.
+
+    Args:
+        directory: The directory of the file.
+        layers: Number of layers.
+        layer_bytes: Bytes of each layer.
+        stored: The file of a store, which has this size and outlives the process; None makes one.
+
+    Attributes:
+        fd: The descriptor of the file.
+
+    Raises:
+        RetrievalConfigError: There is not enough space, or the system refuses the file; then
+            nothing is left of it.
+    """
+
+    memory: torch.Tensor
+    """int8 [bytes]; what vLLM takes for the cache, and writes to."""
+
+    def __init__(
+        self, directory: str, layers: int, layer_bytes: int, stored: io.FileIO | None = None
+    ) -> None:
+        self.layers, self.layer_bytes, size = layers, layer_bytes, layers * layer_bytes
+        self._file = make_file(directory, size) if stored is None else stored
+        self._outlives = stored is not None
+        self._size = size
+        self._named = f"a file of {format_gib(size)} GiB in {directory}"
+        self.fd = self._file.fileno()
+        self._sync = ctypes.CDLL(None, use_errno=True).sync_file_range
+        self._sync.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+
+    @contextlib.contextmanager
+    def needed(self) -> Iterator[None]:
+        """Run a step that the file cannot do without; give its space back if the step fails.
+
+        Raises:
+            RetrievalConfigError: The system has refused the step.
+        """
+        try:
+            with explained(f"kv_retrieval.home=disk: {self._named} cannot be used"):
+                yield
+        except BaseException:
+            if not self._outlives:
+                os.ftruncate(self.fd, 0)  # whatever still has it open, or mapped
+            self._file.close()
+            raise
+
+    def begin(self, layer: int) -> int:
+        """First byte of a layer, by its number."""
+        return layer * self.layer_bytes
+
+    def stage(self, layer: int, runs: np.ndarray, following: np.ndarray | None) -> None:
+        """Begin to read parts of the next layer while this one computes; no more than a hint.
+
+        Args:
+            layer: This layer's number.
+            runs: Parts of this layer, see :func:`~vllm_kvretrieval.storage.mapped.page_runs`.
+            following: Parts of the next layer; None if it is not read in place.
+        """
+        if following is not None and layer + 1 < self.layers:
+            start = self.begin(layer + 1)
+            with contextlib.suppress(OSError):
+                for first, size in following.tolist():
+                    os.posix_fadvise(self.fd, start + first, size, os.POSIX_FADV_WILLNEED)
+
+    def unmap(self, layer: int) -> None:
+        """Release what :meth:`stage` has mapped of a layer."""
+
+    def note_written(self, size: int) -> None:
+        """Count bytes written to ``memory``."""
+
+    def take_lost(self, page_bytes: int) -> set[int]:
+        """Ids of pages that could not be read in ``memory``, in some layer.
+
+        Args:
+            page_bytes: Bytes of a layer's page.
+        """
+        return set()
+
+    def take_write_error(self) -> int:
+        """The error that has kept the system from writing to the disk since the last call.
+
+        A write call returns when the data is in the system's memory; the system writes it to the
+        disk later. If that fails, the system drops the data, and the next read returns the old
+        contents of the disk. The system reports this once, when asked, and does not say where.
+
+        Returns:
+            The number of the error; 0 if there was none, or if the system cannot say.
+        """
+        # Behind the end, where there is nothing to wait for.
+        if self._sync(self.fd, self._size, 1, WAIT_BEFORE) == 0:
+            return 0
+        code = ctypes.get_errno()
+        return 0 if code in NO_ANSWER else code
 
 
 def directory_for(home_path: str | None) -> str:
@@ -43,22 +152,22 @@ def directory_for(home_path: str | None) -> str:
         return home_path
     usable = os.access(DEFAULT_DIRECTORY, os.W_OK | os.X_OK)
     with explained("kv_retrieval.home=disk: there is no directory for temporary files"):
-        place = DEFAULT_DIRECTORY if usable else tempfile.gettempdir()
+        directory = DEFAULT_DIRECTORY if usable else tempfile.gettempdir()
     if not usable:
         logger.warning_once(
             "home=disk: %s is missing, or this user may not write to it, so the file lies in %s. "
             "Name a directory with kv_retrieval.home_path.",
             DEFAULT_DIRECTORY,
-            place,
+            directory,
         )
-    kind = file_system(place)
+    kind = file_system(directory)
     if kind in MEMORY_FILE_SYSTEMS:
         raise RetrievalConfigError(
-            f"kv_retrieval.home=disk: {place} lies in memory ({kind}), where a file takes the room "
-            "that it is to save. Name a directory on a disk with kv_retrieval.home_path; one in "
-            "memory is taken if it is named there."
+            f"kv_retrieval.home=disk: {directory} lies in memory ({kind}), where a file takes the "
+            "room that it is to save. Name a directory on a disk with kv_retrieval.home_path; one "
+            "in memory is taken if it is named there."
         )
-    return place
+    return directory
 
 
 def file_system(directory: str) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's KV cache where its layers lie in several places.
+"""vLLM's KV cache where its layers lie in several memories.
 
 To vLLM a block is a block: it allots, shares, hashes and frees them by number, and writes to them
 through the tensors made here. But it has no say in where a cache lies. So it allocates a cache of a
@@ -19,7 +19,7 @@ def move_kv_cache(
     runner: Any,
     kv_cache_config: KVCacheConfig,
     page_size: int,
-    places: Iterable[tuple[Sequence[str], torch.Tensor]],
+    memories: Iterable[tuple[Sequence[str], torch.Tensor]],
 ) -> dict[str, torch.Tensor]:
     """Give a model runner a KV cache in place of its own.
 
@@ -27,34 +27,16 @@ def move_kv_cache(
         runner: vLLM's model runner, V1 or V2.
         kv_cache_config: The cache that it gets; a single group of layers that are all alike.
         page_size: Tokens per page.
-        places: Names of layers, and int8 memory for them, one after another.
+        memories: Names of layers, and int8 memory for them, one after another.
 
     Returns:
         The layers' caches by name.
     """
     runner.kv_cache_config = kv_cache_config = deepcopy(kv_cache_config)
     layout = runner.cache_config.get_resolved_kv_cache_layout()
-    kv_caches = _views(kv_cache_config, layout, page_size, places)
-    attn_groups = [group for groups in runner.attn_groups for group in groups]
-    bind_kv_cache_to_layers(
-        map_kv_caches_to_kernel_blocks(kv_caches, attn_groups),
-        runner.compilation_config.static_forward_context,
-        kv_cache_groups=kv_cache_config.kv_cache_groups,
-    )
-    runner.kv_caches = list(kv_caches.values())
-    return kv_caches
-
-
-def _views(
-    kv_cache_config: KVCacheConfig,
-    layout: Any,
-    page_size: int,
-    places: Iterable[tuple[Sequence[str], torch.Tensor]],
-) -> dict[str, torch.Tensor]:
-    """The layers' caches by name, as vLLM would make them from one memory."""
     (tensor,), (group,) = kv_cache_config.kv_cache_tensors, kv_cache_config.kv_cache_groups
     kv_caches: dict[str, torch.Tensor] = {}
-    for names, raw in places:
+    for names, raw in memories:  # as vLLM would make them from one memory
         views = create_kv_cache_views(
             raw,
             group.kv_cache_spec,
@@ -64,4 +46,11 @@ def _views(
             page_size,
         )
         kv_caches.update(zip(names, views, strict=True))
+    attn_groups = [group for groups in runner.attn_groups for group in groups]
+    bind_kv_cache_to_layers(
+        map_kv_caches_to_kernel_blocks(kv_caches, attn_groups),
+        runner.compilation_config.static_forward_context,
+        kv_cache_groups=kv_cache_config.kv_cache_groups,
+    )
+    runner.kv_caches = list(kv_caches.values())
     return kv_caches

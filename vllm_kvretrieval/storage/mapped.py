@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from vllm_kvretrieval.tiers.file import HomeFile
+from vllm_kvretrieval.storage.home_file import HomeFile
 
 TRIM_BYTES = 64 << 20
 MADV_POPULATE_READ = 22  # Linux 5.14; not named by Python 3.11
@@ -40,8 +40,8 @@ def page_runs(pages: np.ndarray, page_bytes: int) -> np.ndarray:
     return np.stack([pages[starts], counts], axis=1) * page_bytes
 
 
-class DiskHome:
-    """KV cache of some layers in a file, mapped into memory, one layer after the other.
+class DiskHome(HomeFile):
+    """KV cache of some layers in a file, mapped into memory.
 
     ``read`` calls see at once what is written to ``memory``: both go through the operating system's
     page cache, which writes to the disk when it sees fit, and grows and shrinks with the free
@@ -52,22 +52,14 @@ class DiskHome:
 
     Parts that cannot be read count as zeros, and :meth:`take_lost` reports them.
 
-    Unless it is the file of a store, it never has a name that outlives the call that makes it, so
-    nothing is left behind when the process ends. Its space is reserved when it is made, so a full
-    disk is found at start-up.
-
     Args:
-        directory: The directory of the file.
-        layers: Number of layers.
-        layer_bytes: Bytes of each layer.
+        directory, layers, layer_bytes, stored: See :class:`HomeFile`.
         guard: Keeps the process alive where a part of the file cannot be read, and reports it; made
             of the mapping, the descriptor, and whether the system leaves out neighbours of the
             parts that are read (``MADV_RANDOM``).
-        stored: See :class:`HomeFile`.
 
     Raises:
-        RetrievalConfigError: There is not enough space, or the system refuses to make the file or
-            to map it; then nothing is left of it.
+        RetrievalConfigError: See :class:`HomeFile`; or the system refuses to map it.
     """
 
     def __init__(
@@ -78,9 +70,7 @@ class DiskHome:
         guard: Callable[[torch.Tensor, int, bool], Guard],
         stored: io.FileIO | None = None,
     ) -> None:
-        self.layers, self.layer_bytes = layers, layer_bytes
-        self.file = HomeFile(directory, layers * layer_bytes, stored)
-        self.fd = self.file.fd
+        super().__init__(directory, layers, layer_bytes, stored)
         self._mapped = 0
         self._guard_of = guard
         self._guards: list[Guard] = []
@@ -89,17 +79,13 @@ class DiskHome:
 
     def _mapping(self, scattered: bool = False) -> tuple[mmap.mmap, torch.Tensor]:
         """A guarded mapping of the whole file, and the same as a tensor, int8 [bytes]."""
-        with self.file.needed():
+        with self.needed():
             mapping = mmap.mmap(self.fd, self.layers * self.layer_bytes)
             if scattered:
                 mapping.madvise(mmap.MADV_RANDOM)
             memory = torch.frombuffer(mapping, dtype=torch.int8)
             self._guards.append(self._guard_of(memory, self.fd, scattered))
         return mapping, memory
-
-    def begin(self, layer: int) -> int:
-        """First byte of a layer, by its number."""
-        return layer * self.layer_bytes
 
     def note_written(self, size: int) -> None:
         """Count bytes written to ``memory``; release the mapping after ``TRIM_BYTES`` of them."""
@@ -127,13 +113,7 @@ class DiskHome:
     def stage(self, layer: int, runs: np.ndarray, following: np.ndarray | None) -> None:
         """Bring parts of a layer into the page cache and map them, and start on the next layer's.
 
-        The next layer's parts travel while this layer computes. Nothing is copied, so there is no
-        staging buffer to outgrow.
-
-        Args:
-            layer: The layer's number.
-            runs: The parts, see :func:`page_runs`.
-            following: The parts of the next layer; None if it is not read in place.
+        Nothing is copied, so there is no staging buffer to outgrow. See :meth:`HomeFile.stage`.
         """
         start = self.begin(layer)
         # A hint: touching a part brings it in, or shows that it is lost.
@@ -141,8 +121,7 @@ class DiskHome:
             for first, size in runs.tolist():
                 begin = (start + first) // mmap.PAGESIZE * mmap.PAGESIZE
                 self._map.madvise(MADV_POPULATE_READ, begin, start + first + size - begin)
-        if following is not None and layer + 1 < self.layers:
-            self.file.read_ahead(self.begin(layer + 1), following)
+        super().stage(layer, runs, following)
 
     def unmap(self, layer: int) -> None:
         """Release a layer's part of the mapping; the page cache keeps what it has room for."""
@@ -153,9 +132,6 @@ class DiskHome:
         """Ids of pages that could not be read in some layer.
 
         Each page is reported once, or as long as the file cannot be mapped there again.
-
-        Args:
-            page_bytes: Bytes of a layer's page.
         """
         pages, lost = self.layer_bytes // page_bytes, set[int]()
         for first, end in itertools.chain.from_iterable(guard.take() for guard in self._guards):

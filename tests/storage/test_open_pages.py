@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvretrieval.retrieval.codec import CODECS
-from vllm_kvretrieval.storage import StepContexts
-from vllm_kvretrieval.storage.encoded import Encoded
-from vllm_kvretrieval.tiers.fast import FastTier
+from vllm_kvretrieval.storage.base import StepContexts, StorageFacts
+from vllm_kvretrieval.storage.encoded import Encoded, OpenPages
 
 SIZE = 4
 
@@ -20,7 +18,7 @@ def test_every_page_is_encoded_once_when_it_leaves(keeps):
     """Against the definition, over requests that start behind a prefix, in chunks, and end."""
     random = torch.Generator().manual_seed(keeps)
     integer = lambda low, high: int(torch.randint(low, high, (), generator=random))  # noqa: E731
-    tier = FastTier(SIZE, keeps)
+    tier = OpenPages(SIZE, keeps)
     contexts: dict[str, tuple[int, int, list[int]]] = {}  # shared, tokens, pages
     fresh = iter(range(10**6))
     encoded: set[int] = set()
@@ -61,12 +59,12 @@ def test_every_page_is_encoded_once_when_it_leaves(keeps):
     assert tier.end(["unknown"]) == ([], [])
 
 
-def test_all_layers_encode_what_leaves():
+def test_all_layers_encode_what_leaves(tmp_path):
     """Layers that differ in their query heads have metadata builders of their own."""
-    facts: Any = SimpleNamespace(
-        home=None, directory="", blocks=9, block_size=SIZE, page_size=SIZE, pages_per_block=1
-    )
-    storage = Encoded(facts, False, CODECS["k8v4"], 0)
+    tiers: Any = SimpleNamespace(slots=[1], blocks=9, home=9 << 12, streams_dense=False)
+    config: Any = SimpleNamespace(page_size=SIZE, open_pages=0, home_directory=str(tmp_path))
+    storage = Encoded(config, StorageFacts(["a"], tiers, SIZE))
+    storage.allocate(["a"], 9 << 12)
     for before, page in ((0, 7), (SIZE, 8)):
         storage.begin_step(SimpleNamespace(kv_cache_block_copies=None))
         step = StepContexts(

@@ -1,4 +1,4 @@
-"""Division of memory when the home of the KV cache is a slow tier."""
+"""The size of a worker's KV cache, and the division of memory where its home is a slow tier."""
 
 import contextlib
 import mmap
@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NoReturn
 
+import torch
 from vllm.utils.mem_utils import format_gib
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.tiers.cache import Cache
 
 BOOKS_PER_UNIT = 4
 """Bytes that the recall cache keeps per unit of home: the slot that holds it."""
@@ -33,6 +33,80 @@ HOME_SHARE = Fraction(1, 2)
 take it before requests get slots; beyond it they get what requests leave."""
 DISK_SHARE = Fraction(3, 4)
 """Share of the free space that a home takes by default; for a single request it may take all."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The KV cache of one worker, all its layers alike.
+
+    Attributes:
+        retrieval_layers, dense_layers: How many of each.
+        kv_heads: Per layer.
+        block_size: Tokens per block of vLLM's.
+        block_bytes: Bytes of a block in one layer.
+        head_size, dtype: The head size and element type of keys and values.
+        max_num_seqs, max_model_len: Most requests at once, and tokens of each.
+        attended: The most that a request attends to in each retrieval layer: (page, KV head)
+            units, or, if methods select single tokens, tokens of KV heads, all with the same
+            number; None: for each KV head as many as the largest budget has.
+        step_tokens: Most tokens that a step computes.
+        alignment: The alignment of the fields of page indexes' records, in bytes.
+    """
+
+    retrieval_layers: int
+    dense_layers: int
+    kv_heads: int
+    block_size: int
+    block_bytes: int
+    head_size: int
+    dtype: torch.dtype
+    max_num_seqs: int
+    max_model_len: int
+    step_tokens: int
+    attended: tuple[int, ...] | None = None
+    alignment: int = 1
+
+    @property
+    def blocks_per_request(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's key and value of one KV head."""
+        return self.block_bytes // (self.block_size * self.kv_heads)
+
+    def blocks_for(self, seats: int) -> int:
+        """Blocks for a number of requests of full length; one block more is vLLM's own."""
+        return seats * self.blocks_per_request + 1
+
+    def index_bytes(self, blocks: int, config: RetrievalConfig) -> int:
+        """Bytes of page index beside so many blocks."""
+        kv_bytes = blocks * self.retrieval_layers * self.block_bytes
+        return config.index_bytes(kv_bytes, self.head_size, self.dtype, self.alignment)
+
+    def bytes_in_home(self, config: RetrievalConfig) -> int:
+        """Bytes in home of a block of a retrieval layer."""
+        if config.encoding is None:
+            return self.block_bytes
+        units = self.block_size // config.page_size * self.kv_heads
+        return units * config.encoding.unit_bytes(config.page_size, self.head_size, self.dtype)
+
+    def open_bytes(self, config: RetrievalConfig, seats: int) -> int:
+        """Bytes of pages that wait to be encoded.
+
+        These are the last pages of the requests, and the pages that a step writes in one layer.
+        """
+        if config.encoding is None:
+            return 0
+        token = self.block_bytes // self.block_size
+        last = (1 + config.open_pages) * config.page_size * token + mmap.PAGESIZE
+        return self.retrieval_layers * seats * last + self.step_tokens * token
+
+    def fits_in(self, fast: int, config: RetrievalConfig) -> bool:
+        """Whether ``max_num_seqs`` of the longest requests fit in so many bytes, index included."""
+        layers = self.retrieval_layers + self.dense_layers
+        index = self.index_bytes(1, config)
+        return self.blocks_for(self.max_num_seqs) * (layers * self.block_bytes + index) <= fast
 
 
 def most_of(most: int, fits: Callable[[int], bool]) -> int:
@@ -142,7 +216,7 @@ class Tiers:
                 the user has set does not fit; says which, by how much, and the remedy.
         """
         # vLLM's kernel does not read rows, nor what is encoded: prefill cannot do without staging.
-        staged = [staging] if config.rows or config.encoding is not None else [staging, 0]
+        staged = [staging] if config.token_major or config.encoding is not None else [staging, 0]
         frugal = [(False, size) for size in staged]
         if cache.dense_layers and config.encoding is None:
             frugal += [(True, size) for size in staged]
@@ -221,8 +295,8 @@ class _Plan:
     @property
     def _slot_bytes(self) -> int:
         """Bytes of a slot, and of the books beside it."""
-        tokens = 1 if self.config.rows else self.config.page_size
-        books = BOOKS_PER_TOKEN if self.config.rows else BOOKS_PER_SLOT
+        tokens = 1 if self.config.token_major else self.config.page_size
+        books = BOOKS_PER_TOKEN if self.config.token_major else BOOKS_PER_SLOT
         return tokens * self.cache.token_bytes + books
 
     def _wanted(self, seats: int) -> int:
@@ -244,8 +318,8 @@ class _Plan:
     def _growing(self, blocks: int) -> dict[str, int]:
         """Bytes of fast memory in proportion to the home."""
         config, cache = self.config, self.cache
-        units = 0 if config.rows else self._units(blocks)
-        mappings = 2 if config.rows else 1
+        units = 0 if config.token_major else self._units(blocks)
+        mappings = 2 if config.token_major else 1
         # Of what could not be read; or of pages.
         states = mappings * (blocks * self._block_bytes // mmap.PAGESIZE)
         if config.encoding is not None:
@@ -272,7 +346,7 @@ class _Plan:
     def _needs(self, seats: int, budgets: Fraction = Fraction(1)) -> list[int]:
         """Slots of each layer for a number of requests with a number of budgets each."""
         cache = self.cache
-        if self.config.rows:
+        if self.config.token_major:
             own = min(int(budgets * self._least_tokens), self._longest)
             return [seats * cache.kv_heads * own] * cache.retrieval_layers
         most = cache.kv_heads * (self.config.budget_limit // self.config.page_size)
@@ -315,7 +389,7 @@ class _Plan:
         if recall is None:
             recall = self.fast - self._beside(seats) - sum(self._growing(blocks).values())
         room = recall // self._slot_bytes
-        if config.rows:
+        if config.token_major:
             # Every request has its own slots, in whole pages, so slots are numbered like tokens.
             lists = seats * cache.kv_heads
             budget = config.budget_limit // config.page_size * config.page_size

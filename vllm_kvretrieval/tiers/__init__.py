@@ -1,1 +1,0 @@
-"""Places of KV pages: the home of the whole cache, and the division of memory."""
