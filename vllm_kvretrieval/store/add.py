@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from vllm_kvretrieval.calibration.inputs import read_text
+from vllm_kvretrieval.command_inputs import read_text
 from vllm_kvretrieval.command_line import serve_arguments
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
