@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from tests.support.engine import random_llama
 from tests.support.seen import seen
 from vllm_kvretrieval.command import main
-from vllm_kvretrieval.explain.attention import LATEST, PromptAttention
-from vllm_kvretrieval.explain.report import borders, runs
+from vllm_kvretrieval.explain.observed_attention import LATEST, PromptAttention
+from vllm_kvretrieval.explain.output import borders, runs
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.model_files import SHAPE, shape_of
 from vllm_kvretrieval.retrieval.prompt_shares import FORMAT

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.seen import seen
 from tests.tools.test_calibration import CONFIGS, model  # noqa: F401  # a fixture
-from vllm_kvretrieval.calibration.heads import REPEATS, HeadScores, repeated_tokens
+from vllm_kvretrieval.calibration.head_scores import REPEATS, HeadScores, repeated_tokens
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.retrieval.heads import KIND, read_heads
 

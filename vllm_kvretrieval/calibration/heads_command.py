@@ -57,7 +57,7 @@ def measure(given: argparse.Namespace) -> None:
     """
     import torch
 
-    from vllm_kvretrieval.calibration.heads import REPEATS, HeadScores, repeated_tokens
+    from vllm_kvretrieval.calibration.head_scores import REPEATS, HeadScores, repeated_tokens
     from vllm_kvretrieval.observed_model import ObservedModel
 
     model = ObservedModel(given.model, getattr(torch, given.dtype))

@@ -61,7 +61,13 @@ def measure(given: argparse.Namespace) -> None:
 
     import torch
 
-    from vllm_kvretrieval.calibration.prompts import CHUNK, PAGE, QUERIES, WINDOW, PromptChanges
+    from vllm_kvretrieval.calibration.prompt_changes import (
+        CHUNK,
+        PAGE,
+        QUERIES,
+        WINDOW,
+        PromptChanges,
+    )
     from vllm_kvretrieval.observed_model import ObservedModel
 
     mean = given.tokens // MEAN // PAGE

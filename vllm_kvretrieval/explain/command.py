@@ -139,10 +139,10 @@ def explain(given: argparse.Namespace) -> None:
 
     import torch
 
-    from vllm_kvretrieval.explain.attention import LATEST
     from vllm_kvretrieval.explain.explanation import check_heads, explain_prompt
+    from vllm_kvretrieval.explain.observed_attention import LATEST
+    from vllm_kvretrieval.explain.output import head_row, table
     from vllm_kvretrieval.explain.plot import plot
-    from vllm_kvretrieval.explain.report import head_row, table
     from vllm_kvretrieval.observed_model import ObservedModel
 
     model = ObservedModel(given.model, getattr(torch, given.dtype))

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_kvretrieval.explain.attended import Attended, attended, entropy_budgets
-from vllm_kvretrieval.explain.attention import LATEST, LayerAttention, PromptAttention
-from vllm_kvretrieval.explain.prompts import chunk_shares, last_chunk
-from vllm_kvretrieval.explain.report import HeadAttention, layer_rows, shares_of
+from vllm_kvretrieval.explain.chunk_shares import chunk_shares, last_chunk
+from vllm_kvretrieval.explain.observed_attention import LATEST, LayerAttention, PromptAttention
+from vllm_kvretrieval.explain.output import HeadAttention, layer_rows, shares_of
 from vllm_kvretrieval.observed_model import ObservedModel
 from vllm_kvretrieval.options.engine import RetrievalConfig
 

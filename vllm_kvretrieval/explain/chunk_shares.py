@@ -8,7 +8,7 @@ import torch
 
 from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, is_late
 from vllm_kvretrieval.explain.attended import make_chooser
-from vllm_kvretrieval.explain.attention import LayerAttention
+from vllm_kvretrieval.explain.observed_attention import LayerAttention
 from vllm_kvretrieval.kernels import reference
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
