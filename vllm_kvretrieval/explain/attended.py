@@ -7,10 +7,18 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.explain.observed_attention import LayerAttention
-from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, IndexStore, Selection, reference
+from vllm_kvretrieval.kernels import (
+    Chooser,
+    Contexts,
+    DecodeRows,
+    IndexRecords,
+    Selection,
+    reference,
+)
 from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
+from vllm_kvretrieval.retrieval.families import DroppingMethod
 from vllm_kvretrieval.retrieval.keeping import Keeping, entropy_shares
 from vllm_kvretrieval.retrieval.shares import ENTROPY_BOUNDS, Shares, allot
 
@@ -80,7 +88,7 @@ def attended(
     retrieval = [layer for number, layer in layers.items() if number >= dense_layers]
     everything = [torch.ones_like(layer.keys[..., 0], dtype=torch.bool) for layer in dense]
     found = [Attended(mask, mask) for mask in everything]
-    if retrieval and config.own.keeping is not None:
+    if retrieval and isinstance(config.own, DroppingMethod):
         found += _kept(config, retrieval, longest)
     elif retrieval:
         found += _selected(config, retrieval, longest)
@@ -94,7 +102,7 @@ def _kept(
     config: RetrievalConfig, layers: Sequence[LayerAttention], longest: int
 ) -> list[Attended]:
     """The tokens that an engine keeps when the first token after the prompt is decoded."""
-    method, tokens = config.own, layers[0].keys.shape[1]
+    tokens = layers[0].keys.shape[1]
     ends = np.cumsum([layer.kv_heads for layer in layers]).tolist()
     heads = Heads(
         [slice(end - layer.kv_heads, end) for end, layer in zip(ends, layers, strict=True)]
@@ -107,7 +115,7 @@ def _kept(
     entropies = torch.tensor([layer.entropy for layer in layers], dtype=torch.float64)
     prompts.watched(0, 0).entropies.copy_(entropies)
     prompts.settle(0, 0)
-    if method.drops:
+    if prompts.methods[0].drops:
         prompts.step(np.zeros(1, dtype=np.int64), 0, np.array([tokens + 1]))
     rule, found = prompts.rules[0], []
     for layer, own in zip(layers, heads.slices, strict=True):
@@ -227,7 +235,7 @@ def make_chooser(
     pages = -(-tokens // size)
     pages += -pages % method.entry_pages
     padded = torch.nn.functional.pad(layer.keys, (0, head_size, 0, pages * size - tokens))
-    store = IndexStore.empty(
+    store = IndexRecords.empty(
         method.index,
         pages=pages,
         kv_heads=kv_heads,

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner, Chunks
-from vllm_kvretrieval.kernels import Chooser, ContextSelector, IndexStore, Merge, Ops, cpu
+from vllm_kvretrieval.kernels import Chooser, ContextSelector, IndexRecords, Merge, Ops, cpu
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
     EngineFacts,
@@ -26,8 +26,8 @@ from vllm_kvretrieval.methods.base import (
 )
 from vllm_kvretrieval.methods.observation import LatestQueries, Observation, Observed
 from vllm_kvretrieval.methods.scored import Scored, ScoredLayer
+from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.index.exact import Exact
-from vllm_kvretrieval.retrieval.method import Method
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, Filters, Follows
 from vllm_kvretrieval.storage import LayerStorage, Ready
 
@@ -209,7 +209,7 @@ def connect(facts: EngineFacts, number: int, method: Method, layers: Mapping[int
 def _make_filter(facts: EngineFacts, number: int, layer: Layer) -> Selectors:
     """Make a dense layer a filter."""
     config, impl, kv_cache = facts.config, layer.impl, layer.kv_cache
-    store = IndexStore.empty(
+    store = IndexRecords.empty(
         Exact(),
         pages=kv_cache.shape[0],
         kv_heads=impl.num_kv_heads,

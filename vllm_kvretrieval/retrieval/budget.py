@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_kvretrieval.errors import RetrievalConfigError
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.retrieval.method import Method
+    from vllm_kvretrieval.retrieval.families import Method
 
 DEFAULT_BUDGET = 2048
 DEFAULT_SHARE = 16
@@ -89,7 +89,7 @@ class Budgets:
         return budget
 
     def largest(self, method: "Method") -> tuple[PageBudget, ...]:
-        """Those budgets of requests that no other exceeds in every part.
+        """Budgets of requests that no other budget exceeds in every part.
 
         Sink and window are rounded to pages, so a smaller budget may select more than a larger one.
         In ``DEFAULT_SHARE`` pages each of them grows by one page at most; budgets that are smaller

@@ -16,7 +16,6 @@ from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.cpu.staging import blocks_for
 from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
 from vllm_kvretrieval.attention.parts import PromptReads
-from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
     bytes_per_block,
@@ -28,12 +27,12 @@ from vllm_kvretrieval.engine.memory import (
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.methods import WorkSize, scratch_bytes
-from vllm_kvretrieval.methods.heads import fixed_counts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
 from vllm_kvretrieval.retrieval.roles import Role, stage_roles
 from vllm_kvretrieval.retrieval.shares import own_heads
+from vllm_kvretrieval.store.serving.worker import WorkerStore
 from vllm_kvretrieval.tiers.cache import Cache
 from vllm_kvretrieval.tiers.place import check_room, directory_for, free_space
 from vllm_kvretrieval.tiers.sizes import Tiers
@@ -50,7 +49,7 @@ class PlanningWorker(CPUWorker):
         stored: The store that holds the slow home; None without one.
     """
 
-    stored: HomeStore | None = None
+    stored: WorkerStore | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -166,10 +165,12 @@ class PlanningWorker(CPUWorker):
         own = own_heads(*self._all_heads)
         layers = [self.layer_numbers[name] for name in self.retrieval_heads]
         fixed = {
-            name: fixed_counts(method, self.model_config, layers)
+            name: method.fixed_counts(self.model_config, layers)
             for name, method in self.retrieval_config.methods.items()
         }
-        return {name: counts[own] for name, counts in fixed.items() if counts is not None}
+        return {
+            n: torch.from_numpy(counts[own]) for n, counts in fixed.items() if counts is not None
+        }
 
     @functools.cached_property
     def late_layers(self) -> frozenset[str]:
@@ -238,11 +239,11 @@ class PlanningWorker(CPUWorker):
         """The roles of the layers with plain full attention; empty if each selects for itself."""
         config, model = self.retrieval_config, self.model_config
         numbers = self.layer_numbers.values()
-        if self.parallel_config.pipeline_parallel_size == 1 or not config.own.shares:
+        if self.parallel_config.pipeline_parallel_size == 1:
             return config.roles(model, numbers)
         layers = full_attention_layers(model)
-        assert layers is not None, "the front end refuses other models"
-        return stage_roles(config.roles(model, layers), numbers)
+        roles = config.roles(model, numbers if layers is None else layers)
+        return stage_roles(roles, numbers) if roles else roles
 
     @functools.cached_property
     def layer_numbers(self) -> dict[str, int]:
@@ -250,7 +251,7 @@ class PlanningWorker(CPUWorker):
         return number_layers(self.vllm_config, self.get_kv_cache_spec(), self.retrieval_config)
 
     def retrieving(self, names: Iterable[str]) -> list[str]:
-        """Those of the layers that attend to parts of long contexts."""
+        """Layers that attend to parts of long contexts."""
         numbers, dense_layers = self.layer_numbers, self.retrieval_config.dense_layers
         found = {*retrieving_layers(numbers.values(), self.roles, dense_layers)}
         return [name for name in names if numbers.get(name) in found]

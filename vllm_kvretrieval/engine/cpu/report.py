@@ -36,7 +36,7 @@ def log_start(
         config,
         len(retrieving),
         num_layers,
-        [store for impl in retrieving for store in impl.stores],
+        [store for impl in retrieving for store in impl.indexes],
         cpu.isa(),
         _described_shares(worker),
     )
