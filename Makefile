@@ -48,7 +48,7 @@ help:
 	@echo "make check-wheels  install them into empty environments"
 	@echo "make model   SmolLM2-135M-Instruct, in models; make models: every model"
 	@echo "make demo    serve that model, ask it about a long document, compare with vLLM alone"
-	@echo "make lint    ruff and mypy"
+	@echo "make lint    ruff, mypy, and which folder may import which"
 	@echo "make test    all of the set-up, lint and the test suite; make test-all: slow ones, too"
 	@echo "make test-next VLLM=0.33.0   the tests that a new vLLM is tried with, over its Python"
 	@echo "make docs    the pages of documentation, in build/site"
@@ -157,6 +157,7 @@ lint: style $(BUILT)
 style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --no-cache
 
 # An engine keeps about one core busy, so the tests share the cores out; then come those that want
 # all cores. It ends with the instruction sets that this machine has for the kernels.

@@ -27,7 +27,7 @@ from typing import Any
 from documents import read_document
 from vllm import LLM, SamplingParams
 
-from vllm_kvretrieval.calibration.inputs import require_plot
+from vllm_kvretrieval.command_inputs import require_plot
 from vllm_kvretrieval.doctor.options import refusal
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.model_files import check_model

@@ -12,7 +12,7 @@ from vllm_kvretrieval.doctor.command import add_doctor
 from vllm_kvretrieval.errors import RetrievalConfigError
 
 NEED_VLLM = {
-    "calibration.command": "add_calibrate",
+    "calibration.filters_command": "add_calibrate",
     "explain.command": "add_explain",
     "calibration.heads_command": "add_heads",
     "calibration.prompt_shares_command": "add_prompt_shares",

@@ -30,7 +30,7 @@ from benchmarks.gpu.ceilings import device_copy
 from benchmarks.gpu.common import Report, gpu_header, graph_seconds, multiprocessors, parser
 from benchmarks.gpu.layer_parts import DTYPE, Op, Pool, Shape
 from benchmarks.gpu.layer_step import LayerStep
-from vllm_kvretrieval.engine.cuda.side import SideStream, SideWork
+from vllm_kvretrieval.attention.cuda.side import SideStream, SideWork
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.mapped import map_host
 from vllm_kvretrieval.limits import available_memory

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from benchmarks.quality import novel
 from benchmarks.tables import quality
-from vllm_kvretrieval.calibration.model import CHUNK, CalibrationError, Measurement
+from vllm_kvretrieval.observed_model import CHUNK, ObservationError, ObservedModel, Seen, attend
 
 SHARES = {"1/16": 1 / 16, "5/32": 5 / 32, "1/4": 1 / 4, "1/2": 1 / 2, "3/4": 3 / 4}
 """Ranks, as shares of the width of a layer's keys."""
@@ -34,15 +34,15 @@ class Rotation:
     """The rotary embedding of a model, at the positions of a text.
 
     Raises:
-        CalibrationError: The model has another kind.
+        ObservationError: The model has another kind.
     """
 
-    def __init__(self, measurement: Measurement, tokens: int) -> None:
-        embedding = getattr(measurement.model, "rotary_emb", None)
+    def __init__(self, model: ObservedModel, tokens: int) -> None:
+        embedding = getattr(model.model, "rotary_emb", None)
         scaling = getattr(embedding, "attention_scaling", None)
         if embedding is None or scaling != 1:
-            raise CalibrationError(
-                f"{measurement.name} has no plain rotary embedding; use a model such as SmolLM2"
+            raise ObservationError(
+                f"{model.name} has no plain rotary embedding; use a model such as SmolLM2"
             )
         self.cos, self.sin = (x[0] for x in embedding(torch.zeros(1), torch.arange(tokens)[None]))
 
@@ -97,50 +97,31 @@ class KeyRanks:
         """The ranks, rising."""
         return [round(share * self.width) for share in SHARES.values()]
 
-    def begin(self) -> None:
-        """See :class:`vllm_kvretrieval.calibration.model.Observer`."""
-
-    def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        context: torch.Tensor,
-        scale: float,
-    ) -> None:
-        """See :class:`vllm_kvretrieval.calibration.model.Observer`."""
+    def observe(self, seen: Seen) -> None:
+        """Take in one layer's queries."""
+        key, asked = seen.key, (seen.context, seen.scale)
         self.layers += 1
         self.width = key.shape[0] * key.shape[2]
-        exact = attention(query, key, context, scale)
+        exact = attend(seen.query, key, *asked)
         factors = Factors(self.rotation.undo(key)), Factors(key)
         for stage, of_stage in enumerate(factors):
             for number, rank in enumerate(self.ranks):
                 made = of_stage.keys(rank)
                 made = made if stage else self.rotation.apply(made)
-                difference = attention(query, made, context, scale) - exact
+                difference = attend(seen.query, made, *asked) - exact
                 self.moved[stage, number] += difference.abs().sum(-1).mean() / 2
                 self.energy[stage, number] += of_stage.energy(rank)
-
-
-def attention(
-    query: torch.Tensor, key: torch.Tensor, context: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """The softmax of queries [heads, n, d] over keys [kv_heads, tokens, d], [kv_heads, group, n,
-    tokens]; each query sees as many tokens as its context has."""
-    scores = torch.einsum("hgnd,htd->hgnt", query.unflatten(0, (len(key), -1)), key) * scale
-    later = torch.arange(key.shape[1]) >= context[:, None]
-    return scores.masked_fill_(later, float("-inf")).softmax(-1)
 
 
 def measure(model: Path, tokens: int, queries: int) -> list[dict[str, Any]]:
     """A row per rank, of one model.
 
     Raises:
-        CalibrationError: The model or the text cannot be measured.
+        ObservationError: The model or the text cannot be measured.
     """
-    measurement = Measurement(str(model))
-    found = KeyRanks(Rotation(measurement, tokens))
-    novel.read(measurement, tokens, queries, found)
+    observed = ObservedModel(str(model))
+    found = KeyRanks(Rotation(observed, tokens))
+    novel.read(observed, tokens, queries, found.observe)
     return [
         {
             "model": model.name,

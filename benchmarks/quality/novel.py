@@ -12,20 +12,20 @@ import torch
 from benchmarks import texts
 from benchmarks.cli import QWEN, SMOLLM2, add_output
 from benchmarks.common import Stopwatch, result_header, settings, write_json
-from vllm_kvretrieval.calibration.model import CHUNK, Measurement, Observer
+from vllm_kvretrieval.observed_model import CHUNK, ObservedModel, Seen
 
 Row = dict[str, Any]
 
 
-def read(measurement: Measurement, tokens: int, queries: int, observer: Observer) -> None:
-    """Show an observer queries that are evenly spaced among the last ``CHUNK`` tokens.
+def read(model: ObservedModel, tokens: int, queries: int, observe: Callable[[Seen], None]) -> None:
+    """Show queries that are evenly spaced among the last ``CHUNK`` tokens.
 
     Raises:
-        CalibrationError: The text cannot be measured.
+        ObservationError: The text cannot be measured.
     """
-    text = measurement.tokens_of("\n\n".join(texts.paragraphs()), tokens)
+    text = model.tokens_of("\n\n".join(texts.paragraphs()), tokens)
     places = tokens - CHUNK + torch.arange(1, queries + 1) * CHUNK // queries - 1
-    measurement.run(text, places, observer)
+    model.read(text, places, observe)
 
 
 def add_arguments(

@@ -19,7 +19,7 @@ import torch
 from benchmarks.cli import GEMMA3, QWEN, SMOLLM2
 from benchmarks.quality import novel
 from benchmarks.tables import quality
-from vllm_kvretrieval.calibration.model import CHUNK, Measurement
+from vllm_kvretrieval.observed_model import CHUNK, ObservedModel, Seen
 
 LIKE = (0.84, 0.9)
 """The paper's marks: every head's mean is above the first, most heads' above the second."""
@@ -41,34 +41,25 @@ class Similarity:
         self.heads: list[torch.Tensor] = []
         self.groups: list[torch.Tensor] = []
 
-    def begin(self) -> None:
-        """See :class:`vllm_kvretrieval.calibration.model.Observer`."""
-
-    def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        context: torch.Tensor,
-        scale: float,
-    ) -> None:
-        """See :class:`vllm_kvretrieval.calibration.model.Observer`."""
+    def observe(self, seen: Seen) -> None:
+        """Take in one layer's queries."""
+        query, context = seen.query, seen.context
         if not (context.diff() == 1).all():
             raise ValueError(f"contexts are {context.tolist()}: the queries are not adjacent")
         cosines = torch.cosine_similarity(query[:, 1:], query[:, :-1], dim=-1)
         self.heads.append(cosines.mean(1))
-        self.groups.append(cosines.unflatten(0, (len(key), -1)).mean(1).flatten())
+        self.groups.append(cosines.unflatten(0, (len(seen.key), -1)).mean(1).flatten())
 
 
 def measure(model: Path, tokens: int, queries: int) -> list[dict[str, Any]]:
     """The row of one model.
 
     Raises:
-        CalibrationError: The model or the text cannot be measured.
+        ObservationError: The model or the text cannot be measured.
     """
-    measurement = Measurement(str(model))
+    observed = ObservedModel(str(model))
     found = Similarity()
-    novel.read(measurement, tokens, queries, found)
+    novel.read(observed, tokens, queries, found.observe)
     heads, groups = torch.cat(found.heads), torch.cat(found.groups)
     return [
         {

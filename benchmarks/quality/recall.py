@@ -22,7 +22,7 @@ import torch
 from benchmarks.models import head_size
 from benchmarks.quality import novel
 from benchmarks.tables import quality
-from vllm_kvretrieval.calibration.model import CHUNK, Measurement
+from vllm_kvretrieval.observed_model import CHUNK, ObservedModel, Seen
 from vllm_kvretrieval.retrieval.index import Index, make_index
 from vllm_kvretrieval.retrieval.index.base import pack, unpack
 from vllm_kvretrieval.retrieval.pooling import Pooling
@@ -114,25 +114,15 @@ class Recall:
         self.found = torch.zeros(len(CASES), len(SELECTED), dtype=torch.float64)
         self.count = 0
 
-    def begin(self) -> None:
-        """See :class:`vllm_kvretrieval.calibration.model.Observer`."""
-
-    def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        context: torch.Tensor,
-        scale: float,
-    ) -> None:
-        """See :class:`vllm_kvretrieval.calibration.model.Observer`."""
-        if layer < DENSE_LAYERS:
+    def observe(self, seen: Seen) -> None:
+        """Take in one layer's queries."""
+        if seen.layer < DENSE_LAYERS:
             return
-        queries = query.to(DTYPE).float().unflatten(0, (len(key), -1))
-        for head, keys in enumerate(key.to(DTYPE).float()):
+        queries = seen.query.to(DTYPE).float().unflatten(0, (len(seen.key), -1))
+        for head, keys in enumerate(seen.key.to(DTYPE).float()):
             records = [Records.of(case, keys) for case in CASES]
-            for place, tokens in enumerate(context.tolist()):
-                self._add(queries[head, :, place], keys, records, tokens, scale)
+            for place, tokens in enumerate(seen.context.tolist()):
+                self._add(queries[head, :, place], keys, records, tokens, seen.scale)
 
     def _add(
         self,
@@ -174,12 +164,12 @@ def measure(model: Path, tokens: int, queries: int) -> list[dict[str, Any]]:
     """A row per case, of one model.
 
     Raises:
-        CalibrationError: The model or the text cannot be measured.
+        ObservationError: The model or the text cannot be measured.
     """
-    measurement = Measurement(str(model))
+    observed = ObservedModel(str(model))
     recall = Recall()
-    novel.read(measurement, tokens, queries, recall)
-    size = head_size(measurement.config)
+    novel.read(observed, tokens, queries, recall.observe)
+    size = head_size(observed.config)
     return [
         {
             "model": model.name,

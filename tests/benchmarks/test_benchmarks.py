@@ -17,6 +17,7 @@ from benchmarks.quality import __main__ as quality_driver
 from benchmarks.quality import recall
 from benchmarks.serving import __main__ as serving_driver
 from benchmarks.serving import bench, capacity, decode, disk, report
+from tests.support.seen import seen
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
@@ -242,9 +243,9 @@ def test_recall_is_of_the_tokens_with_the_most_attention():
     keys = torch.randint(0, 2, (2, 1536, 64)) * 2.0 - 1
     queries, contexts = torch.randn(6, 2, 64), torch.tensor([1100, 1536])
     found = recall.Recall()
-    found.observe(1, queries, keys, contexts, 0.125)
+    found.observe(seen(1, queries, keys, contexts, 0.125))
     assert found.count == 0  # a layer that stays dense
-    found.observe(2, queries, keys, contexts, 0.125)
+    found.observe(seen(2, queries, keys, contexts, 0.125))
     assert found.count == 4
     shares = {case.name: share for case, share in zip(recall.CASES, found.found / 4, strict=True)}
     assert (shares["one_bit, tokens"] > 0.99).all()

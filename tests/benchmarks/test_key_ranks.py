@@ -10,36 +10,29 @@ from benchmarks.quality import __main__ as driver
 from benchmarks.quality import key_ranks
 from benchmarks.tables import quality
 from tests.support.engine import shortened
-from vllm_kvretrieval.calibration.model import CHUNK, Measurement
+from tests.support.seen import seen
+from vllm_kvretrieval.observed_model import CHUNK, ObservedModel
 
 TOKENS = 2 * CHUNK
 
 
 @pytest.fixture(scope="module")
-def measurement(tmp_path_factory):
+def observed(tmp_path_factory):
     model = shortened(tmp_path_factory.mktemp("model"), "SmolLM2-135M-Instruct", 2)
-    return Measurement(str(model))
+    return ObservedModel(str(model))
 
 
 @pytest.mark.model
-def test_keys_are_turned_back(measurement):
+def test_keys_are_turned_back(observed):
     """To what the model's projections gave."""
-    given, seen = [], []
-
-    class Seen:
-        def begin(self):
-            pass
-
-        def observe(self, layer, query, key, context, scale):
-            seen.append(key)
-
-    for layer in measurement.model.layers:
+    given, keys = [], []
+    for layer in observed.model.layers:
         layer.self_attn.k_proj.register_forward_hook(lambda *args: given.append(args[-1][0]))
     text = torch.randint(100, 20_000, (TOKENS,), generator=torch.Generator().manual_seed(0))
-    measurement.run(text, torch.tensor([TOKENS - 1]), Seen())
-    rotation = key_ranks.Rotation(measurement, TOKENS)
-    for number, key in enumerate(seen):
-        own = torch.cat(given[number :: len(seen)]).unflatten(1, (len(key), -1)).transpose(0, 1)
+    observed.read(text, torch.tensor([TOKENS - 1]), lambda shown: keys.append(shown.key))
+    rotation = key_ranks.Rotation(observed, TOKENS)
+    for number, key in enumerate(keys):
+        own = torch.cat(given[number :: len(keys)]).unflatten(1, (len(key), -1)).transpose(0, 1)
         torch.testing.assert_close(rotation.undo(key), own, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(rotation.apply(own), key, rtol=1e-3, atol=1e-3)
         assert (own - key).abs().max() > 1
@@ -58,15 +51,15 @@ def test_factors():
 
 
 @pytest.mark.model
-def test_keys_of_a_low_rank_before_rotation(measurement):
+def test_keys_of_a_low_rank_before_rotation(observed):
     """A sixteenth of their width holds them then, and not after it."""
-    rotation = key_ranks.Rotation(measurement, TOKENS)
+    rotation = key_ranks.Rotation(observed, TOKENS)
     generator = torch.Generator().manual_seed(2)
     made = torch.randn(TOKENS, 12, generator=generator) @ torch.randn(12, 192, generator=generator)
     keys = rotation.apply(made.unflatten(1, (3, 64)).transpose(0, 1))
     query = torch.randn(9, 2, 64, generator=generator)
     found = key_ranks.KeyRanks(rotation)
-    found.observe(0, query, keys, torch.tensor([TOKENS - 100, TOKENS]), 0.125)
+    found.observe(seen(0, query, keys, torch.tensor([TOKENS - 100, TOKENS]), 0.125))
     assert found.ranks == [12, 30, 48, 96, 144]
     before, after = found.energy
     assert (before > 0.999).all()

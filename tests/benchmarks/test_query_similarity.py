@@ -9,7 +9,8 @@ from benchmarks.quality import __main__ as driver
 from benchmarks.quality import query_similarity
 from benchmarks.tables import quality
 from tests.support.engine import shortened
-from vllm_kvretrieval.calibration.model import CHUNK
+from tests.support.seen import seen
+from vllm_kvretrieval.observed_model import CHUNK
 
 
 def test_cosines_of_adjacent_queries():
@@ -17,13 +18,13 @@ def test_cosines_of_adjacent_queries():
     angles = torch.tensor([[0.0, 0.1, 0.2], [0.0, 0.5, 1.0], [0.0, 1.0, 1.2], [0.0, 0.0, 0.0]])
     query = torch.stack([angles.cos(), angles.sin()], -1) * torch.tensor([1.0, 2.0, 3.0])[:, None]
     found = query_similarity.Similarity()
-    found.observe(0, query, torch.zeros(2, 9, 2), torch.tensor([7, 8, 9]), 1)
+    found.observe(seen(0, query, torch.zeros(2, 9, 2), torch.tensor([7, 8, 9])))
     cosines = (angles[:, 1:] - angles[:, :-1]).cos()
     torch.testing.assert_close(found.heads[0], cosines.mean(1))
     first, second = cosines[:2].mean(0), cosines[2:].mean(0)
     torch.testing.assert_close(found.groups[0], torch.cat([first, second]))
     with pytest.raises(ValueError, match="not adjacent"):
-        found.observe(0, query, torch.zeros(2, 9, 2), torch.tensor([5, 7, 9]), 1)
+        found.observe(seen(0, query, torch.zeros(2, 9, 2), torch.tensor([5, 7, 9])))
 
 
 @pytest.mark.model

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.device_chain import CONTEXT, DTYPE, PAGE, SEATS, Chain
-from vllm_kvretrieval.engine.cuda.side import SideStream
+from vllm_kvretrieval.attention.cuda.side import SideStream
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
 from vllm_kvretrieval.kernels.triton.mapped import map_host

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from tests.options.test_refusals import configure  # noqa: F401  # a fixture
 from tests.support.model_configs import LLAMA
 from tests.tools.test_calibration import CONFIGS, model  # noqa: F401  # a fixture
-from vllm_kvretrieval.calibration.prompts import CHUNK, PAGE, WINDOW
+from vllm_kvretrieval.calibration.prompt_changes import CHUNK, PAGE, WINDOW
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig

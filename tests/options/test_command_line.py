@@ -11,11 +11,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.support import forked_server
-from vllm_kvretrieval.cli import add_options
 from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.help import help_texts
+from vllm_kvretrieval.platforms.arguments import add_options
 from vllm_kvretrieval.retrieval.presets import OWN
 
 

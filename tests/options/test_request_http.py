@@ -13,7 +13,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.support.engine import checkpoint
-from vllm_kvretrieval.cli import REQUEST_CHECK
+from vllm_kvretrieval.platforms.arguments import REQUEST_CHECK
 
 pytestmark = pytest.mark.model
 TOKEN = "a-key"

@@ -12,7 +12,7 @@ from triton.runtime import interpreter
 
 from benchmarks.gpu.layer_parts import Pool, Shape
 from benchmarks.gpu.layer_step import LayerStep
-from vllm_kvretrieval.engine.cuda.side import SideWork
+from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
 BUILDER = interpreter.InterpreterBuilder

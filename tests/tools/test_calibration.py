@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tests.support.seen import seen
 from vllm_kvretrieval.calibration.abilities import FilterAbility, choose_filters
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -103,13 +104,12 @@ def test_the_ends_of_a_context_say_nothing():
     torch.manual_seed(1)
     n, d, k = 300, 32, 20
     ability = FilterAbility(3, k)
-    ability.begin()
     for layer, planted in enumerate((40, 90, 90)):
         query = torch.nn.functional.normalize(torch.randn(d), dim=0)
         key = torch.zeros(1, n, d)
         key[0, [0, n - 1]] = 100 * query
         key[0, planted : planted + k] = 95 * query
-        ability.observe(layer, query.expand(2, 1, d), key, torch.tensor([n]), scale=1.0)
+        ability.observe(seen(layer, query.expand(2, 1, d), key, torch.tensor([n])))
     similarity = ability.similarity()
     assert similarity[1, 2] > 0.999
     assert similarity[0, 1] < 0.01
@@ -145,13 +145,12 @@ def test_planted_layers_are_found():
     n, d, k = 300, 32, 20
     needles = torch.randperm(n - 1)[:k]
     ability = FilterAbility(3, k)
-    ability.begin()
     for layer, planted in enumerate((torch.arange(100, 120), needles, needles)):
         query = torch.nn.functional.normalize(torch.randn(d), dim=0)
         key = torch.zeros(1, n, d)
         key[0, planted] = 100 * query
         context = torch.tensor([n])
-        ability.observe(layer, query.expand(2, 1, d), key, context, scale=1.0)
+        ability.observe(seen(layer, query.expand(2, 1, d), key, context))
     similarity = ability.similarity()
     assert similarity[1, 2] > 0.999
     assert similarity[0, 1] == pytest.approx(similarity[0, 2])

@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.support.engine import random_llama
+from tests.support.seen import seen
 from vllm_kvretrieval.command import main
-from vllm_kvretrieval.explain.attention import LATEST, PromptAttention
-from vllm_kvretrieval.explain.report import borders, runs
+from vllm_kvretrieval.explain.observed_attention import LATEST, PromptAttention
+from vllm_kvretrieval.explain.output import borders, runs
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.model_files import SHAPE, shape_of
 from vllm_kvretrieval.retrieval.prompt_shares import FORMAT
@@ -376,15 +377,16 @@ def test_by_default_the_widest_layer_and_its_poorest_head_are_shown(model):
 def test_chunks_do_not_matter(observed, chunks):
     torch.manual_seed(0)
     query, key = torch.randn(4, TOKENS, 16), 2 * torch.randn(2, TOKENS, 16)
-    seen = PromptAttention(TOKENS, observed)
+    watched = PromptAttention(TOKENS, observed)
     start = 0
     for size in chunks:
         context = torch.arange(start, start + size) + 1
-        shown = context[torch.isin(context - 1, seen.positions)]
+        shown = context[torch.isin(context - 1, watched.positions)]
         if len(shown):
-            seen.observe(3, query[:, shown - 1], key[:, : start + size], shown, 0.5)
+            asked, keys = query[:, shown - 1], key[:, : start + size]
+            watched.observe(seen(3, asked, keys, shown, 0.5))
         start += size
-    (layer,) = seen.layers.values()
+    (layer,) = watched.layers.values()
     assert torch.equal(layer.queries, query[:, -LATEST:])
     assert torch.equal(layer.keys, key)
     scores = torch.einsum("hnd,htd->hnt", query, key.repeat_interleave(2, 0)).double() * 0.5

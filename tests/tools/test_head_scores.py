@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.seen import seen
 from tests.tools.test_calibration import CONFIGS, model  # noqa: F401  # a fixture
-from vllm_kvretrieval.calibration.heads import REPEATS, HeadScores, repeated_tokens
+from vllm_kvretrieval.calibration.head_scores import REPEATS, HeadScores, repeated_tokens
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.retrieval.heads import KIND, read_heads
 
@@ -73,9 +74,8 @@ def test_planted_heads_are_found():
     query = torch.zeros(4, len(tokens), size)
     query[0] = query[3] = codes[tokens]
     scores = HeadScores(period)
-    scores.begin()
     asked = torch.arange(period, len(tokens))
-    scores.observe(0, query[:, asked], key, asked + 1, scale=1.0)
+    scores.observe(seen(0, query[:, asked], key, asked + 1))
     uniform = sum((t // period) / (t + 1) for t in asked.tolist()) / len(asked)
     again = sum((t // period) / (t // period + 1) for t in asked.tolist()) / len(asked)
     assert scores.induction(0) == pytest.approx([1, uniform], abs=2e-3)

@@ -7,11 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_kvretrieval.observed_model import Seen
 from vllm_kvretrieval.retrieval.budget import DEFAULT_SHARE
 from vllm_kvretrieval.retrieval.roles import MOST_FILTERS
-
-POSITIONS_AT_ONCE = 16
-"""Queries whose attention is in memory at a time: float32 [heads, 16, context] of one layer."""
 
 DENSE_SHARE = 0.25
 """Most of the layers that may stay dense, as in the paper: 8 of 32 with {2, 8, 18}."""
@@ -47,37 +45,19 @@ class FilterAbility:
         self.between = torch.zeros(layers, dtype=torch.float64)
         self._chosen: dict[int, list[torch.Tensor]] = {}
 
-    def begin(self) -> None:
-        """Start with new queries, whose layers have to come in rising order."""
-        self._chosen = {}
-
-    def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        context: torch.Tensor,
-        scale: float,
-    ) -> None:
-        """Take in one layer's queries.
+    def observe(self, seen: Seen) -> None:
+        """Take in one layer's queries; layers come in rising order, and then those of more queries.
 
         Selected are the tokens that OmniKV's context selector selects (section 4.2): those with the
         highest attention over all heads of the layer. Mass is a mean over the heads.
 
         Args:
-            layer: The layer's number.
-            query: [heads, n, head_size].
-            key: [kv_heads, most tokens of a context, head_size].
-            context: int64 [n]; tokens that each query attends to, its own included; more than
-                ``tokens + 2 * always``.
-            scale: Softmax scale.
+            seen: The layer; each context is of more than ``tokens + 2 * always`` tokens.
         """
-        chosen = []
-        blocks = context.split(POSITIONS_AT_ONCE)
-        for number, lengths in enumerate(blocks):
-            start = number * POSITIONS_AT_ONCE
-            part = query[:, start : start + len(lengths)]
-            attention = attend(part, key[:, : int(lengths.max())], lengths, scale)
+        chosen, layer = [], seen.layer
+        if layer in self._chosen:
+            self._chosen = {}
+        for number, (lengths, attention) in enumerate(seen.attention()):
             place = torch.arange(attention.shape[-1])
             attention *= (place >= self.always) & (place < lengths[:, None] - self.always)
             mean = attention.mean(0)
@@ -95,16 +75,6 @@ class FilterAbility:
 def always_attended(tokens: int) -> int:
     """Tokens at either end of a context that are attended to beside so many selected ones."""
     return tokens // DEFAULT_SHARE
-
-
-def attend(
-    query: torch.Tensor, key: torch.Tensor, context: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """float32 [heads, n, tokens]; softmax attention; see :meth:`FilterAbility.observe`."""
-    grouped = query.float().unflatten(0, (len(key), -1))
-    scores = torch.einsum("hgnd,htd->hgnt", grouped, key.float()).flatten(0, 1) * scale
-    future = torch.arange(key.shape[1]) >= context[:, None]
-    return scores.masked_fill_(future, -torch.inf).softmax(-1)
 
 
 def abilities(similarity: torch.Tensor, layers: Sequence[int]) -> dict[int, float]:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from vllm_kvretrieval.calibration.inputs import add_inputs, count, seed, share, versions, write
+from vllm_kvretrieval.command_inputs import add_inputs, count, seed, share, versions, write
 from vllm_kvretrieval.retrieval.head_sets import places_of
 from vllm_kvretrieval.retrieval.heads import FORMAT, SHARE, choose_heads
 from vllm_kvretrieval.retrieval.model_files import name_of, shape_of
@@ -57,29 +57,29 @@ def measure(given: argparse.Namespace) -> None:
     """
     import torch
 
-    from vllm_kvretrieval.calibration.heads import REPEATS, HeadScores, repeated_tokens
-    from vllm_kvretrieval.calibration.model import Measurement
+    from vllm_kvretrieval.calibration.head_scores import REPEATS, HeadScores, repeated_tokens
+    from vllm_kvretrieval.observed_model import ObservedModel
 
-    measurement = Measurement(given.model, getattr(torch, given.dtype))
-    most = measurement.longest(REPEATS * MOST_TOKENS) // REPEATS
+    model = ObservedModel(given.model, getattr(torch, given.dtype))
+    most = model.longest(REPEATS * MOST_TOKENS) // REPEATS
     period = given.tokens or min(most, MOST_TOKENS)
     if period > most:
         raise ValueError(
             f"{given.model} takes contexts of up to {REPEATS * most} tokens, {REPEATS} times "
             f"{most}: use --tokens {most} or less"
         )
-    excluded = measurement.tokenizer.all_special_ids
-    tokens = repeated_tokens(measurement.config.vocab_size, excluded, period, given.seed)
+    excluded = model.tokenizer.all_special_ids
+    tokens = repeated_tokens(model.config.vocab_size, excluded, period, given.seed)
     later = len(tokens) - period
     queries = min(given.queries, later)
     scores = HeadScores(period)
     places = period + torch.arange(1, queries + 1) * later // queries - 1
-    measurement.run(tokens, places, scores)
-    layers = measurement.layers
+    model.read(tokens, places, scores.observe)
+    layers = model.layers
     result = {
         "format": FORMAT,
         "model": name_of(given.model),
-        "shape": shape_of(measurement.config),
+        "shape": shape_of(model.config),
         "layers": layers,
         "induction": [scores.induction(layer) for layer in layers],
         "echo": [scores.echo(layer) for layer in layers],

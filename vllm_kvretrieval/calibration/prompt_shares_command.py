@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_kvretrieval.calibration.inputs import add_inputs, count, read_text, versions, write
+from vllm_kvretrieval.command_inputs import add_inputs, count, read_text, versions, write
 from vllm_kvretrieval.retrieval.model_files import name_of, shape_of
 from vllm_kvretrieval.retrieval.prompt_shares import (
     FORMAT,
@@ -61,7 +61,14 @@ def measure(given: argparse.Namespace) -> None:
 
     import torch
 
-    from vllm_kvretrieval.calibration.prompts import CHUNK, PAGE, QUERIES, WINDOW, PromptChanges
+    from vllm_kvretrieval.calibration.prompt_changes import (
+        CHUNK,
+        PAGE,
+        QUERIES,
+        WINDOW,
+        PromptChanges,
+    )
+    from vllm_kvretrieval.observed_model import ObservedModel
 
     mean = given.tokens // MEAN // PAGE
     if given.tokens < LEAST_TOKENS:
@@ -71,14 +78,15 @@ def measure(given: argparse.Namespace) -> None:
         )
     # None, an eighth of the mean, and so on by twos, up to half of the text.
     pages = sorted({0, *(mean * 2**power // 8 for power in range(6))})
-    measurement = PromptChanges(given.model, pages, getattr(torch, given.dtype))
-    for tokens in [measurement.tokens_of(text, given.tokens) for text in texts]:
-        measurement.measure(tokens)
-    changes = measurement.changes
+    model = ObservedModel(given.model, getattr(torch, given.dtype))
+    measured = PromptChanges(model, pages)
+    for tokens in [model.tokens_of(text, given.tokens) for text in texts]:
+        measured.measure(tokens)
+    changes = measured.changes
     result = {
         "format": FORMAT,
         "model": name_of(given.model),
-        "shape": shape_of(measurement.config),
+        "shape": shape_of(model.config),
         "layers": [*changes],
         "tokens": given.tokens,
         "selected": [number * PAGE for number in pages],

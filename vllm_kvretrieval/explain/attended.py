@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_kvretrieval.explain.attention import LayerAttention
+from vllm_kvretrieval.explain.observed_attention import LayerAttention
 from vllm_kvretrieval.kernels import (
     Chooser,
     Contexts,

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from vllm_kvretrieval.calibration.inputs import (
+from vllm_kvretrieval.command_inputs import (
     add_inputs,
     count,
     number,
@@ -140,24 +140,24 @@ def explain(given: argparse.Namespace) -> None:
 
     import torch
 
-    from vllm_kvretrieval.calibration.model import Measurement
-    from vllm_kvretrieval.explain.attention import LATEST
     from vllm_kvretrieval.explain.explanation import check_heads, explain_prompt
+    from vllm_kvretrieval.explain.observed_attention import LATEST
+    from vllm_kvretrieval.explain.output import head_row, table
     from vllm_kvretrieval.explain.plot import plot
-    from vllm_kvretrieval.explain.report import head_row, table
+    from vllm_kvretrieval.observed_model import ObservedModel
 
-    measurement = Measurement(given.model, getattr(torch, given.dtype))
-    tokens = measurement.tokens_of(text, given.tokens)
+    model = ObservedModel(given.model, getattr(torch, given.dtype))
+    tokens = model.tokens_of(text, given.tokens)
     if len(tokens) <= given.budget:
         raise ValueError(
             f"{len(tokens)} tokens fit in --budget {given.budget}: everything is attended to. "
             "Give a longer text, or a smaller budget"
         )
-    check_heads(measurement, given.layer, given.head)
-    rows, shown = explain_prompt(measurement, tokens, config, observed, given.layer, given.head)
+    check_heads(model, given.layer, given.head)
+    rows, shown = explain_prompt(model, tokens, config, observed, given.layer, given.head)
 
     def text_of(begin: int, end: int) -> str:
-        return str(measurement.tokenizer.decode(tokens[begin:end]))
+        return str(model.tokenizer.decode(tokens[begin:end]))
 
     by_page = own.index is not None and not own.per_token
     result = {

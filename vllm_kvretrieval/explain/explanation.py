@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_kvretrieval.calibration.model import Measurement
 from vllm_kvretrieval.explain.attended import Attended, attended, entropy_budgets
-from vllm_kvretrieval.explain.attention import LATEST, LayerAttention, PromptAttention
-from vllm_kvretrieval.explain.prompts import chunk_shares, last_chunk
-from vllm_kvretrieval.explain.report import HeadAttention, layer_rows, shares_of
+from vllm_kvretrieval.explain.chunk_shares import chunk_shares, last_chunk
+from vllm_kvretrieval.explain.observed_attention import LATEST, LayerAttention, PromptAttention
+from vllm_kvretrieval.explain.output import HeadAttention, layer_rows, shares_of
+from vllm_kvretrieval.observed_model import ObservedModel
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.families import DroppingMethod
 
@@ -30,17 +30,17 @@ class _Model(NamedTuple):
 
 
 def check_heads(
-    measurement: Measurement, layers: Sequence[int] | None, heads: Sequence[int] | None
+    observed_model: ObservedModel, layers: Sequence[int] | None, heads: Sequence[int] | None
 ) -> None:
     """Check the named layers and heads before anything is read.
 
     Raises:
         ValueError: The model has no such layer or KV head, or there are too many to be shown.
     """
-    config = measurement.config
+    config = observed_model.config
     kv_heads = getattr(config, "num_key_value_heads", None)
-    _check("--layer", layers, config.num_hidden_layers, f"{measurement.name} has layers")
-    _check("--head", heads, kv_heads, f"{measurement.name} has KV heads")
+    _check("--layer", layers, config.num_hidden_layers, f"{observed_model.name} has layers")
+    _check("--head", heads, kv_heads, f"{observed_model.name} has KV heads")
     if (count := len(layers or [0]) * len(heads or [0])) > MOST_SHOWN:
         raise ValueError(
             f"--layer and --head name {count} KV heads; at most {MOST_SHOWN} are shown at once"
@@ -48,7 +48,7 @@ def check_heads(
 
 
 def explain_prompt(
-    measurement: Measurement,
+    observed_model: ObservedModel,
     tokens: torch.Tensor,
     config: RetrievalConfig,
     observed: int | None,
@@ -58,7 +58,7 @@ def explain_prompt(
     """Read a prompt that does not fit in the budget.
 
     Args:
-        measurement: The model.
+        observed_model: The model.
         tokens: int64 [n]; the prompt.
         config: Options of an engine with the method.
         observed: Queries at the prompt's end whose attention counts; None: all.
@@ -76,15 +76,15 @@ def explain_prompt(
     sparse = config.prefill_budget is not None
     chunk = last_chunk(config, len(tokens)) if sparse else None
     own = config.own
-    own.fixed_counts(_Model(measurement.name, measurement.config, 1), [])  # refused at once
+    own.fixed_counts(_Model(observed_model.name, observed_model.config, 1), [])  # refused at once
     latest = LATEST if chunk is None else max(LATEST, len(tokens) - chunk[0])
     rule = own.keeping if isinstance(own, DroppingMethod) else None
     seen = PromptAttention(len(tokens), observed, rule, latest)
-    measurement.run(tokens, seen.positions, seen)
-    longest = measurement.longest(len(tokens))
+    observed_model.read(tokens, seen.positions, seen.observe)
+    longest = observed_model.longest(len(tokens))
     with torch.inference_mode():
         kv_heads = next(iter(seen.layers.values())).kv_heads
-        model = _Model(measurement.name, measurement.config, kv_heads)
+        model = _Model(observed_model.name, observed_model.config, kv_heads)
         counts = own.fixed_counts(model, [n for n in seen.layers if n >= config.dense_layers])
         whole = None if counts is None else counts.reshape(-1, kv_heads) > 0
         found = attended(config, seen.layers, longest, whole)

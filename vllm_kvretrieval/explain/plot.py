@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from vllm_kvretrieval.explain.report import HeadAttention, borders, sums
+from vllm_kvretrieval.explain.output import HeadAttention, borders, sums
 
 BINS = 600
 """Parts of a prompt that are told apart."""

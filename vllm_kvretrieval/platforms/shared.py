@@ -84,9 +84,9 @@ class RetrievalPlatform(Platform):
                 raise
             parser.exit(2, f"{Path(sys.argv[0]).name}: error: {e}\n")
         if parser is not None:
-            from vllm_kvretrieval import cli
+            from vllm_kvretrieval.platforms import arguments
 
-            cli.add_options(parser)
+            arguments.add_options(parser)
 
     @classmethod
     def get_attn_backend_cls(

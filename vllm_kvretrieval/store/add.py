@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from vllm_kvretrieval.calibration.inputs import read_text
+from vllm_kvretrieval.command_inputs import read_text
 from vllm_kvretrieval.command_line import serve_arguments
 from vllm_kvretrieval.compat import default_chat_options
 from vllm_kvretrieval.errors import RetrievalConfigError

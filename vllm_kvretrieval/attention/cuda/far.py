@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.staging import Staging
-from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.types import Selection

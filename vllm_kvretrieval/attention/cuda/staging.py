@@ -9,7 +9,7 @@ import torch
 from vllm.utils import torch_utils
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvretrieval.engine.cuda.side import SideWork
+from vllm_kvretrieval.attention.cuda.side import SideWork
 
 ALIGNED = 4
 """Numbers of 4 bytes in 16 bytes."""

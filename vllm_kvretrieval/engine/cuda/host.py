@@ -11,9 +11,9 @@ from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvretrieval.attention.cuda.far import FarTier
+from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.compat import limit_requests
-from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.engine.memory import (
     Retrieving,

@@ -11,10 +11,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_kvretrieval.attention.cuda.far import FarLayer, FarTier
 from vllm_kvretrieval.attention.cuda.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadataBuilder
+from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.engine.cuda.host import make_tier
 from vllm_kvretrieval.engine.cuda.requests import RunningRequests
-from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection

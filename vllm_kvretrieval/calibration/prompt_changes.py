@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_kvretrieval.calibration.model import CalibrationError, Measurement
+from vllm_kvretrieval.observed_model import ObservationError, ObservedModel, Seen
 
 PAGE, CHUNK, WINDOW, QUERIES = 32, 128, 256, 8
 """Tokens of a page, of a chunk and before it; queries of a chunk that select: those of prompts
 that retrieve, by default."""
 EVERY = 4
-"""One chunk in so many is measured."""
+"""One chunk in so many is measured: one in each step of prefill."""
 OUTPUTS = ("o_proj", "out_proj", "dense")
 """Names of the projection behind attention, in the modules of transformers."""
 
@@ -31,8 +31,8 @@ class Change(NamedTuple):
     tokens: int = 0
 
 
-class PromptChanges(Measurement):
-    """Runs a model over a text, exactly, and compares each head's output with a selecting one's.
+class PromptChanges:
+    """Lets a model read texts, and compares each head's output with a selecting one's.
 
     A head that selects attends to the first page, to the pages that got most of the attention of
     some of a chunk's queries, to a window before the chunk, and to the chunk itself. Selection is
@@ -40,43 +40,44 @@ class PromptChanges(Measurement):
     after its projection (a gate, or a norm) is left out.
 
     Args:
-        model: Path or name on a hub.
+        model: The model, which reads with full attention.
         select: Numbers of pages that a head selects.
-        dtype: The dtype to compute in.
 
     Attributes:
         changes: By layer, one per KV head and number of pages.
     """
 
-    def __init__(
-        self, model: str, select: Sequence[int], dtype: torch.dtype = torch.float32
-    ) -> None:
-        super().__init__(model, dtype)
-        self.select = select
+    def __init__(self, model: ObservedModel, select: Sequence[int]) -> None:
+        self._model, self.select = model, select
         self.changes: dict[int, list[list[Change]]] = {}
-        self._inputs: dict[int, torch.Tensor] = {}  # squared norms, by the attention module
-        self._first = 0
-        for name, module in self.model.named_modules():
+        # Squared norms of a chunk's tokens, by the attention module.
+        self._inputs: dict[int, torch.Tensor] = {}
+        network = model.model
+        for name, module in network.named_modules():
             if hasattr(module, "layer_idx") and self._projection(module) is not None:
-                layer = self.model.get_submodule(name.rpartition(".")[0])
+                layer = network.get_submodule(name.rpartition(".")[0])
                 layer.register_forward_pre_hook(self._noting(id(module)), with_kwargs=True)
 
     def measure(self, tokens: torch.Tensor) -> None:
         """Read a text; chunks in its second half are added to those of earlier texts.
 
         Raises:
-            CalibrationError: Attention cannot be taken apart in this model.
+            ObservationError: Attention cannot be taken apart in this model.
         """
-        self._first = -(-len(tokens) // 2 // CHUNK) * CHUNK
-        self.run(tokens, torch.empty(0, dtype=torch.int64), _Nothing())
+        first = -(-len(tokens) // 2 // CHUNK) * CHUNK
+        begins = torch.arange(first, len(tokens) - CHUNK + 1, EVERY * CHUNK)
+        places = (begins[:, None] + torch.arange(CHUNK)).flatten()
+        self._model.read(tokens, places, self._observe)
         if not self.changes:
-            raise CalibrationError(
-                f"{self.name}: no layer has attention with one of these projections behind it: "
-                f"{', '.join(OUTPUTS)}"
+            raise ObservationError(
+                f"{self._model.name}: no layer has attention with one of these projections behind "
+                f"it: {', '.join(OUTPUTS)}"
             )
         found = chain.from_iterable(chain.from_iterable(self.changes.values()))
         if not all(isfinite(change.square) for change in found):
-            raise CalibrationError(f"{self.name} overflows in this dtype; use --dtype float32")
+            raise ObservationError(
+                f"{self._model.name} overflows in this dtype; use --dtype float32"
+            )
 
     @staticmethod
     def _projection(module: Any) -> Any:
@@ -90,49 +91,24 @@ class PromptChanges(Measurement):
 
         return note
 
-    def _attended(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-        scale: float,
-    ) -> None:
-        if id(module) not in self._inputs:
+    def _observe(self, seen: Seen) -> None:
+        """Add one chunk of one layer."""
+        if (inputs := self._inputs.get(id(seen.module))) is None:
             return
-        before = key.shape[1] - query.shape[1]
-        for begin in range(0, query.shape[1] - CHUNK + 1, CHUNK):
-            later = before + begin - self._first
-            if later < 0 or later % (EVERY * CHUNK):
-                continue
-            new, end = slice(begin, begin + CHUNK), before + begin + CHUNK
-            of_chunk = query[:, new], key[:, :end], value[:, :end]
-            self._compare(module, *of_chunk, output[new], new, scale)
-
-    def _compare(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        exact: torch.Tensor,
-        new: slice,
-        scale: float,
-    ) -> None:
-        """Add one chunk, [heads, n, head_size] and so on, at a place of the step."""
-        heads, end = len(key), key.shape[1]
+        scale, end = seen.scale, int(seen.context[-1])
+        query, exact, heads = seen.query, seen.output, len(seen.key)
+        inputs = inputs[seen.context - 1 - seen.key.shape[1]]
+        key, value = seen.key[:, :end], seen.value[:, :end]
         grouped = query.unflatten(0, (heads, -1))
-        weights = self._projection(module).weight.unflatten(1, (len(query), -1))
-        inputs = self._inputs[id(module)][new]
+        weights = self._projection(seen.module).weight.unflatten(1, (len(query), -1))
         nothing = [[Change() for _ in self.select] for _ in range(heads)]
-        sums = self.changes.setdefault(module.layer_idx, nothing)
+        sums = self.changes.setdefault(seen.layer, nothing)
         counted = inputs > 0  # some tokens have no embedding, such as padding
         for head, number in product(range(heads), range(len(self.select))):
-            seen = attended(grouped[head], key[head], self.select[number], scale)
-            masked = causal(CHUNK, end)[:, seen]
+            listed = attended(grouped[head], key[head], self.select[number], scale)
+            masked = causal(CHUNK, end)[:, listed]
             output = torch.nn.functional.scaled_dot_product_attention(
-                grouped[head], key[head, seen], value[head, seen], attn_mask=masked, scale=scale
+                grouped[head], key[head, listed], value[head, listed], attn_mask=masked, scale=scale
             )
             own = slice(head * len(output), (head + 1) * len(output))
             change = output.transpose(0, 1) - exact[:, own]
@@ -140,16 +116,6 @@ class PromptChanges(Measurement):
             parts = (moved[counted] / inputs[counted]).detach()
             square, tokens = sums[head][number]
             sums[head][number] = Change(square + float(parts.sum()), tokens + len(parts))
-
-
-class _Nothing:
-    """An observer of no queries."""
-
-    def begin(self) -> None:
-        pass
-
-    def observe(self, *_: Any) -> None:
-        pass
 
 
 def causal(new: int, end: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_kvretrieval.explain.attended import Attended, EntropyBudgets
-from vllm_kvretrieval.explain.attention import LayerAttention
+from vllm_kvretrieval.explain.observed_attention import LayerAttention
 
 STRETCHES = 100
 """Parts of equal length that a prompt is divided into, one character each."""

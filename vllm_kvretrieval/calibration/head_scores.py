@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvretrieval.calibration.abilities import POSITIONS_AT_ONCE, attend
+from vllm_kvretrieval.observed_model import Seen
 
 REPEATS = 4
 """Repetitions of the random tokens, as in the paper."""
@@ -45,32 +45,20 @@ class HeadScores:
         self._induction: dict[int, torch.Tensor] = {}
         self._queries: dict[int, int] = {}
 
-    def begin(self) -> None:
-        """See ``Observer``."""
-
-    def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        context: torch.Tensor,
-        scale: float,
-    ) -> None:
-        """See ``Observer``."""
-        grouped = torch.zeros(len(key), len(query) // len(key), dtype=torch.float64)
+    def observe(self, seen: Seen) -> None:
+        """Take in one layer's queries."""
+        layer, heads = seen.layer, len(seen.key)
+        grouped = torch.zeros(heads, len(seen.query) // heads, dtype=torch.float64)
         if layer not in self._queries:
             self._echo[layer], self._induction[layer] = grouped, grouped.clone()
-        for start in range(0, len(context), POSITIONS_AT_ONCE):
-            lengths = context[start : start + POSITIONS_AT_ONCE]
-            part = query[:, start : start + len(lengths)]
-            attention = attend(part, key[:, : int(lengths.max())], lengths, scale)
+        for lengths, attention in seen.attention():
             back = self.period * torch.arange(1, REPEATS)
             earlier = lengths[:, None] - 1 - back
             for scores, places in ((self._echo, earlier), (self._induction, earlier + 1)):
                 given = attention.gather(2, places.clamp(min=0).expand(len(attention), -1, -1))
                 given = given.masked_fill(earlier < 0, 0)
                 scores[layer] += given.sum((1, 2), dtype=torch.float64).view_as(grouped)
-        self._queries[layer] = self._queries.get(layer, 0) + len(context)
+        self._queries[layer] = self._queries.get(layer, 0) + len(seen.context)
 
     def _of(self, scores: dict[int, torch.Tensor], layer: int) -> list[float]:
         best = (scores[layer] / self._queries[layer]).amax(1).clamp(max=1)

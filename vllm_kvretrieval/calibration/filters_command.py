@@ -12,7 +12,8 @@ from vllm_kvretrieval.calibration.abilities import (
     always_attended,
     choose_filters,
 )
-from vllm_kvretrieval.calibration.inputs import (
+from vllm_kvretrieval.calibration.plot import plot
+from vllm_kvretrieval.command_inputs import (
     add_inputs,
     count,
     read_text,
@@ -21,7 +22,6 @@ from vllm_kvretrieval.calibration.inputs import (
     versions,
     write,
 )
-from vllm_kvretrieval.calibration.plot import plot
 from vllm_kvretrieval.retrieval.filters import FORMAT
 from vllm_kvretrieval.retrieval.model_files import name_of, shape_of
 from vllm_kvretrieval.retrieval.roles import MOST_FILTERS, roles_of
@@ -108,15 +108,15 @@ def calibrate(given: argparse.Namespace) -> None:
 
     import torch
 
-    from vllm_kvretrieval.calibration.model import Measurement
+    from vllm_kvretrieval.observed_model import ObservedModel
 
-    measurement = Measurement(given.model, getattr(torch, given.dtype))
-    tokens = measurement.tokens_of(text, given.tokens)
+    model = ObservedModel(given.model, getattr(torch, given.dtype))
+    tokens = model.tokens_of(text, given.tokens)
     # The last token of each of equal stretches of the second half.
     places = torch.arange(1, given.queries + 1) * (given.tokens - half) // given.queries
-    ability = FilterAbility(measurement.config.num_hidden_layers, selected)
-    measurement.run(tokens, half + places - 1, ability)
-    if (seen := len(measurement.layers)) < 2:
+    ability = FilterAbility(model.config.num_hidden_layers, selected)
+    model.read(tokens, half + places - 1, ability.observe)
+    if (seen := len(model.layers)) < 2:
         raise ValueError(
             f"{given.model} has {seen} layer with full attention that transformers shows: filters "
             "are of no use"
@@ -133,9 +133,7 @@ def calibrate(given: argparse.Namespace) -> None:
         "tolerance": TOLERANCE,
         "dtype": given.dtype,
     }
-    result = report(
-        given.model, measurement.config, measurement.layers, ability.similarity(), settings
-    )
+    result = report(given.model, model.config, model.layers, ability.similarity(), settings)
     write(out, result, ("kept",))
     print(_summary(result))
     print(f"filters: {out} (--kv-retrieval.filters {out})")

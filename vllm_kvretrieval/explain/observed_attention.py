@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvretrieval.calibration.abilities import attend
 from vllm_kvretrieval.kernels.observe import observe
+from vllm_kvretrieval.observed_model import Seen, attend
 from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
 
 LATEST = 32
@@ -59,7 +59,7 @@ class LayerAttention:
 
 
 class PromptAttention:
-    """Watches a prompt: an :class:`vllm_kvretrieval.calibration.model.Observer`.
+    """Watches a prompt, whose layers are given to :meth:`observe`.
 
     Args:
         tokens: Tokens of the prompt.
@@ -88,27 +88,18 @@ class PromptAttention:
         """int64 [n]; positions of the queries that are to be shown."""
         return torch.arange(max(min(self._first, self._tokens - self._latest), 0), self._tokens)
 
-    def begin(self) -> None:
-        """See :class:`vllm_kvretrieval.calibration.model.Observer`."""
-
-    def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        context: torch.Tensor,
-        scale: float,
-    ) -> None:
-        """See :class:`vllm_kvretrieval.calibration.model.Observer`; queries are adjacent."""
-        if layer not in self.layers:
+    def observe(self, seen: Seen) -> None:
+        """Take in one layer's queries, which are adjacent."""
+        query, key, context, scale = seen.query, seen.key, seen.context, seen.scale
+        if seen.layer not in self.layers:
             rows = 1 if self._rule.per_layer else len(key)
             mass, nothing = torch.zeros(rows, self._tokens), query[:, :0]
-            self.layers[layer] = LayerAttention(mass, 0.0, nothing, key[:, :0], scale)
-        seen = self.layers[layer]
-        seen.queries = torch.cat([seen.queries, query], 1)[:, -self._latest :].clone()
+            self.layers[seen.layer] = LayerAttention(mass, 0.0, nothing, key[:, :0], scale)
+        layer = self.layers[seen.layer]
+        layer.queries = torch.cat([layer.queries, query], 1)[:, -self._latest :].clone()
         end = int(context[-1])
         if end == self._tokens:
-            seen.keys = key
+            layer.keys = key
         first = max(int(context[0]) - 1, self._first)
         if first < end:
             asked = query[:, first - end :].transpose(0, 1)
@@ -117,8 +108,8 @@ class PromptAttention:
                 first,
                 key.float(),
                 scale,
-                seen.mass[:, :end],
+                layer.mass[:, :end],
                 entropies=True,
                 stamped=STAMPED if self._rule.rating == "stamp" else None,
             )
-            seen.entropy += entropy / (len(query) * (self._tokens - self._first))
+            layer.entropy += entropy / (len(query) * (self._tokens - self._first))
