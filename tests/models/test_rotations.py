@@ -9,7 +9,7 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 
-from tests.support.model_configs import LLAMA
+from tests.support.model_configs import GEMMA, LLAMA
 from vllm_kvretrieval.attention import rotations
 
 BASE = 1e5
@@ -19,15 +19,7 @@ PLAIN = {"rope_type": "default", "rope_theta": BASE}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
 LONG = {"max_position_embeddings": 4 * TRAINED}
 OVERRIDDEN: dict[str, Any] = {"rope_parameters": YARN} | LONG
-LOCAL = {"rope_type": "default", "rope_theta": 1e4}
-GEMMA = LLAMA | {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "head_dim": 64,
-    "sliding_window": 512,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "rope_parameters": {"sliding_attention": LOCAL, "full_attention": PLAIN},
-}
+LOCAL = GEMMA["rope_parameters"]["sliding_attention"]
 
 
 @pytest.fixture

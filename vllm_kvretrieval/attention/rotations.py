@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.layers import PARTLY
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -20,6 +21,13 @@ logger = init_logger("vllm.kvretrieval.rotations")
 
 OWN = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """Parameters that belong to a model's weights, whatever scales its rotations."""
+
+SCALABLE = ("default", "yarn", "dynamic")
+"""Kinds of rotations in whose place YaRN can be; others belong to the weights."""
+
+TRAINED = {"qwen3": {40960: 32768}, "qwen3_moe": {40960: 32768}}
+"""Lengths that models were trained for, by their kind and ``max_position_embeddings``, where the
+two differ: Qwen3's field has room for a prompt and an answer."""
 
 Parameters = dict[str, Any]
 
@@ -52,7 +60,7 @@ def keep_rotations(model: "ModelConfig") -> None:
         config.rope_parameters = given | {kind: _own(kinds[kind]) | given[kind] for kind in kinds}
     else:
         config.rope_parameters = _own(checkpoint) | given
-    before, now = _parts(given), _parts(config.rope_parameters)
+    before, now = parts(given), parts(config.rope_parameters)
     kept = {
         name: new[name]
         for old, new in zip(before, now, strict=True)
@@ -97,7 +105,7 @@ def _check_base(model: "ModelConfig", given: Parameters) -> None:
     if not isinstance(overrides, Mapping):
         return
     wanted = overrides.get("rope_theta")
-    if wanted is not None and all(part.get("rope_theta") != wanted for part in _parts(given)):
+    if wanted is not None and all(part.get("rope_theta") != wanted for part in parts(given)):
         right = {"rope_parameters": given | {"rope_theta": wanted}}
         raise RetrievalConfigError(
             f"--hf-overrides with rope_theta={wanted} has no effect here; give it inside of "
@@ -105,7 +113,7 @@ def _check_base(model: "ModelConfig", given: Parameters) -> None:
         )
 
 
-def _parts(given: Parameters) -> Iterator[Parameters]:
+def parts(given: Parameters) -> Iterator[Parameters]:
     """The parameters of each kind of layers; of all, where there is one kind."""
     nested = [part for part in given.values() if isinstance(part, dict)]
     yield from nested or [given]
@@ -122,7 +130,7 @@ def check_rotations(vllm_config: "VllmConfig") -> None:
     most = getattr(model.hf_text_config, "max_position_embeddings", None)
     if not isinstance(given, dict) or most is None:
         return
-    for part in _parts(given):
+    for part in parts(given):
         kind = part.get("rope_type", "default")
         original = part.get("original_max_position_embeddings")
         if kind == "longrope":
@@ -134,16 +142,18 @@ def check_rotations(vllm_config: "VllmConfig") -> None:
                 )
             continue
         plain = kind == "default" and length <= most
-        made = None if plain else _rotations(vllm_config, part, most)
+        made = None if plain else rotations(vllm_config, part, most)
         if made is not None and made < length:
+            option = lengthened(model.hf_text_config, length)
+            yarn = f", or scale by YaRN: --hf-overrides '{json.dumps(option)}'" if option else "."
             raise RetrievalConfigError(
                 f"vLLM makes rotations for {made} tokens of {model.model} (rope_type {kind}), and "
                 f"--max-model-len is {length}: what comes later would be rotated by memory behind "
-                f"them. Set --max-model-len {made}, or scale by YaRN: {_longer(part, most, length)}"
+                f"them. Set --max-model-len {made}{yarn}"
             )
 
 
-def _rotations(vllm_config: "VllmConfig", part: Parameters, most: int) -> int | None:
+def rotations(vllm_config: "VllmConfig", part: Parameters, most: int) -> int | None:
     """For how many tokens vLLM makes rotations; None where this cannot be told.
 
     It is asked on a device without memory, by a layer that is thrown away.
@@ -172,15 +182,34 @@ def _rotations(vllm_config: "VllmConfig", part: Parameters, most: int) -> int | 
     return None if table is None else len(table)
 
 
-def _longer(part: Parameters, most: int, length: int) -> str:
-    """The option that lengthens a context by YaRN, to a power of two of the model's length."""
-    trained = part.get("original_max_position_embeddings") or most
-    factor = 2.0
-    while trained * factor < length:
-        factor *= 2
-    scaled = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
-    whole = {
-        "rope_parameters": scaled | _own(part),
-        "max_position_embeddings": int(trained * factor),
-    }
-    return f"--hf-overrides '{json.dumps(whole)}'"
+def lengthened(config: Any, length: int) -> dict[str, Any] | None:
+    """The ``--hf-overrides`` by which YaRN lengthens a context, to a power of two of the model's.
+
+    Layers with windows keep their rotations, where no two tokens are farther apart than before.
+
+    Args:
+        config: The text model's, as transformers reads its config.json.
+        length: Tokens to serve.
+
+    Returns:
+        None: the model's rotations are scaled in a way that belongs to its weights, or it has none.
+    """
+    given: Any = getattr(config, "rope_parameters", None)
+    most: int | None = getattr(config, "max_position_embeddings", None)
+    if not isinstance(given, dict) or most is None:
+        return None
+    if not any(isinstance(part, dict) for part in given.values()):
+        given = {"": given}
+    scaled = [kind for kind in given if kind not in PARTLY]
+    if any(given[kind].get("rope_type", "default") not in SCALABLE for kind in scaled):
+        return None
+    longest, whole = 0, dict[str, Parameters](given)
+    for kind in scaled:
+        part = given[kind]
+        known = TRAINED.get(config.model_type, {}).get(most, most)
+        trained, factor = part.get("original_max_position_embeddings") or known, 2.0
+        while trained * factor < length:
+            factor *= 2
+        yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
+        whole[kind], longest = yarn | _own(part), int(trained * factor)
+    return {"rope_parameters": whole.get("", whole), "max_position_embeddings": longest}

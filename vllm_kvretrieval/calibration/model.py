@@ -9,6 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, 
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from vllm_kvretrieval.calibration.rotations import alike
 from vllm_kvretrieval.retrieval.model_files import check_model
 
 ATTENTION = "kv_retrieval_calibration"
@@ -119,7 +120,8 @@ class Measurement:
         """
         cache = None
         self.layers = []
-        with torch.inference_mode(), tqdm(total=len(tokens), unit="token", desc="reading") as bar:
+        bar = tqdm(total=len(tokens), unit="token", desc="reading")
+        with torch.inference_mode(), alike(self.model, len(tokens)), bar:
             for start in range(0, len(tokens), CHUNK):
                 part = tokens[start : start + CHUNK]
                 inside = (positions >= start) & (positions < start + len(part))
