@@ -39,7 +39,7 @@ class Rotation:
     """
 
     def __init__(self, measurement: Measurement, tokens: int) -> None:
-        embedding = getattr(measurement.model, "rotary_emb", None)
+        embedding: Any = getattr(measurement.model, "rotary_emb", None)
         if not isinstance(getattr(embedding, "rope_type", None), str):
             raise CalibrationError(
                 f"{measurement.name} has not one rotary embedding for all layers; use a model such "

@@ -153,7 +153,7 @@ def test_calibration_of_longrope(monkeypatch, tokens):
     assert tokens > CHUNK, "there is more than one chunk, and the first is a short context"
     assert CHUNK < TRAINED
     seen, text = Seen(), torch.arange(tokens) % 250
-    Measurement("a").run(text, torch.tensor([tokens - 1]), seen)  # type: ignore[arg-type]
+    Measurement("a").run(text, torch.tensor([tokens - 1]), seen)
     layer: Any = model.layers[0]
     plain = layer.self_attn.k_proj(layer.input_layernorm(model.embed_tokens(text)))
     wanted = served(

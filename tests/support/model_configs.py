@@ -1,6 +1,8 @@
 """Configurations of small models, as a checkpoint has them in its config.json."""
 
-LLAMA = {
+from typing import Any
+
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "dtype": "bfloat16",

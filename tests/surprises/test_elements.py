@@ -11,7 +11,7 @@ from tests.surprises.rows import surprise
 
 
 @surprise(
-    "_refs/__init__.py",
+    "include/torch/headeronly/util/Float8_e4m3fn.h",
     package="torch",
     expected="a value too large for float8 becomes NaN on CPUs",
     happens="e4m3fn gives 448, for infinity, too; e5m2 gives infinity",
@@ -24,7 +24,7 @@ def test_float8_saturates():
 
 
 @surprise(
-    "_torch_docs.py",
+    "include/ATen/Dispatch_v2.h",
     package="torch",
     expected="a paged cache in float8 can be gathered as in bfloat16",
     happens="`gather`, `index_copy_`, `masked_fill_` and `topk` raise; indexing works",
@@ -44,7 +44,7 @@ def test_float8_does_not_gather():
 
 
 @surprise(
-    "models/gemma4/configuration_gemma4.py",
+    "integrations/heterogeneity/configuration_utils.py models/gemma4/configuration_gemma4.py",
     package="transformers",
     expected='`getattr(config, "head_dim", None)` is safe',
     happens="Gemma 4's configuration raises a RuntimeError: sizes are per layer, 256 and 512",

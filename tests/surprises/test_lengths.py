@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.models import gemma3
+from vllm.utils.argparse_utils import human_readable_int
 
 from tests.support.model_configs import GEMMA, LLAMA
 from tests.surprises.rows import surprise
@@ -34,9 +35,8 @@ def model(tmp_path):
 
     def model(config, overrides=None, **options):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        return ModelConfig(
-            model=str(tmp_path), skip_tokenizer_init=True, hf_overrides=overrides or {}, **options
-        )
+        options = {"skip_tokenizer_init": True} | options
+        return ModelConfig(model=str(tmp_path), hf_overrides=overrides or {}, **options)
 
     return model
 
@@ -188,3 +188,60 @@ def test_gemma_3_wants_both_kinds(model, monkeypatch):
         gemma3.Gemma3Attention(
             config, sizes.hidden, sizes.heads, 1, 64, TRAINED, prefix="model.layers.0.self_attn"
         )
+
+
+@surprise(
+    "utils/argparse_utils.py",
+    expected="`--max-model-len 128k` is 131,072",
+    happens="128,000: `k`, `m` and `g` are powers of 1000, `K`, `M` and `G` of 1024",
+    remedy="write `128K`; for memory `--kv-cache-memory-bytes 2G`",
+)
+def test_small_k_is_a_thousand():
+    assert [human_readable_int(text) for text in ("128k", "128K")] == [128_000, 131_072]
+
+
+@surprise(
+    "config/model.py",
+    expected="`model_max_length` in tokenizer_config.json concerns the tokenizer",
+    happens="it caps the context, silently where no length is asked for",
+    remedy="`--hf-overrides` cannot raise it: mend the file, or name a `--tokenizer` without it",
+)
+def test_the_tokenizer_caps_the_context(model, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512}')
+    assert model(llama(PLAIN), skip_tokenizer_init=False).max_model_len == 512
+    assert model(llama(PLAIN)).max_model_len == TRAINED, "without a tokenizer"
+
+
+@surprise(
+    "transformers_utils/config.py config/model.py",
+    expected="`--hf-overrides.rope_parameters.factor 4` changes the factor",
+    happens="it replaces the field by the factor alone: the kind of scaling and the base are "
+    "lost, and "
+    "the length grows as if it were scaled",
+    remedy="write the whole field as JSON; the plug-in refuses a length without rotations",
+)
+def test_one_field_of_rotations(model):
+    yarn = llama(YARN | {"rope_theta": BASE}, max_position_embeddings=4 * TRAINED)
+    config = model(yarn, {"rope_parameters": {"factor": 8.0}})
+    given = config.hf_text_config.rope_parameters
+    assert given["rope_type"] == "default"
+    assert "rope_theta" not in given or given["rope_theta"] != BASE
+    assert config.max_model_len == 8 * 4 * TRAINED
+    assert len(rotations(config).cos_sin_cache) == 4 * TRAINED
+
+
+@surprise(
+    "modeling_rope_utils.py",
+    package="transformers",
+    expected="a longrope prompt that is read in chunks gets the keys of one that is read at once",
+    happens="chunks that end within the original length are rotated by the short factors, later "
+    "ones "
+    "by the long ones, in one cache",
+    remedy="read it at once; our calibration pins the factors of the whole text",
+)
+def test_chunks_of_longrope(tmp_path, model):
+    model(llama(LONGROPE, max_position_embeddings=4 * TRAINED))
+    embedding: Any = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    whole = torch.arange(TRAINED + 1)[None]
+    (at_once, _), (chunk, _) = (embedding(torch.zeros(1), p) for p in (whole, whole[:, :-1]))
+    assert not torch.allclose(at_once[:, 1:TRAINED], chunk[:, 1:])

@@ -3,12 +3,20 @@
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
 import torch
+from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.engine.protocol import ErrorInfo, ErrorResponse
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers.chat_utils import load_chat_template
 from vllm.v1.engine.detokenizer import check_stop_strings
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens
 
 from tests.surprises.rows import surprise
 
@@ -78,10 +86,6 @@ def test_token_ids_concern_the_neighbours():
     remedy="count by `/tokenize`",
 )
 def test_a_chat_that_is_too_long_is_not_counted():
-    from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-    from vllm.entrypoints.openai.engine.protocol import ErrorInfo, ErrorResponse
-
     refused = ErrorResponse(error=ErrorInfo(message="too long", type="BadRequestError", code=400))
 
     async def render(_):
@@ -95,3 +99,29 @@ def test_a_chat_that_is_too_long_is_not_counted():
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
     count = AnthropicServingMessages.count_tokens(serving, AnthropicCountTokensRequest(**body))
     assert asyncio.run(count) is refused
+
+
+@surprise(
+    "renderers/chat_utils.py exceptions.py",
+    expected="a `--chat-template` that is not there is a ValueError, as other options are",
+    happens="it is an error of vLLM's own, which `except ValueError` does not catch; a name with a "
+    "brace in it is taken for the template itself",
+    remedy="catch both; look at `/tokenize` to see what a template makes",
+)
+def test_a_chat_template_that_is_not_there():
+    with pytest.raises(VLLMValidationError) as refused:
+        load_chat_template("none.jinja")
+    assert not isinstance(refused.value, ValueError)
+    assert load_chat_template("none{}.jinja") == "none{}.jinja"
+
+
+@surprise(
+    "v1/spec_decode/ngram_proposer.py",
+    expected="drafts by n-grams continue the latest text that fits",
+    happens="of matches of one length the earliest of the context",
+    remedy="the plug-in refuses speculative decoding; expect fewer accepted drafts in long chats",
+)
+def test_drafts_follow_the_earliest_match():
+    propose = _find_longest_matched_ngram_and_propose_tokens.py_func
+    context = np.array([1, 2, 7, 7, 1, 2, 8, 8, 1, 2])
+    assert propose(context, 2, 2, 100, 2).tolist() == [7, 7]

@@ -91,7 +91,7 @@ def test_recipes(ask, model, length, trained, factor, known):
 
 
 def test_what_needs_no_recipe(ask):
-    for model, length in ((QWEN2, "32k"), (LLAMA_3_1, 131072)):
+    for model, length in ((QWEN2, "32K"), (LLAMA_3_1, 131072)):
         status, found = ask(model, length)
         assert status == 0
         _, override = recipe(found)

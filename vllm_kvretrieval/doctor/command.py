@@ -27,7 +27,7 @@ examples:
   vllm-kvretrieval doctor http://replica-1:8000 http://replica-2:8000
   vllm-kvretrieval doctor --serve MODEL --attention-backend kvretrieval --kv-retrieval.home disk
   vllm-kvretrieval doctor --users 20 --serve MODEL --attention-backend kvretrieval
-  vllm-kvretrieval doctor --max-model-len 128k MODEL
+  vllm-kvretrieval doctor --max-model-len 128K MODEL
 
 The exit status is 1 if there is an error, and 0 if there is only advice."""
 

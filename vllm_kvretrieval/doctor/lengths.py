@@ -24,7 +24,7 @@ COMPARE = "compare answers on your own text with full attention, and with shorte
 
 
 def read_length(model: str, length: str) -> tuple[Any, int]:
-    """vLLM's configuration of a model, and a length as vLLM reads it, such as ``128k``.
+    """vLLM's configuration of a model, and a length as vLLM reads it, such as ``128K``.
 
     Raises:
         ValueError: vLLM cannot read the model.
