@@ -12,8 +12,8 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu, reference
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
-from vllm_kvretrieval.options.values import LEAST_SHARE
 from vllm_kvretrieval.retrieval.index import make_index
+from vllm_kvretrieval.values import LEAST_SHARE
 
 pytestmark = pytest.mark.threads
 

@@ -14,8 +14,8 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.files import LOADERS
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.options.table import OPTIONS
-from vllm_kvretrieval.options.values import parse_size
 from vllm_kvretrieval.retrieval.budget import PageBudget
+from vllm_kvretrieval.values import parse_size
 
 SERVER = RetrievalConfig.from_options("freekv", {"budget": 1024})
 

@@ -23,7 +23,7 @@ from tests.support.engine import checkpoint
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
-from vllm_kvretrieval.options.values import parse_size
+from vllm_kvretrieval.values import parse_size
 
 BOOLEANS = [("freekv", "allow_exact", value) for value in (True, False)]
 LISTS = [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvretrieval import __version__
-from vllm_kvretrieval.options.values import MOST, MOST_TOKENS
+from vllm_kvretrieval.values import MOST, MOST_TOKENS
 
 DTYPES = ("float32", "bfloat16", "float16")
 

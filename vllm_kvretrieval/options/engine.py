@@ -11,7 +11,6 @@ from vllm_kvretrieval.options.files import read_files
 from vllm_kvretrieval.options.refusals import check_combinations
 from vllm_kvretrieval.options.source import options_of, selected_method, window_tokens
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS, Options, checked
-from vllm_kvretrieval.options.values import check_digits, reject_unknown, require_name, shortened
 from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
 from vllm_kvretrieval.retrieval.family import NOTHING, family_with
@@ -23,6 +22,7 @@ from vllm_kvretrieval.retrieval.presets import presets
 from vllm_kvretrieval.retrieval.prompt_shares import PromptShares, make_prompt_shares
 from vllm_kvretrieval.retrieval.roles import Role, roles_of
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
+from vllm_kvretrieval.values import check_digits, reject_unknown, require_name, shortened
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,10 @@ from typing import Any
 
 from vllm_kvretrieval.options import choices
 from vllm_kvretrieval.options.option import option
-from vllm_kvretrieval.options.values import (
+from vllm_kvretrieval.retrieval.family import FILTERS, SCORED
+from vllm_kvretrieval.retrieval.pooling import POOLINGS
+from vllm_kvretrieval.retrieval.roles import WINDOW
+from vllm_kvretrieval.values import (
     PART,
     SHARE,
     TOKENS,
@@ -14,9 +17,6 @@ from vllm_kvretrieval.options.values import (
     one_of,
     require_int,
 )
-from vllm_kvretrieval.retrieval.family import FILTERS, SCORED
-from vllm_kvretrieval.retrieval.pooling import POOLINGS
-from vllm_kvretrieval.retrieval.roles import WINDOW
 
 OF_CHUNKS: Mapping[str, Any] = {
     "families": (SCORED, FILTERS),

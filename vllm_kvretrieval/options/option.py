@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import Kind, shortened
 from vllm_kvretrieval.retrieval.family import FAMILIES, SCORED, Family
 from vllm_kvretrieval.retrieval.files import as_written
+from vllm_kvretrieval.values import Kind, shortened
 
 
 @dataclass(frozen=True)

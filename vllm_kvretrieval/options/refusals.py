@@ -9,12 +9,12 @@ from vllm_kvretrieval.limits import check_directory
 from vllm_kvretrieval.options.choices import DEFAULT_CHUNK, DEFAULT_QUERIES, MOST_QUERIES
 from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import OPTIONS
-from vllm_kvretrieval.options.values import shortened
 from vllm_kvretrieval.retrieval.codec import RAW
 from vllm_kvretrieval.retrieval.family import family_with
 from vllm_kvretrieval.retrieval.files import as_written
 from vllm_kvretrieval.retrieval.method import Method
 from vllm_kvretrieval.retrieval.roles import WINDOW
+from vllm_kvretrieval.values import shortened
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.options.engine import RetrievalConfig

@@ -9,16 +9,16 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.request_table import REQUEST
 from vllm_kvretrieval.options.table import CONFIG_KEY
-from vllm_kvretrieval.options.values import (
+from vllm_kvretrieval.retrieval.budget import PageBudget
+from vllm_kvretrieval.retrieval.family import WHOLE, family_with
+from vllm_kvretrieval.retrieval.method import Method, check_mass
+from vllm_kvretrieval.values import (
     check_digits,
     meant,
     reject_misspelt,
     reject_unknown,
     shortened,
 )
-from vllm_kvretrieval.retrieval.budget import PageBudget
-from vllm_kvretrieval.retrieval.family import WHOLE, family_with
-from vllm_kvretrieval.retrieval.method import Method, check_mass
 
 
 @dataclass(frozen=True)

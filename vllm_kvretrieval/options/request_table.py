@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from vllm_kvretrieval.options.choices import NO_PAGES
 from vllm_kvretrieval.options.option import Option
-from vllm_kvretrieval.options.values import PART, SHARE, SIMILARITY, SWITCH, TOKENS, checked_later
 from vllm_kvretrieval.retrieval.family import FAMILIES, SCORED, WHOLE
+from vllm_kvretrieval.values import PART, SHARE, SIMILARITY, SWITCH, TOKENS, checked_later
 
 REQUEST: Mapping[str, Option] = {
     "budget": Option(

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.files import read_files
 from vllm_kvretrieval.options.table import CONFIG_KEY
-from vllm_kvretrieval.options.values import parse_size, reject_misspelt, shortened
 from vllm_kvretrieval.retrieval.presets import preset_names, presets
+from vllm_kvretrieval.values import parse_size, reject_misspelt, shortened
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

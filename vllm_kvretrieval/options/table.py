@@ -6,7 +6,18 @@ from typing import Any
 
 from vllm_kvretrieval.options import choices, of_prompts
 from vllm_kvretrieval.options.option import Option, of_index, option
-from vllm_kvretrieval.options.values import (
+from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET
+from vllm_kvretrieval.retrieval.codec import CODECS, RAW
+from vllm_kvretrieval.retrieval.family import DROPPING, FAMILIES, FILTERS, HEADS, SCORED, WHOLE
+from vllm_kvretrieval.retrieval.filters import check_filters
+from vllm_kvretrieval.retrieval.heads import SHARE as SHARE_OF_HEADS
+from vllm_kvretrieval.retrieval.index import OWN as OWN_INDEXES
+from vllm_kvretrieval.retrieval.keeping import ALL
+from vllm_kvretrieval.retrieval.pooling import POOLINGS
+from vllm_kvretrieval.retrieval.presets import OWN
+from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, WINDOW
+from vllm_kvretrieval.retrieval.schedule import SCHEDULES
+from vllm_kvretrieval.values import (
     PART,
     SHARE,
     SIMILARITY,
@@ -23,17 +34,6 @@ from vllm_kvretrieval.options.values import (
     require_layers,
     require_path,
 )
-from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET
-from vllm_kvretrieval.retrieval.codec import CODECS, RAW
-from vllm_kvretrieval.retrieval.family import DROPPING, FAMILIES, FILTERS, HEADS, SCORED, WHOLE
-from vllm_kvretrieval.retrieval.filters import check_filters
-from vllm_kvretrieval.retrieval.heads import SHARE as SHARE_OF_HEADS
-from vllm_kvretrieval.retrieval.index import OWN as OWN_INDEXES
-from vllm_kvretrieval.retrieval.keeping import ALL
-from vllm_kvretrieval.retrieval.pooling import POOLINGS
-from vllm_kvretrieval.retrieval.presets import OWN
-from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, WINDOW
-from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
 CONFIG_KEY = "kv_retrieval"
 """Key in vLLM's ``additional_config``, and in ``SamplingParams.extra_args``."""

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.table import CONFIG_KEY
-from vllm_kvretrieval.options.values import resembles
 from vllm_kvretrieval.platforms.requests import check_request, config_of
+from vllm_kvretrieval.values import resembles
 
 XARGS = "vllm_xargs"
 """The field of a body where vLLM takes further options from."""

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import shortened
 from vllm_kvretrieval.retrieval.files import FILE, HOLDS, as_written, has_file
 from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile
+from vllm_kvretrieval.values import shortened
 
 OTHERWISE = "a list per retrieval layer of 0 or 1 per KV head"
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import require_int, shortened
+from vllm_kvretrieval.values import require_int, shortened
 
 ALL = "all"
 """Value of ``observation``: every query of a prompt counts."""

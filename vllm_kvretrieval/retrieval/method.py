@@ -13,7 +13,6 @@ from vllm_kvretrieval.options.choices import (
 )
 from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS, checked
-from vllm_kvretrieval.options.values import reject_unknown, require_name, shortened
 from vllm_kvretrieval.retrieval.family import (
     DROPPING,
     SCORED,
@@ -29,6 +28,7 @@ from vllm_kvretrieval.retrieval.presets import Preset, presets
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES, Schedule
 from vllm_kvretrieval.retrieval.shares import UNIFORM, Shares, make_shares
+from vllm_kvretrieval.values import reject_unknown, require_name, shortened
 
 
 @dataclass(frozen=True)

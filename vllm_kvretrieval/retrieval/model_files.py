@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import shortened
 from vllm_kvretrieval.retrieval.files import contents, path_of, reason
+from vllm_kvretrieval.values import shortened
 
 SHAPE = (
     "model_type",

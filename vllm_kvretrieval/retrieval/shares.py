@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import shortened
 from vllm_kvretrieval.retrieval.files import FILE, contents, has_file, reason
+from vllm_kvretrieval.values import shortened
 
 PYRAMID_BETA = 20
 """The default of the paper's experiments."""

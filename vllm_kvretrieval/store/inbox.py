@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import shortened
 from vllm_kvretrieval.store.files import Folder
+from vllm_kvretrieval.values import shortened
 
 logger = logging.getLogger("vllm.kvretrieval.store")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import shortened
 from vllm_kvretrieval.retrieval.files import has_file, path_of
 from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile
+from vllm_kvretrieval.values import shortened
 
 SHIPPED = Path(__file__).parent
 FORMAT = "vllm-kvretrieval filters 1"

@@ -6,7 +6,6 @@ from inspect import isabstract
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import MOST, meant, shortened
 from vllm_kvretrieval.retrieval.index.base import (
     Field,
     Index,
@@ -24,6 +23,7 @@ from vllm_kvretrieval.retrieval.index.min_max import MinMax
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.index.representative import Representative
 from vllm_kvretrieval.retrieval.outside import entry_points
+from vllm_kvretrieval.values import MOST, meant, shortened
 
 __all__ = ["Field", "Index", "IndexKind", "indexes", "make_index", "pack", "unpack"]
 

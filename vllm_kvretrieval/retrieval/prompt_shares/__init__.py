@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.values import shortened
 from vllm_kvretrieval.retrieval.files import as_written, has_file, path_of
 from vllm_kvretrieval.retrieval.head_sets import layers_of, scores_of
 from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile
 from vllm_kvretrieval.retrieval.shares import UNIFORM, Shares, numbers_of
+from vllm_kvretrieval.values import shortened
 
 SHIPPED = Path(__file__).parent
 FORMAT = "vllm-kvretrieval prompt-shares 1"
