@@ -214,20 +214,18 @@ def test_the_tokenizer_caps_the_context(model, tmp_path):
 
 @surprise(
     "transformers_utils/config.py config/model.py",
-    expected="`--hf-overrides.rope_parameters.factor 4` changes the factor",
-    happens="it replaces the field by the factor alone: the kind of scaling and the base are "
-    "lost, and "
-    "the length grows as if it were scaled",
-    remedy="write the whole field as JSON; the plug-in refuses a length without rotations",
+    expected="the override of a model card starts, with `type: yarn`; and "
+    "`--hf-overrides.rope_parameters.factor 4` changes the factor",
+    happens="both end in a KeyError, `rope_type`: the field is replaced as a whole, and only that "
+    "name is looked for",
+    remedy="write `rope_type`, and the whole field as JSON; the plug-in says so in words, and adds "
+    "the original length where an override leaves it out",
 )
-def test_one_field_of_rotations(model):
-    yarn = llama(YARN | {"rope_theta": BASE}, max_position_embeddings=4 * TRAINED)
-    config = model(yarn, {"rope_parameters": {"factor": 8.0}})
-    given = config.hf_text_config.rope_parameters
-    assert given["rope_type"] == "default"
-    assert "rope_theta" not in given or given["rope_theta"] != BASE
-    assert config.max_model_len == 8 * 4 * TRAINED
-    assert len(rotations(config).cos_sin_cache) == 4 * TRAINED
+def test_rotations_without_their_kind(model):
+    card = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+    for name, given in (("rope_scaling", card), ("rope_parameters", {"factor": 4.0})):
+        with pytest.raises(KeyError, match="rope_type"):
+            model(llama(PLAIN), {name: given})
 
 
 @surprise(

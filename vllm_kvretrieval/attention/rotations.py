@@ -22,6 +22,12 @@ logger = init_logger("vllm.kvretrieval.rotations")
 OWN = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """Parameters that belong to a model's weights, whatever scales its rotations."""
 
+ORIGINAL = "original_max_position_embeddings"
+"""The parameter that names the length that a scaling begins with."""
+
+FIELDS = ("rope_parameters", "rope_scaling")
+"""Names of the field in ``--hf-overrides``, which vLLM takes for one."""
+
 SCALABLE = ("default", "yarn", "dynamic")
 """Kinds of rotations in whose place YaRN can be; others belong to the weights."""
 
@@ -30,6 +36,31 @@ TRAINED = {"qwen3": {40960: 32768}, "qwen3_moe": {40960: 32768}}
 two differ: Qwen3's field has room for a prompt and an answer."""
 
 Parameters = dict[str, Any]
+
+
+def check_override(overrides: Any) -> None:
+    """Refuse parameters without their kind, by which vLLM ends in a KeyError.
+
+    Model cards write ``"type": "yarn"``, and ``--hf-overrides.rope_parameters.factor 4`` replaces
+    all other parameters.
+
+    Args:
+        overrides: The value of ``--hf-overrides``.
+
+    Raises:
+        RetrievalConfigError: Says how to write it.
+    """
+    given = overrides if isinstance(overrides, dict) else {}
+    for name in FIELDS:
+        field = given.get(name)
+        for part in parts(field) if isinstance(field, dict) else ():
+            if "rope_type" not in part:
+                kind = part.get("type", "yarn")
+                right = {"rope_type": kind} | {k: v for k, v in part.items() if k != "type"}
+                raise RetrievalConfigError(
+                    f"--hf-overrides: {name} needs a rope_type, since it replaces all that the "
+                    f"model has there: write {json.dumps(right)}, or another kind."
+                )
 
 
 def keep_rotations(model: "ModelConfig") -> None:
@@ -42,7 +73,8 @@ def keep_rotations(model: "ModelConfig") -> None:
         return
     config = model.hf_text_config
     given: Any = getattr(config, "rope_parameters", None)
-    checkpoint: Any = getattr(_without_overrides(model), "rope_parameters", None)
+    without = _without_overrides(model)
+    checkpoint: Any = getattr(without, "rope_parameters", None)
     if not isinstance(given, dict) or not isinstance(checkpoint, dict):
         return
     _check_base(model, given)
@@ -57,9 +89,10 @@ def keep_rotations(model: "ModelConfig") -> None:
         )
     # A new dictionary: vLLM has taken over that of the caller.
     if kinds:
-        config.rope_parameters = given | {kind: _own(kinds[kind]) | given[kind] for kind in kinds}
+        whole = {kind: _completed(given[kind], kinds[kind], without) for kind in kinds}
+        config.rope_parameters = given | whole
     else:
-        config.rope_parameters = _own(checkpoint) | given
+        config.rope_parameters = _completed(given, checkpoint, without)
     before, now = parts(given), parts(config.rope_parameters)
     kept = {
         name: new[name]
@@ -73,6 +106,26 @@ def keep_rotations(model: "ModelConfig") -> None:
             ", ".join(f"{name}={value}" for name, value in kept.items()),
             model.model,
         )
+
+
+def _completed(given: Parameters, part: Parameters, checkpoint: Any) -> Parameters:
+    """An override's parameters, with those of the checkpoint that it leaves out.
+
+    Args:
+        given: Of the override, for a kind of layers.
+        part: Of the checkpoint, for the same.
+        checkpoint: Its configuration.
+    """
+    kept = _own(part)
+    if given.get("rope_type") == "yarn":  # vLLM would look for it when it makes the layers
+        kept[ORIGINAL] = part.get(ORIGINAL) or trained_length(checkpoint)
+    return kept | given
+
+
+def trained_length(config: Any) -> int:
+    """Tokens that a model was trained for, by its configuration in transformers."""
+    most: int = config.max_position_embeddings
+    return TRAINED.get(config.model_type, {}).get(most, most)
 
 
 def _own(part: Parameters) -> Parameters:
@@ -132,9 +185,14 @@ def check_rotations(vllm_config: "VllmConfig") -> None:
         return
     for part in parts(given):
         kind = part.get("rope_type", "default")
-        original = part.get("original_max_position_embeddings")
+        original = part.get(ORIGINAL)
         if kind == "longrope":
-            if original and length > original:
+            if original and length <= original:
+                logger.info(
+                    "%s rotates by its short factors, which serve --max-model-len up to %d.",
+                    *(model.model, original),
+                )
+            elif original:
                 logger.info(
                     "%s rotates prompts of all lengths by its long factors, as --max-model-len %d "
                     "is beyond %d; up to this length answers are better with --max-model-len %d.",
@@ -206,10 +264,9 @@ def lengthened(config: Any, length: int) -> dict[str, Any] | None:
     longest, whole = 0, dict[str, Parameters](given)
     for kind in scaled:
         part = given[kind]
-        known = TRAINED.get(config.model_type, {}).get(most, most)
-        trained, factor = part.get("original_max_position_embeddings") or known, 2.0
+        trained, factor = part.get(ORIGINAL) or trained_length(config), 2.0
         while trained * factor < length:
             factor *= 2
-        yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
+        yarn = {"rope_type": "yarn", "factor": factor, ORIGINAL: trained}
         whole[kind], longest = yarn | _own(part), int(trained * factor)
     return {"rope_parameters": whole.get("", whole), "max_position_embeddings": longest}
