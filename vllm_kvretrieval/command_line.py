@@ -97,10 +97,10 @@ def _check_overrides(arguments: Sequence[str]) -> None:
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         value = value if equals else next(iter(arguments[place + 1 :]), "")
-        first, *path = name.replace("_", "-", 1).split(".") if name.startswith("--hf") else [name]
+        first, *path = name.split(".")
         if name == BACKEND:
             backend = value.lower()
-        elif first == "--hf-overrides":
+        elif first in ("--hf-overrides", "--hf_overrides"):
             with contextlib.suppress(yaml.YAMLError, AttributeError, TypeError):
                 place_in: Any = overrides
                 for key in path[:-1]:

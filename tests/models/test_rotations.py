@@ -179,6 +179,19 @@ def test_lengths_with_made_by(configure, part):
     assert len(table) >= config.model_config.max_model_len
 
 
+@pytest.mark.parametrize(
+    ("given", "scale"), [({"attention_factor": 1.5}, 1.5), ({"factor": 16.0}, 1.1678), ({}, 1.0871)]
+)
+def test_longrope_is_scaled_as_the_checkpoint_says(configure, given, scale):
+    """VLLM takes the last of these for all, by the two lengths."""
+    part = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32,
+        "long_factor": [2.0] * 32, "original_max_position_embeddings": TRAINED,
+    }  # fmt: skip
+    config = configure(LLAMA | {"rope_parameters": part | given} | LONG, max_model_len=4 * TRAINED)
+    assert made_by(config).long_mscale == pytest.approx(scale, abs=1e-4)
+
+
 def test_a_longrope_model_says_which_factors_it_uses(configure, said):
     part = {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "factor": 4.0,

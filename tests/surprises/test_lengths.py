@@ -4,6 +4,7 @@ More of them on the page of [longer contexts](long-contexts.md).
 """
 
 import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,6 +227,22 @@ def test_rotations_without_their_kind(model):
     for name, given in (("rope_scaling", card), ("rope_parameters", {"factor": 4.0})):
         with pytest.raises(KeyError, match="rope_type"):
             model(llama(PLAIN), {name: given})
+
+
+@surprise(
+    "model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py",
+    expected="`attention_factor` and `factor` of a longrope config.json are used, as in "
+    "transformers",
+    happens="vLLM makes the scale of the two lengths, and looks at neither",
+    remedy="the plug-in hands the checkpoint's own scale on; stock vLLM reads `short_mscale` and "
+    "`long_mscale`",
+)
+def test_the_scale_of_longrope(model, tmp_path):
+    config = llama(LONGROPE | {"attention_factor": 2.0}, max_position_embeddings=4 * TRAINED)
+    scale = math.sqrt(1 + math.log(4) / math.log(TRAINED))
+    assert rotations(model(config)).long_mscale == pytest.approx(scale)
+    theirs: Any = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    assert theirs.attention_scaling == 2.0
 
 
 @surprise(

@@ -6,6 +6,7 @@ rotations included, and serves lengths for which it has made no rotations.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ OWN = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleave
 
 ORIGINAL = "original_max_position_embeddings"
 """The parameter that names the length that a scaling begins with."""
+
+MSCALES = {"short_mscale", "long_mscale"}
+"""Parameters by which vLLM scales the rotations of longrope, one for each list of factors."""
 
 FIELDS = ("rope_parameters", "rope_scaling")
 """Names of the field in ``--hf-overrides``, which vLLM takes for one."""
@@ -64,13 +68,34 @@ def check_override(overrides: Any) -> None:
 
 
 def keep_rotations(model: "ModelConfig") -> None:
-    """Give overridden rotations what belongs to the model's weights, if the override leaves it out.
+    """Give rotations what belongs to the model's weights, and vLLM leaves out.
 
     Raises:
-        RetrievalConfigError: The override has no effect, or leaves layers without rotations.
+        RetrievalConfigError: An override has no effect, or leaves layers without rotations.
     """
-    if not model.hf_overrides:
+    if model.hf_overrides:
+        _keep_overridden(model)
+    _scale_longrope(model)
+
+
+def _scale_longrope(model: "ModelConfig") -> None:
+    """Scale a longrope model's rotations by its own factor.
+
+    vLLM makes one of two lengths, and does not look at what config.json says.
+    """
+    config = model.hf_text_config
+    part = _parameters(getattr(config, "rope_parameters", None))
+    if part.get("rope_type") != "longrope" or MSCALES & part.keys():
         return
+    scale, factor, original = (part.get(n) for n in ("attention_factor", "factor", ORIGINAL))
+    if scale is None and factor and original:
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    if scale is not None:
+        config.rope_parameters = part | dict.fromkeys(sorted(MSCALES), scale)
+
+
+def _keep_overridden(model: "ModelConfig") -> None:
+    """Give overridden rotations what belongs to the weights, if the override leaves it out."""
     config = model.hf_text_config
     given: Any = getattr(config, "rope_parameters", None)
     without = _without_overrides(model)
