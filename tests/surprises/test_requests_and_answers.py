@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ def finished(name, cached):
 )
 def test_usage_counts_the_last_prompt():
     serving = SimpleNamespace(
+        _raise_if_error=lambda *_: None,
         enable_prompt_tokens_details=True,
         enable_force_include_usage=False,
         enable_per_request_metrics=False,
@@ -68,9 +70,11 @@ def test_the_stop_that_ends_first():
     "they get the sampled one, and the padding of the other's list",
     remedy="do not mix the two on one server; V2's runner keeps them apart",
 )
-def test_token_ids_concern_the_neighbours():
+def test_token_ids_concern_the_neighbours(monkeypatch):
     logits = torch.arange(16.0).repeat(2, 1)
     asked = SimpleNamespace(max_num_logprobs=3, logprob_token_ids={0: [1]})
+    ranks = "vllm.v1.sample.sampler.batched_count_greater_than"  # compiled, and of no use here
+    monkeypatch.setattr(ranks, lambda logprobs, values: torch.zeros(2, dtype=torch.long))
     sampler = Sampler()
     sampler.apply_logits_processors = lambda logits, *_: logits
     sampler.sample = lambda logits, _: (logits.argmax(-1), None)
@@ -91,18 +95,15 @@ def test_a_chat_that_is_too_long_is_not_counted():
     async def render(_):
         return refused
 
-    serving = SimpleNamespace(
-        to_chat_completion_request=lambda *_, **__: None,
-        render_chat_request=render,
-        _merge_inline_system=False,
-    )
+    serving = mock.Mock(render_chat_request=render)
+    serving.disabled_thinking_effort_resolver.resolve_for = mock.AsyncMock()
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
     count = AnthropicServingMessages.count_tokens(serving, AnthropicCountTokensRequest(**body))
     assert asyncio.run(count) is refused
 
 
 @surprise(
-    "renderers/chat_utils.py exceptions.py",
+    "renderers exceptions.py",
     expected="a `--chat-template` that is not there is a ValueError, as other options are",
     happens="it is an error of vLLM's own, which `except ValueError` does not catch; a name with a "
     "brace in it is taken for the template itself",

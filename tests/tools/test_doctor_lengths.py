@@ -42,6 +42,7 @@ SMOLLM2 = of("Llama", "llama", PLAIN | {"rope_theta": 1e5}, 8192)
 def ask(tmp_path, capsys, monkeypatch):
     """What doctor says of a model and a length, by names of findings."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda run: run())
     monkeypatch.setattr("vllm_kvretrieval.doctor.command._examine_cpu", lambda *_, **__: iter(()))
     monkeypatch.setattr("vllm_kvretrieval.doctor.home.check_home", lambda *_: iter(()))
 
@@ -156,6 +157,6 @@ def test_what_cannot_be_asked(ask, capsys):
 def test_the_page_has_the_recipes(ask):
     """Those of docs/long-contexts.md are what doctor prints."""
     page = (Path(__file__).parents[2] / "docs" / "long-contexts.md").read_text()
-    shown = [json.loads(each) for each in re.findall(r"--hf-overrides\W+'(\{.*\})'", page)]
+    shown = [json.loads(each) for each in re.findall(r"'(\{\"rope_parameters\".*\})'", page)]
     for model, length in ((QWEN2, 131072), (QWEN3, 131072), (LLAMA_3, 16384), (SMOLLM2, 32768)):
         assert recipe(ask(model, length)[1])[1] in shown
