@@ -26,6 +26,7 @@ from vllm_kvretrieval.kernels import (
 )
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.retrieval.families import HeadMethod
 from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 from vllm_kvretrieval.retrieval.pooling import Pooling
@@ -61,7 +62,7 @@ class Engine:
         fixed = {
             name: EVERYTHING * torch.tensor(m.heads.flags, dtype=torch.int32).flatten()
             for name, m in self.config.methods.items()
-            if m.heads is not None
+            if isinstance(m, HeadMethod)
         }
         longest = PAGES * self.config.page_size
         self.table = request_table(

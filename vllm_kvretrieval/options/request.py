@@ -10,8 +10,7 @@ from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.request_table import REQUEST
 from vllm_kvretrieval.options.table import CONFIG_KEY
 from vllm_kvretrieval.retrieval.budget import PageBudget
-from vllm_kvretrieval.retrieval.family import WHOLE, family_with
-from vllm_kvretrieval.retrieval.method import Method, check_mass
+from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.values import (
     check_digits,
     meant,
@@ -81,8 +80,7 @@ class RequestOptions:
                 f"one of {', '.join(config.methods)}, or start the server with "
                 f"--kv-retrieval.also.{meant(name, config.methods)}"
             )
-        family = family_with(method.schedule)
-        refuse_without_effect(given, family, method.name, REQUEST)
+        refuse_without_effect(given, type(method), method.name, REQUEST, of_request=True)
         value = {key: REQUEST[key].kind.check(key, given[key]) for key in given}
         budget = value.get("budget", config.budget)
         if budget > config.budget_limit:
@@ -95,14 +93,13 @@ class RequestOptions:
                 f"correction_threshold={value['correction_threshold']} has no effect with {name}, "
                 "which does so at every step; leave it out."
             )
-        whole = family is WHOLE
-        exact = value.get("exact", whole)
-        if whole and not exact:
+        exact = value.get("exact", method.whole)
+        if method.whole and not exact:
             raise RetrievalConfigError(
                 f"exact=False cannot be had with {name}, which attends to everything; leave it "
                 "out, or name another method."
             )
-        if exact and not (config.allow_exact or whole):
+        if exact and not (config.allow_exact or method.whole):
             raise RetrievalConfigError(
                 "exact=True is not allowed by this server (--kv-retrieval.allow_exact false); ask "
                 f"for a budget of up to {config.budget_limit} instead."
@@ -114,7 +111,7 @@ class RequestOptions:
                 "whose requests share exact prefixes only; leave it out."
             )
         mass = value.get("mass", method.mass)
-        check_mass(mass, method)
+        method.check_mass(mass)
         prefill_budget = _prefill_budget(value.get("prefill_budget"), method, exact, config)
         return cls(
             method.name,
@@ -135,7 +132,7 @@ class RequestOptions:
         the first step.
         """
         method = config.methods[self.method]
-        if method.drops:
+        if not method.attends_within_budget:
             return 0
         if config.memory_fraction is not None and not self.own_budget:
             return config.budgets.least(method)
@@ -146,13 +143,12 @@ class RequestOptions:
 
         It has promised exact answers, or its method rates tokens of the prompt by attention.
         """
-        observes = config.methods[self.method].keeping is not None
+        observes = config.methods[self.method].observes
         return self.exact or self.exact_prefix or observes or config.reuse == "exact"
 
     def observes_all(self, config: RetrievalConfig) -> bool:
         """Whether all queries of the prompt count, those of a prefix in the cache, too."""
-        keeping = config.methods[self.method].keeping
-        return keeping is not None and keeping.observation is None and not self.exact
+        return config.methods[self.method].observes_all and not self.exact
 
 
 def _prefill_budget(
@@ -183,7 +179,7 @@ def _prefill_budget(
             f"prefill_budget={tokens} has no effect with {why}, whose prompt attends to "
             "everything; leave it out."
         )
-    if method.shares and tokens != most:
+    if method.selects_for_others and tokens != most:
         raise RetrievalConfigError(
             f"prefill_budget={tokens} must be {most} or 0 with {method.name}, whose filters select "
             "as much for all requests."

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from vllm_kvretrieval.options.choices import NO_PAGES
 from vllm_kvretrieval.options.option import Option
-from vllm_kvretrieval.retrieval.family import FAMILIES, SCORED, WHOLE
 from vllm_kvretrieval.values import PART, SHARE, SIMILARITY, SWITCH, TOKENS, checked_later
 
 REQUEST: Mapping[str, Option] = {
@@ -13,13 +12,11 @@ REQUEST: Mapping[str, Option] = {
         "the number of tokens that a KV head attends to in a decode step, up to the server's "
         "`max_budget`",
         "the server's",
-        families=tuple(family for family in FAMILIES if family is not WHOLE),
     ),
     "correction_threshold": Option(
         SIMILARITY,
         "as the server's option, with methods that speculate",
         "the method's",
-        families=(SCORED,),
     ),
     "exact": Option(
         SWITCH,
@@ -37,7 +34,6 @@ REQUEST: Mapping[str, Option] = {
         SHARE,
         "as the server's option, with methods that select by shares of the attention at each step",
         "the method's",
-        families=(SCORED,),
         neutral=1,
         more="methods.md#mass",
     ),
@@ -58,7 +54,6 @@ REQUEST: Mapping[str, Option] = {
         "the share of the tokens before a chunk of the prompt that the chunk attends to, where "
         "that is more than `prefill_budget`; up to the server's `prefill_share`",
         "the server's",
-        families=(SCORED,),
         why=NO_PAGES,
         neutral=0,
         more="methods.md#sparse-prefill",
