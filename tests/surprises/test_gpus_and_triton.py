@@ -52,7 +52,7 @@ def test_graphs_end_before_the_most_requests(monkeypatch):
     expected="the interpreter computes what a GPU does",
     happens="`tl.sum` over bfloat16 adds raw bits; a cast to float8 gives 480 for 464, 256 for "
     "infinity and 384 for NaN",
-    remedy="sum in float32, and clamp before the cast; our kernels do both",
+    remedy="sum in float32, and clamp before the cast",
 )
 def test_the_interpreter():
     """Triton interprets in a process of its own."""

@@ -253,7 +253,7 @@ def test_sequences_of_a_request_share():
     expected="the CPU tier of KV offloading keeps the head of a prompt that is longer than the "
     "tier",
     happens="it keeps the tail, which no lookup finds",
-    remedy="give the tier room for the longest prompt; our store keeps prefixes",
+    remedy="give the tier room for the longest prompt",
 )
 def test_the_tier_keeps_the_tail():
     tier, asked = CPUOffloadingManager(num_chunks=8, cache_policy="lru"), ReqContext(req_id="a")

@@ -68,7 +68,7 @@ def test_the_stop_that_ends_first():
     happens="in steps of the V1 runner its neighbours that ask for `logprobs` lose their best "
     "tokens: "
     "they get the sampled one, and the padding of the other's list",
-    remedy="do not mix the two on one server; V2's runner keeps them apart",
+    remedy="do not mix the two on one server",
 )
 def test_token_ids_concern_the_neighbours(monkeypatch):
     logits = torch.arange(16.0).repeat(2, 1)
