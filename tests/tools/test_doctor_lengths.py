@@ -97,7 +97,7 @@ def test_what_needs_no_recipe(ask):
         assert status == 0
         _, override = recipe(found)
         assert override is None
-        assert "makers name" in found["accuracy"]["text"]
+        assert "config.json names" in found["accuracy"]["text"]
     assert "rotations: llama3, factor 8.0" in found["length"]["text"]
 
 

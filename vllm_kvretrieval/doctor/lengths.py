@@ -144,4 +144,5 @@ def _accuracy(config: Any, own: int, wanted: int) -> Iterator[Finding]:
         long = which == "long"
         yield advice("accuracy", known, remedy) if long else Finding("accuracy", known)
         return
-    yield Finding("accuracy", "a length that its makers name; retrieval's own: docs/benchmarks.md")
+    known = "a length that its config.json names; what retrieval changes: docs/benchmarks.md"
+    yield Finding("accuracy", known)
