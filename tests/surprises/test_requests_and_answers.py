@@ -41,6 +41,7 @@ def test_usage_counts_the_last_prompt():
         enable_force_include_usage=False,
         enable_per_request_metrics=False,
         return_tokens_as_token_ids=False,
+        system_fingerprint=None,
     )
     told = OpenAIServingCompletion.request_output_to_completion_response(
         serving,
