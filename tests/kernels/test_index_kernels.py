@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.spec import ops as reference
 from tests.support.covering import covering
 from tests.support.isas import visited
 from tests.support.kernel_checks import (
@@ -19,7 +20,7 @@ from tests.support.kernel_checks import (
     put_keys,
     specified,
 )
-from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.index import make_index
 
 pytestmark = pytest.mark.threads
@@ -32,14 +33,14 @@ def test_index_equals_reference(index, dtype, head_size, parts):
     shape = pages, 1, 3, 1, head_size, dtype
     expected = make_chooser(*shape, parts=parts, index=make_index(index)).store
     before = expected.records.clone()
-    stores = {name: fresh_records(expected) for name in visited()}
+    indexes = {name: fresh_records(expected) for name in visited()}
     for key, slots in chunks_of(pages, 3, head_size, dtype, rounds):
         put_keys(expected, key[: len(slots)], slots)
         padded = torch.cat([slots, PADDING])
         specified(reference.update_index, key, padded, expected)
         for name in visited():
-            cpu.update_index(key, padded, stores[name])
-            assert_same_records(stores[name], expected)
+            cpu.update_index(key, padded, indexes[name])
+            assert_same_records(indexes[name], expected)
     assert not torch.equal(before, expected.records)
 
 

@@ -12,17 +12,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.spec import ops as reference
 from tests.support.steps import Runner, metadata_builder, request_table, split
 from vllm_kvretrieval.engine.running import Note
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import (
     Chooser,
     DecodeRows,
-    IndexStore,
+    IndexRecords,
     Mode,
     Selection,
     cpu,
-    reference,
 )
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
@@ -72,7 +72,7 @@ class Engine:
         page_size = self.config.page_size
         # As in RetrievalCPUWorker._choosers.
         shape: dict[str, Any] = {"kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32}
-        store = IndexStore.empty(
+        store = IndexRecords.empty(
             MinMax(),
             pages=REQUESTS * PAGES,
             page_size=page_size,

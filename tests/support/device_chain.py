@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from tests.spec import device as device_reference
+from tests.spec import slots as slots_reference
 from tests.support import triton_checks
 from tests.support.device_checks import bits, same_entries
 from tests.support.side_work import Interleaved
-from vllm_kvretrieval.kernels import device_reference, slots_reference
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import (
     RECORD_ALIGNMENT,
@@ -25,7 +26,7 @@ from vllm_kvretrieval.kernels.device import (
     DeviceRows,
 )
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
 REFERENCE = SimpleNamespace(**vars(device_reference) | vars(slots_reference))
@@ -94,7 +95,7 @@ class Chain:
         pairs, heads = SEATS * kv_heads, kv_heads * group
         assert pages == SEATS * CONTEXT
         with torch.device(device):
-            store = IndexStore.empty(
+            store = IndexRecords.empty(
                 own.index, pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=PAGE,
                 entry_tokens=own.entry_tokens, dtype=DTYPE, cache=home, layout="rows",
                 alignment=RECORD_ALIGNMENT,

@@ -41,9 +41,9 @@ def pretend_triton():
 def prepare():
     """Before a process imports vLLM, in its environment's interpreter of Triton."""
     pretend_triton()
-    from vllm_kvretrieval import plugin
+    from vllm_kvretrieval import platforms, plugin
 
-    plugin.PLATFORMS["cpu"] = "tests.support.device_platform.DevicePlatform"
+    platforms.PLATFORMS["cpu"] = "tests.support.device_platform.DevicePlatform"
     plugin.BACKENDS["cpu"] = "tests.support.device_worker"
     from vllm.v1.worker.cpu import shm
 
@@ -123,7 +123,7 @@ def _describe_worker(worker):
         "retrieving": sorted(impls),
         "kv_heads": {impl.num_kv_heads for impl in impls.values()},
         "blocks": {len(cache) // (worker.cache_config.block_size // 16) for cache in caches},
-        "pages": {store.pages for store in runner.retrieval_layers.stores},
+        "pages": {store.pages for store in runner.retrieval_layers.indexes},
         "planned": None if tiers is None else tiers.blocks,
         "slots": 0 if tiers is None else tiers.capacity,
         "replays": sum(graph.count for graph in runner.cudagraph_manager.graphs.values()),

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 
-from vllm_kvretrieval.kernels import cpu, reference
+from tests.spec import ops as reference
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.retrieval.codec.raw import Raw
 
@@ -165,7 +166,7 @@ class HomeWorker:
         differing = compared = 0
         for name, impl in self.retrieval_layers.items():
             cache, mark, _ = self._laid_out(name, impl)
-            for store in impl.stores:
+            for store in impl.indexes:
                 entries = mark.view(len(store.records), -1).all(1)
                 pages = entries.repeat_interleave(store.spans).nonzero().flatten().int()
                 records = torch.zeros_like(store.records)

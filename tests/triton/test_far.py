@@ -8,13 +8,14 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from tests.spec import device as device_reference
+from tests.spec import slots as slots_reference
 from tests.support.side_work import AtOnce, Delayed, Interleaved
 from vllm_kvretrieval.attention.cuda.far import FarTier
 from vllm_kvretrieval.attention.cuda.staging import Staging
-from vllm_kvretrieval.kernels import device_reference, slots_reference
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
@@ -63,7 +64,7 @@ class Layers:
         shape = {"kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "dtype": DTYPE}
         self.choosers = []
         for cache in self.caches:
-            store = IndexStore.empty(
+            store = IndexRecords.empty(
                 MinMax(), pages=PAGES, page_size=PAGE, cache=cache, layout="rows", **shape
             )
             store.records.zero_()

@@ -45,7 +45,7 @@ class Part(NamedTuple):
     """Rows that one method decodes sparsely.
 
     Attributes:
-        method: Its number among the engine's methods.
+        method: The method's number in the engine.
         rows: int64 [n]; their places among the rows, rising; None where they are all of them.
     """
 
@@ -71,7 +71,7 @@ def split_rows(options: RowOptions, pages: np.ndarray, decodes: np.ndarray) -> P
     """Sort rows by how they attend.
 
     Args:
-        options: Of each row's request.
+        options: The options of each row's request.
         pages: int [R]; pages of each row's context.
         decodes: bool [R]; whether a row decodes. A step may compute a single token of a prompt,
             too.

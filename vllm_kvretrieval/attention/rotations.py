@@ -137,9 +137,9 @@ def _completed(given: Parameters, part: Parameters, checkpoint: Any) -> Paramete
     """An override's parameters, with those of the checkpoint that it leaves out.
 
     Args:
-        given: Of the override, for a kind of layers.
-        part: Of the checkpoint, for the same.
-        checkpoint: Its configuration.
+        given: The override's, for a kind of layers.
+        part: The checkpoint's, for the same kind.
+        checkpoint: The checkpoint's configuration.
     """
     kept = _own(part)
     if given.get("rope_type") == "yarn":  # vLLM would look for it when it makes the layers
@@ -243,7 +243,7 @@ def rotations(vllm_config: "VllmConfig", part: Parameters, most: int) -> int | N
 
     Args:
         vllm_config: The engine's.
-        part: Of ``rope_parameters``.
+        part: A part of ``rope_parameters``.
         most: The model's ``max_position_embeddings``.
     """
     import torch

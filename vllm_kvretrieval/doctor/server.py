@@ -50,7 +50,7 @@ class Client:
     """A server by HTTP.
 
     Args:
-        url: Its address, such as ``http://127.0.0.1:8000``; a path ``/v1`` is left off.
+        url: The server's address, such as ``http://127.0.0.1:8000``; a path ``/v1`` is left off.
         key: The API key that it asks for, if any.
     """
 
@@ -103,7 +103,7 @@ class Server(NamedTuple):
     """What was found out about a server.
 
     Attributes:
-        url: Its address.
+        url: The server's address.
         findings: An error among them where it does not answer, or does not retrieve.
         facts: What replicas should have in common, by names; empty where it does not answer.
     """

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from vllm_kvretrieval import __version__
+from vllm_kvretrieval import __version__, compat
 from vllm_kvretrieval.engine.metrics import (
     FREE,
     OF_FRONT_END,
@@ -27,7 +27,6 @@ from vllm_kvretrieval.engine.metrics import (
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.plugin import version_refusal
 from vllm_kvretrieval.tiers.place import directory_for, free_space
 
 logger = init_logger("vllm.kvretrieval.metrics")
@@ -45,7 +44,7 @@ def in_use(vllm_config: Any, config: RetrievalConfig) -> dict[str, str]:
 
     Args:
         vllm_config: The configuration of the engine.
-        config: Its options.
+        config: The engine's options of retrieval.
     """
     from vllm.platforms import current_platform
 
@@ -123,7 +122,7 @@ class RetrievalStatLogger(AggregateStatLoggerBase):
     """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
-        off = version_refusal() is not None
+        off = compat.version_refusal() is not None
         self._config = None if off else RetrievalConfig.from_vllm(vllm_config)
         self._vllm_config, self._engines = vllm_config, engine_indexes
         self._metrics: RetrievalMetrics | None = None

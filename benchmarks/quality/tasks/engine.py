@@ -24,7 +24,7 @@ from benchmarks.quality.tasks.base import CACHE_BLOCK, Sample
 from benchmarks.quality.tasks.forcing import FORCED_TOKENS, ForceTokens
 from benchmarks.quality.tasks.metrics import TOP_LOGPROBS, Generated, Scored
 from benchmarks.quality.tasks.variant import OWN
-from vllm_kvretrieval.engine.cpu.advice import all_cores, slow_bfloat16
+from vllm_kvretrieval.upstream.defaults import all_cores, slow_bfloat16
 
 BATCH = 8
 """Requests decoded together."""
@@ -83,7 +83,7 @@ def open_engine(
         kv_cache_bytes: memory for the KV cache.
         batch: most requests at once.
         extension: what a retrieval engine has as its worker's extension.
-        dtype: of weights and KV cache.
+        dtype: element type of weights and KV cache.
         method: what a retrieval engine decodes with where a request names no other.
         also: further methods that requests may name, with their options.
         options: further ``kv_retrieval`` options.

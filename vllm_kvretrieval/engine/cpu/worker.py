@@ -21,11 +21,8 @@ from vllm_kvretrieval.attention.cpu.support import ATTENDED
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.choosers import Choosers
-from vllm_kvretrieval.engine.cpu.compiled import load_compiled
-from vllm_kvretrieval.engine.cpu.model import mend_model
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.report import log_start
-from vllm_kvretrieval.engine.cpu.store import geometry_of
 from vllm_kvretrieval.engine.cpu.storing import StoringWorker
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.places import move_kv_cache
@@ -42,10 +39,13 @@ from vllm_kvretrieval.methods.prompts import Heads
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.storage import LayerPlace, Memory, Storage
 from vllm_kvretrieval.storage.places import STORAGES, FileFacts
+from vllm_kvretrieval.store.serving.worker import geometry_of
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
 from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
 from vllm_kvretrieval.tiers.place import directory_for
+from vllm_kvretrieval.upstream.compiled import load_compiled
+from vllm_kvretrieval.upstream.mending import mend_model
 
 logger = init_logger("vllm.kvretrieval.worker")
 
@@ -54,7 +54,7 @@ class Group(NamedTuple):
     """Layers with plain full attention that share metadata.
 
     Attributes:
-        builder: Their metadata builder.
+        builder: The metadata builder of the layers.
         staging: Where they lay out contexts of prompts; None: they read them where they are.
         names: Names of the layers that attend to parts of long contexts.
         all_names: Names of all.
@@ -145,12 +145,14 @@ class RetrievalCPUWorker(StoringWorker):
         config = self.retrieval_config
         layers = self.vllm_config.compilation_config.static_forward_context
         groups = self._groups(layers)
-        capped, sinks = check_logits(self, groups, layers)
+        isas = {group.builder.isa for group in groups}
+        impls = [layers[name].impl for group in groups for name in group.names]
+        capped, sinks = check_logits(self, impls, isas)
         foreign = has_foreign_connector(self.vllm_config)
-        check_reading(self, {group.builder.isa for group in groups}, foreign)
-        heads = sum(layers[name].impl.num_kv_heads for group in groups for name in group.names)
+        check_reading(self, isas, foreign)
+        heads = sum(impl.num_kv_heads for impl in impls)
         full = sum(type(s) is FullAttentionSpec for s in self.get_kv_cache_spec().values())
-        dense_share = 1 - sum(len(group.names) for group in groups) / full if full else 0.0
+        dense_share = 1 - len(impls) / full if full else 0.0
         if config.memory_fraction is not None:
             config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
         check_layers(self, {name for group in groups for name in group.names})
@@ -166,7 +168,7 @@ class RetrievalCPUWorker(StoringWorker):
             self.fixed_counts,
         )
         self.requests.prompt_reads = self.prompt_reads
-        self.requests.by_mass = not capped and {g.builder.isa for g in groups} <= cpu.LAYOUTS.keys()
+        self.requests.by_mass = not capped and isas <= cpu.LAYOUTS.keys()
         self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks) if foreign else None
         self.storage = self._make_storage(self.requests)
         self.choosers = Choosers(self, self.requests)
@@ -190,7 +192,7 @@ class RetrievalCPUWorker(StoringWorker):
         if self._connected:
             store = self.stored and self.stored.name
             get_kv_transfer_group().report(self.seats, lost, self._take_stats, store)
-        log_start(self, len(layers))
+        log_start(self, [*self.retrieval_layers.values()], len(layers))
 
     def _groups(self, layers: dict[str, Any]) -> list[Group]:
         """The layers with plain full attention, by metadata builder."""
@@ -231,7 +233,7 @@ class RetrievalCPUWorker(StoringWorker):
             if name not in self.in_home:
                 yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
         for impl in self.retrieval_layers.values():
-            for store in impl.stores:
+            for store in impl.indexes:
                 yield store.records.view(blocks, -1)
 
     def _use_huge_pages(self) -> None:
@@ -395,6 +397,6 @@ class RetrievalCPUWorker(StoringWorker):
             return
         source, target = torch.tensor(copies).unbind(1)
         for impl in self.retrieval_layers.values():
-            for store in impl.stores:
+            for store in impl.indexes:
                 blocks = store.records.view(self.cache_config.num_gpu_blocks, -1)
                 blocks[target] = blocks[source]

@@ -6,10 +6,12 @@ import torch
 
 from vllm_kvretrieval.kernels.reference.index import fields_of, keys_of_entries
 from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.kernels.rules import choose_pages
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.index.base import unpack_means
 from vllm_kvretrieval.retrieval.index.exact import Exact
+from vllm_kvretrieval.retrieval.index.rule import Rule
 
 LEAST_SHARE = 1e-5
 """The share of the attention below which there is no remainder."""
@@ -38,10 +40,16 @@ def plan_decode(
             chosen = torch.arange(sink, sink + select)
             everything = sink + select + window == count
             if mode is Mode.SELECT and select > 0:
-                best, enough = select_units(
-                    grouped[head].float(), entries, head, chooser, (sink, count - window),
-                    select, rows.per_token, float(rows.mass[r]),
-                )  # fmt: skip
+                if isinstance(store.index, Rule):
+                    record = record_of(store.index, entries, head, store)
+                    asked = grouped[head].float()
+                    best = choose_pages(store.index, asked, record, rows, r, head, chooser)
+                    enough = torch.arange(select)
+                else:
+                    best, enough = select_units(
+                        grouped[head].float(), entries, head, chooser, (sink, count - window),
+                        select, rows.per_token, float(rows.mass[r]),
+                    )  # fmt: skip
                 corrected = bool(rows.fresh[r]) or _turned(
                     grouped[head], previous[head], float(rows.threshold[r])
                 )
@@ -89,7 +97,7 @@ def add_up(
         head: Number of the KV head.
         chooser: How to select.
         attended: int64; positions of the pages that the head attends to.
-        remainder: Of the head, written: [group, head_size] and [group].
+        remainder: The head's remainder, written: [group, head_size] and [group].
     """
     remainder.values.zero_()
     remainder.lse.fill_(-math.inf)
@@ -128,7 +136,7 @@ def selected(rows: DecodeRows, r: int, head: int, units: int, selection: Selecti
     return min(int(selection.counts[rows.seats[r], head]), between)
 
 
-def entry_count(seq_len: int, store: IndexStore) -> int:
+def entry_count(seq_len: int, store: IndexRecords) -> int:
     """The number of entries of a context that have records; unfinished ones do if records grow."""
     grows = store.index is not None and store.index.grows
     return -(-seq_len // store.entry_tokens) if grows else seq_len // store.entry_tokens
@@ -181,14 +189,14 @@ def select_units(
 
 
 def find_outliers(
-    entries: torch.Tensor, head: int, store: IndexStore, between: tuple[int, int], count: int
+    entries: torch.Tensor, head: int, store: IndexRecords, between: tuple[int, int], count: int
 ) -> torch.Tensor:
     """The pages between sink and window whose keys are least like the means of their entries.
 
     Args:
         entries: int64 [n]; those of the context that count.
         head: Number of the KV head.
-        store: Its index tells outliers.
+        store: The page index, which tells outliers.
         between: Where the sink ends and the window begins, in pages.
         count: How many pages to find.
 
@@ -222,6 +230,18 @@ def reach_mass(
     return order[: short + 1].sort().values
 
 
+def record_of(
+    index: Index, entries: torch.Tensor, head: int, store: IndexRecords
+) -> dict[str, torch.Tensor]:
+    """What an index is given of entries of a KV head, [n, ...] each."""
+    record = {}
+    if index == store.index:
+        record = fields_of(store.records[entries, head], store)
+    if index.reads_keys:
+        record["keys"] = keys_of_entries(entries, store)[:, :, head]
+    return record
+
+
 def score_entries(
     index: Index,
     query: torch.Tensor,
@@ -235,11 +255,8 @@ def score_entries(
     Returns:
         float32 [group, n].
     """
-    store, record = chooser.store, {}
-    if index == store.index:
-        record = fields_of(store.records[entries, head], store)
-    if index.reads_keys:
-        record["keys"] = keys_of_entries(entries, store)[:, :, head]
+    store = chooser.store
+    record = record_of(index, entries, head, store)
     if per_token:
         return index.score_tokens(query, record, chooser.scale).flatten(1)
     if store.spans > 1:

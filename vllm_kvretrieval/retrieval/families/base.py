@@ -5,6 +5,7 @@ where the KV is; and a file of :mod:`vllm_kvretrieval.methods`, which runs it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vllm_kvretrieval.retrieval.presets import Preset
 
 
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """What selects pages or tokens, and when. A family overrides what is otherwise with it.
 
@@ -30,7 +32,7 @@ class Method:
         schedules: The values of the option ``schedule``, with a line for ``vllm serve --help``.
         options: The options of an engine, among those that only some families have, that have an
             effect with the family.
-        of_requests: The same of the options of a request.
+        of_requests: The options of a request that have an effect with the family.
 
         name: What requests call the method.
         page_size: Tokens per page.
@@ -70,12 +72,13 @@ class Method:
     sink_pages: int | None = None
     window_pages: int | None = None
     budget_shares: Shares = UNIFORM
-    selects: bool = True
-    per_token: bool = False
-    selects_for_others: bool = False
-    whole: bool = False
-    least_chosen: int = 0
 
+    selects: ClassVar[bool] = True
+    selects_for_others: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+    least_chosen: ClassVar[int] = 0
+
+    per_token: bool = False
     index: Index | None = None
     summary_size: int | None = None
     entry_pages: int = 1
@@ -103,7 +106,7 @@ class Method:
         Raises:
             RetrievalConfigError: They cannot go together; says why.
         """
-        raise NotImplementedError
+        return cls(name=name, page_size=page_size, schedule=schedule)
 
     @property
     def entry_tokens(self) -> int:
@@ -167,7 +170,7 @@ class Method:
         the last of them, and the most that a window has.
 
         Args:
-            budgets: Those of the engine.
+            budgets: The engine's budgets.
             raw_window: Whether the window stays as the model made it.
         """
         windows = [budget.window for budget in budgets.largest(self)] if raw_window else []

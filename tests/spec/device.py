@@ -1,0 +1,102 @@
+"""The ops of a decode step on a device, in plain torch: their specification."""
+
+from collections.abc import Sequence
+
+import torch
+
+from tests.spec import ops as reference
+from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.rows import DecodeRows, Mode
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
+
+
+def prepare_rows(
+    rows: DeviceRows, requests: DeviceRequests, page_size: int, *, far: bool = False
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.prepare_rows`."""
+    starts = rows.query_start.tolist()
+    for row, seat in enumerate(rows.seats.tolist()):
+        length, options = int(rows.seq_lens[row]), requests.table[seat]
+        active = seat >= 0 and starts[row + 1] - starts[row] == 1 and not rows.prefilling[row]
+        active = active and bool(rows.slot_mapping[starts[row]] >= 0)
+        active = active and not options[Column.EXACT]
+        budget = options[[Column.SINK, Column.WINDOW, Column.SELECT]].sum()
+        listed = active and (far or bool(-(-length // page_size) > budget))
+        rows.choosers[row] = options[Column.CHOOSER] if listed else -1
+        rows.fresh[row] = listed and bool(options[Column.LAST_LEN] != length - 1)
+        rows.dense_lens[row] = int(row == 0) if listed else length
+        if listed:
+            options[Column.LAST_LEN] = length
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    indexes: Sequence[IndexRecords],
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.write_kv`."""
+    reference.write_rows(key, value, slot_mapping, cache)
+    for store in indexes:
+        reference.update_index(key, slot_mapping, store)
+
+
+def index_pages(pages: torch.Tensor, store: IndexRecords) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.index_pages`."""
+    reference.index_pages(pages, torch.full_like(pages, store.page_size), store)
+
+
+def plan_decode(
+    query: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    choosers: Sequence[Chooser],
+    plan: DevicePlan,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.plan_decode`."""
+    kv_heads, size = choosers[0].store.kv_heads, choosers[0].store.page_size
+    plan.lengths[: len(rows) * kv_heads] = -1
+    for number, chooser in enumerate(choosers):
+        own = (rows.choosers == number).nonzero()[:, 0]
+        step = _step(own, rows, requests, size, kv_heads)
+        if len(own):
+            reference.plan_decode(query[own], step, chooser)
+        for i, row in enumerate(own.tolist()):
+            for head in range(kv_heads):
+                pair, found = row * kv_heads + head, i * kv_heads + head
+                plan.lengths[pair] = step.lengths[found]
+                listed = step.lists[found, : -(-int(step.lengths[found]) // size)]
+                if plan.positions:
+                    pages = rows.block_table[row, : -(-int(step.seq_lens[i]) // size)]
+                    listed = (pages == listed[:, None] // kv_heads).int().argmax(1)
+                plan.lists[pair, : len(listed)] = listed
+
+
+def _step(
+    own: torch.Tensor, rows: DeviceRows, requests: DeviceRequests, size: int, kv_heads: int
+) -> DecodeRows:
+    """Some of the rows as :class:`DecodeRows`, which the ops of the CPU take."""
+    seats, lengths = rows.seats[own], rows.seq_lens[own]
+    options = requests.table[seats.long()]
+    sink, window, select = (
+        options[:, c].contiguous() for c in (Column.SINK, Column.WINDOW, Column.SELECT)
+    )
+    budget = sink + window + select
+    whole, was_whole = (-(-tokens // size) <= budget for tokens in (lengths, lengths - 1))
+    return DecodeRows(
+        block_table=rows.block_table[own],
+        seq_lens=lengths,
+        seats=seats,
+        sink=torch.where(whole, 0, sink),
+        window=torch.where(whole, 0, window),
+        mode=torch.where(whole, int(Mode.WHOLE), int(Mode.SELECT)).to(torch.uint8),
+        select=torch.where(whole, 0, select),
+        threshold=options[:, Column.THRESHOLD].contiguous().view(torch.float32),
+        fresh=((rows.fresh[own] != 0) | was_whole).to(torch.uint8),
+        mass=torch.ones(len(own)),
+        corrected=requests.corrected,
+        spared=torch.empty(0, dtype=torch.int64),
+        lists=torch.zeros(len(own) * kv_heads, rows.block_table.shape[1], dtype=torch.int32),
+        lengths=torch.zeros(len(own) * kv_heads, dtype=torch.int32),
+    )

@@ -1,0 +1,183 @@
+"""The ops over slots in plain torch: their specification. Slow, and meant to be read."""
+
+import torch
+
+from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.types import Selection
+
+
+def recall_units(
+    home: torch.Tensor,
+    slots: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    count: torch.Tensor,
+    *,
+    programs: int = 16,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.recall_units`."""
+    listed = int(count)
+    slots[targets[:listed].long()] = home.flatten(0, 1)[sources[:listed].long()]
+
+
+def write_tail(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: DeviceRows,
+    residency: Residency,
+    slots: torch.Tensor,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.write_tail`."""
+    of_seat = slots.view(*residency.held.shape, *slots.shape[1:])
+    for row, seat in enumerate(rows.seats.tolist()):
+        if rows.choosers[row] < 0 or rows.fresh[row]:
+            continue
+        page, offset = divmod(int(rows.seq_lens[row]) - 1, slots.shape[1])
+        for head, slot in (residency.held[seat] == page).nonzero().tolist():
+            of_seat[seat, head, slot, offset] = torch.cat([key[row, head], value[row, head]])
+
+
+def resolve(
+    plan: DevicePlan,
+    rows: DeviceRows,
+    residency: Residency,
+    recalls: Recalls,
+    slot_lists: torch.Tensor,
+    page_size: int,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.resolve`."""
+    held = residency.held
+    for row, seat in enumerate(rows.seats.tolist()):
+        if rows.choosers[row] < 0:
+            continue
+        if rows.fresh[row]:
+            residency.traffic[seat, Traffic.HELD] -= (held[seat] >= 0).sum()
+            held[seat] = -1
+        for head in range(held.shape[1]):
+            pair = row * held.shape[1] + head
+            pages = -(-int(plan.lengths[pair]) // page_size)
+            wanted = plan.lists[pair, :pages]
+            free = torch.ones_like(held[seat, head], dtype=torch.bool)
+            found = _find(wanted, row, head, free, rows, residency, recalls)
+            slot_lists[pair, :pages] = torch.tensor([slot for slot, _ in found], dtype=torch.int32)
+            residency.traffic[seat, Traffic.LOOKED_UP] += pages
+            residency.traffic[seat, Traffic.MISSED] += sum(missed for _, missed in found)
+
+
+def resolve_ahead(
+    selection: Selection,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    residency: Residency,
+    recalls: Recalls,
+    slot_lists: torch.Tensor,
+    page_size: int,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.resolve_ahead`."""
+    held, stamp = residency.held, residency.stamp
+    for row, seat in enumerate(rows.seats.tolist()):
+        if rows.choosers[row] < 0:
+            continue
+        options = requests.table[seat]
+        between = -(-int(rows.seq_lens[row]) // page_size)
+        between -= int(options[Column.SINK] + options[Column.WINDOW])
+        if between <= options[Column.SELECT]:
+            continue
+        for head in range(held.shape[1]):
+            wanted = selection.chosen[seat, head, : int(options[Column.SELECT])]
+            free = stamp[seat, head] != residency.step
+            found = _find(wanted, row, head, free, rows, residency, recalls)
+            slot_lists[row * held.shape[1] + head, : len(wanted)] = torch.tensor(
+                [slot for slot, _ in found], dtype=torch.int32
+            )
+            residency.traffic[seat, Traffic.AHEAD] += sum(missed for _, missed in found)
+
+
+def _find(
+    wanted: torch.Tensor,
+    row: int,
+    head: int,
+    free: torch.Tensor,
+    rows: DeviceRows,
+    residency: Residency,
+    recalls: Recalls,
+) -> list[tuple[int, bool]]:
+    """The slot of every page (-1: it gets none), and whether the page was missing.
+
+    Args:
+        wanted: [n]; pages by position.
+        row, head: The numbers of the row and of the KV head that attends to them.
+        free: bool [C]; what may be given away, unless it holds a page that is wanted.
+        rows, residency, recalls: See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.resolve`.
+    """
+    seat, step = int(rows.seats[row]), int(residency.step)
+    _, kv_heads, capacity = residency.held.shape
+    held, stamp = residency.held[seat, head], residency.stamp[seat, head]
+    first = (seat * kv_heads + head) * capacity
+    wanted_slots = (held[:, None] == wanted).any(1)
+    candidates = (free & ~wanted_slots).nonzero()[:, 0].tolist()
+    candidates.sort(key=lambda slot: -1 if held[slot] < 0 else int(stamp[slot]))
+    missing = [page for page in wanted.tolist() if page not in held]
+    victims = sorted(candidates[: len(missing)])
+    for page, slot in zip(missing, victims, strict=False):
+        residency.traffic[seat, Traffic.HELD] += held[slot] < 0
+        held[slot] = page
+        entry = int(recalls.count)
+        recalls.sources[entry] = rows.block_table[row, page] * kv_heads + head
+        recalls.targets[entry] = first + slot
+        recalls.count += 1
+    found = []
+    for page in wanted.tolist():
+        slots = (held == page).nonzero()[:, 0].tolist()
+        stamp[slots] = step
+        found.append((first + slots[0] if slots else -1, bool(slots) and page in missing))
+    return found
+
+
+def stage_context(
+    home: torch.Tensor,
+    buffer: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    starts: torch.Tensor,
+    *,
+    programs: int = 16,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.stage_context`."""
+    for row, (length, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=True)):
+        pages = -(-length // home.shape[2])
+        buffer[start : start + pages] = home[block_table[row, :pages].long()]
+
+
+def sparse_decode(
+    query: torch.Tensor,
+    slots: torch.Tensor,
+    slot_lists: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.sparse_decode`. Computes in float64."""
+    group = lse.shape[1]
+    kv_heads = query.shape[1] // group
+    for row, length in enumerate(lengths.tolist()):
+        if length < 0:
+            continue
+        request, head = divmod(row, kv_heads)
+        members = slice(head * group, (head + 1) * group)
+        listed = slots[slot_lists[row, : -(-length // slots.shape[1])].long()]
+        keys, values = listed.flatten(0, 1)[:length].double().chunk(2, dim=-1)
+        scores = query[request, members].double() @ keys.T * scale
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
+        if sinks is not None:  # a score without a value
+            scores = torch.cat([scores, sinks[members, None].double()], 1)
+            values = torch.cat([values, values.new_zeros(1, values.shape[1])])
+        lse[row] = scores.logsumexp(dim=-1)
+        out[request, members] = (scores.softmax(dim=-1) @ values).to(out.dtype)

@@ -1,0 +1,502 @@
+"""The scheduler's half of a store: which blocks it has, which are to be stored, who may share them.
+
+Blocks of an earlier run stand in vLLM's prefix cache from the start on, in their old order of use.
+Before a request shares one for the first time, its contents are read and compared with its sum.
+"""
+
+import contextlib
+import gc
+import math
+import time
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.request import Request
+
+from vllm_kvretrieval.engine.allotments import allotted_blocks
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.levels import BlockLevels
+from vllm_kvretrieval.store.disk.changes import note, note_reset
+from vllm_kvretrieval.store.disk.contexts import (
+    NO_PARENT,
+    PINNED_SHARE,
+    forgotten,
+    id_of,
+    missing_keys,
+    pinned_blocks,
+    reachable,
+)
+from vllm_kvretrieval.store.disk.inbox import DROP, RETRY_S, Change, Inbox
+from vllm_kvretrieval.store.disk.names import read_kept, read_pins
+from vllm_kvretrieval.store.disk.ranks import open_ranks
+from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.store.disk.store import LOCK, release
+from vllm_kvretrieval.store.serving.halves import FIELD, Fault, StoreStep, started
+from vllm_kvretrieval.store.serving.levels import StoredLevels
+
+logger = init_logger("vllm.kvretrieval.store")
+
+CHECKERS = 2
+"""Threads that compare blocks with their sums; hashing lets others run."""
+PATIENCE_S = 10.0
+"""How long a command that looks at the store may keep the server waiting."""
+PERIOD_S = 60.0
+"""Seconds between two looks; on a clock that never jumps."""
+DAY_S = 86400
+TOLERATED_S = 3600
+"""How far blocks may be from the future: clocks are set now and then."""
+
+
+class Arrivals:
+    """Numbers of the requests that have not ended, from 1 on.
+
+    Attributes:
+        last: The number of the request that has arrived last; 0: none has.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0
+        self._numbers: dict[str, int] = {}
+
+    @property
+    def first(self) -> int:
+        """The number of the first request that has not ended, or of the next one."""
+        return min(self._numbers.values(), default=self.last + 1)
+
+    def note(self, request_id: str) -> None:
+        """Number a request that has just arrived."""
+        self.last += 1
+        self._numbers[request_id] = self.last
+
+    def of(self, request_id: str) -> int:
+        """The number of a request; of a session, that of its first input."""
+        return self._numbers[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        self._numbers.pop(request_id, None)
+
+
+class Expiry:
+    """Finds blocks that have become too old.
+
+    Args:
+        days: The age; None: they never do.
+    """
+
+    def __init__(self, days: float | None) -> None:
+        self._seconds = None if days is None else days * DAY_S
+        self._next = 0.0
+        self._warned = False
+
+    def look(self, records: Mapping[int, Record], kept: Container[int]) -> list[int]:
+        """Blocks that are too old; none if the last look was not long ago.
+
+        A clock that was set back lets blocks live longer, and a warning says so. One that was set
+        forward lets them be computed anew.
+
+        Args:
+            records: Records of the stored blocks, by their numbers.
+            kept: Blocks that stay, however old.
+        """
+        if self._seconds is None or time.monotonic() < self._next:
+            return []
+        self._next = time.monotonic() + PERIOD_S
+        now = time.time()
+        ahead = max((record.created for record in records.values()), default=0) - now
+        if ahead > TOLERATED_S and not self._warned:
+            self._warned = True
+            logger.warning(
+                "store: blocks were stored %d s from now, so the clock has been set back; they "
+                "will be forgotten so much later.",
+                ahead,
+            )
+        end = now - self._seconds
+        return [
+            block for block, record in records.items() if record.created < end and block not in kept
+        ]
+
+
+class Leftovers:
+    """Contents of blocks that have no record: of what was dropped, and of what was never stored.
+
+    A context seldom ends with a block, and what is dropped may be in use by running requests. When
+    no request has such a block any more, workers erase it before their next step; a later request
+    may have it again, but in a later step.
+
+    Args:
+        pool: vLLM's block pool.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._blocks = set[int]()
+
+    def add(self, blocks: Iterable[int]) -> None:
+        """Note blocks that are about to be written, or that have lost their records."""
+        self._blocks.update(blocks)
+
+    def take(self, stored: Container[int], running: bool = True) -> list[int]:
+        """The blocks that can be erased before the step that has just been scheduled.
+
+        Args:
+            stored: Blocks that have a record, or will have one.
+            running: Whether requests may run; otherwise none has any block.
+        """
+        taken = []
+        for number in [*self._blocks]:
+            block = self._pool.blocks[number]
+            if block.block_hash is not None or number in stored:
+                self._blocks.discard(number)
+            elif not running or not block.ref_cnt:
+                self._blocks.discard(number)
+                taken.append(number)
+        return taken
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Meanwhile Python looks for no garbage: many objects are made then, which all stay.
+
+    They would have it look through all objects of the engine, which takes longer than making them.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class SchedulerStore:
+    """Blocks of a store in vLLM's block pool.
+
+    Args:
+        directory: The directory of all stores.
+        name: What the names of the workers' own directories begin with; they have opened them.
+        pool: vLLM's block pool, not yet used by any request.
+        levels: Gets the levels of the blocks that are restored.
+        longest: Blocks of the longest request.
+        arrivals: The order in which requests arrive.
+        days: Age at which blocks are forgotten; None: they never are.
+
+    Raises:
+        RetrievalConfigError: Another process uses the store, or it is damaged.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        name: str,
+        pool: Any,
+        levels: BlockLevels,
+        longest: int,
+        arrivals: Arrivals,
+        days: float | None = None,
+    ) -> None:
+        self._pool, self._levels = pool, levels
+        most = min(int(PINNED_SHARE * len(pool.blocks)), len(pool.blocks) - 1 - longest)
+        self._most_pinned = max(most, 0)
+        self._arrivals = arrivals
+        self._expiry = Expiry(days)
+        self._store = open_ranks(directory, name, write=True)
+        self._locks = self._store.take_locks([LOCK], PATIENCE_S)
+        self._next_use = int(self._store.used.max(initial=0)) + 1
+        self._order_fault = Fault("the order in which blocks were used cannot be written")
+        self._void_fault = Fault("what is forgotten stays on the disk")
+        self._kept_fault = Fault("names and pins cannot be read")
+        self._inbox = Inbox(self._store.folder)
+        self._leftovers = Leftovers(pool)
+        self._counts = Counter[str]()
+        self.numbers = StoredLevels(
+            self._store.folder, lambda: {record.level for record in self._stored.values()}
+        )
+        self._stored: dict[int, Record] = {}  # of blocks that have one, or will
+        self._restored: set[int] = set()  # those of earlier runs
+        self._unchecked: dict[int, Record] = {}
+        self._absent: set[int] = set()  # what they have outside of home is not in memory yet
+        self._pinned: dict[int, Any] = {}  # vLLM's blocks by their numbers
+        self._kept = set[bytes]()  # keys of contexts with names and pins, when last read
+        self._unpinned = set[bytes]()  # keys that pinned contexts lack
+        self._look_at = math.inf  # when to look for them again, by the monotonic clock
+        self._dropped: dict[bytes, int] = {}  # keys, and the last arrival before
+        self._checkers = started(CHECKERS, "store-check")
+        self._checks: dict[int, Future[bool]] = {}
+        self._step = StoreStep()
+        self._read_kept()
+        with without_collection():
+            self._restore()
+
+    def _restore(self) -> None:
+        """Put the blocks of earlier runs into the prefix cache."""
+        start = time.perf_counter()
+        found = self._store.records()
+        found.pop(self._pool.null_block.block_id, None)
+        records = reachable(found)
+        order = sorted(records, key=lambda block: (self._store.used[block], -records[block].number))
+        blocks = [self._pool.blocks[number] for number in order]
+        self._pool.touch(blocks)
+        for block in blocks:
+            record = records[block.block_id]
+            key = make_block_hash_with_group_id(record.key, 0)
+            tokens = (record.number + 1) * self._pool.hash_block_size
+            block.set_block_hash(key, num_tokens=tokens)
+            self._pool.cached_block_hash_to_block.insert(key, block)
+            self._levels.note(block, self.numbers.level(record.level))
+        # Also copies of what others have, and what lies behind a gap: to be forgotten with them.
+        self._stored = found
+        self._restored, self._absent, self._unchecked = set(records), set(records), records
+        self._pin(records)
+        self._pool.free_blocks(blocks)
+        tokens = len(blocks) * self._pool.hash_block_size
+        self._counts["store_tokens_restored"] = tokens
+        logger.info(
+            "store: %d tokens of earlier runs are in the prefix cache (%d pinned), after %.3f s.",
+            tokens,
+            len(self._pinned) * self._pool.hash_block_size,
+            time.perf_counter() - start,
+        )
+
+    def _pin(self, records: Mapping[int, Record]) -> None:
+        """Hold the blocks of the contexts that are pinned, and no others.
+
+        Args:
+            records: Records of blocks that may be in the prefix cache.
+        """
+        self._look_at = time.monotonic() + RETRY_S  # if reading fails
+        pins = read_pins(self._store.folder)
+        self._look_at = math.inf
+        self._unpinned = set()
+        if not pins and not self._pinned:
+            return
+        cached = {
+            number: record
+            for number, record in records.items()
+            if self._pool.blocks[number].block_hash == make_block_hash_with_group_id(record.key, 0)
+        }
+        self._unpinned = missing_keys(pins, cached)
+        wanted = pinned_blocks(pins, reachable(cached))
+        most = self._most_pinned
+        if len(wanted) > most:
+            logger.warning(
+                "store: %d of %d pinned blocks are kept; requests need the others.",
+                most,
+                len(wanted),
+            )
+        before = self._pinned
+        self._pinned = {number: self._pool.blocks[number] for number in wanted[:most]}
+        self._pool.touch([*self._pinned.values()])
+        self._pool.free_blocks(before.values())
+
+    def tend(self) -> None:
+        """Forget what has become too old, or is found damaged, and do what users have asked for.
+
+        Called before each look-up of a prefix, so that no request finds any of it.
+        """
+        if old := self._expiry.look(self._stored, self._pinned):
+            self._counts["store_blocks_expired"] += len(old)
+            self._drop(old)
+        try:
+            self._inbox.follow(self._follow)
+            if time.monotonic() >= self._look_at:
+                self._pin(self._stored)
+        except (OSError, RetrievalConfigError) as error:
+            logger.error("store: a change has failed, and will be tried again (%s).", error)
+        self._take_checks()
+
+    def _follow(self, change: Change) -> None:
+        """Pin, unpin or drop a context as another process has asked.
+
+        Raises:
+            OSError, RetrievalConfigError: A pin or unpin has failed and is tried again; a drop is
+                not, since the document may have been read again by then.
+        """
+        dropped = set[bytes]()
+        if change.action == DROP:
+            gone = forgotten(change.key, self._stored, self._read_kept())
+            dropped = {self._stored[block].key for block in gone}
+            first, last = self._arrivals.first, self._arrivals.last
+            self._dropped = {key: at for key, at in self._dropped.items() if at >= first}
+            self._dropped |= dict.fromkeys(dropped | {change.key}, last)
+            self._drop(gone)
+        try:
+            note(self._store.folder, change, dropped)
+            self._pin(self._stored)
+        except (OSError, RetrievalConfigError) as error:
+            if change.action != DROP:
+                raise
+            logger.error("store: names and pins of what is dropped stay (%s).", error)
+        logger.info("store: %s %s, as asked for.", change.action, id_of(change.key))
+
+    def _read_kept(self) -> set[bytes]:
+        """Keys of the contexts with names and pins; if they cannot be read, those of before."""
+        with self._kept_fault.noted():
+            self._kept = read_kept(self._store.folder)
+        return self._kept
+
+    def _drop(self, blocks: Collection[int]) -> None:
+        """Take blocks out of the prefix cache, and forget them, whatever happens to the server."""
+        self._pool.evict_blocks({*blocks})
+        pinned = [block for block in blocks if block in self._pinned]
+        self._unpinned |= {self._stored[block].key for block in pinned}
+        self._pool.free_blocks([self._pinned.pop(block) for block in pinned])
+        self._forget(blocks)
+        self._leftovers.add(blocks)
+        if blocks:
+            with self._void_fault.noted():  # the worker tries it, too
+                self._store.void(blocks)
+
+    def waits(self, request: Request, tokens: int) -> bool:
+        """Whether a request has to wait, since blocks that it is about to share are being checked.
+
+        Args:
+            request: The request, whose prefix has just been looked up.
+            tokens: How many tokens it would share; whole blocks.
+        """
+        if not self._unchecked:
+            return False
+        waits = False
+        for key in request.block_hashes[: tokens // self._pool.hash_block_size]:
+            found = self._pool.cached_block_hash_to_block.get_one_block(
+                make_block_hash_with_group_id(key, 0)
+            )
+            number = found.block_id
+            if (record := self._unchecked.get(number)) is not None:
+                waits = True
+                if number not in self._checks:
+                    self._checks[number] = self._checkers.submit(self._store.intact, number, record)
+        return waits
+
+    def _take_checks(self) -> None:
+        """Take the results of checks that have ended; what is damaged leaves the prefix cache."""
+        damaged = list[int]()
+        for number in [number for number, check in self._checks.items() if check.done()]:
+            check = self._checks.pop(number)
+            intact = check.exception() is None and check.result()
+            self._counts["store_bytes_checked"] += self._store.block_bytes
+            if self._unchecked.pop(number, None) is not None and not intact:
+                damaged.append(number)
+        if damaged:
+            logger.warning(
+                "store: %d blocks are damaged and will be computed anew (%s).",
+                len(damaged),
+                ", ".join(map(str, damaged[:20])),
+            )
+            self._counts["store_blocks_damaged"] += len(damaged)
+            self._drop(damaged)
+
+    def _forget(self, blocks: Collection[int]) -> None:
+        """Void the records of blocks with the next step, those that are yet to be written, too."""
+        for number in blocks:
+            if self._stored.pop(number, None) is not None:
+                self._step.void.append(number)
+            self._restored.discard(number)
+            self._unchecked.pop(number, None)
+        late = self._step.commit
+        self._step.commit = [entry for entry in late if entry[0] not in blocks]
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """Follow a step that has been scheduled, before any of its blocks is offered."""
+        shared, new = allotted_blocks(scheduler_output, self._pool.hash_block_size)
+        if self._absent:
+            # Also of blocks that have just been forgotten: a request may share them already.
+            self._step.load += (found := self._absent.intersection(shared))
+            self._absent.difference_update(found, new)
+        hits = sum(block in self._restored for block in shared)
+        self._counts["store_tokens_hit"] += hits * self._pool.hash_block_size
+        if overwritten := self._stored.keys() & new:
+            self._counts["store_blocks_evicted"] += len(overwritten)
+            self._forget(overwritten)
+        self._leftovers.add(new)
+        self._step.erase += self._leftovers.take(self._stored)
+
+    def offer(self, request: Request, first: int, blocks: Sequence[Any], arrived: int) -> None:
+        """Store blocks when the next step has run, but for those of a context that was dropped.
+
+        Args:
+            request: The request that has computed the blocks, or computes them in this step.
+            first: How many blocks of the context are before them.
+            blocks: vLLM's; full ones.
+            arrived: The request's number in the order of arrivals. Contexts that were dropped
+                later are not stored for it, nor what goes on behind them.
+        """
+        if request.lora_request is not None or request.mm_features:
+            return  # hashes have them by names that clients choose
+        keys, now = request.block_hashes, int(time.time())
+        for number, block in enumerate(blocks, first):
+            if block.block_hash is None:
+                continue
+            key, parent = keys[number], keys[number - 1] if number else NO_PARENT
+            dropped = max(self._dropped.get(known, 0) for known in (key, parent))
+            if arrived <= dropped:
+                self._dropped[key] = dropped
+                self._pool.evict_blocks({block.block_id})
+                self._leftovers.add([block.block_id])
+                continue
+            if key in self._unpinned:
+                self._look_at = 0.0
+            level = self.numbers.number(self._levels.of(block))
+            record = Record(key, parent, number, level, now)
+            self._stored[block.block_id] = record
+            self._step.commit.append((block.block_id, record))
+
+    def end_step(self, scheduler_output: Any) -> None:
+        """Add to a step what becomes of the store's blocks."""
+        setattr(scheduler_output, FIELD, self._step)
+        self._step = StoreStep()
+
+    def finish(self, request: Request, blocks: Sequence[int]) -> None:
+        """Note that a request lets go of its blocks, the last one first.
+
+        Args:
+            request: It has ended, or was aborted.
+            blocks: The blocks' numbers, in the order of the context.
+        """
+        if blocks:
+            with self._order_fault.noted():
+                self._store.note_use([*reversed(blocks)], self._next_use)
+            self._next_use += len(blocks)
+
+    def unpin(self) -> None:
+        """Let go of the blocks that are never evicted, so that vLLM can empty its cache."""
+        self._pool.free_blocks(self._pinned.values())
+
+    def pin(self) -> None:
+        """Hold them again, if it could not."""
+        self._pool.touch([*self._pinned.values()])
+
+    def clear(self) -> None:
+        """Forget everything: vLLM has emptied its prefix cache.
+
+        Raises:
+            OSError: The disk still has what is forgotten, until the next step has voided it.
+        """
+        stored = [*self._stored]
+        # Also what workers have yet to write, and what they have not been told of.
+        self._step = StoreStep(void=stored)
+        self._leftovers.add(stored)
+        for known in (self._stored, self._restored, self._absent, self._unchecked):
+            known.clear()
+        self._pinned = {}
+        self._unpinned.clear()
+        self._store.void(stored)
+        note_reset(self._store.folder)
+
+    def take_counts(self) -> dict[str, int]:
+        """What ``COUNTERS`` of the connector count of the scheduler's half since the last call."""
+        counts, self._counts = +self._counts, Counter()
+        return counts
+
+    def close(self) -> None:
+        """Close the store; others may use it then. The workers have ended before."""
+        self._checkers.shutdown(cancel_futures=True)
+        self._store.void(self._step.void)
+        with self._void_fault.noted():
+            self._store.erase(self._leftovers.take(self._stored, running=False))
+        self._store.close()
+        release(self._locks)

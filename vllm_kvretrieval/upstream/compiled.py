@@ -1,0 +1,82 @@
+"""A compiled model is loaded at the next start, which vLLM does not manage on CPUs.
+
+vLLM saves the model that torch has compiled. When it loads the model, it calls
+``finalize_loading``, a method of the functions that vLLM's own compiler backend makes. On CPUs the
+backend is torch's ``inductor``, whose functions lack the method, so vLLM 0.32 and 0.33 compile at
+every start.
+
+vLLM's key of the saved model leaves out some of the things that the code depends on: the CPU and
+its vectors, how each linear layer multiplies, and whether the model takes tokens or embeddings.
+Here they become a part of the configuration, on which the key depends.
+"""
+
+import hashlib
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Loaded
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+from vllm_kvretrieval import __version__
+from vllm_kvretrieval.upstream import linear, mending, rotary
+
+CPUINFO = Path("/proc/cpuinfo")
+VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+"""Environment variables by which torch and oneDNN leave instructions of the CPU out."""
+FIELD = "compiled_for"
+"""What is added to vLLM's ``additional_config``."""
+
+
+def load_compiled(network: nn.Module) -> None:
+    """Let vLLM load, in this process, the model that an earlier start has compiled.
+
+    Args:
+        network: The model, with its weights and all changes to it. Its parts that vLLM compiles
+            have not been called yet.
+    """
+    parts = [part for part in network.modules() if not getattr(part, "do_not_compile", True)]
+    for config in {id(part.vllm_config): part.vllm_config for part in parts}.values():
+        if isinstance(additional := config.additional_config, Mapping):
+            config.additional_config = {**additional, FIELD: _compiled_for(config, network)}
+    if not hasattr(Loaded, "finalize_loading"):
+        Loaded.finalize_loading = _already_whole
+
+
+def _already_whole(loaded: Loaded, vllm_config: Any) -> None:
+    """Nothing is left to load: torch's functions are whole.
+
+    Raises:
+        ValueError: The key of the saved model does not say what it is for. vLLM compiles then.
+    """
+    if FIELD not in (vllm_config.additional_config or {}):
+        raise ValueError("without retrieval nothing says which CPU a saved model was compiled for")
+
+
+def _compiled_for(vllm_config: Any, network: nn.Module) -> str:
+    """A hash of all that vLLM's key leaves out."""
+    lines = CPUINFO.read_text().splitlines()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    facts = [
+        __version__,
+        flags,
+        str(pick_vec_isa()),
+        *(os.environ.get(name, "") for name in VARIABLES),
+        str(vllm_config.model_config.supports_multimodal_inputs),
+        *(inspect.getsource(module) for module in (linear, mending, rotary)),
+        *_products(network),
+    ]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+
+def _products(network: nn.Module) -> Iterator[str]:
+    """How linear layers multiply: vLLM's choice, or ours, by the CPU, weights and environment."""
+    for name, layer in network.named_modules():
+        if (product := getattr(layer, "cpu_linear", None)) is not None:
+            code = getattr(product, "__code__", None)
+            line = None if code is None else code.co_firstlineno
+            defaults, shape = getattr(product, "__defaults__", None), tuple(layer.weight.shape)
+            yield f"{name} {product.__qualname__} {line} {defaults} {shape}"
