@@ -19,7 +19,9 @@ from vllm_kvretrieval.methods.base import (
     StepRows,
     WorkSize,
 )
+from vllm_kvretrieval.methods.division import ChunkPlanner, Chunks, Prompts
 from vllm_kvretrieval.methods.registry import (
+    chunk_planner,
     connect_layers,
     group_methods,
     layer_methods,
@@ -28,6 +30,8 @@ from vllm_kvretrieval.methods.registry import (
 from vllm_kvretrieval.methods.whole import plan_whole
 
 __all__ = [
+    "ChunkPlanner",
+    "Chunks",
     "DecodePlan",
     "EngineFacts",
     "GroupFacts",
@@ -36,10 +40,12 @@ __all__ = [
     "LayerFacts",
     "LayerMethod",
     "LayerWatcher",
+    "Prompts",
     "Sees",
     "Step",
     "StepRows",
     "WorkSize",
+    "chunk_planner",
     "connect_layers",
     "group_methods",
     "layer_methods",

@@ -14,6 +14,9 @@ from vllm_kvretrieval.methods.base import (
     LayerMethod,
     WorkSize,
 )
+from vllm_kvretrieval.methods.division import ChunkPlanner
+from vllm_kvretrieval.methods.page_chunks import PageChunkPlanner
+from vllm_kvretrieval.methods.token_chunks import TokenChunkPlanner
 from vllm_kvretrieval.retrieval import families
 from vllm_kvretrieval.retrieval.families import Method
 
@@ -49,6 +52,16 @@ def layer_methods(facts: LayerFacts, choosers: Sequence[Chooser]) -> list[LayerM
     methods = enumerate(facts.requests.config.methods.values())
     made = [family_of(method).layer_method(facts, n, method, choosers[n]) for n, method in methods]
     return [*made, scored.ScoredLayer(choosers[0])]
+
+
+def chunk_planner(facts: GroupFacts) -> ChunkPlanner | None:
+    """What plans the chunks of prompts, for a group of layers; None: prompts are read exactly."""
+    requests = facts.requests
+    if requests.config.prefill_budget is None:
+        return None
+    if requests.config.own.prompts_select == "tokens":
+        return TokenChunkPlanner(requests.config, facts.kv_heads)
+    return PageChunkPlanner(requests.config, facts.kv_heads, requests.prompt_reads)
 
 
 def connect_layers(facts: EngineFacts, layers: Mapping[int, Layer]) -> None:
