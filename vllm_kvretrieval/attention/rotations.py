@@ -75,10 +75,10 @@ def keep_rotations(model: "ModelConfig") -> None:
     """
     if model.hf_overrides:
         _keep_overridden(model)
-    _scale_longrope(model)
+    scale_longrope(model)
 
 
-def _scale_longrope(model: "ModelConfig") -> None:
+def scale_longrope(model: "ModelConfig") -> None:
     """Scale a longrope model's rotations by its own factor.
 
     vLLM makes one of two lengths, and does not look at what config.json says.

@@ -60,6 +60,16 @@ WORKAROUNDS = (
         "Overrides are merged into the field.",
     ),
     Workaround(
+        "attention.rotations.scale_longrope",
+        "attention_factor and factor of a longrope model are not looked at.",
+        "Its rotations are scaled by them, as in transformers.",
+    ),
+    Workaround(
+        "attention.rotations.check_override",
+        "An override of rope_parameters without a rope_type ends in a KeyError.",
+        "vLLM says what is missing, or reads type, as model cards have it.",
+    ),
+    Workaround(
         "attention.rotations.check_rotations",
         "Lengths are served for which no rotations have been made.",
         "vLLM refuses such a --max-model-len.",
