@@ -7,6 +7,7 @@ layer. A new family is a file here and a line in :data:`registry.FILES`.
 
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
+    DeviceMethod,
     EngineFacts,
     GroupFacts,
     GroupMethod,
@@ -23,6 +24,7 @@ from vllm_kvretrieval.methods.division import ChunkPlanner, Chunks, Prompts
 from vllm_kvretrieval.methods.registry import (
     chunk_planner,
     connect_layers,
+    device_methods,
     group_methods,
     layer_methods,
     scratch_bytes,
@@ -33,6 +35,7 @@ __all__ = [
     "ChunkPlanner",
     "Chunks",
     "DecodePlan",
+    "DeviceMethod",
     "EngineFacts",
     "GroupFacts",
     "GroupMethod",
@@ -47,6 +50,7 @@ __all__ = [
     "WorkSize",
     "chunk_planner",
     "connect_layers",
+    "device_methods",
     "group_methods",
     "layer_methods",
     "plan_whole",

@@ -15,8 +15,10 @@ from vllm_kvretrieval.kernels import (
     Ops,
     PromptLists,
     Remainder,
+    Selection,
     TokenLists,
 )
+from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.roles import Role
 from vllm_kvretrieval.storage import LayerStorage, Ready, Storage
@@ -241,6 +243,35 @@ class LayerMethod(Protocol):
         ...
 
 
+class DeviceMethod(Protocol):
+    """The methods of a family, in one layer of a device whose steps may be replays of a graph.
+
+    The rows of a step are on the device, and so is the method of each. So a family looks at all
+    rows and leaves those of other families alone.
+    """
+
+    @property
+    def selection(self) -> Selection:
+        """What the layer's methods have selected, by seat."""
+        ...
+
+    def choose(
+        self,
+        ops: Any,
+        query: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        plan: DevicePlan,
+    ) -> None:
+        """Write what the rows attend to into the lists of a plan.
+
+        Args:
+            ops: The device's implementation of the ops that the family needs.
+            query, rows, requests, plan: See :meth:`DeviceOps.plan_decode`.
+        """
+        ...
+
+
 @runtime_checkable
 class LayerWatcher(Protocol):
     """An object that looks at the attention of a layer after each step."""
@@ -305,6 +336,7 @@ class WorkSize(NamedTuple):
         kv_heads: KV heads.
         head_size, dtype: The head size and element type of keys and values.
         rows: Most requests that run at once.
+        scratch: Bytes of the memory in which an op chooses: of so many numbers a task, and tasks.
         chunks: Most chunks of prompts in a step.
         chunk_queries: Queries by which each of them selects pages; 0: prompts select none.
         chunk_pages: Most pages before one of them that it attends to.
@@ -315,6 +347,7 @@ class WorkSize(NamedTuple):
     kv_heads: int
     head_size: int
     dtype: torch.dtype
+    scratch: Callable[[int, int], int]
     rows: int
     chunks: int
     chunk_queries: int

@@ -18,7 +18,6 @@ from vllm_kvretrieval.kernels import (
     Merge,
     Ops,
     TokenLists,
-    cpu,
 )
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
@@ -252,4 +251,4 @@ def _chunk_selector(facts: EngineFacts, selector: ContextSelector) -> ContextSel
 
 def scratch_bytes(methods: Sequence[Method], size: WorkSize) -> int:
     """Scores of tokens; see :meth:`Family.scratch_bytes`."""
-    return cpu.scratch_bytes(size.tokens * size.heads, size.rows)
+    return size.scratch(size.tokens * size.heads, size.rows)

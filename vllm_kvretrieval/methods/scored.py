@@ -15,9 +15,10 @@ from vllm_kvretrieval.kernels import (
     Ops,
     PromptLists,
     Remainder,
+    Selection,
     TokenLists,
-    cpu,
 )
+from vllm_kvretrieval.kernels.device import DeviceOps, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
     EngineFacts,
@@ -118,7 +119,35 @@ class ScoredLayer:
         return self.chunks.select(kernels, query, chunks)
 
 
+class DeviceScored:
+    """A layer's rows of the family's methods on a device; see :class:`DeviceMethod`.
+
+    Args:
+        choosers: What the layer selects with, by the number of the method.
+    """
+
+    def __init__(self, choosers: Sequence[Chooser]) -> None:
+        self._choosers = choosers
+
+    @property
+    def selection(self) -> Selection:
+        """See :attr:`DeviceMethod.selection`."""
+        return self._choosers[0].selection
+
+    def choose(
+        self,
+        ops: DeviceOps,
+        query: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        plan: DevicePlan,
+    ) -> None:
+        """See :meth:`DeviceOps.plan_decode`."""
+        ops.plan_decode(query, rows, requests, self._choosers, plan)
+
+
 group_method = Scored
+device_method = DeviceScored
 
 
 def layer_method(facts: LayerFacts, number: int, method: Method, chooser: Chooser) -> ScoredLayer:
@@ -144,10 +173,10 @@ def scratch_bytes(methods: Sequence[Method], size: WorkSize) -> int:
     ]
     if not scored:
         return 0
-    scratch = cpu.scratch_bytes(max(scored) * size.heads, size.rows)
+    scratch = size.scratch(max(scored) * size.heads, size.rows)
     if size.chunk_queries:
         asking = size.heads * size.chunk_queries
-        scratch += cpu.scratch_bytes(max(scored) * asking, size.chunks)
+        scratch += size.scratch(max(scored) * asking, size.chunks)
         scratch += size.chunks * asking * size.head_size * size.dtype.itemsize
         # What is selected, what is attended to, and three copies where pages are laid out.
         lists = size.chunks * size.kv_heads * size.chunk_pages

@@ -45,6 +45,7 @@ class StepPlanner:
         own: Whether it attends to whole contexts.
 
     Attributes:
+        methods: The methods, by number.
         budget_pages: Pages of the largest admissible budget.
     """
 
@@ -58,13 +59,13 @@ class StepPlanner:
         attends: bool,
         own: bool,
     ) -> None:
-        self._requests, self._facts, self._schedules = requests, facts, schedules
+        self._requests, self.facts, self._schedules = requests, facts, schedules
         self._page_size, self._kv_heads = facts.page_size, facts.kv_heads
         self._staging, self._in_place = staging, in_place
         self.attends, self._own = attends, own
         # Our own kernel reads every layout, but in place only.
         self._lays_out = None if own and in_place else staging
-        self._methods, self._chunks = group_methods(facts), chunk_planner(facts)
+        self.methods, self._chunks = group_methods(facts), chunk_planner(facts)
         self.budget_pages = requests.config.budget_limit // facts.page_size
         # Length of the context at a seat's last sparse decode step.
         self._last_len = requests.per_seat()
@@ -77,12 +78,12 @@ class StepPlanner:
             before: int [R]; tokens of each context before the step.
         """
         least = Sees.ALL if self._requests.calm else Sees.PROMPTS
-        watching = [n for n, method in enumerate(self._methods) if method.sees >= least]
+        watching = [n for n, method in enumerate(self.methods) if method.sees >= least]
         if not watching:
             return {}
         seats, lens = self._requests.seats(len(before)), dense.seq_lens.numpy()
         step = Step(seats, lens, before, dense.query_start_loc.numpy(), dense.block_table)
-        return {number: self._methods[number].see(step) for number in watching}
+        return {number: self.methods[number].see(step) for number in watching}
 
     def rows(
         self,
@@ -109,7 +110,7 @@ class StepPlanner:
         pages = -(-lens // self._page_size)
         parts = split_rows(batch, pages, decodes)
         self._requests.count_steps(seats, lens, pages, parts.sparse, decodes)
-        looks = any(m.sees is Sees.ALL for m in self._methods) or not self._in_place
+        looks = any(m.sees is Sees.ALL for m in self.methods) or not self._in_place
         if not parts.sparsely and count == common.num_reqs and decodes.all() and not looks:
             room = batch.total_pages * self._page_size - lens
             never = np.iinfo(np.int32).max
@@ -121,7 +122,7 @@ class StepPlanner:
             if fits.any():
                 index = torch.from_numpy(whole[fits])
                 contexts = _contexts_of(dense, index, seats[whole[fits]])
-                plans.append(plan_whole(self._facts, contexts, index))
+                plans.append(plan_whole(self.facts, contexts, index))
             whole = whole[~fits]
         return plans, whole
 
@@ -142,7 +143,7 @@ class StepPlanner:
         """
         index = None if places is None else torch.from_numpy(places)
         seats = seats if places is None else seats[places]
-        contexts, method = _contexts_of(dense, index, seats), self._methods[number]
+        contexts, method = _contexts_of(dense, index, seats), self.methods[number]
         lens = contexts.seq_lens.numpy()
         fresh = self._last_len[seats] != lens - 1
         self._last_len[seats] = lens

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_kvretrieval.engine.requests import RequestTable
-from vllm_kvretrieval.kernels import Chooser, IndexRecords, Selection, cpu
+from vllm_kvretrieval.kernels import Chooser, Selection, cpu
+from vllm_kvretrieval.methods.choosers import layer_choosers
 from vllm_kvretrieval.methods.page_chunks import ChunkSelection
 from vllm_kvretrieval.retrieval.index.check import check_outside
 
@@ -36,45 +37,18 @@ class Choosers:
         """
         config, requests = self._worker.retrieval_config, self._requests
         heads = self._worker.retrieval_heads[name]
-        shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
         check_outside(config.index_kinds, impl.head_size, kv_cache.dtype)
         selection = Selection.empty(
             seats=self._worker.seats,
+            kv_heads=impl.num_kv_heads,
             group=impl.num_queries_per_kv,
+            head_size=impl.head_size,
             most_selected=self._worker.room.most_chosen(heads),
             dtype=kv_cache.dtype,
             counts=None if requests.selected is None else requests.selected[:, heads],
-            **shape,
         )
-        indexes = {
-            (index, tokens): IndexRecords.empty(
-                index,
-                pages=kv_cache.shape[0],
-                page_size=config.page_size,
-                entry_tokens=tokens,
-                dtype=kv_cache.dtype,
-                cache=kv_cache if layout in cpu.LAYOUTS else None,
-                layout=layout,
-                means=means,
-                **shape,
-            )
-            for index, tokens, means in [
-                *((kind.index, kind.entry_tokens, kind.means > 0) for kind in config.index_kinds),
-                *((None, m.entry_tokens, False) for m in config.methods.values() if not m.index),
-            ]
-        }
-        return [
-            Chooser(
-                indexes[m.index, m.entry_tokens],
-                selection,
-                m.pooling,
-                impl.scale,
-                m.rerank,
-                m.remainder,
-                m.outliers,
-            )
-            for m in config.methods.values()
-        ]
+        readable = layout in cpu.LAYOUTS
+        return layer_choosers(config, selection, kv_cache, layout, impl.scale, readable=readable)
 
     def for_chunks(self, name: str, impl: Any, dtype: torch.dtype) -> ChunkSelection | None:
         """What a layer selects with for chunks of prompts; None: these select no pages.

@@ -23,6 +23,7 @@ from vllm_kvretrieval.engine.memory import (
     workers_here,
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.methods import WorkSize, scratch_bytes
 from vllm_kvretrieval.methods.division import ChunkPlanner
 from vllm_kvretrieval.methods.page_chunks import PromptReads, is_late
@@ -290,6 +291,7 @@ class PlanningWorker(CPUWorker):
         model, config = self.model_config, self.retrieval_config
         pages = config.prefill_queries is not None
         size = WorkSize(
+            scratch=cpu.scratch_bytes,
             tokens=model.max_model_len,
             heads=model.get_num_attention_heads(self.parallel_config),
             kv_heads=model.get_num_kv_heads(self.parallel_config),
