@@ -19,11 +19,12 @@ export PYTHONDONTWRITEBYTECODE :=
 # No advice of pip's over the output, in programs that call it, too.
 export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# What a new vLLM is tried with, unless VLLM and NEXT say otherwise: its names, engines of a kind, and
-# the GPU's. With 0.33 vLLM's own log-probs of prompts fail where there are adapters (device_lora).
+# What a new vLLM is tried with, unless VLLM and NEXT say otherwise: its names, engines of a kind, the
+# GPU's, and what docs/surprises.md says. With 0.33 vLLM's own log-probs of prompts fail where there
+# are adapters (device_lora).
 NEXT ?= $(foreach name,vllm_names vllm_contract upstream plugin refusals remedies finer doctor scheduler runners \
 	batching kv_connectors store_engine serving_store cuda_platform,$(wildcard tests/*/test_$(name).py)) \
-	$(filter-out %_lora.py,$(wildcard tests/device/test_device_*.py))
+	$(filter-out %_lora.py,$(wildcard tests/device/test_device_*.py)) $(wildcard tests/surprises/test_*.py)
 # Files of tests that want all cores: to collect those of all files takes a while.
 WITH_CORES = $(shell grep -l 'mark\.cores' tests/*/test_*.py)
 CODE := $(wildcard vllm_kvretrieval benchmarks examples tests tools)

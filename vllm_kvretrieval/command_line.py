@@ -5,6 +5,7 @@ and lists from their option. vLLM calls plug-ins before it parses, so all of thi
 with the right spelling in the message.
 """
 
+import contextlib
 import difflib
 import json
 import re
@@ -59,6 +60,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
                 f"{name} has no value; write {OPTION}.{key} true, or another value."
             )
     _check_spelling(arguments)
+    _check_overrides(arguments)
     for place, argument in enumerate(arguments):
         name, equals, path = argument.partition("=")
         if name == "--config":
@@ -87,6 +89,28 @@ def serve_arguments(arguments: Sequence[str]) -> Namespace:
     if given.model_tag is not None:
         given.model = given.model_tag
     return given
+
+
+def _check_overrides(arguments: Sequence[str]) -> None:
+    """Refuse overridden rotations that a retrieval backend would never be asked about."""
+    backend, overrides = "", dict[str, Any]()
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        value = value if equals else next(iter(arguments[place + 1 :]), "")
+        first, *path = name.split(".")
+        if name == BACKEND:
+            backend = value.lower()
+        elif first in ("--hf-overrides", "--hf_overrides"):
+            with contextlib.suppress(yaml.YAMLError, AttributeError, TypeError):
+                place_in: Any = overrides
+                for key in path[:-1]:
+                    place_in = place_in.setdefault(key, {})
+                given = yaml.safe_load(value)  # JSON is YAML
+                place_in |= {path[-1]: given} if path else given if isinstance(given, dict) else {}
+    if backend in preset_names():
+        from vllm_kvretrieval.upstream.rotations import check_override
+
+        check_override(overrides)
 
 
 def _check_spelling(arguments: Sequence[str]) -> None:

@@ -5,10 +5,12 @@ What is measured of a model without an engine, and explained of a prompt, is a f
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -21,6 +23,9 @@ CHUNK = 512
 """Tokens of a step of prefill."""
 AT_ONCE = 16
 """Queries whose attention is in memory at a time: float32 [heads, 16, context] of one layer."""
+
+BY_LENGTH = "longrope"
+"""A kind of rotations whose factors transformers chooses by the end of a chunk, and vLLM once."""
 
 
 class ObservationError(ValueError):
@@ -65,6 +70,28 @@ def attend(
     scores = torch.einsum("hgnd,htd->hgnt", grouped, key.float()).flatten(0, 1) * scale
     future = torch.arange(key.shape[1]) >= context[:, None]
     return scores.masked_fill_(future, -torch.inf).softmax(-1)
+
+
+@contextmanager
+def alike(model: nn.Module, tokens: int) -> Iterator[None]:
+    """Rotate all chunks of a text by the factors of its length, as vLLM rotates a context.
+
+    transformers would rotate the first chunks of a long text by the short factors, and the chunks
+    behind by the long ones, so that keys of one context are not comparable.
+
+    Args:
+        model: The model in transformers.
+        tokens: Tokens of the text.
+    """
+    chosen: list[Any] = [m for m in model.modules() if getattr(m, "rope_type", None) == BY_LENGTH]
+    for embedding in chosen:
+        embedding(torch.zeros(1), torch.tensor([[tokens - 1]]))
+        embedding.rope_type = "default"
+    try:
+        yield
+    finally:
+        for embedding in chosen:
+            embedding.rope_type = BY_LENGTH
 
 
 class ObservedModel:
@@ -142,7 +169,8 @@ class ObservedModel:
         """
         cache = None
         self.layers, self._observe = [], observe
-        with torch.inference_mode(), tqdm(total=len(tokens), unit="token", desc="reading") as bar:
+        bar = tqdm(total=len(tokens), unit="token", desc="reading")
+        with torch.inference_mode(), alike(self.model, len(tokens)), bar:
             for start in range(0, len(tokens), CHUNK):
                 part = tokens[start : start + CHUNK]
                 inside = (places >= start) & (places < start + len(part))

@@ -22,7 +22,14 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from benchmarks.quality import novel
 from benchmarks.tables import quality
-from vllm_kvretrieval.observed_model import CHUNK, ObservationError, ObservedModel, Seen, attend
+from vllm_kvretrieval.observed_model import (
+    CHUNK,
+    ObservationError,
+    ObservedModel,
+    Seen,
+    alike,
+    attend,
+)
 
 SHARES = {"1/16": 1 / 16, "5/32": 5 / 32, "1/4": 1 / 4, "1/2": 1 / 2, "3/4": 3 / 4}
 """Ranks, as shares of the width of a layer's keys."""
@@ -34,25 +41,35 @@ class Rotation:
     """The rotary embedding of a model, at the positions of a text.
 
     Raises:
-        ObservationError: The model has another kind.
+        ObservationError: The model has none, or one for each kind of layers.
     """
 
     def __init__(self, model: ObservedModel, tokens: int) -> None:
-        embedding = getattr(model.model, "rotary_emb", None)
-        scaling = getattr(embedding, "attention_scaling", None)
-        if embedding is None or scaling != 1:
+        embedding: Any = getattr(model.model, "rotary_emb", None)
+        if not isinstance(getattr(embedding, "rope_type", None), str):
             raise ObservationError(
-                f"{model.name} has no plain rotary embedding; use a model such as SmolLM2"
+                f"{model.name} has not one rotary embedding for all layers; use a model such as "
+                "SmolLM2"
             )
-        self.cos, self.sin = (x[0] for x in embedding(torch.zeros(1), torch.arange(tokens)[None]))
+        with alike(model.model, tokens):
+            found = embedding(torch.zeros(1), torch.arange(tokens)[None])
+        self.scale: float = embedding.attention_scaling
+        self.cos, self.sin = (x[0] for x in found)
 
     def apply(self, keys: torch.Tensor) -> torch.Tensor:
         """Rotate keys, [kv_heads, tokens, head_size]."""
-        return keys * self.cos + rotate_half(keys) * self.sin
+        return self._turned(keys, 1)
 
     def undo(self, keys: torch.Tensor) -> torch.Tensor:
         """Give keys back as they were before they were rotated."""
-        return keys * self.cos - rotate_half(keys) * self.sin
+        return self._turned(keys, -1)
+
+    def _turned(self, keys: torch.Tensor, way: int) -> torch.Tensor:
+        """Keys turned by their angles, or back. Some models turn the first channels alone."""
+        turned, rest = keys.tensor_split([self.cos.shape[-1]], -1)
+        turned = turned * self.cos + way * rotate_half(turned) * self.sin
+        # Cosine and sine bring a factor, which is taken from what it was brought to.
+        return torch.cat((turned / self.scale**2 if way < 0 else turned, rest), -1)
 
 
 class Factors:

@@ -9,8 +9,10 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 
-from tests.support.model_configs import LLAMA
-from vllm_kvretrieval.attention import rotations
+from tests.support.model_configs import GEMMA, LLAMA
+from vllm_kvretrieval.command_line import check_command_line
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.upstream import rotations
 
 BASE = 1e5
 TRAINED = 2048
@@ -19,15 +21,7 @@ PLAIN = {"rope_type": "default", "rope_theta": BASE}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
 LONG = {"max_position_embeddings": 4 * TRAINED}
 OVERRIDDEN: dict[str, Any] = {"rope_parameters": YARN} | LONG
-LOCAL = {"rope_type": "default", "rope_theta": 1e4}
-GEMMA = LLAMA | {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "head_dim": 64,
-    "sliding_window": 512,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "rope_parameters": {"sliding_attention": LOCAL, "full_attention": PLAIN},
-}
+LOCAL = GEMMA["rope_parameters"]["sliding_attention"]
 
 
 @pytest.fixture
@@ -74,6 +68,31 @@ def test_an_override_keeps_the_base(configure, said, name):
     assert config.model_config.max_model_len == len(layer.cos_sin_cache) == 4 * TRAINED
     assert "rope_theta" not in YARN, "the caller's own"
     assert "keep rope_theta=100000.0, partial_rotary_factor=0.5 of" in "".join(said)
+
+
+def test_yarn_without_the_original_length(configure, said):
+    """VLLM would end in a KeyError when it makes the layers."""
+    short = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}} | LONG
+    layer = made_by(configure(LLAMA | {"rope_parameters": PLAIN}, short))
+    assert (layer.base, len(layer.cos_sin_cache)) == (BASE, 4 * TRAINED)
+    assert f"original_max_position_embeddings={TRAINED} of" in said.pop()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--hf-overrides", '{"rope_scaling": {"type": "yarn", "factor": 4.0}}'),
+        ('--hf-overrides={"rope_parameters": {"factor": 4.0}}',),
+        ("--hf-overrides.rope_parameters.factor", "4.0"),
+    ],
+)
+def test_an_override_without_a_kind(given):
+    """As on model cards; vLLM would end in a KeyError, before a platform is asked."""
+    command = ["vllm", "serve", "m", "--attention-backend", "kvretrieval"]
+    with pytest.raises(RetrievalConfigError, match=r'needs a rope_type.*"rope_type": "yarn", "fac'):
+        check_command_line([*command, *given])
+    check_command_line([*command, "--hf-overrides", json.dumps(OVERRIDDEN)])
+    check_command_line(["vllm", "serve", "m", *given])
 
 
 def test_what_an_override_says_is_kept(configure, said):
@@ -160,6 +179,19 @@ def test_lengths_with_made_by(configure, part):
     assert len(table) >= config.model_config.max_model_len
 
 
+@pytest.mark.parametrize(
+    ("given", "scale"), [({"attention_factor": 1.5}, 1.5), ({"factor": 16.0}, 1.1678), ({}, 1.0871)]
+)
+def test_longrope_is_scaled_as_the_checkpoint_says(configure, given, scale):
+    """VLLM takes the last of these for all, by the two lengths."""
+    part = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32,
+        "long_factor": [2.0] * 32, "original_max_position_embeddings": TRAINED,
+    }  # fmt: skip
+    config = configure(LLAMA | {"rope_parameters": part | given} | LONG, max_model_len=4 * TRAINED)
+    assert made_by(config).long_mscale == pytest.approx(scale, abs=1e-4)
+
+
 def test_a_longrope_model_says_which_factors_it_uses(configure, said):
     part = {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "factor": 4.0,
@@ -167,6 +199,6 @@ def test_a_longrope_model_says_which_factors_it_uses(configure, said):
     }  # fmt: skip
     model = LLAMA | {"rope_parameters": part} | LONG
     configure(model, max_model_len=TRAINED)
-    assert not said
+    assert f"short factors, which serve --max-model-len up to {TRAINED}" in said.pop()
     configure(model, max_model_len=4 * TRAINED)
     assert f"beyond {TRAINED}; up to this length" in "".join(said)

@@ -1,6 +1,8 @@
 """Configurations of small models, as a checkpoint has them in its config.json."""
 
-LLAMA = {
+from typing import Any
+
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "dtype": "bfloat16",
@@ -12,6 +14,18 @@ LLAMA = {
     "max_position_embeddings": 2048,
     "vocab_size": 512,
 }
+GEMMA = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 64,
+    "sliding_window": 512,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+    },
+}
+"""Gemma 3, whose layers rotate by two bases."""
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",

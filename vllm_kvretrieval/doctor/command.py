@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_kvretrieval.doctor.caches import check_caches
 from vllm_kvretrieval.doctor.findings import Finding, Severity, failed
@@ -27,6 +27,7 @@ examples:
   vllm-kvretrieval doctor http://replica-1:8000 http://replica-2:8000
   vllm-kvretrieval doctor --serve MODEL --attention-backend kvretrieval --kv-retrieval.home disk
   vllm-kvretrieval doctor --users 20 --serve MODEL --attention-backend kvretrieval
+  vllm-kvretrieval doctor --max-model-len 128K MODEL
 
 The exit status is 1 if there is an error, and 0 if there is only advice."""
 
@@ -45,10 +46,16 @@ def add_doctor(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     doctor.add_argument(
-        "urls",
+        "targets",
         metavar="URL",
         nargs="*",
-        help="look at this server instead; of several, say in what they differ, too",
+        help="look at this server instead; of several, say in what they differ, too; with "
+        "--max-model-len the model",
+    )
+    doctor.add_argument(
+        "--max-model-len",
+        metavar="N",
+        help="say how this model serves contexts of so many tokens, and what they take",
     )
     doctor.add_argument(
         "--api-key",
@@ -75,10 +82,15 @@ def add_doctor(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Print findings; returns the exit status."""
-    if given.urls:
-        found = examine_servers(given.urls, given.api_key)
+    wanted = None
+    if given.max_model_len is not None:
+        if len(given.targets) != 1 or given.serve:
+            raise ValueError("--max-model-len wants a model, and no --serve")
+        wanted = Wanted(given.targets[0], given.max_model_len)
+    if given.targets and wanted is None:
+        found = examine_servers(given.targets, given.api_key)
     else:
-        found = examine(given.home_path, given.serve, given.users)
+        found = examine(given.home_path, given.serve, given.users, wanted)
     findings = []
     for finding in found:
         findings.append(finding)
@@ -117,13 +129,23 @@ def line(finding: Finding) -> str:
     return f"{mark:7} {finding.name:14} {finding}"
 
 
-def examine(home_path: str | None, serve: list[str] | None, users: int) -> Iterator[Finding]:
+class Wanted(NamedTuple):
+    """A model, and how long contexts it is to serve, as ``--max-model-len`` takes it."""
+
+    model: str
+    length: str
+
+
+def examine(
+    home_path: str | None, serve: list[str] | None, users: int, wanted: Wanted | None = None
+) -> Iterator[Finding]:
     """Findings about this machine and installation, and options of a server.
 
     Args:
         home_path: A directory for a home on disk, if one is to be checked in any case.
         serve: Arguments of ``vllm serve``, if there are any.
         users: How many users to say the sizes of.
+        wanted: In place of the arguments: a length of contexts, for which they are found.
     """
     software = [*check_vllm()]
     yield from software
@@ -137,6 +159,13 @@ def examine(home_path: str | None, serve: list[str] | None, users: int) -> Itera
 
     from vllm_kvretrieval.doctor.options import check_options, home_of
 
+    if wanted is not None:
+        from vllm_kvretrieval.doctor.lengths import check_length
+
+        lengths, serve = check_length(*wanted)
+        yield from lengths
+        if serve is None:
+            return
     options, vllm_config = check_options(serve, users) if serve else ([], None)
     yield from options
     if not current_platform.is_cpu():

@@ -115,7 +115,7 @@ def _sizes(vllm_config: Any, config: RetrievalConfig, users: int) -> Iterator[Fi
     numbers = full_attention_layers(model)
     layers = model.get_total_num_hidden_layers()
     if numbers is None or len(numbers) < layers or parallel.pipeline_parallel_size > 1:
-        yield Finding("sizes", "not known before the start, since the layers of this model differ")
+        yield _sizes_by_layer(model, parallel, numbers)
         return
     from vllm_kvretrieval.engine.memory import bytes_per_block
 
@@ -155,6 +155,32 @@ def _sizes(vllm_config: Any, config: RetrievalConfig, users: int) -> Iterator[Fi
             f"{memory / GIB:.2f} GiB hold {tokens} tokens, {tokens / longest:.1f} contexts of "
             f"{longest}",
         )
+
+
+def _sizes_by_layer(model: Any, parallel: Any, numbers: list[int] | None) -> Finding:
+    """What the layers with full attention take, where layers differ.
+
+    Args:
+        model: vLLM's configuration of the model.
+        parallel: That of its workers.
+        numbers: Of layers with full attention; None: not known.
+    """
+    if numbers is None or parallel.pipeline_parallel_size > 1:
+        return Finding("sizes", "not known before the start, since the layers of this model differ")
+    sizes = dict[tuple[int, int], int]()
+    for number in numbers:
+        layer = model.model_arch_config[number]  # heads may differ from layer to layer
+        shape = model.get_num_kv_heads(parallel, layer), layer.head_size
+        sizes[shape] = sizes.get(shape, 0) + 1
+    kv = sum(2 * heads * size * n for (heads, size), n in sizes.items()) * model.dtype.itemsize
+    shapes = ", ".join(f"{n} with {heads} KV heads of {size}" for (heads, size), n in sizes.items())
+    return Finding(
+        "sizes",
+        f"a token takes {kv / KIB:.1f} KiB of KV cache in the layers with full attention "
+        f"({shapes}); "
+        f"a context of {model.max_model_len} tokens {kv * model.max_model_len / GIB:.2f} GiB, and "
+        "windows and states of the other layers beside it, which do not grow with it",
+    )
 
 
 def _many_users(

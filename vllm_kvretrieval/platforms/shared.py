@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform
 
-from vllm_kvretrieval.attention.rotations import check_rotations, keep_rotations
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -23,6 +22,7 @@ from vllm_kvretrieval.options.source import (
 from vllm_kvretrieval.platforms.requests import check_request
 from vllm_kvretrieval.retrieval.layers import has_windows
 from vllm_kvretrieval.retrieval.presets import preset_names
+from vllm_kvretrieval.upstream.rotations import check_rotations, keep_rotations
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -54,13 +54,23 @@ WORKAROUNDS = (
         "The core is kept back on large machines only.",
     ),
     Workaround(
-        "attention.rotations.keep_rotations",
+        "upstream.rotations.keep_rotations",
         "--hf-overrides of rope_parameters replaces the whole field, the base of the rotations "
         "included.",
         "Overrides are merged into the field.",
     ),
     Workaround(
-        "attention.rotations.check_rotations",
+        "upstream.rotations.scale_longrope",
+        "attention_factor and factor of a longrope model are not looked at.",
+        "Its rotations are scaled by them, as in transformers.",
+    ),
+    Workaround(
+        "upstream.rotations.check_override",
+        "An override of rope_parameters without a rope_type ends in a KeyError.",
+        "vLLM says what is missing, or reads type, as model cards have it.",
+    ),
+    Workaround(
+        "upstream.rotations.check_rotations",
         "Lengths are served for which no rotations have been made.",
         "vLLM refuses such a --max-model-len.",
     ),
