@@ -254,7 +254,7 @@ def test_requests_name_them():
         got = RequestOptions.parse({"kv_retrieval": {"method": name, "budget": budget}}, served)
         assert (got.method, got.budget.total) == (name, budget // 32)
     freekv = RequestOptions.parse({"kv_retrieval_method": "freekv"}, served)
-    assert freekv.correction_threshold == 0.9
+    assert freekv.numbers["correction_threshold"] == 0.9
     for options, message in (
         ({"method": "quest"}, "method='quest' cannot be .* use one of kvretrieval, fr"),
         (

@@ -12,10 +12,14 @@ from vllm_kvretrieval.retrieval.budget import PageBudget
 SERVER = RetrievalConfig.from_options("freekv", {"budget": 1024})
 
 
+def numbers(threshold: float) -> dict[str, float]:
+    return {"correction_threshold": threshold, "mass": 1.0}
+
+
 @pytest.mark.parametrize("extra_args", [None, {}, {"kv_retrieval": {}}, {"another_plugin": 3}])
 def test_a_silent_request_gets_the_servers_options(extra_args):
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions("freekv", SERVER.page_budget(), 0.9, exact=False)
+    assert options == RequestOptions("freekv", SERVER.page_budget(), numbers(0.9), exact=False)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -26,13 +30,17 @@ def test_request_options(flat):
     else:
         extra_args = {"kv_retrieval": given}
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions("freekv", PageBudget(1, 2, 13), 0.95, True, own_budget=True)
+    assert options == RequestOptions(
+        "freekv", PageBudget(1, 2, 13), numbers(0.95), True, own_budget=True
+    )
 
 
 def test_flat_keys_complete_nested_ones():
     extra_args = {"kv_retrieval": {"budget": 512}, "kv_retrieval_exact": 1}
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions("freekv", PageBudget(1, 2, 13), 0.9, True, own_budget=True)
+    assert options == RequestOptions(
+        "freekv", PageBudget(1, 2, 13), numbers(0.9), True, own_budget=True
+    )
 
 
 @pytest.mark.parametrize("home", ["disk", "auto"])

@@ -51,7 +51,8 @@ class Truth:
         self.config = self.scheduler.retrieval
         seats = self.scheduler.max_num_running_reqs + 1
         heads = Heads([slice(0, 1)])
-        self.table = request_table(self.config, seats, [1], Runner(), heads=heads)
+        self.runner = Runner()
+        self.table = request_table(self.config, seats, [1], self.runner, heads=heads)
         sparse = self.config.prefill_budget is not None
         self.prefill = Divisor(self.config) if sparse else None
         pool = self.scheduler.kv_cache_manager.block_pool
@@ -82,10 +83,11 @@ class Truth:
             request = self.scheduler.requests[name]
             assert note.prompt == request.num_prompt_tokens
             assert note.tokens == max(request.num_tokens, request.num_prompt_tokens)
-        self.table.batch = list(scheduled)
         self.table.begin_step(scheduled, sum(scheduled.values()), brought)
+        self.runner.order = tuple(scheduled)
+        self.table.set_batch(None)
         self._watched = self.promised | (self.exact_prefixes & brought.keys())
-        seats = self.table.seats(len(scheduled))
+        seats = self.table.seats
         for row, (name, tokens) in enumerate(scheduled.items()):
             if name in brought:
                 self._check_shared(self.scheduler.requests[name], tokens)
@@ -159,7 +161,7 @@ class Truth:
         lens = np.array([end], dtype=np.int32)
         if tokens == 1 and table.decodes(seat, lens)[0]:
             pages = -(-lens // self.config.page_size)
-            return ~split_rows(table.select(seat), pages, np.array([True])).sparse
+            return ~split_rows(table.records[seat], pages, np.array([True])).sparse
         if (
             self.prefill is not None
             and table.prefill_budgets(seat).any()

@@ -2,11 +2,13 @@
 
 import hashlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm_kvretrieval.engine.levels import EXACT, NEVER, Level, Reading, Taint
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class ExactnessRules:
             share, most = config.memory_fraction, config.budget_limit
             least = config.budgets.least(config.methods[options.method])
         budget = float(least), share, float(most)
-        return *budget, float(options.mass), float(options.correction_threshold)
+        return *budget, *(float(options.numbers[known.name]) for known in SEAT_FIELDS)
 
     def _chunks(self, options: RequestOptions) -> tuple[float, ...]:
         """The measures of chunks of prompts; see :func:`_reading`."""
@@ -105,7 +107,8 @@ class ExactnessRules:
 
 def _decoding(config: RetrievalConfig, method: Method) -> str:
     """The rule by which steps of a method decode; all else is measured."""
-    measures = "least budget, memory_fraction, largest budget, mass, correction_threshold"
+    numbers = [known.name for known in SEAT_FIELDS]
+    measures = ", ".join(["least budget", "memory_fraction", "largest budget", *numbers])
     return _rule(measures, config, method)
 
 
@@ -134,7 +137,8 @@ def _rule(measures: str, config: RetrievalConfig, method: Method, *others: objec
         method: The method.
         others: What the rule has beside.
     """
-    alike = replace(method, mass=1.0, correction_threshold=1.0)
+    plain: dict[str, Any] = {known.name: known.plain for known in SEAT_FIELDS}
+    alike = replace(method, **plain)
     options = config.sink, config.window, config.filters, config.filter_heads, config.observation
     text = repr((measures, alike, *options, *others))
     return f"{method.name} {hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -15,7 +15,6 @@ from vllm_kvretrieval.retrieval.roles import Role
 from vllm_kvretrieval.storage import LayerStorage, Ready, Storage
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.attention.parts import RowOptions
     from vllm_kvretrieval.engine.requests import RequestTable
     from vllm_kvretrieval.options.engine import RetrievalConfig
 
@@ -71,14 +70,14 @@ class StepRows:
         context: Their contexts.
         fresh: bool [R]; whether the previous step was no sparse decode step of the request.
         index: See :class:`DecodePlan`.
-        options: What their requests ask for.
+        options: :data:`SEAT` [R]; what their requests ask for.
     """
 
     seats: np.ndarray
     context: Contexts
     fresh: np.ndarray
     index: torch.Tensor | None
-    options: "RowOptions"
+    options: np.ndarray
 
     @property
     def lens(self) -> np.ndarray:

@@ -1,24 +1,87 @@
-"""The options of one request, checked against those of its engine."""
+"""The options of a request: their table, and their check against those of the engine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.choices import NO_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.option import refuse_without_effect
-from vllm_kvretrieval.options.request_table import REQUEST
-from vllm_kvretrieval.options.table import CONFIG_KEY
+from vllm_kvretrieval.options.option import Option, refuse_without_effect
+from vllm_kvretrieval.options.table import CONFIG_KEY, OPTIONS
 from vllm_kvretrieval.retrieval.budget import PageBudget
-from vllm_kvretrieval.retrieval.family import WHOLE, family_with
-from vllm_kvretrieval.retrieval.method import Method, check_mass
+from vllm_kvretrieval.retrieval.family import FAMILIES, SCORED, WHOLE, family_with
+from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS, SeatField
 from vllm_kvretrieval.values import (
+    PART,
+    SWITCH,
+    TOKENS,
     check_digits,
+    checked_later,
     meant,
     reject_misspelt,
     reject_unknown,
     shortened,
 )
+
+MOST_READ = 1024
+"""The number of different requests that a :class:`RequestReader` remembers."""
+
+
+def _number(known: SeatField) -> Option:
+    """The option by which a request sets a number of its method's."""
+    meaning = f"as the server's option, with methods that {known.methods}"
+    return replace(OPTIONS[known.name], meaning=meaning, default="the method's", of_method=False)
+
+
+_OTHERS: Mapping[str, Option] = {
+    "budget": Option(
+        TOKENS,
+        "the number of tokens that a KV head attends to in a decode step, up to the server's "
+        "`max_budget`",
+        "the server's",
+        families=tuple(family for family in FAMILIES if family is not WHOLE),
+    ),
+    "exact": Option(
+        SWITCH,
+        "full attention at every step, from the file if the cache is on disk; the server may "
+        "forbid it (`allow_exact`)",
+        "false",
+    ),
+    "exact_prefix": Option(
+        SWITCH,
+        "share with other requests only keys and values that full attention has computed",
+        "false, unless the server's `reuse` is `exact`",
+        more="#what-requests-share",
+    ),
+    "method": Option(
+        checked_later("the server's method, one of its `also`, or `streamingllm`"),
+        "how the request selects",
+        "the server's",
+    ),
+    "prefill_budget": Option(
+        TOKENS,
+        "how many tokens before a chunk of the prompt the chunk attends to, up to the server's "
+        "`prefill_budget`; 0: all, and prefill is exact",
+        "the server's",
+        more="methods.md#sparse-prefill",
+    ),
+    "prefill_share": Option(
+        PART,
+        "the share of the tokens before a chunk of the prompt that the chunk attends to, where "
+        "that is more than `prefill_budget`; up to the server's `prefill_share`",
+        "the server's",
+        families=(SCORED,),
+        why=NO_PAGES,
+        neutral=0,
+        more="methods.md#sparse-prefill",
+    ),
+}
+REQUEST: Mapping[str, Option] = dict(
+    sorted({**_OTHERS, **{known.name: _number(known) for known in SEAT_FIELDS}}.items())
+)
+"""The options of a request by name."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +91,9 @@ class RequestOptions:
     Attributes:
         method: Name in :attr:`RetrievalConfig.methods`.
         budget: Pages to attend to.
-        correction_threshold: See :class:`RetrievalConfig`.
+        numbers: The :data:`SEAT_FIELDS` by name.
         exact: Full attention at every step.
         own_budget: Whether the request names its budget.
-        mass: See :class:`Method`.
         prefill_budget: Pages before a chunk of the prompt that it attends to; None: all.
         prefill_share: The share of the tokens before it that a chunk attends to, where that is
             more; 0 if chunks attend to all of them.
@@ -41,11 +103,10 @@ class RequestOptions:
 
     method: str
     budget: PageBudget
-    correction_threshold: float
+    numbers: Mapping[str, float]
     exact: bool = False
     own_budget: bool = False
     exact_prefix: bool = False
-    mass: float = 1.0
     prefill_budget: PageBudget | None = None
     prefill_share: float = 0.0
 
@@ -62,7 +123,10 @@ class RequestOptions:
             RetrievalConfigError: An unknown key, a wrong type, something that the engine does not
                 serve or allow.
         """
-        given = _request_options(extra_args or {})
+        return cls._parse(_given(extra_args), config)
+
+    @classmethod
+    def _parse(cls, given: Mapping[str, Any], config: RetrievalConfig) -> "RequestOptions":
         reject_unknown(given, REQUEST, f"{CONFIG_KEY} of a request")
         try:
             return cls._checked(given, config)
@@ -90,11 +154,11 @@ class RequestOptions:
                 f"budget={budget} exceeds the server's limit of {config.budget_limit}. Ask for "
                 f"less, or start the server with --kv-retrieval.max_budget {budget}."
             )
-        if "correction_threshold" in given and not method.speculates:
-            raise RetrievalConfigError(
-                f"correction_threshold={value['correction_threshold']} has no effect with {name}, "
-                "which does so at every step; leave it out."
-            )
+        numbers = {}
+        for known in SEAT_FIELDS:
+            numbers[known.name] = value.get(known.name, known.of(method))
+            if known.name in value:
+                known.check(value[known.name], method)
         whole = family is WHOLE
         exact = value.get("exact", whole)
         if whole and not exact:
@@ -113,17 +177,14 @@ class RequestOptions:
                 "exact_prefix=False is not allowed by this server (--kv-retrieval.reuse exact), "
                 "whose requests share exact prefixes only; leave it out."
             )
-        mass = value.get("mass", method.mass)
-        check_mass(mass, method)
         prefill_budget = _prefill_budget(value.get("prefill_budget"), method, exact, config)
         return cls(
             method.name,
             config.page_budget(budget, method.name),
-            value.get("correction_threshold", method.correction_threshold),
+            numbers,
             exact,
             "budget" in given,
             exact_prefix,
-            mass,
             prefill_budget,
             _prefill_share(value.get("prefill_share"), prefill_budget, method, exact, config),
         )
@@ -153,6 +214,32 @@ class RequestOptions:
         """Whether all queries of the prompt count, those of a prefix in the cache, too."""
         keeping = config.methods[self.method].keeping
         return keeping is not None and keeping.observation is None and not self.exact
+
+
+class RequestReader:
+    """Reads the options of an engine's requests, and reads equal ones once.
+
+    The front end, the scheduler and each worker have a reader of their own, because no process
+    takes from a client, or from another process, that something is checked.
+
+    Attributes:
+        config: Options of the engine.
+    """
+
+    def __init__(self, config: RetrievalConfig) -> None:
+        self.config = config
+        self._read: dict[str, RequestOptions] = {}
+
+    def read(self, extra_args: Mapping[str, Any] | None) -> RequestOptions:
+        """The options of a request; see :meth:`RequestOptions.parse`, also for its errors."""
+        given = _given(extra_args)
+        text = repr(given)  # tells True from 1, and 1 from 1.0, of which some are refused
+        if (known := self._read.get(text)) is None:
+            known = RequestOptions._parse(given, self.config)
+            if len(self._read) == MOST_READ:  # clients may ask for anything
+                self._read.clear()
+            self._read[text] = known
+        return known
 
 
 def _prefill_budget(
@@ -236,7 +323,9 @@ def _prefill_share(
     return share
 
 
-def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
+def _given(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options that a request names, nested or flat; see :meth:`RequestOptions.parse`."""
+    extra_args = extra_args or {}
     nested = extra_args.get(CONFIG_KEY, {})
     check_digits(CONFIG_KEY, nested)
     if not isinstance(nested, Mapping):

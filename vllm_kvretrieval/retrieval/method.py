@@ -27,6 +27,7 @@ from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.presets import Preset, presets
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES, Schedule
+from vllm_kvretrieval.retrieval.seats import MASS
 from vllm_kvretrieval.retrieval.shares import UNIFORM, Shares, make_shares
 from vllm_kvretrieval.values import reject_unknown, require_name, shortened
 
@@ -224,7 +225,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
             f"pages (summary_size={entry_tokens}); leave one out."
         )
     mass = checked("mass", given.get("mass", base.mass if made.estimates_shares else 1.0))
-    check_mass(mass, made)
+    MASS.check(mass, made)
     rest = checked(
         "remainder", given.get("remainder", base.remainder if made.estimates_rest else 0)
     )
@@ -235,20 +236,6 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
             "schedule every_step, no rerank). Leave it out, or use kvretrieval."
         )
     return replace(made, mass=mass, remainder=rest)
-
-
-def check_mass(mass: float, method: Method) -> None:
-    """Refuse a mass that a method cannot reach.
-
-    Raises:
-        RetrievalConfigError: Its scores are no shares of the attention.
-    """
-    if mass < 1 and not method.estimates_shares:
-        raise RetrievalConfigError(
-            f"mass={mass} cannot be reached with {method.name}: it takes scores that are shares of "
-            "the attention, of each step (pooling mean_softmax, schedule every_step, no rerank, no "
-            "outliers). Leave it out, or use kvretrieval."
-        )
 
 
 def _outliers(given: Mapping[str, Any], base: Preset, index: Index, rerank: int) -> float:

@@ -59,7 +59,7 @@ class PromptPlanner:
         longer = np.arange(rows, len(dense.seq_lens))
         if self._sparse is None:
             return longer
-        seats = self._requests.seats(rows)
+        seats = self._requests.seats[:rows]
         reads = ~self._requests.decodes(seats, dense.seq_lens.numpy()[:rows])
         return np.append(
             np.flatnonzero(reads & self._requests.prefill_budgets(seats).any(0)), longer
@@ -71,7 +71,7 @@ class PromptPlanner:
             return []
         if self._sparse is None:
             return self._exactly(dense, slice(int(places[0]), len(dense.seq_lens)))
-        seats = self._requests.seats(len(dense.seq_lens))[places]
+        seats = self._requests.seats[places]
         budgets = self._requests.prefill_budgets(seats)
         sparse = budgets.any(0)
         lens = dense.seq_lens.numpy()[places]
@@ -85,7 +85,7 @@ class PromptPlanner:
         read = pairs - np.where(sparse, skipped, 0).astype(np.int64)
         self._requests.count_prefill(seats, lens, pairs, read)
         sparse &= lens > self._sparse.exact
-        methods = np.where(sparse, self._requests.select(seats).method, -1)
+        methods = np.where(sparse, self._requests.records["method"][seats], -1)
         parts = list[Prefill]()
         borders = np.flatnonzero((np.diff(methods) != 0) | (np.diff(places) != 1)) + 1
         for begin, end in pairwise([0, *borders.tolist(), len(sparse)]):

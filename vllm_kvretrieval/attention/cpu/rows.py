@@ -20,6 +20,7 @@ from vllm_kvretrieval.methods import (
     StepRows,
     plan_whole,
 )
+from vllm_kvretrieval.retrieval.seats import even
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.requests import RequestTable
@@ -74,17 +75,18 @@ class RowPlanner:
             Plans for those that attend to parts of their contexts; and the places of the rest.
         """
         lens = dense.seq_lens.numpy()[:count]
-        seats = self._requests.seats(count)
+        seats = self._requests.seats[:count]
         decodes = self._requests.decodes(seats, lens)
-        batch = self._requests.select(seats)
+        batch = self._requests.records[seats]
         pages = -(-lens // self._page_size)
         parts = split_rows(batch, pages, decodes)
         self._requests.count_steps(seats, lens, pages, parts.sparse, decodes)
         looks = any(m.sees is Sees.ALL for m in self._methods) or not self._in_place
         if not parts.sparsely and count == common.num_reqs and decodes.all() and not looks:
-            room = batch.total_pages * self._page_size - lens
+            room = batch["total"] * self._page_size - lens
             never = np.iinfo(np.int32).max
-            self._requests.expect_calm(int(np.where(batch.exact, never, room).min()))
+            steps = int(np.where(batch["exact"], never, room).min())
+            self._requests.foreseen.foresee(self._requests.batch, steps)
         plans = [self._sparsely(dense, method, seats, rows) for method, rows in parts.sparsely]
         whole = np.setdiff1d(parts.whole, apart, assume_unique=True) if len(apart) else parts.whole
         if not self._in_place:
@@ -117,11 +119,11 @@ class RowPlanner:
         lens = contexts.seq_lens.numpy()
         fresh = self._last_len[seats] != lens - 1
         self._last_len[seats] = lens
-        options = self._requests.select(seats)
+        options = self._requests.records[seats]
         plan = method.plan(StepRows(seats, contexts, fresh, index, options))
-        if not self.attends and method.even and (options.mass == 1).all():
+        if not self.attends and method.even and even(options):
             # Pages, of which the last is the tail page, partly filled.
-            attended = options.total_pages * self._page_size - (-lens % self._page_size)
+            attended = options["total"] * self._page_size - (-lens % self._page_size)
             plan.schedule = self._scheduler.of_lists(attended)
         return plan
 
@@ -140,11 +142,11 @@ def see_step(
         dense: vLLM's metadata of the batch.
         before: int [R]; tokens of each context before the step.
     """
-    least = Sees.ALL if requests.calm else Sees.PROMPTS
+    least = Sees.ALL if requests.foreseen.now else Sees.PROMPTS
     watching = [number for number, method in enumerate(methods) if method.sees >= least]
     if not watching:
         return {}
-    seats, lens = requests.seats(len(before)), dense.seq_lens.numpy()
+    seats, lens = requests.seats[: len(before)], dense.seq_lens.numpy()
     step = Step(seats, lens, before, dense.query_start_loc.numpy(), dense.block_table)
     return {number: methods[number].see(step) for number in watching}
 

@@ -18,6 +18,7 @@ from vllm_kvretrieval.retrieval.method import Method, make_method
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.presets import Preset, presets
 from vllm_kvretrieval.retrieval.schedule import SCHEDULES
+from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -178,7 +179,11 @@ def check_method(method: Method) -> None:
         "heads that attend to everything are": method.heads is not None,
         "uneven shares (budget_shares) are": not method.budget_shares.uniform,
         "candidates scored again by their keys (rerank) are": method.rerank > 0,
-        "lists of different lengths (mass) are": method.mass < 1,
+        **{
+            f"lists of different lengths ({known.name}) are": known.changes(method)
+            for known in SEAT_FIELDS
+            if known.uneven
+        },
         "entries of several pages (summary_size) are": method.entry_pages > 1,
         "means of what is not selected (remainder) are": method.remainder > 0,
         "pages that are outliers (outliers) are": method.outliers > 0,

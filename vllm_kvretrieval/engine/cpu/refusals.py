@@ -7,6 +7,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
@@ -66,12 +67,13 @@ def check_logits(
             f"{', '.join(adding)} estimates the attention of what is not selected without the "
             f"soft-capping of logits of {model}. Use kv_retrieval.remainder=0."
         )
-    by_mass = [m.name for m in config.methods.values() if m.mass < 1]
-    if capped and by_mass:
-        raise RetrievalConfigError(
-            f"{', '.join(by_mass)} selects up to a mass of the attention, which indexes estimate "
-            f"without the soft-capping of logits of {model}. Use kv_retrieval.mass=1."
-        )
+    for known in SEAT_FIELDS:
+        by = [method.name for method in config.methods.values() if known.changes(method)]
+        if capped and by and known.estimates:
+            raise RetrievalConfigError(
+                f"{', '.join(by)} {known.estimates}, which indexes estimate without the "
+                f"soft-capping of logits of {model}. Use kv_retrieval.{known.name}={known.plain:g}."
+            )
     others = {group.builder.isa for group in groups} - cpu.LAYOUTS.keys()
     if sinks and others:
         raise RetrievalConfigError(
@@ -106,8 +108,9 @@ def needing_keys(config: RetrievalConfig) -> Iterator[KeyNeed]:
     if uneven := names(lambda m: not m.budget_shares.uniform or m.heads is not None):
         remedy = "use methods without budget_shares by which all KV heads attend alike"
         yield KeyNeed(uneven, "be served with", f"{ALIKE}; {remedy}")
-    if by_mass := names(lambda m: m.mass < 1):
-        yield KeyNeed(by_mass, "be served with", f"{ALIKE}; use methods without mass")
+    for known in SEAT_FIELDS:
+        if known.uneven and (by := names(known.changes)):
+            yield KeyNeed(by, "be served with", f"{ALIKE}; use methods without {known.name}")
     if config.prefill_queries is not None:
         option = f"kv_retrieval.prefill_budget={config.prefill_budget}"
         yield KeyNeed(option, "be had with", "leave it out")
