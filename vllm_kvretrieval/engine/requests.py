@@ -183,10 +183,11 @@ class RequestTable:
                 noted = self._take_out(seat)
                 seats.append(seat)
             if noted is not None:
-                self._past += noted[1]
                 context, counted = noted
-                counts = Counts(*counted.tolist())
-                log_usage(req_id, context, counts, self.retrieval_heads)
+                self._past += counted
+                if context:  # some step of it was booked
+                    counts = Counts(*counted.tolist())
+                    log_usage(req_id, context, counts, self.retrieval_heads)
         self._free += seats
         return seats
 
