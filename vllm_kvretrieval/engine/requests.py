@@ -231,7 +231,7 @@ class RequestTable:
         index = torch.tensor(seats)
         counts = (self.corrected[:, None], self.recalls, self._steps)
         total = torch.cat([count[index].sum(0) for count in counts])
-        spared = self.spared[index] // torch.from_numpy(self._units_of(seats))
+        spared = self.spared[index] // torch.from_numpy(self._units_of(index.numpy()))
         total[Counts._fields.index("attended")] -= spared.sum()
         return total
 
@@ -372,7 +372,7 @@ class RequestTable:
         selected = np.minimum(self.selected.numpy()[seats], between[:, None]).sum(1, dtype=np.int64)
         return always.astype(np.int64) * self.retrieval_heads + selected // units
 
-    def _units_of(self, seats: Sequence[int] | np.ndarray) -> np.ndarray:
+    def _units_of(self, seats: np.ndarray) -> np.ndarray:
         """int64 [n]; units of selection in a page, by the methods of the requests in ``seats``."""
         return self._units[self.records["method"][seats]]
 
@@ -400,9 +400,9 @@ class RequestTable:
             tokens = self.config.budget_of_share(note.prompt, self.dense_share, options.method)
             options = replace(options, budget=self.config.page_budget(tokens, options.method))
         # What was spared is booked by the unit of the method until now.
-        self._steps[seat, 3] -= self.spared[seat] // int(self._units_of([seat])[0])
-        self.spared[seat] = 0
         record = self.records[seat]
+        self._steps[seat, 3] -= self.spared[seat] // int(self._units[record["method"]])
+        self.spared[seat] = 0
         write_options(record, options, self.config)
         for known in SEAT_FIELDS:
             if known.name in self.plain:
