@@ -120,7 +120,7 @@ class Sizes:
     @property
     def selects(self) -> bool:
         """Whether rows attend to a part of their contexts."""
-        return self.pages > self.budget and not self.config.own.schedule.whole
+        return self.pages > self.budget and not self.config.own.whole
 
     @property
     def listed(self) -> int:

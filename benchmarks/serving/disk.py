@@ -48,8 +48,8 @@ from benchmarks.models import Documents, kv_bytes_per_token, yarn_overrides
 from benchmarks.serving import slow_worker
 from benchmarks.serving.status import Status
 from benchmarks.worker_counts import corrected_share
-from vllm_kvretrieval.options.choices import DEFAULT_THRESHOLD
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
+from vllm_kvretrieval.retrieval.families.scored import DEFAULT_THRESHOLD
 
 MIB = 1 << 20
 SLACK = 8 * 128  # tokens beside the documents

@@ -116,7 +116,8 @@ def test_an_engine_serves_every_cell_that_it_runs():
             for cell in part:
                 RequestOptions.parse({"kv_retrieval": cell.options}, config)
                 served = config.methods[cell.variant.method]
-                assert replace(served, name="") == replace(cell.variant.config.own, name="")
+                own: Any = cell.variant.config.own
+                assert replace(served, name=own.name) == own
             named = {cell.variant.method for cell in part}
             assert set(config.methods) == named | {own, "streamingllm"}
 

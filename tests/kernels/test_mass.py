@@ -12,6 +12,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu, reference
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.retrieval.families.scored import MASS
 from vllm_kvretrieval.retrieval.index import make_index
 from vllm_kvretrieval.values import LEAST_SHARE
 
@@ -148,7 +149,7 @@ def test_refused(change, why):
     ],
 )
 def test_methods_that_have_a_mass(method, options, mass):
-    assert RetrievalConfig.from_options(method, options).own.mass == mass
+    assert MASS.of(RetrievalConfig.from_options(method, options).own) == mass
 
 
 @pytest.mark.parametrize(

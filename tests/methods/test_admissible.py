@@ -26,6 +26,7 @@ from vllm_kvretrieval.kernels import (
 )
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.retrieval.families import HeadMethod
 from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 from vllm_kvretrieval.retrieval.pooling import Pooling
@@ -61,7 +62,7 @@ class Engine:
         fixed = {
             name: EVERYTHING * torch.tensor(m.heads.flags, dtype=torch.int32).flatten()
             for name, m in self.config.methods.items()
-            if m.heads is not None
+            if isinstance(m, HeadMethod)
         }
         longest = PAGES * self.config.page_size
         self.table = request_table(
@@ -220,7 +221,8 @@ def test_whatever_a_client_sends(name, xargs):
             continue
         assert options.budget.total * engine.config.page_size <= engine.config.budget_limit
         accepted.append(own)
-    assert all(message.startswith("kv_retrieval") for message in messages)
+    ours = "kv_retrieval", "options of a request: "  # the latter of a name that is misspelt
+    assert all(message.startswith(ours) for message in messages)
     for own in accepted:
         engine.table.release({"r0"})
         engine.runner.notes["r0"] = Note(own, prompt=0, tokens=0)

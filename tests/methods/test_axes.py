@@ -8,18 +8,27 @@ import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.methods import make_method
 from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.retrieval.families import (
+    DroppingMethod,
+    FilterMethod,
+    HeadMethod,
+    ScoredMethod,
+    WholeMethod,
+    family_with,
+)
+from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
 from vllm_kvretrieval.retrieval.index import indexes
-from vllm_kvretrieval.retrieval.method import make_method
+from vllm_kvretrieval.retrieval.needs import Need
 from vllm_kvretrieval.retrieval.pooling import POOLINGS, Pooling
 from vllm_kvretrieval.retrieval.presets import OWN, presets
-from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
-SELECTING = [n for n, s in SCHEDULES.items() if s.selects and not s.shares and not s.keeps]
-KEEPING = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].keeps]
-SHARING = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].shares]
-BY_HEAD = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].by_head]
-WHOLE = [name for name, preset in OWN.items() if SCHEDULES[preset.schedule].whole]
+SELECTING = [*ScoredMethod.schedules]
+KEEPING = [n for n, preset in OWN.items() if family_with(preset.schedule) is DroppingMethod]
+SHARING = [n for n, preset in OWN.items() if family_with(preset.schedule) is FilterMethod]
+BY_HEAD = [n for n, preset in OWN.items() if family_with(preset.schedule) is HeadMethod]
+WHOLE = [n for n, preset in OWN.items() if family_with(preset.schedule) is WholeMethod]
 # Whose layers select for themselves.
 BY_LAYER = [name for name in OWN if name not in SHARING + KEEPING + BY_HEAD + WHOLE]
 # Of a head of 64 channels in bfloat16 and an entry of 32 tokens, as the papers and docs have it.
@@ -76,11 +85,11 @@ def test_every_combination(preset, index, pooling, schedule):
                 make(preset, unit="token", **options)
         assert (made.name, made.index.name, made.entry_tokens) == ("mine", index, size or own or 32)
         assert made.pooling is Pooling[pooling.upper()]
-        assert made.schedule is SCHEDULES[schedule]
+        assert made.schedule == schedule
         assert made.selects
         assert made.rerank == 0
-        assert made.correction_threshold == (0.9 if schedule == "speculative" else 1.0)
-        assert made.reads_keys == (index == "exact")
+        assert CORRECTION_THRESHOLD.of(made) == (0.9 if schedule == "speculative" else 1.0)
+        assert (Need.KEYS in made.needs) == (index == "exact")
 
 
 @pytest.mark.parametrize("index", [name for name in BYTES if name != "exact"])
@@ -88,7 +97,7 @@ def test_every_combination(preset, index, pooling, schedule):
 def test_reranking(index, schedule):
     for rerank in (2, 64):
         made = make(index=index, schedule=schedule, rerank=rerank)
-        assert (made.rerank, made.reads_keys) == (rerank, True)
+        assert (made.rerank, Need.KEYS in made.needs) == (rerank, True)
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -97,15 +106,15 @@ def test_presets(name):
     preset, own = OWN[name], config(name).own
     index = "none" if own.index is None else own.index.name
     assert (index, own.rerank) == (preset.index, preset.rerank)
-    assert own.schedule is SCHEDULES[preset.schedule]
+    assert own.schedule == preset.schedule
     if name not in KEEPING:
         assert own.pooling.name.lower() == preset.pooling
-    assert own.keeping == preset.keeping
+    assert getattr(own, "keeping", None) == preset.keeping
     assert config(name).page_size == preset.page_size
     assert config(name).dense_layers == preset.dense_layers
     assert own.per_token == config(name).rows == (name in ("fier", "omnikv", *KEEPING))
-    assert own.shares == (name in SHARING)
-    assert (own.heads is not None) == (name in BY_HEAD)
+    assert own.selects_for_others == (name in SHARING)
+    assert (Need.HEADS in own.needs) == (name in BY_HEAD)
 
 
 def test_parameters():
@@ -178,7 +187,7 @@ def test_impossible(preset, options, message):
 def test_never_selects():
     for preset in BY_LAYER:
         made = make(preset, schedule="never", index="none")
-        assert (made.index, made.selects, made.reads_keys) == (None, False, False)
+        assert (made.index, made.selects, made.needs) == (None, False, frozenset())
 
 
 # ------------------------------------------------------------------- several methods of an engine
@@ -210,9 +219,9 @@ def test_also_changes_the_engines_own():
     assert [*served] == ["freekv", *also, "streamingllm"]
     fine = served["fine"]
     assert (fine.entry_tokens, fine.index, fine.pooling) == (16, make(index="one_bit").index, 2)
-    assert (fine.rerank, fine.correction_threshold) == (4, 0.5)
-    assert (served["steady"].rerank, served["steady"].correction_threshold) == (4, 1.0)
-    assert (served["other"].rerank, served["other"].correction_threshold) == (0, 0.5)
+    assert (fine.rerank, CORRECTION_THRESHOLD.of(fine)) == (4, 0.5)
+    assert (served["steady"].rerank, CORRECTION_THRESHOLD.of(served["steady"])) == (4, 1.0)
+    assert (served["other"].rerank, CORRECTION_THRESHOLD.of(served["other"])) == (0, 0.5)
     assert (served["quest"].pooling, served["quest"].rerank) == (Pooling.SUM, 0)
     assert served["bounds"].pooling is Pooling.MAX
     assert served["bounds"].index == make(index="min_max").index
@@ -235,7 +244,7 @@ def test_also_changes_the_engines_own():
         ({"fine": {"page_size": 16}}, "also: fine: fine has no option 'page_size'"),
         ({"fine": {"preset": "best"}}, "also: fine: preset='best' is unknown"),
         ({"fine": {"summary_size": 64}}, "also: fine: summary_size=64 is not supported with page"),
-        ({"quest": {"correction_threshold": 1}}, "also: quest: correction_threshold=1 has no eff"),
+        ({"quest": {"correction_threshold": 1}}, "also: quest: correction_threshold=1.0 has no "),
         ({"blind": {"schedule": "never", "rerank": 4}}, "also: blind: rerank=4 has no effect"),
         ({"exactly": {"index": "exact", "rerank": 2}}, "also: exactly: rerank=2 has no effect"),
         (["omnikv"], "also: omnikv: which layers are dense is the server's affair.*backend omnikv"),
@@ -323,13 +332,13 @@ def test_a_budget_of_tokens():
     ids=str,
 )
 def test_what_reads_keys_needs_them_in_memory(home, method, options, culprits):
-    message = f"home='{home}' keeps keys where they are slow .* and {culprits} selects by them"
+    message = f"home='{home}' keeps keys where they are slow .* and {culprits} selects by the keys"
     with pytest.raises(RetrievalConfigError, match=message):
         config(method, home=home, **options)
 
 
 def test_tokens_of_a_slow_home_are_shared_evenly():
-    message = "home='disk' gives all KV heads as many slots .* and uneven divides the budget"
+    message = "home='disk' gives all KV heads as many slots, and uneven divides single tokens"
     also = {"uneven": {"budget_shares": "pyramid"}}
     with pytest.raises(RetrievalConfigError, match=message):
         config("fier", home="disk", also=also)

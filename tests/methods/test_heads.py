@@ -52,7 +52,11 @@ def test_the_budget_is_sink_and_window():
         ("razor", {"home": "disk"}, "home='disk' is for contexts of which little is read .* razor"),
         ("razor", {"home": "auto"}, "home='auto' is for contexts of which little is read"),
         ("freekv", {"home": "disk", "also": ["razor"]}, "home='disk' is for contexts of which"),
-        ("razor", {"memory_fraction": 0.3}, "with razor some heads read everything; leave one out"),
+        (
+            "razor",
+            {"memory_fraction": 0.3},
+            "and razor lets some heads read everything",
+        ),
         ("freekv", {"also": {"mine": {"preset": "razor", "heads": [2]}}}, "also: mine: heads="),
     ],
     ids=str,
@@ -81,7 +85,7 @@ def test_models_that_are_refused(configure, tmp_path, monkeypatch):  # noqa: F81
         ([[1], [0]], {"dense_layers": 1}, r"heads=.*: 2 layers, but 1 retrieve"),
         ([[1], [0, 1]], {}, r"heads=.*: 2 KV heads for layer 1, which has 1; give as many"),
         (str(FILE), {}, f"was made for {MODEL}, which is another model than .*hidden_size 576"),
-        ([[1], [0]], {"pipeline_parallel_size": 2}, "razor takes its retrieval heads from all"),
+        ([[1], [0]], {"pipeline_parallel_size": 2}, "razor lets some heads read everything"),
     ):
         with pytest.raises(ValueError, match=message):
             razor(heads, **options)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.steps import Runner, metadata_builder, request_table, split
-from vllm_kvretrieval.attention.support import check_shares
+from vllm_kvretrieval.attention.support import check_layers
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.shares import allot, distribute, make_shares, pyramid
@@ -157,25 +157,27 @@ def test_methods_beside_the_engines_own():
 
 
 def test_shares_are_of_the_models_shape():
-    check_shares(model(), config([1, 2, 3, 4]))
-    check_shares(model(), config([1, [2, 1], 3, 4]))
-    check_shares(model(pipeline=2), config("uniform"))
+    check_layers(model(), config([1, 2, 3, 4]))
+    check_layers(model(), config([1, [2, 1], 3, 4]))
+    check_layers(model(pipeline=2), config("uniform"))
     kinds = ["sliding_attention", "full_attention"] * 3
-    check_shares(model(6, kinds=kinds), config([1, 2, 3]))
-    check_shares(model(), config([1, 2, 3, 4, 5], dense_layers=0))
+    check_layers(model(6, kinds=kinds), config([1, 2, 3]))
+    check_layers(model(), config([1, 2, 3, 4, 5], dense_layers=0))
     for wrong, shares, why in (
         (model(), [1, 2, 3, 4, 5], "5 layers, but 4 retrieve .dense ones have no share"),
         (model(6, kinds=kinds), [1, 2, 3, 4, 5], "5 layers, but 3 retrieve"),
         (model(), [1, [2, 1, 3], 3, 4], "3 numbers for layer 1 of those that retrieve.*2 KV heads"),
         (model(), [1, [2], 3, 4], "1 numbers for layer 1 .*or one for all"),
-        (model(pipeline=2), "pyramid", "'pyramid' divides a budget .*pipeline-parallel-size 2"),
     ):
         with pytest.raises(RetrievalConfigError, match=f"kv_retrieval.budget_shares=.*{why}"):
-            check_shares(wrong, config(shares))
+            check_layers(wrong, config(shares))
+    divided = "--pipeline-parallel-size 2 leaves no worker .* kvretrieval divides the budget"
+    with pytest.raises(RetrievalConfigError, match=divided):
+        check_layers(model(pipeline=2), config("pyramid"))
     fraction = config("uniform", memory_fraction=0.3)
-    check_shares(model(), fraction)
+    check_layers(model(), fraction)
     with pytest.raises(RetrievalConfigError, match=r"memory_fraction=0\.3 is .* over all layers,"):
-        check_shares(model(pipeline=2), fraction)
+        check_layers(model(pipeline=2), fraction)
 
 
 @pytest.mark.parametrize(
@@ -197,13 +199,13 @@ def test_a_share_of_the_cache_that_stages_would_read_differently(served, method,
     with pytest.raises(
         RetrievalConfigError, match=rf"memory_fraction=0\.6 is .* has them all; {remedy}\.$"
     ):
-        check_shares(served, fraction)
+        check_layers(served, fraction)
 
 
 def test_a_share_of_the_cache_that_every_stage_reads():
     kinds = ["sliding_attention", "full_attention"] * 3
     for served in (model(pipeline=2), model(6, kinds=kinds, pipeline=3)):
-        check_shares(served, config("uniform", memory_fraction=0.3, dense_layers=0))
+        check_layers(served, config("uniform", memory_fraction=0.3, dense_layers=0))
 
 
 # ------------------------------------------------------------------------------ what is counted

@@ -87,7 +87,7 @@ def test_impossible_homes(options, message):
 def test_only_pages_stream():
     options = {"home": "disk", "streaming_attention": True}
     assert RetrievalConfig.from_options("ttkv", options).streaming_attention
-    with pytest.raises(RetrievalConfigError, match=r"is for pages, and fier recalls single tokens"):
+    with pytest.raises(RetrievalConfigError, match=r"is for pages, and fier selects single tokens"):
         RetrievalConfig.from_options("fier", options)
 
 
@@ -104,7 +104,7 @@ def test_kivi_needs_no_option_but_its_name():
     assert RetrievalConfig.from_options("kivi", {"codec": "k4v4"}).codec == "k4v4"
     full = RetrievalConfig.from_options("full", {"home": "disk", "codec": "k4v4"})
     assert (full.own.whole, full.open_pages) == (True, 0)
-    with pytest.raises(RetrievalConfigError, match="steps read everything"):
+    with pytest.raises(RetrievalConfigError, match="reads everything at each step"):
         RetrievalConfig.from_options("kivi", {"codec": "raw"})
     with pytest.raises(RetrievalConfigError, match=r"also: kivi: how the cache is encoded .* full"):
         RetrievalConfig.from_options("freekv", {"also": ["kivi"]})
@@ -116,7 +116,7 @@ def test_kvquant_needs_no_option_but_its_name():
     assert (config.home, config.codec, config.open_pages) == ("disk", "k2v2_sparse", 0)
     other = RetrievalConfig.from_options("kvquant", {"codec": "k4v4_sparse"})
     assert (other.own.whole, other.codec) == (True, "k4v4_sparse")
-    with pytest.raises(RetrievalConfigError, match="steps read everything"):
+    with pytest.raises(RetrievalConfigError, match="reads everything at each step"):
         RetrievalConfig.from_options("kvquant", {"codec": "raw"})
 
 

@@ -78,7 +78,8 @@ def facts(config):
     options = RetrievalConfig.from_vllm(config)
     assert options is not None
     model, layers = config.model_config, range(options.dense_layers, 30)
-    whole = [m.heads.of(model, layers).tolist() for m in options.methods.values() if m.heads]
+    counts = [m.fixed_counts(model, layers) for m in options.methods.values()]
+    whole = [heads.tolist() for heads in counts if heads is not None]
     shares = [m.budget_shares.numbers for m in options.methods.values()]
     roles = options.roles(model, range(30))
     assert roles or whole or any(shares)

@@ -10,11 +10,16 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.help import markdown
 from vllm_kvretrieval.options.request import REQUEST, RequestOptions
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS
-from vllm_kvretrieval.retrieval.family import DROPPING, FILTERS, SCORED, family_with
+from vllm_kvretrieval.retrieval.families import (
+    DroppingMethod,
+    FilterMethod,
+    ScoredMethod,
+    family_with,
+    having,
+)
 from vllm_kvretrieval.retrieval.presets import OWN
-from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 
-FAMILIES = {name: family_with(SCHEDULES[preset.schedule]) for name, preset in OWN.items()}
+FAMILIES = {name: family_with(preset.schedule) for name, preset in OWN.items()}
 
 VALUES: dict[str, Any] = {
     "budget": 2048,
@@ -60,7 +65,7 @@ VALUES: dict[str, Any] = {
 def value_of(key: str, method: str) -> Any:
     """A value of an option that a method takes, if it takes any."""
     if key == "observation":
-        return "last" if FAMILIES[method] is FILTERS else 8
+        return "last" if FAMILIES[method] is FilterMethod else 8
     if key == "mass":
         return 1 if method == "freekv" else 0.9
     if key == "remainder":
@@ -86,23 +91,23 @@ def refusal(method: str, key: str) -> str:
 def test_an_option_has_an_effect_with_the_methods_that_the_table_names(key):
     for method, family in FAMILIES.items():
         said = refusal(method, key)
-        if family is SCORED and OWN[method].unit == "token" and key.startswith("prefill_"):
+        if family is ScoredMethod and OWN[method].unit == "token" and key.startswith("prefill_"):
             assert "which selects no pages by an index" in said
             continue
         refused = any(
             f".{name}=" in said and f" {OPTIONS[name].verdict} {method}, " in said
             for name in {key, OPTIONS[key].needs} - {""}
         )
-        assert refused == (family not in OPTIONS[key].families), said
+        assert refused == (family not in having(key)), said
 
 
 @pytest.mark.parametrize("key", OF_METHOD)
 def test_options_of_a_method_are_those_that_another_method_may_have(key):
     """Those of the engine are refused there."""
     also = {"mine": {"preset": "freekv", key: value_of(key, "freekv")}}
-    having = FAMILIES["freekv"] in OPTIONS[key].families
+    takes = FAMILIES["freekv"] in having(key)
     refused = pytest.raises(RetrievalConfigError, match=f"also: mine: {key}=.* no effect with mine")
-    with contextlib.nullcontext() if having else refused:
+    with contextlib.nullcontext() if takes else refused:
         RetrievalConfig.from_options("quest", {"also": also})
     for other in OPTIONS.keys() - {*OF_METHOD}:
         with pytest.raises(RetrievalConfigError, match=f"mine has no option '{other}'"):
@@ -128,7 +133,7 @@ def test_an_option_of_a_request_has_an_effect_as_the_table_says(key):
     values = {"budget": 1024, "correction_threshold": 0.5, "exact": True, "exact_prefix": True}
     values |= {"prefill_budget": 0, "prefill_share": 0.25, "mass": 0.9}
     for method, family in FAMILIES.items():
-        if family is FILTERS or method in ("quest", "kvretrieval"):
+        if family is FilterMethod or method in ("quest", "kvretrieval"):
             continue
         server = RetrievalConfig.from_options(method, {})
         options = {key: values.get(key, method)}
@@ -137,7 +142,7 @@ def test_an_option_of_a_request_has_an_effect_as_the_table_says(key):
             said = ""
         except RetrievalConfigError as error:
             said = str(error)
-        if family not in REQUEST[key].families:
+        if family not in having(key, of_request=True):
             assert "has no effect with" in said
         elif said:
             reasons = (
@@ -153,7 +158,7 @@ def test_the_table_in_markdown():
     assert shown.count("\n") == len(OPTIONS) + 1
     assert "; only for methods with an index | 0, or 2 to 64 | the method's |" in shown
     assert "only for `omnikv`" in shown
-    assert DROPPING.methods in shown
+    assert DroppingMethod.methods in shown
     assert "](methods.md#budget)" in shown
     assert "](" not in markdown(OPTIONS, ["budget_shares"], links=False)
     assert markdown(OPTIONS, ["home", "budget"]).index("`home`") < 100

@@ -370,8 +370,8 @@ def test_nixl_exchanges_only_with_instances_that_read_alike(configure):
 SHARING: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline of unknown layers": (
         {"pipeline_parallel_size": 2, "hf_overrides": {"sliding_window": 64}},
-        "omnikv selects for layers that may be on another worker, * does not say which layers "
-        "have full attention. Leave out --pipeline-parallel-size 2.",
+        "--pipeline-parallel-size 2 * has layers on other workers, and which have full attention "
+        "is not said, and omnikv lets layers share a selection; leave it out.",
     ),
     "connector": (
         {"kv_transfer_config": TRANSFER},

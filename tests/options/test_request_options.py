@@ -46,7 +46,7 @@ def test_flat_keys_complete_nested_ones():
 @pytest.mark.parametrize("home", ["disk", "auto"])
 def test_full_attention_stays_in_memory(home):
     """Each step would read the whole file; requests to a server that retrieves may want that."""
-    with pytest.raises(RetrievalConfigError, match="with full steps read everything; leave it out"):
+    with pytest.raises(RetrievalConfigError, match="full reads everything at each step"):
         RetrievalConfig.from_options("full", {"home": home})
     assert (
         "full" in RetrievalConfig.from_options("freekv", {"home": home, "also": ["full"]}).methods

@@ -14,6 +14,7 @@ from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.engine.levels import Kind
 from vllm_kvretrieval.engine.running import notes
 from vllm_kvretrieval.methods.prompts import Heads
+from vllm_kvretrieval.retrieval.families.scored import MASS
 
 
 class Read(NamedTuple):
@@ -123,7 +124,7 @@ class Truth:
         method = config.methods[name]
         budget = given.get("budget", 0 if config.memory_fraction else config.budget)
         share = 0 if "budget" in given else config.memory_fraction or 0
-        decode = budget, share, given.get("mass", method.mass)
+        decode = budget, share, given.get("mass", MASS.of(method))
         tokens, least = (
             given.get("prefill_budget", config.prefill_budget),
             given.get("prefill_share"),

@@ -8,6 +8,7 @@ import torch
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
+from vllm_kvretrieval.retrieval.needs import PIPELINE, UNKNOWN_STAGES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,9 +106,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"kv_retrieval.dense_layers={config.dense_layers} leaves {method} none of the {layers} "
             f"layers of {model.model}. Use less than {layers}."
         )
-    check_sharing(vllm_config, config)
-    check_shares(vllm_config, config)
-    check_heads(vllm_config, config)
+    check_layers(vllm_config, config)
     if config.home_bytes is not None and cache.num_gpu_blocks_override is not None:
         raise RetrievalConfigError(
             f"kv_retrieval.home_bytes={config.home_bytes} and --num-gpu-blocks-override "
@@ -132,71 +131,49 @@ def check_windows(model: Any, method: str) -> None:
         )
 
 
-def check_sharing(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
-    """Refuse what layers that share a selection cannot serve, and models of unknown filters."""
-    if not config.own.shares:
-        return
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    model = vllm_config.model_config
-    if (layers := full_attention_layers(model)) is not None:
-        config.roles(model, layers)
-    elif stages > 1:
-        raise RetrievalConfigError(
-            f"{config.method} selects for layers that may be on another worker, and the "
-            f"configuration of {model.model} does not say which layers have full attention. Leave "
-            f"out --pipeline-parallel-size {stages}."
-        )
+def check_layers(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse methods and options that go by the model's layers, where these are others or unknown.
 
-
-def check_shares(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
-    """Refuse shares that are not of the model's shape, or of layers that no worker has all of.
-
-    Where all layers retrieve, a share of the cache is the same in every stage of a pipeline.
+    If the configuration does not say which layers have full attention, the worker finds it out.
     """
     model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
-    shares = [m.budget_shares for m in config.methods.values() if not m.budget_shares.uniform]
-    if stages > 1 and (shares or config.memory_fraction is not None):
-        over_all, remedy = "", "leave one out"
-        if shares:
-            over_all = f"budget_shares={shares[0].given} divides a budget among all layers"
-        elif (full := full_attention_layers(model)) is None or full != _retrieving(model, config):
-            over_all = f"memory_fraction={config.memory_fraction} is an average over all layers"
-            if full is not None and config.dense_layers:
-                remedy += ", or use kv_retrieval.dense_layers=0"
-        if over_all:
-            raise RetrievalConfigError(
-                f"kv_retrieval.{over_all}, and cannot be served with --pipeline-parallel-size "
-                f"{stages}, where no worker has them all; {remedy}."
-            )
-    if not shares or (layers := _retrieving(model, config)) is None:
-        return
-    for share in shares:
-        share.of([model.get_total_num_kv_heads()] * len(layers))
-
-
-def check_heads(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
-    """Refuse models whose retrieval heads are not known, and heads or their shares of another
-    shape."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if (shares := config.prompt_shares) is not None:
-        if shares.listed and parallel.pipeline_parallel_size > 1:
+    full = full_attention_layers(model)
+    shares = config.prompt_shares
+    if stages > 1:
+        methods, option = config.methods.values(), f"--pipeline-parallel-size {stages}"
+        PIPELINE.check(methods, option)
+        if full is None:
+            UNKNOWN_STAGES.check(methods, option, f" for {model.model}")
+        _check_average(model, config, full, stages)
+        if shares is not None and shares.listed:
             raise RetrievalConfigError(
                 "kv_retrieval.prefill_budget_shares is a list of all layers, of which a worker "
-                f"with --pipeline-parallel-size {parallel.pipeline_parallel_size} has a part; name "
-                "a file, or leave it out."
+                f"with {option} has a part; name a file, or leave it out."
             )
-        if (layers := _retrieving(model, config)) is not None:
-            shares.of(model, layers)
+    if (layers := _retrieving(model, config)) is None:
+        return
     for method in config.methods.values():
-        if method.heads is None:
-            continue
-        if parallel.pipeline_parallel_size > 1:
-            raise RetrievalConfigError(
-                f"{method.name} takes its retrieval heads from all layers, and cannot be served "
-                f"with --pipeline-parallel-size {parallel.pipeline_parallel_size}; leave it out."
-            )
-        if (layers := _retrieving(model, config)) is not None:
-            method.heads.of(model, layers)
+        method.check_model(model, layers)
+    if shares is not None:
+        shares.of(model, layers)
+
+
+def _check_average(
+    model: Any, config: RetrievalConfig, full: list[int] | None, stages: int
+) -> None:
+    """Refuse a share of the cache that is an average over layers that no worker has all of.
+
+    Where all layers retrieve, it is the same in every stage of a pipeline.
+    """
+    if config.memory_fraction is None or (full is not None and full == _retrieving(model, config)):
+        return
+    dense = full is not None and config.dense_layers
+    remedy = ", or use kv_retrieval.dense_layers=0" if dense else ""
+    raise RetrievalConfigError(
+        f"kv_retrieval.memory_fraction={config.memory_fraction} is an average over all layers, and "
+        f"cannot be served with --pipeline-parallel-size {stages}, where no worker has them all; "
+        f"leave one out{remedy}."
+    )
 
 
 def _retrieving(model: Any, config: RetrievalConfig) -> list[int] | None:

@@ -160,15 +160,21 @@ def check_kernels(vllm_config: Any = None) -> Iterator[Finding]:
         yield error("kernels", str(e).partition(". ")[0], "install a wheel for this machine")
         return
     yield Finding("kernels", f"{cpu.isa()}, of {', '.join(cpu.isas())} that are compiled in")
-    from vllm_kvretrieval.engine.cpu.refusals import needing_keys
+    from vllm_kvretrieval.engine.cpu.refusals import check_keys
+    from vllm_kvretrieval.errors import RetrievalConfigError
 
     dtype, head_size, config = _served(vllm_config)
     layout = _get_attn_isa(dtype, config.page_size if config else 32, head_size)
     text = f"vLLM lays out keys for {layout}, which the kernels"
     if layout in cpu.LAYOUTS:
         yield Finding("layout", f"{text} read")
-    elif config and (need := next(needing_keys(config), None)):
-        yield error("layout", f"{text} do not read, as {need.name} needs", need.remedy)
+        return
+    try:
+        if config:
+            check_keys(config, f" ({layout})")
+    except RetrievalConfigError as refused:
+        what, _, remedy = str(refused).rpartition("; ")
+        yield error("layout", what, remedy.removesuffix("."))
     else:
         remedy = "methods that need no keys of the cache serve: --attention-backend freekv"
         yield advice("layout", f"{text} do not read", remedy)

@@ -1,13 +1,12 @@
 """What follows from the options of a request for how exact its context is."""
 
 import hashlib
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from vllm_kvretrieval.engine.levels import EXACT, NEVER, Level, Reading, Taint
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
-from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 
 
@@ -137,8 +136,6 @@ def _rule(measures: str, config: RetrievalConfig, method: Method, *others: objec
         method: The method.
         others: What the rule has beside.
     """
-    plain: dict[str, Any] = {known.name: known.plain for known in SEAT_FIELDS}
-    alike = replace(method, **plain)
     options = config.sink, config.window, config.filters, config.filter_heads, config.observation
-    text = repr((measures, alike, *options, *others))
+    text = repr((measures, method.rule, *options, *others))
     return f"{method.name} {hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.layers import full_attention_layers
+from vllm_kvretrieval.retrieval.needs import OTHER_LAYERS
 
 
 def number_layers(
@@ -37,16 +38,11 @@ def number_layers(
     if model.is_hybrid and found == list(range(len(said))):
         return dict(zip(names, said, strict=True))
     shares = config.prompt_shares
-    by_layer = config.own.shares or (shares is not None and shares.by_number)
-    by_layer = by_layer or any(
-        method.heads is not None or method.budget_shares.numbers is not None
-        for method in config.methods.values()
-    )
-    if by_layer:
+    what = f"layers {found} of {model.model}, and not {said}, as its configuration says,"
+    OTHER_LAYERS.check(config.methods.values(), what)
+    if shares is not None and shares.by_number:
         raise RetrievalConfigError(
-            f"{config.method} goes by the numbers of layers (filters, heads, budget_shares or "
-            f"prefill_budget_shares), and by its configuration {model.model} has full attention in "
-            f"layers {said}, but vLLM gives it to {found}. Use a method and options that treat all "
-            "layers alike."
+            f"{what} have full attention, and kv_retrieval.prefill_budget_shares goes by the "
+            "numbers of layers; leave it out."
         )
     return names

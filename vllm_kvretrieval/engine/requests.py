@@ -15,7 +15,8 @@ from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestReader
 from vllm_kvretrieval.retrieval.capacity import Capacity
-from vllm_kvretrieval.retrieval.seats import SEAT, SEAT_FIELDS
+from vllm_kvretrieval.retrieval.families.numbers import SeatField
+from vllm_kvretrieval.retrieval.seats import SEAT
 
 
 class ForeseenSteps:
@@ -93,7 +94,7 @@ class RequestTable:
         kept: The prompts of requests whose methods drop tokens; None: no method does.
         corrected: int64 [capacity]; see :class:`Counts`.
         spared: int64 [capacity]; see :attr:`DecodeRows.spared`.
-        plain: Names of the :data:`SEAT_FIELDS` that have no effect here, whatever requests ask for.
+        plain: Numbers of requests that have no effect here.
         prompt_reads: How KV heads read prompts that retrieve.
         recalls: int64 [capacity, 3]; units looked up, missed and recalled.
         in_step: Whether a step of requests is under way; vLLM's dummy runs are none.
@@ -120,7 +121,7 @@ class RequestTable:
         self.room, self.fixed = room, fixed or {}
         self.selected: torch.Tensor | None = None
         methods = config.methods.values()
-        if room.allotments or self.fixed or any(method.keeping is not None for method in methods):
+        if room.allotments or self.fixed or any(method.observes for method in methods):
             self.selected = torch.zeros(capacity, retrieval_heads, dtype=torch.int32)
         self.kept = None
         if self.selected is not None and heads is not None:
@@ -138,7 +139,7 @@ class RequestTable:
         self.ends = np.zeros(capacity, dtype=np.int32)
         self.corrected = torch.zeros(capacity, dtype=torch.int64)
         self.spared = torch.zeros(capacity, dtype=torch.int64)
-        self.plain: Collection[str] = ()
+        self.plain: Sequence[SeatField] = ()
         self.prompt_reads = PromptReads()
         self.recalls = torch.zeros(capacity, 3, dtype=torch.int64)
         self._steps = torch.zeros(capacity, 6, dtype=torch.int64)  # the rest of the counts
@@ -404,9 +405,8 @@ class RequestTable:
         self._steps[seat, 3] -= self.spared[seat] // int(self._units[record["method"]])
         self.spared[seat] = 0
         write_options(record, options, self.config)
-        for known in SEAT_FIELDS:
-            if known.name in self.plain:
-                record[known.column] = known.plain
+        for known in self.plain:
+            record[known.column] = known.plain
         if self.selected is not None:
             fixed = self.fixed.get(options.method)
             counts = torch.from_numpy(self.room.counts(options.method, options.budget))

@@ -11,6 +11,7 @@ from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, IndexStore, 
 from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
+from vllm_kvretrieval.retrieval.families import DroppingMethod
 from vllm_kvretrieval.retrieval.keeping import Keeping, entropy_shares
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.retrieval.shares import ENTROPY_BOUNDS, Shares, allot
@@ -81,7 +82,7 @@ def attended(
     retrieval = [layer for number, layer in layers.items() if number >= dense_layers]
     everything = [torch.ones_like(layer.keys[..., 0], dtype=torch.bool) for layer in dense]
     found = [Attended(mask, mask) for mask in everything]
-    if retrieval and config.own.keeping is not None:
+    if retrieval and isinstance(config.own, DroppingMethod):
         found += _kept(config, retrieval, longest)
     elif retrieval:
         found += _selected(config, retrieval, longest)
@@ -95,7 +96,7 @@ def _kept(
     config: RetrievalConfig, layers: Sequence[LayerAttention], longest: int
 ) -> list[Attended]:
     """The tokens that an engine keeps when the first token after the prompt is decoded."""
-    method, tokens = config.own, layers[0].keys.shape[1]
+    tokens = layers[0].keys.shape[1]
     ends = np.cumsum([layer.kv_heads for layer in layers]).tolist()
     heads = Heads(
         [slice(end - layer.kv_heads, end) for end, layer in zip(ends, layers, strict=True)]
@@ -108,7 +109,7 @@ def _kept(
     entropies = torch.tensor([layer.entropy for layer in layers], dtype=torch.float64)
     prompts.watched(0, 0).entropies.copy_(entropies)
     prompts.settle(0, 0)
-    if method.drops:
+    if prompts.methods[0].drops:
         prompts.step(np.zeros(1, dtype=np.int64), 0, np.array([tokens + 1]))
     rule, found = prompts.rules[0], []
     for layer, own in zip(layers, heads.slices, strict=True):

@@ -14,6 +14,7 @@ from vllm_kvretrieval.calibration.inputs import (
     write,
 )
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.families import DroppingMethod
 from vllm_kvretrieval.retrieval.heads import MEASURE
 from vllm_kvretrieval.retrieval.keeping import ALL
 from vllm_kvretrieval.retrieval.model_files import name_of
@@ -124,17 +125,17 @@ def explain(given: argparse.Namespace) -> None:
 
     options = served_options(given.model, given.method, options)
     config = RetrievalConfig.from_options(given.method, options)
-    if config.own.shares:
+    if config.own.selects_for_others:
         raise ValueError(
             f"--method {given.method}: its filters select for the layers after them, which is not "
             "shown here; vllm-kvretrieval calibrate measures them. Use another method"
         )
-    keeping = config.own.keeping
-    if keeping is not None and given.observation is not None:
+    if config.own.observes and given.observation is not None:
         options["observation"] = given.observation
         config = RetrievalConfig.from_options(given.method, options)
-        keeping = config.own.keeping
-    observed = _observed(given.observation) if keeping is None else keeping.observation
+    own, observed = config.own, _observed(given.observation)
+    if isinstance(own, DroppingMethod):
+        observed = own.keeping.observation
     text = read_text(given.text)
 
     import torch
@@ -158,14 +159,14 @@ def explain(given: argparse.Namespace) -> None:
     def text_of(begin: int, end: int) -> str:
         return str(measurement.tokenizer.decode(tokens[begin:end]))
 
-    by_page = config.own.index is not None and not config.own.per_token
+    by_page = own.index is not None and not own.per_token
     result = {
         "format": FORMAT,
         "model": name_of(given.model),
         "text": given.text.name,
         "tokens": len(tokens),
         "method": given.method,
-        "drops": keeping is not None,
+        "drops": own.observes,
         "budget": given.budget,
         "page_size": config.page_size if by_page else None,
         "prefill_budget": given.prefill_budget,

@@ -11,6 +11,7 @@ from vllm_kvretrieval.explain.attention import LATEST, LayerAttention, PromptAtt
 from vllm_kvretrieval.explain.prompts import chunk_shares, last_chunk
 from vllm_kvretrieval.explain.report import HeadAttention, layer_rows, shares_of
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.families import DroppingMethod
 
 MOST_SHOWN = 16
 """KV heads that are shown one by one."""
@@ -74,18 +75,18 @@ def explain_prompt(
     """
     sparse = config.prefill_budget is not None
     chunk = last_chunk(config, len(tokens)) if sparse else None
-    by_head = config.own.heads
-    if by_head is not None:
-        by_head.of(_Model(measurement.name, measurement.config, 1), [])  # refused at once
+    own = config.own
+    own.fixed_counts(_Model(measurement.name, measurement.config, 1), [])  # refused at once
     latest = LATEST if chunk is None else max(LATEST, len(tokens) - chunk[0])
-    seen = PromptAttention(len(tokens), observed, config.own.keeping, latest)
+    rule = own.keeping if isinstance(own, DroppingMethod) else None
+    seen = PromptAttention(len(tokens), observed, rule, latest)
     measurement.run(tokens, seen.positions, seen)
     longest = measurement.longest(len(tokens))
     with torch.inference_mode():
-        whole, kv_heads = None, next(iter(seen.layers.values())).kv_heads
+        kv_heads = next(iter(seen.layers.values())).kv_heads
         model = _Model(measurement.name, measurement.config, kv_heads)
-        if by_head is not None:
-            whole = by_head.of(model, [n for n in seen.layers if n >= config.dense_layers])
+        counts = own.fixed_counts(model, [n for n in seen.layers if n >= config.dense_layers])
+        whole = None if counts is None else counts.reshape(-1, kv_heads) > 0
         found = attended(config, seen.layers, longest, whole)
         by_entropy = entropy_budgets(list(seen.layers.values()), config.budget, longest)
         shown = []

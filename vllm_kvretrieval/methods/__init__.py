@@ -2,7 +2,7 @@
 
 A family says what a row attends to, and knows neither vLLM nor where the KV is. Its group object
 plans the rows of a step once for all layers that share metadata. Its layer object chooses in each
-layer. A new family is a file here and a line in :func:`family_of`.
+layer. A new family is a file here and a line in :data:`registry.FILES`.
 """
 
 from vllm_kvretrieval.methods.base import (

@@ -10,7 +10,6 @@ import torch
 
 from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, Ops, Remainder, TokenLists
 from vllm_kvretrieval.retrieval.capacity import Capacity
-from vllm_kvretrieval.retrieval.method import Method
 from vllm_kvretrieval.retrieval.roles import Role
 from vllm_kvretrieval.storage import LayerStorage, Ready, Storage
 
@@ -288,20 +287,20 @@ class WorkSize(NamedTuple):
 
 
 class Family(Protocol):
-    """The functions that a file of this package provides."""
+    """The functions that a file of this package provides; it takes methods of its own family."""
 
-    def group_method(self, facts: GroupFacts, number: int, method: Method) -> GroupMethod:
+    def group_method(self, facts: GroupFacts, number: int, method: Any) -> GroupMethod:
         """The method with this number, for a group of layers."""
         ...
 
     def layer_method(
-        self, facts: LayerFacts, number: int, method: Method, chooser: Chooser
+        self, facts: LayerFacts, number: int, method: Any, chooser: Chooser
     ) -> LayerMethod:
         """The method with this number, in a layer."""
         ...
 
     def connect(
-        self, facts: EngineFacts, number: int, method: Method, layers: Mapping[int, Layer]
+        self, facts: EngineFacts, number: int, method: Any, layers: Mapping[int, Layer]
     ) -> None:
         """Let layers of an engine know of each other, once all are attached.
 
@@ -313,7 +312,7 @@ class Family(Protocol):
         """
         ...
 
-    def scratch_bytes(self, methods: Sequence[Method], size: WorkSize) -> int:
+    def scratch_bytes(self, methods: Sequence[Any], size: WorkSize) -> int:
         """Bytes in which a layer chooses; one layer works at a time.
 
         Args:

@@ -23,8 +23,8 @@ from vllm_kvretrieval.methods.base import (
 )
 from vllm_kvretrieval.methods.prompts import AddUp, KeptPrompts, Watched
 from vllm_kvretrieval.methods.scored import ScoredLayer, connect
+from vllm_kvretrieval.retrieval.families import DroppingMethod, Method
 from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
-from vllm_kvretrieval.retrieval.method import Method
 from vllm_kvretrieval.storage import Ready
 
 __all__ = ["connect", "group_method", "layer_method", "scratch_bytes"]
@@ -106,14 +106,16 @@ class DroppingLayer(ScoredLayer):
         chooser: The layer's; its selection holds what is kept.
     """
 
-    def __init__(self, facts: LayerFacts, number: int, method: Method, chooser: Chooser) -> None:
+    def __init__(
+        self, facts: LayerFacts, number: int, method: DroppingMethod, chooser: Chooser
+    ) -> None:
         super().__init__(chooser)
         assert facts.requests.kept is not None, "some method drops tokens"
         prompts: KeptPrompts = facts.requests.kept
         self._facts, self._number, self._prompts = facts, number, prompts
         self._kernels = facts.kernels
         self._rule, self._drops = prompts.rules[number], method.drops
-        self._slides = method.schedule.slides
+        self._slides = method.slides
         self._dropping = self._rule
         if self._slides:  # the ratings alone say what goes
             self._dropping = replace(self._rule, rating="position", recent=0, recent_share=0.0)

@@ -26,8 +26,8 @@ from vllm_kvretrieval.methods.base import (
 )
 from vllm_kvretrieval.methods.observation import LatestQueries, Observation, Observed
 from vllm_kvretrieval.methods.scored import Scored, ScoredLayer
+from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.index.exact import Exact
-from vllm_kvretrieval.retrieval.method import Method
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, Filters, Follows
 from vllm_kvretrieval.storage import LayerStorage, Ready
 

@@ -1,21 +1,14 @@
 """Methods by which some KV heads attend to whole contexts and others to sink and window (razor)."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from vllm_kvretrieval.kernels import DecodeRows, TokenLists
 from vllm_kvretrieval.methods.base import DecodePlan, GroupFacts, StepRows
 from vllm_kvretrieval.methods.scored import Scored, connect, layer_method, scratch_bytes
-from vllm_kvretrieval.retrieval.heads import EVERYTHING
-from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval.families import Method
 
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
-
-__all__ = ["connect", "fixed_counts", "group_method", "layer_method", "scratch_bytes"]
+__all__ = ["connect", "group_method", "layer_method", "scratch_bytes"]
 
 
 class Heads(Scored):
@@ -41,21 +34,3 @@ class Heads(Scored):
 
 
 group_method = Heads
-
-
-def fixed_counts(
-    method: Method, model: "ModelConfig", layers: Sequence[int]
-) -> torch.Tensor | None:
-    """How many pages each KV head selects, whatever the budget; None: the budget says it.
-
-    Args:
-        method: The method.
-        model: vLLM's configuration of the model.
-        layers: Numbers of the layers that attend to parts of long contexts.
-
-    Returns:
-        int32 [KV heads of the model in these layers, layer after layer].
-    """
-    if method.heads is None:
-        return None
-    return torch.from_numpy(method.heads.of(model, layers)).flatten().int() * EVERYTHING

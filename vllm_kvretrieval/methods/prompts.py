@@ -9,8 +9,8 @@ import torch
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.budget import PageBudget
 from vllm_kvretrieval.retrieval.capacity import Capacity
+from vllm_kvretrieval.retrieval.families import DroppingMethod
 from vllm_kvretrieval.retrieval.keeping import Keeping, entropy_shares
-from vllm_kvretrieval.retrieval.method import Method
 
 NEVER = 1 << 20
 """A number of pages that no context has: a request with this limit attends to everything."""
@@ -70,7 +70,7 @@ class KeptPrompts:
         budgets: int32 [seats, KV heads]; tokens that each KV head may keep.
     """
 
-    methods: Mapping[int, Method]
+    methods: Mapping[int, DroppingMethod]
     rules: Mapping[int, Keeping]
     heads: Heads
     selected: torch.Tensor
@@ -221,10 +221,11 @@ def kept_prompts(
     room: Capacity,
 ) -> KeptPrompts | None:
     """Make the kept prompts of an engine; None if no method drops tokens."""
-    methods, rules = dict[int, Method](), dict[int, Keeping]()
+    methods, rules = dict[int, DroppingMethod](), dict[int, Keeping]()
     for number, method in enumerate(config.methods.values()):
-        if (rule := method.keeping) is None:
+        if not isinstance(method, DroppingMethod):
             continue
+        rule = method.keeping
         if config.window is not None:
             rule = replace(rule, recent=config.window, recent_share=0.0)
         methods[number] = method

@@ -14,23 +14,23 @@ from vllm_kvretrieval.methods.base import (
     LayerMethod,
     WorkSize,
 )
-from vllm_kvretrieval.retrieval import family as families
-from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval import families
+from vllm_kvretrieval.retrieval.families import Method
 
-FILES: Mapping[families.Family, Family] = {
-    families.DROPPING: dropping,
-    families.FILTERS: filters,
-    families.HEADS: heads,
-    families.NOTHING: scored,
-    families.SCORED: scored,
-    families.WHOLE: scored,
+FILES: Mapping[type[Method], Family] = {
+    families.DroppingMethod: dropping,
+    families.FilterMethod: filters,
+    families.FixedMethod: scored,
+    families.HeadMethod: heads,
+    families.ScoredMethod: scored,
+    families.WholeMethod: scored,
 }
 """The file that serves the methods of each family."""
 
 
 def family_of(method: Method) -> Family:
     """The file that serves a method."""
-    return FILES[families.family_with(method.schedule)]
+    return FILES[type(method)]
 
 
 def group_methods(facts: GroupFacts) -> list[GroupMethod]:

@@ -21,7 +21,7 @@ from vllm_kvretrieval.methods.base import (
     StepRows,
     WorkSize,
 )
-from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.storage import Ready
 

@@ -13,15 +13,11 @@ HOMES = {
     "disk": "a file; fast memory then holds recalled pages only; on a CPU",
 }
 ATTENTION = {"vllm": "bit by bit as vLLM alone", "own": "exact to rounding"}
-ENTRY_TOKENS = (8, 16, 32, 64, 128, 256)
-MOST_SPANNED = 2
-"""Pages of an entry at most; a window holds them all while the last one is filled."""
 UNITS = {"page": "whole pages", "token": "single tokens, by `one_bit` or `exact`"}
 FILTER_HEADS = {
     "all": "the heads of all workers; results do not depend on the number of workers",
     "own": "each worker's own, without communication",
 }
-DEFAULT_THRESHOLD = 0.9
 DEFAULT_CHUNK = 512
 """Tokens of a prompt that a filter selects for at once."""
 DEFAULT_BLOCK = 128
@@ -32,6 +28,5 @@ SAMPLINGS = {
     "spread": "evenly spaced, the last one among them",
     "dissimilar": "per query head those least like the mean of the chunk's (QuoKA, section 3)",
 }
-MOST_RERANKED = 64
 NO_PAGES = "whose prompts select no pages by an index"
 """Why a share of the tokens before a chunk of a prompt has no effect."""

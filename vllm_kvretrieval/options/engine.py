@@ -6,22 +6,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.choices import DEFAULT_BLOCK, DEFAULT_CHUNK, DEFAULT_QUERIES
+from vllm_kvretrieval.options import of_prompts
 from vllm_kvretrieval.options.files import read_files
+from vllm_kvretrieval.options.methods import make_method
 from vllm_kvretrieval.options.refusals import check_combinations
 from vllm_kvretrieval.options.source import options_of, selected_method, window_tokens
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS, Options, checked
 from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
-from vllm_kvretrieval.retrieval.family import NOTHING, family_with
-from vllm_kvretrieval.retrieval.filters import KIND, filters_for, read_filters
+from vllm_kvretrieval.retrieval.families import FixedMethod, Method, family_with
 from vllm_kvretrieval.retrieval.index import Index, IndexKind
-from vllm_kvretrieval.retrieval.method import Method, make_method
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.presets import presets
 from vllm_kvretrieval.retrieval.prompt_shares import PromptShares, make_prompt_shares
-from vllm_kvretrieval.retrieval.roles import Role, roles_of
-from vllm_kvretrieval.retrieval.schedule import SCHEDULES
+from vllm_kvretrieval.retrieval.roles import Role
 from vllm_kvretrieval.values import check_digits, reject_unknown, require_name, shortened
 
 if TYPE_CHECKING:
@@ -50,23 +48,10 @@ class RetrievalConfig(Options):
             if value is not None or getattr(Options, key) is not None:
                 object.__setattr__(self, key, checked(key, value))
         if self.prefill_budget is not None:
-            for key, value in self._prefill_defaults().items():
+            for key, value in of_prompts.defaults(self).items():
                 if getattr(self, key) is None:
                     object.__setattr__(self, key, value)
         check_combinations(self, given)
-
-    def _prefill_defaults(self) -> dict[str, float]:
-        """Options of chunks of prompts that the user leaves out."""
-        if self.own.shares:
-            return {"prefill_chunk": DEFAULT_CHUNK, "prefill_share": 0.0}
-        chunk = self.prefill_chunk or max(DEFAULT_BLOCK, self.page_size)
-        queries = min(DEFAULT_QUERIES, chunk)
-        return {
-            "prefill_chunk": chunk,
-            "prefill_share": 0.0,
-            "prefill_depth": 1.0,
-            "prefill_queries": queries,
-        }
 
     @functools.cached_property
     def own(self) -> Method:
@@ -100,18 +85,10 @@ class RetrievalConfig(Options):
                     f"also: {name}: how the cache is encoded is the server's affair, and here it "
                     f"is not. Use --attention-backend {base}, or name full."
                 )
-            if made[name].shares and self.own.shares:
-                raise RetrievalConfigError(
-                    f"also: {name}: its layers would select as {self.method} does, of which there "
-                    "is nothing else to choose; leave it out."
-                )
-            if made[name].shares:
-                raise RetrievalConfigError(
-                    f"also: {name}: which layers are dense is the server's affair, and {name} "
-                    f"needs others than {self.method}. Use --attention-backend {base}."
-                )
+            if why := made[name].why_not_beside(self.own):
+                raise RetrievalConfigError(f"also: {name}: {why}")
         for name, preset in presets().items():
-            if family_with(SCHEDULES[preset.schedule]) is NOTHING and name not in made:
+            if family_with(preset.schedule) is FixedMethod and name not in made:
                 method = make_method(name, name, {}, self.page_size)
                 if self.budgets.fits(self.budget, method):
                     made[name] = method
@@ -146,16 +123,7 @@ class RetrievalConfig(Options):
         Raises:
             RetrievalConfigError: The model's filters are not known, or are not among these layers.
         """
-        if not self.own.shares:
-            return {}
-        if isinstance(self.filters, tuple):
-            return roles_of(self.filters, layers)
-        model, config = model_config.model, model_config.hf_text_config
-        if self.filters is None:
-            return roles_of(filters_for(model, config).filters, layers)
-        file = read_filters(self.filters)
-        KIND.check_model(file, model, config)
-        return roles_of(file.filters, layers)
+        return self.own.roles(self.filters, model_config, layers)
 
     @property
     def encoding(self) -> Codec | None:
@@ -171,16 +139,11 @@ class RetrievalConfig(Options):
     def open_pages(self) -> int:
         """The number of full pages at the end of a context that are not encoded.
 
-        It is the most that a window has if the method keeps its window raw, and at least all pages
-        of an entry of an index but one: its record is built from their keys with the last of them.
+        See :meth:`Method.open_pages`.
         """
-        kept = [method.entry_pages - 1 for method in self.methods.values()]
-        if presets()[self.method].raw_window:
-            if self.own.whole:
-                kept.append(self.own.window_pages or 0)
-            else:
-                kept += [budget.window for budget in self.budgets.largest(self.own)]
-        return max(kept)
+        raw = presets()[self.method].raw_window
+        methods = self.methods.values()
+        return max(m.open_pages(self.budgets, raw and m is self.own) for m in methods)
 
     @functools.cached_property
     def stores(self) -> tuple[IndexKind, ...]:
@@ -270,8 +233,8 @@ class RetrievalConfig(Options):
 
     def prefills_sparsely(self, method: Method) -> bool:
         """Whether parts of the prompts of a method attend to a part of what lies before them."""
-        selects = method.shares if self.own.shares else method.selects_for_blocks
-        return self.prefill_budget is not None and selects
+        selects = method.prompts_select and method.prompts_select == self.own.prompts_select
+        return self.prefill_budget is not None and bool(selects)
 
     def pools_blocks_by(self, method: Method) -> Pooling:
         """How the scores of a block's queries become one, where blocks of prompts select."""

@@ -1,11 +1,11 @@
-"""The options of prompts that retrieve; fields of the table of options."""
+"""The options of prompts that retrieve: fields of the table, defaults, and refusals."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options import choices
 from vllm_kvretrieval.options.option import option
-from vllm_kvretrieval.retrieval.family import FILTERS, SCORED
 from vllm_kvretrieval.retrieval.pooling import POOLINGS
 from vllm_kvretrieval.retrieval.roles import WINDOW
 from vllm_kvretrieval.values import (
@@ -18,15 +18,16 @@ from vllm_kvretrieval.values import (
     require_int,
 )
 
+if TYPE_CHECKING:
+    from vllm_kvretrieval.options.engine import RetrievalConfig
+
 OF_CHUNKS: Mapping[str, Any] = {
-    "families": (SCORED, FILTERS),
     "why": "which selects no pages by an index: its prefill is exact",
     "verdict": "cannot be used with",
 }
 """Facts about options of chunks of prompts that select."""
 
 OF_READ: Mapping[str, Any] = {
-    "families": (SCORED,),
     "why": choices.NO_PAGES,
     "needs": "prefill_budget",
     "more": "methods.md#sparse-prefill",
@@ -34,7 +35,6 @@ OF_READ: Mapping[str, Any] = {
 """Facts about options of how much such a chunk reads."""
 
 OF_QUERIES: Mapping[str, Any] = {
-    "families": (SCORED,),
     "why": f"by which no queries, or the last {WINDOW} of a chunk, select for a prompt",
     "needs": "prefill_budget",
 }
@@ -115,3 +115,60 @@ POOLING: Any = option(
     "`pooling`",
     **OF_QUERIES,
 )
+
+
+def defaults(config: "RetrievalConfig") -> dict[str, float]:
+    """Options of chunks of prompts that the user leaves out."""
+    if config.own.prompts_select == "tokens":
+        return {"prefill_chunk": choices.DEFAULT_CHUNK, "prefill_share": 0.0}
+    chunk = config.prefill_chunk or max(choices.DEFAULT_BLOCK, config.page_size)
+    return {
+        "prefill_chunk": chunk,
+        "prefill_share": 0.0,
+        "prefill_depth": 1.0,
+        "prefill_queries": min(choices.DEFAULT_QUERIES, chunk),
+    }
+
+
+def check(config: "RetrievalConfig") -> None:
+    """Refuse options of prompts that cannot be combined with each other, or with the method.
+
+    Raises:
+        RetrievalConfigError: Names the option, and says why and what to do.
+    """
+    budget, chunk, queries = config.prefill_budget, config.prefill_chunk, config.prefill_queries
+    if budget is None or chunk is None:
+        return
+    by_token = config.own.prompts_select == "tokens"
+    if not config.prefills_sparsely(config.own):
+        raise RetrievalConfigError(
+            f"prefill_budget={budget} cannot be used with {config.method}, which selects no pages "
+            "by an index: its prefill is exact. Leave it out."
+        )
+    if by_token and config.home != "device":
+        raise RetrievalConfigError(
+            f"prefill_budget={budget} needs home=device with {config.method}: chunks of prompts "
+            f"read single tokens, which home={config.home!r} does not serve. Leave one out."
+        )
+    for method in config.methods.values():
+        if config.prefills_sparsely(method):
+            config.page_budget(budget, method.name, key="prefill_budget")
+    if by_token:
+        if chunk < WINDOW:
+            raise RetrievalConfigError(
+                f"prefill_chunk={chunk} must be {WINDOW} or more: filters select by so many "
+                f"queries of a chunk. Try {choices.DEFAULT_CHUNK}, or leave it out."
+            )
+        return
+    _ = config.prompt_shares  # refuses values that are no shares
+    if chunk < config.page_size or chunk % config.page_size:
+        raise RetrievalConfigError(
+            f"prefill_chunk={chunk} must be a positive multiple of page_size={config.page_size}; "
+            f"try {config.budgets.nearest(chunk)}, or leave it out."
+        )
+    most = min(choices.MOST_QUERIES, chunk)
+    if queries is not None and not 1 <= queries <= most:
+        raise RetrievalConfigError(
+            f"prefill_queries={queries} must be from 1 to {most}; try "
+            f"{min(choices.DEFAULT_QUERIES, most)}, or leave it out."
+        )

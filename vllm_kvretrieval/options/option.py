@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.family import FAMILIES, SCORED, Family
+from vllm_kvretrieval.retrieval.families import Method, having
 from vllm_kvretrieval.retrieval.files import as_written
 from vllm_kvretrieval.values import Kind, shortened
 
@@ -19,8 +19,8 @@ class Option:
         meaning: What the option does, without a capital at the start or a full stop at the end.
         default: What an engine or a request has without the option.
         of_method: Whether each method has a value of its own. Otherwise the engine has one value.
-        families: The families of methods that the option has an effect with.
-        why: Why it has no effect with the other families; empty: their ``trait`` is the reason.
+        why: Why it has no effect with families that do not name it; empty: their ``trait`` is the
+            reason.
         verdict: How a refusal says that it has no effect.
         neutral: A value that changes nothing, and is accepted with every method and device.
         needs: The name of another option that must be given, too; empty: none.
@@ -35,7 +35,6 @@ class Option:
     meaning: str
     default: str = "none"
     of_method: bool = False
-    families: tuple[Family, ...] = FAMILIES
     why: str = ""
     verdict: str = "has no effect with"
     neutral: Any = None
@@ -58,16 +57,17 @@ def option(value: Any, kind: Kind, meaning: str, default: str = "", **facts: Any
     return field(default=value, metadata={"option": Option(kind, meaning, shown, **facts)})
 
 
-def of_index(kind: Kind, meaning: str, default: str, **facts: Any) -> Any:
-    """An option that each method with an index has a value of its own for; None: the method's."""
-    return option(None, kind, meaning, default, of_method=True, families=(SCORED,), **facts)
+def of_method(kind: Kind, meaning: str, default: str, **facts: Any) -> Any:
+    """An option that each method has a value of its own for; None: the method's."""
+    return option(None, kind, meaning, default, of_method=True, **facts)
 
 
 def refuse_without_effect(
     given: Mapping[str, Any],
-    family: Family,
+    family: type[Method],
     name: str,
     table: Mapping[str, Option],
+    of_request: bool = False,
 ) -> None:
     """Refuse options that have no effect with a method.
 
@@ -76,6 +76,7 @@ def refuse_without_effect(
         family: The family of the method.
         name: The name of the method, for messages.
         table: The facts about each option, by its name.
+        of_request: Whether they are options of a request; else of an engine.
 
     Raises:
         RetrievalConfigError: An option has no effect; the message says why.
@@ -83,7 +84,7 @@ def refuse_without_effect(
     for key, value in given.items():
         known = table[key]
         neutral = isinstance(value, str | int | float) and value == known.neutral
-        if family not in known.families and not neutral:
+        if family not in having(key, of_request) and not neutral:
             why = known.why or family.trait
             raise RetrievalConfigError(
                 f"{key}={shortened(as_written(value))} {known.verdict} {name}, {why}; leave it out."

@@ -1,19 +1,17 @@
 """Options of an engine that are valid one by one, and cannot be combined."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.limits import check_directory
-from vllm_kvretrieval.options.choices import DEFAULT_CHUNK, DEFAULT_QUERIES, MOST_QUERIES
+from vllm_kvretrieval.options import of_prompts
 from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import OPTIONS
+from vllm_kvretrieval.retrieval import needs
 from vllm_kvretrieval.retrieval.codec import RAW
-from vllm_kvretrieval.retrieval.family import family_with
 from vllm_kvretrieval.retrieval.files import as_written
-from vllm_kvretrieval.retrieval.method import Method
-from vllm_kvretrieval.retrieval.roles import WINDOW
 from vllm_kvretrieval.values import shortened
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ def check_combinations(config: "RetrievalConfig", given: Mapping[str, Any]) -> N
     Raises:
         RetrievalConfigError: Names the option, and says why and what to do.
     """
-    refuse_without_effect(given, family_with(config.own.schedule), config.method, OPTIONS)
+    refuse_without_effect(given, type(config.own), config.method, OPTIONS)
     for key, value in given.items():
         needs = OPTIONS[key].needs
         if needs and needs not in given:
@@ -43,18 +41,11 @@ def check_combinations(config: "RetrievalConfig", given: Mapping[str, Any]) -> N
                 "home that is larger: disk, on a GPU host."
             )
     _check_budgets(config)
-    _check_prefill(config)
-    _check_home(config)
-    _check_codec(config)
-    _check_streaming(config)
+    of_prompts.check(config)
+    _check_settings(config)
     _check_store(config)
     if config.home_path is not None:
         check_directory(config.home_path)
-
-
-def _named(config: "RetrievalConfig", has: Callable[[Method], bool]) -> str:
-    """Names of the engine's methods that have a property; empty: none has it."""
-    return ", ".join(method.name for method in config.methods.values() if has(method))
 
 
 def _check_budgets(config: "RetrievalConfig") -> None:
@@ -82,115 +73,27 @@ def _check_budgets(config: "RetrievalConfig") -> None:
                 "may raise theirs up to it. Raise it, or leave it out."
             )
         config.page_budget(config.max_budget, key="max_budget")
-    by_head = _named(config, lambda method: method.heads is not None)
-    if config.memory_fraction is not None and by_head:
-        raise RetrievalConfigError(
-            f"memory_fraction={config.memory_fraction} makes budgets of what a request may read, "
-            f"and with {by_head} some heads read everything; leave one out."
-        )
 
 
-def _check_prefill(config: "RetrievalConfig") -> None:
-    budget, chunk, queries = config.prefill_budget, config.prefill_chunk, config.prefill_queries
-    if budget is None or chunk is None:
-        return
-    if not config.prefills_sparsely(config.own):
-        raise RetrievalConfigError(
-            f"prefill_budget={budget} cannot be used with {config.method}, which selects no pages "
-            "by an index: its prefill is exact. Leave it out."
-        )
-    if config.own.shares and config.home != "device":
-        raise RetrievalConfigError(
-            f"prefill_budget={budget} needs home=device with {config.method}: chunks of prompts "
-            f"read single tokens, which home={config.home!r} does not serve. Leave one out."
-        )
-    for method in config.methods.values():
-        if config.prefills_sparsely(method):
-            config.page_budget(budget, method.name, key="prefill_budget")
-    if config.own.shares:
-        if chunk < WINDOW:
+def _check_settings(config: "RetrievalConfig") -> None:
+    """Refuse methods that need what home, codec or another setting lacks."""
+    methods = config.methods.values()
+    if config.home != "device":
+        raw = config.encoding is None
+        read = [m for m in methods if not m.whole or (m is config.own and raw)]
+        needs.SLOW_HOME.check(read, f"home={config.home!r}")
+    if config.codec != RAW:
+        if config.home == "device":
             raise RetrievalConfigError(
-                f"prefill_chunk={chunk} must be {WINDOW} or more: filters select by so many "
-                f"queries of a chunk. Try {DEFAULT_CHUNK}, or leave it out."
+                f"codec={config.codec!r} is for pages in a file, and with home=device the KV cache "
+                "is read where it lies; use home=disk (whose home_path may be in memory, such as "
+                "/dev/shm), or codec=raw."
             )
-        return
-    _ = config.prompt_shares  # refuses values that are no shares
-    if chunk < config.page_size or chunk % config.page_size:
-        raise RetrievalConfigError(
-            f"prefill_chunk={chunk} must be a positive multiple of page_size={config.page_size}; "
-            f"try {config.budgets.nearest(chunk)}, or leave it out."
-        )
-    most = min(MOST_QUERIES, chunk)
-    if queries is not None and not 1 <= queries <= most:
-        raise RetrievalConfigError(
-            f"prefill_queries={queries} must be from 1 to {most}; try "
-            f"{min(DEFAULT_QUERIES, most)}, or leave it out."
-        )
-
-
-def _check_home(config: "RetrievalConfig") -> None:
-    if config.home == "device":
-        return
-    # Filters read keys, too, but of layers that stay in memory as long as they fit there.
-    if reading := _named(config, lambda method: method.reads_keys and not method.shares):
-        raise RetrievalConfigError(
-            f"home={config.home!r} keeps keys where they are slow to read, and {reading} selects "
-            "by them (index exact, or rerank); leave it out, or use home=device."
-        )
-    if config.rows and (uneven := _named(config, _keeps_unevenly)):
-        raise RetrievalConfigError(
-            f"home={config.home!r} gives all KV heads as many slots for single tokens, and "
-            f"{uneven} divides the budget unevenly (budget_shares); leave it out, or use "
-            "home=device."
-        )
-    by_head = _named(config, lambda method: method.heads is not None)
-    if by_head or (config.own.whole and config.encoding is None):
-        who, what = (by_head, "some heads") if by_head else (config.method, "steps")
-        raise RetrievalConfigError(
-            f"home={config.home!r} is for contexts of which little is read at a step, and with "
-            f"{who} {what} read everything; leave it out, or use home=device."
-        )
-
-
-def _keeps_unevenly(method: Method) -> bool:
-    """Whether KV heads of a layer differ in how many tokens they attend to.
-
-    Shares by entropy are those of layers; as heads drop tokens step by step, they come to differ.
-    """
-    shares = method.budget_shares
-    return not shares.uniform and (shares.entropy is None or method.drops)
-
-
-def _check_codec(config: "RetrievalConfig") -> None:
-    if config.codec == RAW:
-        return
-    if config.home == "device":
-        raise RetrievalConfigError(
-            f"codec={config.codec!r} is for pages in a file, and with home=device the KV cache is "
-            "read where it lies; use home=disk (whose home_path may be in memory, such as "
-            "/dev/shm), or codec=raw."
-        )
-    if tokens := _named(config, lambda method: method.per_token):
-        raise RetrievalConfigError(
-            f"codec={config.codec!r} encodes whole pages, and {tokens} selects single tokens (unit "
-            "token); use codec=raw."
-        )
-    if uneven := _named(config, lambda method: not method.budget_shares.uniform):
-        raise RetrievalConfigError(
-            f"codec={config.codec!r} reads contexts within the budget from slots, of which every "
-            f"layer needs as many, and {uneven} divides the budget unevenly (budget_shares); use "
-            "codec=raw, or leave the shares out."
-        )
-
-
-def _check_streaming(config: "RetrievalConfig") -> None:
-    if not config.streaming_attention:
-        return
-    if tokens := _named(config, lambda method: method.per_token):
-        raise RetrievalConfigError(
-            f"streaming_attention=True is for pages, and {tokens} recalls single tokens; leave it "
-            "out."
-        )
+        needs.CODEC.check(methods, f"codec={config.codec!r}")
+    if config.streaming_attention:
+        needs.STREAMING.check(methods)
+    if config.memory_fraction is not None:
+        needs.MEMORY_FRACTION.check(methods, f"memory_fraction={config.memory_fraction}")
 
 
 def _check_store(config: "RetrievalConfig") -> None:

@@ -10,9 +10,9 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.option import Option, refuse_without_effect
 from vllm_kvretrieval.options.table import CONFIG_KEY, OPTIONS
 from vllm_kvretrieval.retrieval.budget import PageBudget
-from vllm_kvretrieval.retrieval.family import FAMILIES, SCORED, WHOLE, family_with
-from vllm_kvretrieval.retrieval.method import Method
-from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS, SeatField
+from vllm_kvretrieval.retrieval.families import Method
+from vllm_kvretrieval.retrieval.families.numbers import SeatField
+from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.values import (
     PART,
     SWITCH,
@@ -41,7 +41,6 @@ _OTHERS: Mapping[str, Option] = {
         "the number of tokens that a KV head attends to in a decode step, up to the server's "
         "`max_budget`",
         "the server's",
-        families=tuple(family for family in FAMILIES if family is not WHOLE),
     ),
     "exact": Option(
         SWITCH,
@@ -72,7 +71,6 @@ _OTHERS: Mapping[str, Option] = {
         "the share of the tokens before a chunk of the prompt that the chunk attends to, where "
         "that is more than `prefill_budget`; up to the server's `prefill_share`",
         "the server's",
-        families=(SCORED,),
         why=NO_PAGES,
         neutral=0,
         more="methods.md#sparse-prefill",
@@ -145,8 +143,7 @@ class RequestOptions:
                 f"one of {', '.join(config.methods)}, or start the server with "
                 f"--kv-retrieval.also.{meant(name, config.methods)}"
             )
-        family = family_with(method.schedule)
-        refuse_without_effect(given, family, method.name, REQUEST)
+        refuse_without_effect(given, type(method), method.name, REQUEST, of_request=True)
         value = {key: REQUEST[key].kind.check(key, given[key]) for key in given}
         budget = value.get("budget", config.budget)
         if budget > config.budget_limit:
@@ -159,14 +156,13 @@ class RequestOptions:
             numbers[known.name] = value.get(known.name, known.of(method))
             if known.name in value:
                 known.check(value[known.name], method)
-        whole = family is WHOLE
-        exact = value.get("exact", whole)
-        if whole and not exact:
+        exact = value.get("exact", method.whole)
+        if method.whole and not exact:
             raise RetrievalConfigError(
                 f"exact=False cannot be had with {name}, which attends to everything; leave it "
                 "out, or name another method."
             )
-        if exact and not (config.allow_exact or whole):
+        if exact and not (config.allow_exact or method.whole):
             raise RetrievalConfigError(
                 "exact=True is not allowed by this server (--kv-retrieval.allow_exact false); ask "
                 f"for a budget of up to {config.budget_limit} instead."
@@ -196,7 +192,7 @@ class RequestOptions:
         the first step.
         """
         method = config.methods[self.method]
-        if method.drops:
+        if not method.attends_within_budget:
             return 0
         if config.memory_fraction is not None and not self.own_budget:
             return config.budgets.least(method)
@@ -207,13 +203,12 @@ class RequestOptions:
 
         It has promised exact answers, or its method rates tokens of the prompt by attention.
         """
-        observes = config.methods[self.method].keeping is not None
+        observes = config.methods[self.method].observes
         return self.exact or self.exact_prefix or observes or config.reuse == "exact"
 
     def observes_all(self, config: RetrievalConfig) -> bool:
         """Whether all queries of the prompt count, those of a prefix in the cache, too."""
-        keeping = config.methods[self.method].keeping
-        return keeping is not None and keeping.observation is None and not self.exact
+        return config.methods[self.method].observes_all and not self.exact
 
 
 class RequestReader:
@@ -270,7 +265,7 @@ def _prefill_budget(
             f"prefill_budget={tokens} has no effect with {why}, whose prompt attends to "
             "everything; leave it out."
         )
-    if method.shares and tokens != most:
+    if method.selects_for_others and tokens != most:
         raise RetrievalConfigError(
             f"prefill_budget={tokens} must be {most} or 0 with {method.name}, whose filters select "
             "as much for all requests."

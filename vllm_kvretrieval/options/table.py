@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_kvretrieval.options import choices, of_prompts
-from vllm_kvretrieval.options.option import Option, of_index, option
+from vllm_kvretrieval.options.option import Option, of_method, option
 from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
-from vllm_kvretrieval.retrieval.family import DROPPING, FAMILIES, FILTERS, HEADS, SCORED, WHOLE
+from vllm_kvretrieval.retrieval.families import SCHEDULES, scored
 from vllm_kvretrieval.retrieval.filters import check_filters
 from vllm_kvretrieval.retrieval.heads import SHARE as SHARE_OF_HEADS
 from vllm_kvretrieval.retrieval.index import OWN as OWN_INDEXES
@@ -16,7 +16,6 @@ from vllm_kvretrieval.retrieval.keeping import ALL
 from vllm_kvretrieval.retrieval.pooling import POOLINGS
 from vllm_kvretrieval.retrieval.presets import OWN
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, WINDOW
-from vllm_kvretrieval.retrieval.schedule import SCHEDULES
 from vllm_kvretrieval.values import (
     PART,
     SHARE,
@@ -59,14 +58,12 @@ class Options:
         TOKENS,
         "the first tokens of the context, always attended to; 0: none are",
         "a page, or budget / 16, as the method has it",
-        families=tuple(family for family in FAMILIES if family is not WHOLE),
     )
     window: int | None = option(
         None,
         Kind("tokens; with `ttkv` also a size per request, such as `8MiB`", require_int),
         "the most recent tokens, always attended to",
         "two pages, or budget / 16, as the method has it",
-        families=(SCORED, FILTERS, DROPPING),
     )
     page_size: int = option(
         None,
@@ -76,9 +73,9 @@ class Options:
         "the method's, 32 for most; `kvretrieval`: 16 on most CPUs",
         more="methods.md#small-pages",
     )
-    summary_size: int | None = of_index(
+    summary_size: int | None = of_method(
         Kind(
-            f"{', '.join(map(str, choices.ENTRY_TOKENS))}, up to `page_size`; with `low_rank` up "
+            f"{', '.join(map(str, scored.ENTRY_TOKENS))}, up to `page_size`; with `low_rank` up "
             "to twice as many",
             require_int,
         ),
@@ -86,7 +83,7 @@ class Options:
         "and time in proportion",
         "`page_size`; `kvretrieval`: 32 with its own pages of 16; `shadowkv`: 8",
     )
-    index: Any = of_index(
+    index: Any = of_method(
         checked_later(
             f"{', '.join(f'`{index.name}`' for index in OWN_INDEXES)}, or `{{name: parameters}}`"
         ),
@@ -95,25 +92,23 @@ class Options:
         neutral="none",
         more="methods.md#indexes",
     )
-    pooling: str | None = of_index(
+    pooling: str | None = of_method(
         one_of(POOLINGS),
         "how the scores of the query heads that share a KV head become one",
         "the method's",
     )
-    schedule: str | None = option(
-        None,
-        one_of({name: schedule.meaning for name, schedule in SCHEDULES.items()}),
+    schedule: str | None = of_method(
+        one_of(SCHEDULES),
         "when pages are selected",
         "the method's",
-        of_method=True,
     )
-    rerank: int | None = of_index(
-        Kind(f"0, or 2 to {choices.MOST_RERANKED}", require_int),
+    rerank: int | None = of_method(
+        Kind(f"0, or 2 to {scored.MOST_RERANKED}", require_int),
         "candidates per selected page that are scored again by their keys; 0: none",
         "the method's",
         rests_on=("index",),
     )
-    mass: float | None = of_index(
+    mass: float | None = of_method(
         SHARE,
         "the share of the estimated attention that is enough: a KV head attends to the fewest "
         "selected pages (or tokens) that reach it, up to the budget; 1: to all of them",
@@ -122,7 +117,7 @@ class Options:
         more="methods.md#mass",
         rests_on=("pooling", "schedule", "rerank", "outliers"),
     )
-    remainder: float | None = of_index(
+    remainder: float | None = of_method(
         PART,
         "the share of the estimated attention below which the mean value of a page stands for the "
         "page if it is not selected; 0: what is not selected is left out",
@@ -131,7 +126,7 @@ class Options:
         more="methods.md#remainder",
         rests_on=("index", "pooling", "schedule", "rerank"),
     )
-    outliers: float | None = of_index(
+    outliers: float | None = of_method(
         PART,
         "the share of the selected pages that are the ones whose keys are least like their mean, "
         "whatever the query is, at least one of two or more; with `index: landmark`",
@@ -140,22 +135,21 @@ class Options:
         more="methods.md#shadowkv",
         rests_on=("index", "rerank"),
     )
-    unit: str | None = of_index(
+    unit: str | None = of_method(
         one_of(choices.UNITS),
         "what is selected; with `token` the KV cache of retrieval layers is laid out token by "
         "token",
         "the method's, `page` for most",
         more="methods.md#unit",
     )
-    correction_threshold: float | None = of_index(
+    correction_threshold: float | None = of_method(
         SIMILARITY,
         "for schedule `speculative`: a KV head whose query has a lower cosine similarity to the "
         "previous step's selects anew before attention; 1 selects at every step, -1 never corrects",
-        str(choices.DEFAULT_THRESHOLD),
+        str(scored.DEFAULT_THRESHOLD),
         rests_on=("schedule",),
     )
-    budget_shares: Any = option(
-        None,
+    budget_shares: Any = of_method(
         checked_later(
             "`uniform`, `pyramid` (less with depth), `entropy` (with methods that drop tokens), "
             "a list of numbers per layer that retrieves, or of lists, one number per KV head; or a "
@@ -163,8 +157,6 @@ class Options:
         ),
         "how layers and KV heads divide what is selected",
         "the method's, `uniform` for most",
-        of_method=True,
-        families=(SCORED, DROPPING),
         more="methods.md#budget",
     )
     also: Any = option(
@@ -179,7 +171,6 @@ class Options:
         Kind("a list, or a file that `vllm-kvretrieval calibrate` wrote", check_filters),
         "the layers that select tokens for the layers after them",
         "what is known of the model",
-        families=(FILTERS,),
         why="whose layers select for themselves",
         more="methods.md#omnikv",
     )
@@ -188,12 +179,10 @@ class Options:
         one_of(choices.FILTER_HEADS),
         "with tensor parallelism, the KV heads by whose attention a filter selects",
         "`all`",
-        families=(FILTERS,),
         why="whose layers select for themselves",
         more="methods.md#omnikv",
     )
-    observation: Any = option(
-        None,
+    observation: Any = of_method(
         checked_later(
             f"{', '.join(f'`{name}`' for name in OBSERVATIONS)} (all but `last` take {WINDOW} "
             f"queries); with methods that drop tokens a number, or `{ALL}`"
@@ -201,20 +190,15 @@ class Options:
         "the queries by whose attention filters select; with methods that drop tokens, how many of "
         "a prompt's last queries count",
         "`last`, or the method's",
-        of_method=True,
-        families=(FILTERS, DROPPING),
         why="whose layers select for themselves",
     )
-    heads: Any = option(
-        None,
+    heads: Any = of_method(
         checked_later(
             "a file that `vllm-kvretrieval heads` wrote, `{file: path, share: of the KV heads}`, "
             "or a list per layer that retrieves of 1 or 0 per KV head"
         ),
         "the KV heads that attend to whole contexts",
         f"what is known of the model, a share of {SHARE_OF_HEADS}",
-        of_method=True,
-        families=(HEADS,),
         why="by which all KV heads attend alike",
         more="methods.md#razorattention",
     )
@@ -231,7 +215,6 @@ class Options:
         Kind("a number of layers", require_layers),
         "how many of the model's first layers keep full attention, or whatever attention they have",
         "the method's, 1 for most",
-        families=tuple(family for family in FAMILIES if family is not FILTERS),
         why="whose filters say which layers are dense",
         neutral=0,
     )
@@ -323,7 +306,6 @@ class Options:
         "whether a step of `home=disk` attends to the pages in fast memory while it reads the "
         "others (TTKV)",
         "false",
-        families=(SCORED,),
         slow_home=True,
         on_gpu="leave it out",
         more="methods.md#ttkv",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_kvretrieval.errors import RetrievalConfigError
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.retrieval.method import Method
+    from vllm_kvretrieval.retrieval.families import Method
 
 DEFAULT_BUDGET = 2048
 DEFAULT_SHARE = 16

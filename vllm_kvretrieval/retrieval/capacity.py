@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_kvretrieval.retrieval.budget import PageBudget
-from vllm_kvretrieval.retrieval.method import Method
+from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.shares import Allotment, allot, own_heads
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Capacity:
             for budget in config.budgets.largest(method):
                 always, units = self._divide(method, budget)
                 most = self._most(name, units)
-                if method.shares:
+                if method.selects_for_others:
                     self.filtered = max(self.filtered, min(units, longest))
                 else:
                     np.maximum(self.chosen, most, out=self.chosen)
@@ -98,24 +98,20 @@ class Capacity:
             counts = allotment.counts(units)
         else:
             counts = allotment.of_layers(shares).counts(units)
-        return counts if by.keeping is None else counts.clip(min=1)
+        return counts.clip(min=by.least_chosen)
 
     def _most(self, method: str, units: int) -> np.ndarray:
         """int64 [KV heads]; of requests with at most so many units on average."""
         by, allotment = self._methods[method], self.allotments.get(method)
-        least = int(by.keeping is not None)
         if allotment is None:
-            return np.full(self.heads, max(min(units, self._longest_of(by)), least))
-        return allotment.most(units).clip(min=least)
+            return np.full(self.heads, max(min(units, self._longest_of(by)), by.least_chosen))
+        return allotment.most(units).clip(min=by.least_chosen)
 
     def _divide(self, method: Method, budget: PageBudget) -> tuple[int, int]:
-        """Units attended to beside what is chosen, and chosen on average.
-
-        Sink and window of a method that keeps tokens are among what it keeps.
-        """
-        select = budget.total if method.keeping is not None else budget.select
+        """Units attended to beside what is chosen, and chosen on average."""
+        always, chosen = method.divide(budget)
         units = self._per_page(method)
-        return (budget.total - select) * units, select * units
+        return always * units, chosen * units
 
     def _per_page(self, method: Method) -> int:
         """Units of selection in a page."""

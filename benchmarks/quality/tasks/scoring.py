@@ -15,6 +15,7 @@ from benchmarks.quality.tasks import metrics
 from benchmarks.quality.tasks.base import CACHE_BLOCK, Sample
 from benchmarks.quality.tasks.metrics import Generated
 from benchmarks.quality.tasks.variant import PAGE, Variant
+from vllm_kvretrieval.retrieval.families.dropping import ONCE
 
 
 def score(
@@ -51,10 +52,9 @@ def mean_share(samples: Sequence[Sample], budget: int, variant: Variant, model: 
     window what the others spend on selected pages); those that keep tokens of a prompt once attend
     to what they generate besides, and heads that read everything count as such.
     """
-    schedule = variant.config.own.schedule
-    if schedule.whole:
+    if variant.config.own.whole:
         return 1.0
-    grows = schedule.keeps and not schedule.drops
+    grows = variant.config.own.schedule == ONCE
     full_layers, dense = attention_layers(variant, model)
     whole_layers = dense + (full_layers - dense) * whole_heads(variant, model)
     shares = [
@@ -72,9 +72,6 @@ def mean_share(samples: Sequence[Sample], budget: int, variant: Variant, model: 
 
 def whole_heads(variant: Variant, model: Path) -> float:
     """Return the share of the KV heads of retrieval layers that attend to whole contexts."""
-    heads = variant.config.own.heads
-    if heads is None:
-        return 0.0
     config = AutoConfig.from_pretrained(model).get_text_config()
     served = SimpleNamespace(
         model=str(model),
@@ -83,7 +80,8 @@ def whole_heads(variant: Variant, model: Path) -> float:
     )
     dense = variant.engine_config.dense_layers
     retrieving = [layer for layer in _full_attention(model) if layer >= dense]
-    return float(heads.of(served, retrieving).mean())
+    counts = variant.config.own.fixed_counts(served, retrieving)
+    return 0.0 if counts is None else float((counts > 0).mean())
 
 
 def _full_attention(model: Path) -> list[int]:

@@ -77,9 +77,9 @@ class Variant:
     @property
     def whole(self) -> bool:
         """Whether steps attend to everything, whatever the budget."""
-        return self.config.own.schedule.whole
+        return self.config.own.whole
 
     @property
     def watches(self) -> bool:
         """Whether the attention of a prompt's queries decides, so that none may be left out."""
-        return self.config.own.keeping is not None
+        return self.config.own.observes

@@ -12,13 +12,12 @@ from vllm_kvretrieval.kernels.triton.index import KINDS
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.methods import make_method
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS
 from vllm_kvretrieval.retrieval.codec import RAW
-from vllm_kvretrieval.retrieval.method import Method, make_method
-from vllm_kvretrieval.retrieval.pooling import Pooling
+from vllm_kvretrieval.retrieval.families import Method
+from vllm_kvretrieval.retrieval.needs import GPU
 from vllm_kvretrieval.retrieval.presets import Preset, presets
-from vllm_kvretrieval.retrieval.schedule import SCHEDULES
-from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -91,8 +90,7 @@ def check_preset(name: str, options: Any) -> None:
         check_method(method)
         return
     near = _nearest(preset)
-    whole = SCHEDULES[presets()[near].schedule].whole
-    home = "" if whole else " --kv-retrieval.home host"
+    home = "" if _made(near).whole else " --kv-retrieval.home host"
     raise RetrievalConfigError(
         f"{name} is not served on a GPU yet, where no pages are encoded (codec {preset.codec}). On "
         f"a CPU vLLM's CPU build serves it: vllm serve MODEL --attention-backend {name}. The "
@@ -113,12 +111,16 @@ def _nearest(preset: Preset) -> str:
 
 def _is_served(name: str) -> bool:
     """Whether a preset is served as it comes."""
-    preset = presets()[name]
     try:
-        check_method(make_method(name, name, {}, preset.page_size))
+        check_method(_made(name))
     except RetrievalConfigError:
         return False
-    return preset.codec == RAW
+    return presets()[name].codec == RAW
+
+
+def _made(name: str) -> Method:
+    """The method of a preset as it comes."""
+    return make_method(name, name, {}, presets()[name].page_size)
 
 
 def check_options(config: RetrievalConfig) -> None:
@@ -171,35 +173,12 @@ def check_home(config: RetrievalConfig, *, sleeps: bool) -> None:
 
 def check_method(method: Method) -> None:
     """Refuse a method that there are no kernels for."""
-    index, known = method.index, ", ".join(kind.name for kind in KINDS)
-    missing = {
-        "layers that share a selection are": method.shares,
-        "methods that drop tokens are": method.keeping is not None,
-        "single tokens are (unit token)": method.per_token,
-        "heads that attend to everything are": method.heads is not None,
-        "uneven shares (budget_shares) are": not method.budget_shares.uniform,
-        "candidates scored again by their keys (rerank) are": method.rerank > 0,
-        **{
-            f"lists of different lengths ({known.name}) are": known.changes(method)
-            for known in SEAT_FIELDS
-            if known.uneven
-        },
-        "entries of several pages (summary_size) are": method.entry_pages > 1,
-        "means of what is not selected (remainder) are": method.remainder > 0,
-        "pages that are outliers (outliers) are": method.outliers > 0,
-        "the highest softmax of a group (pooling max_softmax) is": (
-            method.pooling is Pooling.MAX_SOFTMAX
-        ),
-        f"index {index.name if index else None} is": (
-            index is not None and type(index) not in KINDS
-        ),
-    }
-    for what, present in missing.items():
-        if present:
-            raise RetrievalConfigError(
-                f"{method.name} is not served on a GPU yet, where {what} not. Use a method that "
-                f"selects pages by an index of {known}, such as freekv, quest or kvretrieval."
-            )
+    GPU.check([method])
+    if method.index is not None and type(method.index) not in KINDS:
+        raise RetrievalConfigError(
+            f"{method.name} is not served on a GPU yet, where index {method.index.name} is not; "
+            f"use {', '.join(kind.name for kind in KINDS)}."
+        )
 
 
 def check_shape(dtype: torch.dtype, head_size: int, method: str) -> None:

@@ -115,5 +115,5 @@ class Choosers:
             for number, (method, chooser) in enumerate(
                 zip(config.methods.values(), choosers, strict=True)
             )
-            if method.selects_for_blocks
+            if method.prompts_select == "pages"
         }

@@ -28,7 +28,6 @@ from vllm_kvretrieval.engine.memory import (
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.methods import WorkSize, scratch_bytes
-from vllm_kvretrieval.methods.heads import fixed_counts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
@@ -166,10 +165,12 @@ class PlanningWorker(CPUWorker):
         own = own_heads(*self._all_heads)
         layers = [self.layer_numbers[name] for name in self.retrieval_heads]
         fixed = {
-            name: fixed_counts(method, self.model_config, layers)
+            name: method.fixed_counts(self.model_config, layers)
             for name, method in self.retrieval_config.methods.items()
         }
-        return {name: counts[own] for name, counts in fixed.items() if counts is not None}
+        return {
+            n: torch.from_numpy(counts[own]) for n, counts in fixed.items() if counts is not None
+        }
 
     @functools.cached_property
     def late_layers(self) -> frozenset[str]:
@@ -238,11 +239,11 @@ class PlanningWorker(CPUWorker):
         """The roles of the layers with plain full attention; empty if each selects for itself."""
         config, model = self.retrieval_config, self.model_config
         numbers = self.layer_numbers.values()
-        if self.parallel_config.pipeline_parallel_size == 1 or not config.own.shares:
+        if self.parallel_config.pipeline_parallel_size == 1:
             return config.roles(model, numbers)
         layers = full_attention_layers(model)
-        assert layers is not None, "the front end refuses other models"
-        return stage_roles(config.roles(model, layers), numbers)
+        roles = config.roles(model, numbers if layers is None else layers)
+        return stage_roles(roles, numbers) if roles else roles
 
     @functools.cached_property
     def layer_numbers(self) -> dict[str, int]:

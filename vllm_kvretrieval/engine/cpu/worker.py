@@ -40,6 +40,7 @@ from vllm_kvretrieval.limits import SCARCE, explained
 from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_layers, layer_methods
 from vllm_kvretrieval.methods.prompts import Heads
 from vllm_kvretrieval.retrieval.codec import Codec
+from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, UNKNOWN_KEYS
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.storage import LayerPlace, Memory, Storage
 from vllm_kvretrieval.storage.places import STORAGES, FileFacts
@@ -167,12 +168,10 @@ class RetrievalCPUWorker(StoringWorker):
             self.fixed_counts,
         )
         self.requests.prompt_reads = self.prompt_reads
-        by_lists = {group.builder.isa for group in groups} <= cpu.LAYOUTS.keys()
-        self.requests.plain = [
-            known.name
-            for known in SEAT_FIELDS
-            if (known.estimates and capped) or (known.uneven and not by_lists)
-        ]
+        known_keys = {group.builder.isa for group in groups} <= cpu.LAYOUTS.keys()
+        lacks = {} if known_keys else UNKNOWN_KEYS.lacks
+        lacks = {**lacks, **(CAPPED_LOGITS.lacks if capped else {})}
+        self.requests.plain = [known for known in SEAT_FIELDS if known.need in lacks]
         self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks) if foreign else None
         self.storage = self._make_storage(self.requests)
         self.choosers = Choosers(self, self.requests)

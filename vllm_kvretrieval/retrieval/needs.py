@@ -1,0 +1,215 @@
+"""The needs of methods, and what serves them: the refusals of methods follow from this table.
+
+A method says what it needs (:attr:`Method.needs`). A setting of an engine (a device, a home, a
+codec, a model's logits) lists the needs that it does not serve, with the reason and the remedy.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_kvretrieval.errors import RetrievalConfigError
+
+if TYPE_CHECKING:
+    from vllm_kvretrieval.retrieval.families.base import Method
+
+
+class Need(Enum):
+    """What not every setting serves. The value follows a method's name in messages."""
+
+    TOKENS = "selects single tokens (unit token)"
+    KEYS = "selects by the keys of its own layers (index exact, or rerank)"
+    READS = "reads keys in the KV cache"
+    EVERYTHING = "reads everything at each step"
+    HEADS = "lets some heads read everything"
+    LAYERS_SHARE = "lets layers share a selection"
+    DROPS = "drops tokens"
+    PROMPTS = "keeps tokens by the attention of whole prompts"
+    RATES = "rates tokens by attention"
+    UNEVEN_SHARES = "divides the budget unevenly (budget_shares)"
+    UNEVEN_TOKENS = "divides single tokens unevenly (budget_shares)"
+    MASS = "selects up to a mass of the attention (mass)"
+    REMAINDER = "adds up means of what is not selected (remainder)"
+    RERANK = "scores candidates again by their keys (rerank)"
+    OUTLIERS = "selects pages that are outliers (outliers)"
+    LONG_ENTRIES = "has index entries of several pages (summary_size)"
+    HIGHEST = "takes the highest softmax of a group (pooling max_softmax)"
+    LAYER_NUMBERS = "goes by the numbers of layers"
+
+
+class Lack(NamedTuple):
+    """Why a setting does not serve a need.
+
+    Attributes:
+        why: The reason, which follows the setting's name.
+        remedy: What to do instead, as a clause.
+    """
+
+    why: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of an engine that does not serve all needs.
+
+    Attributes:
+        name: What users call it.
+        lacks: The needs that it does not serve.
+    """
+
+    name: str
+    lacks: Mapping[Need, Lack]
+
+    def check(self, methods: Iterable["Method"], name: str = "", where: str = "") -> None:
+        """Refuse methods that need what the setting lacks.
+
+        Args:
+            methods: Those of the engine.
+            name: The setting as it is there, such as ``home='disk'``; empty: its own name.
+            where: What of the model the setting is; it follows the setting's name.
+
+        Raises:
+            RetrievalConfigError: Names the methods, and says why and what to do.
+        """
+        methods = list(methods)
+        for need, lack in self.lacks.items():
+            if names := ", ".join(method.name for method in methods if need in method.needs):
+                raise RetrievalConfigError(
+                    f"{name or self.name}{where} {lack.why}, and {names} {need.value}; "
+                    f"{lack.remedy}."
+                )
+
+    def serves(self, method: "Method") -> bool:
+        """Whether a method needs nothing that the setting lacks."""
+        return method.needs.isdisjoint(self.lacks)
+
+
+LEAVE_HOME = "leave it out, or use home=device"
+BY_PAGES = "use a method that selects pages by an index, such as freekv, quest or kvretrieval"
+
+GPU = Setting(
+    "a GPU",
+    {
+        need: Lack("does not serve every method yet", BY_PAGES)
+        for need in (
+            Need.LAYERS_SHARE,
+            Need.DROPS,
+            Need.TOKENS,
+            Need.HEADS,
+            Need.UNEVEN_SHARES,
+            Need.RERANK,
+            Need.MASS,
+            Need.LONG_ENTRIES,
+            Need.REMAINDER,
+            Need.OUTLIERS,
+            Need.HIGHEST,
+        )
+    },
+)
+SLOW_HOME = Setting(
+    "a slow home",
+    {
+        Need.KEYS: Lack("keeps keys where they are slow to read", LEAVE_HOME),
+        Need.UNEVEN_TOKENS: Lack("gives all KV heads as many slots", LEAVE_HOME),
+        Need.HEADS: Lack("is for contexts of which little is read at a step", LEAVE_HOME),
+        Need.EVERYTHING: Lack("is for contexts of which little is read at a step", LEAVE_HOME),
+    },
+)
+CODEC = Setting(
+    "a codec",
+    {
+        Need.TOKENS: Lack("encodes whole pages", "use codec=raw"),
+        Need.UNEVEN_SHARES: Lack(
+            "reads contexts within the budget from slots, of which every layer needs as many",
+            "use codec=raw, or leave the shares out",
+        ),
+    },
+)
+STREAMING = Setting("streaming_attention=True", {Need.TOKENS: Lack("is for pages", "leave it out")})
+MEMORY_FRACTION = Setting(
+    "memory_fraction",
+    {Need.HEADS: Lack("makes budgets of what a request may read", "leave one out")},
+)
+CAPPED_LOGITS = Setting(
+    "soft-capping of logits",
+    {
+        Need.RATES: Lack(
+            "is not known where attention is observed",
+            "use methods that select pages, such as kvretrieval",
+        ),
+        Need.REMAINDER: Lack("is not known to indexes", "use kv_retrieval.remainder=0"),
+        Need.MASS: Lack("is not known to indexes", "use kv_retrieval.mass=1"),
+    },
+)
+SINKS = Setting(
+    "the learned attention sinks",
+    {
+        Need.RATES: Lack(
+            "are not known where attention is observed",
+            "use methods that select pages, such as kvretrieval",
+        )
+    },
+)
+ALIKE = "are attended to by vLLM's kernel, which reads lists of one length"
+UNREAD = "cannot be read by our kernels"
+UNKNOWN_KEYS = Setting(
+    "keys that vLLM lays out in a way that is not known",
+    {
+        Need.UNEVEN_SHARES: Lack(ALIKE, "use methods without budget_shares"),
+        Need.HEADS: Lack(ALIKE, "use methods by which all KV heads attend alike"),
+        Need.MASS: Lack(ALIKE, "use methods without mass"),
+        Need.TOKENS: Lack(UNREAD, "use methods that select pages"),
+        Need.READS: Lack(UNREAD, "use a method with index=min_max, which reads keys as written"),
+    },
+)
+PIPELINE = Setting(
+    "--pipeline-parallel-size",
+    {
+        Need.UNEVEN_SHARES: Lack(
+            "leaves no worker with all layers, among which a budget is divided", "leave one out"
+        ),
+        Need.HEADS: Lack(
+            "leaves no worker with all layers, of which retrieval heads are chosen", "leave it out"
+        ),
+    },
+)
+UNKNOWN_STAGES = Setting(
+    "--pipeline-parallel-size where a model's configuration does not say its full layers",
+    {
+        Need.LAYERS_SHARE: Lack(
+            "has layers on other workers, and which have full attention is not said", "leave it out"
+        )
+    },
+)
+PARTIAL_MODELS = Setting(
+    "layers with full attention that do not retrieve",
+    {
+        need: Lack("are left as they are", "use a method of pages, without shares")
+        for need in (Need.PROMPTS, Need.UNEVEN_SHARES, Need.HEADS)
+    },
+)
+OTHER_LAYERS = Setting(
+    "layers of other numbers than the model's configuration says",
+    {
+        Need.LAYER_NUMBERS: Lack(
+            "have full attention", "use a method and options that treat all layers alike"
+        )
+    },
+)
+SETTINGS = (
+    GPU,
+    SLOW_HOME,
+    CODEC,
+    STREAMING,
+    MEMORY_FRACTION,
+    CAPPED_LOGITS,
+    SINKS,
+    UNKNOWN_KEYS,
+    PIPELINE,
+    UNKNOWN_STAGES,
+    PARTIAL_MODELS,
+    OTHER_LAYERS,
+)
+"""All of them, for documentation and tests."""
