@@ -121,10 +121,7 @@ class RequestOptions:
             RetrievalConfigError: An unknown key, a wrong type, something that the engine does not
                 serve or allow.
         """
-        return cls._parse(_given(extra_args), config)
-
-    @classmethod
-    def _parse(cls, given: Mapping[str, Any], config: RetrievalConfig) -> "RequestOptions":
+        given = _given(extra_args)
         reject_unknown(given, REQUEST, f"{CONFIG_KEY} of a request")
         try:
             return cls._checked(given, config)
@@ -227,14 +224,13 @@ class RequestReader:
 
     def read(self, extra_args: Mapping[str, Any] | None) -> RequestOptions:
         """The options of a request; see :meth:`RequestOptions.parse`, also for its errors."""
-        given = _given(extra_args)
-        text = repr(given)  # tells True from 1, and 1 from 1.0, of which some are refused
-        if (known := self._read.get(text)) is None:
-            known = RequestOptions._parse(given, self.config)
+        text = repr(_given(extra_args))  # tells True from 1 and 1.0, of which some are refused
+        if text not in self._read:
+            options = RequestOptions.parse(extra_args, self.config)
             if len(self._read) == MOST_READ:  # clients may ask for anything
                 self._read.clear()
-            self._read[text] = known
-        return known
+            self._read[text] = options
+        return self._read[text]
 
 
 def _prefill_budget(

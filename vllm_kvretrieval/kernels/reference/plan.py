@@ -154,7 +154,7 @@ def select_units(
         between: Where the sink ends and the window begins, in units.
         select: How many units to select.
         per_token: Whether units are single tokens; else they are pages.
-        mass: See :data:`~vllm_kvretrieval.retrieval.seats.MASS`.
+        mass: See :data:`~vllm_kvretrieval.retrieval.families.scored.MASS`.
 
     Returns:
         int64 [select]; positions in the context, rising. And int64 [<= select], rising: the places

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.needs import Need
 
 if TYPE_CHECKING:
@@ -23,11 +22,10 @@ class SeatField:
     Attributes:
         name: The option, and the attribute of methods.
         column: The name of the columns.
-        meaning: The effect of the number.
         plain: The value that changes nothing; methods without the number have it.
         methods: The methods with which requests may set it; follows "methods that".
-        unfit: Says why a method of the family cannot have a value, as a predicate after the value
-            and with a remedy; None: it can.
+        check: Refuses a value that a method of the family cannot have, with a RetrievalConfigError
+            that says why, and what to do.
         need: The need of a method whose value is not plain; None: every setting serves it. Where
             one does not, the number of a request has no effect.
         uneven: Whether KV heads may attend to different numbers of units by it.
@@ -35,22 +33,12 @@ class SeatField:
 
     name: str
     column: str
-    meaning: str
     plain: float
     methods: str
-    unfit: Callable[[float, Any], str | None]
+    check: Callable[[float, Any], None]
     need: Need | None = None
     uneven: bool = False
 
     def of(self, method: "Method") -> float:
         """The value of requests of a method that name none."""
         return float(getattr(method, self.name, self.plain))
-
-    def check(self, value: float, method: "Method") -> None:
-        """Refuse a value that a method cannot have.
-
-        Raises:
-            RetrievalConfigError: Says why, and what to do.
-        """
-        if why := self.unfit(value, method):
-            raise RetrievalConfigError(f"{self.name}={value} {why}")

@@ -24,44 +24,45 @@ MOST_SPANNED = 2
 MOST_RERANKED = 64
 
 
-def _unreachable(mass: float, method: "ScoredMethod") -> str | None:
-    if mass == 1 or method.estimates_shares:
-        return None
-    return (
-        f"cannot be reached with {method.name}: it takes scores that are shares of the attention, "
-        "of each step (pooling mean_softmax, schedule every_step, no rerank, no outliers). Leave "
-        "it out, or use kvretrieval."
-    )
+def _check_mass(mass: float, method: "ScoredMethod") -> None:
+    if mass < 1 and not method.estimates_shares:
+        raise RetrievalConfigError(
+            f"mass={mass} cannot be reached with {method.name}: it takes scores that are shares of "
+            "the attention, of each step (pooling mean_softmax, schedule every_step, no rerank, no "
+            "outliers). Leave it out, or use kvretrieval."
+        )
 
 
-def _corrects_always(_: float, method: "ScoredMethod") -> str | None:
-    if method.speculates:
-        return None
-    return f"has no effect with {method.name}, which does so at every step; leave it out."
+def _check_threshold(threshold: float, method: "ScoredMethod") -> None:
+    if not method.speculates:
+        raise RetrievalConfigError(
+            f"correction_threshold={threshold} has no effect with {method.name}, which does so at "
+            "every step; leave it out."
+        )
 
 
 MASS = SeatField(
-    "mass",
-    "mass",
-    "the share of the scores of all units that is enough for a KV head, which attends to the "
-    "fewest selected units that reach it together with sink and window, but to at least one; less "
-    "than 1 needs scores pooled as shares (mean_softmax), no reranking, no outliers, and a "
-    "threshold of 1",
+    name="mass",
+    column="mass",
     plain=1.0,
     methods="select by shares of the attention at each step",
-    unfit=_unreachable,
+    check=_check_mass,
     need=Need.MASS,
     uneven=True,
 )
+"""The share of the scores of all units that is enough for a KV head, which attends to the fewest
+selected units that reach it together with sink and window, but to at least one. Less than 1 needs
+scores pooled as shares (``Pooling.MEAN_SOFTMAX``), no reranking, no outliers, a threshold of 1."""
+
 CORRECTION_THRESHOLD = SeatField(
-    "correction_threshold",
-    "threshold",
-    "a KV head whose query has a lower cosine similarity to the previous step's selects before "
-    "attention; at 1 each step attends to its own selection",
+    name="correction_threshold",
+    column="threshold",
     plain=1.0,
     methods="speculate",
-    unfit=_corrects_always,
+    check=_check_threshold,
 )
+"""A KV head whose query has a lower cosine similarity to the previous step's selects before
+attention. 1: each step attends to its own selection."""
 
 
 @dataclass(frozen=True, kw_only=True)
